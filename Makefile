@@ -1,0 +1,93 @@
+# Linux, Python 3.11-3.13 and make are all it takes; everything else is installed into .venv.
+VENV ?= .venv
+HOME_FOLDER ?= $(or $(DLRM_HOME),.dlrm)
+# Index of PyTorch's own CPU wheels, used for torch alone.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+LOCK ?= $(if $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 && echo yes),requirements/cuda.lock,requirements/cpu.lock)
+PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 && echo $$p; done))
+# Extras to install beside the lock, such as EXTRAS=ray; those of an environment stay when it is made anew.
+EXTRAS ?=
+INSTALLED = $(patsubst $(VENV)/.extra-%,%,$(wildcard $(VENV)/.extra-*))
+RUN = $(VENV)/bin/python
+PREFECT_PORT ?= 4200
+MLFLOW_PORT ?= 5000
+export DO_NOT_TRACK = 1
+export PREFECT_SERVER_ANALYTICS_ENABLED = false
+export MLFLOW_DISABLE_TELEMETRY = true
+export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
+export RAY_USAGE_STATS_ENABLED = 0
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint check ui worker deploy doctor lock clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | column -t -s@
+
+setup: $(VENV)/.complete $(addprefix $(VENV)/.extra-,$(sort $(EXTRAS) $(INSTALLED)))  ## the environment alone: .venv with every dependency at its locked version; EXTRAS=ray too
+	@echo "environment: $(VENV) is complete"
+
+$(VENV)/.complete: $(LOCK)
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11, 3.12 or 3.13 found; install one, or set PYTHON=/path/to/python."; exit 1; }
+	@echo "setting up $(VENV) from $(LOCK) with $(PYTHON): about 2 GB, a few minutes"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@# The torch index is asked for torch alone, and only where no local wheels are named: other packages come from the usual index.
+	@if [ "$(LOCK)" = requirements/cpu.lock ]; then \
+		grep '^torch==' $(LOCK) > $(VENV)/torch.txt; \
+		$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -r $(VENV)/torch.txt \
+			$(if $(PIP_FIND_LINKS),,--index-url $(TORCH_INDEX)); \
+	fi
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK)
+	@touch $@
+	@echo "ready: $(VENV)"
+
+$(VENV)/.extra-ray: $(VENV)/.extra-%: requirements/%.lock $(VENV)/.complete
+	@echo "adding $* to $(VENV)"
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+demo: setup  ## logs -> warehouse -> sharded training -> registered model, on generated data
+	@$(RUN) -m flows.end_to_end configs/demo.yaml
+	@echo "look at it: make ui"
+
+test: setup  ## the tests
+	@$(RUN) -m pytest
+
+test-slow: setup  ## the long tests: servers, kills, whole runs
+	@$(RUN) -m pytest -m 'slow and not gpu' --timeout=900
+
+lint: setup  ## ruff and mypy
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy
+
+check: lint test  ## linters and tests
+
+ui: setup  ## Prefect and MLflow on loopback; Ctrl-C stops both
+	@$(RUN) -m flows.ui $(HOME_FOLDER) prefect_port=$(PREFECT_PORT) mlflow_port=$(MLFLOW_PORT)
+
+deploy: setup  ## work pool and deployments on the running server (PREFECT_API_URL)
+	@$(VENV)/bin/prefect work-pool create dlrm --type process --overwrite
+	@$(VENV)/bin/prefect --no-prompt deploy --all
+
+worker: setup  ## a worker that runs deployments (PREFECT_API_URL)
+	@$(VENV)/bin/prefect worker start --pool dlrm
+
+doctor: setup  ## what is wrong with this installation
+	@$(RUN) -m flows.doctor
+
+lock:  ## resolve the dependencies anew (needs uv)
+	@uv pip compile pyproject.toml --extra cpu --extra dev --universal --python-version 3.11 --no-annotate \
+		--override requirements/overrides-cpu.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--extra-index-url $(TORCH_INDEX)) \
+		--custom-compile-command "make lock" -q -o requirements/cpu.lock
+	@uv pip compile pyproject.toml --extra cuda --extra dev --universal --python-version 3.11 --no-annotate \
+		--custom-compile-command "make lock" -q -o requirements/cuda.lock
+	@# An extra's lock holds what it adds to the whole, resolved together with it.
+	@uv pip compile pyproject.toml --extra cpu --extra dev --extra ray --universal --python-version 3.11 --no-annotate --no-header \
+		--override requirements/overrides-cpu.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--extra-index-url $(TORCH_INDEX)) \
+		--constraint requirements/cpu.lock -q > requirements/.all
+	@{ head -n 2 requirements/cpu.lock; grep -vxFf requirements/cpu.lock requirements/.all; } > requirements/ray.lock
+	@rm requirements/.all
+
+clean:  ## removes the environment; data and models in .dlrm stay
+	@rm -rf $(VENV)
