@@ -1,0 +1,66 @@
+"""Atomic writes: a reader sees the old file or the new one, never half of one."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary path beside `path`; renamed to it on success, removed on failure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _beside(path)
+    temporary.touch(exist_ok=False)  # with the permissions of any new file; those of mkstemp shut other users out
+    try:
+        yield temporary
+        _sync(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces the file's content as a whole."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes `value` as readable JSON, keys sorted, so that equal values give equal files."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False, default=str) + "\n")
+
+
+def seal_folder(temporary: Path, path: Path) -> None:
+    """Moves a finished folder to its final name; an older one of that name is replaced, and never seen half deleted."""
+    for file in temporary.rglob("*"):
+        if file.is_file():
+            _sync(file)
+    if not path.exists():
+        temporary.replace(path)
+        return
+    older = _beside(path)
+    path.replace(older)
+    temporary.replace(path)
+    shutil.rmtree(older)
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file's content, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _beside(path: Path) -> Path:
+    """A name in the same folder that nothing has."""
+    return path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

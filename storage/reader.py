@@ -1,0 +1,222 @@
+"""The row groups of a pinned snapshot, read one by one."""
+
+import datetime
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel
+from pyiceberg.expressions import And, BooleanExpression, In
+from pyiceberg.expressions.visitors import bind, extract_field_ids
+from pyiceberg.io.pyarrow import expression_to_pyarrow
+from pyiceberg.manifest import DataFile
+from pyiceberg.schema import Schema
+from pyiceberg.table import FileScanTask, Table
+from pyiceberg.table.snapshots import Snapshot
+
+from storage.errors import CorruptFileError, StorageError
+
+READ_ROWS = 8_192
+"""Rows decoded at a time."""
+DAY = "day"
+"""The partition column of every table, an Iceberg date."""
+
+
+class SnapshotRef(BaseModel, frozen=True):
+    """One state of one table; reading it gives the same rows forever."""
+
+    table: str
+    snapshot_id: int
+
+
+class Fragment(BaseModel, frozen=True):
+    """A row group of a data file: what one read takes."""
+
+    path: str
+    row_group: int
+    rows: int
+    day: datetime.date
+
+
+class SnapshotReader:
+    """Reads row groups of a pinned snapshot: projected by Iceberg field id, filtered by row.
+
+    Field ids, not names, decide which column of a file is read: a feature that was dropped and added
+    again under its old name reads as null in old files, never as the old values.
+
+    Attributes:
+        bytes_read: Size in the files of the columns read so far.
+        bytes_stored: Size in the files of all columns of the row groups read so far.
+    """
+
+    def __init__(
+        self, table: Table, reference: SnapshotRef, columns: Sequence[str], row_filter: BooleanExpression | None
+    ) -> None:
+        self.table, self.reference, self.row_filter = table, reference, row_filter
+        self.schema = schema_at(table, reference)
+        self.columns = list(columns)
+        self._keep = None
+        needed = dict.fromkeys(columns)
+        if row_filter is not None:
+            try:
+                bound = bind(self.schema, row_filter, case_sensitive=True)
+            except (ValueError, TypeError) as error:
+                raise StorageError(
+                    f"row filter of table '{reference.table}'",
+                    "one that fits its columns",
+                    str(error).rstrip("."),
+                    "Correct it.",
+                ) from error
+            self._keep = expression_to_pyarrow(bound, self.schema)
+            needed |= dict.fromkeys(str(self.schema.find_column_name(i)) for i in sorted(extract_field_ids(bound)))
+        arrow = self.schema.as_arrow()
+        for name in needed:
+            if name not in arrow.names:
+                close = ", ".join(difflib.get_close_matches(name, arrow.names, n=3)) or ", ".join(arrow.names[:8])
+                raise StorageError(
+                    f"column '{name}'", f"a column of table '{reference.table}'", "none of that name",
+                    f"Closest: {close}. Correct the name.",
+                )  # fmt: skip
+        self.bytes_read, self.bytes_stored = 0, 0
+        self._ids = {name: self.schema.find_field(name).field_id for name in needed}
+        self._types = {name: arrow.field(name).type for name in needed}
+
+    def fragments(self, days: Iterable[datetime.date] | None = None) -> list[Fragment]:
+        """The row groups of the snapshot, ordered by day, file and position; `rows` counts before the row filter."""
+        where = None if days is None else in_days(days)
+        filters = [part for part in (self.row_filter, where) if part is not None]
+        scan = self.table.scan(snapshot_id=self.reference.snapshot_id)
+        if filters:
+            scan = scan.filter(filters[0] if len(filters) == 1 else And(*filters))
+        found: list[Fragment] = []
+        for task in sorted(scan.plan_files(), key=_file_order):
+            refuse_deletes(task)
+            metadata = self._open(task.file.file_path).metadata
+            found += [
+                Fragment(
+                    path=task.file.file_path, row_group=i, rows=metadata.row_group(i).num_rows, day=day_of(task.file)
+                )
+                for i in range(metadata.num_row_groups)
+            ]
+        return found
+
+    def empty(self) -> pa.Table:
+        """No rows of the columns asked for."""
+        return pa.table({name: pa.array([], self._types[name]) for name in self.columns})
+
+    def read(self, fragment: Fragment) -> pa.Table:
+        """Rows of one row group that the filter keeps, columns in the order asked for.
+
+        Raises:
+            CorruptFileError: If the file cannot be read; names it and the snapshot.
+        """
+        return pa.Table.from_batches(list(self.batches(fragment)), self.empty().schema)
+
+    def batches(self, fragment: Fragment) -> Iterator[pa.RecordBatch]:
+        """The rows of `read` in parts small enough for the processor's cache.
+
+        Raises:
+            CorruptFileError: If the file cannot be read; names it and the snapshot.
+        """
+        file = self._open(fragment.path)
+        stored = {_field_id(field): field for field in file.schema_arrow}
+        names = {name: stored[i].name for name, i in self._ids.items() if i in stored}
+        self._count(file.metadata.row_group(fragment.row_group), set(names.values()))
+        parts = file.iter_batches(READ_ROWS, [fragment.row_group], list(names.values()), use_threads=False)
+        try:
+            while (part := self._next(parts, fragment)) is not None:
+                yield self._kept(part, names)
+        finally:
+            file.close()
+
+    def _next(self, parts: Iterator[pa.RecordBatch], fragment: Fragment) -> pa.RecordBatch | None:
+        try:
+            return next(parts, None)
+        except (OSError, pa.ArrowException) as error:
+            raise self._corrupt(fragment.path, error) from error
+
+    def _kept(self, part: pa.RecordBatch, names: Mapping[str, str]) -> pa.RecordBatch:
+        """The rows of a part that the filter keeps, under the table's names and types; absent columns are null."""
+        arrays = [
+            _cast(part.column(names[name]), kind) if name in names else pa.nulls(len(part), kind)
+            for name, kind in self._types.items()
+        ]
+        rows = pa.RecordBatch.from_arrays(arrays, list(self._types))
+        if self._keep is None:
+            return rows.select(self.columns)
+        table = pa.Table.from_batches([rows]).filter(self._keep).select(self.columns).combine_chunks()
+        return table.to_batches()[0] if len(table) else rows.slice(0, 0).select(self.columns)
+
+    def _count(self, group: pq.RowGroupMetaData, names: set[str]) -> None:
+        for chunk in (group.column(i) for i in range(group.num_columns)):
+            self.bytes_stored += chunk.total_compressed_size
+            path = chunk.path_in_schema
+            if path in names or path.rsplit(".", 2)[0] in names:  # a list's values stand in name.list.element
+                self.bytes_read += chunk.total_compressed_size
+
+    def _open(self, path: str) -> pq.ParquetFile:
+        local = path.removeprefix("file://")
+        try:
+            if local.startswith("/"):
+                return pq.ParquetFile(local, memory_map=True)
+            return pq.ParquetFile(self.table.io.new_input(path).open(), pre_buffer=True)
+        except (OSError, pa.ArrowException) as error:
+            raise self._corrupt(path, error) from error
+
+    def _corrupt(self, path: str, error: Exception) -> CorruptFileError:
+        return CorruptFileError(
+            f"file '{path}' of snapshot {self.reference.snapshot_id} of table '{self.reference.table}'",
+            "a whole Parquet file", str(error).split("\n")[0].rstrip("."), "Ingest its day with again=true.",
+        )  # fmt: skip
+
+
+def snapshot_at(table: Table, reference: SnapshotRef) -> Snapshot:
+    snapshot = table.snapshot_by_id(reference.snapshot_id)
+    if snapshot is None:
+        raise StorageError(
+            f"snapshot {reference.snapshot_id} of table '{reference.table}'", "a snapshot of the table",
+            "none of that id", "It may have expired; train on the current snapshot.",
+        )  # fmt: skip
+    return snapshot
+
+
+def schema_at(table: Table, reference: SnapshotRef) -> Schema:
+    snapshot = snapshot_at(table, reference)
+    return table.schemas()[snapshot.schema_id] if snapshot.schema_id is not None else table.schema()
+
+
+def day_of(file: DataFile) -> datetime.date:
+    value: Any = file.partition[0]
+    return (
+        value if isinstance(value, datetime.date) else datetime.date(1970, 1, 1) + datetime.timedelta(days=int(value))
+    )
+
+
+def in_days(days: Iterable[datetime.date]) -> BooleanExpression:
+    return In(DAY, [day.isoformat() for day in sorted(days)])  # type: ignore[call-arg, arg-type]
+
+
+def _file_order(task: FileScanTask) -> tuple[datetime.date, list[str | int]]:
+    """By day, then in order of writing: numbers in file names compare as numbers."""
+    parts = re.split(r"(\d+)", task.file.file_path.rsplit("/", 1)[-1])
+    return day_of(task.file), [int(part) if part.isdigit() else part for part in parts]
+
+
+def refuse_deletes(task: FileScanTask) -> None:
+    if task.delete_files:
+        raise StorageError(
+            f"file '{task.file.file_path}'", "no row-level delete files", f"{len(task.delete_files)}",
+            "Rewrite the table in copy-on-write mode with the engine that wrote the deletes.",
+        )  # fmt: skip
+
+
+def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    return array if array.type == kind else array.cast(kind)
+
+
+def _field_id(field: pa.Field) -> int | None:
+    value = (field.metadata or {}).get(b"PARQUET:field_id")
+    return int(value) if value is not None else None

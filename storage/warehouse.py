@@ -1,0 +1,356 @@
+"""The Iceberg warehouse: tables in day partitions, replaced by the day."""
+
+import datetime
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+
+import pyarrow as pa
+from pydantic import BaseModel, PositiveInt
+from pyiceberg.catalog import Catalog, load_catalog
+from pyiceberg.exceptions import CommitFailedException, NoSuchTableError, TableAlreadyExistsError, ValidationException
+from pyiceberg.expressions import BooleanExpression
+from pyiceberg.io import FileIO, InputFile, OutputFile
+from pyiceberg.io.pyarrow import _dataframe_to_data_files
+from pyiceberg.table import Table, Transaction
+from pyiceberg.table.snapshots import Snapshot
+from pyiceberg.table.update.snapshot import _OverwriteFiles
+
+from storage.errors import ConflictError, StorageError
+from storage.reader import DAY, SnapshotReader, SnapshotRef, day_of, in_days, refuse_deletes, schema_at, snapshot_at
+
+NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")
+DAYS_PROPERTY = "dlrm.days"
+"""Snapshot summary: JSON of day -> identity of what was written, so that finished work is recognised."""
+
+
+class WarehouseConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Where the tables live and how their files are written."""
+
+    catalog: Mapping[str, str] = {}
+    """Properties of a pyiceberg catalog (`type`, `uri`, `warehouse`, credentials); empty: SQLite and local files."""
+    namespace: str = "dlrm"
+    """Iceberg namespace that holds our tables."""
+    codec: str = "zstd"
+    """Parquet compression."""
+    row_group_rows: PositiveInt = 65_536
+    """Rows of a Parquet row group: the unit of work of a reader."""
+    file_rows: PositiveInt = 262_144
+    """Rows held in memory while writing; a day of more rows becomes several files."""
+
+
+class Warehouse:
+    """Tables of one catalog.
+
+    Args:
+        config: Catalog and layout.
+        home: Folder of the embedded catalog, used where the config names no other.
+    """
+
+    def __init__(self, config: WarehouseConfig, home: Path) -> None:
+        self.config = config
+        self.home = home
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        """The catalog, opened on first use; its namespace is made if absent."""
+        properties = dict(self.config.catalog)
+        if not properties:
+            self.home.mkdir(parents=True, exist_ok=True)
+            folder = self.home.resolve()
+            properties = {"type": "sql", "uri": f"sqlite:///{folder}/catalog.db", "warehouse": f"file://{folder}"}
+        catalog = load_catalog("dlrm", **properties)
+        catalog.create_namespace_if_not_exists(self.config.namespace)
+        return catalog
+
+    def table(self, name: str) -> Table:
+        """The table as it is now.
+
+        Raises:
+            StorageError: If there is no such table.
+        """
+        try:
+            return self.catalog.load_table((self.config.namespace, _checked(name)))
+        except NoSuchTableError:
+            known = ", ".join(sorted(row[-1] for row in self.catalog.list_tables(self.config.namespace))) or "none"
+            raise StorageError(
+                f"table '{name}'", "a table of the warehouse", f"tables: {known}", "Run `python -m flows.ingest` first."
+            ) from None
+
+    def has_table(self, name: str) -> bool:
+        """Whether the table exists."""
+        return self.catalog.table_exists((self.config.namespace, _checked(name)))
+
+    def replace_days(
+        self,
+        name: str,
+        days: Mapping[datetime.date, str],
+        schema: pa.Schema,
+        batches: Iterable[pa.RecordBatch],
+        rows: int,
+    ) -> SnapshotRef:
+        """Replaces whole days of a table in one commit; the table is made, or gains columns, as needed.
+
+        Readers see all the old days or all the new ones. Memory holds `file_rows` rows.
+
+        Args:
+            days: Day -> identity of what is written, kept in the snapshot's summary.
+            schema: Arrow schema of the batches; holds the column `day`.
+            batches: The rows; all of them in `days`.
+            rows: How many rows there will be; checked before the commit, and the table's count after it.
+        Raises:
+            ConflictError: If another writer changed one of these days meanwhile.
+            StorageError: If the row counts do not agree, a row is of another day, or a column changed its type.
+        """
+        table = self._evolved(name, schema)
+        transaction, io = table.transaction(), _RecordingIO(table.io)
+        overwrite = self._overwrite(table, transaction, days)
+        try:
+            count, files = 0, itertools.count()
+            for chunk in _chunks(schema, batches, self.config.file_rows):
+                count += chunk.num_rows
+                for file in _dataframe_to_data_files(
+                    transaction.table_metadata, chunk, io, overwrite.commit_uuid, files
+                ):
+                    if day_of(file) not in days:
+                        raise StorageError(
+                            f"table '{name}'",
+                            f"rows of {_span(days)} only",
+                            f"rows of {day_of(file)}",
+                            "Pass all days of the rows.",
+                        )
+                    overwrite.append_data_file(file)
+            if count != rows:
+                raise StorageError(
+                    f"table '{name}'",
+                    f"{rows} rows to write",
+                    f"{count}",
+                    "The source changed while it was read; run again.",
+                )
+            overwrite.commit()
+            transaction.commit_transaction()
+        except (CommitFailedException, ValidationException) as error:
+            io.discard()
+            raise ConflictError(
+                f"table '{name}'", f"no other writer of {_span(days)}", "one that was faster", "Run the command again."
+            ) from error
+        except BaseException:
+            # An interrupt may come when the commit has taken place already; then the files are part of the table.
+            if self.table(name).snapshot_by_id(overwrite.snapshot_id) is None:
+                io.discard()
+            raise
+        reference = SnapshotRef(table=name, snapshot_id=overwrite.snapshot_id)
+        self._assert_rows(reference, sorted(days), rows)
+        return reference
+
+    def _overwrite(self, table: Table, transaction: Transaction, days: Mapping[datetime.date, str]) -> _OverwriteFiles:
+        """One snapshot for the whole change: Table.append() would make one for every chunk of rows."""
+        where = in_days(days)
+        summary = {DAYS_PROPERTY: json.dumps({day.isoformat(): identity for day, identity in sorted(days.items())})}
+        overwrite = transaction.update_snapshot(snapshot_properties=summary).overwrite()
+        overwrite.delete_by_predicate(where)
+        for task in table.scan(row_filter=where).plan_files():
+            overwrite.delete_data_file(task.file)
+        return overwrite
+
+    def _assert_rows(self, reference: SnapshotRef, days: Sequence[datetime.date], rows: int) -> None:
+        counts = self.day_rows(reference)
+        stored = sum(counts.get(day, 0) for day in days)
+        if stored != rows:
+            raise StorageError(
+                f"table '{reference.table}'", f"{rows} rows in {len(days)} days after the commit", f"{stored}",
+                "Do not train on this snapshot; ingest the days again.",
+            )  # fmt: skip
+
+    def _evolved(self, name: str, schema: pa.Schema) -> Table:
+        """The table with all columns of the schema; looked at again where another writer changed it first."""
+        _checked_columns(schema)
+        for _ in range(5):
+            try:
+                if not self.has_table(name):
+                    identifier = (self.config.namespace, name)
+                    with (
+                        self.catalog.create_table_transaction(
+                            identifier, schema, properties=self._properties()
+                        ) as creation,
+                        creation.update_spec() as spec,
+                    ):
+                        spec.add_identity(DAY)
+                table = self.table(name)
+                _check_types(name, table.schema().as_arrow(), schema)
+                with table.update_schema() as update:
+                    update.union_by_name(schema)
+                return table
+            except (CommitFailedException, TableAlreadyExistsError) as error:
+                conflict = error
+        raise ConflictError(
+            f"table '{name}'", "its columns to stay for a moment", "a change each time", "Run the command again."
+        ) from conflict
+
+    def _properties(self) -> dict[str, str]:
+        return {
+            "format-version": "2",
+            "write.parquet.compression-codec": self.config.codec,
+            "write.parquet.row-group-limit": str(self.config.row_group_rows),
+            # Statistics of hundreds of columns cost more at every commit and plan than they ever save.
+            "write.metadata.metrics.default": "none",
+            f"write.metadata.metrics.column.{DAY}": "full",
+            "write.metadata.previous-versions-max": "20",
+            "write.metadata.delete-after-commit.enabled": "true",
+            "write.delete.isolation-level": "serializable",
+        }
+
+    def current(self, name: str) -> SnapshotRef:
+        """The newest snapshot of a table.
+
+        Raises:
+            StorageError: If the table is absent or was never written.
+        """
+        return SnapshotRef(table=name, snapshot_id=_current(self.table(name)).snapshot_id)
+
+    def written_days(self, name: str) -> dict[datetime.date, str]:
+        """Day -> identity of what was last written to it, for days that the newest snapshot holds."""
+        days: dict[datetime.date, str] = {}
+        if not self.has_table(name):
+            return days
+        table = self.table(name)
+        if (newest := table.current_snapshot()) is not None:
+            for snapshot in table.snapshots():
+                summary = snapshot.summary.additional_properties if snapshot.summary else {}
+                for day, identity in json.loads(summary.get(DAYS_PROPERTY, "{}")).items():
+                    days[datetime.date.fromisoformat(day)] = identity
+            present = self.day_rows(SnapshotRef(table=name, snapshot_id=newest.snapshot_id))
+            days = {day: identity for day, identity in days.items() if day in present}
+        return days
+
+    def tag(self, reference: SnapshotRef, tag: str) -> None:
+        """Names a snapshot, which keeps it from being expired; tagging it again changes nothing.
+
+        Raises:
+            StorageError: If there is no such snapshot, or another one has the tag.
+        """
+        table = self.table(reference.table)
+        snapshot_at(table, reference)
+        holder = table.refs().get(tag)
+        if holder is not None and holder.snapshot_id != reference.snapshot_id:
+            raise StorageError(
+                f"tag '{tag}' of table '{reference.table}'", f"snapshot {reference.snapshot_id}",
+                f"{holder.snapshot_id}", "A tag keeps its snapshot; choose another name.",
+            )  # fmt: skip
+        if holder is None:
+            table.manage_snapshots().create_tag(reference.snapshot_id, tag).commit()
+
+    def schema(self, reference: SnapshotRef) -> pa.Schema:
+        """Arrow schema of the table at the snapshot."""
+        return schema_at(self.table(reference.table), reference).as_arrow()
+
+    def day_rows(self, reference: SnapshotRef) -> dict[datetime.date, int]:
+        """Rows of each day at the snapshot, in order of the days; read from metadata alone."""
+        counts: dict[datetime.date, int] = {}
+        table = self.table(reference.table)
+        snapshot_at(table, reference)
+        for task in table.scan(snapshot_id=reference.snapshot_id).plan_files():
+            refuse_deletes(task)
+            day = day_of(task.file)
+            counts[day] = counts.get(day, 0) + task.file.record_count
+        return dict(sorted(counts.items()))
+
+    def reader(
+        self, reference: SnapshotRef, columns: Sequence[str], row_filter: BooleanExpression | None = None
+    ) -> SnapshotReader:
+        """A reader of some columns of a pinned snapshot, of the rows the filter keeps.
+
+        Raises:
+            StorageError: If a column is not in the table or the filter does not fit it.
+        """
+        return SnapshotReader(self.table(reference.table), reference, columns, row_filter)
+
+
+def _chunks(schema: pa.Schema, batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
+    """Collects batches into tables of at least `rows` rows (the last one may be smaller)."""
+    pending: list[pa.RecordBatch] = []
+    count = 0
+    for batch in batches:
+        pending.append(batch)
+        count += batch.num_rows
+        if count >= rows:
+            yield pa.Table.from_batches(pending, schema)
+            pending, count = [], 0
+    if count:
+        yield pa.Table.from_batches(pending, schema)
+
+
+def _current(table: Table) -> Snapshot:
+    snapshot = table.current_snapshot()
+    if snapshot is None:
+        raise StorageError(
+            f"table '{table.name()[-1]}'", "at least one day", "an empty table", "Run the ingest flow first."
+        )
+    return snapshot
+
+
+def _span(days: Iterable[datetime.date]) -> str:
+    first, last = min(days), max(days)
+    return f"{first}" if first == last else f"{first} to {last}"
+
+
+def _checked(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise StorageError(f"name {name!r}", f"a name like {NAME.pattern}", "another form", "Rename it.")
+    return name
+
+
+def _checked_columns(schema: pa.Schema) -> None:
+    for name in schema.names:
+        _checked(name)
+
+
+def _check_types(table: str, old: pa.Schema, new: pa.Schema) -> None:
+    pairs = {name: (old.field(name).type, new.field(name).type) for name in new.names if name in old.names}
+    changed = {name: pair for name, pair in pairs.items() if _family(pair[0]) != _family(pair[1])}
+    if changed:
+        raise StorageError(
+            f"columns of table '{table}'", ", ".join(f"{name} {_family(pair[0])}" for name, pair in changed.items()),
+            ", ".join(f"{name} {_family(pair[1])}" for name, pair in changed.items()),
+            "A column keeps its type: give the source that type, or write to a table of another name.",
+        )  # fmt: skip
+
+
+def _family(kind: pa.DataType) -> str:
+    """What a column can hold after Iceberg's widening (int to long, float to double)."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return f"list of {_family(kind.value_type)}"
+    if pa.types.is_timestamp(kind):
+        return "timestamp with zone" if kind.tz else "timestamp"
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return "text"
+    return "integer" if pa.types.is_integer(kind) else "float" if pa.types.is_floating(kind) else str(kind)
+
+
+class _RecordingIO(FileIO):
+    """Remembers what was written through it, files left half-written by an error included, to take it back."""
+
+    def __init__(self, io: FileIO) -> None:
+        super().__init__(io.properties)
+        self.io = io
+        self.written: list[str] = []
+
+    def new_input(self, location: str) -> InputFile:
+        return self.io.new_input(location)
+
+    def new_output(self, location: str) -> OutputFile:
+        self.written.append(location)
+        return self.io.new_output(location)
+
+    def delete(self, location: str | InputFile | OutputFile) -> None:
+        self.io.delete(location)
+
+    def discard(self) -> None:
+        """Deletes everything written."""
+        for location in self.written:
+            with suppress(FileNotFoundError):  # announced, but never begun
+                self.io.delete(location)

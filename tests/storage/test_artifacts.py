@@ -1,0 +1,100 @@
+"""Old or new, never half."""
+
+import datetime
+import hashlib
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from storage import artifacts
+from storage.artifacts import atomic_file, seal_folder, sha256, write_json, write_text
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def interrupted(path: Path) -> None:
+    path.write_text("half")
+    raise KeyboardInterrupt
+
+
+def test_a_file_appears_complete_and_alone(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "report.txt"
+    with atomic_file(path) as temporary:
+        temporary.write_text("new")
+        assert not path.exists()
+        assert temporary.parent == path.parent
+    assert content(tmp_path) == {"deep/report.txt": "new"}
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    write_text(tmp_path / "report.txt", "old")
+    with pytest.raises(KeyboardInterrupt), atomic_file(tmp_path / "report.txt") as temporary:
+        interrupted(temporary)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "report.txt", {"loss": float("nan")})
+    assert content(tmp_path) == {"report.txt": "old"}
+
+
+def test_a_failed_rename_leaves_no_temporary_file(tmp_path: Path) -> None:
+    (tmp_path / "report.txt").mkdir()
+    with pytest.raises(OSError):
+        write_text(tmp_path / "report.txt", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.txt"]
+
+
+def folder_of(path: Path, **texts: str) -> Path:
+    path.mkdir()
+    for name, text in texts.items():
+        (path / name).write_text(text)
+    return path
+
+
+def test_a_folder_replaces_the_older_one_whole(tmp_path: Path) -> None:
+    for number in ("1", "2"):
+        seal_folder(folder_of(tmp_path / "new", **{f"shard_{number}": number}), tmp_path / "step")
+    assert content(tmp_path) == {"step/shard_2": "2"}
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+
+
+def test_the_old_folder_is_never_seen_half_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seal_folder(folder_of(tmp_path / "new", shard="old"), tmp_path / "step")
+    removed = artifacts.shutil.rmtree
+    seen: list[dict[str, str]] = []
+
+    def look(path: Path) -> None:
+        seen.append(content(tmp_path / "step"))
+        removed(path)
+
+    monkeypatch.setattr(artifacts.shutil, "rmtree", look)
+    seal_folder(folder_of(tmp_path / "new", shard="new"), tmp_path / "step")
+    assert seen == [{"shard": "new"}]  # the new one has its name before the old one is taken apart
+    assert content(tmp_path) == {"step/shard": "new"}
+
+
+@pytest.mark.parametrize(("mask", "file_mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_permissions_are_those_of_any_new_file(tmp_path: Path, mask: int, file_mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        write_text(tmp_path / "report.txt", "new")
+        for text in ("old", "new"):
+            seal_folder(folder_of(tmp_path / "temporary", shard=text), tmp_path / "step")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    assert modes == {"report.txt": file_mode, "step": 0o777 & ~mask, "shard": file_mode}
+
+
+def test_json_is_sorted_and_readable(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"b": 1, "a": datetime.date(2024, 1, 2)})
+    assert (tmp_path / "a.json").read_text() == '{\n  "a": "2024-01-02",\n  "b": 1\n}\n'
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": "2024-01-02", "b": 1}
+
+
+def test_sha256_is_that_of_the_content(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 300_000)
+    assert sha256(tmp_path / "a") == hashlib.sha256(b"x" * 300_000).hexdigest()

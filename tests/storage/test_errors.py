@@ -1,0 +1,23 @@
+"""One sentence, one remedy, and the way between processes."""
+
+import pickle
+
+import pytest
+
+from storage.errors import ConflictError, ContractError, CorruptFileError, EmptyDatasetError, StorageError
+
+KINDS = [ContractError, StorageError, EmptyDatasetError, ConflictError, CorruptFileError]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_is_a_sentence_and_survives_pickling(kind: type[ContractError]) -> None:
+    error = kind("column 'age'", "numbers", "text", "Clean it.")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is kind
+    assert str(copy) == str(error) == "column 'age': expected numbers, got text. Clean it."
+    assert (copy.where, copy.expected, copy.actual, copy.remedy) == ("column 'age'", "numbers", "text", "Clean it.")
+
+
+def test_every_storage_error_is_caught_as_one() -> None:
+    assert all(issubclass(kind, StorageError) for kind in KINDS[1:])
+    assert issubclass(StorageError, ContractError)

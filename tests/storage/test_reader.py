@@ -1,0 +1,111 @@
+"""What is read equals what pandas selects; what cannot be read is named."""
+
+import datetime
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+from pyiceberg.expressions import And, EqualTo, GreaterThanOrEqual, IsNull
+
+from storage.errors import CorruptFileError
+from storage.reader import SnapshotRef
+from storage.warehouse import Warehouse, WarehouseConfig
+
+DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
+
+
+def write(warehouse: Warehouse, table: pa.Table) -> SnapshotRef:
+    days = dict.fromkeys(table["day"].to_pylist(), "i")
+    return warehouse.replace_days("events", days, table.schema, table.to_batches(max_chunksize=5), table.num_rows)
+
+
+def reference() -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "day": [DAY1] * 40 + [DAY2] * 40,
+            "id": range(80),
+            "country": pd.Series(["DE", "FR", None, "US"] * 20, dtype=object),
+            "x": [None if i % 7 == 0 else i / 8 for i in range(80)],
+            "tags": [None if i % 5 == 0 else list(range(i % 4)) for i in range(80)],
+        }
+    )
+
+
+FILTERS: dict[str, tuple[Any, Callable[[pd.DataFrame], Any]]] = {
+    "text": (EqualTo("country", "DE"), lambda f: f["country"] == "DE"),
+    "number": (GreaterThanOrEqual("x", 4.0), lambda f: f["x"] >= 4.0),
+    "null": (IsNull("country"), lambda f: f["country"].isna()),
+    "day": (EqualTo("day", "2024-01-02"), lambda f: f["day"] == DAY2),
+    "both": (
+        And(EqualTo("country", "US"), GreaterThanOrEqual("id", 30)),
+        lambda f: (f["country"] == "US") & (f["id"] >= 30),
+    ),
+    "nothing": (EqualTo("id", -1), lambda f: f["id"] == -1),
+}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Warehouse, SnapshotRef, pa.Schema]:
+    warehouse = Warehouse(WarehouseConfig(row_group_rows=4, file_rows=10), tmp_path_factory.mktemp("warehouse"))
+    schema = pa.schema(
+        [
+            ("day", pa.date32()),
+            ("id", pa.int64()),
+            ("country", pa.string()),
+            ("x", pa.float64()),
+            ("tags", pa.list_(pa.int64())),
+        ]
+    )
+    return warehouse, write(warehouse, pa.Table.from_pandas(reference(), schema, preserve_index=False)), schema
+
+
+@pytest.mark.parametrize("kind", FILTERS)
+@pytest.mark.parametrize("columns", [["id", "tags"], ["x", "country", "id"], ["tags"]])
+def test_filter_and_projection_equal_pandas(
+    stored: tuple[Warehouse, SnapshotRef, pa.Schema], kind: str, columns: list[str]
+) -> None:
+    warehouse, snapshot, schema = stored
+    row_filter, keep = FILTERS[kind]
+    frame = reference()
+    reader = warehouse.reader(snapshot, columns, row_filter)
+    parts = [reader.read(fragment) for fragment in reader.fragments()]
+    expected = pa.Table.from_pandas(frame[keep(frame)], schema, preserve_index=False).select(columns)
+    got = pa.concat_tables(parts) if parts else expected.slice(0, 0)
+    assert got.column_names == columns
+    assert got.to_pylist() == expected.to_pylist()
+
+
+def test_fragments_of_some_days(warehouse: Warehouse) -> None:
+    snapshot = write(warehouse, pa.table({"day": [DAY1] * 5 + [DAY2] * 6 + [DAY3] * 7, "id": range(18)}))
+    reader = warehouse.reader(snapshot, ["id"])
+    assert {f.day for f in reader.fragments([DAY3, DAY1])} == {DAY1, DAY3}
+    assert sum(f.rows for f in reader.fragments([DAY3, DAY1])) == 12
+    assert reader.fragments([datetime.date(2030, 1, 1)]) == []
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "absent", "footer"])
+def test_a_damaged_file_is_named_with_its_snapshot(warehouse: Warehouse, damage: str) -> None:
+    snapshot = write(warehouse, pa.table({"day": [DAY1] * 4, "id": range(4)}))
+    reader = warehouse.reader(snapshot, ["id"])
+    [fragment] = reader.fragments()
+    path = Path(fragment.path.removeprefix("file://"))
+    whole = path.read_bytes()
+    flipped = whole[:-12] + bytes(255 - byte for byte in whole[-12:])
+    {
+        "truncated": lambda: path.write_bytes(whole[: len(whole) // 2]),
+        "empty": lambda: path.write_bytes(b""),
+        "absent": path.unlink,
+        "footer": lambda: path.write_bytes(flipped),
+    }[damage]()
+    for call in (lambda: reader.read(fragment), reader.fragments):
+        with pytest.raises(CorruptFileError) as error:
+            call()
+        assert re.fullmatch(
+            rf"file '{re.escape(fragment.path)}' of snapshot {snapshot.snapshot_id} of table 'events': "
+            r"expected a whole Parquet file, got .+[^.]\. Ingest its day with again=true\.",
+            str(error.value),
+        )
