@@ -1,0 +1,28 @@
+"""DLRMConfig: the shape of a model."""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
+
+
+class DLRMConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """A deep learning recommendation model (Naumov et al. 2019, arXiv:1906.00091)."""
+
+    embedding_width: PositiveInt = 16
+    """E: length of every embedding vector and of the bottom MLP's output."""
+    bottom_mlp: tuple[PositiveInt, ...] = (64,)
+    """Hidden layers between the dense columns and their vector."""
+    top_mlp: tuple[PositiveInt, ...] = (64, 32)
+    """Hidden layers between the interaction and the logit."""
+    interaction: Literal["dot", "cat", "dcn"] = "dot"
+    """dot: products of all pairs of vectors. cat: the vectors side by side. dcn: cross layers over them (DCN-v2)."""
+    cross_layers: PositiveInt = 2
+    """Cross layers of dcn."""
+    cross_rank: PositiveInt | None = None
+    """Rank of the cross layers' matrices; None: full."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the top MLP's hidden units left out in training."""
+    interaction_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the interaction's outputs left out in training."""
+    embedding_init: PositiveFloat | None = None
+    """Embeddings start uniform in [-this, this]; None: 1 / sqrt(rows of the table)."""

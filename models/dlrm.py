@@ -1,0 +1,93 @@
+"""DLRM: dense numbers and bags of ids -> logits. Shape letters: B rows, D dense columns, F vectors, E width."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from models.config import DLRMConfig
+from models.layers import CatInteraction, CrossInteraction, DotInteraction, mlp
+
+
+@dataclass(frozen=True)
+class Bag:
+    """One sparse feature: bags of ids in [0, rows) of a table, pooled into one vector."""
+
+    name: str
+    table: str
+    rows: int
+    pooling: Literal["sum", "mean"]
+
+
+class DLRM(nn.Module):
+    """Deep learning recommendation model.
+
+    Args:
+        config: Sizes and interaction.
+        num_dense: D; 0 leaves out the bottom MLP.
+        bags: Sparse features; those that name one table share it.
+        device: Where the tables live; `meta` where they are sharded later.
+    Shapes:
+        dense_BD float32 [B, D], sparse: F bags of B rows -> logits_B float32 [B].
+    Source:
+        Naumov et al. 2019, arXiv:1906.00091.
+    """
+
+    def __init__(
+        self, config: DLRMConfig, num_dense: int, bags: Sequence[Bag], device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__()
+        self.names = [bag.name for bag in bags]
+        self.embeddings = EmbeddingBagCollection(tables=tables_of(config, bags), device=torch.device(device))
+        width = config.embedding_width
+        self.bottom = mlp(num_dense, [*config.bottom_mlp, width]) if num_dense else None
+        num_features = len(bags) + (1 if num_dense else 0)
+        self.interaction: DotInteraction | CatInteraction | CrossInteraction
+        if config.interaction == "dot":
+            self.interaction = DotInteraction(num_features, width)
+        elif config.interaction == "cat":
+            self.interaction = CatInteraction(num_features, width)
+        else:
+            self.interaction = CrossInteraction(num_features, width, config.cross_layers, config.cross_rank)
+        self.dropout = nn.Dropout(config.interaction_dropout)
+        self.top = mlp(self.interaction.width_out, config.top_mlp, config.dropout)
+        self.logit = nn.Linear(config.top_mlp[-1] if config.top_mlp else self.interaction.width_out, 1)
+
+    def forward(self, dense_BD: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Logits of the rows."""
+        pooled = self.embeddings(sparse).to_dict()  # by name: a sharded collection may give another order
+        vectors = [pooled[name] for name in self.names]
+        if self.bottom is not None:
+            vectors.insert(0, self.bottom(dense_BD))
+        features_BFE = torch.stack(vectors, dim=1)
+        logits_B1: torch.Tensor = self.logit(self.top(self.dropout(self.interaction(features_BFE))))
+        return logits_B1.squeeze(1)
+
+
+def tables_of(config: DLRMConfig, bags: Sequence[Bag]) -> list[EmbeddingBagConfig]:
+    """Embedding tables of the bags, in order of first use.
+
+    Raises:
+        ValueError: If features of one table differ in size or pooling.
+    """
+    tables: dict[str, list[Bag]] = {}
+    for bag in bags:
+        tables.setdefault(bag.table, []).append(bag)
+    for name, members in tables.items():
+        if len({(member.rows, member.pooling) for member in members}) > 1:
+            raise ValueError(f"table '{name}': its features {[m.name for m in members]} must agree in size and pooling")
+    return [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=members[0].rows,
+            embedding_dim=config.embedding_width,
+            feature_names=[member.name for member in members],
+            pooling=PoolingType.SUM if members[0].pooling == "sum" else PoolingType.MEAN,
+        )
+        for name, members in tables.items()
+    ]

@@ -1,0 +1,88 @@
+"""MLP and interactions. Shape letters: B rows, F feature vectors of a row (the dense one first), E width, P pairs."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
+
+
+def mlp(inputs: int, sizes: Sequence[int], dropout: float = 0.0) -> nn.Sequential:
+    """Linear layers with ReLU behind each, float32 [B, inputs] -> [B, sizes[-1]].
+
+    Example:
+        >>> mlp(3, [8, 4])(torch.ones(2, 3)).shape
+        torch.Size([2, 4])
+    """
+    layers: list[nn.Module] = []
+    for size in sizes:
+        layers += [nn.Linear(inputs, size), nn.ReLU()]
+        if dropout > 0.0:
+            layers.append(nn.Dropout(dropout))
+        inputs = size
+    return nn.Sequential(*layers)
+
+
+class DotInteraction(nn.Module):
+    """Dot product of every pair of feature vectors, behind the dense vector itself.
+
+    Args:
+        num_features: F, vectors per row, the dense one included.
+        width: E.
+    Shapes:
+        features_BFE, float32 [B, F, E] -> float32 [B, E + P], P = F * (F - 1) / 2.
+    Raises:
+        ValueError: If num_features is below 2, since there is no pair to take.
+    Source:
+        Naumov et al. 2019, arXiv:1906.00091, section 2. Self-pairs are left out.
+    Example:
+        >>> DotInteraction(3, 4)(torch.ones(2, 3, 4)).shape
+        torch.Size([2, 7])
+    """
+
+    def __init__(self, num_features: int, width: int) -> None:
+        super().__init__()
+        if num_features < 2:
+            raise ValueError(f"a dot interaction needs at least 2 vectors, got {num_features}")
+        self.width_out = width + num_features * (num_features - 1) // 2
+        rows, columns = torch.triu_indices(num_features, num_features, offset=1)
+        self.register_buffer("pair_P", rows * num_features + columns, persistent=False)
+
+    def forward(self, features_BFE: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        products_BFF = torch.bmm(features_BFE, features_BFE.transpose(1, 2))
+        pairs_BP = products_BFF.flatten(1).index_select(1, self.get_buffer("pair_P"))
+        return torch.cat([features_BFE[:, 0], pairs_BP], dim=1)
+
+
+class CatInteraction(nn.Module):
+    """All vectors side by side, float32 [B, F, E] -> [B, F * E]."""
+
+    def __init__(self, num_features: int, width: int) -> None:
+        super().__init__()
+        self.width_out = num_features * width
+
+    def forward(self, features_BFE: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        return features_BFE.flatten(1)
+
+
+class CrossInteraction(nn.Module):
+    """Cross layers x <- x0 * (W x + b) + x over all vectors side by side, float32 [B, F, E] -> [B, F * E].
+
+    Source:
+        Wang et al. 2021, arXiv:2008.13535 (DCN-v2), section 3; the low-rank form W = U V from section 4.
+    Example:
+        >>> CrossInteraction(3, 4, layers=2, rank=None)(torch.ones(2, 3, 4)).shape
+        torch.Size([2, 12])
+    """
+
+    def __init__(self, num_features: int, width: int, layers: int, rank: int | None) -> None:
+        super().__init__()
+        self.width_out = num_features * width
+        self.cross = CrossNet(self.width_out, layers) if rank is None else LowRankCrossNet(self.width_out, layers, rank)
+
+    def forward(self, features_BFE: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        crossed: torch.Tensor = self.cross(features_BFE.flatten(1))
+        return crossed
