@@ -1,0 +1,75 @@
+"""Batch: the tensors of one step, and their position in the data."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from pydantic import BaseModel
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from pipeline.transforms.column import Column
+
+
+class Position(BaseModel, frozen=True):
+    """Where the data stands after a batch: counts global batches and rows, so it means the same at every world size."""
+
+    epoch: int = 0
+    batches: int = 0
+    """Global batches of this epoch already taken."""
+    window: int = 0
+    """Window of the epoch that the next batch begins in."""
+    row: int = 0
+    """Row of that window, in shuffled order, that it begins with."""
+
+
+class Times(BaseModel, frozen=True):
+    """Seconds that a global batch took on its way."""
+
+    extract: float = 0.0
+    """Workers reading and decoding its rows."""
+    transform: float = 0.0
+    """Workers transforming, shuffling and cutting them."""
+    wait: float = 0.0
+    """This rank waiting for it."""
+
+
+NO_TIMES = Times()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one step on one rank.
+
+    Shapes:
+        dense: float32 [B, D]. labels: float32 [B]. weights: float32 [B], 0 for a row of padding.
+        sparse: F features of B bags, ids int64, lengths int32.
+    """
+
+    dense: torch.Tensor
+    sparse: KeyedJaggedTensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+    position: Position
+    global_rows: int
+    """Rows of the whole batch, over all ranks."""
+    times: Times = NO_TIMES
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        """The same batch on another device."""
+        moved = [tensor.to(device, non_blocking=non_blocking) for tensor in (self.dense, self.labels, self.weights)]
+        sparse = self.sparse.to(device, non_blocking=non_blocking)
+        return Batch(moved[0], sparse, moved[1], moved[2], self.position, self.global_rows, self.times)
+
+
+def sparse_tensor(names: list[str], columns: tuple[Column, ...]) -> KeyedJaggedTensor:
+    """Bags of F features over B rows as TorchRec takes them.
+
+    Example:
+        >>> sparse_tensor(["a"], (Column(np.array([4, 5]), np.array([0, 2, 2])),)).lengths().tolist()
+        [2, 0]
+    """
+    values = np.concatenate([column.values for column in columns])
+    lengths = np.concatenate([np.diff(column.offsets) for column in columns if column.offsets is not None])
+    return KeyedJaggedTensor(
+        keys=names, values=torch.from_numpy(values), lengths=torch.from_numpy(lengths.astype(np.int32))
+    )

@@ -1,0 +1,230 @@
+"""Composition root of a rank process: builds client, model and trainer, and puts them together.
+
+The one module that imports several stages: a spawned process cannot be handed an iterator.
+"""
+
+import datetime
+import hashlib
+import json
+import logging
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel
+from safetensors.torch import save_file
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from models.config import DLRMConfig
+from models.dlrm import DLRM, Bag
+from pipeline import checkpoint
+from pipeline.batch import Batch
+from pipeline.errors import ContractError
+from pipeline.lifetime import die_with_parent
+from pipeline.preprocessing.client import Client, Connection, Inline, Source
+from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.worker import DataSpec
+from pipeline.training.config import TrainConfig
+from pipeline.training.optim import fuse_table_optimizer, init_tables
+from pipeline.training.sharding import describe, make_plan, shard
+from pipeline.training.trainer import Progress, Sums, Trainer, evaluate_sums
+from pipeline.transforms.plan import Plan
+from storage.artifacts import atomic_file, write_json
+
+PROBE_ROWS = 256
+"""Rows whose probabilities the trainer leaves behind, to hold the registered model against."""
+
+
+class RankSpec(BaseModel, frozen=True):
+    """All that a rank needs to know."""
+
+    train: DataSpec
+    valid: DataSpec | None
+    probe: DataSpec
+    """Rows of the probe: the first of the evaluation rows."""
+    model: DLRMConfig
+    training: TrainConfig
+    preprocessing: PreprocessingConfig
+    service: str | None = None
+    """Address of the preprocessing service that has the rows `train` and `valid`; none: each rank reads for itself."""
+    valid_rows: int = 0
+    """Rows of `valid`."""
+    seed: int
+    folder: str
+    """Checkpoints and the exported model go here."""
+
+
+def main(path: str) -> None:
+    """Trains as one rank of a group."""
+    spec = RankSpec.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    rank = int(os.environ["RANK"])
+    die_with_parent(int(os.environ["DLRM_PARENT"]))
+    logging.disable(logging.WARNING)  # TorchRec's planner warns at every start of what is meant
+    try:
+        device = start_group(spec.training, rank)
+        train(spec, rank, device)
+        dist.destroy_process_group()
+    except ContractError as error:
+        parts = [error.where, error.expected, error.actual, error.remedy]
+        write_json(Path(path).parent / f"error-{rank}.json", parts)
+        raise
+
+
+def train(spec: RankSpec, rank: int, device: torch.device) -> None:
+    """Builds everything, trains, exports."""
+    emit = event_writer()
+    world_size = dist.get_world_size()
+    model, plan_rows = build_model(spec, world_size, device)
+    emit({"event": "start", "plan": plan_rows, "device": device.type})
+    data = {"train": spec.train} | ({"valid": spec.valid} if spec.valid is not None else {})
+    source: Source = Connection(spec.service) if spec.service is not None else Inline(data, spec.preprocessing)
+    reader = client(spec, source, "train", spec.train, rank, shuffled=True)
+    validate = None
+    if spec.valid is not None:
+        kept = spec.valid_rows <= spec.preprocessing.shuffle_window_rows
+        judge = kept_batches(client(spec, source, "valid", spec.valid, rank, shuffled=False), kept)
+
+        def validate(model: DistributedModelParallel) -> Sums:
+            return evaluate_sums(model, judge(), device)
+
+    folder = Path(spec.folder)
+    trainer = Trainer(
+        model,
+        spec.training,
+        reader.batches,
+        validate,
+        folder / "checkpoints",
+        emit,
+        spec.seed,
+        device,
+    )
+    started = time.perf_counter()
+    progress = trainer.train()
+    seconds = time.perf_counter() - started
+    probe = probabilities(spec, model, rank, device)
+    weights = checkpoint.full_state(model.state_dict())
+    if weights is None:
+        return
+    with atomic_file(folder / "weights.safetensors") as temporary:
+        save_file(weights, temporary)
+    write_json(folder / "probe.json", probe)
+    emit(result_of(progress, device) | {"seconds": seconds, "weights_sha256": weights_sha256(weights)})
+
+
+def result_of(progress: Progress, device: torch.device) -> dict[str, Any]:
+    """What the launcher hands on about a finished training."""
+    return {
+        "event": "result",
+        "rows": progress.rows,
+        "steps": progress.steps,
+        "epochs": progress.position.epoch,
+        "rows_per_second": progress.speed,
+        "stall_fraction": progress.stalled,
+        "world_size": dist.get_world_size(),
+        "ne_progressive": progress.first_sight.ne,
+        "valid_ne": progress.best_ne,
+        "best_step": progress.best_step,
+        "device": device.type,
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+
+
+def build_model(
+    spec: RankSpec, world_size: int, device: torch.device
+) -> tuple[DistributedModelParallel, list[dict[str, Any]]]:
+    """The sharded model in its initial state, the same for every placement and world size, and its plan as rows."""
+    torch.manual_seed(spec.seed)
+    plan = spec.train.plan
+    model = DLRM(spec.model, len(plan.dense), bags_of(plan), device="meta")
+    fuse_table_optimizer(model, spec.training)
+    placement = make_plan(model, spec.training.sharding, world_size, spec.training.batch_rows, device)
+    sharded = shard(model, placement, spec.training.sharding, device)
+    init_tables(sharded, spec.seed, spec.model.embedding_init)
+    return sharded, describe(placement)
+
+
+def kept_batches(reader: Client, kept: bool) -> Callable[[], Iterator[Batch]]:
+    """The reader's batches as often as they are asked for; kept in memory and read once if so wished."""
+    if not kept:
+        return reader.batches
+    batches: list[Batch] = []
+
+    def again() -> Iterator[Batch]:
+        if not batches:
+            batches.extend(reader.batches())
+        return iter(batches)
+
+    return again
+
+
+def bags_of(plan: Plan) -> list[Bag]:
+    """The plan's sparse features as the model names them."""
+    return [Bag(feature.name, feature.table, feature.rows, feature.pooling) for feature in plan.sparse]
+
+
+def client(spec: RankSpec, source: Source, name: str, data: DataSpec, rank: int, shuffled: bool) -> Client:
+    """This rank's iterator over a selection."""
+    window = spec.preprocessing.shuffle_window_rows if shuffled else None
+    return Client(source, (name, data), spec.training.batch_rows, spec.seed, window, rank, spec.training.world_size)
+
+
+def probabilities(spec: RankSpec, model: DistributedModelParallel, rank: int, device: torch.device) -> list[float]:
+    """What the trained model says of the first evaluation rows, in table order."""
+    source = Inline({"probe": spec.probe}, spec.preprocessing)
+    reader = Client(source, ("probe", spec.probe), PROBE_ROWS, rank=rank, world_size=spec.training.world_size)
+    batch = next(reader.batches()).to(device)
+    model.eval()
+    with torch.no_grad():
+        values = torch.sigmoid(model(batch.dense, batch.sparse).double())
+    shares = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    kept = [torch.empty_like(batch.weights) for _ in shares]
+    dist.all_gather(shares, values)
+    dist.all_gather(kept, batch.weights)
+    result: list[float] = torch.cat(shares)[torch.cat(kept) > 0].tolist()
+    return result
+
+
+def weights_sha256(weights: dict[str, torch.Tensor]) -> str:
+    """Hash over the bytes of the full parameters in name order."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(weights[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def start_group(config: TrainConfig, rank: int) -> torch.device:
+    """Joins the group: nccl where every rank has a CUDA device, else gloo."""
+    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.device_count() >= config.world_size)
+    device = torch.device(f"cuda:{rank}") if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", init_method=f"file://{os.environ['DLRM_MEETING']}", rank=rank,
+        world_size=config.world_size, timeout=datetime.timedelta(minutes=30),
+    )  # fmt: skip
+    return device
+
+
+def event_writer() -> Any:
+    """A function that writes one JSON event a line to the launcher; silent on all ranks but the first."""
+    number = os.environ.get("DLRM_EVENTS_FD")
+    if number is None:
+        return lambda event: None
+    pipe = os.fdopen(int(number), "w", buffering=1, encoding="utf-8")
+
+    def emit(event: dict[str, Any]) -> None:
+        pipe.write(json.dumps(event) + "\n")
+
+    return emit
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,102 @@
+"""FeatureSchema: which columns are dense, which are sparse, which is the label."""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from pipeline.errors import ConfigError
+from pipeline.transforms.column import Kind
+from pipeline.transforms.op import Reads
+from pipeline.transforms.ops import AnyOp, FillNull, Standardise
+
+COLUMN = "{column}"
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+"""Names of features and embedding tables, matched as a whole: PyTorch refuses a module name with a dot."""
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
+"""One name or several."""
+
+
+class Group(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Columns that are treated alike."""
+
+    columns: Names
+    """Names or patterns: `int_*`, `cat_?`. A pattern takes the table's columns in their order, then derived ones."""
+    name: str = COLUMN
+    """Feature name; `{column}` stands for the column, so that a column can be used more than once."""
+    transforms: tuple[AnyOp, ...] = ()
+
+    def kind_read(self, otherwise: Kind) -> Kind:
+        """As what its columns are read: as the first op wants them that does not take any kind."""
+        kinds: list[Any] = [op.reads[0] for op in self.transforms if op.reads[0] != "either"]
+        return kinds[0] if kinds else otherwise
+
+
+class DenseGroup(Group):
+    """Numbers; each column becomes one input of the bottom MLP."""
+
+    transforms: tuple[AnyOp, ...] = (Standardise(), FillNull())
+    """Ops in order. What is still not finite after the last one becomes 0 and is counted."""
+
+
+class SparseGroup(Group):
+    """Ids or lists of ids; each column becomes one bag of an embedding table."""
+
+    transforms: tuple[AnyOp, ...] = ()
+    """Ops in order; the last ids must be bounded (sigrid_hash, bucketize, clamp): the bound is the table's size."""
+    table: str = COLUMN
+    """Embedding table; groups and columns that name the same one share its rows."""
+    pooling: Literal["sum", "mean"] = "sum"
+    """How the vectors of a list become one."""
+
+
+def input_kinds(op: AnyOp) -> Reads:
+    """Kind of each input of an op, as far as it says; one that takes any number wants all the others like the last."""
+    return (*op.reads, *op.reads[-1:] * (len(op.inputs) - len(op.reads)))
+
+
+class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Columns of the warehouse table and what they are for."""
+
+    label: str = "label"
+    """Column of outcomes, 0 or 1."""
+    derived: tuple[AnyOp, ...] = ()
+    """Columns made of others, in any order: ops with `inputs` and an `output`, which the groups can then name."""
+    dense: tuple[DenseGroup, ...] = ()
+    sparse: tuple[SparseGroup, ...] = Field(min_length=1)
+
+
+def resolve(patterns: Iterable[str], known: Iterable[str], where: str) -> list[str]:
+    """Columns that the patterns name, in the order of the patterns, then of the table, each once.
+
+    Raises:
+        ConfigError: If a name is absent or a pattern takes nothing; names the closest columns.
+    Example:
+        >>> resolve(["cat_*", "age"], ["age", "cat_a", "cat_b"], "features")
+        ['cat_a', 'cat_b', 'age']
+    """
+    known = list(known)
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        names = [name for name in known if fnmatch.fnmatchcase(name, pattern)]
+        if not names:
+            raise absent(where, pattern, known)
+        found |= dict.fromkeys(names)
+    return list(found)
+
+
+def absent(where: str, name: str, known: Sequence[str]) -> ConfigError:
+    """The complaint about a column that is not there; names the closest ones."""
+    close = ", ".join(difflib.get_close_matches(name, known, n=3)) or ", ".join(known[:8])
+    return ConfigError(
+        f"{where} '{name}'", "a column of the table", "none of that name", f"Closest: {close}. Correct the name."
+    )

@@ -1,0 +1,211 @@
+"""Column: one feature of many rows, dense or a list of ids, as plain buffers."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.errors import DataError
+from pipeline.transforms import kernels
+
+Ids = npt.NDArray[np.int64]
+Kind = Literal["dense", "sparse", "scores"]
+UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+"""How many of a timestamp's units make a second."""
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """Values of one feature.
+
+    A dense column has one float64 per row, NaN where it is null. A sparse column has int64 ids and
+    offsets: row i owns ids [offsets[i], offsets[i + 1]); a null list is an empty one. A column of scores is
+    a list of float64 per row, such as the scores of a list of ids.
+
+    Shapes:
+        dense: values float64 [N], offsets None. sparse: values int64 [V], offsets int64 [N + 1], offsets[0] == 0.
+        scores: values float64 [V], offsets int64 [N + 1].
+    """
+
+    values: npt.NDArray[Any]
+    offsets: Ids | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """What the rows hold: a number, ids or scores."""
+        if self.offsets is None:
+            return "dense"
+        return "sparse" if self.values.dtype == np.int64 else "scores"
+
+    def __len__(self) -> int:
+        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+
+    def take(self, rows: Ids) -> "Column":
+        """The rows at the given positions, in the given order.
+
+        Example:
+            >>> column = Column(np.array([7, 8, 9]), np.array([0, 2, 2, 3]))
+            >>> column.take(np.array([2, 0])).values.tolist()
+            [9, 7, 8]
+        """
+        if self.offsets is None:
+            return Column(self.values[rows])
+        return Column(*kernels.take_lists(self.values, self.offsets, rows))
+
+    def slice(self, start: int, stop: int) -> "Column":
+        """Rows [start, stop)."""
+        if self.offsets is None:
+            return Column(self.values[start:stop])
+        offsets = self.offsets[start : stop + 1]
+        return Column(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+
+def concatenated(columns: list[Column]) -> Column:
+    """The rows of several columns, one after the other.
+
+    Example:
+        >>> concatenated([Column(np.array([1.0])), Column(np.array([2.0]))]).values.tolist()
+        [1.0, 2.0]
+    """
+    if len(columns) == 1:
+        return columns[0]
+    values = np.concatenate([column.values for column in columns])
+    if columns[0].offsets is None:
+        return Column(values)
+    lengths = np.concatenate([np.diff(column.offsets) for column in columns if column.offsets is not None])
+    return Column(values, kernels.offsets_of(lengths))
+
+
+def from_arrow(name: str, array: pa.Array, kind: Kind) -> Column:
+    """A raw column read as numbers, as ids or as scores; buffers are shared with Arrow where they can be.
+
+    Raises:
+        DataError: If the column holds nothing of that kind.
+    """
+    readers = {"dense": dense_from_arrow, "sparse": sparse_from_arrow, "scores": scores_from_arrow}
+    return readers[kind](name, array)
+
+
+def dense_from_arrow(name: str, array: pa.Array) -> Column:
+    """Numbers (integers, floats, decimals, booleans) as float64, times and dates as seconds since 1970, null as NaN.
+
+    A time without a zone and a day's midnight are UTC.
+
+    Raises:
+        DataError: If the column holds neither numbers nor times.
+    Example:
+        >>> dense_from_arrow("day", pa.array([1, None], pa.date32())).values.tolist()
+        [86400.0, nan]
+    """
+    kind, per_second = array.type, 1.0
+    if pa.types.is_boolean(kind):
+        array = array.cast(pa.int8())
+    elif pa.types.is_timestamp(kind):
+        array, per_second = array.cast(pa.int64()), UNITS[kind.unit]
+    elif pa.types.is_date(kind):
+        array, per_second = array.cast(pa.timestamp("s")).cast(pa.int64()), 1.0
+    elif not (
+        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind)
+    ):
+        raise DataError(f"column '{name}'", "numbers", f"{kind}", "Declare it under features.sparse, or convert it.")
+    if array.type != pa.float64():
+        array = array.cast(pa.float64(), safe=False)
+    values = (pc.fill_null(array, np.nan) if array.null_count else array).to_numpy()
+    return Column(values if per_second == 1.0 else values / per_second)
+
+
+def sparse_from_arrow(name: str, array: pa.Array) -> Column:
+    """Ids: integers or strings, one per row or a list of them.
+
+    Strings become 64-bit FNV-1a hashes of their UTF-8 bytes, so that equal strings are equal ids in every
+    run and on every machine. Null rows become empty lists, nulls inside lists are left out.
+
+    Raises:
+        DataError: If the column holds neither integers nor strings.
+    """
+    if _is_list(array.type):
+        offsets, items = _lists(array)
+        if items.null_count:
+            present = _valid(items)
+            offsets = kernels.offsets_of(present)[offsets]
+            items = items.drop_null()
+        return Column(_ids(name, items), offsets)
+    if array.null_count:
+        return Column(_ids(name, array.drop_null()), kernels.offsets_of(_valid(array)))
+    return Column(_ids(name, array), np.arange(len(array) + 1))
+
+
+def scores_from_arrow(name: str, array: pa.Array) -> Column:
+    """Lists of numbers as float64, null numbers as NaN so that they stay beside their ids; null lists are empty.
+
+    Raises:
+        DataError: If the column does not hold lists of numbers.
+    """
+    if not _is_list(array.type):
+        raise DataError(f"column '{name}'", "lists of numbers", f"{array.type}", "Name a column of scores.")
+    offsets, items = _lists(array)
+    return Column(dense_from_arrow(name, items).values, offsets)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def _lists(array: pa.Array) -> tuple[Ids, pa.Array]:
+    """Offsets from 0 on, and the items they part; the items are a view unless a null row hides some."""
+    if len(array) == 0:
+        return np.zeros(1, np.int64), array.values.slice(0, 0)
+    stored = array.offsets.to_numpy()  # of a slice: those of its rows
+    offsets = stored.astype(np.int64)
+    offsets -= offsets[0]
+    if array.null_count:
+        lengths = np.diff(offsets)
+        hidden = lengths * ~_valid(array)
+        if hidden.any():  # a null row may own items all the same
+            return kernels.offsets_of(lengths - hidden), array.flatten()
+    return offsets, array.values.slice(int(stored[0]), int(offsets[-1]))
+
+
+def _valid(array: pa.Array) -> npt.NDArray[np.bool_]:
+    """Whether each value is there; much faster than Arrow's own way to a NumPy array."""
+    bits = array.buffers()[0]
+    if bits is None:
+        return np.full(len(array), array.null_count == 0)
+    stop = array.offset + len(array)
+    return np.unpackbits(np.frombuffer(bits, np.uint8), count=stop, bitorder="little")[array.offset :].view(np.bool_)
+
+
+def _ids(name: str, items: pa.Array) -> Ids:
+    kind = items.type
+    if pa.types.is_dictionary(kind):
+        items = items.dictionary_decode()
+        kind = items.type
+    if (
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+    ):
+        items = items.cast(pa.large_binary())
+        _, offsets, data = items.buffers()
+        text = np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)
+        starts = (
+            np.frombuffer(offsets, np.int64)[items.offset : items.offset + len(items) + 1]
+            if len(items)
+            else np.zeros(1, np.int64)
+        )
+        return kernels.fnv1a(text, starts)
+    if pa.types.is_uint64(kind):
+        return items.to_numpy(zero_copy_only=False).view(np.int64)  # ids above 2^63 keep all their bits
+    if pa.types.is_int64(kind):
+        return items.to_numpy()
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind):
+        return items.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    if pa.types.is_date32(kind):
+        return items.cast(pa.int32()).cast(pa.int64()).to_numpy(zero_copy_only=False)
+    raise DataError(
+        f"column '{name}'", "integers, strings or lists of them", f"{kind}", "Bucketize a number before it is an id."
+    )

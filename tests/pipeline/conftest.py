@@ -1,0 +1,122 @@
+"""A small warehouse whose rows are known in full, and what it takes to train on it."""
+
+import datetime
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import torch.distributed as dist
+
+from models.config import DLRMConfig
+from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.worker import DataSpec, fitted_plan
+from pipeline.rank import RankSpec, start_group
+from pipeline.schema import DenseGroup, FeatureSchema, SparseGroup
+from pipeline.selection import Selection
+from pipeline.training.config import TrainConfig
+from pipeline.transforms.ops import Clamp, FillNull, SigridHash, Standardise
+from pipeline.transforms.plan import build_plan
+from storage.warehouse import Warehouse, WarehouseConfig
+
+DAYS = tuple(datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4))
+ROWS = (720, 700, 661, 400)
+"""Three days to train on: 2,081 rows are 13 batches of 160 and one row more, fewer than two ranks can share."""
+CONFIG = WarehouseConfig(row_group_rows=100, file_rows=300)
+
+
+def make_day(number: int) -> pa.Table:
+    """Rows of a day: `row` numbers them over all days, as `share` does in a form that float32 keeps exactly."""
+    random = np.random.default_rng(number)
+    count = ROWS[number]
+    row = np.arange(count) + sum(ROWS[:number])
+    a, user = random.normal(2.0, 3.0, count), random.integers(0, 40, count)
+    items = [random.integers(0, 200, n) for n in random.integers(0, 4, count)]
+    truth = 1.0 / (1.0 + np.exp(1.5 - 0.4 * (a - 2.0) - 1.5 * (user % 3 == 0)))
+    return pa.table(
+        {
+            "day": pa.array([DAYS[number]] * count, pa.date32()),
+            "row": row,
+            "share": row / 4096.0,
+            "num_a": pa.array(a, mask=random.random(count) < 0.1),
+            "num_b": random.exponential(2.0, count),
+            "cat_user": user,
+            "list_items": pa.array(items, pa.list_(pa.int64())),
+            "label": (random.random(count) < truth).astype(np.int64),
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def days() -> list[pa.Table]:
+    return [make_day(number) for number in range(len(DAYS))]
+
+
+@pytest.fixture(scope="session")
+def make_warehouse() -> Callable[[Path, list[pa.Table]], DataSpec]:
+    """(folder, days) -> all their rows under a plan that leaves the row's number readable: dense column 0."""
+
+    def make(home: Path, tables: list[pa.Table]) -> DataSpec:
+        warehouse = Warehouse(CONFIG, home)
+        whole = pa.concat_tables(tables)
+        names = {day: f"day {i}" for i, day in enumerate(DAYS[: len(tables)])}
+        snapshot = warehouse.replace_days("t", names, whole.schema, whole.to_batches(max_chunksize=100), whole.num_rows)
+        features = FeatureSchema(
+            dense=(
+                DenseGroup(columns=("share",), transforms=()),
+                DenseGroup(columns=("num_*",), transforms=(Standardise(), FillNull())),
+            ),
+            sparse=(
+                SparseGroup(columns=("cat_user",), transforms=(Clamp(low=0, high=49),)),
+                SparseGroup(columns=("list_items",), transforms=(SigridHash(size=83),), pooling="mean"),
+            ),
+        )
+        spec = DataSpec(
+            warehouse=CONFIG, home=str(home), snapshot=snapshot, selection=Selection(days=DAYS[: len(tables)]),
+            plan=build_plan(features, whole.schema), label="label",
+        )  # fmt: skip
+        return spec.model_copy(update={"plan": fitted_plan(spec, warehouse)})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def data(
+    days: list[pa.Table], make_warehouse: Callable[..., DataSpec], tmp_path_factory: pytest.TempPathFactory
+) -> DataSpec:
+    """All four days."""
+    return make_warehouse(tmp_path_factory.mktemp("warehouse"), days)
+
+
+@pytest.fixture(scope="session")
+def rank_spec(data: DataSpec) -> Callable[..., RankSpec]:
+    """(folder, **training) -> three days to train on, one to stop on and to judge by."""
+
+    def make(folder: Path, **training: Any) -> RankSpec:
+        settings = {
+            "world_size": 1, "device": "cpu", "threads_per_rank": 1, "batch_rows": 160, "log_every_steps": 1,
+            "sharding": "table_wise", "checkpoint_every_steps": 4, "table_learning_rate": 0.1,
+            "dense_learning_rate": 0.02, "dense_weight_decay": 0.01,
+        } | training  # fmt: skip
+        rows = [data.model_copy(update={"selection": Selection(days=part)}) for part in (DAYS[:3], DAYS[3:], DAYS[3:])]
+        return RankSpec(
+            train=rows[0], valid=rows[1], probe=rows[2], training=TrainConfig(**settings), seed=11, folder=str(folder),
+            model=DLRMConfig(embedding_width=4, bottom_mlp=(8,), top_mlp=(8,)),
+            preprocessing=PreprocessingConfig(workers=1, shuffle_window_rows=500),
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
+    """This process as a group of one rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("DLRM_MEETING", str(tmp_path_factory.mktemp("meeting") / "store"))
+        yield start_group(TrainConfig(world_size=1, device="cpu"), 0)
+    dist.destroy_process_group()
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,426 @@
+"""Whole trainings by real ranks: alike for every number of ranks and placement, and whatever is killed on the way."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from models.dlrm import DLRM
+from pipeline import checkpoint, rank
+from pipeline.batch import sparse_tensor
+from pipeline.errors import ContractError, TrainingError
+from pipeline.preprocessing.worker import DataSpec, Worker
+from pipeline.rank import RankSpec
+from pipeline.training.launch import Event, run_ranks
+from pipeline.training.trainer import Trainer
+from storage.warehouse import Warehouse
+
+ROOT = Path(__file__).resolve().parents[2]
+Launcher = Callable[..., "Run"]
+
+
+class Run:
+    """What a training left behind."""
+
+    def __init__(self, spec: RankSpec, result: Event, events: list[Event]) -> None:
+        self.spec, self.result, self.events, self.folder = spec, result, events, Path(spec.folder)
+        self.weights = load_file(self.folder / "weights.safetensors")
+
+    def metric(self, name: str) -> dict[int, float]:
+        """Step -> value."""
+        found = [event for event in self.events if event["event"] == "metrics" and name in event["metrics"]]
+        return {event["step"]: event["metrics"][name] for event in found}
+
+
+def start(spec: RankSpec, on_event: Callable[[Event], object], deadline: int = 250) -> Event:
+    world_size = spec.training.world_size
+    return run_ranks("pipeline.rank", spec, Path(spec.folder), world_size, 1, deadline, on_event, ROOT)
+
+
+def completed(spec: RankSpec) -> Run:
+    events: list[Event] = []
+    return Run(spec, start(spec, events.append), events)
+
+
+SETTINGS: dict[str, Any] = {"world_size": 2, "validate_every_steps": 5}
+
+
+@pytest.fixture(scope="session")
+def undisturbed(rank_spec: Callable[..., RankSpec], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two ranks, a table on each."""
+    return completed(rank_spec(tmp_path_factory.mktemp("undisturbed"), **SETTINGS))
+
+
+@pytest.fixture(scope="session")
+def by_rows(rank_spec: Callable[..., RankSpec], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two ranks, each table cut in two."""
+    return completed(rank_spec(tmp_path_factory.mktemp("by_rows"), **SETTINGS, sharding="row_wise"))
+
+
+@pytest.fixture(scope="session")
+def alone(rank_spec: Callable[..., RankSpec], device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One rank, in this process."""
+    spec = rank_spec(tmp_path_factory.mktemp("alone"), **SETTINGS | {"world_size": 1})
+    events: list[Event] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank, "event_writer", lambda: events.append)
+        rank.train(spec, 0, device)
+    return Run(spec, events[-1], events)
+
+
+def ranks_below(process: psutil.Process) -> dict[int, psutil.Process]:
+    """Rank -> its process."""
+    return {int(child.environ()["RANK"]): child for child in process.children() if "pipeline.rank" in child.cmdline()}
+
+
+def at_step(step: int, number: int, what: int) -> Callable[[Event], None]:
+    """Sends a signal to a rank once the metrics of a step have come."""
+
+    def handle(event: Event) -> None:
+        if event["event"] == "metrics" and event["step"] == step:
+            ranks_below(psutil.Process())[number].send_signal(what)
+
+    return handle
+
+
+def gone(processes: list[psutil.Process], seconds: float) -> bool:
+    return not psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+def close(a: Run, b: Run) -> None:
+    assert a.weights.keys() == b.weights.keys()
+    for name, value in a.weights.items():
+        torch.testing.assert_close(b.weights[name], value, atol=1e-4, rtol=0.0)
+    for name in ("valid_ne", "train_ne_progressive", "train_ne_window"):
+        assert b.metric(name) == pytest.approx(a.metric(name), abs=1e-4)
+
+
+def test_result_of_a_training(undisturbed: Run) -> None:
+    result = undisturbed.result
+    assert (result["steps"], result["rows"], result["world_size"]) == (14, 2081, 2)
+    assert result["valid_ne"] == min(undisturbed.metric("valid_ne").values())
+    assert undisturbed.metric("valid_ne")[result["best_step"]] == result["valid_ne"]
+    assert result["weights_sha256"] == rank.weights_sha256(undisturbed.weights)
+    assert result["ne_progressive"] < undisturbed.metric("train_ne_progressive")[2]
+    first, second = undisturbed.events[0]["plan"]
+    assert {first["sharding"], second["sharding"]} == {"table_wise"}
+    assert sorted(first["ranks"] + second["ranks"]) == [0, 1]
+    assert sorted(path.name for path in (undisturbed.folder / "checkpoints").iterdir()) == [
+        "best", "step-0000000012", "step-0000000014",
+    ]  # fmt: skip
+
+
+def test_exported_weights_are_the_best_ones(undisturbed: Run) -> None:
+    stored = read_all(undisturbed.folder / "checkpoints" / "best")
+    for name, value in undisturbed.weights.items():
+        assert stored[f"model/{name}"].equal(value)
+    assert (
+        checkpoint.read_progress(undisturbed.folder / "checkpoints" / "best")["steps"]
+        == undisturbed.result["best_step"]
+    )
+
+
+def test_two_ranks_equal_one(undisturbed: Run, alone: Run) -> None:
+    close(alone, undisturbed)
+
+
+@pytest.mark.slow
+def test_row_wise_equals_table_wise(by_rows: Run, alone: Run) -> None:
+    assert {row["sharding"] for row in by_rows.events[0]["plan"]} == {"row_wise"}
+    close(alone, by_rows)
+
+
+def test_probe_is_what_the_model_says_of_the_first_rows(undisturbed: Run, alone: Run) -> None:
+    spec = undisturbed.spec
+    model = DLRM(spec.model, len(spec.probe.plan.dense), rank.bags_of(spec.probe.plan))
+    model.load_state_dict(undisturbed.weights)
+    worker = Worker(spec.probe, Warehouse(spec.probe.warehouse, Path(spec.probe.home)))
+    parts = [spec.probe.plan.apply(worker.raw(fragment)) for fragment in worker.fragments()]
+    with torch.no_grad():
+        expected = torch.cat(
+            [model(torch.from_numpy(p.dense), sparse_tensor(model.names, p.sparse)).sigmoid() for p in parts]
+        )
+    for run in (undisturbed, alone):
+        probe = json.loads((run.folder / "probe.json").read_text())
+        assert len(probe) == 256
+        assert probe == pytest.approx(expected[:256].tolist(), abs=1e-4)
+
+
+def killed_and_resumed(spec: RankSpec, number: int, step: int) -> tuple[Run, list[psutil.Process]]:
+    """The ranks of the killed attempt, and the attempt after it."""
+    seen: list[psutil.Process] = []
+
+    def handle(event: Event) -> None:
+        if event["event"] == "start":
+            seen.extend(ranks_below(psutil.Process()).values())
+        at_step(step, number, signal.SIGKILL)(event)
+
+    with pytest.raises(TrainingError, match=r"^rank \d: expected to train to the end, got "):
+        start(spec, handle)
+    assert len(seen) == spec.training.world_size
+    assert not any(process.is_running() for process in seen)
+    return completed(spec), seen
+
+
+def check_same(run: Run, undisturbed: Run, resumed_at: int) -> None:
+    assert run.result["weights_sha256"] == undisturbed.result["weights_sha256"]
+    assert run.result["ne_progressive"] == pytest.approx(undisturbed.result["ne_progressive"], rel=1e-12)
+    assert run.result["valid_ne"] == undisturbed.result["valid_ne"]
+    resumed = [event["step"] for event in run.events if event["event"] == "resumed"]
+    assert resumed == ([resumed_at] if resumed_at else [])
+    assert not list(run.folder.rglob("*.tmp"))
+
+
+def test_killed_rank_resumes_to_the_same_bits(
+    rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
+) -> None:
+    run, _ = killed_and_resumed(rank_spec(tmp_path, **SETTINGS), number=1, step=6)
+    check_same(run, undisturbed, resumed_at=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "step"), [(0, 2), (0, 13)])
+def test_killed_at_other_steps(
+    rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path, number: int, step: int
+) -> None:
+    run, _ = killed_and_resumed(rank_spec(tmp_path, **SETTINGS), number, step)
+    resumed = next((event["step"] for event in run.events if event["event"] == "resumed"), 0)
+    assert resumed in {2: (0, 4), 13: (12, 14)}[step]  # a kill takes a moment, in which a step may end
+    check_same(run, undisturbed, resumed)
+
+
+@pytest.mark.slow
+def test_same_plan_same_bits(rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path) -> None:
+    again = completed(rank_spec(tmp_path, **SETTINGS))
+    assert again.result["weights_sha256"] == undisturbed.result["weights_sha256"]
+    assert again.metric("train_ne_window") == undisturbed.metric("train_ne_window")
+
+
+@pytest.mark.slow
+def test_damaged_checkpoints_are_passed_over(
+    rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
+) -> None:
+    """The newest has a flipped bit, the one before is whole; a save that was cut short lies beside them."""
+    spec = rank_spec(tmp_path, **SETTINGS)
+    shutil.copytree(undisturbed.folder / "checkpoints", tmp_path / "checkpoints")
+    shutil.copytree(tmp_path / "checkpoints" / "step-0000000012", tmp_path / "checkpoints" / ".step-0000000013.tmp")
+    shard = tmp_path / "checkpoints" / "step-0000000014" / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(bytes(content))
+    run = completed(spec)
+    assert [event["step"] for event in run.events if event["event"] == "resumed"] == [12]
+    assert run.result["weights_sha256"] == undisturbed.result["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_a_finished_training_serves_every_placement(
+    rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
+) -> None:
+    """Run again, it only exports: from the shards of two tables-wise ranks to one rank, and to rows on two."""
+    for number, settings in enumerate(({"world_size": 1}, {"sharding": "row_wise"})):
+        folder = tmp_path / str(number)
+        shutil.copytree(undisturbed.folder / "checkpoints", folder / "checkpoints")
+        run = completed(rank_spec(folder, **SETTINGS | settings))
+        assert run.result["weights_sha256"] == undisturbed.result["weights_sha256"]
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint as DCP's own reader finds them."""
+    entries = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    dcp.load(tensors, storage_reader=FileSystemReader(str(folder)), no_dist=True)
+    return tensors
+
+
+RELOAD = '''
+import os, sys
+from pathlib import Path
+from models.dlrm import DLRM
+from pipeline import checkpoint, rank
+from pipeline.batch import sparse_tensor
+from pipeline.training.trainer import Trainer
+
+def train(spec, number, device):
+    """Saves the initial state, loads a checkpoint, saves that."""
+    model, _ = rank.build_model(spec, spec.training.world_size, device)
+    folder = Path(spec.folder)
+    emit = rank.event_writer()
+    trainer = Trainer(model, spec.training, None, None, folder, emit, spec.seed, device)
+    checkpoint.save(folder / "initial", trainer.state(), {})
+    trainer.load(Path(os.environ["LOAD_FROM"]))
+    checkpoint.save(folder / "reloaded", trainer.state(), {})
+    emit({"event": "result"})
+
+rank.train = train
+rank.main(sys.argv[1])
+'''
+
+
+@pytest.mark.slow
+def test_state_is_equal_under_every_placement(
+    rank_spec: Callable[..., RankSpec],
+    device: torch.device,
+    undisturbed: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Initial state, and weights and optimizer state read from a checkpoint of two table-wise ranks."""
+    source = undisturbed.folder / "checkpoints" / "step-0000000014"
+    expected = read_all(source)
+    kinds = {name.split("/")[0] for name in expected}
+    assert kinds == {"model", "tables", "dense"}
+    monkeypatch.setenv("LOAD_FROM", str(source))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "reload.py").write_text(RELOAD)
+    initial: list[dict[str, torch.Tensor]] = []
+    for sharding in ("table_wise", "row_wise"):
+        spec = rank_spec(tmp_path / sharding, world_size=2, sharding=sharding)
+        run_ranks("reload", spec, Path(spec.folder), 2, 1, 250, print, tmp_path)
+        check_equal(read_all(Path(spec.folder) / "reloaded"), expected)
+        initial.append(read_all(Path(spec.folder) / "initial"))
+        alone, _ = rank.build_model(rank_spec(tmp_path, sharding=sharding), 1, device)
+        trainer = Trainer(
+            alone,
+            rank_spec(tmp_path).training,
+            lambda p: iter(()),
+            None,
+            tmp_path / f"alone-{sharding}",
+            print,
+            0,
+            device,
+        )
+        checkpoint.save(tmp_path / f"alone-{sharding}" / "initial", trainer.state(), {})
+        initial.append(read_all(tmp_path / f"alone-{sharding}" / "initial"))
+        trainer.load(source)
+        checkpoint.save(tmp_path / f"alone-{sharding}" / "reloaded", trainer.state(), {})
+        check_equal(read_all(tmp_path / f"alone-{sharding}" / "reloaded"), expected)
+    for other in initial[1:]:
+        check_equal(other, initial[0])
+
+
+def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].equal(value), name
+
+
+@pytest.mark.slow
+def test_another_hash_size_is_refused_by_name(
+    rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
+) -> None:
+    shutil.copytree(undisturbed.folder / "checkpoints", tmp_path / "checkpoints")
+    plan = undisturbed.spec.train.plan
+    smaller = plan.model_copy(
+        update={
+            "ops": tuple(op.model_copy(update={"size": 80}) if op.kind == "sigrid_hash" else op for op in plan.ops),
+            "sparse": tuple(f.model_copy(update={"rows": 80}) if f.name == "list_items" else f for f in plan.sparse),
+        }
+    )
+    spec = rank_spec(tmp_path, **SETTINGS)
+    parts = {name: getattr(spec, name).model_copy(update={"plan": smaller}) for name in ("train", "valid", "probe")}
+    with pytest.raises(ContractError) as caught:
+        start(spec.model_copy(update=parts), print)
+    assert str(caught.value) == (
+        "checkpoint 'step-0000000014', tensor 'model/embeddings.embedding_bags.list_items.weight': "
+        "expected shape (80, 4), got (83, 4). "
+        "Train with the configuration that wrote it, or start again with again=true."
+    )
+
+
+@pytest.mark.slow
+def test_a_data_error_of_a_rank_comes_back_whole(
+    rank_spec: Callable[..., RankSpec],
+    days: list[Any],
+    make_warehouse: Callable[..., DataSpec],
+    tmp_path: Path,
+) -> None:
+    spoilt = days[0].set_column(
+        days[0].schema.get_field_index("label"),
+        "label",
+        pa.array([7 if i == 600 else 0 for i in range(days[0].num_rows)]),
+    )
+    data = make_warehouse(tmp_path / "warehouse", [spoilt])
+    spec = rank_spec(tmp_path / "run", world_size=2).model_copy(update={"train": data, "valid": None, "probe": data})
+    with pytest.raises(ContractError) as caught:
+        start(spec, print)
+    assert caught.value.where.startswith("label 'label' in row group 0 of file '")
+    assert (caught.value.expected, caught.value.actual, caught.value.remedy) == (
+        "0 or 1",
+        "7",
+        "Ingest the day with again=true.",
+    )
+
+
+@pytest.mark.slow
+def test_exploding_training_keeps_a_good_checkpoint(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
+    spec = rank_spec(tmp_path, **SETTINGS, dense_optimizer="sgd", dense_learning_rate=1e30)
+    with pytest.raises(ContractError, match=r"^(loss|validation loss|weights) at step \d.*expected .*finite"):
+        start(spec, print)
+    assert not (tmp_path / "weights.safetensors").exists()
+    folder = checkpoint.latest(tmp_path / "checkpoints")
+    assert folder is None or all(value.isfinite().all() for value in read_all(folder).values())
+
+
+@pytest.mark.slow
+def test_a_hung_rank_ends_at_the_deadline(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
+    seen: list[psutil.Process] = []
+
+    def handle(event: Event) -> None:
+        if event["event"] == "start":
+            seen.extend(ranks_below(psutil.Process()).values())
+        at_step(3, 1, signal.SIGSTOP)(event)
+
+    with pytest.raises(TrainingError, match=r"^training: expected an end within training\.deadline_seconds=60, got"):
+        start(rank_spec(tmp_path, **SETTINGS, epochs=1000), handle, deadline=60)
+    assert len(seen) == 2
+    assert not any(process.is_running() for process in seen)
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from pipeline.rank import RankSpec
+from pipeline.training.launch import run_ranks
+spec = RankSpec.model_validate_json(Path(sys.argv[1]).read_text())
+def show(event):
+    print(event["event"], flush=True)
+run_ranks("pipeline.rank", spec, Path(spec.folder), 2, 1, None, show, Path.cwd())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["as the ranks start", "as they train"])
+def test_no_rank_outlives_its_launcher(rank_spec: Callable[..., RankSpec], tmp_path: Path, when: str) -> None:
+    spec = rank_spec(tmp_path, **SETTINGS, epochs=1000)
+    (tmp_path / "given.json").write_text(spec.model_dump_json())
+    command = [sys.executable, "-W", "ignore", "-c", LAUNCHER, str(tmp_path / "given.json")]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        try:
+            if when == "as they train":
+                while launcher.stdout.readline() != "metrics\n":
+                    assert launcher.poll() is None
+            limit = time.monotonic() + 60
+            while len(ranks := ranks_below(psutil.Process(launcher.pid))) < 2:
+                assert time.monotonic() < limit
+                time.sleep(0.05)
+        finally:
+            launcher.kill()
+    assert gone(list(ranks.values()), seconds=15 if when == "as they train" else 60)

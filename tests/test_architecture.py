@@ -1,0 +1,84 @@
+"""Arrows point down: every import of the product is parsed, and a stray one fails."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = {"flows": {"flows", "pipeline", "storage", "models"}, "pipeline": {"pipeline", "storage", "models"}, "storage": {"storage"}, "models": {"models"}}  # fmt: skip
+GROUND = {"errors", "schema", "selection", "batch", "checkpoint", "lifetime", "transforms"}
+"""Modules of pipeline/ that all stages may import; none of them imports a stage."""
+STAGES = {"extraction", "preprocessing", "training", "evaluation", "registration"}
+COMPOSITION_ROOT = "rank"
+"""The one module of pipeline/ that may import several stages: it builds a rank process."""
+ORCHESTRATION = {"prefect"}
+"""Libraries that only flows/ may import."""
+
+
+def imports() -> Iterator[tuple[Path, str]]:
+    """(file, imported module) over the whole product."""
+    for package in LAYERS:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    yield from ((path.relative_to(ROOT), alias.name) for alias in node.names)
+                elif isinstance(node, ast.ImportFrom):
+                    assert node.level == 0, f"{path}: relative import"
+                    assert node.module is not None
+                    names = (
+                        [f"{node.module}.{alias.name}" for alias in node.names]
+                        if node.module in LAYERS
+                        else [node.module]
+                    )
+                    yield from ((path.relative_to(ROOT), name) for name in names)
+
+
+def test_layers_import_downwards_only():
+    stray = [
+        f"{path} imports {name}"
+        for path, name in imports()
+        if name.split(".")[0] in LAYERS and name.split(".")[0] not in LAYERS[path.parts[0]]
+    ]
+    assert stray == []
+
+
+def test_stages_do_not_import_one_another():
+    stray = []
+    for path, name in imports():
+        if path.parts[0] != "pipeline" or not name.startswith("pipeline."):
+            continue
+        importer, imported = path.with_suffix("").parts[1], name.split(".")[1]
+        if importer in STAGES and imported not in GROUND | {importer}:
+            stray.append(f"{path} imports {name}")
+        if importer in GROUND and imported not in GROUND:
+            stray.append(f"{path} imports {name}")
+    assert stray == []
+
+
+def test_every_module_of_the_pipeline_has_its_place():
+    found = {
+        path.stem if path.is_file() else path.name
+        for path in (ROOT / "pipeline").iterdir()
+        if not path.name.startswith("_")
+    }
+    assert found == GROUND | STAGES | {COMPOSITION_ROOT}
+
+
+def test_only_flows_know_the_orchestrator():
+    stray = [
+        f"{path} imports {name}"
+        for path, name in imports()
+        if name.split(".")[0] in ORCHESTRATION and path.parts[0] != "flows"
+    ]
+    assert stray == []
+
+
+def test_no_module_of_vague_purpose():
+    vague = {"utils", "helpers", "manager", "base", "common"}
+    assert not [path for package in LAYERS for path in (ROOT / package).rglob("*.py") if path.stem in vague]
+
+
+def test_the_parser_sees_imports():
+    found = set(imports())
+    assert (Path("pipeline/rank.py"), "pipeline.training.trainer") in found
+    assert (Path("flows/train.py"), "flows.tasks") in found
