@@ -1,0 +1,331 @@
+"""Stage entry: raw files in, labelled samples in the warehouse out."""
+
+import datetime
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Self
+
+import duckdb
+import pyarrow as pa
+from pydantic import BaseModel, Field, PositiveInt, model_validator
+
+from pipeline.errors import ConfigError, DataError, EmptyDatasetError
+from pipeline.extraction.generator import write_logs
+from pipeline.extraction.generator_config import GeneratorConfig
+from pipeline.extraction.join import Outcomes, add_labels
+from pipeline.extraction.samples import add_types, count_rows
+from pipeline.extraction.sources import Format, Lookup, add_lookups, create_view, files_of, first_line
+from pipeline.schema import FeatureSchema
+from storage.query import connect, quoted
+from storage.reader import DAY, SnapshotRef
+from storage.warehouse import Warehouse
+
+SPOILED = "quarantine"
+"""Suffix of the table that holds refused rows."""
+MEMORY = "512MB"
+"""What DuckDB may hold; joins and sorts beyond it are spilled to disk."""
+
+
+class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Where rows come from."""
+
+    path: str | tuple[str, ...] | None = None
+    """Files of samples, or of the feature log: a path, a glob, or several; below the project root unless absolute."""
+    format: Format = "auto"
+    """auto: CSV by the file name, else Parquet. criteo: tab-separated, no header, gz too."""
+    day_column: str | None = None
+    """Column that gives the day (date, timestamp or ISO text)."""
+    day: datetime.date | None = None
+    """The one day of all rows, where the data has none."""
+    outcomes: Outcomes | None = None
+    """The log that labels the feature log; None: rows carry their label."""
+    lookups: tuple[Lookup, ...] = ()
+    """Side tables joined to the rows."""
+    generator: GeneratorConfig | None = None
+    """Makes both logs instead of reading yours."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.generator is None):
+            raise ConfigError("source", "either `path` or `generator`", "both or neither", "Give exactly one.")
+        if (self.day_column is None) == (self.day is None):
+            raise ConfigError("source", "either `day_column` or `day`", "both or neither", "Give exactly one.")
+        if self.generator is not None and self.outcomes is None:
+            raise ConfigError("source", "`outcomes` beside `generator`", "none", "Add `outcomes: {}`.")
+        if self.generator is None and self.outcomes is not None and self.outcomes.path is None:
+            raise ConfigError("source.outcomes", "`path` of the outcome log", "none", "Add it.")
+        return self
+
+
+class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """What is accepted and how it is written."""
+
+    max_quarantined_share: float = Field(default=0.01, ge=0.0, le=1.0)
+    """Share of a day's rows that may be refused; above it the day is."""
+    rows_per_commit: PositiveInt = 5_000_000
+    """Days are written together until this many rows; each group is one commit."""
+
+
+class IngestResult(BaseModel, frozen=True):
+    """What an ingest did."""
+
+    snapshot: SnapshotRef
+    rows: int
+    days_written: tuple[datetime.date, ...]
+    days_skipped: tuple[datetime.date, ...]
+    quarantined: Mapping[str, int]
+    unmatched: Mapping[str, int]
+    days_elsewhere: int
+    """Days of the table that this source does not have; they stay."""
+
+
+@dataclass(frozen=True)
+class Day:
+    """What a first look at the source says of one day."""
+
+    day: datetime.date
+    rows: int
+    refused: int
+    identity: str
+
+
+Report = Callable[[str, int, int], None]
+"""Called with (what, done, total) while rows are made or written."""
+
+
+def extract(
+    source: SourceConfig,
+    config: IngestConfig,
+    schema: FeatureSchema,
+    warehouse: Warehouse,
+    table: str,
+    root: Path,
+    logs: Path,
+    only: Iterable[datetime.date] = (),
+    again: bool = False,
+    report: Report = lambda what, done, total: None,
+) -> IngestResult:
+    """Writes the days of a source into the warehouse; days that stand there from the same input are left alone.
+
+    Args:
+        root: Folder that relative paths start from.
+        logs: Folder the generator writes its logs into.
+        only: Days to write; none means all.
+        again: Writes days that stand there already, too.
+    Raises:
+        ConfigError: If the source does not have the columns that the configuration names.
+        DataError: If values are of the wrong kind, or too many labels of a day are bad.
+        EmptyDatasetError: If there are no rows, or a day asked for has none.
+    """
+    files, outcomes = _files(source, root, logs, table, report)
+    lookups = [(lookup, files_of(lookup.path, root, "source.lookups path")) for lookup in source.lookups]
+    every = [*files, *outcomes, *(path for _, paths in lookups for path in paths)]
+    with _connection(every, warehouse.home / "tmp") as connection:
+        view, unmatched = _samples(connection, source, schema, files, outcomes, lookups)
+        joined = bool(lookups or source.outcomes)
+        shared = _fingerprint([source.model_dump(mode="json"), schema.label, _stamps(every[len(files) :])])
+        days = _survey(connection, view, shared, {str(path.resolve()): _stamps([path]) for path in files})
+        wanted = _wanted(days, set(only))
+        _refuse_spoiled(connection, view, wanted, config)
+        stored = warehouse.written_days(table)
+        done = {} if again else stored
+        todo = [day for day in wanted if done.get(day.day) != day.identity]
+        total = sum(day.rows - day.refused for day in todo)
+        written = 0
+        for group in _groups(todo, config.rows_per_commit):
+            on_rows = partial(_report_from, report, written, total)
+            _write(connection, view, warehouse, table, group, joined, on_rows)
+            written += sum(day.rows - day.refused for day in group)
+        refused = _refused(connection, view, todo)
+        missing = {
+            path: count_rows(connection, view, f"{column} IS NULL AND {_in(todo)}") for path, column in unmatched
+        }
+    return IngestResult(
+        snapshot=warehouse.current(table),
+        rows=written,
+        days_written=tuple(day.day for day in todo),
+        days_skipped=tuple(day.day for day in wanted if day not in todo),
+        quarantined=refused,
+        unmatched=missing,
+        days_elsewhere=len(stored.keys() - {day.day for day in days}),
+    )
+
+
+@contextmanager
+def _connection(files: Iterable[Path], temporary: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    """DuckDB with a temporary folder of its own; what it finds wrong in the rows is our kind of error."""
+    temporary.mkdir(parents=True, exist_ok=True)
+    with (
+        TemporaryDirectory(prefix="ingest-", dir=temporary) as folder,
+        connect(files, Path(folder), MEMORY) as connection,
+    ):
+        try:
+            yield connection
+        except duckdb.Error as error:
+            raise DataError("rows of the source", "readable values", first_line(error), "Mend the files.") from error
+
+
+def _files(source: SourceConfig, root: Path, logs: Path, table: str, report: Report) -> tuple[list[Path], list[Path]]:
+    """Files of the samples (or the feature log) and of the outcome log; the generator writes its own if absent."""
+    if source.generator is None or source.outcomes is None:
+        assert source.path is not None
+        files = files_of(source.path, root, "source.path")
+        logged = source.outcomes.path if source.outcomes else None
+        return files, files_of(logged, root, "source.outcomes.path") if logged else []
+    content = [source.generator.model_dump(mode="json"), source.outcomes.window_seconds]
+    folder = logs / f"{table}-{_fingerprint(content)[:12]}"
+    if not (folder / "complete").exists():
+        total = source.generator.days * source.generator.rows_per_day
+        made = Counter[str]()
+
+        def on_rows(rows: int) -> None:
+            made["rows"] += rows
+            report("generate", made["rows"], total)
+
+        write_logs(source.generator, folder, source.outcomes.window_seconds, on_rows)
+        (folder / "complete").touch()
+    return sorted((folder / "features").glob("*.parquet")), sorted((folder / "outcomes").glob("*.parquet"))
+
+
+def _samples(
+    connection: duckdb.DuckDBPyConnection,
+    source: SourceConfig,
+    schema: FeatureSchema,
+    files: list[Path],
+    outcomes: list[Path],
+    lookups: list[tuple[Lookup, list[Path]]],
+) -> tuple[str, list[tuple[str, str]]]:
+    """The view of typed, labelled samples, and (side table, its match column) pairs."""
+    joined = bool(lookups or source.outcomes)
+    create_view(connection, "source", files, source.format, numbered=joined)
+    view = "source"
+    unmatched: list[tuple[str, str]] = []
+    if lookups:
+        view = add_lookups(connection, view, lookups)
+        unmatched = [(lookup.path, f"__matched_{i}") for i, (lookup, _) in enumerate(lookups)]
+    if source.outcomes is not None:
+        view = add_labels(connection, view, source.outcomes, outcomes, schema.label)
+    matched = [column for _, column in unmatched]
+    day = source.day or source.day_column
+    assert day is not None  # SourceConfig has one of the two
+    return add_types(connection, view, schema, day, matched, numbered=joined), unmatched
+
+
+def _survey(connection: duckdb.DuckDBPyConnection, view: str, shared: str, stamps: Mapping[str, str]) -> list[Day]:
+    """Counts by day, and for each day an identity made of the files that hold its rows."""
+    rows = connection.sql(
+        f"SELECT {DAY}, count(*), count(__reason), list(DISTINCT __file ORDER BY __file) FROM {view}"
+        f" GROUP BY {DAY} ORDER BY {DAY}"
+    ).fetchall()
+    return [
+        Day(day, count, bad, _fingerprint([shared, [stamps[file] for file in files]])[:16])
+        for day, count, bad, files in rows
+    ]
+
+
+def _wanted(days: list[Day], only: set[datetime.date]) -> list[Day]:
+    if not days:
+        raise EmptyDatasetError("source", "at least one row", "none", "Check source.path.")
+    absent = sorted(only - {day.day for day in days})
+    if absent:
+        raise EmptyDatasetError(
+            f"day {absent[0]}",
+            f"a day of the source, {days[0].day} to {days[-1].day}",
+            "no row of it",
+            "Name another day.",
+        )
+    return [day for day in days if not only or day.day in only]
+
+
+def _refuse_spoiled(connection: duckdb.DuckDBPyConnection, view: str, days: list[Day], config: IngestConfig) -> None:
+    spoiled = [day for day in days if day.refused > config.max_quarantined_share * day.rows or day.refused == day.rows]
+    if spoiled:
+        reasons = _refused(connection, view, spoiled)
+        worst = max(spoiled, key=lambda day: day.refused / day.rows)
+        raise DataError(
+            f"labels of {len(spoiled)} day(s), worst {worst.day}",
+            f"at most {config.max_quarantined_share:.2%} bad rows a day, and a good one",
+            f"{worst.refused} of {worst.rows} ({', '.join(reasons)})",
+            "Mend the source, or raise ingest.max_quarantined_share.",
+        )
+
+
+def _refused(connection: duckdb.DuckDBPyConnection, view: str, days: list[Day]) -> dict[str, int]:
+    bad = [day for day in days if day.refused]
+    if not bad:
+        return {}
+    query = f"SELECT __reason, count(*) FROM {view} WHERE __reason IS NOT NULL AND {_in(bad)} GROUP BY 1 ORDER BY 1"
+    return dict(connection.sql(query).fetchall())
+
+
+def _groups(days: list[Day], rows: int) -> Iterator[list[Day]]:
+    group: list[Day] = []
+    for day in days:
+        if group and sum(other.rows for other in group) + day.rows > rows:
+            yield group
+            group = []
+        group.append(day)
+    if group:
+        yield group
+
+
+def _write(
+    connection: duckdb.DuckDBPyConnection,
+    view: str,
+    warehouse: Warehouse,
+    table: str,
+    days: list[Day],
+    joined: bool,
+    on_rows: Callable[[int], None],
+) -> None:
+    """Bad rows first: if the second commit fails, running again replaces them."""
+    identities = {day.day: day.identity for day in days}
+    refused = sum(day.refused for day in days)
+    spoiled = f"{table}_{SPOILED}"
+    order = "ORDER BY __file, __row" if joined else ""
+    if refused or warehouse.has_table(spoiled):
+        what = f"{DAY}, __reason AS reason, CAST(to_json(s) AS VARCHAR) AS source_row"
+        query = f"SELECT {what} FROM {view} s WHERE __reason IS NOT NULL AND {_in(days)} {order}"
+        reader = connection.sql(query).to_arrow_reader(65_536)
+        warehouse.replace_days(spoiled, identities, reader.schema, reader, refused)
+    kept = [name for name in connection.view(view).columns if not name.startswith("__")]
+    query = (
+        f"SELECT {', '.join(quoted(name) for name in kept)} FROM {view} WHERE __reason IS NULL AND {_in(days)} {order}"
+    )
+    reader = connection.sql(query).to_arrow_reader(65_536)
+    rows = sum(day.rows - day.refused for day in days)
+    warehouse.replace_days(table, identities, reader.schema, _counted(reader, on_rows), rows)
+
+
+def _counted(batches: Iterable[pa.RecordBatch], on_rows: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
+    count = 0
+    for batch in batches:
+        yield batch
+        count += batch.num_rows
+        on_rows(count)
+
+
+def _report_from(report: Report, base: int, total: int, rows: int) -> None:
+    report("ingest", base + rows, total)
+
+
+def _in(days: list[Day]) -> str:
+    if not days:
+        return "false"
+    return f"{DAY} IN ({', '.join(f'DATE {chr(39)}{day.day.isoformat()}{chr(39)}' for day in days)})"
+
+
+def _stamps(files: Iterable[Path]) -> str:
+    """Name, size and time of change of files: what tells that a file is the one already read."""
+    return json.dumps([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+
+
+def _fingerprint(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

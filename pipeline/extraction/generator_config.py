@@ -1,0 +1,78 @@
+"""GeneratorConfig: what the generated logs look like, in numbers."""
+
+import datetime
+
+from pydantic import BaseModel, Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class GeneratorConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """How much is logged, how ids are spread, and how hard the planted model is to learn.
+
+    The planted model itself (weights of columns and ids) is fixed; `seed` draws other rows from the same model.
+    """
+
+    seed: NonNegativeInt = 0
+    """Seeds every draw, together with the day and the chunk."""
+    start_day: datetime.date = datetime.date(2024, 1, 1)
+    """First day of the log. Drift counts from here."""
+    days: PositiveInt = 7
+    """Days of impressions. A longer log begins with exactly the rows of a shorter one."""
+    rows_per_day: PositiveInt = Field(default=120_000, lt=10**10)
+    """Impressions per day."""
+    chunk_rows: PositiveInt = 50_000
+    """Rows drawn and held at once; also the row group of the files. Another value draws other rows."""
+    session_mean_rows: float = Field(default=4.0, ge=1)
+    """Mean impressions of a session; the number is geometric."""
+
+    users: PositiveInt = 20_000
+    """Vocabulary of cat_user at any one time."""
+    items: PositiveInt = 10_000
+    """Vocabulary of cat_item and list_recent_items at any one time."""
+    categories: PositiveInt = 100
+    """Vocabulary of cat_category and list_recent_categories; an item has one category."""
+    advertisers: PositiveInt = 500
+    """Vocabulary of cat_advertiser and list_recent_advertisers; an item has one advertiser."""
+    countries: PositiveInt = 40
+    """Vocabulary of cat_country; a user has one country."""
+    devices: PositiveInt = 8
+    """Vocabulary of cat_device."""
+    interests: PositiveInt = 200
+    """Vocabulary of list_interests at any one time."""
+    search_terms: PositiveInt = 2_000
+    """Vocabulary of list_search_terms at any one time."""
+    zipf_exponent: NonNegativeFloat = 1.25
+    """Popularity of rank r is proportional to r ** -exponent, for every vocabulary but the users."""
+    user_zipf_exponent: NonNegativeFloat = 0.7
+    """The same for users, whose activity is less uneven."""
+    list_length_exponent: NonNegativeFloat = 2.0
+    """A list of n ids has a chance proportional to about (n + 1) ** -exponent."""
+    list_limit_ids: PositiveInt = 50
+    """Longest list."""
+    most_nulls_share: float = Field(default=0.2, ge=0, le=1)
+    """Null share of the column with most nulls; the others have fixed fractions of it."""
+
+    base_logit: FiniteFloat = -1.7
+    """Log-odds of a click when every effect is zero."""
+    signal_strength: NonNegativeFloat = 1.0
+    """Scales every planted effect. 0 leaves nothing to learn."""
+    head_ids: PositiveFloat = 20.0
+    """An id of rank r weighs (1 + r / head_ids) ** -0.5 as much as the most popular one: rare ids tell little."""
+    drift_strength: NonNegativeFloat = 1.0
+    """Scales the daily change of popularity, dense means and base rate. 0 makes all days alike."""
+
+    lost_share: float = Field(default=0.03, ge=0, lt=1)
+    """Share of clicks that never reach the outcome log."""
+    duplicate_share: float = Field(default=0.01, ge=0, le=1)
+    """Share of logged clicks that are logged twice, the second time a few seconds later."""
+    mean_delay_seconds: PositiveFloat = 600.0
+    """Mean of the exponential delay between impression and outcome."""
+
+    @property
+    def chunks_per_day(self) -> int:
+        """Chunks in a day; the last one may be shorter."""
+        return -(-self.rows_per_day // self.chunk_rows)
+
+    @property
+    def dates(self) -> tuple[datetime.date, ...]:
+        """Days with impressions, in order."""
+        return tuple(self.start_day + datetime.timedelta(days=day) for day in range(self.days))

@@ -1,0 +1,145 @@
+"""The typed, labelled view that is written."""
+
+import datetime
+from collections.abc import Sequence
+
+import duckdb
+
+from pipeline.errors import DataError
+from pipeline.extraction.sources import FILE, ROW
+from pipeline.schema import FeatureSchema, absent, input_kinds, resolve
+from storage.query import quoted
+from storage.reader import DAY
+
+_INTS = {
+    "TINYINT": "INTEGER",
+    "SMALLINT": "INTEGER",
+    "UTINYINT": "INTEGER",
+    "USMALLINT": "INTEGER",
+    "UINTEGER": "BIGINT",
+}
+_NULLS = '"NULL"'
+_KEPT = ("BOOLEAN", "INTEGER", "BIGINT", "FLOAT", "DOUBLE", "VARCHAR", "DATE")
+
+
+def add_types(
+    connection: duckdb.DuckDBPyConnection,
+    view: str,
+    schema: FeatureSchema,
+    day: str | datetime.date,
+    matched: Sequence[str],
+    numbered: bool,
+) -> str:
+    """A view of the rows as they are stored, with their day, their label, and why a row is refused; returns its name.
+
+    Args:
+        day: Column that gives the day, or the one day of all rows.
+        matched: Columns to keep that say whether a side table had the row's key.
+        numbered: Whether the rows have the column ROW.
+    Raises:
+        ConfigError: If a column that the configuration names is not there.
+        DataError: If a column is of a kind that cannot be stored, or a row has no day.
+    """
+    names = [name for name in connection.view(view).columns if name not in (FILE, ROW) and not name.startswith("__")]
+    resolve([schema.label], names, "features.label")
+    if isinstance(day, str):
+        resolve([day], names, "source.day_column")
+    # The column `day` of the table is the partition; one of the source that means something else gives way to it.
+    dense = _dense_columns(schema, [name for name in names if name != DAY or day == DAY])
+    types = dict(zip(connection.view(view).columns, map(str, connection.view(view).types), strict=True))
+    _check_text(connection, view, [name for name in dense if types[name] == "VARCHAR"])
+    # A column of nulls without a type is left out: once its type is known, these rows read null all the same.
+    untyped = {name for name in names if types[name] == _NULLS and name not in dense}
+    kept = [name for name in names if name not in (schema.label, *untyped) and name.lower() != DAY]
+    typed = [f"{_cast(name, types[name], name in dense)} AS {quoted(name)}" for name in kept]
+    date = f"TRY_CAST({quoted(day)} AS DATE)" if isinstance(day, str) else f"DATE '{day}'"
+    label = quoted(schema.label)
+    number = f"TRY_CAST({label} AS DOUBLE)"
+    reason = (
+        f"CASE WHEN {label} IS NULL THEN 'label is null' WHEN {number} IS NULL THEN 'label is not a number'"
+        f" WHEN {number} NOT IN (0, 1) THEN 'label is not 0 or 1' END"
+    )
+    connection.execute(
+        f"CREATE VIEW samples AS SELECT {', '.join([*typed, *matched])}, {date} AS {DAY}, {label} AS __raw_label,"
+        f" TRY_CAST({number} AS INTEGER) AS {label}, {reason} AS __reason, {FILE} AS __file,"
+        f" {ROW if numbered else 0} AS __row FROM {view}"
+    )
+    undated = count_rows(connection, "samples", f"{DAY} IS NULL")
+    if undated:
+        raise DataError(
+            f"source.day_column '{day}'", "a date in every row", f"none in {undated} rows",
+            "Filter those rows out, or name another column.",
+        )  # fmt: skip
+    return "samples"
+
+
+def _dense_columns(schema: FeatureSchema, names: list[str]) -> list[str]:
+    """Columns that are read as numbers, all of the schema's columns checked to be there."""
+    derived = [op.output for op in schema.derived]
+    found: list[str] = []
+    for dense in schema.dense:
+        columns = resolve(dense.columns, [*names, *derived], "features.dense column")
+        found += columns if dense.kind_read("dense") == "dense" else []
+    for sparse in schema.sparse:
+        columns = resolve(sparse.columns, [*names, *derived], "features.sparse column")
+        found += columns if sparse.kind_read("sparse") == "dense" else []
+    for op in schema.derived:
+        for name, kind in zip(op.inputs, input_kinds(op), strict=False):
+            if name not in (*names, *derived):
+                raise absent(f"{op.kind} of '{op.output}', input", name, [*names, *derived])
+            found += [name] if kind == "dense" else []
+    return [name for name in dict.fromkeys(found) if name not in derived]
+
+
+def _check_text(connection: duckdb.DuckDBPyConnection, view: str, columns: list[str]) -> None:
+    """Text in a dense column is fine as long as it reads as numbers."""
+    for name in columns:
+        bad = f"{quoted(name)} IS NOT NULL AND TRY_CAST({quoted(name)} AS DOUBLE) IS NULL"
+        row = connection.sql(f"SELECT count(*), min({quoted(name)}) FROM {view} WHERE {bad}").fetchall()[0]
+        if row[0]:
+            raise DataError(
+                f"dense column '{name}'", "numbers", f"text such as '{row[1]}' in {row[0]} rows",
+                "Clean the column, or declare it under features.sparse.",
+            )  # fmt: skip
+
+
+def _cast(name: str, kind: str, dense: bool) -> str:
+    """The column as a type that Iceberg stores."""
+    column = quoted(name)
+    item, lists = (kind[:-2], "[]") if kind.endswith("[]") else (kind, "")
+    if dense and kind in ("VARCHAR", _NULLS):
+        return f"CAST({column} AS DOUBLE)"
+    if item.endswith("]"):
+        raise _unstorable(name, kind)
+    if item in _KEPT:
+        return column
+    if item in _INTS:
+        return f"CAST({column} AS {_INTS[item]}{lists})"
+    if item == "UBIGINT":  # two's complement: an id keeps all its 64 bits
+        return f"list_transform({column}, lambda x: {_wrapped('x')})" if lists else _wrapped(column)
+    if item.startswith("DECIMAL"):
+        return f"CAST({column} AS DOUBLE{lists})"
+    if item.startswith("TIMESTAMP"):
+        return f"CAST({column} AS {'TIMESTAMPTZ' if 'ZONE' in item else 'TIMESTAMP'}{lists})"
+    if item.startswith("ENUM") or item in ("UUID", "TIME"):
+        return f"CAST({column} AS VARCHAR{lists})"
+    raise _unstorable(name, kind)
+
+
+def _unstorable(name: str, kind: str) -> DataError:
+    return DataError(
+        f"column '{name}'",
+        "numbers, text, dates or lists of them",
+        f"type {kind}",
+        "Flatten it into columns of its own.",
+    )
+
+
+def _wrapped(value: str) -> str:
+    shifted = f"CAST({value} AS HUGEINT) - 18446744073709551616"
+    return f"CAST(CASE WHEN {value} > 9223372036854775807 THEN {shifted} ELSE {value} END AS BIGINT)"
+
+
+def count_rows(connection: duckdb.DuckDBPyConnection, view: str, condition: str) -> int:
+    """Rows of the view that meet the condition."""
+    return int(connection.sql(f"SELECT count(*) FROM {view} WHERE {condition}").fetchall()[0][0])

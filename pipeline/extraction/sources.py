@@ -1,0 +1,157 @@
+"""Parquet, CSV, Criteo TSV and side tables as DuckDB views of one shape."""
+
+import glob
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import duckdb
+from pydantic import BaseModel
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.schema import Names
+from storage.query import quoted
+
+Format = Literal["auto", "parquet", "csv", "criteo"]
+
+CRITEO_COLUMNS = {
+    "label": "VARCHAR",
+    **{f"int_{i}": "BIGINT" for i in range(1, 14)},
+    **{f"cat_{i}": "VARCHAR" for i in range(1, 27)},
+}
+"""Columns of the headerless Criteo files: label, 13 counts, 26 hexadecimal categories."""
+
+FILE = "filename"
+"""Column DuckDB adds: the file a row came from."""
+
+ROW = "file_row_number"
+"""Column added for joins, which do not keep the order of rows: with FILE it gives the order back."""
+
+
+CSV = re.compile(r"\.csv(\.\w+)?$", re.IGNORECASE)
+"""Names of CSV files, compressed ones too."""
+
+
+class Lookup(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """A side table whose columns are added to every row with the same key."""
+
+    path: str
+    """Parquet or CSV file, or a glob."""
+    on: Names
+    """Key columns, in the rows and in the side table; unique in the side table."""
+
+
+def files_of(pattern: str | Sequence[str], root: Path, where: str) -> list[Path]:
+    """Files that a path, a glob or several of them name, sorted by name.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    patterns = [pattern] if isinstance(pattern, str) else list(pattern)
+    names = [str(Path(text).expanduser()) for text in patterns]
+    found = {root / path for name in names for path in [name, *glob.glob(name, root_dir=root, recursive=True)]}
+    files = sorted({path.resolve() for path in found if path.is_file()})  # a file named twice is read once
+    if not files:
+        raise ConfigError(
+            where, "at least one file", f"none at '{', '.join(patterns)}'", "Correct the path, or put the data there."
+        )
+    return files
+
+
+def create_view(
+    connection: duckdb.DuckDBPyConnection,
+    name: str,
+    files: Sequence[Path],
+    form: Format,
+    where: str = "source.path",
+    numbered: bool = False,
+) -> None:
+    """Makes the files one view; columns absent from some files are null there.
+
+    Args:
+        where: Key of the configuration that names the files.
+        numbered: Whether to add the column ROW.
+    Raises:
+        DataError: If a file cannot be read in its format.
+    """
+    names = [str(path.resolve()) for path in files]
+    if form == "auto":
+        form = "csv" if any(CSV.search(path.name) for path in files) else "parquet"
+    try:
+        _relation(connection, names, form, numbered).create_view(name)
+    except duckdb.Error as error:
+        raise DataError(
+            f"files of {where}, first '{files[0].name}'", f"readable files, format '{form}'", first_line(error),
+            "Set source.format, or mend the files." if where == "source.path" else "Mend the files.",
+        ) from error  # fmt: skip
+
+
+def first_line(error: Exception) -> str:
+    """What an error of a library says, without its details."""
+    return str(error).split("\n")[0].rstrip(".")
+
+
+def _relation(
+    connection: duckdb.DuckDBPyConnection, names: list[str], form: Format, numbered: bool
+) -> duckdb.DuckDBPyRelation:
+    if form == "parquet":
+        return connection.read_parquet(names, filename=True, union_by_name=True, file_row_number=numbered)
+    if form == "criteo":
+        rows = connection.read_csv(
+            names,  # type: ignore[arg-type]
+            header=False,
+            delimiter="\t",
+            columns=CRITEO_COLUMNS,
+            filename=True,
+            quotechar="",
+            escapechar="",
+            auto_detect=False,
+        )
+    else:  # the kind of a column is known when all its values are: text may come late
+        rows = connection.read_csv(names, filename=True, union_by_name=True, sample_size=-1)  # type: ignore[arg-type]
+    return rows.select(f"*, row_number() OVER () AS {ROW}") if numbered else rows
+
+
+def add_lookups(
+    connection: duckdb.DuckDBPyConnection, source: str, lookups: Sequence[tuple[Lookup, list[Path]]]
+) -> str:
+    """A view of the source with every side table's columns; returns its name.
+
+    Raises:
+        ConfigError: If a key column is absent, or a column would stand twice.
+        DataError: If a side table has two rows of one key.
+    """
+    columns = list(connection.view(source).columns)
+    selected, joins = ["s.*"], []
+    for i, (lookup, files) in enumerate(lookups):
+        view = f"lookup_{i}"
+        create_view(connection, view, files, "auto", f"source.lookups '{lookup.path}'")
+        own = [name for name in connection.view(view).columns if name != FILE]
+        _check_lookup(connection, lookup, view, columns, own)
+        key = ", ".join(quoted(name) for name in lookup.on)
+        added = [name for name in own if name not in lookup.on]
+        columns += added
+        selected += [f"l{i}.{quoted(name)}" for name in added]
+        selected.append(f"l{i}.__matched AS __matched_{i}")
+        joins.append(f"LEFT JOIN (SELECT *, true AS __matched FROM {view}) l{i} USING ({key})")
+    connection.execute(f"CREATE VIEW {source}_wide AS SELECT {', '.join(selected)} FROM {source} s {' '.join(joins)}")
+    return f"{source}_wide"
+
+
+def _check_lookup(
+    connection: duckdb.DuckDBPyConnection, lookup: Lookup, view: str, columns: list[str], own: list[str]
+) -> None:
+    where = f"source.lookups '{lookup.path}'"
+    for name in lookup.on:
+        if name not in columns or name not in own:
+            raise ConfigError(where, f"key column '{name}' on both sides", "it on one side or none", "Correct `on`.")
+    again = [name for name in own if name in columns and name not in lookup.on]
+    if again:
+        raise ConfigError(where, "columns that the rows do not have yet", f"again {', '.join(again)}", "Rename them.")
+    key = ", ".join(quoted(name) for name in lookup.on)
+    row = connection.sql(f"SELECT count(*), count(DISTINCT ({key})) FROM {view}").fetchall()[0]
+    if row[0] != row[1]:
+        raise DataError(
+            where, f"a unique key ({key})", f"{row[0]} rows of {row[1]} keys", "Remove duplicate and empty keys."
+        )

@@ -1,0 +1,299 @@
+"""Days, bad labels and repetition: what stands in the warehouse after an ingest."""
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from pipeline.errors import ConfigError, DataError, EmptyDatasetError
+from pipeline.extraction.extract import SourceConfig
+from storage.errors import StorageError
+from storage.warehouse import Warehouse, WarehouseConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
+FIXED = {"path": "rows.parquet", "day": "2024-01-01"}
+BY_DAY = {"path": "*.parquet", "day_column": "date"}
+
+
+def at(*texts: str, zone: str | None = None) -> pa.Array:
+    return pa.array([pd.Timestamp(text, tz=zone) for text in texts])
+
+
+def days_of(warehouse: Warehouse) -> dict[datetime.date, int]:
+    return warehouse.day_rows(warehouse.current("events"))
+
+
+# Days
+
+
+DAYS = {
+    "date": pa.array([DAY2, DAY1, DAY2]),
+    "timestamp": at("2024-01-02 00:00:00", "2024-01-01 23:59:59.999999", "2024-01-02 23:59:59"),
+    "nanoseconds": at("2024-01-02", "2024-01-01 12:00", "2024-01-02").cast(pa.timestamp("ns")),
+    "zoned": at("2024-01-02 09:00", "2024-01-02 08:59", "2024-01-02 12:00", zone="Asia/Tokyo"),
+    "text": pa.array(["2024-01-02", "2024-01-01", "2024-01-02"]),
+    "text with time": pa.array(["2024-01-02 00:00:01", "2024-01-01T23:00:00", "2024-01-02T10:00:00Z"]),
+}
+
+
+@pytest.mark.parametrize("kind", DAYS)
+def test_the_day_comes_from_a_column_of_any_kind(ingest: Any, stored: Any, put: Any, kind: str) -> None:
+    put("rows.parquet", user=[1, 2, 3], label=[0, 1, 0], when=DAYS[kind])
+    result = ingest({"path": "rows.parquet", "day_column": "when"})
+    assert result.days_written == (DAY1, DAY2)
+    frame = stored()
+    assert list(zip(frame["day"], frame["user"], strict=True)) == [(DAY1, 2), (DAY2, 1), (DAY2, 3)]
+
+
+def test_a_fixed_day_and_a_column_of_that_name(ingest: Any, stored: Any, put: Any) -> None:
+    put("rows.parquet", user=[1], label=[0], day=[31])
+    ingest(FIXED)
+    assert stored()["day"].tolist() == [DAY1]
+    with pytest.raises(ConfigError, match="sparse column 'day'"):
+        ingest(FIXED, sparse=["day"])
+
+
+def test_rows_without_a_day(ingest: Any, put: Any) -> None:
+    put("rows.parquet", user=[1, 2, 3], label=[0, 1, 0], when=["2024-01-02", "soon", None])
+    with pytest.raises(DataError) as error:
+        ingest({"path": "rows.parquet", "day_column": "when"})
+    assert str(error.value) == (
+        "source.day_column 'when': expected a date in every row, got none in 2 rows. "
+        "Filter those rows out, or name another column."
+    )
+
+
+def test_only_some_days_and_days_that_are_not_there(ingest: Any, put: Any, warehouse: Warehouse) -> None:
+    put("rows.parquet", user=[1, 2, 3, 4], label=[0, 1, 0, 1], date=[DAY1, DAY2, DAY2, DAY3])
+    result = ingest(BY_DAY, only=[DAY2])
+    assert (result.days_written, result.rows, days_of(warehouse)) == ((DAY2,), 2, {DAY2: 2})
+    result = ingest(BY_DAY)
+    assert (result.days_written, result.days_skipped, result.rows) == ((DAY1, DAY3), (DAY2,), 2)
+    with pytest.raises(EmptyDatasetError) as error:
+        ingest(BY_DAY, only=[datetime.date(2024, 2, 1), DAY1])
+    assert str(error.value) == (
+        "day 2024-02-01: expected a day of the source, 2024-01-01 to 2024-01-03, got no row of it. Name another day."
+    )
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.csv"])
+def test_no_rows(ingest: Any, put: Any, tmp_path: Path, name: str) -> None:
+    put("rows.parquet", user=pa.array([], pa.int64()), label=pa.array([], pa.int64()))
+    (tmp_path / "rows.csv").write_text("user,label\n")
+    with pytest.raises(EmptyDatasetError) as error:
+        ingest({**FIXED, "path": name})
+    assert str(error.value) == "source: expected at least one row, got none. Check source.path."
+
+
+# Writing again
+
+
+def test_the_same_source_again_is_skipped_and_a_changed_file_is_not(
+    ingest: Any, stored: Any, put: Any, warehouse: Warehouse
+) -> None:
+    put("1.parquet", user=[1], label=[0], date=[DAY1])
+    put("2.parquet", user=[2], label=[0], date=[DAY2])
+    first = ingest(BY_DAY)
+    again = ingest(BY_DAY)
+    assert (again.days_written, again.days_skipped, again.rows) == ((), (DAY1, DAY2), 0)
+    assert again.snapshot == first.snapshot
+    put("2.parquet", user=[5, 6], label=[0, 1], date=[DAY2, DAY2])
+    changed = ingest(BY_DAY)
+    assert (changed.days_written, changed.days_skipped, changed.rows) == ((DAY2,), (DAY1,), 2)
+    assert stored()["user"].tolist() == [1, 5, 6]
+    put("3.parquet", user=[7], label=[0], date=[DAY3])
+    assert ingest(BY_DAY).days_written == (DAY3,)
+
+
+def test_a_changed_side_table_or_outcome_log_writes_every_day_again(ingest: Any, stored: Any, put: Any) -> None:
+    put("rows/1.parquet", impression_id=[1, 2], user=[1, 2], shown=at("2024-01-01", "2024-01-02"))
+    put("users.parquet", user=[1, 2], age=[30, 40])
+    put("clicks.parquet", impression_id=[1], outcome_time=at("2024-01-01 00:01:00"))
+    source = {
+        "path": "rows/*.parquet", "day_column": "shown", "lookups": [{"path": "users.parquet", "on": ["user"]}],
+        "outcomes": {"path": "clicks.parquet", "feature_time": "shown"},
+    }  # fmt: skip
+    ingest(source)
+    assert stored()[["age", "label"]].to_numpy().tolist() == [[30, 1], [40, 0]]
+    put("users.parquet", user=[1, 2], age=[31, 41])
+    assert ingest(source).days_written == (DAY1, DAY2)
+    put("clicks.parquet", impression_id=[2], outcome_time=at("2024-01-02 00:01:00"))
+    assert ingest(source).days_written == (DAY1, DAY2)
+    assert stored()[["age", "label"]].to_numpy().tolist() == [[31, 0], [41, 1]]
+
+
+def test_days_are_written_in_groups(ingest: Any, stored: Any, put: Any, warehouse: Warehouse) -> None:
+    days = [DAY1 + datetime.timedelta(days=i // 10) for i in range(50)]
+    put("rows.parquet", user=list(range(50)), label=[0, 1] * 25, date=days)
+    ingest(BY_DAY, rows_per_commit=25)
+    assert len(warehouse.table("events").snapshots()) == 3  # 2 + 2 + 1 days
+    assert stored()["user"].tolist() == list(range(50))
+
+
+def test_two_fresh_homes_hold_the_same_rows_in_the_same_order(ingest: Any, stored: Any, tmp_path: Path) -> None:
+    source = {
+        "generator": {"days": 2, "rows_per_day": 6_000, "chunk_rows": 2_500},
+        "outcomes": {"window_seconds": 1_200}, "day_column": "event_time",
+    }  # fmt: skip
+    homes = [Warehouse(WarehouseConfig(), tmp_path / name) for name in ("first", "second")]
+    results = [ingest(source, sparse=["cat_*", "list_*"], dense=["num_*"], into=home) for home in homes]
+    first, second = (stored(into=home) for home in homes)
+    assert results[0].rows == len(first) == 12_000
+    pd.testing.assert_frame_equal(first, second)
+    log = pd.concat(pd.read_parquet(path) for path in sorted((tmp_path / "logs").glob("*/features/*.parquet")))
+    assert first["impression_id"].tolist() == log["impression_id"].tolist()
+    assert not list((tmp_path / "first" / "tmp").iterdir())
+
+
+# Bad labels
+
+
+BAD = {
+    None: "label is null",
+    "2": "label is not 0 or 1",
+    "-1": "label is not 0 or 1",
+    "x": "label is not a number",
+    "nan": "label is not 0 or 1",
+}
+
+
+def test_bad_labels_are_set_aside_with_their_reason(ingest: Any, stored: Any, put: Any, warehouse: Warehouse) -> None:
+    labels = [*BAD, *["0", "1", "1.0", "0.0"] * 5]
+    put("rows.parquet", user=list(range(25)), label=labels, tags=[[i] for i in range(25)])
+    result = ingest(FIXED, max_quarantined_share=0.2)
+    assert result.rows == 20
+    assert dict(result.quarantined) == {"label is null": 1, "label is not a number": 1, "label is not 0 or 1": 3}
+    assert stored()["user"].tolist() == list(range(5, 25))
+    assert stored()["label"].tolist() == [0, 1, 1, 0] * 5
+    bad = stored("events_quarantine")
+    assert bad["day"].tolist() == [DAY1] * 5
+    assert bad["reason"].tolist() == list(BAD.values())
+    originals = [json.loads(text) for text in bad["source_row"]]
+    assert [(row["user"], row["tags"], row["__raw_label"]) for row in originals] == [
+        (i, [i], key) for i, key in enumerate(BAD)
+    ]
+    put("rows.parquet", user=[1, 2], label=["0", "1"])  # mended
+    assert dict(ingest(FIXED).quarantined) == {}
+    assert len(stored("events_quarantine")) == 0
+
+
+def test_too_many_bad_labels_stop_all_days_unwritten(ingest: Any, stored: Any, put: Any, warehouse: Warehouse) -> None:
+    put("1.parquet", user=[1], label=[0], date=[DAY1])
+    before = ingest(BY_DAY).snapshot
+    put("1.parquet", user=[1, 2], label=[0, 1], date=[DAY1, DAY1])
+    put("2.parquet", user=list(range(4)), label=[0, None, 7, 1], date=[DAY2] * 4)
+    with pytest.raises(DataError) as error:
+        ingest(BY_DAY, max_quarantined_share=0.49)
+    assert str(error.value) == (
+        "labels of 1 day(s), worst 2024-01-02: expected at most 49.00% bad rows a day, and a good one, "
+        "got 2 of 4 (label is not 0 or 1, label is null). Mend the source, or raise ingest.max_quarantined_share."
+    )
+    assert warehouse.current("events") == before
+    assert not warehouse.has_table("events_quarantine")
+    assert ingest(BY_DAY, max_quarantined_share=0.5).rows == 4
+
+
+def test_a_day_without_a_good_row_is_refused(ingest: Any, put: Any) -> None:
+    put("rows.parquet", user=[1], label=[5])
+    with pytest.raises(DataError, match="and a good one, got 1 of 1"):
+        ingest(FIXED, max_quarantined_share=1.0)
+
+
+# Columns
+
+
+def test_a_column_whose_kind_changes_between_days(ingest: Any, put: Any, warehouse: Warehouse) -> None:
+    put("rows.parquet", user=[1], label=[0], date=[DAY1])
+    before = ingest(BY_DAY).snapshot
+    put("rows.parquet", user=["a"], label=[0], date=[DAY2])
+    with pytest.raises(StorageError, match=r"^columns of table 'events': expected user integer, got user text\. "):
+        ingest(BY_DAY)
+    assert warehouse.current("events") == before
+
+
+def test_a_column_name_that_the_warehouse_does_not_take(ingest: Any, put: Any, warehouse: Warehouse) -> None:
+    put("rows.parquet", **{"user": [1], "label": [0], 'a"b': [1]})
+    with pytest.raises(StorageError, match=r"""^name 'a"b': expected a name like"""):
+        ingest(FIXED)
+    assert not warehouse.has_table("events")
+
+
+# The configuration
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        (
+            {"day": "2024-01-01"},
+            "source: expected either `path` or `generator`, got both or neither. Give exactly one.",
+        ),
+        (
+            {"path": "a", "generator": {}, "day_column": "event_time", "outcomes": {}},
+            "source: expected either `path` or `generator`, got both or neither. Give exactly one.",
+        ),
+        ({"path": "a"}, "source: expected either `day_column` or `day`, got both or neither. Give exactly one."),
+        (
+            {"path": "a", "day": "2024-01-01", "day_column": "d"},
+            "source: expected either `day_column` or `day`, got both or neither. Give exactly one.",
+        ),
+        (
+            {"generator": {}, "day_column": "event_time"},
+            "source: expected `outcomes` beside `generator`, got none. Add `outcomes: {}`.",
+        ),
+        (
+            {"path": "a", "day": "2024-01-01", "outcomes": {}},
+            "source.outcomes: expected `path` of the outcome log, got none. Add it.",
+        ),
+    ],
+)
+def test_a_source_that_contradicts_itself(source: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        SourceConfig.model_validate(source)
+    assert str(error.value) == sentence
+
+
+# Size
+
+
+MEASURED = """
+import pathlib, resource, sys
+from pipeline.extraction.extract import IngestConfig, SourceConfig, extract
+from pipeline.schema import FeatureSchema
+from storage.warehouse import Warehouse, WarehouseConfig
+
+folder, rows_per_day = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+source = SourceConfig.model_validate({
+    "generator": {"days": 5, "rows_per_day": rows_per_day}, "outcomes": {}, "day_column": "event_time",
+})
+hashed = [{"kind": "sigrid_hash", "size": 100}]
+schema = FeatureSchema.model_validate({
+    "dense": [{"columns": ["num_*"]}], "sparse": [{"columns": ["cat_*", "list_*"], "transforms": hashed}],
+})
+warehouse = Warehouse(WarehouseConfig(), folder / "home")
+result = extract(source, IngestConfig(), schema, warehouse, "events", folder, folder / "logs")
+print(result.rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
+    def rows_and_peak(rows_per_day: int) -> tuple[int, int]:
+        folder = tmp_path / str(rows_per_day)
+        command = [sys.executable, "-c", MEASURED, str(folder), str(rows_per_day)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        run = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=280)
+        rows, peak = map(int, run.stdout.split())
+        return rows, peak
+
+    small, large = rows_and_peak(80_000), rows_and_peak(400_000)
+    assert (small[0], large[0]) == (400_000, 2_000_000)
+    assert large[1] < 1.4 * small[1]

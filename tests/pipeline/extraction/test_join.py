@@ -1,0 +1,129 @@
+"""Labels from outcomes: each impression once, each edge of the window on its side."""
+
+import random
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from pipeline.errors import ConfigError
+
+WINDOW_SECONDS = 600
+START = pd.Timestamp("2024-01-01 12:00:00")
+
+
+def seconds(values: list[float]) -> list[Any]:
+    return [START + pd.Timedelta(seconds=value) for value in values]
+
+
+def source(**outcomes: Any) -> dict[str, Any]:
+    return {
+        "path": "features.parquet", "day_column": "event_time",
+        "outcomes": {"path": "outcomes.parquet", "window_seconds": WINDOW_SECONDS, **outcomes},
+    }  # fmt: skip
+
+
+EDGES = [
+    ("at once", [0.0], 1),
+    ("inside", [300.0], 1),
+    ("last microsecond", [599.999999], 1),
+    ("at the end", [600.0], 0),
+    ("late", [601.0], 0),
+    ("before", [-0.000001], 0),
+    ("lost", [], 0),
+    ("twice", [10.0, 10.0], 1),
+    ("early and inside", [-5.0, 5.0], 1),
+    ("early and late", [-5.0, 700.0], 0),
+]
+
+
+def test_the_edges_of_the_window(ingest: Any, stored: Any, put: Any) -> None:
+    put(
+        "features.parquet",
+        impression_id=list(range(len(EDGES))),
+        event_time=seconds([0.0] * len(EDGES)),
+        user=[1] * len(EDGES),
+    )
+    logged = [(i, delay) for i, (_, delays, _) in enumerate(EDGES) for delay in delays] + [
+        (999, 1.0)
+    ]  # of no impression
+    put("outcomes.parquet", impression_id=[i for i, _ in logged], outcome_time=seconds([delay for _, delay in logged]))
+    result = ingest(source())
+    labels = stored()["label"].tolist()
+    assert {name: label for (name, _, _), label in zip(EDGES, labels, strict=True)} == {
+        name: label for name, _, label in EDGES
+    }
+    assert result.rows == len(EDGES)
+
+
+def test_many_impressions_equal_pandas_and_keep_their_order(ingest: Any, stored: Any, put: Any) -> None:
+    chance = random.Random(5)
+    count = 4_000
+    ids = chance.sample(range(10**9), count)
+    shown = [float(i) for i in range(count)]
+    clicks = [(i, shown[i] + chance.uniform(-200, 1_200)) for i in chance.choices(range(count), k=3_000)]
+    features = put(
+        "features.parquet", impression_id=ids, event_time=seconds(shown), user=[i % 50 for i in range(count)]
+    )
+    outcomes = put(
+        "outcomes.parquet", impression_id=[ids[i] for i, _ in clicks], outcome_time=seconds([t for _, t in clicks])
+    )
+    ingest(source())
+    delays = features.to_pandas().merge(outcomes.to_pandas(), on="impression_id")
+    delay = delays["outcome_time"] - delays["event_time"]
+    inside = set(delays[(delay >= pd.Timedelta(0)) & (delay < pd.Timedelta(seconds=WINDOW_SECONDS))]["impression_id"])
+    frame = stored()
+    assert frame["impression_id"].tolist() == ids  # each once, in the order of the log
+    assert frame["label"].tolist() == [int(i in inside) for i in ids]
+    assert 0.1 < frame["label"].mean() < 0.6
+
+
+def test_an_impression_logged_twice_is_two_samples_and_names_may_differ(ingest: Any, stored: Any, put: Any) -> None:
+    put("features.parquet", request=["a", "a", None], shown=seconds([0.0, 650.0, 0.0]), user=[1, 2, 3])
+    put("outcomes.parquet", request=["a", None], clicked=seconds([655.0, 1.0]))
+    ingest({**source(on="request", feature_time="shown", outcome_time="clicked"), "day_column": "shown"})
+    assert stored()[["user", "label"]].to_numpy().tolist() == [[1, 0], [2, 1], [3, 0]]
+
+
+@pytest.mark.parametrize(
+    ("features", "outcomes", "sentence"),
+    [
+        (
+            {"event_time": seconds([0])},
+            {"impression_id": [1], "outcome_time": seconds([1])},
+            "source.outcomes, feature log: expected column 'impression_id', got event_time, user. Correct the names.",
+        ),
+        (
+            {"impression_id": [1], "event_time": seconds([0])},
+            {"impression_id": [1], "time": seconds([1])},
+            "source.outcomes, outcome log: expected column 'outcome_time', got impression_id, time. Correct the names.",
+        ),
+        (
+            {"impression_id": [1], "event_time": [1_700_000_000]},
+            {"impression_id": [1], "outcome_time": seconds([1])},
+            "source.outcomes, feature log: expected timestamps in column 'event_time', got BIGINT. "
+            "Convert it, or name another column.",
+        ),
+        (
+            {"impression_id": [1], "event_time": seconds([0]), "label": [0]},
+            {"impression_id": [1], "outcome_time": seconds([1])},
+            "source.outcomes: expected a feature log without 'label', got one that has it. Leave out source.outcomes.",
+        ),
+    ],
+)
+def test_logs_that_cannot_be_joined(
+    ingest: Any, put: Any, features: dict[str, Any], outcomes: dict[str, Any], sentence: str
+) -> None:
+    put("features.parquet", **features, user=[1])
+    put("outcomes.parquet", **outcomes)
+    with pytest.raises(ConfigError) as error:
+        ingest(source())
+    assert str(error.value) == sentence
+
+
+def test_one_column_cannot_be_key_and_time(ingest: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        ingest(source(on="t", feature_time="t", outcome_time="t"))
+    assert str(error.value) == (
+        "source.outcomes: expected key and time in different columns, got 't' for all. Correct them."
+    )

@@ -1,0 +1,177 @@
+"""Columns, kinds and labels: what a row becomes, and what is refused before anything is written."""
+
+import datetime
+import decimal
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from pipeline.errors import ConfigError, DataError
+from storage.warehouse import Warehouse
+
+DAY1, DAY2 = (datetime.date(2024, 1, day) for day in (1, 2))
+FIXED = {"path": "rows.parquet", "day": "2024-01-01"}
+BY_DAY = {"path": "*.parquet", "day_column": "date"}
+
+
+def at(*texts: str, zone: str | None = None) -> pa.Array:
+    return pa.array([pd.Timestamp(text, tz=zone) for text in texts])
+
+
+def test_bad_numbers_as_labels(ingest: Any, stored: Any, put: Any) -> None:
+    put("rows.parquet", user=list(range(8)), label=[0.0, 1.0, float("nan"), float("inf"), 1e300, 0.5, None, -0.0])
+    result = ingest(FIXED, max_quarantined_share=0.9)
+    assert dict(result.quarantined) == {"label is not 0 or 1": 4, "label is null": 1}
+    assert stored()["user"].tolist() == [0, 1, 7]
+    assert stored()["label"].tolist() == [0, 1, 0]
+
+
+def test_missing_columns_are_named_with_the_closest(ingest: Any, put: Any) -> None:
+    put("rows.parquet", user=[1], price=[1.0], lable=[0])
+    closest = "expected a column of the table, got none of that name. Closest: {}. Correct the name."
+    with pytest.raises(ConfigError) as error:
+        ingest(FIXED)
+    assert str(error.value) == f"features.label 'label': {closest.format('lable')}"
+    put("rows.parquet", user=[1], price=[1.0], label=[0])
+    for given, sentence in {
+        ("dense", "prise"): f"features.dense column 'prise': {closest.format('price')}",
+        ("sparse", "usr"): f"features.sparse column 'usr': {closest.format('user')}",
+        ("sparse", "cat_*"): f"features.sparse column 'cat_*': {closest.format('user, price, label')}",
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            ingest(FIXED, **{given[0]: [given[1]]})
+        assert str(error.value) == sentence
+    with pytest.raises(ConfigError) as error:
+        ingest({"path": "rows.parquet", "day_column": "dat"})
+    assert str(error.value) == f"source.day_column 'dat': {closest.format('user, price, label')}"
+
+
+def test_text_in_a_dense_column(ingest: Any, stored: Any, put: Any) -> None:
+    put("rows.parquet", user=[1, 2, 3], label=[0, 1, 0], price=["1.5", "cheap", None])
+    with pytest.raises(DataError) as error:
+        ingest(FIXED, dense=["price"])
+    assert str(error.value) == (
+        "dense column 'price': expected numbers, got text such as 'cheap' in 1 rows. "
+        "Clean the column, or declare it under features.sparse."
+    )
+    put("rows.parquet", user=[1, 2, 3], label=[0, 1, 0], price=["1.5", "-2e3", None])
+    ingest(FIXED, dense=["price"])
+    assert stored()["price"].dtype == np.float64
+    assert stored()["price"].tolist()[:2] == [1.5, -2000.0]
+    assert pd.isna(stored()["price"][2])
+
+
+def test_columns_of_derived_ones_are_known(ingest: Any, stored: Any, put: Any) -> None:
+    score = {"kind": "compute_score", "function": "sum", "inputs": ["weights"], "output": "weight"}
+    hour = {"kind": "get_local_hour", "inputs": ["seconds"], "output": "hour"}
+    weights = pa.array([[0.5, None], None, []], pa.list_(pa.float32()))
+    put("rows.parquet", user=[1, 2, 3], label=[0, 1, 0], seconds=["60", "3600.5", None], weights=weights)
+    with pytest.raises(ConfigError) as error:
+        ingest(FIXED, derived=[{**hour, "inputs": ["second"]}])
+    assert str(error.value) == (
+        "get_local_hour of 'hour', input 'second': expected a column of the table, got none of that name. "
+        "Closest: seconds. Correct the name."
+    )
+    ingest(FIXED, derived=[score, hour], dense=["weight"], sparse=["user", "hour"])
+    assert stored()["seconds"].tolist()[:2] == [60.0, 3600.5]  # text that is read as numbers is stored as such
+    assert [None if row is None else str(list(map(float, row))) for row in stored()["weights"]] == [
+        "[0.5, nan]",
+        None,
+        "[]",
+    ]
+    assert set(stored().columns) == {"user", "seconds", "weights", "day", "label"}
+
+
+def test_unsigned_ids_keep_their_bits(ingest: Any, stored: Any, put: Any) -> None:
+    values = np.array([0, 1, 2**63 - 1, 2**63, 2**64 - 1, 12_345_678_901_234_567_890], np.uint64)
+    lists = pa.array([[int(v), 7] for v in values[:4]] + [[], None], pa.list_(pa.uint64()))
+    put("rows.parquet", user=pa.array(values), tags=lists, label=[0, 1] * 3)
+    ingest(FIXED, sparse=["user", "tags"])
+    frame = stored()
+    assert frame["user"].tolist() == values.view(np.int64).tolist()
+    expected = [[int(v), 7] for v in values[:4].view(np.int64)] + [[], None]
+    assert [None if tags is None else list(tags) for tags in frame["tags"]] == expected
+
+
+KINDS: dict[str, tuple[pa.Array, pa.DataType, list[Any]]] = {
+    "bool": (pa.array([True, None]), pa.bool_(), [True, None]),
+    "int8": (pa.array([-3, 5], pa.int8()), pa.int32(), [-3, 5]),
+    "int16": (pa.array([-300, 5], pa.int16()), pa.int32(), [-300, 5]),
+    "uint8": (pa.array([255, 0], pa.uint8()), pa.int32(), [255, 0]),
+    "uint16": (pa.array([65_535, 0], pa.uint16()), pa.int32(), [65_535, 0]),
+    "uint32": (pa.array([2**32 - 1, 0], pa.uint32()), pa.int64(), [2**32 - 1, 0]),
+    "int64": (pa.array([2**63 - 1, -(2**63)]), pa.int64(), [2**63 - 1, -(2**63)]),
+    "float": (pa.array([0.5, None], pa.float32()), pa.float32(), [0.5, None]),
+    "decimal": (pa.array([decimal.Decimal("12.25"), None], pa.decimal128(18, 2)), pa.float64(), [12.25, None]),
+    "timestamp": (
+        at("2024-01-01 01:02:03.000004", "2024-01-02").cast(pa.timestamp("us")),
+        pa.timestamp("us"),
+        [datetime.datetime(2024, 1, 1, 1, 2, 3, 4), datetime.datetime(2024, 1, 2)],
+    ),
+    "zoned": (
+        at("2024-01-01 09:00", "2024-01-02 00:00", zone="Asia/Tokyo").cast(pa.timestamp("us", "Asia/Tokyo")),
+        pa.timestamp("us", "UTC"),
+        [datetime.datetime(2024, 1, day, hour, tzinfo=datetime.timezone.utc) for day, hour in ((1, 0), (1, 15))],  # noqa: UP017
+    ),
+    "date": (pa.array([DAY1, None]), pa.date32(), [DAY1, None]),
+    "time": (pa.array([datetime.time(1, 2, 3), None]), pa.large_string(), ["01:02:03", None]),
+    "text": (pa.array(["ä\n", ""]), pa.large_string(), ["ä\n", ""]),
+    "dictionary": (pa.array(["a", "b"]).dictionary_encode(), pa.large_string(), ["a", "b"]),
+    "list of int8": (pa.array([[1, None], []], pa.list_(pa.int8())), pa.large_list(pa.int32()), [[1, None], []]),
+    "list of decimal": (
+        pa.array([[decimal.Decimal("1.5")], None], pa.list_(pa.decimal128(9, 1))),
+        pa.large_list(pa.float64()),
+        [[1.5], None],
+    ),
+    "list of text": (pa.array([["a"], None]), pa.large_list(pa.large_string()), [["a"], None]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_are_stored_as_iceberg_knows_them(ingest: Any, put: Any, warehouse: Warehouse, kind: str) -> None:
+    values, expected_type, expected = KINDS[kind]
+    put("rows.parquet", user=[1, 2], label=[0, 1], x=values)
+    snapshot = ingest(FIXED).snapshot
+    reader = warehouse.reader(snapshot, ["x"])
+    column = pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])["x"]
+    plain = {"large_string": "string", "large_list<element: ": "list<element: "}
+    names = [str(column.type), str(expected_type).replace("item:", "element:")]
+    for wide, narrow in plain.items():
+        names = [name.replace(wide, narrow) for name in names]
+    assert names[0].replace(" not null", "") == names[1]
+    assert column.to_pylist() == expected
+
+
+def test_nulls_without_a_type_wait_for_one(ingest: Any, stored: Any, put: Any) -> None:
+    put("1.parquet", user=[1], label=[0], date=[DAY1], word=pa.nulls(1), price=pa.nulls(1))
+    ingest(BY_DAY, dense=["price"])
+    assert list(stored().columns) == ["user", "date", "price", "day", "label"]
+    put("2.parquet", user=[2], label=[1], date=[DAY2], word=["a"], price=[0.5])
+    ingest(BY_DAY, dense=["price"])
+    assert stored()["word"].isna().tolist() == [True, False]
+    assert stored()["price"].isna().tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (pa.array([{"a": 1}]), "STRUCT(a BIGINT)"),
+        (pa.array([[[1]]]), "BIGINT[][]"),
+        (pa.array([[[decimal.Decimal("1.5")]]]), "DECIMAL(2,1)[][]"),
+        (pa.array([b"x"]), "BLOB"),
+        (pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64())), "MAP(VARCHAR, BIGINT)"),
+    ],
+    ids=["struct", "lists of lists", "lists of lists of decimals", "bytes", "map"],
+)
+def test_kinds_that_are_refused(ingest: Any, put: Any, warehouse: Warehouse, values: pa.Array, kind: str) -> None:
+    put("rows.parquet", user=[1], label=[0], nested=values)
+    with pytest.raises(DataError) as error:
+        ingest(FIXED)
+    assert str(error.value) == (
+        f"column 'nested': expected numbers, text, dates or lists of them, got type {kind}. "
+        "Flatten it into columns of its own."
+    )
+    assert not warehouse.has_table("events")
