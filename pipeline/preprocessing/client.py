@@ -1,0 +1,199 @@
+"""The trainer's resumable iterator: one epoch of batches, in an order that nothing but the seed decides."""
+
+import itertools
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from pipeline.batch import Batch, Position, Times
+from pipeline.errors import ContractError, DataError
+from pipeline.preprocessing import wire
+from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.master import Master
+from pipeline.preprocessing.memory import Arrays, Segment
+from pipeline.preprocessing.stream import BatchNote, Request
+from pipeline.preprocessing.worker import DataSpec
+
+Made = tuple[Sequence[BatchNote], Arrays]
+"""Batches as workers make them: a note of each, and the arrays of all."""
+
+
+class Source(Protocol):
+    """Where batches come from."""
+
+    def groups(self, request: Request, rank: int) -> Iterator[Made]:
+        """The rest of an epoch, a few batches at a time."""
+
+    def ranks(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """Ranks that share what is made for this one."""
+
+
+class Connection:
+    """Batches of a service, which is in another process or in a thread of this one.
+
+    Args:
+        address: `Service.address`.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def ranks(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """All ranks."""
+        return tuple(range(world_size))
+
+    def groups(self, request: Request, rank: int) -> Iterator[Made]:
+        """See `Source`. Another group is asked for before one is handed out, so that it is on its way meanwhile.
+
+        Raises:
+            ContractError: What went wrong in the service.
+        """
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
+            try:
+                channel.connect(f"\0{self.address}")
+                wire.send(channel, {"open": request.model_dump(mode="json"), "rank": rank})
+                made: Made | None = None
+                waited = 0.0
+                for number in itertools.count():
+                    rows = 0 if made is None else sum(note.rows for note in made[0])
+                    wire.send(channel, {"take": number, "done": number - 2, "rows": rows, "waited": waited})
+                    if made is not None:
+                        yield made
+                    begun = time.perf_counter()
+                    answer = wire.receive(channel)
+                    waited = time.perf_counter() - begun if number else 0.0  # not the time that workers take to start
+                    if answer is None:
+                        raise ConnectionError
+                    message, descriptors = answer
+                    if "error" in message:
+                        raise ContractError(*message["error"])
+                    if "end" in message:
+                        return
+                    made = _received(message, descriptors[0])
+            except OSError:
+                raise DataError(
+                    "preprocessing service", "batches", "none: its process ended",
+                    "Run the command again to go on from the last checkpoint.",
+                ) from None  # fmt: skip
+
+
+def _received(message: wire.Message, descriptor: int) -> Made:
+    segment = Segment(descriptor, message["shapes"], message["size"])
+    arrays = segment.arrays()
+    segment.close()
+    notes = [BatchNote(**(note | {"position": Position(**note["position"])})) for note in message["notes"]]
+    return notes, arrays
+
+
+class Inline:
+    """Batches made in this process, in the thread that asks for them.
+
+    Args:
+        data: Rows that can be asked for, by name.
+    """
+
+    def __init__(self, data: Mapping[str, DataSpec], config: PreprocessingConfig) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="dlrm-inline-")
+        config = config.model_copy(update={"executor": "inline", "workers": 1})
+        self.master = Master(data, config, Path(self.folder.name))
+
+    def ranks(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """This rank alone."""
+        return (rank,)
+
+    def groups(self, request: Request, rank: int) -> Iterator[Made]:
+        """See `Source`."""
+        stream = self.master.open(request)
+        try:
+            for number in itertools.count():
+                while (group := self.master.ready(stream, number)) is None:
+                    if stream.ended(number):
+                        return
+                    self.master.step(timeout=0)
+                stream.take(number)
+                assert group.memory is not None
+                yield group.notes, group.memory
+                stream.let_go(rank, number)
+        finally:
+            self.master.close_stream(stream)
+
+
+class Client:
+    """Batches of one selection for one rank.
+
+    Args:
+        source: Where they come from.
+        data: Name of the rows there, and what they are.
+        batch_rows: Rows of the GLOBAL batch; this rank gets its share of each.
+        window_rows: Rows that are shuffled together; None keeps the order of the table.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        data: tuple[str, DataSpec],
+        batch_rows: int,
+        seed: int = 0,
+        window_rows: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.source, self.batch_rows, self.seed, self.window_rows = source, batch_rows, seed, window_rows
+        self.name, spec = data
+        self.keys = [feature.name for feature in spec.plan.sparse]
+        self.rank, self.world_size = rank, world_size
+        self.asked = 0
+
+    def batches(self, position: Position | None = None) -> Iterator[Batch]:
+        """The rest of the epoch that the position stands in.
+
+        Args:
+            position: As a batch of the same selection, seed and batch size carried it; None: the first epoch's start.
+        """
+        request = Request(
+            data=self.name,
+            number=self.asked,
+            position=Position() if position is None else position,
+            batch_rows=self.batch_rows,
+            seed=self.seed,
+            window_rows=self.window_rows,
+            world_size=self.world_size,
+            ranks=self.source.ranks(self.rank, self.world_size),
+        )
+        self.asked += 1
+        groups = self.source.groups(request, self.rank)
+        while True:
+            begun = time.perf_counter()
+            made = next(groups, None)
+            waited = time.perf_counter() - begun
+            if made is None:
+                return
+            notes, arrays = made
+            for i, note in enumerate(notes):
+                yield self._batch(note, i, arrays, request.ranks, waited if i == 0 else 0.0)
+
+    def _batch(self, note: BatchNote, i: int, arrays: Arrays, ranks: tuple[int, ...], waited: float) -> Batch:
+        row, rows, first, ids = arrays["shares"][i, ranks.index(self.rank)].tolist()
+        features = len(self.keys)
+        dense, labels, weights = (
+            torch.from_numpy(arrays[name][row : row + rows]) for name in ("dense", "labels", "weights")
+        )
+        return Batch(
+            dense=dense,
+            sparse=KeyedJaggedTensor(
+                keys=self.keys,
+                values=torch.from_numpy(arrays["values"][first : first + ids]),
+                lengths=torch.from_numpy(arrays["lengths"][row * features : (row + rows) * features]),
+            ),
+            labels=labels,
+            weights=weights,
+            position=note.position,
+            global_rows=note.rows,
+            times=Times(extract=note.extract_seconds, transform=note.transform_seconds, wait=waited),
+        )

@@ -1,0 +1,123 @@
+"""One epoch of batches without a trainer: what the service delivers, and proof of the order it delivers in."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from pipeline.batch import Batch, Position
+from pipeline.preprocessing.client import Client, Connection, Inline, Source
+from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.master import Totals
+from pipeline.preprocessing.service import Service
+from pipeline.preprocessing.worker import DataSpec
+
+ROWS = "rows"
+"""Name of the one selection."""
+
+
+class Drained(BaseModel, frozen=True):
+    """What an epoch was and took."""
+
+    rows: int
+    batches: int
+    order_hash: str
+    """SHA-256 over the tensor bytes of all global batches in order: equal for equal rows in equal order."""
+    seconds: float
+    """From the moment the first worker was ready."""
+    rows_per_second: float
+    workers: int
+    """Most workers at a time."""
+    executor: str
+    transform_ratio: float | None
+    """(read + decode + transform + batch) / (read + decode) seconds of the workers."""
+    read_seconds: float
+    transform_seconds: float
+    batch_seconds: float
+    bytes_read: int
+    bytes_stored: int
+    """Of all columns of the row groups read."""
+    op_seconds: dict[str, float]
+    """Worker time by op; `arrow` is the way from Arrow to plain buffers."""
+    counts: dict[str, int]
+    """Values changed by a declared rule, by op and feature."""
+    peak_rss_mb: dict[int, int]
+    """By worker."""
+    peak_bytes: int
+    """Most bytes of rows and batches held at a time."""
+    restarts: int
+    quarantined_rows: int
+
+
+def drain(
+    spec: DataSpec,
+    config: PreprocessingConfig,
+    batch_rows: int,
+    seed: int,
+    folder: Path,
+    epoch: int = 0,
+    say: Callable[[str], None] = lambda sentence: None,
+    progress: Callable[[int, Totals], None] = lambda rows, totals: None,
+) -> Drained:
+    """Takes all batches of an epoch as a single rank would.
+
+    Args:
+        folder: See `Master`.
+        say: See `Master`.
+        progress: Called after each batch with the rows so far.
+    """
+    order, rows, batches = hashlib.sha256(), 0, 0
+    begun = time.monotonic()
+    with opened(spec, config, folder, say) as (source, totals):
+        client = Client(source, (ROWS, spec), batch_rows, seed, config.shuffle_window_rows)
+        for batch in client.batches(Position(epoch=epoch)):
+            digest(batch, order)
+            rows += batch.global_rows
+            batches += 1
+            progress(rows, totals)
+        seconds = time.monotonic() - max(begun, totals.ready_at or begun)
+    costs = totals.costs
+    return Drained(
+        rows=rows,
+        batches=batches,
+        order_hash=order.hexdigest(),
+        seconds=seconds,
+        rows_per_second=rows / seconds,
+        workers=totals.most_workers,
+        executor=config.executor,
+        transform_ratio=costs.seconds / costs.read_seconds if costs.read_seconds else None,
+        read_seconds=costs.read_seconds,
+        transform_seconds=costs.transform_seconds,
+        batch_seconds=costs.batch_seconds,
+        bytes_read=costs.bytes_read,
+        bytes_stored=costs.bytes_stored,
+        op_seconds=dict(costs.op_seconds),
+        counts=dict(costs.counts),
+        peak_rss_mb=totals.peak_rss_mb,
+        peak_bytes=totals.peak_bytes,
+        restarts=totals.restarts,
+        quarantined_rows=totals.quarantined_rows,
+    )
+
+
+@contextmanager
+def opened(
+    spec: DataSpec, config: PreprocessingConfig, folder: Path, say: Callable[[str], None]
+) -> Iterator[tuple[Source, Totals]]:
+    """Where a config's batches come from, and the account of it."""
+    if config.executor == "inline":
+        inline = Inline({ROWS: spec}, config)
+        yield inline, inline.master.totals
+        return
+    with Service({ROWS: spec}, config, folder, say) as service:
+        yield Connection(service.address), service.totals
+
+
+def digest(batch: Batch, order: Any) -> None:
+    """Adds the bytes of a whole global batch to a hash."""
+    for tensor in (batch.dense, batch.labels, batch.weights, batch.sparse.lengths(), batch.sparse.values()):
+        order.update(tensor.contiguous().numpy().data)

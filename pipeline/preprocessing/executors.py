@@ -1,0 +1,289 @@
+"""Where workers run: in this process, or in processes of their own on this machine."""
+
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ContractError, DataError
+from pipeline.preprocessing import wire
+from pipeline.preprocessing.batches import BatchWork
+from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs, Writer, share, size_of
+from pipeline.preprocessing.splits import Split
+from pipeline.preprocessing.worker import Costs, DataSpec, Worker
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER_ENVIRONMENT = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "ARROW_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    # Memory that is given back to the system has to be cleared when it is taken again: a third of a transform.
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+}
+
+
+@dataclass(frozen=True)
+class Started:
+    """A worker is ready for work."""
+
+    worker: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """A worker has finished."""
+
+    worker: int
+    memory: Any
+    size: int
+    """Bytes."""
+    rows: int
+    """Selected rows of a split; 0 for batches."""
+    costs: Costs
+    peak_rss_mb: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A worker could not do its work, and says why."""
+
+    worker: int
+    error: ContractError
+
+
+@dataclass(frozen=True)
+class Died:
+    """A worker is gone."""
+
+    worker: int
+    reason: str
+
+
+Event = Started | Done | Failed | Died
+
+
+class Executor(ABC):
+    """Workers, by number. What happens to them is put into `events`.
+
+    Args:
+        data: The rows they may be asked for, by name.
+        folder: For the logs of workers.
+    """
+
+    def __init__(self, data: Mapping[str, DataSpec], folder: Path, events: "queue.SimpleQueue[Any]") -> None:
+        self.data, self.folder, self.events = data, folder, events
+
+    @abstractmethod
+    def start(self, worker: int) -> None:
+        """Starts a worker; `Started` follows, or `Died`."""
+
+    @abstractmethod
+    def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Sequence[Any]) -> None:
+        """Gives an idle worker work; `Done`, `Failed` or `Died` follows."""
+
+    @abstractmethod
+    def kill(self, worker: int) -> None:
+        """Ends a worker at once, whatever it does; no event of it follows but those already on their way."""
+
+    @abstractmethod
+    def free(self, memory: Any) -> None:
+        """Lets go of a result."""
+
+    @abstractmethod
+    def shared(self, memory: Any) -> Segment:
+        """A result as memory that a rank's process can map; the caller closes it."""
+
+    def close(self) -> None:  # noqa: B027
+        """Ends what the executor itself has started."""
+
+
+class InlineExecutor(Executor):
+    """Work is done where it is given out: for debugging, and for a handful of rows."""
+
+    def __init__(self, data: Mapping[str, DataSpec], folder: Path, events: "queue.SimpleQueue[Any]") -> None:
+        super().__init__(data, folder, events)
+        self.slabs = Slabs()
+
+    def start(self, worker: int) -> None:
+        self.workers = {name: Worker(spec) for name, spec in self.data.items()}
+        self.events.put(Started(worker, os.getpid()))
+
+    def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Sequence[Arrays]) -> None:
+        self.events.put(_attempt(worker, self.workers[data], work, inputs))
+
+    def kill(self, worker: int) -> None:
+        pass
+
+    def free(self, memory: Any) -> None:
+        pass
+
+    def shared(self, memory: Arrays) -> Segment:
+        return share(memory, self.slabs)
+
+    def close(self) -> None:
+        self.slabs.clear()
+
+
+def _attempt(number: int, worker: Worker, work: Split | BatchWork, inputs: Sequence[Arrays]) -> Done | Failed:
+    writer = PrivateWriter()
+    try:
+        rows, costs = do(worker, work, inputs, writer)
+    except Exception as error:  # the master decides what becomes of it
+        return Failed(number, as_contract_error(error, work))
+    return Done(number, writer.done(), size_of(writer.done()), rows, costs, peak_rss_mb())
+
+
+def do(worker: Worker, work: Split | BatchWork, inputs: Sequence[Arrays], writer: Writer) -> tuple[int, Costs]:
+    """Does a piece of work; selected rows and costs."""
+    if isinstance(work, Split):
+        return worker.rows(work, writer)
+    return 0, worker.batches(work, inputs, writer)
+
+
+def as_contract_error(error: Exception, work: Split | BatchWork) -> ContractError:
+    """Any error as one that can travel; names the work."""
+    if isinstance(error, ContractError):
+        return error
+    where = str(work) if isinstance(work, Split) else "batches"
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return DataError(where, "work that can be done", reason.rstrip("."), "See the workers' logs.")
+
+
+def peak_rss_mb() -> int:
+    """Largest resident set of this process so far, in MiB, since it began to run this program."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) // 1024
+
+
+class ProcessExecutor(Executor):
+    """Each worker is a process of its own, bound to the life of this one; results are shared memory.
+
+    Workers are programs started anew, not forks, and are spoken to over a socket pair: nothing to bind, nothing to
+    be left behind.
+    """
+
+    def __init__(self, data: Mapping[str, DataSpec], folder: Path, events: "queue.SimpleQueue[Any]") -> None:
+        super().__init__(data, folder, events)
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.connections: dict[int, socket.socket] = {}
+        self.readers: dict[int, threading.Thread] = {}
+
+    def start(self, worker: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs, (self.folder / f"worker-{worker}.log").open("wb") as log:
+            self.processes[worker] = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", __spec__.name, str(theirs.fileno()), str(os.getpid())],
+                env=os.environ | WORKER_ENVIRONMENT, cwd=ROOT, pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        self.connections[worker] = ours
+        specs = {name: spec.model_dump(mode="json") for name, spec in self.data.items()}
+        with suppress(OSError):  # it is gone already: the reader says so
+            wire.send(ours, {"data": specs})
+        self.readers[worker] = threading.Thread(
+            target=self._read, args=(worker, ours), name=f"worker-{worker}", daemon=True
+        )
+        self.readers[worker].start()
+
+    def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Sequence[Segment]) -> None:
+        message = {
+            "data": data,
+            "kind": "split" if isinstance(work, Split) else "batches",
+            "work": work.model_dump(mode="json"),
+            "inputs": [{"shapes": segment.shapes, "size": segment.size} for segment in inputs],
+        }
+        with suppress(OSError):  # it is gone: the reader says so
+            wire.send(self.connections[worker], message, [segment.fd for segment in inputs])
+
+    def kill(self, worker: int) -> None:
+        process = self.processes.pop(worker)
+        process.kill()
+        process.wait()
+        with self.connections.pop(worker) as connection:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            self.readers.pop(worker).join()
+
+    def free(self, memory: Segment) -> None:
+        memory.close()
+
+    def shared(self, memory: Segment) -> Segment:
+        return Segment(os.dup(memory.fd), memory.shapes, memory.size)
+
+    def close(self) -> None:
+        for worker in list(self.processes):
+            self.kill(worker)
+
+    def _read(self, worker: int, connection: socket.socket) -> None:
+        while (received := wire.receive(connection)) is not None:
+            message, descriptors = received
+            self.events.put(_event(worker, message, descriptors))
+        self.events.put(Died(worker, "its process ended"))
+
+
+def _event(worker: int, message: wire.Message, descriptors: Sequence[int]) -> Event:
+    if "pid" in message:
+        return Started(worker, message["pid"])
+    if "error" in message:
+        return Failed(worker, ContractError(*message["error"]))
+    segment = Segment(descriptors[0], _shapes(message["shapes"]), message["size"])
+    return Done(
+        worker, segment, segment.size, message["rows"], Costs.from_json(message["costs"]), message["peak_rss_mb"]
+    )
+
+
+def _shapes(value: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (dtype, tuple(shape)) for name, (dtype, shape) in value.items()}
+
+
+def serve(connection: socket.socket) -> None:
+    """A worker's life: work comes in, results go out, until the other side is gone."""
+    import pyarrow as pa
+
+    pa.set_cpu_count(1)
+    first = wire.receive(connection)
+    if first is None:
+        return
+    workers = {name: Worker(DataSpec.model_validate(spec)) for name, spec in first[0]["data"].items()}
+    for worker in workers.values():
+        worker.warm_up()
+    slabs = {"split": Slabs(), "batches": Slabs()}
+    wire.send(connection, {"pid": os.getpid()})
+    while (received := wire.receive(connection)) is not None:
+        message, descriptors = received
+        work: Split | BatchWork = (Split if message["kind"] == "split" else BatchWork).model_validate(message["work"])
+        inputs = [
+            Segment(fd, _shapes(note["shapes"]), note["size"])
+            for fd, note in zip(descriptors, message["inputs"], strict=True)
+        ]
+        writer = slabs[message["kind"]].writer()
+        try:
+            rows, costs = do(workers[message["data"]], work, [segment.arrays() for segment in inputs], writer)
+        except Exception as error:  # told to the master, who decides
+            found = as_contract_error(error, work)
+            if not isinstance(error, ContractError):
+                sys.excepthook(type(error), error, error.__traceback__)
+            wire.send(connection, {"error": [found.where, found.expected, found.actual, found.remedy]})
+        else:
+            segment = writer.done()
+            answer = {"shapes": segment.shapes, "size": segment.size, "rows": rows, "peak_rss_mb": peak_rss_mb()}
+            wire.send(connection, answer | {"costs": vars(costs)}, [segment.fd])
+            segment.close()
+        finally:
+            wire.close(descriptors)
+
+
+if __name__ == "__main__":
+    from pipeline.lifetime import die_with_parent
+
+    die_with_parent(int(sys.argv[2]))
+    with socket.socket(fileno=int(sys.argv[1])) as connection, suppress(BrokenPipeError):
+        serve(connection)

@@ -1,0 +1,91 @@
+"""The numba loops that put the features of a split side by side and deal its rows out to batches."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _compiled(function: F) -> F:
+    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+
+
+@_compiled
+def append_lists(
+    values: Ids, offsets: Ids, out: npt.NDArray[Any], starts: npt.NDArray[Any], first: int, at: int
+) -> int:
+    """Copies the lists of a feature to `out` from `at` on, and where each begins to `starts` from `first` on."""
+    shift = at - offsets[0]
+    for i in range(len(offsets) - 1):
+        starts[first + i] = offsets[i] + shift
+    for j in range(offsets[0], offsets[-1]):
+        out[j + shift] = values[j]
+    return offsets[-1] + shift
+
+
+@_compiled
+def scatter_lengths(
+    rows: Ids, lanes: Ids, strides: Ids, starts: npt.NDArray[Any], features: int, out: npt.NDArray[np.int32]
+) -> None:
+    """Lengths of the lists of some rows of a chunk, to `lanes + f * strides` of all batches' lengths."""
+    count = (len(starts) - 1) // features
+    for f in range(features):
+        for j in range(len(rows)):
+            at = f * count + rows[j]
+            out[lanes[j] + f * strides[j]] = starts[at + 1] - starts[at]
+
+
+@_compiled
+def scatter_ids(
+    rows: Ids,
+    lanes: Ids,
+    strides: Ids,
+    starts: npt.NDArray[Any],
+    ids: npt.NDArray[Any],
+    features: int,
+    feature: int,
+    out_starts: Ids,
+    out: Ids,
+) -> None:
+    """The ids of those lists of one feature, to where all batches' values have them.
+
+    Four at a time, the last four over some of those before: short lists have no loop to be predicted.
+    """
+    base = feature * ((len(starts) - 1) // features)
+    for j in range(len(rows)):
+        first = starts[base + rows[j]]
+        count = starts[base + rows[j] + 1] - first
+        target = out_starts[lanes[j] + feature * strides[j]]
+        if count < 4:
+            for k in range(count):
+                out[target + k] = ids[first + k]
+            continue
+        k = 0
+        while k < count:
+            k = min(k, count - 4)
+            out[target + k] = ids[first + k]
+            out[target + k + 1] = ids[first + k + 1]
+            out[target + k + 2] = ids[first + k + 2]
+            out[target + k + 3] = ids[first + k + 3]
+            k += 4
+
+
+@_compiled
+def scatter_rows(
+    rows: Ids,
+    places: Ids,
+    dense: npt.NDArray[np.float32],
+    labels: npt.NDArray[np.float32],
+    dense_out: npt.NDArray[np.float32],
+    labels_out: npt.NDArray[np.float32],
+) -> None:
+    """Numbers and labels of those rows, to their places among the rows of all batches."""
+    for j in range(len(rows)):
+        labels_out[places[j]] = labels[rows[j]]
+        for d in range(dense.shape[1]):
+            dense_out[places[j], d] = dense[rows[j], d]

@@ -1,0 +1,189 @@
+"""Arrays in memory that processes share: nameless, so that nothing is left behind whatever dies."""
+
+import fcntl
+import mmap
+import os
+import resource
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Name -> (dtype, shape) of each array, in the order they are laid out."""
+
+ALIGNMENT = 64
+SLAB_BYTES = 1 << 20
+"""Size of a slab before anything is written."""
+FREE_SLABS = 8
+"""Slabs kept that nobody reads."""
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Arrays in one piece of anonymous shared memory, in use as long as a copy of the descriptor is open anywhere."""
+
+    fd: int
+    shapes: Shapes
+    size: int
+
+    def arrays(self) -> Arrays:
+        """The arrays, mapped; writing to them changes a private copy.
+
+        They keep the segment in use, for a mapping of Python's holds a copy of the descriptor.
+        """
+        return _views(mmap.mmap(self.fd, max(self.size, 1), flags=mmap.MAP_PRIVATE), self.shapes)
+
+    def close(self) -> None:
+        """Gives the descriptor back; arrays stay valid."""
+        os.close(self.fd)
+
+
+class Writer(Protocol):
+    """Somewhere to put arrays, one after the other."""
+
+    def add(self, shapes: Shapes) -> Arrays:
+        """Room for further arrays, to be written before the next call."""
+
+    def done(self) -> Any:
+        """What holds all of them."""
+
+
+class Slabs:
+    """Shared memory of a process that writes segments; what nobody reads any more is written again.
+
+    New pages cost more than filling them, so they are kept. The kernel knows when nobody reads: a segment's descriptor
+    holds a lock until the last copy of it is closed, in whatever process, by whatever end.
+    """
+
+    def __init__(self) -> None:
+        self.slabs: list[_Slab] = []
+
+    def writer(self) -> "SharedWriter":
+        """A writer over memory that nobody reads."""
+        free = [slab for slab in self.slabs if slab.unread()]
+        for slab in free[FREE_SLABS:]:
+            self.slabs.remove(slab)
+            slab.close()
+        if not free:
+            free.append(_Slab())
+            self.slabs.append(free[0])
+        return SharedWriter(free[0])
+
+    def clear(self) -> None:
+        """Gives all of it up; readers keep what they read."""
+        self.slabs.clear()
+
+
+class _Slab:
+    """A piece of shared memory that grows."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("dlrm-rows", os.MFD_CLOEXEC)
+        self.close = weakref.finalize(self, os.close, self.fd)
+        self.grow(SLAB_BYTES)
+
+    def grow(self, size: int) -> None:
+        """Makes it larger; what was written stays."""
+        os.ftruncate(self.fd, size)
+        self.mapped = mmap.mmap(self.fd, size)
+
+    def unread(self) -> bool:
+        """Whether no descriptor of a segment is open; if so, it is ours to write."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def lend(self) -> int:
+        """A descriptor for readers."""
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        return fd
+
+
+class SharedWriter:
+    """Puts arrays into a segment that grows with them; see `Slabs`.
+
+    Example:
+        >>> writer = Slabs().writer()
+        >>> writer.add({"ids": ("int32", (3,))})["ids"][:] = [7, 8, 9]
+        >>> segment = writer.done()
+        >>> segment.arrays()["ids"].tolist()
+        [7, 8, 9]
+        >>> segment.close()
+    """
+
+    def __init__(self, slab: _Slab) -> None:
+        self.slab = slab
+        self.shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.used = 0
+
+    def add(self, shapes: Shapes) -> Arrays:
+        """See `Writer`."""
+        end = self.used + sum(_span(dtype, shape) for dtype, shape in shapes.values())
+        if end > len(self.slab.mapped):
+            self.slab.grow(max(end, 2 * len(self.slab.mapped)))
+        arrays = _views(self.slab.mapped, shapes, self.used)
+        self.shapes |= shapes
+        self.used = end
+        return arrays
+
+    def done(self) -> Segment:
+        """See `Writer`."""
+        return Segment(self.slab.lend(), self.shapes, self.used)
+
+
+class PrivateWriter:
+    """Puts arrays into the memory of this process."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, npt.NDArray[Any]] = {}
+
+    def add(self, shapes: Shapes) -> Arrays:
+        """See `Writer`."""
+        added = {name: np.empty(shape, dtype) for name, (dtype, shape) in shapes.items()}
+        self.arrays |= added
+        return added
+
+    def done(self) -> Arrays:
+        """See `Writer`."""
+        return self.arrays
+
+
+def share(arrays: Arrays, slabs: Slabs) -> Segment:
+    """A segment with a copy of the arrays."""
+    writer = slabs.writer()
+    for name, view in writer.add({name: (array.dtype.name, array.shape) for name, array in arrays.items()}).items():
+        view[...] = arrays[name]
+    return writer.done()
+
+
+def size_of(arrays: Arrays) -> int:
+    """Bytes of all arrays together."""
+    return sum(array.nbytes for array in arrays.values())
+
+
+def allow_many_segments() -> None:
+    """Lifts the soft limit on open files to the hard one: each segment is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _views(memory: mmap.mmap, shapes: Shapes, start: int = 0) -> Arrays:
+    found = {}
+    for name, (dtype, shape) in shapes.items():
+        found[name] = np.frombuffer(memory, dtype, int(np.prod(shape)), start).reshape(shape)
+        start += _span(dtype, shape)
+    return found
+
+
+def _span(dtype: str, shape: tuple[int, ...]) -> int:
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return -(-size // ALIGNMENT) * ALIGNMENT

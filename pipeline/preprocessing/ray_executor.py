@@ -1,0 +1,165 @@
+"""Workers as Ray actors: on this machine or on a cluster, placed and moved by Ray; results live in its object store."""
+
+import os
+import queue
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from pipeline.errors import ContractError
+from pipeline.preprocessing.batches import BatchWork
+from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.executors import (
+    ROOT,
+    WORKER_ENVIRONMENT,
+    Died,
+    Done,
+    Executor,
+    Failed,
+    Started,
+    as_contract_error,
+    do,
+    peak_rss_mb,
+)
+from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs, share, size_of
+from pipeline.preprocessing.splits import Split
+from pipeline.preprocessing.worker import Costs, DataSpec, Worker
+
+OBJECT_STORE_SHARE = 2
+"""The object store is this many times the memory bound: what is freed is not gone at once."""
+SMALLEST_STORE_BYTES = 256 << 20
+
+
+class RayExecutor(Executor):
+    """Each worker is an actor on one processor. A killed one is not restarted by Ray: the master decides.
+
+    Results are numpy arrays in the object store, which Ray maps and moves without pickling their data.
+    """
+
+    def __init__(
+        self, data: Mapping[str, DataSpec], folder: Path, events: "queue.SimpleQueue[Any]", config: PreprocessingConfig
+    ) -> None:
+        super().__init__(data, folder, events)
+        self.connected = not ray.is_initialized()
+        self.temporary = tempfile.mkdtemp(prefix="dlrm-ray-")
+        if self.connected:
+            _connect(config, self.temporary)
+        self.here = ray.get_runtime_context().get_node_id()
+        self.actors: dict[int, Any] = {}
+        self.slabs = Slabs()
+        self.pids: dict[int, int] = {}
+        self.specs = {name: spec.model_dump(mode="json") for name, spec in data.items()}
+
+    def start(self, worker: int) -> None:
+        actor = _Actor.options(max_restarts=0, max_task_retries=0).remote()  # type: ignore[attr-defined]
+        self.actors[worker] = actor
+        self._wait(worker, actor.begin.remote(self.specs), self._started)
+
+    def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Sequence[Any]) -> None:
+        kind = "split" if isinstance(work, Split) else "batches"
+        actor = self.actors[worker]
+        note, memory = actor.do.options(num_returns=2).remote(data, kind, work.model_dump(mode="json"), *inputs)
+        self._wait(worker, note, lambda number, answer: _finished(number, answer, memory))
+
+    def kill(self, worker: int) -> None:
+        actor = self.actors.pop(worker)
+        with suppress(RayError):
+            ray.kill(actor, no_restart=True)
+        if worker in self.pids:  # Ray asks a process to end, which one that hangs does not
+            with suppress(ProcessLookupError):
+                os.kill(self.pids.pop(worker), signal.SIGKILL)
+
+    def free(self, memory: Any) -> None:
+        """An object goes with its last reference."""
+
+    def shared(self, memory: Any) -> Segment:
+        return share(ray.get(memory), self.slabs)
+
+    def close(self) -> None:
+        self.slabs.clear()
+        if self.connected:
+            ray.shutdown()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def _started(self, worker: int, answer: tuple[int, str]) -> Started:
+        pid, node = answer
+        if node == self.here:
+            self.pids[worker] = pid
+        return Started(worker, pid)
+
+    def _wait(self, worker: int, promise: Any, event: Any) -> None:
+        """Puts the event of an answer into the queue once it is there."""
+
+        def wait() -> None:
+            try:
+                self.events.put(event(worker, ray.get(promise)))
+            except RayTaskError as error:
+                self.events.put(Died(worker, f"it failed: {' '.join(str(error.cause).split())}"))
+            except RayError as error:
+                self.events.put(Died(worker, f"its actor ended: {type(error).__name__}"))
+            except Exception as error:  # Ray was shut down under it
+                self.events.put(Died(worker, f"{type(error).__name__}: {error}"))
+
+        threading.Thread(target=wait, name=f"worker-{worker}", daemon=True).start()
+
+
+def _finished(worker: int, answer: Mapping[str, Any], memory: Any) -> Done | Failed:
+    if "error" in answer:
+        return Failed(worker, ContractError(*answer["error"]))
+    return Done(worker, memory, answer["size"], answer["rows"], Costs.from_json(answer["costs"]), answer["peak_rss_mb"])
+
+
+def _connect(config: PreprocessingConfig, temporary: str) -> None:
+    """Joins the cluster of the config, or starts one on this machine for the time of this process."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))  # else Ray keeps one in the user's home
+    variables = WORKER_ENVIRONMENT | {"PYTHONWARNINGS": "ignore"}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if config.ray_address is not None:
+        code = [str(ROOT / package) for package in ("pipeline", "storage", "models")]
+        ray.init(address=config.ray_address, runtime_env={"env_vars": variables, "py_modules": code}, **quiet)
+        return
+    ray.init(
+        address="local",
+        num_cpus=config.most_workers,
+        include_dashboard=False,
+        object_store_memory=max(OBJECT_STORE_SHARE * config.memory, SMALLEST_STORE_BYTES),
+        runtime_env={"env_vars": variables | {"PYTHONPATH": str(ROOT)}},
+        _temp_dir=temporary,
+        **quiet,
+    )
+
+
+@ray.remote(num_cpus=1)
+class _Actor:
+    """One worker."""
+
+    def begin(self, specs: Mapping[str, Any]) -> tuple[int, str]:
+        """Opens the rows it may be asked for; its process id and node."""
+        import pyarrow as pa
+
+        pa.set_cpu_count(1)
+        self.workers = {name: Worker(DataSpec.model_validate(spec)) for name, spec in specs.items()}
+        return os.getpid(), ray.get_runtime_context().get_node_id()
+
+    def do(self, data: str, kind: str, content: Mapping[str, Any], *inputs: Arrays) -> tuple[dict[str, Any], Any]:
+        """Does a piece of work: what is to be said of it, and its arrays."""
+        work: Split | BatchWork = (Split if kind == "split" else BatchWork).model_validate(content)
+        writer = PrivateWriter()
+        try:
+            rows, costs = do(self.workers[data], work, inputs, writer)
+        except Exception as error:  # told to the master, who decides
+            found = as_contract_error(error, work)
+            return {"error": [found.where, found.expected, found.actual, found.remedy]}, None
+        arrays = writer.done()
+        note = {"size": size_of(arrays), "rows": rows, "costs": vars(costs), "peak_rss_mb": peak_rss_mb()}
+        return note, arrays

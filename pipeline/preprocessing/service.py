@@ -1,0 +1,205 @@
+"""The preprocessing service: a master in a thread of its own, spoken to by the clients of all ranks."""
+
+import os
+import queue
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pipeline.errors import ContractError
+from pipeline.preprocessing import wire
+from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.master import Master, Totals, as_contract_error
+from pipeline.preprocessing.stream import Request, Stream
+from pipeline.preprocessing.worker import DataSpec
+
+CREDENTIALS = struct.Struct("3i")
+"""What SO_PEERCRED gives: process, user and group."""
+
+
+@dataclass(eq=False)
+class _Connection:
+    """One rank on one stream."""
+
+    channel: socket.socket
+    stream: Stream | None = None
+    rank: int = 0
+    wanted: int | None = None
+    """Group it waits for."""
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What came in on a connection; None: it was closed."""
+
+    connection: _Connection
+    message: wire.Message | None
+
+
+class Service:
+    """Workers and their master for the time of a `with` block.
+
+    Clients connect to `address`, a Unix socket in the abstract namespace: no port, no file, and only
+    processes of the same user are let in.
+
+    Args:
+        data: Rows that can be asked for, by name.
+        folder: See `Master`.
+        say: See `Master`.
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, DataSpec],
+        config: PreprocessingConfig,
+        folder: Path,
+        say: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        self.data, self.config, self.folder, self.say = data, config, folder, say
+        self.address = f"dlrm-preprocessing-{os.getpid()}-{secrets.token_hex(8)}"
+        self.totals = Totals()
+        self.connections: list[_Connection] = []
+        self.readers: list[tuple[threading.Thread, socket.socket]] = []
+        self.listening: threading.Thread | None = None
+        self.begun: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def __enter__(self) -> Self:
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(f"\0{self.address}")
+        self.listener.listen()
+        self.ending = threading.Event()
+        # Workers are bound to the life of the thread that starts them, so all of it happens in one.
+        self.thread = threading.Thread(target=self._run, name="preprocessing-master", daemon=True)
+        self.thread.start()
+        problem = self.begun.get()
+        if problem is not None:
+            self.__exit__(None, None, None)
+            raise problem
+        self.listening = threading.Thread(target=self._listen, name="preprocessing-listener", daemon=True)
+        self.listening.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.ending.set()
+        with suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+        if self.listening is not None:
+            self.listening.join()
+        self.listener.close()
+        if self.listening is not None:
+            self.events.put(None)  # wakes the master
+        self.thread.join()
+        for reader, channel in self.readers:
+            with suppress(OSError):  # closing alone would neither wake the reader nor reach the client
+                channel.shutdown(socket.SHUT_RDWR)
+            reader.join()
+            channel.close()
+
+    def _run(self) -> None:
+        try:
+            master = Master(self.data, self.config, self.folder, self.say)
+            self.totals, self.events = master.totals, master.events
+        except BaseException as problem:  # raised where the service is entered
+            self.begun.put(problem)
+            return
+        self.begun.put(None)
+        try:
+            while not self.ending.is_set():
+                event = master.wait()
+                with master.failing():
+                    if isinstance(event, _Said):
+                        self._hear(master, event)
+                    elif event is not None:
+                        master.handle(event)
+                    master.watch()
+                    master.assign()
+                with master.failing():
+                    for connection in self.connections:
+                        self._answer(master, connection)
+        finally:
+            master.close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                channel, _ = self.listener.accept()
+            except OSError:
+                if self.ending.wait(0.1):
+                    return
+                continue  # no descriptor is free at the moment
+            peer = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+            if CREDENTIALS.unpack(peer)[1] != os.getuid():
+                channel.close()
+                continue
+            reader = threading.Thread(
+                target=self._read, args=(_Connection(channel),), name="preprocessing-client", daemon=True
+            )
+            self.readers = [pair for pair in self.readers if pair[0].is_alive()] + [(reader, channel)]
+            reader.start()
+
+    def _read(self, connection: _Connection) -> None:
+        while (received := wire.receive(connection.channel)) is not None:
+            wire.close(received[1])
+            self.events.put(_Said(connection, received[0]))
+        self.events.put(_Said(connection, None))
+
+    def _hear(self, master: Master, said: _Said) -> None:
+        connection, message = said.connection, said.message
+        stream = connection.stream
+        if message is None:
+            connection.channel.close()
+            if connection in self.connections:
+                self.connections.remove(connection)
+            if stream is not None:
+                master.leave(stream, connection.rank)
+        elif "open" in message:
+            self.connections.append(connection)
+            try:
+                connection.rank = int(message["rank"])
+                connection.stream = master.open(Request.model_validate(message["open"]), connection.rank)
+            except Exception as error:
+                self._send(connection, _error(as_contract_error(error)))
+        elif stream is not None:
+            connection.wanted = message["take"]
+            stream.let_go(connection.rank, message["done"])
+            if connection.rank == stream.request.ranks[0]:
+                master.consumed(message["rows"], message["waited"])
+
+    def _answer(self, master: Master, connection: _Connection) -> None:
+        """Sends the group that a rank waits for, once there is one."""
+        stream, number = connection.stream, connection.wanted
+        if stream is None or number is None:
+            return
+        try:
+            group = master.ready(stream, number)
+        except ContractError as error:
+            connection.wanted = None
+            self._send(connection, _error(error))
+            return
+        if group is not None:
+            segment = master.executor.shared(group.memory)
+            connection.wanted = None
+            stream.take(number)
+            notes = [asdict(note) | {"position": note.position.model_dump()} for note in group.notes]
+            self._send(connection, {"notes": notes, "shapes": segment.shapes, "size": segment.size}, [segment.fd])
+            segment.close()
+        elif stream.ended(number):
+            connection.wanted = None
+            self._send(connection, {"end": True})
+
+    def _send(self, connection: _Connection, message: wire.Message, descriptors: list[int] | None = None) -> None:
+        with suppress(OSError):  # it is gone: its reader says so
+            wire.send(connection.channel, message, descriptors or [])
+
+
+def _error(error: ContractError) -> wire.Message:
+    return {"error": [error.where, error.expected, error.actual, error.remedy]}

@@ -1,0 +1,101 @@
+"""Messages between the processes of the service: JSON, and descriptors of shared memory beside it. No pickle."""
+
+import contextlib
+import json
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+Message = dict[str, Any]
+HEADER = struct.Struct("!QI")
+"""Bytes of JSON, and how many descriptors come with them."""
+INT = struct.Struct("i")
+DESCRIPTORS_AT_ONCE = 250
+"""The kernel passes up to 253 in one call."""
+SHORT_BYTES = 1 << 16
+"""A longer message travels in memory of its own, as the first descriptor: whoever sends must never have to wait for
+one who does not read, and a socket's buffer is small."""
+
+
+def send(connection: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
+    """Sends a message and copies of the descriptors.
+
+    Raises:
+        OSError: If the other side is gone.
+    """
+    body = json.dumps(message).encode()
+    if len(body) <= SHORT_BYTES:
+        _send(connection, len(body), descriptors, body)
+        return
+    with open(os.memfd_create("dlrm-message", os.MFD_CLOEXEC), "wb") as file:
+        file.write(body)
+        file.flush()
+        _send(connection, len(body), [file.fileno(), *descriptors], b"")
+
+
+def _send(connection: socket.socket, size: int, descriptors: Sequence[int], body: bytes) -> None:
+    connection.sendall(HEADER.pack(size, len(descriptors)))
+    for start in range(0, len(descriptors), DESCRIPTORS_AT_ONCE):
+        socket.send_fds(connection, [b"\0"], list(descriptors[start : start + DESCRIPTORS_AT_ONCE]))
+    connection.sendall(body)
+
+
+def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
+    """The next message and its descriptors, now ours to close; None once the other side is gone or talks nonsense."""
+    header = _exactly(connection, HEADER.size)
+    if header is None:
+        return None
+    size, expected = HEADER.unpack(header)
+    descriptors: list[int] = []
+    message: Any = None
+    try:
+        while len(descriptors) < expected:
+            wanted = min(expected - len(descriptors), DESCRIPTORS_AT_ONCE)
+            had = len(descriptors)
+            mark, found, _, _ = connection.recvmsg(1, socket.CMSG_SPACE(wanted * INT.size), socket.MSG_CMSG_CLOEXEC)
+            for level, kind, data in found:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    descriptors += [descriptor for (descriptor,) in INT.iter_unpack(data)]
+            if not mark or len(descriptors) < had + wanted:
+                return None
+        body = _exactly(connection, size) if size <= SHORT_BYTES else _whole(descriptors, size)
+        message = None if body is None else json.loads(body)
+    except (OSError, ValueError):
+        return None
+    finally:
+        if not isinstance(message, dict):
+            close(descriptors)
+    return (message, descriptors) if isinstance(message, dict) else None
+
+
+def _whole(descriptors: list[int], size: int) -> bytes | None:
+    """A message that came in memory of its own; takes its descriptor off the list."""
+    if not descriptors:
+        return None
+    with open(descriptors.pop(0), "rb") as file:
+        if os.fstat(file.fileno()).st_size != size:
+            return None
+        file.seek(0)
+        return file.read()
+
+
+def close(descriptors: Sequence[int]) -> None:
+    """Gives descriptors back."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < size:
+        try:
+            part = connection.recv(min(size - len(parts), 1 << 20))
+        except OSError:
+            return None
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)

@@ -1,0 +1,230 @@
+"""What a worker does: splits of the warehouse to transformed rows, and those to batches; the same again if repeated."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pydantic import BaseModel
+
+from pipeline.errors import DataError
+from pipeline.preprocessing import kernels
+from pipeline.preprocessing.batches import BatchWork, Window, chunks_of, deal_out
+from pipeline.preprocessing.memory import Arrays, PrivateWriter, Writer
+from pipeline.preprocessing.splits import Split, permutation
+from pipeline.selection import Selection
+from pipeline.transforms.plan import Plan, TransformedRows
+from storage.reader import Fragment, SnapshotRef
+from storage.warehouse import Warehouse, WarehouseConfig
+
+
+class DataSpec(BaseModel, frozen=True):
+    """Rows and what becomes of them: all that a reader in another process needs to know."""
+
+    warehouse: WarehouseConfig
+    home: str
+    """Folder of the embedded catalog."""
+    snapshot: SnapshotRef
+    selection: Selection
+    plan: Plan
+    label: str
+    extra: tuple[str, ...] = ()
+    """Further columns handed through as they are, for evaluation."""
+
+
+@dataclass
+class Costs:
+    """What some work took. Seconds of the worker, bytes of storage."""
+
+    read_seconds: float = 0.0
+    """Reading, decompressing and decoding columns, and filtering rows."""
+    transform_seconds: float = 0.0
+    batch_seconds: float = 0.0
+    """Putting rows side by side, shuffling and cutting batches."""
+    bytes_read: int = 0
+    bytes_stored: int = 0
+    """Of all columns of the row groups read."""
+    op_seconds: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Values changed by a declared rule."""
+
+    def add(self, other: "Costs") -> None:
+        """Adds the costs of other work."""
+        self.read_seconds += other.read_seconds
+        self.transform_seconds += other.transform_seconds
+        self.batch_seconds += other.batch_seconds
+        self.bytes_read += other.bytes_read
+        self.bytes_stored += other.bytes_stored
+        self.op_seconds.update(other.op_seconds)
+        self.counts.update(other.counts)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "Costs":
+        """Costs from `vars(costs)` that went through JSON."""
+        counters: dict[str, Any] = {name: Counter(values[name]) for name in ("op_seconds", "counts")}
+        return Costs(**{**values, **counters})
+
+    @property
+    def seconds(self) -> float:
+        """All time at work."""
+        return self.read_seconds + self.transform_seconds + self.batch_seconds
+
+
+class Worker:
+    """Does the work on the rows of one DataSpec."""
+
+    def __init__(self, spec: DataSpec, warehouse: Warehouse | None = None) -> None:
+        self.spec = spec
+        warehouse = Warehouse(spec.warehouse, Path(spec.home)) if warehouse is None else warehouse
+        columns = dict.fromkeys([*spec.plan.columns, spec.label, *spec.extra, *spec.selection.key_columns()])
+        self.reader = warehouse.reader(spec.snapshot, list(columns), spec.selection.expression())
+        rows = max((feature.rows for feature in spec.plan.sparse), default=0)
+        self.id_type = "int32" if rows <= np.iinfo(np.int32).max else "int64"
+        self.orders: dict[tuple[int, int, int, int], npt.NDArray[np.int64]] = {}
+
+    def warm_up(self) -> None:
+        """Loads the compiled loops, so that the first split takes no longer than others."""
+        transformed = self.spec.plan.apply(self.reader.empty())
+        writer = PrivateWriter()
+        self._put(0, transformed, np.empty(0, np.float32), writer)
+        none, chunk = np.empty(0, np.int64), writer.done()
+        lengths, starts = np.empty(0, np.int32), chunk["0.starts"]
+        kernels.scatter_rows(none, none, chunk["0.dense"], chunk["0.labels"], transformed.dense, chunk["0.labels"])
+        kernels.scatter_lengths(none, none, none, starts, 1, lengths)
+        kernels.scatter_ids(none, none, none, starts, chunk["0.ids"], 1, 0, none, none)
+
+    def fragments(self) -> list[Fragment]:
+        """All fragments of the selection in table order."""
+        return self.reader.fragments(self.spec.selection.days)
+
+    def raw(self, fragment: Fragment) -> pa.Table:
+        """Selected rows as they are stored."""
+        return self.spec.selection.keep(self.reader.read(fragment))
+
+    def rows(self, split: Split, writer: Writer) -> tuple[int, Costs]:
+        """Transforms the selected rows of a split; says how many they are.
+
+        Rows are read, transformed and put down in chunks that stay in the processor's cache.
+
+        Shapes:
+            For chunk c of n rows: 'c.dense' float32 [n, D], 'c.labels' float32 [n], 'c.ids' int32 or int64 [V], the
+            lists of each feature one after the other, 'c.starts' int64 [F * n + 1], where each list begins.
+        Raises:
+            DataError: If a label is neither 0 nor 1.
+        """
+        costs = Costs(bytes_read=-self.reader.bytes_read, bytes_stored=-self.reader.bytes_stored)
+        count, clock = 0, _Clock()
+        for chunk, rows in enumerate(part for fragment in split.fragments for part in self._selected(fragment)):
+            costs.read_seconds += clock.lap()
+            transformed = self.spec.plan.apply(rows, costs.counts, costs.op_seconds)
+            labels = self._labels(rows, split)
+            costs.transform_seconds += clock.lap()
+            self._put(chunk, transformed, labels, writer)
+            count += len(labels)
+            costs.batch_seconds += clock.lap()
+        costs.read_seconds += clock.lap()
+        costs.bytes_read += self.reader.bytes_read
+        costs.bytes_stored += self.reader.bytes_stored
+        return count, costs
+
+    def _selected(self, fragment: Fragment) -> Iterator[pa.RecordBatch | pa.Table]:
+        for rows in self.reader.batches(fragment):
+            kept = rows if self.spec.selection.key_columns() == [] else self.spec.selection.keep(_table(rows))
+            if kept.num_rows:
+                yield kept
+
+    def _put(self, chunk: int, rows: TransformedRows, labels: npt.NDArray[np.float32], writer: Writer) -> None:
+        total = sum(len(column.values) for column in rows.sparse)
+        out = writer.add(
+            {
+                f"{chunk}.dense": ("float32", rows.dense.shape),
+                f"{chunk}.labels": ("float32", labels.shape),
+                f"{chunk}.starts": ("int64", (len(rows.sparse) * len(labels) + 1,)),
+                f"{chunk}.ids": (self.id_type, (total,)),
+            }
+        )
+        out[f"{chunk}.dense"][...], out[f"{chunk}.labels"][...] = rows.dense, labels
+        starts, ids = out[f"{chunk}.starts"], out[f"{chunk}.ids"]
+        at = 0
+        for f, column in enumerate(rows.sparse):
+            assert column.offsets is not None
+            at = kernels.append_lists(column.values, column.offsets, ids, starts, f * len(labels), at)
+        starts[-1] = at
+
+    def batches(self, work: BatchWork, splits: Sequence[Arrays], writer: Writer) -> Costs:
+        """Each rank's share of some global batches.
+
+        Ranks that get a row less are padded with a row of weight 0 and without ids: TorchRec's row-wise
+        placement needs as many rows on every rank.
+
+        Shapes:
+            shares: int64 [batches, ranks, 4]: first row, rows, first id and ids of each share; of all their rows and
+            ids together dense: float32 [R, D], labels, weights: float32 [R], values: int64 [V], and lengths: int32
+            [R * F], where a share of B rows has F * B from F times its first row on, feature by feature.
+        """
+        clock = _Clock()
+        plan = self.spec.plan
+        deal_out(work, splits, lambda w: self.order(work, w, splits), len(plan.sparse), len(plan.dense), writer)
+        return Costs(batch_seconds=clock.lap())
+
+    def order(self, work: BatchWork, window: Window, splits: Sequence[Arrays]) -> npt.NDArray[np.int64]:
+        """Order of the rows of a window; those of the last two windows are kept."""
+        rows = sum(len(chunk["labels"]) for i in window.splits for chunk in chunks_of(splits[i]))
+        if not work.shuffled:
+            return np.arange(rows)
+        key = (work.seed, work.epoch, window.number, rows)
+        if key not in self.orders:
+            while len(self.orders) > 1:
+                self.orders.pop(next(iter(self.orders)))
+            self.orders[key] = permutation(*key)
+        return self.orders[key]
+
+    def _labels(self, rows: pa.RecordBatch | pa.Table, split: Split) -> npt.NDArray[np.float32]:
+        labels: npt.NDArray[np.float32] = rows.column(self.spec.label).cast(pa.float32()).to_numpy(zero_copy_only=False)
+        bad = labels[(labels != 0.0) & (labels != 1.0)]
+        if len(bad):
+            shown = "null" if np.isnan(bad[0]) else f"{bad[0]:g}"
+            raise DataError(f"label '{self.spec.label}' in {split}", "0 or 1", shown, "Ingest the day with again=true.")
+        return labels
+
+
+class _Clock:
+    """Seconds between one look and the next."""
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last call."""
+        before, self.last = self.last, time.perf_counter()
+        return self.last - before
+
+
+def _table(rows: pa.RecordBatch) -> pa.Table:
+    return pa.Table.from_batches([rows])
+
+
+def count_rows(spec: DataSpec, warehouse: Warehouse) -> int:
+    """Rows of a selection: from metadata where whole days are selected, else by reading the columns that decide."""
+    if spec.selection.exact:
+        counts = warehouse.day_rows(spec.snapshot)
+        return sum(counts[day] for day in spec.selection.days)
+    return sum(part.num_rows for part in _chunks(spec, warehouse, [spec.label]))
+
+
+def fitted_plan(spec: DataSpec, warehouse: Warehouse) -> Plan:
+    """The plan with the numbers its ops learn from the selected rows; only their columns are read."""
+    columns = [name for name in spec.plan.columns if name in spec.plan.fit_columns()]
+    return spec.plan.fit(lambda: _chunks(spec, warehouse, columns))
+
+
+def _chunks(spec: DataSpec, warehouse: Warehouse, columns: Sequence[str]) -> Iterator[pa.Table]:
+    wanted = list(dict.fromkeys([*columns, *spec.selection.key_columns()]))
+    reader = warehouse.reader(spec.snapshot, wanted, spec.selection.expression())
+    for fragment in reader.fragments(spec.selection.days):
+        yield spec.selection.keep(reader.read(fragment))

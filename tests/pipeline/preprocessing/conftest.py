@@ -1,0 +1,100 @@
+"""Services that the tests of this folder share, one for each executor, and the check that nothing is left of others."""
+
+import gc
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pipeline.preprocessing.client import Connection, Inline, Source
+from pipeline.preprocessing.service import Service
+from pipeline.preprocessing.worker import DataSpec
+from tests.pipeline.preprocessing.reference import (
+    CONFIG,
+    EXECUTORS,
+    SELECTIONS,
+    children,
+    eventually,
+    memory_descriptors,
+    selected,
+)
+
+QUICK = ("inline", "process")
+
+
+@pytest.fixture(scope="session")
+def sources(
+    data: DataSpec, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Callable[[str], Source]]:
+    """Name of an executor -> where its batches come from; services are started when first asked for."""
+    known: dict[str, Source] = {}
+    parts = {name: selected(data, name) for name in SELECTIONS} | {"valid": data}
+    with ExitStack() as stack:
+
+        def source(name: str) -> Source:
+            executor, workers = EXECUTORS[name]
+            if executor == "ray" and importlib.util.find_spec("ray") is None:
+                pytest.skip("needs Ray: make setup EXTRAS=ray")
+            if name not in known:
+                config = CONFIG.model_copy(update={"executor": executor, "workers": workers})
+                if executor == "inline":
+                    known[name] = Inline(parts, config)
+                else:
+                    service = stack.enter_context(Service(parts, config, tmp_path_factory.mktemp("service")))
+                    known[name] = Connection(service.address)
+            return known[name]
+
+        yield source
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EXECUTORS])
+def executor(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def source(executor: str, sources: Callable[[str], Source]) -> Source:
+    """Batches by each executor in turn."""
+    return sources(executor)
+
+
+@pytest.fixture(params=SELECTIONS)
+def selection(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """No process, thread or descriptor remains of what a test has started."""
+
+    def threads() -> set[threading.Thread]:
+        return {t for t in threading.enumerate() if t.name.startswith(("preprocessing-", "worker-"))}
+
+    def descriptors() -> bool:
+        if memory_descriptors() > before[2]:
+            gc.collect()  # iterators that a caught exception holds on to
+        return memory_descriptors() <= before[2]
+
+    before = children(), threads(), memory_descriptors()
+    yield
+    eventually(lambda: children() <= before[0], 10.0, "processes are left")
+    eventually(lambda: threads() <= before[1], 10.0, "threads are left")
+    eventually(descriptors, 10.0, "descriptors are left")
+
+
+@pytest.fixture
+def serve(data: DataSpec, tmp_path: Path, nothing_left: None) -> Iterator[Callable[..., Service]]:
+    """(workers, data, **config) -> a service of its own, for tests that disturb it."""
+    with ExitStack() as stack:
+
+        def start(workers: int = 2, spec: DataSpec | None = None, **config: object) -> Service:
+            found = CONFIG.model_copy(update={"executor": "process", "workers": workers} | config)
+            folder = tmp_path / f"service-{len(list(tmp_path.glob('service-*')))}"
+            return stack.enter_context(Service({"days": spec or data}, found, folder))
+
+        yield start

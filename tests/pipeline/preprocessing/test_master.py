@@ -1,0 +1,475 @@
+"""The master by hand: its clock, its workers and what they say are made up, one step after the other."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.batch import Position
+from pipeline.errors import ConfigError, ContractError, DataError
+from pipeline.preprocessing import master as module
+from pipeline.preprocessing.batches import BatchWork
+from pipeline.preprocessing.demand import PERIOD_SECONDS
+from pipeline.preprocessing.executors import Died, Done, Executor, Failed, InlineExecutor, ProcessExecutor, Started
+from pipeline.preprocessing.master import QUARANTINE_FILE, WORKERS_FILE, Master, make_executor
+from pipeline.preprocessing.memory import Segment
+from pipeline.preprocessing.splits import Split
+from pipeline.preprocessing.stream import Request
+from pipeline.preprocessing.worker import Costs, DataSpec
+from tests.pipeline.preprocessing.reference import CONFIG
+
+BAD = DataError("row 3", "something else", "this", "Change it.")
+
+
+class FakeExecutor(Executor):
+    """Workers that do nothing until they are told to."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.alive: set[int] = set()
+        self.work: dict[int, Split | BatchWork] = {}
+        self.freed: list[str] = []
+        self.made = 0
+
+    def start(self, worker: int) -> None:
+        self.alive.add(worker)
+        self.events.put(Started(worker, 1000 + worker))
+
+    def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Any) -> None:
+        assert worker in self.alive
+        assert worker not in self.work
+        self.work[worker] = work
+
+    def kill(self, worker: int) -> None:
+        self.alive.remove(worker)
+        self.work.pop(worker, None)
+
+    def free(self, memory: str) -> None:
+        assert memory not in self.freed
+        self.freed.append(memory)
+
+    def shared(self, memory: str) -> Segment:
+        raise NotImplementedError
+
+    def finish(self, worker: int, seconds: float = 1.0) -> str:
+        """A worker's answer; it can be one that is gone."""
+        work = self.work.pop(worker, None)
+        rows = work.rows if isinstance(work, Split) else 0
+        self.made += 1
+        memory = f"result {self.made}"
+        self.events.put(Done(worker, memory, 1000, rows, Costs(read_seconds=seconds), 77))
+        return memory
+
+    def fail(self, worker: int) -> None:
+        del self.work[worker]
+        self.events.put(Failed(worker, BAD))
+
+
+class Play:
+    """A master, its clock and what it said."""
+
+    def __init__(self, data: DataSpec, folder: Path, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(module, "make_executor", self.make)
+        self.said: list[str] = []
+        settings = {"executor": "process", "workers": 2} | config
+        self.master = Master({"days": data}, CONFIG.model_copy(update=settings), folder, self.said.append)
+
+    def make(self, data: Any, config: Any, folder: Path, events: Any) -> FakeExecutor:
+        self.executor = FakeExecutor(data, folder, events)
+        return self.executor
+
+    def steps(self) -> None:
+        """Until nothing happens of itself."""
+        for _ in range(20):
+            self.master.step(timeout=0)
+
+    def open(self, **request: Any) -> Any:
+        given = {
+            "data": "days", "number": 0, "position": Position(), "batch_rows": 160, "seed": 7, "window_rows": 250,
+            "world_size": 1, "ranks": (0,),
+        }  # fmt: skip
+        return self.master.open(Request(**(given | request)))
+
+    def after(self, seconds: float) -> None:
+        self.now += seconds
+        self.steps()
+
+    def warmed(self) -> Any:
+        """A stream of which two splits have been read."""
+        stream = self.open()
+        self.steps()
+        for _ in range(2):
+            self.executor.finish(next(iter(self.executor.work)))
+            self.steps()
+        assert sorted(self.executor.work) == [1, 2]
+        return stream
+
+
+@pytest.fixture
+def play(data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Play]:
+    return lambda **config: Play(data, tmp_path / "service", monkeypatch, **config)
+
+
+def test_work_goes_to_idle_workers_and_what_failed_is_tried_again(play: Callable[..., Play]) -> None:
+    it = play()
+    it.warmed()
+    failed = it.executor.work[1]
+    it.executor.fail(1)
+    it.steps()
+    assert it.executor.work[1] == failed
+    assert it.master.totals.restarts == 0
+    assert it.master.totals.peak_rss_mb.keys() <= {1, 2}
+
+
+def test_a_dead_worker_is_replaced_and_its_work_done_again(play: Callable[..., Play], tmp_path: Path) -> None:
+    it = play()
+    it.warmed()
+    lost = it.executor.work[1]
+    it.master.events.put(Died(1, "its process ended"))
+    it.steps()
+    assert it.executor.alive == {2, 3}
+    assert lost in it.executor.work.values()
+    assert it.said == ["worker 1 (process 1001) is replaced: its process ended"]
+    assert json.loads((tmp_path / "service" / WORKERS_FILE).read_text()) == {"2": 1002, "3": 1003}
+
+
+def test_nothing_that_a_replaced_worker_still_says_counts(play: Callable[..., Play]) -> None:
+    it = play()
+    stream = it.warmed()
+    it.now += 121.0
+    it.steps()
+    assert it.executor.alive == {3, 4}
+    running = set(stream.running)
+    late = it.executor.finish(1)
+    for event in (Failed(2, BAD), Died(1, "late"), Started(2, 5)):
+        it.master.events.put(event)
+    it.steps()
+    assert it.executor.freed == [late]
+    assert stream.running == running
+    assert (it.master.totals.restarts, it.master.totals.late_results) == (2, 1)
+    assert it.said == [f"worker {n} (process {1000 + n}) is replaced: it was silent for 121 s" for n in (1, 2)]
+
+
+def test_fault_15_a_lease_does_not_run_out_while_the_answer_lies_there(play: Callable[..., Play]) -> None:
+    """The master itself was held up: by a slow catalog, or since the whole machine was suspended."""
+    it = play()
+    it.warmed()
+    for worker in (1, 2):
+        it.executor.finish(worker)
+    it.now += 10_000.0
+    it.steps()
+    assert it.master.totals.restarts == 0
+    assert it.executor.alive == {1, 2}
+
+
+def test_fault_15_a_straggler_is_done_twice_and_the_first_result_counts(play: Callable[..., Play]) -> None:
+    it = play()
+    stream = it.warmed()
+    straggler = it.executor.work[1]
+    while any(n == 2 for n in it.executor.work):  # the other one does all the rest
+        it.executor.finish(2)
+        it.steps()
+    it.after(3.9)
+    assert 2 not in it.executor.work
+    it.after(0.2)
+    assert it.executor.work == {1: straggler, 2: straggler}
+    it.executor.finish(2)
+    it.steps()
+    assert all(task.work != straggler for task in stream.running)
+    late = it.executor.finish(1, seconds=60.0)
+    it.steps()
+    assert late in it.executor.freed
+    assert (it.master.totals.late_results, it.master.totals.restarts) == (1, 0)
+
+
+@pytest.mark.parametrize("how", ["died", "failed", "silent"])
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_fault_15_one_of_two_with_the_same_work_is_gone_then_the_other(
+    how: str, order: tuple[int, int], play: Callable[..., Play]
+) -> None:
+    """The work is lost with neither of them, and given out again when both are gone."""
+    it = play(lease_seconds=50.0)
+    stream = it.warmed()
+    straggler = it.executor.work[1]
+    while 2 in it.executor.work:
+        it.executor.finish(2)
+        it.steps()
+    it.after(10.0)
+    assert it.executor.work == {1: straggler, 2: straggler}
+    for worker in order:
+        if how == "died":
+            it.master.events.put(Died(worker, "its process ended"))
+        elif how == "failed" and worker in it.executor.work:
+            it.executor.fail(worker)
+        elif how == "silent":
+            it.now += 25.0
+        it.steps()
+        assert straggler in it.executor.work.values()
+        assert sum(task.work == straggler for task in stream.running) == 1
+    if how == "silent":
+        it.after(100.0)
+        assert straggler in it.executor.work.values()
+    assert it.master.failure is None
+    delivered = 0
+    while it.executor.work:
+        it.executor.finish(next(iter(it.executor.work)))
+        it.steps()
+    while not stream.ended(delivered):
+        assert it.master.ready(stream, delivered) is not None
+        stream.take(delivered)
+        stream.let_go(0, delivered)
+        delivered += 1
+    it.master.close()
+    assert len(it.executor.freed) == len(set(it.executor.freed)) == it.executor.made
+
+
+def test_a_stream_that_is_closed_takes_nothing_and_fails_nothing(play: Callable[..., Play]) -> None:
+    """Results, failures and deaths of its work come later, while another stream goes on."""
+    it = play(workers=4, attempts=1, restart_limit=16)
+    first = it.open()
+    it.steps()
+    for _ in range(2):
+        it.executor.finish(next(iter(it.executor.work)))
+        it.steps()
+    old = dict(it.executor.work)
+    assert len(old) == 4
+    it.master.close_stream(first)
+    second = it.open(seed=8)
+    it.steps()
+    it.executor.finish(1)
+    it.executor.fail(2)
+    it.master.events.put(Died(3, "its process ended"))
+    it.steps()
+    assert it.master.failure is None
+    assert first.running == set()
+    assert second.running
+    assert it.master.streams == [second]
+    it.master.config = it.master.config.model_copy(update={"attempts": 3})  # for what the second one has given out
+    it.after(121.0)
+    assert it.master.failure is None
+    it.master.close()
+    assert len(it.executor.freed) == it.executor.made
+
+
+def test_fault_14_the_limit_of_restarts(play: Callable[..., Play], tmp_path: Path) -> None:
+    it = play(workers=1, restart_limit=2)
+    stream = it.open()
+    for worker in (1, 2, 3):
+        it.steps()
+        assert it.master.failure is None
+        it.master.events.put(Died(worker, "its process ended"))
+    it.steps()
+    assert str(it.master.failure) == (
+        "preprocessing workers: expected at most 2 to be replaced, got 3: the last one had process id 1003, its process "
+        f"ended. See {tmp_path}/service/worker-3.log, or raise preprocessing.restart_limit."
+    )
+    with pytest.raises(DataError):
+        it.master.ready(stream, 0)
+    assert it.executor.alive == set()  # and none is started any more
+    it.after(1000.0)
+    assert (it.executor.alive, it.master.totals.restarts) == (set(), 3)
+
+
+def test_a_worker_that_does_not_start(play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeExecutor, "start", lambda self, worker: self.alive.add(worker))
+    it = play(workers=1)
+    it.steps()
+    it.after(119.0)
+    assert it.executor.alive == {1}
+    it.after(2.0)
+    assert it.executor.alive == {2}
+    assert it.said == ["worker 1 (process None) is replaced: it did not start within 120 s"]
+
+
+@pytest.mark.parametrize("kind", ["split", "batches"])
+def test_fault_16_work_that_kills_its_workers_is_named(kind: str, play: Callable[..., Play], tmp_path: Path) -> None:
+    it = play(workers=1, attempts=2)
+    it.open(window_rows=None)
+    it.steps()
+    if kind == "batches":
+        while isinstance(it.executor.work[max(it.executor.alive)], Split):
+            it.executor.finish(max(it.executor.alive))
+            it.steps()
+    work = it.executor.work[1]
+    for worker in (1, 2):
+        it.master.events.put(Died(worker, "its process ended"))
+        it.steps()
+    where = str(work) if isinstance(work, Split) else "batches"
+    assert str(it.master.failure) == (
+        f"{where}: expected a worker that lives through it, got 2 that did not: its process ended. "
+        f"See {tmp_path}/service/worker-2.log."
+    )
+
+
+def test_fault_16_quarantine(play: Callable[..., Play], tmp_path: Path) -> None:
+    it = play(workers=1, attempts=3, on_corrupt="quarantine")
+    stream = it.open(position=Position(epoch=4))
+    it.steps()
+    work = it.executor.work[1]
+    assert isinstance(work, Split)
+    for _ in range(3):
+        assert it.executor.work[1] == work
+        it.executor.fail(1)
+        it.steps()
+    assert it.executor.work[1] != work
+    assert stream.lost == [work]
+    listed = [json.loads(line) for line in (tmp_path / "service" / QUARANTINE_FILE).read_text().splitlines()]
+    assert listed == it.master.totals.quarantined
+    assert listed == [
+        fragment.model_dump(mode="json")
+        | {"data": "days", "epoch": 4, "reason": "row 3: expected something else, got this. Change it."}
+        for fragment in work.fragments
+    ]
+    assert it.master.totals.quarantined_rows == work.rows
+    assert it.said == [
+        f"quarantined: {work.rows:,} rows of {work}: row 3: expected something else, got this. Change it."
+    ]
+
+
+def test_batches_that_cannot_be_made_are_never_quarantined(play: Callable[..., Play]) -> None:
+    it = play(workers=1, attempts=1, on_corrupt="quarantine")
+    it.open(window_rows=None)
+    it.steps()
+    while isinstance(it.executor.work[1], Split):
+        it.executor.finish(1)
+        it.steps()
+    it.executor.fail(1)
+    it.steps()
+    assert it.master.failure is BAD
+
+
+def test_the_first_error_counts_and_ends_all_work(play: Callable[..., Play]) -> None:
+    it = play(attempts=1)
+    it.warmed()
+    it.executor.fail(1)
+    it.steps()
+    assert it.executor.alive == set()
+    assert it.executor.work == {}
+    with it.master.failing():
+        raise DataError("another", "none", "one", "Wait.")
+    assert it.master.failure is BAD
+
+
+def test_an_unforeseen_error_becomes_one_that_can_be_told(
+    play: Callable[..., Play], capsys: pytest.CaptureFixture[str]
+) -> None:
+    it = play()
+    stream = it.warmed()
+    with it.master.failing():
+        raise OSError(28, "No space left\non device.")
+    with pytest.raises(ContractError) as caught:
+        it.master.ready(stream, 10**6)
+    assert str(caught.value) == (
+        "preprocessing service: expected to go on, got OSError: [Errno 28] No space left on device. "
+        "See the output above it."
+    )
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_auto_adds_workers_while_the_trainer_waits_and_removes_idle_ones(play: Callable[..., Play]) -> None:
+    it = play(workers="auto", max_workers=6)
+    stream = it.open(window_rows=None, batch_rows=10)
+    it.steps()
+    assert it.executor.alive == {1}
+    for _ in range(4):
+        it.master.consumed(rows=100, wait_seconds=0.5 * PERIOD_SECONDS)
+        it.after(PERIOD_SECONDS)
+    assert len(it.executor.alive) == 5
+    assert it.master.totals.most_workers == 5
+    while it.executor.work:
+        it.executor.finish(next(iter(it.executor.work)), seconds=0.1)
+        it.steps()
+    for _ in range(100):
+        it.master.consumed(rows=100, wait_seconds=0.0)
+        it.master.period.worked_rows, it.master.period.worked_seconds = 100, 0.1
+        it.after(PERIOD_SECONDS)
+    assert len(it.executor.alive) == 1
+    assert it.master.totals.restarts == 0
+    assert stream in it.master.streams
+
+
+def test_no_worker_is_added_while_one_is_starting(play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have helped already."""
+    it = play(workers="auto", max_workers=6)
+    it.open()
+    it.steps()
+    monkeypatch.setattr(FakeExecutor, "start", lambda self, worker: self.alive.add(worker))
+    for _ in range(10):
+        it.master.consumed(rows=100, wait_seconds=0.5 * PERIOD_SECONDS)
+        it.after(PERIOD_SECONDS)
+    assert it.executor.alive == {1, 2}
+
+
+def test_what_was_asked_for_last_is_done_first(play: Callable[..., Play]) -> None:
+    it = play(workers=1)
+    training = it.open()
+    it.steps()
+    it.executor.finish(1)
+    it.steps()
+    validation = it.open(number=1, window_rows=None)
+    it.executor.finish(1)
+    it.steps()
+    assert len(validation.running) == 1
+    assert not training.running
+
+
+def test_ranks_that_ask_alike_share_a_stream(play: Callable[..., Play]) -> None:
+    it = play()
+    request = Request(
+        data="days", number=0, position=Position(), batch_rows=10, seed=7, window_rows=None, world_size=2, ranks=(0, 1)
+    )
+    first = it.master.open(request, 0)
+    assert it.master.open(request, 1) is first
+    again = it.master.open(request, 0)
+    assert again is not first
+    assert it.master.open(request, 1) is again
+    assert it.master.open(request.model_copy(update={"seed": 8}), 0) not in (first, again)
+    it.master.leave(first, 1)
+    assert first in it.master.streams
+    it.master.leave(first, 0)
+    assert first not in it.master.streams
+    it.master.leave(first, 0)
+
+
+def test_who_left_before_the_others_came_is_not_waited_for_but_may_come_again(play: Callable[..., Play]) -> None:
+    it = play()
+    request = Request(
+        data="days", number=0, position=Position(), batch_rows=10, seed=7, window_rows=None, world_size=2, ranks=(0, 1)
+    )
+    it.master.leave(it.master.open(request, 0), 0)
+    assert it.master.streams == []
+    assert it.master.open(request, 1).left == {0}
+    it.master.leave(it.master.open(request, 0), 0)
+    assert it.master.open(request, 0).left == set()
+    assert it.master.left == {}
+
+
+def test_rows_nobody_has(play: Callable[..., Play]) -> None:
+    it = play()
+    with pytest.raises(ConfigError) as caught:
+        it.open(data="valid")
+    assert str(caught.value) == (
+        "preprocessing service: expected rows that it has: 'days', got 'valid'. Ask for one of them."
+    )
+
+
+def test_closing_frees_what_is_still_on_its_way(play: Callable[..., Play]) -> None:
+    it = play()
+    it.warmed()
+    it.executor.finish(1)
+    it.executor.finish(2)
+    it.master.close()
+    assert it.executor.alive == set()
+    assert len(it.executor.freed) == it.executor.made == 4
+
+
+def test_make_executor(data: DataSpec, tmp_path: Path) -> None:
+    import queue
+
+    for name, kind in {"inline": InlineExecutor, "process": ProcessExecutor}.items():
+        config = CONFIG.model_copy(update={"executor": name})
+        assert type(make_executor({"days": data}, config, tmp_path, queue.SimpleQueue())) is kind

@@ -1,0 +1,208 @@
+"""Shared arrays: what is written is read, copies are private, and nothing stays behind."""
+
+import gc
+import os
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.preprocessing.memory import (
+    ALIGNMENT,
+    FREE_SLABS,
+    SLAB_BYTES,
+    Arrays,
+    PrivateWriter,
+    Segment,
+    Shapes,
+    Slabs,
+    allow_many_segments,
+    share,
+    size_of,
+)
+
+SHAPES: Shapes = {
+    "dense": ("float32", (5, 3)),
+    "none": ("int64", (0,)),
+    "ids": ("int32", (7,)),
+    "wide": ("int64", (1, 2)),
+    "empty": ("float32", (0, 4)),
+}
+
+
+def filled(arrays: Arrays) -> Arrays:
+    for number, array in enumerate(arrays.values()):
+        array[...] = np.arange(array.size).reshape(array.shape) + 100 * number
+    return arrays
+
+
+def shared(shapes: Shapes) -> tuple[Segment, Arrays]:
+    """A segment of a slab of its own, and the arrays as its writer sees them."""
+    writer = Slabs().writer()
+    arrays = writer.add(shapes)
+    return writer.done(), arrays
+
+
+def segments() -> int:
+    """Segments that are mapped or held by a descriptor in this process."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        mapped = sum("memfd:dlrm-rows" in line for line in maps)
+    return mapped + sum("memfd:dlrm-rows" in target for target in targets())
+
+
+def targets() -> list[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            continue
+    return found
+
+
+def test_what_is_written_is_read() -> None:
+    segment, arrays = shared(SHAPES)
+    filled(arrays)
+    seen = segment.arrays()
+    assert {name: (a.dtype.name, a.shape) for name, a in seen.items()} == SHAPES
+    assert all(seen[name].tolist() == arrays[name].tolist() for name in SHAPES)
+    assert all(a.ctypes.data % ALIGNMENT == 0 for a in seen.values() if a.size)
+    segment.close()
+
+
+def test_a_reader_writes_to_a_copy_of_its_own() -> None:
+    segment, arrays = shared(SHAPES)
+    first, second = segment.arrays(), segment.arrays()
+    filled(arrays)
+    first["ids"][...] = -1
+    assert second["ids"].tolist() == arrays["ids"].tolist() != first["ids"].tolist()
+    segment.close()
+
+
+def test_arrays_outlive_the_descriptor_and_leave_nothing() -> None:
+    gc.collect()
+    before = segments()
+    slabs = Slabs()
+    writer = slabs.writer()
+    expected = filled(writer.add(SHAPES))["dense"].tolist()
+    segment = writer.done()
+    seen = segment.arrays()
+    segment.close()
+    assert seen["dense"].tolist() == expected
+    assert segments() > before
+    slabs.slabs[0].close()
+    del seen, writer, slabs
+    gc.collect()
+    assert segments() == before
+
+
+def test_what_is_read_is_not_written_again() -> None:
+    """Not before the last view of the last array is gone, whoever holds it, and be it a tensor."""
+    slabs = Slabs()
+    first = slabs.writer()
+    first.add({"ids": ("int64", (4,)), "more": ("int64", (4,))})["ids"][:] = 7
+    segment = first.done()
+    arrays = segment.arrays()
+    segment.close()
+    tensor = torch.from_numpy(arrays["ids"])[1:3]
+    del arrays
+    gc.collect()
+    second = slabs.writer()
+    assert second.slab is not first.slab
+    second.add({"ids": ("int64", (4,))})["ids"][:] = 8
+    assert tensor.tolist() == [7, 7]
+    del tensor
+    gc.collect()
+    assert slabs.writer().slab is first.slab
+
+
+def test_another_process_that_reads_keeps_a_slab_from_being_written() -> None:
+    slabs = Slabs()
+    writer = slabs.writer()
+    writer.add({"ids": ("int64", (4,))})
+    segment = writer.done()
+    code = "import sys; print(flush=True); sys.stdin.read()"
+    reader = subprocess.Popen(
+        [sys.executable, "-c", code], pass_fds=[segment.fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert reader.stdout is not None
+    reader.stdout.readline()
+    segment.close()
+    assert slabs.writer().slab is not writer.slab
+    reader.kill()
+    reader.communicate()
+    assert slabs.slabs[0].unread()
+
+
+def test_a_slab_grows_and_keeps_what_was_written() -> None:
+    writer = Slabs().writer()
+    for i in range(4):
+        writer.add({f"{i}.ids": ("int64", (SLAB_BYTES // 16,))})[f"{i}.ids"][:] = i
+    segment = writer.done()
+    arrays = segment.arrays()
+    segment.close()
+    assert [set(array.tolist()) for array in arrays.values()] == [{0}, {1}, {2}, {3}]
+
+
+def test_only_so_many_unread_slabs_are_kept() -> None:
+    gc.collect()
+    before = segments()
+    slabs = Slabs()
+    lent = []
+    for _ in range(FREE_SLABS + 5):
+        lent.append(slabs.writer().done())
+    assert len(slabs.slabs) == FREE_SLABS + 5
+    for segment in lent:
+        segment.close()
+    slabs.writer()
+    assert len(slabs.slabs) == FREE_SLABS
+    assert segments() - before == 3 * FREE_SLABS  # two descriptors, Python's mapping has one of them, and the mapping
+
+
+def test_share_copies() -> None:
+    writer = PrivateWriter()
+    filled(writer.add(SHAPES))
+    private = writer.done()
+    segment = share(private, Slabs())
+    assert all(segment.arrays()[name].tolist() == private[name].tolist() for name in SHAPES)
+    assert size_of(private) == 5 * 3 * 4 + 7 * 4 + 2 * 8 <= segment.size
+    segment.close()
+
+
+@pytest.mark.parametrize("shapes", [{}, {"none": ("int64", (0,))}], ids=["no arrays", "an empty one"])
+def test_nothing_can_be_shared_too(shapes: Shapes) -> None:
+    segment, _ = shared(shapes)
+    assert segment.size == 0
+    assert [array.size for array in segment.arrays().values()] == [0] * len(shapes)
+    segment.close()
+
+
+def test_another_process_reads_it_and_a_started_program_does_not_inherit_it() -> None:
+    segment, arrays = shared({"ids": ("int32", (3,))})
+    arrays["ids"][:] = [7, 8, 9]
+    code = (
+        "import numpy, sys; print(numpy.frombuffer(open(f'/proc/self/fd/{sys.argv[1]}', 'rb').read(12), 'i4').tolist())"
+    )
+    command = [sys.executable, "-c", code, str(segment.fd)]
+    given = subprocess.run(command, pass_fds=[segment.fd], capture_output=True, text=True, check=True)
+    assert given.stdout == "[7, 8, 9]\n"
+    assert subprocess.run(command, close_fds=False, capture_output=True, check=False).returncode != 0
+    segment.close()
+
+
+def test_many_segments_are_allowed() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, limits[1]), limits[1]))
+        allow_many_segments()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_segments_compare_by_identity() -> None:
+    """Two of equal content are two to be freed."""
+    assert Segment(3, {}, 0) != Segment(3, {}, 0)

@@ -1,0 +1,369 @@
+"""The bookkeeping of an epoch, driven by hand: any order of completion, loss and letting go ends, in bounded memory."""
+
+import datetime
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.batch import Position
+from pipeline.preprocessing import stream as module
+from pipeline.preprocessing.batches import BatchWork
+from pipeline.preprocessing.splits import Split
+from pipeline.preprocessing.stream import Request, Stream, Task
+from pipeline.preprocessing.worker import Costs
+from storage.reader import Fragment
+
+ROW_BYTES = 100
+GROUP_ROWS = 40
+
+
+@dataclass(eq=False)
+class Piece:
+    """A result: which work it came from, and how often it was freed."""
+
+    work: Split | BatchWork
+    rows: int
+    size: int
+    freed: int = 0
+
+
+@dataclass
+class Drive:
+    """A stream with workers and ranks that do what a seeded chance says."""
+
+    sizes: Sequence[int]
+    seed: int
+    memory_bytes: int = 10**9
+    workers: int = 3
+    world_size: int = 1
+    batch_rows: int = 10
+    window_rows: int | None = 25
+    split_rows: int = 12
+    position: Position = field(default_factory=Position)
+    selectivity: float = 1.0
+    faults: float = 0.0
+    losses: float = 0.0
+
+    def __post_init__(self) -> None:
+        fragments = [
+            Fragment(path=f"file-{i}", row_group=0, rows=n, day=datetime.date(2025, 1, 1))
+            for i, n in enumerate(self.sizes)
+        ]
+        request = Request(
+            data="rows", number=0, position=self.position, batch_rows=self.batch_rows, seed=7,
+            window_rows=self.window_rows, world_size=self.world_size, ranks=tuple(range(self.world_size)),
+        )  # fmt: skip
+        self.random = random.Random(self.seed)
+        self.made: list[Piece] = []
+        self.stream = Stream(request, fragments, self.split_rows, self.memory_bytes, self.free)
+        self.busy: list[Task] = []
+        """One entry for each worker at work; a straggler's task is there twice."""
+        self.wanted = dict.fromkeys(range(self.world_size), 0)
+        self.notes: list[list[Any]] = [[] for _ in range(self.world_size)]
+        self.ended: set[int] = set()
+        self.largest_group = 0
+        self.delivered: list[BatchWork] = []
+        self.alarms: list[int] = []
+
+    def free(self, memory: Piece) -> None:
+        memory.freed += 1
+        assert memory.freed == 1
+
+    def rows_of(self, split: Split) -> int:
+        """Selected rows: a function of the split, as it is for a worker."""
+        return round(split.rows * min(1.0, random.Random(str(split)).random() * 2 * self.selectivity)) if self.selectivity < 1 else split.rows  # fmt: skip
+
+    def run(self) -> bool:
+        """Whether all ranks came to the end; else nothing can go on."""
+        with patch.object(module, "GROUP_ROWS", GROUP_ROWS):
+            while len(self.ended) < self.world_size:
+                actions = [self.finish] * bool(self.busy) + [self.give] * (len(self.busy) < self.workers)
+                actions += [self.take] * (len(self.ended) < self.world_size)
+                self.random.shuffle(actions)
+                done = [action() for action in actions[: self.random.randint(1, len(actions))]]
+                if not any(done):
+                    idle = [action() for action in (self.finish, *[self.take] * 20 * self.world_size, self.give)]
+                    if not any(idle) and not self.busy:
+                        self.check()
+                        return False
+                self.check()
+        return True
+
+    def check(self) -> None:
+        held = sum(piece.size for piece in self.made if not piece.freed)
+        assert held == self.stream.bytes
+        if self.selectivity == 1.0:  # then the size of every result is known beforehand
+            assert held <= self.memory_bytes + self.largest_group
+        for rank, number in self.wanted.items():
+            if rank not in self.ended and self.stream.group(number) is None and self.stream.stuck(number):
+                self.alarms.append(number)
+
+    # -- workers --
+
+    def give(self) -> bool:
+        if len(self.busy) >= self.workers:
+            return False
+        task = self.stream.next_task()
+        if task is None and self.busy and self.random.random() < self.faults:
+            task = self.random.choice(self.busy)  # a straggler's work is given to a second worker
+        if task is None:
+            return False
+        assert all(not piece.freed for piece in task.inputs if task in self.stream.running)
+        self.busy.append(task)
+        return True
+
+    def finish(self) -> bool:
+        if not self.busy:
+            return False
+        task = self.busy.pop(self.random.randrange(len(self.busy)))
+        chance = self.random.random()
+        if chance < self.losses and isinstance(task.work, Split) and task in self.stream.running:
+            self.stream.lose(task)
+        elif chance < self.losses + self.faults:
+            if task not in self.busy:  # else the other worker goes on with it
+                self.stream.retry(task)
+        else:
+            self.done(task)
+        return True
+
+    def done(self, task: Task) -> None:
+        expected = task in self.stream.running
+        if isinstance(task.work, Split):
+            rows = self.rows_of(task.work)
+            piece = Piece(task.work, rows, rows * ROW_BYTES)
+        else:
+            rows = sum(w.stop - w.start for windows in task.work.batches for w in windows)
+            piece = Piece(task.work, rows, int(rows * ROW_BYTES * (1.0 + self.random.random())))
+            self.largest_group = max(self.largest_group, piece.size)
+            if expected:
+                self.check_inputs(task)
+        self.made.append(piece)
+        taken = self.stream.done(task, piece, piece.size, rows if isinstance(task.work, Split) else 0, Costs())
+        assert taken == expected
+        assert taken or piece.freed == 1
+
+    def check_inputs(self, task: Task) -> None:
+        assert isinstance(task.work, BatchWork)
+        assert all(not piece.freed for piece in task.inputs)
+        for windows in task.work.batches:
+            for window in windows:
+                parts = [task.inputs[i].work for i in window.splits]
+                lost = [split for split in self.stream.lost if split in self.stream.windows[window.number]]
+                assert parts == [split for split in self.stream.windows[window.number] if split not in lost]
+                assert 0 <= window.start < window.stop <= sum(task.inputs[i].rows for i in window.splits)
+
+    # -- ranks --
+
+    def take(self) -> bool:
+        left = [rank for rank in self.wanted if rank not in self.ended]
+        if not left:
+            return False
+        rank = self.random.choice(left)
+        number = self.wanted[rank]
+        self.stream.let_go(rank, number - 2)
+        group = self.stream.group(number)
+        if group is None:
+            if self.stream.ended(number):
+                self.ended.add(rank)
+                return True
+            return False
+        assert isinstance(group.memory, Piece)
+        assert not group.memory.freed
+        self.stream.take(number)
+        if rank == min(self.wanted):
+            assert isinstance(group.memory.work, BatchWork)
+            self.delivered.append(group.memory.work)
+        self.notes[rank] += group.notes
+        self.wanted[rank] += 1
+        return True
+
+    def close(self) -> None:
+        """The stream ends while some work still runs; its results come later."""
+        self.stream.close()
+        for task in self.busy:
+            self.done(task)
+        assert Counter(piece.freed for piece in self.made) in (Counter(), Counter({1: len(self.made)}))
+
+
+def cut(drive: Drive) -> list[tuple[int, int, int]]:
+    """Rows delivered as (window, start, stop), in order."""
+    return [(w.number, w.start, w.stop) for work in drive.delivered for batch in work.batches for w in batch]
+
+
+SIZES = st.lists(st.integers(0, 30), max_size=25)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=SIZES,
+    seed=st.integers(0, 10**6),
+    workers=st.integers(1, 6),
+    world_size=st.integers(1, 3),
+    batch_rows=st.sampled_from([1, 7, 10, 64, 1000]),
+    window_rows=st.sampled_from([None, 1, 25, 10**6]),
+    faults=st.sampled_from([0.0, 0.2]),
+    losses=st.sampled_from([0.0, 0.1]),
+    selectivity=st.sampled_from([1.0, 0.5]),
+)
+def test_any_order_of_completion_delivers_the_epoch(
+    sizes: list[int],
+    seed: int,
+    workers: int,
+    world_size: int,
+    batch_rows: int,
+    window_rows: int | None,
+    faults: float,
+    losses: float,
+    selectivity: float,
+) -> None:
+    drive = Drive(
+        sizes, seed, workers=workers, world_size=world_size, batch_rows=batch_rows, window_rows=window_rows,
+        faults=faults, losses=losses, selectivity=selectivity,
+    )  # fmt: skip
+    assert drive.run()
+    assert drive.alarms == []
+    stream = drive.stream
+    totals = [sum(drive.rows_of(s) for s in window if s not in stream.lost) for window in stream.windows]
+    expected = [
+        (number, row) for number, total in enumerate(totals) for row in range(total)
+    ]  # every row once, windows in order
+    assert [(number, row) for number, start, stop in cut(drive) for row in range(start, stop)] == expected
+    rows = sum(totals)
+    sizes_found = [note.rows for note in drive.notes[0]]
+    assert sizes_found == [batch_rows] * (rows // batch_rows) + [rows % batch_rows] * (rows % batch_rows > 0)
+    assert all(notes == drive.notes[0] for notes in drive.notes)
+    assert [note.position.batches for note in drive.notes[0]] == list(range(1, len(sizes_found) + 1))
+    drive.close()
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=SIZES.filter(sum), seed=st.integers(0, 10**6), stop=st.integers(0, 10**6), data=st.data())
+def test_any_position_goes_on_with_what_is_left(sizes: list[int], seed: int, stop: int, data: st.DataObject) -> None:
+    settings = {"batch_rows": data.draw(st.sampled_from([1, 7, 64])), "window_rows": data.draw(st.sampled_from([None, 1, 25]))}  # fmt: skip
+    whole = Drive(sizes, seed, **settings)
+    assert whole.run()
+    stop %= len(whole.notes[0])
+    position = whole.notes[0][stop].position
+    rest = Drive(sizes, seed + 1, position=position, **settings)
+    assert rest.run()
+    assert [(n.position, n.rows) for n in rest.notes[0]] == [(n.position, n.rows) for n in whole.notes[0][stop + 1 :]]
+    rows = [(number, row) for number, start, stop_ in cut(rest) for row in range(start, stop_)]
+    every = [(number, row) for number, start, stop_ in cut(whole) for row in range(start, stop_)]
+    assert rows == every[len(every) - len(rows) :]
+    needed = {i for i in range(len(rest.stream.windows)) if i >= position.window}
+    assert {i for i, window in enumerate(rest.stream.windows) for p in rest.made if p.work in window} <= needed
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=SIZES,
+    seed=st.integers(0, 10**6),
+    memory_rows=st.integers(30, 400),
+    workers=st.integers(1, 6),
+    world_size=st.integers(1, 3),
+    faults=st.sampled_from([0.0, 0.2]),
+)
+def test_fault_17_the_memory_bound_is_kept_or_said_to_be_too_small(
+    sizes: list[int], seed: int, memory_rows: int, workers: int, world_size: int, faults: float
+) -> None:
+    """Never above it but by the group that a rank waits for; never a wait without an end, never a false alarm."""
+    drive = Drive(
+        sizes, seed, memory_bytes=memory_rows * ROW_BYTES, workers=workers, world_size=world_size, faults=faults
+    )
+    ended = drive.run()
+    assert ended == (not drive.alarms)
+    if not ended:
+        assert any(drive.stream.stuck(number) for number in drive.wanted.values())
+    if memory_rows >= 2 * (25 + 30) + 3 * 2 * GROUP_ROWS:  # two windows, and three groups
+        assert ended
+    drive.close()
+
+
+@settings(max_examples=50, deadline=None)
+@given(sizes=SIZES, seed=st.integers(0, 10**6), steps=st.integers(0, 60), faults=st.sampled_from([0.0, 0.3]))
+def test_a_stream_may_be_closed_at_any_moment(sizes: list[int], seed: int, steps: int, faults: float) -> None:
+    drive = Drive(sizes, seed, faults=faults, workers=4)
+    with patch.object(module, "GROUP_ROWS", GROUP_ROWS):
+        for _ in range(steps):
+            drive.random.choice([drive.give, drive.give, drive.finish, drive.take])()
+    drive.close()
+
+
+def test_a_late_result_is_freed_and_the_first_one_counts() -> None:
+    drive = Drive([10, 10], 0)
+    task = drive.stream.next_task()
+    assert task is not None
+    drive.done(task)
+    drive.done(task)
+    assert [piece.freed for piece in drive.made] == [0, 1]
+    drive.stream.retry(task)
+    assert drive.stream.again == type(drive.stream.again)()
+
+
+def test_what_failed_is_done_again_before_anything_new() -> None:
+    drive = Drive([10] * 8, 0, window_rows=None, split_rows=10)
+    first = drive.stream.next_task()
+    assert first is not None
+    assert drive.stream.next_task() is None  # its size says what others will take
+    drive.done(first)
+    tasks = [drive.stream.next_task() for _ in range(3)]
+    for task in tasks[:2]:
+        assert task is not None
+        drive.stream.retry(task)
+    assert [drive.stream.next_task() for _ in range(2)] == tasks[:2]
+
+
+def test_a_rank_that_leaves_is_not_waited_for() -> None:
+    """It is counted out of the groups that are there and of those to come."""
+    drive = Drive([30] * 20, 0, world_size=2, memory_bytes=300 * ROW_BYTES)
+    drive.wanted.pop(1)
+    with patch.object(module, "GROUP_ROWS", GROUP_ROWS):
+        while any([drive.give(), drive.finish(), drive.take()]):
+            pass
+        taken = len(drive.notes[0])
+        assert 0 < taken < 60  # the other one has not even come
+        assert not drive.stream.stuck(drive.wanted[0])
+        drive.stream.leave(1)
+        while 0 not in drive.ended:
+            assert any([drive.give(), drive.finish(), drive.take()])
+    assert len(drive.notes[0]) == 60
+    drive.close()
+
+
+def test_empty_row_groups_are_read_like_others() -> None:
+    drive = Drive([0, 0, 0], 0, window_rows=None, split_rows=1)
+    assert drive.run()
+    assert drive.notes == [[]]
+    drive.close()
+
+
+def test_ready_batches_leave_room_for_rows() -> None:
+    """Nobody takes: batches are made only up to their share, and reading stops at the bound."""
+    drive = Drive([30] * 100, 0, memory_bytes=1000 * ROW_BYTES, workers=4)
+    with patch.object(module, "GROUP_ROWS", GROUP_ROWS):
+        while any([drive.give(), drive.finish()]):
+            drive.check()
+    stream = drive.stream
+    assert not stream.running
+    assert stream.ready_bytes <= module.READY_SHARE * stream.memory_bytes + drive.largest_group
+    assert 0.5 * stream.memory_bytes < stream.bytes <= stream.memory_bytes
+    assert stream.peak_bytes <= stream.memory_bytes + drive.largest_group
+    assert drive.run()
+    assert stream.bytes == 0 or len(stream.groups) <= 2
+    drive.close()
+
+
+@pytest.mark.parametrize("position", [Position(epoch=1, batches=3, window=99), Position(batches=7, window=4)])
+def test_a_position_at_the_end_has_nothing_left(position: Position) -> None:
+    drive = Drive([30] * 4, 0, position=position)
+    assert len(drive.stream.windows) == 4
+    if position.window == 4:
+        assert drive.run()
+        assert drive.notes == [[]]
