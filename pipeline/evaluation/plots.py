@@ -1,0 +1,113 @@
+"""The figures of a run."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib
+
+matplotlib.use("Agg")  # no screen is needed, and none is looked for
+
+from matplotlib.figure import Figure
+
+from pipeline.evaluation.evaluate import EvalReport
+
+Curve = Sequence[tuple[int, float]]
+LABELS = {
+    "train_ne_window": "training, rows since the last point",
+    "train_ne_progressive": "training, all rows on first sight",
+    "valid_ne": "validation",
+}
+
+
+def learning_curve(
+    curves: Mapping[str, Curve], best_step: int | None, final_ne: float | None, floor: float | None
+) -> Figure:
+    """NE against the training step."""
+    figure, axes = _figure("Learning curve", "step", "normalized entropy")
+    for name, points in curves.items():
+        if points:
+            marker = "o" if name == "valid_ne" else None
+            axes.plot(*zip(*points, strict=True), label=LABELS[name], marker=marker, linewidth=1.3)
+    if best_step is not None:
+        axes.axvline(best_step, color="grey", linestyle=":", linewidth=1, label="best checkpoint")
+    for value, label, color in ((final_ne, "evaluation rows", "tab:red"), (floor, "floor", "black")):
+        if value is not None:
+            axes.axhline(value, color=color, linestyle="--", linewidth=1, label=f"{label}: {value:.4f}")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def stall_timeline(curves: Mapping[str, Curve]) -> Figure:
+    """Share of the time that training waited for batches, and what a batch took on its way, against the step."""
+    figure = Figure(figsize=(6.4, 4.8), layout="constrained", dpi=110)
+    above, below = figure.subplots(2, sharex=True)
+    above.set_title("Waiting for batches", fontsize=11)
+    stalls = curves.get("stall_fraction_window", ())
+    if stalls:
+        steps, shares = zip(*stalls, strict=True)
+        above.stairs([100.0 * share for share in shares], [0, *steps], fill=True, color="tab:red")
+    above.set_ylim(0, 100)
+    above.set_ylabel("stalled, % of the time")
+    for name, label in (
+        ("extract", "read and decode"),
+        ("transform", "transform and batch"),
+        ("wait", "training waits"),
+    ):
+        points = curves.get(f"batch_{name}_seconds", ())
+        if points:
+            steps, seconds = zip(*points, strict=True)
+            below.plot(steps, [1e3 * value for value in seconds], label=label, linewidth=1.3)
+    below.set_xlabel("step")
+    below.set_ylabel("ms a batch")
+    if below.lines:
+        below.legend(fontsize=8)
+    for axes in (above, below):
+        axes.grid(alpha=0.25)
+    return figure
+
+
+def calibration(report: EvalReport) -> Figure:
+    """Observed rate against predicted probability, bins of equally many rows."""
+    figure, axes = _figure("Calibration on the evaluation rows", "predicted probability", "observed rate")
+    predicted = [bin_.predicted for bin_ in report.calibration]
+    observed = [bin_.observed for bin_ in report.calibration]
+    limit = 1.05 * max([*predicted, *observed, 1e-3])
+    axes.plot([0, limit], [0, limit], color="grey", linestyle=":", linewidth=1, label="perfect")
+    value = report.overall.calibration
+    axes.plot(predicted, observed, marker="o", linewidth=1.3, label="model" if value is None else f"model: {value:.4f}")
+    axes.set_xlim(0, limit)
+    axes.set_ylim(0, limit)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def roc(report: EvalReport) -> Figure:
+    """True against false positive rate."""
+    figure, axes = _figure("ROC on the evaluation rows", "false positive rate", "true positive rate")
+    axes.plot([0, 1], [0, 1], color="grey", linestyle=":", linewidth=1)
+    if report.roc:
+        axes.plot(*zip(*report.roc, strict=True), linewidth=1.3, label=f"AUC {report.overall.auc:.4f}")
+        axes.legend(fontsize=8)
+    return figure
+
+
+def slices(report: EvalReport) -> Figure:
+    """NE of each slice beside the overall NE; the area of a point grows with its rows."""
+    shown = [(part, part.quality.ne) for part in report.slices if part.quality.ne is not None]
+    figure, axes = _figure("NE by slice", "normalized entropy", "", height=max(2.5, 0.25 * len(shown) + 1.0))
+    names = [f"{part.column} = {part.value}" for part, _ in shown]
+    sizes = [10.0 + 150.0 * part.quality.rows / report.overall.rows for part, _ in shown]
+    axes.scatter([ne for _, ne in shown], names, s=sizes)
+    if report.overall.ne is not None:
+        axes.axvline(report.overall.ne, color="tab:red", linestyle="--", linewidth=1)
+    axes.invert_yaxis()
+    return figure
+
+
+def _figure(title: str, x: str, y: str, height: float = 4.2) -> tuple[Figure, matplotlib.axes.Axes]:
+    figure = Figure(figsize=(6.4, height), layout="constrained", dpi=110)
+    axes = figure.add_subplot()
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.25)
+    return figure, axes

@@ -1,0 +1,189 @@
+"""Exported weights + plan + report -> a version in MLflow's registry that scores raw rows."""
+
+import importlib.metadata
+import json
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from mlflow.exceptions import MlflowException
+from mlflow.models import ModelSignature
+from mlflow.types.schema import AnyType, Array, ColSpec, DataType, Schema
+from pydantic import BaseModel
+
+from models.config import DLRMConfig
+from pipeline.errors import ConfigError, RegistryError
+from pipeline.registration import scorer
+from pipeline.registration.tracking import Tracker
+from pipeline.transforms.column import Kind
+from pipeline.transforms.plan import Plan
+from storage.artifacts import write_json, write_text
+
+TOLERANCE = 1e-6
+"""Largest difference between the trainer's probabilities and the registered model's."""
+CHAMPION, CHALLENGER = "champion", "challenger"
+IDENTITY = "identity"
+"""Tag of a version: what it was made from, so that the same work is recognised."""
+REQUIREMENTS = (
+    *("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "safetensors"),
+    *("mlflow", "numba", "numpy", "pandas", "pyarrow", "pydantic", "pyiceberg"),
+)
+"""What a process that serves the model needs, at the versions it was trained with."""
+
+
+class ModelVersion(BaseModel, frozen=True):
+    """A version in the registry."""
+
+    name: str
+    version: int
+    alias: str
+
+
+def pack(folder: Path, weights: Path, plan: Plan, model: DLRMConfig, schema: pa.Schema) -> Path:
+    """Puts what a scorer needs into one folder: no pickle, readable by eye but for the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(weights, folder / scorer.WEIGHTS)
+    write_text(folder / scorer.PLAN, plan.model_dump_json(indent=2))
+    columns = {name: column_type(schema.field(name).type, plan.raw[name]) for name in plan.columns}
+    write_json(folder / scorer.MODEL, {"model": model.model_dump(mode="json"), "columns": columns})
+    return folder
+
+
+def column_type(kind: pa.DataType, uses: Sequence[Kind]) -> str:
+    """A raw column's type as a caller of the model knows it; numbers are doubles unless they are ids."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return f"list<{column_type(kind.value_type, uses)}>"
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return "string"
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        return "timestamp"
+    return "long" if "sparse" in uses and not pa.types.is_floating(kind) else "double"
+
+
+def raw_frame(rows: pa.Table, columns: Mapping[str, str]) -> pd.DataFrame:
+    """Warehouse rows as the data frame a caller would send.
+
+    Integer ids with a null among them are sent as lists of one: pandas, JSON readers and MLflow would make
+    floats of them, which lose the last digits of large ids.
+    """
+    series = {}
+    for name, kind in columns.items():
+        values = rows.column(name).to_pylist()
+        if kind == "double":
+            series[name] = pd.Series([np.nan if value is None else float(value) for value in values], dtype="float64")
+        elif kind == "timestamp":
+            series[name] = pd.Series(rows.column(name).cast(pa.timestamp("us")).to_numpy(), dtype="datetime64[us]")
+        elif kind == "list<double>":
+            series[name] = pd.Series([_numbers(value) for value in values], dtype="object")
+        elif kind.startswith("list"):
+            series[name] = pd.Series([_present(value) for value in values], dtype="object")
+        elif kind == "long" and None in values:
+            series[name] = pd.Series([[] if value is None else [int(value)] for value in values], dtype="object")
+        else:
+            series[name] = pd.Series(values, dtype="int64" if kind == "long" else "object")
+    return pd.DataFrame(series)
+
+
+def _present(items: list[Any] | None) -> list[Any] | None:
+    """A list without its nulls, which no op sees either."""
+    return None if items is None else [item for item in items if item is not None]
+
+
+def _numbers(items: list[Any] | None) -> list[float] | None:
+    """A list of scores, with NaN where one is null: it keeps its place beside its id."""
+    return None if items is None else [np.nan if item is None else float(item) for item in items]
+
+
+def signature_of(columns: Mapping[str, str]) -> ModelSignature:
+    """MLflow's signature: every raw column may hold nulls.
+
+    Single integer ids are declared as any type, an integer or a list of at most one: MLflow's `long` cannot be null.
+    """
+    types: dict[str, Any] = {
+        "double": DataType.double,
+        "long": AnyType(),
+        "string": DataType.string,
+        "timestamp": DataType.datetime,
+        "list<double>": Array(DataType.double),
+        "list<long>": Array(DataType.long),
+        "list<string>": AnyType(),  # Array(string) makes text of a null and cuts the others to its length
+    }
+    inputs: list[Any] = [ColSpec(types[kind], name=name, required=False) for name, kind in columns.items()]
+    return ModelSignature(inputs=Schema(inputs), outputs=Schema([ColSpec(DataType.double, name="probability")]))
+
+
+def register(
+    tracker: Tracker,
+    run_id: str,
+    name: str,
+    folder: Path,
+    probe: pa.Table,
+    expected: list[float],
+    tags: Mapping[str, str],
+    root: Path,
+) -> ModelVersion:
+    """Registers a packed model once the loaded copy has given the trainer's probabilities on the probe's raw rows.
+
+    Args:
+        probe: Raw rows, in the order of `expected`.
+        root: Holds the packages that travel with the model.
+    Raises:
+        RegistryError: If the copy scores differently; nothing is registered then.
+    """
+    columns: dict[str, str] = json.loads((folder / scorer.MODEL).read_text(encoding="utf-8"))["columns"]
+    frame = raw_frame(probe, columns)
+    with mlflow.start_run(run_id=run_id), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # hints about type hints and integer columns that the signature answers
+        info = mlflow.pyfunc.log_model(
+            name="model",
+            python_model=str(root / "pipeline" / "registration" / "scorer.py"),
+            artifacts={"model": str(folder)},
+            code_paths=[str(root / package) for package in ("pipeline", "models", "storage")],
+            signature=signature_of(columns),
+            input_example=frame.head(3),
+            pip_requirements=_requirements(),
+        )
+        loaded = mlflow.pyfunc.load_model(info.model_uri)
+        actual = loaded.predict(frame)["probability"].to_numpy()
+    difference = float(np.abs(actual - np.array(expected)).max()) if len(expected) == len(actual) else float("inf")
+    if not difference <= TOLERANCE:
+        raise RegistryError(
+            f"model of run {run_id}", f"the trainer's probabilities within {TOLERANCE}", f"{difference:.2g} apart",
+            "It is not registered; compare its plan and weights with the checkpoint's.",
+        )  # fmt: skip
+    with suppress(MlflowException):
+        tracker.client.create_registered_model(name)
+    version = tracker.client.create_model_version(name, info.model_uri, run_id, tags=dict(tags), model_id=info.model_id)
+    alias = CHALLENGER if CHAMPION in tracker.client.get_registered_model(name).aliases else CHAMPION
+    tracker.client.set_registered_model_alias(name, alias, version.version)
+    return ModelVersion(name=name, version=int(version.version), alias=alias)
+
+
+def find(tracker: Tracker, name: str, identity: str) -> list[tuple[int, str]]:
+    """(version, run id) of the versions made from the same work, oldest first."""
+    try:
+        versions = tracker.client.search_model_versions(f"name = '{_checked(name)}' and tags.{IDENTITY} = '{identity}'")
+    except MlflowException:
+        return []
+    return sorted((int(version.version), str(version.run_id)) for version in versions)
+
+
+def _requirements() -> list[str]:
+    found = []
+    for package in REQUIREMENTS:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package}=={importlib.metadata.version(package).split('+')[0]}")
+    return found
+
+
+def _checked(name: str) -> str:
+    if "'" in name:
+        raise ConfigError("registration.model_name", "a name without quotes", f'"{name}"', "Rename it.")
+    return name

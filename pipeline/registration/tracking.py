@@ -1,0 +1,141 @@
+"""MLflow runs: one per training, always ended, resumed rather than repeated."""
+
+import json
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import psutil
+from matplotlib.figure import Figure
+from mlflow.data.code_dataset_source import CodeDatasetSource
+from mlflow.data.meta_dataset import MetaDataset
+from mlflow.entities import DatasetInput, InputTag, Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+from pydantic import BaseModel
+
+PARAM_CHARACTERS = 500
+"""Longest parameter value shown; the whole config is an artifact."""
+RESULT = "result.json"
+KIND = {"mlflow.experimentKind": "custom_model_development"}
+"""Opens an experiment in MLflow's view of trainings, not of prompts."""
+
+
+class RegistrationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Where runs and models are recorded."""
+
+    tracking_uri: str | None = None
+    """MLflow server or database; None: MLFLOW_TRACKING_URI, else SQLite below `home`."""
+    model_name: str | None = None
+    """Name in the registry; None: the config's name."""
+
+
+class Tracker:
+    """Runs of one experiment.
+
+    Args:
+        config: Names the server.
+        home: Folder of the embedded database and of artifacts.
+        experiment: Name of the experiment, made if absent.
+    """
+
+    def __init__(self, config: RegistrationConfig, home: Path, experiment: str) -> None:
+        named = os.environ.get("MLFLOW_TRACKING_URI")
+        self.uri = config.tracking_uri or named or embedded_uri(home)
+        if self.uri.startswith("sqlite:///"):
+            Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        mlflow.set_tracking_uri(self.uri)
+        if named is None:  # MLflow has set it for all that comes after: another home has a database of its own
+            os.environ.pop("MLFLOW_TRACKING_URI", None)
+        self.client = MlflowClient(tracking_uri=self.uri)
+        self.experiment = experiment
+        self.experiment_id = self._experiment(experiment, home)
+
+    def _experiment(self, name: str, home: Path) -> str:
+        found = self.client.get_experiment_by_name(name)
+        if found is None:
+            folder = None if self.uri.startswith("http") else (home / "mlflow" / "artifacts" / name).resolve().as_uri()
+            with suppress(MlflowException):  # made by another process meanwhile
+                return str(self.client.create_experiment(name, artifact_location=folder, tags=KIND))
+            found = self.client.get_experiment_by_name(name)
+        assert found is not None
+        return str(found.experiment_id)
+
+    def start(self, name: str, params: Mapping[str, Any], tags: Mapping[str, str], resume: str | None) -> str:
+        """The id of a running run: the one to resume if it still exists, else a new one."""
+        tags = {**tags, "dlrm.host": socket.gethostname(), "dlrm.pid": str(os.getpid())}
+        if resume is not None:
+            with suppress(MlflowException):
+                self.client.update_run(resume, status="RUNNING")
+                for key, value in tags.items():
+                    self.client.set_tag(resume, key, value)
+                return resume
+        run: Run = self.client.create_run(self.experiment_id, run_name=name, tags=dict(tags))
+        shown = [Param(key, str(value)[:PARAM_CHARACTERS]) for key, value in params.items()]
+        for start in range(0, len(shown), 100):
+            self.client.log_batch(run.info.run_id, params=shown[start : start + 100])
+        return str(run.info.run_id)
+
+    def log(self, run_id: str, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Metrics of one step; undefined ones are left out."""
+        now = mlflow.utils.time.get_current_time_millis()
+        values = [Metric(key, float(value), now, step) for key, value in metrics.items() if value is not None]
+        self.client.log_batch(run_id, metrics=values)
+
+    def curves(self, run_id: str, names: Iterable[str]) -> dict[str, list[tuple[int, float]]]:
+        """Logged metrics as (step, value) points; a step logged again after a resume counts once, by its last value."""
+        history = {name: self.client.get_metric_history(run_id, name) for name in names}
+        return {
+            name: sorted({metric.step: metric.value for metric in points}.items()) for name, points in history.items()
+        }
+
+    def log_figures(self, run_id: str, figures: Mapping[str, Figure]) -> None:
+        """Figures as PNG under `plots/`."""
+        for name, figure in figures.items():
+            self.client.log_figure(run_id, figure, f"plots/{name}.png")
+
+    def log_json(self, run_id: str, value: Any, path: str) -> None:
+        """A JSON file among the run's artifacts."""
+        self.client.log_text(run_id, json.dumps(value, indent=2, sort_keys=True, default=str), path)
+
+    def log_snapshot(self, run_id: str, table: str, snapshot_id: int, rows: int) -> None:
+        """The training data as a data set of the run."""
+        source = CodeDatasetSource(tags={"table": table, "snapshot_id": str(snapshot_id)})
+        data = MetaDataset(source, name=table, digest=str(snapshot_id)[-12:])  # type: ignore[abstract]
+        entity = data._to_mlflow_entity()
+        self.client.log_inputs(
+            run_id, [DatasetInput(entity, [InputTag("mlflow.data.context", f"training, {rows} rows")])]
+        )
+
+    def end(self, run_id: str, status: str) -> None:
+        """Ends a run: FINISHED, FAILED or KILLED."""
+        self.client.set_terminated(run_id, status)
+
+    def reap(self) -> list[str]:
+        """Ends runs that a killed process of this machine left RUNNING."""
+        stale = []
+        for run in self.client.search_runs([self.experiment_id], "attributes.status = 'RUNNING'"):
+            host, pid = run.data.tags.get("dlrm.host"), run.data.tags.get("dlrm.pid")
+            if host == socket.gethostname() and pid is not None and not psutil.pid_exists(int(pid)):
+                self.end(run.info.run_id, "KILLED")
+                stale.append(str(run.info.run_id))
+        return stale
+
+    def result(self, run_id: str) -> dict[str, Any]:
+        """The result line of a finished run."""
+        with open(mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=RESULT), encoding="utf-8") as file:
+            record: dict[str, Any] = json.load(file)
+        return record
+
+    def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
+        """Tags of a run."""
+        self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+
+def embedded_uri(home: Path) -> str:
+    """The database used where no server is named."""
+    return f"sqlite:///{home.resolve()}/mlflow/mlflow.db"

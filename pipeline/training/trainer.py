@@ -1,0 +1,396 @@
+"""The loop."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pydantic import BaseModel
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from pipeline import checkpoint
+from pipeline.batch import Batch, Position, Times
+from pipeline.errors import TrainingError
+from pipeline.training.averaging import WeightAverage
+from pipeline.training.config import TrainConfig
+from pipeline.training.optim import dense_optimizer, dense_parameters, set_learning_rates
+
+BEST = "best"
+"""Name of the checkpoint with the lowest validation NE."""
+LOWER = "Lower the learning rates; the last good checkpoint is kept."
+
+
+class Sums(BaseModel, frozen=True):
+    """What NE and calibration need of a stretch of rows."""
+
+    rows: float = 0.0
+    loss: float = 0.0
+    labels: float = 0.0
+    predictions: float = 0.0
+
+    def plus(self, other: "Sums") -> "Sums":
+        """Both stretches together."""
+        return Sums(**{name: getattr(self, name) + getattr(other, name) for name in Sums.model_fields})
+
+    @property
+    def ne(self) -> float | None:
+        """Log loss over the entropy of the base rate; None where the labels are all alike."""
+        if not 0.0 < self.labels < self.rows:
+            return None
+        rate = self.labels / self.rows
+        return self.loss / self.rows / -(rate * math.log(rate) + (1.0 - rate) * math.log(1.0 - rate))
+
+
+class Progress(BaseModel, frozen=True):
+    """Where training stands; saved with every checkpoint."""
+
+    steps: int = 0
+    rows: int = 0
+    position: Position = Position()
+    first_sight: Sums = Sums()
+    """Rows predicted before they were ever trained on: the progressive NE."""
+    best_ne: float | None = None
+    best_step: int | None = None
+    worse_validations: int = 0
+    validated_step: int | None = None
+    averaged: int = 0
+    """Weights in the running mean."""
+    busy_seconds: float = 0.0
+    """Time in steps and in waiting for batches, over all attempts."""
+    wait_seconds: float = 0.0
+    """The part of it spent waiting."""
+    finished: bool = False
+
+    @property
+    def speed(self) -> float:
+        """Rows a second."""
+        return self.rows / self.busy_seconds if self.busy_seconds else 0.0
+
+    @property
+    def stalled(self) -> float:
+        """Share of the time spent waiting for batches."""
+        return self.wait_seconds / self.busy_seconds if self.busy_seconds else 0.0
+
+    def after(self, batch: Batch) -> "Progress":
+        """Progress once the batch is trained."""
+        return self.model_copy(
+            update={"steps": self.steps + 1, "rows": self.rows + batch.global_rows, "position": batch.position}
+        )
+
+
+class Trainer:
+    """Trains one model on the batches it is given.
+
+    Args:
+        batches: Position -> the rest of that epoch's batches of this rank.
+        validate: Model -> loss sums over the validation rows; None where there are none.
+        folder: Checkpoints are kept below it.
+        emit: Called with JSON values on rank 0; the launcher's view of the run.
+    """
+
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        config: TrainConfig,
+        batches: Callable[[Position], Iterator[Batch]],
+        validate: Callable[[DistributedModelParallel], Sums] | None,
+        folder: Path,
+        emit: Callable[[dict[str, Any]], None],
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.model, self.config, self.batches, self.validation = model, config, batches, validate
+        self.folder, self.emit, self.seed, self.device = folder, emit, seed, device
+        self.optimizer = dense_optimizer(model, config)
+        self.progress = Progress()
+        self.average = None if config.average_from_step is None else WeightAverage(model)
+        self.window = torch.zeros(4, dtype=torch.float64, device=device)
+        self.step_seconds = 0.0
+        self.times: list[Times] = []
+
+    def train(self) -> Progress:
+        """Train to the end of the plan, starting from the last checkpoint if there is one."""
+        self.restore()
+        while not self.done():
+            for batch in self.batches(self.progress.position):
+                self.train_step(batch)
+                self.progress = self.progress.after(batch)  # the batch trained, not the batch prefetched
+                if self.due(self.config.average_every_steps):
+                    self.take_average()
+                if self.due(self.config.log_every_steps):
+                    self.log()
+                if self.due(self.config.validate_every_steps):
+                    self.validate()
+                if self.due(self.config.checkpoint_every_steps):
+                    self.save()
+                if self.done():
+                    break
+            else:
+                self.end_epoch()
+        self.finish()
+        self.require_steps()
+        return self.progress
+
+    def require_steps(self) -> None:
+        """Running out of rows is an error where a number of steps was asked for.
+
+        Raises:
+            TrainingError: If fewer updates were made, and early stopping is not why.
+        """
+        wanted, patience = self.config.max_steps, self.config.patience
+        stopped = patience is not None and self.progress.worse_validations >= patience
+        if wanted is not None and self.progress.steps < wanted and not stopped:
+            raise TrainingError(
+                "training.max_steps",
+                f"{wanted} steps",
+                f"rows for {self.progress.steps}",
+                "Raise epochs, or lower max_steps.",
+            )
+
+    def train_step(self, batch: Batch) -> None:
+        """Forward, backward, update. The loss is the mean over the GLOBAL batch, whatever share this rank has."""
+        start = time.perf_counter()
+        # A function of the step alone: dropout repeats after a resume.
+        torch.manual_seed(
+            int(np.random.SeedSequence([self.seed, self.progress.steps, dist.get_rank()]).generate_state(1)[0])
+        )
+        set_learning_rates(self.model, self.optimizer, self.config, self.progress.steps)
+        batch = batch.to(self.device)
+        self.optimizer.zero_grad()
+        logits = self.model(batch.dense, batch.sparse)
+        losses = F.binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="none")
+        # Gradients are averaged over the ranks, so the mean over all rows needs the factor world_size.
+        (losses.sum() * (dist.get_world_size() / batch.global_rows)).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.window += loss_sums(logits.detach(), losses.detach(), batch)
+        self.times.append(batch.times)
+        self.step_seconds += time.perf_counter() - start
+
+    def take_average(self) -> None:
+        """Adds the weights to their running mean, once that has begun."""
+        first = self.config.average_from_step
+        if self.average is not None and first is not None and self.progress.steps >= first:
+            self.progress = self.progress.model_copy(update={"averaged": self.progress.averaged + 1})
+            self.average.take(self.progress.averaged)
+
+    def done(self) -> bool:
+        """Whether the plan is fulfilled or early stopping has ended it."""
+        config, progress = self.config, self.progress
+        stopped = config.patience is not None and progress.worse_validations >= config.patience
+        enough = config.max_steps is not None and progress.steps >= config.max_steps
+        return progress.finished or stopped or enough or progress.position.epoch >= config.epochs
+
+    def due(self, every: int | None) -> bool:
+        """Whether something that happens every so many steps happens now."""
+        return every is not None and self.progress.steps % every == 0
+
+    def end_epoch(self) -> None:
+        """Moves on to the next epoch."""
+        if self.progress.position.batches == 0:
+            raise TrainingError(
+                "training rows", "at least one batch an epoch", "none", "Check the split and the filter."
+            )
+        self.log()
+        if self.config.validate_every_steps is None:
+            self.validate()
+        self.progress = self.progress.model_copy(update={"position": Position(epoch=self.progress.position.epoch + 1)})
+
+    def log(self) -> None:
+        """Reports the NE of the rows since the last report, and of all rows on first sight."""
+        window = self.take_window()
+        values: dict[str, float | None] = {"train_ne_window": window.ne, **self.take_times()}
+        if self.progress.position.epoch == 0:
+            self.progress = self.progress.model_copy(update={"first_sight": self.progress.first_sight.plus(window)})
+            values["train_ne_progressive"] = self.progress.first_sight.ne
+        if window.rows:
+            values["train_calibration_window"] = window.predictions / window.labels if window.labels else None
+            self.report(values)
+
+    def take_window(self) -> Sums:
+        """Loss sums of all ranks since the last call.
+
+        Raises:
+            TrainingError: If the loss is not a number any more.
+        """
+        total = self.window.clone()
+        dist.all_reduce(total)
+        self.window.zero_()
+        rows, loss, labels, predictions = total.tolist()
+        if not math.isfinite(loss):
+            raise TrainingError(f"loss at step {self.progress.steps}", "a finite number", f"{loss}", LOWER)
+        return Sums(rows=rows, loss=loss, labels=labels, predictions=predictions)
+
+    def take_times(self) -> dict[str, float]:
+        """Adds the time since the last call to the progress; the share of it spent waiting, and means of a batch."""
+        if not self.times:
+            return {}
+        waited = sum(times.wait for times in self.times)
+        busy = self.step_seconds + waited
+        update = {"busy_seconds": self.progress.busy_seconds + busy}
+        update["wait_seconds"] = self.progress.wait_seconds + waited
+        self.progress = self.progress.model_copy(update=update)
+        means = {
+            f"batch_{name}_seconds": float(np.mean([getattr(t, name) for t in self.times]))
+            for name in Times.model_fields
+        }
+        self.step_seconds, self.times = 0.0, []
+        return means | {"stall_fraction_window": waited / busy if busy else 0.0}
+
+    def validate(self) -> None:
+        """Judges the model, its mean weights once there are some; the best one so far is kept."""
+        if self.validation is None:
+            return
+        with self.average.applied() if self.average is not None and self.progress.averaged else nullcontext():
+            self.model.eval()
+            with torch.no_grad():
+                sums = self.validation(self.model)
+            self.model.train()
+            if self.judge(sums):
+                self.save(BEST)
+
+    def judge(self, sums: Sums) -> bool:
+        """Takes a validation into the progress; whether it is the best so far.
+
+        Raises:
+            TrainingError: If its loss is not a number, or NE is not defined.
+        """
+        ne, best = sums.ne, self.progress.best_ne
+        if not math.isfinite(sums.loss):
+            raise TrainingError(
+                f"validation loss at step {self.progress.steps}", "a finite number", f"{sums.loss}", LOWER
+            )
+        if ne is None:
+            raise TrainingError(
+                "validation rows", "both labels among them", "one only", "Choose other validation rows."
+            )
+        better = best is None or ne < best
+        update: dict[str, Any] = {"worse_validations": 0 if better else self.progress.worse_validations + 1}
+        update["validated_step"] = self.progress.steps
+        if better:
+            update |= {"best_ne": ne, "best_step": self.progress.steps}
+        self.progress = self.progress.model_copy(update=update)
+        self.report({"valid_ne": ne, "valid_calibration": sums.predictions / sums.labels})
+        return better
+
+    def report(self, values: dict[str, float | None]) -> None:
+        """Hands metrics of this step on."""
+        metrics = values | {"rows_per_second": self.progress.speed, "stall_fraction": self.progress.stalled}
+        self.emit({"event": "metrics", "step": self.progress.steps, "rows": self.progress.rows, "metrics": metrics})
+
+    def state(self) -> dict[str, Any]:
+        """All tensors of model and optimizers by name; sharded ones as this rank's shards."""
+        tensors: dict[str, Any] = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
+        for parameter, slots in self.model.fused_optimizer.state_dict()["state"].items():
+            tensors |= {
+                f"tables/{parameter}/{slot}": value for slot, value in slots.items() if hasattr(value, "local_shards")
+            }
+        for name, dense in dense_parameters(self.model):
+            for slot, value in self.optimizer.state[dense].items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"dense/{name}/{slot}"] = value
+        if self.average is not None:
+            tensors |= {f"average/{name}": tensor for name, tensor in self.average.means.items()}
+        return tensors
+
+    def save(self, name: str | None = None) -> None:
+        """Writes a checkpoint of the step, or one with a name of its own."""
+        if name is None:
+            self.log()  # a loss that is not finite is found here, before anything is kept
+        tensors = self.state()
+        self.require_finite(tensors)  # the last update may have broken what the loss before it was still good with
+        checkpoint.save(self.folder / (name or f"step-{self.progress.steps:010d}"), tensors, self.progress.model_dump())
+        if name is None and dist.get_rank() == 0:
+            checkpoint.prune(self.folder, self.config.keep_checkpoints)
+
+    def require_finite(self, tensors: dict[str, Any]) -> None:
+        """Looks at every number before it is kept.
+
+        Raises:
+            TrainingError: On every rank alike, if one holds a number that is not finite; names the first such tensor.
+        """
+        names = sorted(tensors)
+        bad = torch.tensor([not _finite(tensors[name]) for name in names], dtype=torch.int32, device=self.device)
+        dist.all_reduce(bad)
+        if bad.any():
+            name = names[int(bad.nonzero()[0])]
+            where = f"weights at step {self.progress.steps}, '{name}'"
+            raise TrainingError(where, "finite numbers", "inf or nan", LOWER)
+
+    def restore(self) -> None:
+        """Continues from the newest whole checkpoint, if there is one."""
+        folder = checkpoint.latest(self.folder)
+        dist.barrier()
+        if folder is not None:
+            self.load(folder)
+            self.emit({"event": "resumed", "step": self.progress.steps, "rows": self.progress.rows})
+
+    def load(self, folder: Path) -> None:
+        """Puts a checkpoint's tensors and progress in place."""
+        if any(name.startswith("dense/") for name in checkpoint.stored_tensors(folder)):
+            self._make_dense_state()
+        checkpoint.load(folder, self.state())
+        self.progress = Progress.model_validate(checkpoint.read_progress(folder))
+
+    def finish(self) -> None:
+        """Marks the end, so that the same command does not train further, and goes back to the best model."""
+        if not self.progress.finished:
+            if self.progress.validated_step != self.progress.steps:
+                self.validate()
+            self.progress = self.progress.model_copy(update={"finished": True})
+            self.save()
+        final = self.progress
+        if final.best_step is not None:
+            checkpoint.verify(self.folder / BEST)
+            self.load(self.folder / BEST)
+            self.progress = final
+        elif self.average is not None and final.averaged:
+            self.average.apply()
+
+    def _make_dense_state(self) -> None:
+        """Dense optimizers make their state at the first step: a step with zero gradients and rates makes it."""
+        for _, parameter in dense_parameters(self.model):
+            parameter.grad = torch.zeros_like(parameter)
+        rates = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.0, 0.0
+        self.optimizer.step()
+        for group, (rate, decay) in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"], group["weight_decay"] = rate, decay
+
+
+def _finite(tensor: Any) -> bool:
+    """Whether all numbers are finite; a sum says so without a mask as large as a table."""
+    parts = [shard.tensor for shard in tensor.local_shards()] if hasattr(tensor, "local_shards") else [tensor]
+    return all(math.isfinite(part.sum(dtype=torch.float64).item()) for part in parts)
+
+
+def loss_sums(logits: torch.Tensor, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """(rows, loss, labels, predictions) of a batch, float64 [4]."""
+    weights = batch.weights.double()
+    return torch.stack(
+        [
+            weights.sum(),
+            losses.double().sum(),
+            (batch.labels.double() * weights).sum(),
+            (torch.sigmoid(logits.double()) * weights).sum(),
+        ]
+    )
+
+
+def evaluate_sums(model: DistributedModelParallel, batches: Iterator[Batch], device: torch.device) -> Sums:
+    """Loss sums of all ranks over some batches; the model is left as it is."""
+    total = torch.zeros(4, dtype=torch.float64, device=device)
+    for batch in batches:
+        batch = batch.to(device)
+        logits = model(batch.dense, batch.sparse)
+        losses = F.binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="none")
+        total += loss_sums(logits, losses, batch)
+    dist.all_reduce(total)
+    rows, loss, labels, predictions = total.tolist()
+    return Sums(rows=rows, loss=loss, labels=labels, predictions=predictions)

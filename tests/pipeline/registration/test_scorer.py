@@ -1,0 +1,217 @@
+"""Raw rows in, probabilities out: against the same arithmetic written by hand, and what is refused."""
+
+import datetime
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from mlflow.models.utils import _enforce_schema
+from safetensors.torch import save_file
+
+from models.config import DLRMConfig
+from models.dlrm import DLRM, Bag
+from pipeline.errors import InputError
+from pipeline.registration.register import column_type, pack, raw_frame, signature_of
+from pipeline.registration.scorer import LoadedModel
+from pipeline.schema import FeatureSchema
+from pipeline.transforms.plan import build_plan
+
+SCHEMA = FeatureSchema.model_validate(
+    {
+        "dense": [{"columns": ["age"], "transforms": [{"kind": "standardise", "mean": 30, "std": 10}, {"kind": "fill_null"}]}],
+        "sparse": [
+            {"columns": ["user", "country"], "transforms": [{"kind": "sigrid_hash", "size": 50}]},
+            {"columns": ["tags"], "pooling": "mean", "transforms": [{"kind": "first_x", "limit": 2}, {"kind": "sigrid_hash", "size": 50}]},
+        ],
+    }
+)  # fmt: skip
+BIG = 2**62 + 1
+ROWS = pa.table(
+    {
+        "age": [25, None, 61],
+        "user": pa.array([BIG, -3, None], pa.int64()),
+        "country": ["DE", None, "Åland"],
+        "tags": pa.array([[1, 2, 3], [], None], pa.list_(pa.int64())),
+    }
+)
+
+
+@pytest.fixture
+def loaded(tmp_path):
+    torch.manual_seed(0)
+    config = DLRMConfig(embedding_width=4, bottom_mlp=(4,), top_mlp=(8,))
+    plan = build_plan(SCHEMA, ROWS.schema)
+    model = DLRM(config, 1, [Bag(f.name, f.table, f.rows, f.pooling) for f in plan.sparse])
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    return LoadedModel(pack(tmp_path / "model", tmp_path / "weights.safetensors", plan, config, ROWS.schema))
+
+
+def by_hand(loaded: LoadedModel, row: dict) -> float:
+    """One row, with no code of the project but the hash."""
+    weights = {name: value.double() for name, value in loaded.model.state_dict().items()}
+    columns = loaded.plan.apply(pa.Table.from_pylist([row], ROWS.schema)).sparse
+    age = 0.0 if row["age"] is None else (row["age"] - 30) / 10
+    dense = torch.tensor([age], dtype=torch.float64)
+    for layer in ("bottom.0", "bottom.2"):
+        dense = torch.relu(weights[f"{layer}.weight"] @ dense + weights[f"{layer}.bias"])
+    vectors = [dense]
+    for name, column in zip(("user", "country", "tags"), columns, strict=True):
+        found = weights[f"embeddings.embedding_bags.{name}.weight"][column.values].sum(0)
+        vectors.append(found / max(len(column.values), 1) if name == "tags" else found)
+    pairs = [vectors[i] @ vectors[j] for i in range(4) for j in range(i + 1, 4)]
+    hidden = torch.relu(weights["top.0.weight"] @ torch.cat([dense, torch.stack(pairs)]) + weights["top.0.bias"])
+    return float(torch.sigmoid(weights["logit.weight"] @ hidden + weights["logit.bias"]))
+
+
+def test_scores_by_hand(loaded):
+    expected = [by_hand(loaded, row) for row in ROWS.to_pylist()]
+    assert loaded.score(ROWS) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_data_frame_scores_like_the_warehouse_rows(loaded):
+    frame = raw_frame(ROWS, loaded.columns)
+    assert loaded.score(loaded.table_of(frame)).tolist() == loaded.score(ROWS).tolist()
+    assert loaded.score(loaded.table_of(frame.assign(unused="x"))).tolist() == loaded.score(ROWS).tolist()
+
+
+def test_no_rows(loaded):
+    assert loaded.score(ROWS.slice(0, 0)).tolist() == []
+
+
+def test_a_row_scores_the_same_in_any_company(loaded):
+    many = pa.concat_tables([ROWS] * 5_000)
+    assert np.abs(loaded.score(many)[:3] - loaded.score(ROWS)).max() < 1e-7
+
+
+def frame(**columns) -> pd.DataFrame:
+    return pd.DataFrame(
+        {"age": [1.0], "user": [1], "country": ["DE"], "tags": [[1]]} | {k: [v] for k, v in columns.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"country": 5}, "row 0, column 'country': expected string, got 5. Correct the value, or leave it null."),
+        ({"tags": ["a"]}, "row 0, column 'tags': expected list<long>, got ['a']. Correct the value, or leave it null."),
+        ({"age": "old"}, "row 0, column 'age': expected double, got 'old'. Correct the value, or leave it null."),
+        ({"user": 2**64}, "row 0, column 'user': expected long, got 18446744073709551616. Correct the value, or leave it null."),
+        ({"user": float(2**60)}, "row 0, column 'user': expected long, got 1.152921504606847e+18. A null in the column made it a float; send ids as [id]."),
+    ],
+)  # fmt: skip
+def test_a_bad_value_names_row_and_column(loaded, change, sentence):
+    with pytest.raises(InputError) as caught:
+        loaded.table_of(frame(**change))
+    assert str(caught.value) == sentence
+
+
+def test_a_missing_column_is_named(loaded):
+    with pytest.raises(InputError) as caught:
+        loaded.table_of(frame().drop(columns="tags"))
+    assert str(caught.value) == "input: expected columns age, country, tags, user, got none named tags. Add them."
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), pd.NA])
+def test_missing_values_are_null(loaded, missing):
+    rows = loaded.table_of(frame(age=missing, user=missing, country=missing, tags=None))
+    assert rows.to_pylist() == [{"age": None, "country": None, "tags": None, "user": None}]
+
+
+def test_ids_may_be_lists_of_one(loaded):
+    assert loaded.table_of(frame(user=[BIG])).column("user").to_pylist() == [BIG]
+    assert loaded.table_of(frame(user=[])).column("user").to_pylist() == [None]
+
+
+def test_column_types():
+    kinds = {"dense": [pa.int32(), pa.float32()], "sparse": [pa.int32(), pa.string(), pa.large_list(pa.int64()), pa.list_(pa.string())]}  # fmt: skip
+    kinds["scores"] = [pa.list_(pa.float64()), pa.large_list(pa.float32()), pa.list_(pa.int64())]
+    kinds["dense"] += [pa.timestamp("us"), pa.timestamp("us", "UTC"), pa.date32(), pa.bool_()]
+    found = {use: [column_type(kind, [use]) for kind in types] for use, types in kinds.items()}
+    times = ["timestamp"] * 3
+    assert found.pop("scores") == ["list<double>"] * 3
+    assert column_type(pa.int64(), ["dense", "sparse"]) == "long"
+    assert found == {
+        "dense": ["double", "double", *times, "double"],
+        "sparse": ["long", "string", "list<long>", "list<string>"],
+    }
+    names = {
+        "a": "double",
+        "b": "long",
+        "c": "string",
+        "d": "list<long>",
+        "e": "list<string>",
+        "f": "timestamp",
+        "g": "list<double>",
+    }
+    assert [str(column.type) for column in signature_of(names).inputs] == ["DataType.double", "Any", "DataType.string", "Array(long)", "Any", "DataType.datetime", "Array(double)"]  # fmt: skip
+
+
+def test_nulls_inside_lists_are_left_out_of_what_is_sent():
+    rows = pa.table({"a": pa.array([[1, None, 2], None]), "b": [["abc", None], ["abc"]], "c": pa.array([True, None])})
+    sent = raw_frame(rows, {"a": "list<long>", "b": "list<string>", "c": "long"})
+    assert sent["a"].tolist() == [[1, 2], None]
+    assert sent["b"].tolist() == [["abc"], ["abc"]]
+    assert sent["c"].tolist() == [[1], []]
+
+
+DERIVED = FeatureSchema.model_validate(
+    {
+        "derived": [
+            {"kind": "get_local_hour", "inputs": ["at"], "output": "hour"},
+            {"kind": "compute_score", "function": "mean", "inputs": ["weights"], "output": "weight"},
+        ],
+        "dense": [{"columns": ["weight"], "transforms": [{"kind": "fill_null"}]}, {"columns": "since", "transforms": [{"kind": "standardise", "mean": 0, "std": 1e9}]}],
+        "sparse": [{"columns": ["hour"]}],
+    }
+)  # fmt: skip
+TIMES = pa.table(
+    {
+        "at": pa.array([datetime.datetime(2025, 1, 2, 23, 59, 59, 999_999), None, datetime.datetime(1969, 7, 20, 20, 17)], pa.timestamp("us", "UTC")),
+        "since": pa.array([datetime.date(2020, 2, 29), datetime.date(1960, 1, 1), None]),
+        "weights": pa.array([[0.5, None, 2.0], [], None], pa.large_list(pa.float64())),
+    }
+)  # fmt: skip
+
+
+@pytest.fixture
+def timed(tmp_path):
+    config = DLRMConfig(embedding_width=4, bottom_mlp=(4,), top_mlp=(8,))
+    plan = build_plan(DERIVED, TIMES.schema)
+    model = DLRM(config, 2, [Bag(f.name, f.table, f.rows, f.pooling) for f in plan.sparse])
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    return LoadedModel(pack(tmp_path / "model", tmp_path / "weights.safetensors", plan, config, TIMES.schema))
+
+
+def test_times_and_scores_are_sent_as_they_are_stored(timed):
+    assert timed.columns == {"weights": "list<double>", "since": "timestamp", "at": "timestamp"}
+    sent = _enforce_schema(raw_frame(TIMES, timed.columns), signature_of(timed.columns).inputs)
+    assert timed.score(timed.table_of(sent)).tolist() == timed.score(TIMES).tolist()
+    assert timed.plan.apply(timed.table_of(sent)).sparse[0].values.tolist() == [23, 20]
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["2025-01-02T12:30:00+09:00", pd.Timestamp("2025-01-02 03:30"), np.datetime64("2025-01-02T03:30"), datetime.datetime(2025, 1, 2, 3, 30)],
+)  # fmt: skip
+def test_times_may_be_text_and_have_a_zone(timed, value):
+    row = pd.DataFrame({"at": pd.Series([value], dtype="object"), "since": [pd.NaT], "weights": [None]})
+    assert timed.table_of(row).to_pylist() == [
+        {"weights": None, "since": None, "at": datetime.datetime(2025, 1, 2, 3, 30)}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"at": 5}, "row 0, column 'at': expected timestamp, got 5. Correct the value, or leave it null."),
+        ({"at": "soon"}, "row 0, column 'at': expected timestamp, got 'soon'. Correct the value, or leave it null."),
+        ({"weights": ["a"]}, "row 0, column 'weights': expected list<double>, got ['a']. Correct the value, or leave it null."),
+    ],
+)  # fmt: skip
+def test_a_bad_time_or_score_names_row_and_column(timed, change, sentence):
+    row = pd.DataFrame({k: [v] for k, v in ({"at": None, "since": None, "weights": None} | change).items()})
+    with pytest.raises(InputError) as caught:
+        timed.table_of(row)
+    assert str(caught.value) == sentence

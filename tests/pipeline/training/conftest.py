@@ -1,0 +1,47 @@
+"""Trainers inside this process, as a group of one rank."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.batch import Batch, Position
+from pipeline.preprocessing.client import Client, Inline
+from pipeline.rank import RankSpec, build_model, client
+from pipeline.training.trainer import Sums, Trainer
+
+
+@pytest.fixture
+def make_trainer(
+    rank_spec: Callable[..., RankSpec], device: torch.device, tmp_path: Path
+) -> Callable[..., tuple[Trainer, list[dict[str, Any]]]]:
+    """(validate, batches, dropout, **training) -> a trainer on the small warehouse, and the list its events go to."""
+
+    def make(
+        validate: Callable[[Any], Sums] | None = None,
+        batches: Callable[[Position], Iterator[Batch]] | None = None,
+        dropout: float = 0.0,
+        **training: Any,
+    ) -> tuple[Trainer, list[dict[str, Any]]]:
+        spec = rank_spec(tmp_path, **training)
+        spec = spec.model_copy(update={"model": spec.model.model_copy(update={"dropout": dropout})})
+        model, _ = build_model(spec, 1, device)
+        events: list[dict[str, Any]] = []
+        source = batches or train_batches(spec).batches
+        return Trainer(
+            model, spec.training, source, validate, tmp_path / "checkpoints", events.append, spec.seed, device
+        ), events
+
+    return make
+
+
+@pytest.fixture
+def train_client(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> Client:
+    """The batches that a trainer of the small warehouse sees."""
+    return train_batches(rank_spec(tmp_path))
+
+
+def train_batches(spec: RankSpec) -> Client:
+    return client(spec, Inline({"train": spec.train}, spec.preprocessing), "train", spec.train, 0, shuffled=True)

@@ -1,0 +1,177 @@
+"""Ranks end when they should, and nothing is left of them; with ranks that need no torch and start at once."""
+
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pydantic import BaseModel
+
+from pipeline.errors import ContractError, TrainingError
+from pipeline.training import launch
+from pipeline.training.launch import Event, run_ranks
+
+TOY = """
+import json, os, signal, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]).parent, int(os.environ["RANK"])
+does = json.loads(Path(sys.argv[1]).read_text())["does"][rank]
+def emit(**event):
+    os.write(int(os.environ["DLRM_EVENTS_FD"]), (json.dumps(event) + "\\n").encode())
+def wait():
+    while True:
+        time.sleep(60)
+(folder / f"environment-{rank}").write_text(json.dumps(dict(os.environ)))
+if "DLRM_EVENTS_FD" in os.environ:
+    emit(event="start", pid=os.getpid())
+for word in does.split():
+    if word == "complain":
+        (folder / f"error-{rank}.json").write_text(json.dumps(["column 'a'", "numbers", "text", "Convert it."]))
+        sys.exit("ContractError")
+    elif word == "crash":
+        print("first line"); print("RuntimeError: no luck today.")
+        sys.exit(3)
+    elif word == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif word == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif word == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif word == "half":
+        os.write(int(os.environ["DLRM_EVENTS_FD"]), b'{"event": "resu')
+    elif word == "wait":
+        wait()
+    elif word == "result":
+        emit(event="result", value=42)
+    elif word == "ready":
+        (folder / f"ready-{rank}").touch()
+    elif word == "after-peer":
+        while not (folder / "ready-1").exists():
+            time.sleep(0.01)
+"""
+
+
+class Spec(BaseModel):
+    does: list[str]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Event]]:
+    """Runs one toy rank for each text; afterwards looks for what may be left."""
+    (tmp_path / "toy.py").write_text(TOY)
+    (tmp_path / "meetings").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "meetings"))
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.5)
+
+    def start(*does: str, deadline: int | None = 60, on_event: Callable[[Event], None] = lambda event: None) -> Event:
+        return run_ranks("toy", Spec(does=list(does)), tmp_path / "run", len(does), 1, deadline, on_event, tmp_path)
+
+    before, others = open_files(), set(psutil.Process().children())
+    yield start
+    assert set(psutil.Process().children()) <= others
+    eventually(lambda: open_files() == before)  # the reading thread closes its end by itself
+    assert not list((tmp_path / "meetings").iterdir())
+
+
+def open_files() -> list[str]:
+    """Pipes of this process; reading the list opens one file more, which is none."""
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(os.readlink(entry))
+        except OSError:
+            continue
+    return sorted(link for link in links if link.startswith("pipe:"))
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "it did not come true in time"
+        time.sleep(0.02)
+
+
+def test_result_and_events(run: Callable[..., Event], tmp_path: Path) -> None:
+    events: list[Event] = []
+    assert run("result", "", "", on_event=events.append) == {"event": "result", "value": 42}
+    assert [event["event"] for event in events] == ["start", "result"]
+    environments = [read_json(tmp_path / "run" / f"environment-{rank}") for rank in range(3)]
+    assert [env["RANK"] for env in environments] == ["0", "1", "2"]
+    assert {(env["WORLD_SIZE"], env["OMP_NUM_THREADS"], env["DLRM_PARENT"]) for env in environments} == {
+        ("3", "1", str(os.getpid()))
+    }
+    assert ["DLRM_EVENTS_FD" in env for env in environments] == [True, False, False]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+
+    value: dict[str, Any] = json.loads(path.read_text())
+    return value
+
+
+@pytest.mark.parametrize("does", [("complain", "wait"), ("wait", "complain"), ("after-peer crash", "ready complain")])
+def test_the_error_of_a_rank_comes_back_whole(run: Callable[..., Event], does: tuple[str, str]) -> None:
+    with pytest.raises(ContractError) as caught:
+        run(*does)
+    error = caught.value
+    assert (error.where, error.expected, error.actual, error.remedy) == ("column 'a'", "numbers", "text", "Convert it.")
+
+
+def test_an_error_of_an_earlier_run_is_forgotten(run: Callable[..., Event]) -> None:
+    with pytest.raises(ContractError):
+        run("wait", "complain")
+    assert run("result", "")["value"] == 42
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        (("wait", "crash"), "rank 1: expected to train to the end, got exit code 3: RuntimeError: no luck today. Run"),
+        (("kill", "wait"), "rank 0: expected to train to the end, got SIGKILL: no output. Run"),
+        (("result half kill", ""), "rank 0: expected to train to the end, got SIGKILL: no output. Run"),
+        (("half", ""), "training: expected a result from rank 0, got none. See"),
+    ],
+)
+def test_a_crash_is_told_with_the_end_of_the_log(
+    run: Callable[..., Event], tmp_path: Path, does: tuple[str, str], message: str
+) -> None:
+    with pytest.raises(TrainingError) as caught:
+        run(*does)
+    assert str(caught.value).startswith(message)
+    log = Path(caught.value.remedy.rsplit(" ", 1)[1].removesuffix("."))
+    assert log.parent == tmp_path / "run"
+    assert log.exists()
+
+
+@pytest.mark.parametrize("does", [("result wait", "wait"), ("result", "stop"), ("deaf wait", "result-less wait")])
+def test_hung_ranks_end_at_the_deadline(run: Callable[..., Event], does: tuple[str, str]) -> None:
+    with pytest.raises(TrainingError) as caught:
+        run(*does, deadline=1)
+    assert str(caught.value) == (
+        "training: expected an end within training.deadline_seconds=1, got ranks still at work. "
+        "Raise it, or run the command again to go on from the last checkpoint."
+    )
+
+
+def test_a_rank_stopped_from_outside_ends_at_the_deadline(run: Callable[..., Event]) -> None:
+    with pytest.raises(TrainingError, match="deadline_seconds=1"):
+        run("wait", "wait", deadline=1, on_event=lambda event: os.kill(event["pid"], signal.SIGSTOP))
+
+
+def test_an_interrupted_launcher_ends_its_ranks(run: Callable[..., Event]) -> None:
+    def interrupt(event: Event) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run("wait", "deaf wait", on_event=interrupt)
+
+
+def test_ranks_that_cannot_start_leave_nothing(run: Callable[..., Event], tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        run_ranks("toy", Spec(does=[""]), tmp_path / "run", 1, 1, None, print, tmp_path / "absent")

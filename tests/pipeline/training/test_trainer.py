@@ -1,0 +1,506 @@
+"""The loop against a plain one: same losses, same weights, and the same again after any interruption."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.metrics import log_loss
+
+from pipeline import checkpoint
+from pipeline.batch import Batch, Position, Times
+from pipeline.errors import TrainingError
+from pipeline.preprocessing.client import Client
+from pipeline.training import trainer as trainer_module
+from pipeline.training.trainer import Progress, Sums, Trainer
+
+Maker = Callable[..., tuple[Trainer, list[dict[str, Any]]]]
+STEPS = 14
+"""Batches of an epoch: 13 of 160 rows, and one of a single row."""
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    whole = checkpoint.full_state(trainer.model.state_dict())
+    assert whole is not None
+    return {name: value.clone() for name, value in whole.items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
+def scripted(values: list[float], seen: list[dict[str, torch.Tensor]] | None = None) -> Callable[[Any], Sums]:
+    """A validation that finds these NEs, one a call, and notes the weights it was given."""
+    coming = iter(values)
+
+    def validate(model: Any) -> Sums:
+        assert not model.training
+        if seen is not None:
+            whole = checkpoint.full_state(model.state_dict())
+            assert whole is not None
+            seen.append({name: value.clone() for name, value in whole.items()})
+        return Sums(rows=100, labels=50, predictions=50, loss=next(coming) * 100 * math.log(2.0))
+
+    return validate
+
+
+class PlainLoop:
+    """The same model on nn.functional, the same optimizers written down."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], table_rate: float, make_optimizer: Callable[..., Any]) -> None:
+        self.weights = {name: value.clone().requires_grad_() for name, value in weights.items()}
+        self.tables = [value for name, value in self.weights.items() if name.startswith("embeddings.")]
+        self.moments = [torch.zeros(len(table)) for table in self.tables]
+        dense = [value for name, value in self.weights.items() if not name.startswith("embeddings.")]
+        self.optimizer = make_optimizer(dense, lr=0.02, weight_decay=0.01)
+        self.table_rate = table_rate
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        w = self.weights
+        dense = batch.dense
+        for layer in ("bottom.0", "bottom.2"):
+            dense = F.relu(F.linear(dense, w[f"{layer}.weight"], w[f"{layer}.bias"]))
+        vectors = [dense]
+        for table, (name, mode) in zip(self.tables, {"cat_user": "sum", "list_items": "mean"}.items(), strict=True):
+            ids = batch.sparse[name]
+            vectors.append(F.embedding_bag(ids.values(), table, ids.offsets()[:-1], mode=mode))
+        pairs = [(vectors[i] * vectors[j]).sum(1, keepdim=True) for i, j in ((0, 1), (0, 2), (1, 2))]
+        hidden = F.relu(F.linear(torch.cat([dense, *pairs], 1), w["top.0.weight"], w["top.0.bias"]))
+        return F.linear(hidden, w["logit.weight"], w["logit.bias"]).squeeze(1)
+
+    def step(self, batch: Batch) -> np.ndarray:
+        """Losses of the rows before the update."""
+        losses = F.binary_cross_entropy_with_logits(self.forward(batch), batch.labels, reduction="none")
+        self.optimizer.zero_grad()
+        for table in self.tables:
+            table.grad = None
+        losses.mean().backward()
+        self.optimizer.step()
+        with torch.no_grad():
+            for table, moment in zip(self.tables, self.moments, strict=True):
+                assert table.grad is not None
+                moment += table.grad.square().mean(1)
+                table -= self.table_rate * table.grad / (moment.sqrt() + 1e-8)[:, None]
+        return losses.detach().double().numpy()
+
+
+def normalized(losses: np.ndarray, labels: np.ndarray) -> float:
+    return float(losses.mean() / log_loss(labels, np.full(len(labels), labels.mean())))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "kind", "optimizer"),
+    [("table_wise", "adamw", torch.optim.AdamW), ("row_wise", "adam", torch.optim.Adam)],
+)
+def test_training_is_the_plain_loop(
+    make_trainer: Maker, train_client: Client, sharding: str, kind: str, optimizer: Callable[..., Any]
+) -> None:
+    trainer, events = make_trainer(epochs=2, sharding=sharding, dense_optimizer=kind)
+    loop = PlainLoop(weights_of(trainer), table_rate=0.1, make_optimizer=optimizer)
+    progress = trainer.train()
+    found = {event["step"]: event["metrics"] for event in events if event["event"] == "metrics"}
+    assert sorted(found) == list(range(1, 2 * STEPS + 1))
+    losses: list[np.ndarray] = []
+    labels: list[np.ndarray] = []
+    for epoch in (0, 1):
+        for batch in train_client.batches(Position(epoch=epoch)):
+            losses.append(loop.step(batch))
+            labels.append(batch.labels.numpy())
+            metrics = found[len(losses)]
+            if len(batch.labels) > 1:
+                assert metrics["train_ne_window"] == pytest.approx(normalized(losses[-1], labels[-1]), abs=1e-4)
+            else:
+                assert metrics["train_ne_window"] is None
+            if epoch == 0 and len(losses) > 1:
+                first = np.concatenate(losses), np.concatenate(labels)
+                assert metrics["train_ne_progressive"] == pytest.approx(normalized(*first), abs=1e-4)
+    for name, value in weights_of(trainer).items():
+        torch.testing.assert_close(
+            value, loop.weights[name].detach(), atol=1e-4, rtol=0.0, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    first = np.concatenate(losses[:STEPS]), np.concatenate(labels[:STEPS])
+    assert progress.first_sight.ne == pytest.approx(normalized(*first), abs=1e-4)
+    assert progress.first_sight.rows == 2081
+    assert (progress.steps, progress.rows) == (2 * STEPS, 2 * 2081)
+
+
+def test_ne_is_log_loss_over_entropy() -> None:
+    random = np.random.default_rng(0)
+    labels, predictions = (random.random(500) < 0.2).astype(float), random.uniform(0.01, 0.9, 500)
+    entropy = log_loss(labels, np.full(500, labels.mean()))
+    parts = [
+        Sums(
+            rows=len(y), labels=float(y.sum()), predictions=float(p.sum()),
+            loss=float(log_loss(y, p, labels=[0, 1], normalize=False)),
+        )
+        for y, p in ((labels[:100], predictions[:100]), (labels[100:], predictions[100:]))
+    ]  # fmt: skip
+    assert parts[0].plus(parts[1]).ne == pytest.approx(log_loss(labels, predictions) / entropy, rel=1e-12)
+    assert Sums().plus(parts[0]) == parts[0]
+
+
+@pytest.mark.parametrize("labels", [0.0, 5.0])
+def test_ne_of_one_class_is_undefined(labels: float) -> None:
+    assert Sums(rows=5.0, loss=1.0, labels=labels).ne is None
+
+
+class Cut(Exception):
+    """The batch never came."""
+
+
+def cut_after(client: Client, batches: int) -> Callable[[Position], Iterator[Batch]]:
+    """The client's batches, ending in an error after so many."""
+    left = batches
+
+    def stream(position: Position) -> Iterator[Batch]:
+        nonlocal left
+        for batch in client.batches(position):
+            if left == 0:
+                raise Cut
+            left -= 1
+            yield batch
+
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("settings", "stops"),
+    [
+        ({}, (0, 3, 9, STEPS, 23)),
+        ({"dense_optimizer": "adagrad", "sharding": "row_wise"}, (9,)),
+        ({"dense_optimizer": "sgd"}, (23,)),
+        ({"dropout": 0.3}, (9,)),
+        ({"average_from_step": 3, "average_every_steps": 2, "sharding": "row_wise"}, (9, 23)),
+    ],
+    ids=["adam", "adagrad", "sgd", "dropout", "average"],
+)
+def test_cut_anywhere_and_resumed_gives_the_same_bits(
+    make_trainer: Maker, train_client: Client, tmp_path: Path, settings: dict[str, Any], stops: tuple[int, ...]
+) -> None:
+    settings = {"epochs": 2, "warmup_steps": 5, "decay_steps": 40, "validate_every_steps": 5} | settings
+    nes = {5: 0.9, 10: 0.7, 15: 0.8, 20: 0.6, 25: 0.65, 28: 0.64}
+    whole, _ = make_trainer(scripted(list(nes.values())), **settings)
+    expected = whole.train()
+    weights = weights_of(whole)
+    for stop in stops:
+        (tmp_path / "checkpoints").rename(tmp_path / f"done before {stop}")
+        first, _ = make_trainer(scripted(list(nes.values())), cut_after(train_client, stop), **settings)
+        with pytest.raises(Cut):
+            first.train()
+        kept = stop - stop % 4
+        second, events = make_trainer(scripted([ne for step, ne in nes.items() if step > kept]), **settings)
+        progress = second.train()
+        assert (events[0]["event"] == "resumed") == (kept > 0)
+        assert events[0]["step"] == (kept or 1)
+        assert same(weights_of(second), weights)
+        assert without_times(progress) == without_times(expected)
+
+
+def without_times(progress: Progress) -> dict[str, Any]:
+    values = progress.model_dump(exclude={"busy_seconds", "wait_seconds"})
+    sums = values.pop("first_sight")
+    return values | {name: pytest.approx(value, rel=1e-12) for name, value in sums.items()}
+
+
+def test_a_finished_training_trains_no_further(make_trainer: Maker) -> None:
+    first, _ = make_trainer(scripted([0.5]))
+    done = first.train()
+    again, events = make_trainer(scripted([]))
+    assert again.train() == done
+    assert [event["event"] for event in events] == ["resumed"]
+    assert same(weights_of(again), weights_of(first))
+
+
+def test_early_stopping_goes_back_to_the_best(make_trainer: Maker, tmp_path: Path) -> None:
+    seen: list[dict[str, torch.Tensor]] = []
+    trainer, events = make_trainer(
+        scripted([0.9, 0.7, 0.71, 0.7, 0.2], seen),
+        validate_every_steps=2,
+        patience=2,
+        epochs=5,
+        checkpoint_every_steps=3,
+    )
+    progress = trainer.train()
+    assert (progress.steps, progress.best_step, progress.best_ne) == (8, 4, pytest.approx(0.7))
+    assert same(weights_of(trainer), seen[1])
+    assert not same(weights_of(trainer), seen[3])
+    checkpoint.verify(tmp_path / "checkpoints" / "best")
+    nes = [event["metrics"]["valid_ne"] for event in events if "valid_ne" in event.get("metrics", {})]
+    assert nes == pytest.approx([0.9, 0.7, 0.71, 0.7])
+
+
+def test_validates_after_each_epoch_by_default(make_trainer: Maker) -> None:
+    trainer, events = make_trainer(scripted([0.9, 0.8, 0.85]), epochs=3, batch_rows=700)
+    progress = trainer.train()
+    steps = [event["step"] for event in events if "valid_ne" in event.get("metrics", {})]
+    assert steps == [3, 6, 9]
+    assert progress.best_step == 6
+
+
+@pytest.mark.parametrize("steps", [1, 13, 14, 20])
+def test_max_steps_counts_all_attempts(make_trainer: Maker, train_client: Client, steps: int) -> None:
+    if steps > 5:
+        cut, _ = make_trainer(None, cut_after(train_client, 5), max_steps=steps, epochs=9)
+        with pytest.raises(Cut):
+            cut.train()
+    trainer, _ = make_trainer(max_steps=steps, epochs=9)
+    assert trainer.train().steps == steps
+
+
+def test_checkpoints_come_as_asked_and_few_are_kept(make_trainer: Maker, tmp_path: Path) -> None:
+    trainer, _ = make_trainer(scripted([0.5]), checkpoint_every_steps=4, keep_checkpoints=2)
+    trainer.train()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "best", "step-0000000012", "step-0000000014",
+    ]  # fmt: skip
+
+
+def test_no_checkpoint_before_the_end(make_trainer: Maker, tmp_path: Path) -> None:
+    trainer, _ = make_trainer(checkpoint_every_steps=None)
+    trainer.train()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0000000014"]
+
+
+def finite_checkpoint(root: Path) -> int | None:
+    """Step of the newest checkpoint, all of whose numbers are finite."""
+    folder = checkpoint.latest(root)
+    if folder is None:
+        return None
+    tensors = {name: torch.zeros(size) for name, size in checkpoint.stored_tensors(folder).items()}
+    checkpoint.load(folder, tensors)
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    return int(checkpoint.read_progress(folder)["steps"])
+
+
+def poisoned(client: Client, step: int, value: float) -> Callable[[Position], Iterator[Batch]]:
+    """The client's batches, one dense number of the batch with this index replaced."""
+
+    def stream(position: Position) -> Iterator[Batch]:
+        for batch in client.batches(position):
+            if batch.position.batches == step + 1:
+                batch.dense[3, 1] = value
+            yield batch
+
+    return stream
+
+
+def test_a_loss_that_is_no_number_ends_training(make_trainer: Maker, train_client: Client, tmp_path: Path) -> None:
+    trainer, _ = make_trainer(None, poisoned(train_client, 6, math.nan), log_every_steps=5)
+    with pytest.raises(TrainingError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "loss at step 8: expected a finite number, got nan. Lower the learning rates; the last good checkpoint is kept."
+    )
+    assert finite_checkpoint(tmp_path / "checkpoints") == 4
+
+
+@pytest.mark.parametrize("rate", [1e30, 1e38])
+def test_exploding_rates_leave_a_finite_checkpoint_or_none(make_trainer: Maker, tmp_path: Path, rate: float) -> None:
+    trainer, _ = make_trainer(dense_optimizer="sgd", dense_learning_rate=rate, checkpoint_every_steps=1)
+    with pytest.raises(TrainingError, match=r"expected .*finite.* the last good checkpoint is kept"):
+        trainer.train()
+    finite_checkpoint(tmp_path / "checkpoints")
+
+
+def test_weights_that_are_no_numbers_are_not_kept(make_trainer: Maker, tmp_path: Path) -> None:
+    """The loss of a step is that of the weights before its update: it may be finite when they are not any more."""
+    trainer, _ = make_trainer(checkpoint_every_steps=2)
+    step = trainer.train_step
+
+    def breaking(batch: Batch) -> None:
+        step(batch)
+        if trainer.progress.steps == 3:
+            with torch.no_grad():
+                dict(trainer.model.named_parameters())["logit.bias"].fill_(math.inf)
+
+    trainer.train_step = breaking  # type: ignore[method-assign]
+    with pytest.raises(TrainingError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "weights at step 4, 'model/logit.bias': expected finite numbers, got inf or nan. "
+        "Lower the learning rates; the last good checkpoint is kept."
+    )
+    assert finite_checkpoint(tmp_path / "checkpoints") == 2
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_validation_that_is_no_number_ends_training(make_trainer: Maker, tmp_path: Path, loss: float) -> None:
+    trainer, _ = make_trainer(scripted([0.5, loss]), validate_every_steps=2)
+    with pytest.raises(TrainingError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        f"validation loss at step 4: expected a finite number, got {loss}. "
+        "Lower the learning rates; the last good checkpoint is kept."
+    )
+    checkpoint.verify(tmp_path / "checkpoints" / "best")
+    assert checkpoint.read_progress(tmp_path / "checkpoints" / "best")["best_step"] == 2
+
+
+def test_validation_needs_both_labels(make_trainer: Maker) -> None:
+    trainer, _ = make_trainer(lambda model: Sums(rows=5, labels=5, loss=1.0, predictions=3.0), validate_every_steps=1)
+    with pytest.raises(TrainingError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "validation rows: expected both labels among them, got one only. Choose other validation rows."
+    )
+
+
+def test_an_epoch_without_rows_is_an_error(make_trainer: Maker) -> None:
+    trainer, _ = make_trainer(None, lambda position: iter(()))
+    with pytest.raises(TrainingError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "training rows: expected at least one batch an epoch, got none. Check the split and the filter."
+    )
+
+
+def test_no_warnings_in_a_step(make_trainer: Maker) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        trainer, _ = make_trainer(max_steps=2)
+        trainer.train()
+
+
+def test_checkpoint_of_another_hash_size_names_the_tensor(make_trainer: Maker, tmp_path: Path) -> None:
+    trainer, _ = make_trainer(max_steps=2)
+    trainer.train()
+    folder = checkpoint.latest(tmp_path / "checkpoints")
+    assert folder is not None
+    wanted = trainer.state()
+    name = "model/embeddings.embedding_bags.cat_user.weight"
+    wanted[name] = torch.zeros(51, 4)
+    with pytest.raises(
+        checkpoint.CheckpointError, match=rf"tensor '{name}': expected shape \(51, 4\), got \(50, 4\)\."
+    ):
+        checkpoint.load(folder, wanted)
+
+
+@pytest.mark.parametrize("validated", [True, False])
+def test_the_exported_weights_are_the_mean_of_those_on_the_way(
+    make_trainer: Maker, tmp_path: Path, validated: bool
+) -> None:
+    on_the_way = []
+    for step in (4, 6, 8):
+        plain, _ = make_trainer(max_steps=step)
+        plain.train()
+        on_the_way.append(weights_of(plain))
+        (tmp_path / "checkpoints").rename(tmp_path / f"checkpoints {step}")
+    seen: list[dict[str, torch.Tensor]] = []
+    validate = scripted([0.5], seen) if validated else None
+    averaged, _ = make_trainer(validate, max_steps=8, average_from_step=4, average_every_steps=2)
+    averaged.train()
+    found = weights_of(averaged)
+    for name, value in found.items():
+        expected = torch.stack([weights[name].double() for weights in on_the_way]).mean(0)
+        assert torch.allclose(value.double(), expected, atol=1e-6)
+    assert not validated or same(found, seen[0])
+
+
+def test_averaging_does_not_disturb_training(make_trainer: Maker, tmp_path: Path) -> None:
+    plain, _ = make_trainer(max_steps=8)
+    plain.train()
+    weights = weights_of(plain)
+    (tmp_path / "checkpoints").rename(tmp_path / "plain")
+    averaged, _ = make_trainer(
+        scripted([0.5, 0.4, 0.6, 0.7]), max_steps=8, average_from_step=2, average_every_steps=2, validate_every_steps=2
+    )
+    averaged.train()
+    averaged.load(checkpoint.latest(tmp_path / "checkpoints"))
+    assert same(weights_of(averaged), weights)
+
+
+def test_the_end_is_validated_wherever_it_comes(make_trainer: Maker) -> None:
+    trainer, _ = make_trainer(scripted([0.9, 0.8]), max_steps=7, validate_every_steps=5)
+    progress = trainer.train()
+    assert (progress.best_step, progress.best_ne) == (7, pytest.approx(0.8))
+
+
+def test_running_out_of_rows_before_max_steps_is_an_error(make_trainer: Maker) -> None:
+    trainer, _ = make_trainer(max_steps=100, epochs=2)
+    with pytest.raises(TrainingError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        f"training.max_steps: expected 100 steps, got rows for {2 * STEPS}. Raise epochs, or lower max_steps."
+    )
+
+
+STEP_SECONDS = 0.5
+"""What every step takes on the clock that the tests of times wind."""
+
+
+def times_of(epoch: int, batches: int) -> Times:
+    """Made-up times of a batch, all different, none of them that of another kind."""
+    return Times(extract=3.0 + epoch + batches / 8, transform=20.0 - batches / 4, wait=(7 * epoch + batches) % 5 / 4)
+
+
+def timed(batches: Callable[[Position], Iterator[Batch]]) -> Callable[[Position], Iterator[Batch]]:
+    def stream(position: Position) -> Iterator[Batch]:
+        for batch in batches(position):
+            yield replace(batch, times=times_of(batch.position.epoch, batch.position.batches))
+
+    return stream
+
+
+def times_by_step(steps: int) -> list[Times]:
+    return [times_of(step // STEPS, step % STEPS + 1) for step in range(steps)]
+
+
+@pytest.fixture
+def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock on which only steps take time."""
+    now = 0.0
+
+    def tick() -> float:  # the trainer looks before a step and after it
+        nonlocal now
+        now += STEP_SECONDS
+        return now
+
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=tick))
+
+
+NAMES = {"extract": "batch_extract_seconds", "transform": "batch_transform_seconds", "wait": "batch_wait_seconds"}
+
+
+@pytest.mark.parametrize("cut", [None, 3, 9, STEPS, 23])
+@pytest.mark.usefixtures("steady_clock")
+def test_each_window_tells_what_its_batches_took(make_trainer: Maker, train_client: Client, cut: int | None) -> None:
+    """Against sums over the made-up times; a resumed training says the same as one that was never cut."""
+    settings = {"epochs": 2, "log_every_steps": 4, "checkpoint_every_steps": 6}
+    if cut is not None:
+        first, _ = make_trainer(None, timed(cut_after(train_client, cut)), **settings)
+        with pytest.raises(Cut):
+            first.train()
+    resumed = 0 if cut is None else cut - cut % 6
+    trainer, events = make_trainer(None, timed(train_client.batches), **settings)
+    progress = trainer.train()
+    known = times_by_step(2 * STEPS)
+    ends = [end for end in (4, 6, 8, 12, 14, 16, 18, 20, 24, 28) if end > resumed]  # logs, checkpoints, ends of epochs
+    found = [event for event in events if event["event"] == "metrics"]
+    assert [event["step"] for event in found] == ends
+    for start, end, event in zip([resumed, *ends], ends, found, strict=False):
+        window, so_far = known[start:end], known[:end]
+        for kind, name in NAMES.items():
+            assert event["metrics"][name] == pytest.approx(np.mean([getattr(times, kind) for times in window]))
+        for name, stretch in (("stall_fraction_window", window), ("stall_fraction", so_far)):
+            waited = sum(times.wait for times in stretch)
+            assert event["metrics"][name] == pytest.approx(waited / (waited + STEP_SECONDS * len(stretch)))
+    waited = sum(times.wait for times in known)
+    assert progress.wait_seconds == pytest.approx(waited)
+    assert progress.busy_seconds == pytest.approx(waited + STEP_SECONDS * 2 * STEPS)
+    assert progress.stalled == pytest.approx(progress.wait_seconds / progress.busy_seconds)
+
+
+@pytest.mark.usefixtures("steady_clock")
+def test_batches_that_are_there_at_once_do_not_stall(make_trainer: Maker, train_client: Client) -> None:
+    at_once = (replace(batch, times=Times(extract=1.0)) for batch in train_client.batches())
+    trainer, events = make_trainer(None, lambda position: at_once)
+    assert trainer.train().stalled == 0.0
+    assert {event["metrics"]["stall_fraction_window"] for event in events} == {0.0}
+    assert {event["metrics"]["batch_extract_seconds"] for event in events} == {1.0}
