@@ -1,0 +1,34 @@
+"""Prefect flows. Importing the package sets the environment that every process of a run shares."""
+
+import atexit
+import logging
+import os
+import sys
+
+ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""No telemetry, no pickles, patient start of Prefect's temporary server."""
+
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+for _name in ("alembic", "httpx", "matplotlib", "pyiceberg", "torch.fx._symbolic_trace"):
+    logging.getLogger(_name).setLevel(logging.ERROR)  # lines that say nothing to the user
+
+
+@atexit.register  # before Prefect's and so run after it: only the teardown of the interpreter comes later
+def _end_quietly() -> None:
+    """DuckDB 2.0 prints a page about leaked bindings when the interpreter is torn down after a flow run."""
+    sys.stderr.flush()
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 2)

@@ -1,0 +1,281 @@
+"""RunConfig: every stage's config in one object; YAML -> RunConfig."""
+
+import difflib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import yaml
+from pydantic import AfterValidator, BaseModel, NonNegativeInt, ValidationError
+
+from models.config import DLRMConfig
+from pipeline.errors import ConfigError
+from pipeline.evaluation.evaluate import EvaluationConfig
+from pipeline.extraction.extract import IngestConfig, SourceConfig
+from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.registration.tracking import RegistrationConfig
+from pipeline.schema import FeatureSchema
+from pipeline.selection import SplitConfig, check_filter
+from pipeline.training.config import TrainConfig
+from pipeline.transforms.sampling import Sampling
+from storage.warehouse import NAME, WarehouseConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+"""The project's folder: relative paths of a config start here."""
+
+EXECUTION_KEYS = {
+    "training": {
+        "device",
+        "threads_per_rank",
+        "log_every_steps",
+        "checkpoint_every_steps",
+        "keep_checkpoints",
+        "deadline_seconds",
+    },
+    "preprocessing": set(PreprocessingConfig.model_fields) - {"shuffle_window_rows"},
+}
+"""Keys that do not change what is learned, left out of a training's identity."""
+
+
+def _name(text: str) -> str:
+    if not NAME.fullmatch(text):
+        raise ConfigError("name", f"letters, digits and _, {NAME.pattern}", f"'{text}'", "Rename it.")
+    return text
+
+
+def _filter(text: str) -> str:
+    check_filter(text, None)
+    return text
+
+
+class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """A complete run: where rows come from, what becomes of them, what is trained and how it is judged."""
+
+    name: Annotated[str, AfterValidator(_name)]
+    """Name of the warehouse table, the MLflow experiment and the model."""
+    home: str = ".dlrm"
+    """Folder for everything a run writes; below the project unless absolute. DLRM_HOME overrides it."""
+    seed: NonNegativeInt = 1
+    """Seeds initial weights, the order of rows and dropout."""
+    source: SourceConfig
+    ingest: IngestConfig = IngestConfig()
+    warehouse: WarehouseConfig = WarehouseConfig()
+    features: FeatureSchema
+    filter: Annotated[str, AfterValidator(_filter)] | None = None
+    """Rows to train and judge on, such as \"country = 'DE' and age >= 18\"."""
+    sampling: Sampling | None = None
+    """Share of the rows to train on; None takes all. Stopping and judging take all rows."""
+    split: SplitConfig
+    preprocessing: PreprocessingConfig = PreprocessingConfig()
+    model: DLRMConfig = DLRMConfig()
+    training: TrainConfig = TrainConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    registration: RegistrationConfig = RegistrationConfig()
+
+    @property
+    def home_path(self) -> Path:
+        """The resolved `home`."""
+        return home_path(self.home)
+
+    @property
+    def model_name(self) -> str:
+        """Name in the registry."""
+        return self.registration.model_name or self.name
+
+    def semantics(self) -> dict[str, Any]:
+        """What decides the trained model, beside its data: two configs with equal semantics are one training."""
+        values = self.model_dump(mode="json", exclude={"home", "source", "ingest", "warehouse", "registration"})
+        for section, keys in EXECUTION_KEYS.items():
+            values[section] = {key: value for key, value in values[section].items() if key not in keys}
+        return values
+
+    def identity(self, snapshot_id: int) -> str:
+        """Names a training by its inputs: snapshot and semantics."""
+        text = json.dumps({"snapshot_id": snapshot_id, "config": self.semantics()}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def shareable(self) -> dict[str, Any]:
+        """The config without what may hold passwords: properties of the catalog and MLflow's address."""
+        return self.model_dump(mode="json", exclude={"warehouse": {"catalog"}, "registration": {"tracking_uri"}})
+
+    def flat(self) -> dict[str, Any]:
+        """Dotted key -> value of everything that was chosen, for MLflow's parameter table."""
+        hidden: Any = {"source": True, "features": True, "warehouse": {"catalog"}, "registration": {"tracking_uri"}}
+        values = self.model_dump(mode="json", exclude_defaults=True, exclude=hidden)
+        return dict(_flattened(values | self.model_dump(mode="json", include={"training", "model"})))
+
+
+def home_path(home: str) -> Path:
+    """The folder a run writes to: DLRM_HOME if set, else `home`, below the project unless absolute."""
+    return ROOT / Path(os.environ.get("DLRM_HOME") or home).expanduser()
+
+
+def load(config: "str | Path | RunConfig | Mapping[str, Any]", overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """A checked config from a YAML file (or its content), with dotted keys put over it.
+
+    Raises:
+        ConfigError: If the file is absent, or a key is unknown or of the wrong type; names key and remedy.
+    """
+    if isinstance(config, RunConfig):
+        config = config.model_dump(mode="json")
+    where = str(config) if isinstance(config, str | Path) else "config"
+    values = read_yaml(Path(config)) if isinstance(config, str | Path) else dict(config)
+    for key, value in (overrides or {}).items():
+        values = _put(values, key.split("."), value, key)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise _explained(where, error) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's booleans, true and false alone: `on` is a key of ours."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def parse_yaml(text: str) -> Any:
+    """A YAML text's value, by the safe loader."""
+    return yaml.load(text, _Loader)
+
+
+def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A config file's content, over that of its `base` if it names one; `${NAME:-default}` is replaced."""
+    full = (
+        path if path.is_absolute() else next((p for p in (Path.cwd() / path, ROOT / path) if p.exists()), ROOT / path)
+    )
+    if full.resolve() in above:
+        raise ConfigError(f"config '{path}'", "a `base` that ends somewhere", "a circle", "Remove one `base`.")
+    try:
+        values = parse_yaml(full.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError(
+            f"config '{path}'", "a readable YAML file", "none", "Correct the path; examples are in configs/."
+        ) from None
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"config '{path}'", "valid YAML", reason, "Mind indentation and colons.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"config '{path}'", "a mapping of keys", type(values).__name__, "See configs/demo.yaml.")
+    values = _expanded(values)
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ConfigError(f"config '{path}', key 'base'", "a file name", f"{base!r:.80}", "Correct the value.")
+    return _merged(read_yaml(full.parent / base, (*above, full.resolve())), values)
+
+
+def _expanded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _expanded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_expanded(item) for item in value]
+    if isinstance(value, str):
+        return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", _variable, value)
+    return value
+
+
+def _variable(match: re.Match[str]) -> str:
+    value = os.environ.get(match[1], match[2])
+    if value is None:
+        raise ConfigError(f"${{{match[1]}}}", "an environment variable", "none of that name", f"Set {match[1]}.")
+    return value
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merged(result[key], value) if both else value
+    return result
+
+
+def _put(values: dict[str, Any], keys: list[str], value: Any, whole: str) -> dict[str, Any]:
+    if len(keys) == 1:
+        return values | {keys[0]: value}
+    inner = values.get(keys[0]) or {}
+    if not isinstance(inner, dict):
+        raise ConfigError(f"override '{whole}'", f"a section '{keys[0]}'", type(inner).__name__, "Correct the key.")
+    return values | {keys[0]: _put(inner, keys[1:], value, whole)}
+
+
+def _flattened(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [pair for key, item in value.items() for pair in _flattened(item, f"{prefix}.{key}" if prefix else key)]
+    return [(prefix, value)]
+
+
+def _explained(where: str, error: ValidationError) -> ConfigError:
+    """The first complaint as one sentence; the number of the others is added."""
+    problems = [problem for problem in error.errors() if not (problem["type"] == "too_short" and problem["input"])]
+    first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])  # often a typo
+    key = ".".join(str(part) for part in first["loc"])
+    more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(first["loc"][:-1])
+        close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+        remedy = (
+            f"Did you mean '{close[0]}'?" if close else f"Known here: {', '.join(known)}." if known else "Remove it."
+        )
+        return ConfigError(f"{where}, key '{key}'", "a known key", f"'{first['loc'][-1]}'{more}", remedy)
+    if first["type"] == "missing":
+        return ConfigError(f"{where}, key '{key}'", "a value", f"none{more}", "Add the key.")
+    if first["type"] == "union_tag_invalid":
+        context = first.get("ctx", {})
+        return ConfigError(
+            f"{where}, key '{key}'",
+            f"a kind among {context.get('expected_tags')}",
+            f"'{context.get('tag')}'{more}",
+            "Correct it.",
+        )
+    if first["type"] == "union_tag_not_found":
+        return ConfigError(
+            f"{where}, key '{key}'", "a mapping with a `kind`", f"{first['input']!r:.80}{more}", "Add it."
+        )
+    if first["type"] == "too_short":
+        return ConfigError(f"{where}, key '{key}'", "at least one entry", f"none{more}", "Add one.")
+    choices = [problem for problem in problems if _same_value(problem, first)]
+    if len(choices) > 1:  # a value of several types is one complaint for each of them
+        key = ".".join(str(part) for part in first["loc"][:-1])
+        more = f" ({len(problems) - len(choices)} more)" if len(problems) > len(choices) else ""
+    words = [problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ") for problem in choices]
+    return ConfigError(
+        f"{where}, key '{key}'", " or ".join(words), f"{first['input']!r:.80}{more}", "Correct the value."
+    )
+
+
+def _same_value(problem: Any, other: Any) -> bool:
+    """Whether two complaints are about one value that may be of several types: each ends in the name of a type."""
+    if problem is other:
+        return True
+    (*path, name), (*others, last) = problem["loc"], other["loc"]
+    names = isinstance(name, str) and isinstance(last, str) and not {name, last} & set(_known_keys(tuple(path)))
+    return names and path == others and problem["input"] is other["input"]
+
+
+def _known_keys(path: tuple[int | str, ...]) -> list[str]:
+    """Keys of the section that a complaint's path leads to; none where it leads elsewhere."""
+    models: list[type[BaseModel]] = [RunConfig]
+    for part in path:
+        if isinstance(part, str):
+            of_kind = [
+                model for model in models if "kind" in model.model_fields and model.model_fields["kind"].default == part
+            ]
+            inner = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+            models = of_kind or [model for annotation in inner for model in _models_in(annotation)]
+    return list(dict.fromkeys(key for model in models for key in model.model_fields))
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models_in(inner)]

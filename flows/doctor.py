@@ -1,0 +1,259 @@
+"""What is wrong with this installation, or with a run that hangs, and the remedy.
+
+Not a Prefect flow: Prefect may be what is broken.
+"""
+
+import importlib.metadata
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PINNED = {"torch": "2.13.0", "torchrec": "1.8.0"}
+FBGEMM = "1.8.0"
+FREE_BYTES = 2 * 1024**3
+SHARED_BYTES = 64 * 1024**2
+SETUP = "Run `make clean setup`."
+MODULES = {
+    "torch": "torch is broken.",
+    "fbgemm_gpu": "fbgemm was built for another torch.",
+    "torchrec": "torchrec does not fit torch or fbgemm.",
+    "psutil": "MLflow's system metrics and the ending of stale runs need it.",
+    "uvicorn": "Serving models and the UIs needs it.",
+    "prefect, mlflow, pyiceberg, duckdb, numba": "One of them is broken.",
+}
+"""What must import, and what it means if it does not."""
+UNWRITABLE = {
+    "home": "Set DLRM_HOME, or `home` in the config, to a folder that you may write to.",
+    "HOME": "Set HOME to a folder that you may write to; Prefect and matplotlib keep settings there.",
+    "kernel cache": "Set NUMBA_CACHE_DIR to a folder that you may write to.",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at."""
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+
+
+def python_version(version: Sequence[Any]) -> Check:
+    """3.11 to 3.13: for others there are no wheels of fbgemm."""
+    ok = (3, 11) <= tuple(version[:2]) <= (3, 13)
+    return Check(
+        "python",
+        ok,
+        ".".join(map(str, version[:3])),
+        "" if ok else "Install Python 3.11, 3.12 or 3.13, then `make clean setup`.",
+    )
+
+
+def versions(installed: Mapping[str, str]) -> list[Check]:
+    """torch, torchrec and fbgemm belong together, and only one build of fbgemm may be there."""
+    checks = []
+    for name, wanted in PINNED.items():
+        found = installed.get(name, "absent")
+        ok = found.split("+")[0] == wanted
+        checks.append(Check(name, ok, found, "" if ok else f"{name} {wanted} is needed. {SETUP}"))
+    builds = {name: installed[name] for name in ("fbgemm-gpu", "fbgemm-gpu-cpu") if name in installed}
+    shown = ", ".join(f"{name} {version}" for name, version in builds.items()) or "absent"
+    if len(builds) == 2:
+        checks.append(Check("fbgemm", False, shown, f"Both builds own the module fbgemm_gpu; keep one. {SETUP}"))
+    else:
+        ok = bool(builds) and next(iter(builds.values())).split("+")[0] == FBGEMM
+        checks.append(
+            Check(
+                "fbgemm",
+                ok,
+                shown,
+                "" if ok else f"fbgemm-gpu-cpu (or fbgemm-gpu with CUDA) {FBGEMM} is needed. {SETUP}",
+            )
+        )
+    return checks
+
+
+def importable(module: str, why: str, python: str = sys.executable) -> Check:
+    """Imports a module in a process of its own: a broken library may end the interpreter."""
+    done = subprocess.run([python, "-W", "ignore", "-c", f"import {module}"], cwd=ROOT, capture_output=True, text=True)
+    lines = done.stderr.strip().splitlines()
+    found = "imports" if done.returncode == 0 else (lines[-1][:160] if lines else f"exit code {done.returncode}")
+    return Check(f"import {module}", done.returncode == 0, found, "" if done.returncode == 0 else f"{why} {SETUP}")
+
+
+def writable(name: str, folder: Path, remedy: str) -> Check:
+    """A file can be made in the folder, or in the nearest one above it that exists."""
+    place = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        return Check(name, False, f"{place}: {error.strerror}", remedy)
+    return Check(name, True, str(folder))
+
+
+def space(name: str, folder: Path, needed: int, remedy: str) -> Check:
+    """Enough bytes are free."""
+    place = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(place).free
+    return Check(name, free >= needed, f"{free / 1024**3:.1f} GiB free", "" if free >= needed else remedy)
+
+
+def port_free(name: str, port: int) -> Check:
+    """`make ui` can listen there, or is listening already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return Check(
+                f"port {port}",
+                False,
+                f"in use ({name})",
+                f"Fine if `make ui` is running; else `make ui {name.upper()}_PORT={port + 1}`.",
+            )
+    return Check(f"port {port}", True, "free")
+
+
+def reachable(variable: str, path: str, environment: Mapping[str, str]) -> Check:
+    """A server that the environment names answers; none named is fine, nothing else needs a network."""
+    address = environment.get(variable, "")
+    if not address.startswith("http"):
+        return Check(variable, True, address or "not set: embedded")
+    try:
+        with urllib.request.urlopen(address.rstrip("/") + path, timeout=5):
+            return Check(variable, True, f"{address} answers")
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        return Check(
+            variable,
+            False,
+            f"{address}: {getattr(error, 'reason', error)}",
+            f"Start that server, or unset {variable} to run embedded.",
+        )
+
+
+def loopback() -> Check:
+    """Ranks meet over the loopback interface."""
+    names = [name for _, name in socket.if_nameindex()]
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    ok = wanted in names
+    return Check(
+        "network interface",
+        ok,
+        ", ".join(names),
+        "" if ok else f"Set GLOO_SOCKET_IFNAME to one of them; '{wanted}' is absent.",
+    )
+
+
+def locked_runs(home: Path) -> list[Check]:
+    """Trainings that some process holds: what to look at when a run hangs."""
+    checks = []
+    for lock in sorted((home / "runs").glob("*/lock")):
+        done = subprocess.run([sys.executable, "-c", _TRY_LOCK, str(lock)], capture_output=True)
+        if done.returncode == 1:
+            remedy = (
+                f"Wait for it; if it hangs, end it and look at {lock.parent}/rank-0.log. The same command then goes on."
+            )
+            checks.append(Check(f"run {lock.parent.name}", True, "a process is at work on it", remedy))
+    return checks
+
+
+_TRY_LOCK = """
+import fcntl, sys
+try:
+    fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    sys.exit(1)
+"""
+
+
+def configuration(path: str) -> Check:
+    """The config file holds together, its filter included; run apart, since it needs the libraries."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _TRY_CONFIG, path], cwd=ROOT, capture_output=True, text=True
+    )  # fmt: skip
+    found = done.stdout.strip().splitlines()[-1:] or done.stderr.strip().splitlines()[-1:] or ["no output"]
+    return Check(
+        f"config {path}", done.returncode == 0, found[0], "" if done.returncode == 0 else "Correct the config."
+    )
+
+
+_TRY_CONFIG = """
+import sys
+from flows.config import ROOT, load
+from pipeline.errors import ContractError
+from pipeline.extraction.sources import files_of
+try:
+    config = load(sys.argv[1])
+    if config.source.path is not None:
+        print(len(files_of(config.source.path, ROOT, "source.path")), "source files", end=", ")
+    print("valid")
+except ContractError as error:
+    print(error)
+    sys.exit(1)
+"""
+
+
+def places(home: Path, cache: Path) -> dict[str, Path]:
+    """Folders that a run writes to."""
+    return {"home": home, "HOME": Path.home(), "kernel cache": cache}
+
+
+def installed_versions() -> dict[str, str]:
+    """Distribution -> version of what is installed here."""
+    return {
+        dist.metadata["Name"].lower().replace("_", "-"): dist.version for dist in importlib.metadata.distributions()
+    }
+
+
+def examine(config: str | None, home: Path) -> list[Check]:
+    """All checks in the order of their causes."""
+    cache = Path(os.environ.get("NUMBA_CACHE_DIR", ROOT / "pipeline" / "transforms"))
+    checks: list[Callable[[], list[Check]]] = [
+        lambda: [python_version(tuple(sys.version_info))],
+        lambda: versions(installed_versions()),
+        lambda: [importable(module, why) for module, why in MODULES.items()],
+        lambda: [writable(name, folder, UNWRITABLE[name]) for name, folder in places(home, cache).items()],
+        lambda: [space("disk", home, FREE_BYTES, "Free some space, or move `home`.")],
+        lambda: [space("/dev/shm", Path("/dev/shm"), SHARED_BYTES, "Give it more; in a container: --shm-size=1g.")],
+        lambda: [loopback()],
+        lambda: [reachable(name, "/health", os.environ) for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI")],
+        lambda: [port_free("Prefect", 4200), port_free("MLflow", 5000)],
+        lambda: locked_runs(home),
+        lambda: [configuration(config)] if config else [],
+    ]
+    return [check for make in checks for check in make()]
+
+
+def main(words: Sequence[str]) -> int:
+    """Prints a line for every check and, last, one JSON object; exit code 1 if anything is wrong."""
+    config = next((word for word in words if "=" not in word), None)
+    home = ROOT / Path(os.environ.get("DLRM_HOME", ".dlrm")).expanduser()
+    checks = examine(config, home)
+    for check in checks:
+        print(f"{'ok  ' if check.ok else 'BAD '} {check.name:20} {check.found}")
+        if check.remedy:
+            print(f"       -> {check.remedy}")
+    # A port in use is worth a line, not a failure: it is most often `make ui` itself.
+    wrong = [check for check in checks if not check.ok and not check.name.startswith("port ")]
+    result = {"status": "failed" if wrong else "ok", "checks": [asdict(check) for check in checks]}
+    if wrong:
+        result["error"] = "; ".join(f"{check.name}: {check.found}. {check.remedy}" for check in wrong)
+    print(json.dumps(result))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

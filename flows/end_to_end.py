@@ -1,0 +1,36 @@
+"""Flow: logs -> warehouse -> model, in order."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefect import flow
+
+from flows.config import RunConfig, load
+from flows.ingest import ingest
+from flows.record import flow_run_name
+from flows.train import train
+
+
+@flow(name="end-to-end", flow_run_name=flow_run_name)
+def end_to_end(
+    config: RunConfig | str = "configs/demo.yaml",
+    overrides: Mapping[str, Any] | None = None,
+    again: bool = False,
+) -> dict[str, Any]:
+    """Logs in, a registered model version out; what is done already is skipped.
+
+    Args:
+        config: The run's config, or the path of its YAML file.
+        overrides: Dotted key -> value, put over the config.
+        again: Trains even where the same training is in the registry.
+    """
+    settings = load(config, overrides)
+    days = ingest(settings)
+    model = train(settings, snapshot_id=days["snapshot_id"], again=again)
+    return model | {"ingest": days}
+
+
+if __name__ == "__main__":
+    from flows import cli
+
+    cli.main(end_to_end)

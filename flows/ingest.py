@@ -1,0 +1,57 @@
+"""Flow: logs or files -> warehouse days."""
+
+import datetime
+from collections.abc import Mapping
+from typing import Any
+
+from prefect import flow, get_run_logger
+
+from flows import tasks
+from flows.config import RunConfig, load
+from flows.record import flow_run_name
+
+
+@flow(name="ingest", flow_run_name=flow_run_name)
+def ingest(
+    config: RunConfig | str = "configs/demo.yaml",
+    overrides: Mapping[str, Any] | None = None,
+    day: datetime.date | None = None,
+    again: bool = False,
+) -> dict[str, Any]:
+    """Source rows in, a snapshot with their days replaced out.
+
+    Args:
+        config: The run's config, or the path of its YAML file.
+        overrides: Dotted key -> value, put over the config.
+        day: The one day to write; None writes all days of the source.
+        again: Writes days that stand in the warehouse already, too.
+    """
+    settings = load(config, overrides)
+    result = tasks.ingest(settings, () if day is None else (day,), again)
+    logger = get_run_logger()
+    if result.days_skipped:
+        logger.info("skipped: %s days stand in the warehouse from the same input", len(result.days_skipped))
+    if result.days_elsewhere:
+        logger.info("%s other days stay in the table: this source does not have them", result.days_elsewhere)
+    for reason, rows in result.quarantined.items():
+        logger.warning("quarantined: %s rows, %s; see table %s_quarantine", f"{rows:,}", reason, settings.name)
+    touched = sorted([*result.days_written, *result.days_skipped])
+    return {
+        "status": "ok" if result.days_written else "skipped",
+        "table": result.snapshot.table,
+        "snapshot_id": result.snapshot.snapshot_id,
+        "rows": result.rows,
+        "days_written": len(result.days_written),
+        "days_skipped": len(result.days_skipped),
+        "first_day": str(touched[0]),
+        "last_day": str(touched[-1]),
+        "quarantined": dict(result.quarantined),
+        "quarantined_rows": sum(result.quarantined.values()),
+        "unmatched_lookups": dict(result.unmatched),
+    }
+
+
+if __name__ == "__main__":
+    from flows import cli
+
+    cli.main(ingest)

@@ -1,0 +1,204 @@
+"""A training pinned down before it starts: what it reads, where it writes, and whether it was done before."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+from filelock import FileLock, Timeout
+from pydantic import BaseModel
+
+from flows.config import RunConfig
+from flows.record import commit, run_name
+from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.preprocessing.worker import DataSpec, count_rows, fitted_plan
+from pipeline.registration.register import IDENTITY, find
+from pipeline.registration.tracking import Tracker
+from pipeline.selection import PARTS, Part, check_filter, check_sampling, select
+from pipeline.transforms.plan import Plan, build_plan
+from storage.artifacts import write_text
+from storage.reader import SnapshotRef
+from storage.warehouse import Warehouse
+
+REGISTERED = "registered"
+"""File in a run's folder once its model is in the registry; a run without it is resumed."""
+
+
+class TrainingJob(BaseModel, frozen=True):
+    """A training that is pinned down: what it reads, where it writes, and whether it was done before."""
+
+    identity: str
+    snapshot: SnapshotRef
+    folder: str
+    rows: Mapping[Part, int]
+    data: Mapping[Part, DataSpec]
+    done: tuple[int, str] | None
+    """(version, run id) of the finished model of this identity."""
+
+    @property
+    def plan(self) -> Plan:
+        """Transforms, fitted."""
+        return self.data["train"].plan
+
+
+def warehouse_of(config: RunConfig) -> Warehouse:
+    """The warehouse of a run."""
+    return Warehouse(config.warehouse, config.home_path / "warehouse")
+
+
+def tracker_of(config: RunConfig) -> Tracker:
+    """MLflow as this run uses it."""
+    return Tracker(config.registration, config.home_path, config.name)
+
+
+def pinned(config: RunConfig, snapshot_id: int | None, again: bool) -> TrainingJob:
+    """The training that a config and a snapshot name; everything that can be wrong with it is found here.
+
+    Args:
+        snapshot_id: None takes the newest.
+        again: Makes a new training of one that is in the registry.
+    Raises:
+        ConfigError: If the config does not fit the table.
+        EmptyDatasetError: If a part of the split has no rows.
+    """
+    warehouse = warehouse_of(config)
+    snapshot, data = selected(config, snapshot_id)
+    identity = config.identity(snapshot.snapshot_id)
+    versions = find(tracker_of(config), config.model_name, identity)
+    done = versions[-1] if versions and not again else None
+    folders = (config.home_path / "runs" / f"{config.name}-{identity[:12]}-{attempt}" for attempt in itertools.count())
+    folder = next(folder for folder in folders if not (folder / REGISTERED).exists())
+    rows = {part: _counted(spec, part, warehouse) for part, spec in data.items()}
+    if done is None:
+        data = _with_fitted_plan(data, folder, warehouse)
+    return TrainingJob(identity=identity, snapshot=snapshot, folder=str(folder), rows=rows, data=data, done=done)
+
+
+def selected(config: RunConfig, snapshot_id: int | None) -> tuple[SnapshotRef, dict[Part, DataSpec]]:
+    """The snapshot that is meant, None the newest, and its parts, each with the plan as it is before it is fitted."""
+    warehouse = warehouse_of(config)
+    snapshot = warehouse.current(config.name)
+    if snapshot_id is not None:
+        snapshot = SnapshotRef(table=config.name, snapshot_id=snapshot_id)
+    if config.filter is not None:
+        check_filter(config.filter, warehouse.table(config.name).schema())
+    return snapshot, specs(config, snapshot, warehouse.schema(snapshot))
+
+
+def prepared(config: RunConfig, snapshot_id: int | None) -> tuple[SnapshotRef, DataSpec, int]:
+    """The training rows alone, with their fitted plan, and how many they are."""
+    warehouse = warehouse_of(config)
+    snapshot, data = selected(config, snapshot_id)
+    spec = data["train"]
+    rows = _counted(spec, "train", warehouse)
+    return snapshot, spec.model_copy(update={"plan": fitted_plan(spec, warehouse)}), rows
+
+
+def _counted(spec: DataSpec, part: Part, warehouse: Warehouse) -> int:
+    rows = count_rows(spec, warehouse)
+    if rows == 0:
+        raise EmptyDatasetError(f"split, part '{part}'", "at least one row", "none", "Change split or filter.")
+    return rows
+
+
+@contextmanager
+def own_folder(folder: Path) -> Iterator[Path]:
+    """A folder that only one process at a time works in."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"'{folder.name}'", "one process at a time", "another one at work on it", "Wait for it, or end it."
+        ) from None
+    try:
+        yield folder
+    finally:
+        lock.release()
+
+
+def specs(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> dict[Part, DataSpec]:
+    """Selections of a snapshot's rows with the plan that is built for its columns."""
+    warehouse = warehouse_of(config)
+    plan = build_plan(config.features, schema)
+    evaluation = config.evaluation
+    extra = tuple(
+        dict.fromkeys([*evaluation.slices, *([evaluation.true_probability] if evaluation.true_probability else [])])
+    )
+    needed = [(name, "evaluation") for name in extra]
+    needed += [(config.split.column.name, "split.column.name")] if config.split.column else []
+    needed += [(config.split.hash.key, "split.hash.key")] if config.split.hash else []
+    needed += [(config.features.label, "features.label")]
+    for name, where in needed:
+        if name not in schema.names:
+            raise ConfigError(f"{where} '{name}'", "a column of the table", "none of that name", "Correct the name.")
+    for name in evaluation.slices:
+        if pa.types.is_nested(schema.field(name).type):
+            raise ConfigError(
+                f"evaluation.slices '{name}'", "one value a row", f"{schema.field(name).type}", "Name another."
+            )
+    if config.sampling is not None:
+        check_sampling(config.sampling, schema)
+    if config.model.interaction == "dot" and len(plan.sparse) + bool(plan.dense) < 2:
+        raise ConfigError("model.interaction 'dot'", "at least two features", "one", "Add a feature, or choose cat.")
+    days = list(warehouse.day_rows(snapshot))
+    found: dict[Part, DataSpec] = {}
+    for part in PARTS:
+        selection = select(config.split, part, days, config.filter, config.sampling)
+        if selection is not None:
+            found[part] = DataSpec(
+                warehouse=config.warehouse,
+                home=str(warehouse.home),
+                snapshot=snapshot,
+                selection=selection,
+                plan=plan,
+                label=config.features.label,
+                extra=extra if part == "test" else (),
+            )
+    return found
+
+
+def _with_fitted_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Warehouse) -> dict[Part, DataSpec]:
+    """Learns the plan's numbers from the training rows, or takes those a run that was cut short has learned."""
+    path = folder / "plan.json"
+    if path.exists():
+        plan = Plan.model_validate_json(path.read_text(encoding="utf-8"))
+    else:
+        plan = fitted_plan(data["train"], warehouse)
+        write_text(path, plan.model_dump_json(indent=2))
+    return {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
+
+
+@contextmanager
+def tracked_run(config: RunConfig, job: TrainingJob) -> Iterator[str]:
+    """An MLflow run around the stages: resumed if it was cut short, and ended whatever happens."""
+    tracker = tracker_of(config)
+    with own_folder(Path(job.folder)) as folder:
+        tracker.reap()
+        note = folder / "mlflow_run_id"
+        resume = note.read_text(encoding="utf-8").strip() if note.exists() else None
+        tags = {
+            "mlflow.runName": run_name(config),
+            IDENTITY: job.identity,
+            "snapshot_id": str(job.snapshot.snapshot_id),
+            "plan_hash": job.plan.hash,
+            "git_commit": commit(),
+            "mlflow.source.name": "flows.train",
+        }
+        run_id = tracker.start(run_name(config), config.flat(), tags, resume)
+        write_text(note, run_id)
+        if run_id != resume:
+            tracker.log_snapshot(run_id, job.snapshot.table, job.snapshot.snapshot_id, job.rows["train"])
+            tracker.log_json(run_id, config.shareable(), "config.json")
+            tracker.log_json(run_id, job.plan.model_dump(mode="json"), "plan.json")
+        status = "FAILED"
+        try:
+            yield run_id
+            status = "FINISHED"
+        except (KeyboardInterrupt, SystemExit):
+            status = "KILLED"
+            raise
+        finally:
+            tracker.end(run_id, status)

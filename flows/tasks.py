@@ -1,0 +1,324 @@
+"""One @task per stage: open resources, call the stage, return its handle."""
+
+import datetime
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from prefect import get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+from pydantic import BaseModel
+
+from flows.config import ROOT, RunConfig
+from flows.job import REGISTERED, TrainingJob, own_folder, pinned, prepared, tracker_of, warehouse_of
+from flows.progress import Logger, Progress
+from flows.record import commit, in_words, lock_hash, page, shown
+from pipeline.evaluation import plots
+from pipeline.evaluation.evaluate import EvalReport, Scored
+from pipeline.evaluation.evaluate import evaluate as judge
+from pipeline.extraction.extract import IngestResult, extract
+from pipeline.preprocessing.drain import drain
+from pipeline.preprocessing.master import WORKERS_FILE, Totals
+from pipeline.preprocessing.service import Service
+from pipeline.preprocessing.worker import DataSpec, Worker
+from pipeline.rank import RankSpec
+from pipeline.registration.register import IDENTITY, ModelVersion, pack
+from pipeline.registration.register import register as put_into_registry
+from pipeline.registration.scorer import BATCH_ROWS as SCORING_ROWS
+from pipeline.registration.scorer import LoadedModel
+from pipeline.registration.tracking import RESULT, Tracker
+from pipeline.training.launch import Event, run_ranks
+from storage.artifacts import write_text
+
+CURVES = ("train_ne_window", "train_ne_progressive", "valid_ne")
+STALL_CURVES = ("stall_fraction_window", "batch_extract_seconds", "batch_transform_seconds", "batch_wait_seconds")
+
+
+class Trained(BaseModel, frozen=True):
+    """What the ranks left behind."""
+
+    weights: str
+    probe: tuple[float, ...]
+    summary: Mapping[str, Any]
+    placement: tuple[Mapping[str, Any], ...]
+
+
+@task(cache_policy=NO_CACHE, task_run_name="ingest")
+def ingest(config: RunConfig, days: tuple[datetime.date, ...] = (), again: bool = False) -> IngestResult:
+    """Source rows -> warehouse days. Safe to repeat: a day is replaced as a whole or not at all."""
+    with Progress(get_run_logger()) as progress:
+        return extract(
+            config.source,
+            config.ingest,
+            config.features,
+            warehouse_of(config),
+            config.name,
+            ROOT,
+            config.home_path / "logs",
+            days,
+            again,
+            progress,
+        )
+
+
+@task(cache_policy=NO_CACHE, task_run_name="pin")
+def pin(config: RunConfig, snapshot_id: int | None, again: bool) -> TrainingJob:
+    """Snapshot, split and fitted plan of a training. Safe to repeat: it only reads, and writes the plan once."""
+    job = pinned(config, snapshot_id, again)
+    parts = (f"{part} {rows:,} rows of {len(job.data[part].selection.days)} days" for part, rows in job.rows.items())
+    get_run_logger().info("snapshot %s: %s", job.snapshot.snapshot_id, ", ".join(parts))
+    return job
+
+
+@task(cache_policy=NO_CACHE, task_run_name="preprocess")
+def preprocess(config: RunConfig, snapshot_id: int | None, epoch: int) -> dict[str, Any]:
+    """One epoch of training batches, drained. Safe to repeat: it only reads."""
+    snapshot, data, rows = prepared(config, snapshot_id)
+    logger = get_run_logger()
+    with own_folder(config.home_path / "preprocessing" / config.name) as folder, Progress(logger) as progress:
+        logger.info("snapshot %s, %s rows", snapshot.snapshot_id, f"{rows:,}")
+        if config.preprocessing.executor != "inline":
+            logger.info("preprocessing workers: process ids in %s", folder / WORKERS_FILE)
+
+        def show(done: int, totals: Totals) -> None:
+            progress("preprocess", done, rows, f"{len(totals.peak_rss_mb)} workers")
+
+        drained = drain(
+            data, config.preprocessing, config.training.batch_rows, config.seed, folder, epoch, logger.warning, show
+        )
+    return {"status": "ok", "snapshot_id": snapshot.snapshot_id, "plan_hash": data.plan.hash} | drained.model_dump()
+
+
+@task(cache_policy=NO_CACHE, task_run_name="train")
+def train(config: RunConfig, job: TrainingJob, run_id: str) -> Trained:
+    """Warehouse rows -> weights. Safe to repeat: it goes on from the last checkpoint."""
+    tracker = tracker_of(config)
+    warehouse_of(config).tag(job.snapshot, f"train-{job.identity[:12]}")
+    spec = RankSpec(
+        train=job.data["train"],
+        valid=job.data.get("valid"),
+        valid_rows=job.rows.get("valid", 0),
+        probe=job.data["test"],
+        model=config.model,
+        training=config.training,
+        preprocessing=config.preprocessing,
+        seed=config.seed,
+        folder=job.folder,
+    )
+    placement: list[dict[str, Any]] = []
+    total = job.rows["train"] * config.training.epochs
+    if config.training.max_steps is not None:
+        total = min(total, config.training.max_steps * config.training.batch_rows)
+    logger = get_run_logger()
+    with Progress(logger) as progress, served(config, job, logger) as service:
+        on_event = _event_handler(tracker, run_id, placement, progress, total, logger.info)
+        summary = run_ranks(
+            "pipeline.rank",
+            spec if service is None else spec.model_copy(update={"service": service.address}),
+            Path(job.folder),
+            config.training.world_size,
+            config.training.threads_per_rank,
+            config.training.deadline_seconds,
+            on_event,
+            ROOT,
+        )
+    if service is not None:
+        summary = summary | {"preprocessing": _account(tracker, run_id, config, service.totals)}
+    probe = json.loads((Path(job.folder) / "probe.json").read_text(encoding="utf-8"))
+    return Trained(
+        weights=f"{job.folder}/weights.safetensors", probe=tuple(probe), summary=summary, placement=tuple(placement)
+    )
+
+
+@contextmanager
+def served(config: RunConfig, job: TrainingJob, logger: Logger) -> Iterator[Service | None]:
+    """The preprocessing service of a training; None where each rank reads for itself."""
+    if config.preprocessing.executor == "inline":
+        yield None
+        return
+    data: dict[str, DataSpec] = {part: spec for part, spec in job.data.items() if part != "test"}
+    folder = Path(job.folder) / "preprocessing"
+    with Service(data, config.preprocessing, folder, logger.warning) as service:
+        logger.info("preprocessing workers: process ids in %s", folder / WORKERS_FILE)
+        yield service
+
+
+def _account(tracker: Tracker, run_id: str, config: RunConfig, totals: Totals) -> dict[str, Any]:
+    """What the preprocessing of a training took, for its result; the details become an artifact of the run."""
+    summary = {
+        "executor": config.preprocessing.executor,
+        "workers": totals.most_workers,
+        "restarts": totals.restarts,
+        "quarantined_rows": totals.quarantined_rows,
+    }
+    details = {
+        "costs": vars(totals.costs),
+        "peak_rss_mb": totals.peak_rss_mb,
+        "late_results": totals.late_results,
+        "quarantined": totals.quarantined,
+    }
+    tracker.log_json(run_id, summary | details, "preprocessing.json")
+    return summary
+
+
+def _event_handler(
+    tracker: Tracker,
+    run_id: str,
+    placement: list[dict[str, Any]],
+    progress: Progress,
+    total: int,
+    say: Callable[..., None],
+) -> Callable[[Event], None]:
+    notes: dict[str, str] = {}
+
+    def handle(event: Event) -> None:
+        if event["event"] == "start":
+            placement.extend(event["plan"])
+            kinds = sorted({row["sharding"] for row in event["plan"]})
+            say("%s tables placed %s on %s", len(event["plan"]), ", ".join(kinds), event["device"])
+        elif event["event"] == "resumed":
+            say("resumed at step %s, %s rows", event["step"], f"{event['rows']:,}")
+        elif event["event"] == "metrics":
+            tracker.log(run_id, event["step"], event["metrics"])
+            for key, label in (("train_ne_window", "NE"), ("valid_ne", "valid NE")):
+                if event["metrics"].get(key) is not None:
+                    notes[label] = f"{event['metrics'][key]:.4f}"
+            progress("train", event["rows"], total, ", ".join(f"{label} {value}" for label, value in notes.items()))
+
+    return handle
+
+
+@task(cache_policy=NO_CACHE, task_run_name="evaluate")
+def evaluate(config: RunConfig, job: TrainingJob, trained: Trained, run_id: str) -> EvalReport:
+    """Weights -> quality on the evaluation rows, from raw rows as a caller would. Safe to repeat: it only reads."""
+    tracker = tracker_of(config)
+    model = LoadedModel(_packed(config, job, trained))
+    worker = Worker(job.data["test"], warehouse_of(config))
+
+    def scored(progress: Progress) -> Iterator[Scored]:
+        done = 0
+        for rows in _coalesced(worker.raw(fragment) for fragment in worker.fragments()):
+            labels = rows.column(config.features.label).to_numpy().astype("float64")
+            done += rows.num_rows
+            progress("evaluate", done, job.rows["test"])
+            yield Scored(labels, model.score(rows), rows.select(list(worker.spec.extra)))
+
+    with Progress(get_run_logger()) as progress:
+        report = judge(scored(progress), config.evaluation)
+    get_run_logger().info("evaluation: %s", in_words(report))
+    values = {f"eval_{name}": value for name, value in report.overall.model_dump(include=METRICS).items()}
+    values |= {"eval_ne_floor": report.ne_floor, "eval_learned_share": report.learned_share}
+    tracker.log(run_id, int(trained.summary["steps"]), values)
+    curves = tracker.curves(run_id, CURVES)
+    figures = {
+        "learning_curve": plots.learning_curve(
+            curves, trained.summary["best_step"], report.overall.ne, report.ne_floor
+        ),
+        "stall_timeline": plots.stall_timeline(tracker.curves(run_id, STALL_CURVES)),
+        "calibration": plots.calibration(report),
+        "roc": plots.roc(report),
+    }
+    if report.slices:
+        figures["slices"] = plots.slices(report)
+    tracker.log_figures(run_id, figures)
+    tracker.log_json(run_id, report.model_dump(mode="json"), "report.json")
+    tracker.log_json(run_id, list(trained.placement), "sharding_plan.json")
+    return report
+
+
+METRICS = {"rows", "label_rate", "ne", "logloss", "auc", "calibration", "ece"}
+
+
+@task(cache_policy=NO_CACHE, task_run_name="register")
+def register(config: RunConfig, job: TrainingJob, trained: Trained, report: EvalReport, run_id: str) -> ModelVersion:
+    """Weights + plan -> a version in the registry. Safe to repeat up to its last call, which makes the version."""
+    tracker = tracker_of(config)
+    probe = _first_rows(Worker(job.data["test"], warehouse_of(config)), len(trained.probe))
+    tags = {
+        "snapshot_id": str(job.snapshot.snapshot_id),
+        "plan_hash": job.plan.hash,
+        "git_commit": commit(),
+        "lock_hash": lock_hash(),
+        "seed": str(config.seed),
+        "weights_sha256": trained.summary["weights_sha256"],
+        "ne": shown(report.overall.ne),
+        "auc": shown(report.overall.auc),
+    }
+    folder = _packed(config, job, trained)
+    return put_into_registry(tracker, run_id, config.model_name, folder, probe, list(trained.probe), tags, ROOT)
+
+
+@task(cache_policy=NO_CACHE, task_run_name="publish")
+def publish(
+    config: RunConfig, job: TrainingJob, trained: Trained, report: EvalReport, model: ModelVersion, run_id: str
+) -> dict[str, Any]:
+    """The result of the run: kept beside the model, shown on Prefect's page. Safe to repeat: it replaces itself."""
+    tracker = tracker_of(config)
+    summary = trained.summary
+    result = {
+        "status": "ok",
+        "snapshot_id": job.snapshot.snapshot_id,
+        "train": {key: value for key, value in summary.items() if key != "event"},
+        "eval": report.overall.model_dump(include=METRICS)
+        | {"ne_floor": report.ne_floor, "learned_share": report.learned_share},
+        "model": model.model_dump(),
+        "mlflow_run_id": run_id,
+        "identity": job.identity,
+        "git_commit": commit(),
+    }
+    tracker.log_json(run_id, result, RESULT)
+    # The last act: a version is found by its identity only once everything about it is in place.
+    tracker.client.set_model_version_tag(model.name, str(model.version), IDENTITY, job.identity)
+    write_text(Path(job.folder) / REGISTERED, f"{model.name} {model.version}\n")
+    create_markdown_artifact(
+        page(config, result, report, tracker),
+        key=f"report-{config.name.lower().replace('_', '-')}",
+        description=f"{model.name} version {model.version}",
+    )
+    return result
+
+
+def finished(config: RunConfig, job: TrainingJob) -> dict[str, Any]:
+    """The result of a training that was done before."""
+    assert job.done is not None
+    version, run_id = job.done
+    result = tracker_of(config).result(run_id) | {"status": "skipped"}
+    logger = get_run_logger()
+    logger.info(
+        "skipped: %s version %s was made from the same snapshot and config; again=true trains anew",
+        config.model_name,
+        version,
+    )
+    if result.get("git_commit") != commit():
+        logger.warning("the code has changed since: that model is of commit %s", result.get("git_commit"))
+    return result
+
+
+def _packed(config: RunConfig, job: TrainingJob, trained: Trained) -> Path:
+    schema = warehouse_of(config).schema(job.snapshot)
+    return pack(Path(job.folder) / "model", Path(trained.weights), job.plan, config.model, schema)
+
+
+def _coalesced(parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Parts of at least a scoring batch: days of few rows would cost a call each."""
+    pending: list[pa.Table] = []
+    for part in parts:
+        pending.append(part)
+        if sum(other.num_rows for other in pending) >= SCORING_ROWS:
+            yield pa.concat_tables(pending)
+            pending = []
+    if pending:
+        yield pa.concat_tables(pending)
+
+
+def _first_rows(worker: Worker, rows: int) -> pa.Table:
+    parts: list[pa.Table] = []
+    for fragment in worker.fragments():
+        parts.append(worker.raw(fragment))
+        if sum(part.num_rows for part in parts) >= rows:
+            break
+    return pa.concat_tables(parts).slice(0, rows)

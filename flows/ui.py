@@ -1,0 +1,125 @@
+"""Prefect server and MLflow UI on loopback, over the data of one `home`; Ctrl-C stops both."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+
+from pipeline.errors import ConfigError, ContractError
+
+HOST = "127.0.0.1"
+START_SECONDS = 120.0
+STOP_SECONDS = 10.0
+
+
+def main(words: list[str]) -> int:
+    """Starts both servers and stays until one ends or a signal comes."""
+    options = dict(word.split("=", 1) for word in words if "=" in word)
+    home = Path(next((word for word in words if "=" not in word), os.environ.get("DLRM_HOME", ".dlrm"))).resolve()
+    prefect_port, mlflow_port = int(options.get("prefect_port", 4200)), int(options.get("mlflow_port", 5000))
+    signal.signal(signal.SIGTERM, _interrupted)
+    servers: list[subprocess.Popen[bytes]] = []
+    try:
+        for name, port in (("Prefect", prefect_port), ("MLflow", mlflow_port)):
+            free_port(name, port)
+        servers = [start(*command) for command in commands(home, prefect_port, mlflow_port)]
+        wait_for(servers[0], f"http://{HOST}:{prefect_port}/api/health", home / "ui" / "prefect.log")
+        wait_for(servers[1], f"http://{HOST}:{mlflow_port}/health", home / "ui" / "mlflow.log")
+        print(f"Prefect  http://{HOST}:{prefect_port}\nMLflow   http://{HOST}:{mlflow_port}", flush=True)
+        print(f"runs of {home}; for deployments: export PREFECT_API_URL=http://{HOST}:{prefect_port}/api", flush=True)
+        print("Ctrl-C stops both", flush=True)
+        while all(server.poll() is None for server in servers):
+            time.sleep(0.5)
+        print(f"error: a server ended by itself; its log is in {home / 'ui'}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    except ContractError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        stop(servers)
+
+
+def commands(home: Path, prefect_port: int, mlflow_port: int) -> list[tuple[list[str], dict[str, str], Path]]:
+    """(command, environment, log) of each server."""
+    (home / "prefect").mkdir(parents=True, exist_ok=True)
+    (home / "mlflow" / "artifacts").mkdir(parents=True, exist_ok=True)
+    (home / "ui").mkdir(parents=True, exist_ok=True)
+    prefect = {
+        "PREFECT_HOME": str(home / "prefect"),
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home}/prefect/prefect.db",
+        "PREFECT_UI_API_URL": f"http://{HOST}:{prefect_port}/api",
+    }
+    serve = ["--host", HOST, "--port"]
+    stores = ["--backend-store-uri", f"sqlite:///{home}/mlflow/mlflow.db"]
+    stores += ["--artifacts-destination", str(home / "mlflow" / "artifacts")]
+    return [
+        (["prefect", "server", "start", *serve, str(prefect_port)], prefect, home / "ui" / "prefect.log"),
+        (["mlflow", "server", *serve, str(mlflow_port), "--workers", "1", *stores], {}, home / "ui" / "mlflow.log"),
+    ]
+
+
+def free_port(name: str, port: int) -> None:
+    """Refuses a port that something listens on."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            remedy = f"Stop it, or choose another: make ui {name.upper()}_PORT={port + 1}."
+            raise ConfigError(f"port {port} for {name}", "a free port", "one in use", remedy) from None
+
+
+def start(command: list[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """A server in a process group of its own, so that its helpers can be stopped with it."""
+    program = str(Path(sys.executable).parent / command[0])
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [program, *command[1:]], env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
+def wait_for(server: subprocess.Popen[bytes], address: str, log: Path) -> None:
+    """Returns once the server answers.
+
+    Raises:
+        ConfigError: If it ended or does not answer in time; names its log.
+    """
+    limit = time.monotonic() + START_SECONDS
+    while time.monotonic() < limit:
+        if server.poll() is not None:
+            break
+        with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(address, timeout=2):
+            return
+        time.sleep(0.2)
+    raise ConfigError(f"server at {address}", "an answer", "none", f"See {log}.")
+
+
+def stop(servers: list[subprocess.Popen[bytes]]) -> None:
+    """Ends the servers' process groups; those that do not listen are killed."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for server in servers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, number)
+        limit = time.monotonic() + STOP_SECONDS
+        for server in servers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(max(limit - time.monotonic(), 0.1))
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

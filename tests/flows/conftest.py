@@ -1,0 +1,54 @@
+"""One Prefect server and one finished smoke run for all flow tests."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.testing.utilities import prefect_test_harness
+
+from flows import cli
+
+
+@pytest.fixture(scope="session")
+def prefect() -> Iterator[None]:
+    """A temporary Prefect server."""
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the smoke run writes to."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture
+def command(
+    prefect: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """Runs a flow as its command would and returns (exit code, result line, what else was printed)."""
+
+    def run(flow: Any, *words: str, home: Path) -> tuple[int, dict[str, Any], str]:
+        monkeypatch.setenv("DLRM_HOME", str(home))
+        with pytest.raises(SystemExit) as ended:
+            cli.main(flow, words)
+        out, err = capfd.readouterr()
+        return int(ended.value.code), json.loads(out.strip().splitlines()[-1]), err + caplog.text
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def smoke(prefect: None, home: Path) -> dict[str, Any]:
+    """The result of configs/smoke.yaml end to end, on two ranks."""
+    from flows.end_to_end import end_to_end
+
+    before = os.environ.get("DLRM_HOME")
+    os.environ["DLRM_HOME"] = str(home)
+    try:
+        return end_to_end(config="configs/smoke.yaml")
+    finally:
+        os.environ.pop("DLRM_HOME") if before is None else os.environ.update(DLRM_HOME=before)

@@ -1,0 +1,212 @@
+"""The command line: words to overrides and parameters, and one sentence for every failure."""
+
+import datetime
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prefect.exceptions import ParameterTypeError
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from pydantic import BaseModel, ValidationError
+
+from flows import cli
+from flows.cli import parse, sentence
+from flows.config import ROOT
+from pipeline.errors import ConfigError
+
+
+def ingest(config: str, overrides: Mapping[str, Any] | None = None, day: Any = None, again: bool = False) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("word", "overrides", "parameters"),
+    [
+        ("training.epochs=2", {"training.epochs": 2}, {}),
+        ("seed=3", {"seed": 3}, {}),
+        ("home=/data/runs", {"home": "/data/runs"}, {}),
+        ("again=true", {}, {"again": True}),
+        ("day=2024-01-31", {}, {"day": datetime.date(2024, 1, 31)}),
+        ("training.max_steps=null", {"training.max_steps": None}, {}),
+        ("training.max_steps=", {"training.max_steps": None}, {}),
+        ("evaluation.slices=[a, b]", {"evaluation.slices": ["a", "b"]}, {}),
+        ("filter=country = 'DE' and age >= 18", {"filter": "country = 'DE' and age >= 18"}, {}),
+        ("source.path=*.csv", {"source.path": "*.csv"}, {}),  # no YAML: taken as it stands
+        ("split.days.train=[2024-01-01..2024-01-05]", {"split.days.train": ["2024-01-01..2024-01-05"]}, {}),
+        ("preprocessing.on=off", {"preprocessing.on": "off"}, {}),
+    ],
+)
+def test_words(word: str, overrides: dict[str, Any], parameters: dict[str, Any]) -> None:
+    assert parse([word], ingest) == (overrides, parameters)
+
+
+def test_the_last_of_equal_words_counts() -> None:
+    assert parse(["seed=3", "seed=4", "again=true"], ingest) == ({"seed": 4}, {"again": True})
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("again", "argument 'again': expected key=value, got no '='. Write it like training.epochs=2."),
+        *(
+            (
+                f"{key}=1",
+                f"argument '{key}': expected a parameter of this flow (day, again) or a config key, got neither. "
+                "Write config keys with their section, like training.epochs=2.",
+            )
+            for key in ("dya", "epochs", "config", "overrides", "")
+        ),
+    ],
+)
+def test_words_that_say_nothing(word: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse([word], ingest)
+    assert str(error.value) == said
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("again=maybe", "argument 'again': expected a valid boolean, unable to interpret input, got 'maybe'. Correct the value."),
+        ("again=", "argument 'again': expected a valid boolean, got None. Correct the value."),
+    ],
+)  # fmt: skip
+def test_a_parameter_of_another_type_is_refused(word: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse([word], ingest)
+    assert str(error.value) == said
+
+
+def test_a_flow_without_parameters_says_so() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(["day=1"], lambda config: None)
+    assert str(error.value) == (
+        "argument 'day': expected a parameter of this flow (none) or a config key, got neither. "
+        "Write config keys with their section, like training.epochs=2."
+    )
+
+
+class Parameters(BaseModel):
+    again: bool = False
+
+
+def validation_error() -> ValidationError:
+    with pytest.raises(ValidationError) as error:
+        Parameters.model_validate({"again": "perhaps"})
+    return error.value
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConfigError("age", "a number", "text", "Convert it."), "age: expected a number, got text. Convert it."),
+        (
+            validation_error(),
+            "parameter 'again': Input should be a valid boolean, unable to interpret input, got 'perhaps'.",
+        ),
+        (ValueError("first line\nsecond line"), "ValueError: first line (--debug shows more)"),
+        (RuntimeError(), "RuntimeError: no message (--debug shows more)"),
+        (KeyError("age"), "KeyError: 'age' (--debug shows more)"),
+        (
+            ParameterTypeError.from_validation_error(validation_error()),
+            "ParameterTypeError: Flow run received invalid parameters: "
+            "again: Input should be a valid boolean, unable to interpret input (--debug shows more)",
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_is_one_line(error: Exception, said: str) -> None:
+    assert sentence(error) == said
+
+
+class Flow:
+    """What the front uses of a Prefect flow."""
+
+    name = "end-to-end"
+
+    def __init__(self, result: dict[str, Any] | Exception) -> None:
+        self.result, self.got = result, SimpleNamespace()
+
+    @staticmethod
+    def fn(config: Any, overrides: Any = None, again: bool = False) -> None: ...
+
+    def __call__(self, config: Any, **parameters: Any) -> dict[str, Any]:
+        self.got = SimpleNamespace(config=config, parameters=parameters)
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+def ended(flow: Flow, words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[Any, dict[str, Any], str]:
+    with pytest.raises(SystemExit) as end:
+        cli.main(flow, words)
+    out, err = capsys.readouterr()
+    return end.value.code, json.loads(out.splitlines()[-1]), err
+
+
+@pytest.fixture(autouse=True)
+def _leave_the_process_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(cli, "hide_tracebacks", lambda: None)
+    monkeypatch.setattr(cli, "start_server", lambda: None)
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("skipped", 0)])
+def test_the_last_line_is_the_result(status: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    flow = Flow({"status": status, "day": datetime.date(2024, 1, 1)})
+    made = ended(flow, [str(ROOT / "configs/smoke.yaml"), "seed=5", "again=true"], capsys)
+    assert made == (code, {"status": status, "day": "2024-01-01"}, "")
+    assert (flow.got.config.seed, flow.got.parameters) == (5, {"again": True})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            [],
+            "command line: expected a config file first, got nothing. "
+            "Usage: python -m flows.end_to_end CONFIG.yaml [key=value ...] [--debug]",
+        ),
+        (
+            ["seed=3"],
+            "command line: expected a config file first, got seed=3. "
+            "Usage: python -m flows.end_to_end CONFIG.yaml [key=value ...] [--debug]",
+        ),
+        (
+            ["configs/smoke.yaml", "training.epoch=2"],
+            "configs/smoke.yaml, key 'training.epoch': expected a known key, got 'epoch'. Did you mean 'epochs'?",
+        ),
+        (["configs/smoke.yaml"], "OSError: no space (--debug shows more)"),
+    ],
+)
+def test_a_failure_is_one_sentence_and_exit_code_1(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = ended(Flow(OSError("no space")), words, capsys)
+    assert made == (1, {"status": "failed", "error": said}, f"error: {said}\n")
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    code, result, err = ended(Flow(OSError("no space")), ["--debug", "configs/smoke.yaml"], capsys)
+    assert (code, result["status"]) == (1, "failed")
+    assert "Traceback" in err
+
+
+@pytest.mark.parametrize("home", ["file", "file/below"])
+def test_a_home_that_cannot_be_written_to_is_refused(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path / home))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        code, result, _ = ended(Flow({"status": "ok"}), ["configs/smoke.yaml"], capsys)
+    assert (code, result["error"]) == (
+        1,
+        f"home '{tmp_path / home}': expected a folder that can be written to, got 'Not a directory'. "
+        "Set DLRM_HOME to another one.",
+    )

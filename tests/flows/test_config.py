@@ -1,0 +1,316 @@
+"""Configs: files over files, environment, overrides, identity, and sentences for what is wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flows.config import ROOT, RunConfig, home_path, load, read_yaml
+from pipeline.errors import ConfigError
+from pipeline.transforms.ops import known_kinds
+
+MINIMAL: dict[str, Any] = {
+    "name": "toy",
+    "source": {"path": "rows.csv", "day": "2024-01-01"},
+    "features": {"sparse": [{"columns": "user", "transforms": [{"kind": "sigrid_hash", "size": 9}]}]},
+    "split": {"hash": {"key": "user", "shares": {"train": 0.5, "test": 0.5}}},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DLRM_HOME", raising=False)
+
+
+def write(path: Path, **content: Any) -> Path:
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return path
+
+
+def sentence(values: Any, overrides: dict[str, Any] | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(values, overrides)
+    return str(error.value)
+
+
+def ops(*transforms: dict[str, Any]) -> dict[str, Any]:
+    return MINIMAL | {"features": {"sparse": [{"columns": "user", "transforms": list(transforms)}]}}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_each_config_of_the_project_loads(path: Path) -> None:
+    config = load(path)
+    assert load(config) == config
+    assert load(f"configs/{path.name}") == config
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_path_is_looked_up_here_then_in_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "mine.yaml", **MINIMAL)
+    assert load("mine.yaml").name == "toy"
+    assert load("configs/demo.yaml").name == "demo"
+
+
+def test_a_file_lies_over_its_base(tmp_path: Path) -> None:
+    write(tmp_path / "a.yaml", **MINIMAL, training={"epochs": 2, "batch_rows": 64}, evaluation={"slices": ["a", "b"]})
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "sub" / "b.yaml", base="../a.yaml", training={"epochs": 3}, evaluation={"slices": ["c"]})
+    write(tmp_path / "c.yaml", base="sub/b.yaml", name="top", training={"batch_rows": None})
+    assert read_yaml(tmp_path / "c.yaml") == MINIMAL | {
+        "name": "top",
+        "training": {"epochs": 3, "batch_rows": None},
+        "evaluation": {"slices": ["c"]},
+    }
+
+
+def test_environment_variables_are_put_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_EPOCHS", "4")
+    monkeypatch.delenv("TOY_NAME", raising=False)
+    path = write(
+        tmp_path / "a.yaml",
+        **MINIMAL | {"name": "${TOY_NAME:-spare}_1"},
+        training={"epochs": "${TOY_EPOCHS}"},
+        evaluation={"slices": ["${TOY_NAME:-}x", "$HOME", "${TOY_EPOCHS:-9}"]},
+    )
+    config = load(path)
+    assert (config.name, config.training.epochs, config.evaluation.slices) == ("spare_1", 4, ("x", "$HOME", "4"))
+    write(path, **MINIMAL | {"name": "${TOY_NAME}"})
+    assert sentence(path) == "${TOY_NAME}: expected an environment variable, got none of that name. Set TOY_NAME."
+
+
+def test_overrides_reach_any_depth() -> None:
+    config = load(
+        MINIMAL,
+        {"training.epochs": 7, "seed": 3, "split.hash.shares.test": 0.25, "training.dense_learning_rate": "1e-2"},
+    )
+    assert (config.training.epochs, config.seed, config.split.hash.shares["test"]) == (7, 3, 0.25)
+    assert config.training.dense_learning_rate == 0.01
+    assert MINIMAL["split"]["hash"]["shares"]["test"] == 0.5  # the input is left as it was
+    assert load(config, {"seed": 4}).seed == 4
+
+
+@pytest.mark.parametrize(
+    ("environment", "home", "expected"),
+    [
+        (None, ".dlrm", ROOT / ".dlrm"),
+        (None, "/data/runs", Path("/data/runs")),
+        (None, "~/runs", Path.home() / "runs"),
+        ("elsewhere", "/data/runs", ROOT / "elsewhere"),
+        ("/tmp/x", ".dlrm", Path("/tmp/x")),
+        ("", ".dlrm", ROOT / ".dlrm"),
+    ],
+)
+def test_home(environment: str | None, home: str, expected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if environment is not None:
+        monkeypatch.setenv("DLRM_HOME", environment)
+    assert load(MINIMAL, {"home": home}).home_path == home_path(home) == expected
+
+
+EXECUTION = {
+    "home": "/elsewhere",
+    "preprocessing.workers": 5,
+    "training.device": "cpu",
+    "training.threads_per_rank": 3,
+    "training.log_every_steps": 9,
+    "training.checkpoint_every_steps": 9,
+    "training.keep_checkpoints": 9,
+    "training.deadline_seconds": 9,
+    "registration.model_name": "other",
+    "warehouse.codec": "lz4",
+    "source.path": "moved.csv",
+}
+SEMANTIC = {
+    "name": "other",
+    "seed": 2,
+    "filter": "age > 1",
+    "sampling": {"inputs": ["user"], "rate": 0.1},
+    "features.derived": [{"kind": "first_x", "limit": 2, "inputs": ["user"], "output": "first"}],
+    "training.epochs": 2,
+    "training.batch_rows": 64,
+    "training.world_size": 1,
+    "training.sharding": "table_wise",
+    "preprocessing.shuffle_window_rows": 10,
+    "model.embedding_width": 8,
+    "split.hash.shares.train": 0.25,
+    "features.label": "click",
+    "evaluation.slices": ["a"],
+}
+
+
+@pytest.mark.parametrize("key", EXECUTION)
+def test_identity_stays_when_only_execution_changes(key: str) -> None:
+    assert load(MINIMAL, {key: EXECUTION[key]}).identity(5) == load(MINIMAL).identity(5)
+
+
+@pytest.mark.parametrize("key", SEMANTIC)
+def test_identity_changes_with_what_is_learned(key: str) -> None:
+    assert load(MINIMAL, {key: SEMANTIC[key]}).identity(5) != load(MINIMAL).identity(5)
+
+
+def test_identity_names_the_snapshot_and_is_of_fixed_length() -> None:
+    config = load(MINIMAL)
+    assert config.identity(5) != config.identity(6)
+    assert len(config.identity(5)) == 32
+
+
+def test_parameters_are_flat() -> None:
+    flat = load(MINIMAL, {"seed": 3}).flat()
+    assert (flat["name"], flat["seed"], flat["training.epochs"], flat["split.hash.shares.test"]) == ("toy", 3, 1, 0.5)
+    assert not any(isinstance(value, dict) or key.startswith(("source", "features")) for key, value in flat.items())
+
+
+def test_a_model_is_named_after_the_run_unless_told() -> None:
+    assert load(MINIMAL).model_name == "toy"
+    assert load(MINIMAL, {"registration.model_name": "champion"}).model_name == "champion"
+
+
+TOP = "name, home, seed, source, ingest, warehouse, features, filter, split, preprocessing, model, training, "
+"evaluation, registration"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            MINIMAL | {"training": {"epoch": 2}},
+            "key 'training.epoch': expected a known key, got 'epoch'. Did you mean 'epochs'?",
+        ),
+        (MINIMAL | {"sead": 2}, "key 'sead': expected a known key, got 'sead'. Did you mean 'seed'?"),
+        (MINIMAL | {"split": {"hsh": 1}}, "key 'split.hsh': expected a known key, got 'hsh'. Did you mean 'hash'?"),
+        (
+            MINIMAL | {"split": {"column": {"name": "x", "zzz": 1}}},
+            "key 'split.column.zzz': expected a known key, got 'zzz'. Known here: name, train, valid, test.",
+        ),
+        (
+            ops({"kind": "first_x", "limt": 3}),  # the misspelt key is named, not the one that is missing for it
+            "key 'features.sparse.0.transforms.0.first_x.limt': expected a known key, got 'limt' (1 more). Did you "
+            "mean 'limit'?",
+        ),
+        (
+            MINIMAL
+            | {"features": {"sparse": [{"colums": "user", "transforms": [{"kind": "sigrid_hash", "size": 9}]}]}},
+            "key 'features.sparse.0.colums': expected a known key, got 'colums' (1 more). Did you mean 'columns'?",
+        ),
+        (
+            MINIMAL | {"training": {"epochs": "many"}},
+            "key 'training.epochs': expected a valid integer, unable to parse string as an integer, got 'many'. "
+            "Correct the value.",
+        ),
+        (
+            MINIMAL | {"preprocessing": {"workers": 0}},  # of several types: one complaint, not one for each
+            "key 'preprocessing.workers': expected 'auto' or greater than 0, got 0. Correct the value.",
+        ),
+        (
+            MINIMAL | {"evaluation": {"slices": [1, 1]}},
+            "key 'evaluation.slices.0': expected a valid string, got 1 (1 more). Correct the value.",
+        ),
+        (
+            MINIMAL | {"training": {"epochs": "many", "batch_rows": "many"}},
+            "key 'training.batch_rows': expected a valid integer, unable to parse string as an integer, got 'many' "
+            "(1 more). Correct the value.",
+        ),
+        (MINIMAL | {"seed": -1}, "key 'seed': expected greater than or equal to 0, got -1. Correct the value."),
+        (
+            MINIMAL | {"seed": -1, "training": {"epochs": 0}},
+            "key 'seed': expected greater than or equal to 0, got -1 (1 more). Correct the value.",
+        ),
+        ({k: v for k, v in MINIMAL.items() if k != "split"}, "key 'split': expected a value, got none. Add the key."),
+        (
+            ops({"kind": "nope"}),
+            "key 'features.sparse.0.transforms.0': expected a kind among "
+            f"{', '.join(repr(kind) for kind in sorted(known_kinds()))}, got 'nope'. Correct it.",
+        ),
+        (
+            ops({"size": 9}),
+            "key 'features.sparse.0.transforms.0': expected a mapping with a `kind`, got {'size': 9}. Add it.",
+        ),
+        (
+            MINIMAL | {"features": {"sparse": []}},
+            "key 'features.sparse': expected at least one entry, got none. Add one.",
+        ),
+    ],
+)
+def test_one_sentence_for_a_bad_value(values: dict[str, Any], said: str) -> None:
+    assert sentence(values) == f"config, {said}"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"name": "a b"},
+            "name: expected letters, digits and _, ^[A-Za-z_][A-Za-z0-9_]{0,127}$, got 'a b'. Rename it.",
+        ),
+        (
+            {"name": "../x"},
+            "name: expected letters, digits and _, ^[A-Za-z_][A-Za-z0-9_]{0,127}$, got '../x'. Rename it.",
+        ),
+        (
+            {"name": "a\n"},
+            "name: expected letters, digits and _, ^[A-Za-z_][A-Za-z0-9_]{0,127}$, got 'a\n'. Rename it.",
+        ),
+        (
+            {"filter": "1=1; drop table x"},
+            "filter '1=1; drop table x': expected comparisons of columns with constants, joined by and, or, not, "
+            "got '1=1; drop table x' at character 1. Write it like \"country = 'DE' and age >= 18\".",
+        ),
+        ({"split": {}}, "split: expected one of days, every_nth_day, column, hash, got none. Give exactly one."),
+        *(
+            ({"source": source}, f"source: expected either {keys}, got both or neither. Give exactly one.")
+            for source, keys in [
+                ({"day": "2024-01-01"}, "`path` or `generator`"),
+                ({"path": "a.csv"}, "`day_column` or `day`"),
+                ({"path": "a.csv", "day": "2024-01-01", "day_column": "day"}, "`day_column` or `day`"),
+            ]
+        ),
+    ],
+)
+def test_values_that_contradict_each_other(change: dict[str, Any], said: str) -> None:
+    assert sentence(MINIMAL | change) == said
+
+
+@pytest.mark.parametrize("key", ["name.x", "name.x.y"])
+def test_an_override_below_a_value(key: str) -> None:
+    assert sentence(MINIMAL, {key: 1}) == f"override '{key}': expected a section 'name', got str. Correct the key."
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[1, 2]", "expected a mapping of keys, got list. See configs/demo.yaml."),
+        (b"", "expected a mapping of keys, got NoneType. See configs/demo.yaml."),
+        (b"name: \xff", "expected a readable YAML file, got none. Correct the path; examples are in configs/."),
+        (None, "expected a readable YAML file, got none. Correct the path; examples are in configs/."),
+        (b"base: bad.yaml", "expected a `base` that ends somewhere, got a circle. Remove one `base`."),
+    ],
+)
+def test_files_that_are_no_config(content: bytes | None, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    assert sentence(path) == f"config '{path}': {said}"
+
+
+def test_other_files_that_are_no_config(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("a: b: c")
+    assert sentence(path) == (
+        f"config '{path}': expected valid YAML, got mapping values are not allowed here in \"<unicode string>\", "
+        "line 1, column 5: a: b: c ^. Mind indentation and colons."
+    )
+    path.write_text("base: [a, b]")
+    assert sentence(path) == f"config '{path}', key 'base': expected a file name, got ['a', 'b']. Correct the value."
+    path.write_text("name: !!python/object/apply:os.getcwd []")
+    assert sentence(path).startswith(f"config '{path}': expected valid YAML, got could not determine a constructor")
+
+
+def test_passwords_are_not_handed_on():
+    over = {
+        "warehouse": {"catalog": {"s3.secret-access-key": "hunter2"}},
+        "registration": {"tracking_uri": "sql://u:hunter2@h"},
+    }
+    config = load("configs/demo.yaml", over)
+    assert config.warehouse.catalog["s3.secret-access-key"] == "hunter2"
+    assert "hunter2" not in str(config.flat()) + str(config.shareable())

@@ -1,0 +1,376 @@
+"""One epoch without a trainer: its order, its costs against the files themselves, and what it does when disturbed."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow.parquet as pq
+import pytest
+from filelock import FileLock
+
+from flows.config import RunConfig, load
+from flows.ingest import ingest
+from flows.job import prepared, tracker_of
+from flows.preprocess import preprocess
+from pipeline.batch import Batch, Position
+from pipeline.preprocessing.client import Client, Inline
+from pipeline.preprocessing.drain import drain
+from pipeline.preprocessing.master import WORKERS_FILE
+
+CONFIG = "configs/smoke.yaml"
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = [
+    "status",
+    "snapshot_id",
+    "plan_hash",
+    "rows",
+    "batches",
+    "order_hash",
+    "seconds",
+    "rows_per_second",
+    "workers",
+    "executor",
+    "transform_ratio",
+    "read_seconds",
+    "transform_seconds",
+    "batch_seconds",
+    "bytes_read",
+    "bytes_stored",
+    "op_seconds",
+    "counts",
+    "peak_rss_mb",
+    "peak_bytes",
+    "restarts",
+    "quarantined_rows",
+]
+INLINE = {"preprocessing.executor": "inline"}
+
+
+@pytest.fixture
+def at_home(smoke: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The smoke run's folder as DLRM_HOME."""
+    monkeypatch.setenv("DLRM_HOME", str(home))
+    return home
+
+
+@pytest.fixture(scope="module")
+def epoch(smoke: dict[str, Any], home: Path) -> dict[str, Any]:
+    """The undisturbed result, made in one process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLRM_HOME", str(home))
+        result: dict[str, Any] = preprocess(config=CONFIG, overrides=INLINE)
+    return result
+
+
+@pytest.fixture
+def files(home: Path) -> list[Path]:
+    """The data files of the training days."""
+    folder = home / "warehouse" / "dlrm" / "smoke" / "data"
+    return [file for day in ("2025-01-06", "2025-01-07") for file in sorted((folder / f"day={day}").glob("*.parquet"))]
+
+
+def global_batch(shares: tuple[Batch, ...]) -> list[np.ndarray]:
+    """Dense values, labels, weights, lengths and ids of a batch, put together from the shares of all ranks."""
+    kept = [share.weights.numpy() > 0 for share in shares]
+    whole = [
+        np.concatenate([getattr(share, name).numpy()[rows] for share, rows in zip(shares, kept, strict=True)])
+        for name in ("dense", "labels", "weights")
+    ]
+    features = list(shares[0].sparse.keys())
+    lengths = [
+        share.sparse.lengths().numpy().reshape(len(features), -1)[:, rows]
+        for share, rows in zip(shares, kept, strict=True)
+    ]
+    ids = [share.sparse[name].values().numpy() for name in features for share in shares]  # padding has none
+    return [*whole, np.concatenate(lengths, axis=1), np.concatenate(ids)]
+
+
+def order_hash(config: RunConfig, epoch: int) -> str:
+    """SHA-256 over the global batches, from what two ranks are given."""
+    _, spec, _ = prepared(config, None)
+    clients = [
+        Client(
+            Inline({"x": spec}, config.preprocessing), ("x", spec), config.training.batch_rows, config.seed,
+            config.preprocessing.shuffle_window_rows, rank, world_size=2,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    found = hashlib.sha256()
+    for shares in zip(*(client.batches(Position(epoch=epoch)) for client in clients), strict=True):
+        for array in global_batch(shares):
+            found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()
+
+
+def test_the_result_has_what_scripts_rely_on(epoch: dict[str, Any], smoke: dict[str, Any], at_home: Path) -> None:
+    assert list(epoch) == KEYS
+    assert (epoch["status"], epoch["executor"], epoch["workers"]) == ("ok", "inline", 1)
+    assert epoch["snapshot_id"] == smoke["snapshot_id"]
+    version = tracker_of(load(CONFIG)).client.get_model_version("smoke", "1")
+    assert epoch["plan_hash"] == version.tags["plan_hash"]
+    assert (epoch["restarts"], epoch["quarantined_rows"]) == (0, 0)
+    assert epoch["rows_per_second"] == pytest.approx(epoch["rows"] / epoch["seconds"])
+    parts = [epoch[f"{part}_seconds"] for part in ("read", "transform", "batch")]
+    assert min(parts) > 0
+    assert epoch["transform_ratio"] == pytest.approx(sum(parts) / parts[0])
+    assert epoch["peak_bytes"] > 0
+    json.dumps(epoch, allow_nan=False)
+
+
+def test_rows_bytes_and_nulls_are_those_of_the_files(epoch: dict[str, Any], files: list[Path], at_home: Path) -> None:
+    config = load(CONFIG)
+    dense = {name for group in config.features.dense for name in group.columns}
+    metadata = [pq.ParquetFile(file).metadata for file in files]
+    chunks = [
+        group.column(i)
+        for footer in metadata
+        for group in map(footer.row_group, range(footer.num_row_groups))
+        for i in range(group.num_columns)
+    ]
+    wanted = [
+        chunk.total_compressed_size
+        for chunk in chunks
+        if (name := chunk.path_in_schema.split(".")[0]) in dense | {"label"} or name.startswith(("cat_", "list_"))
+    ]
+    assert epoch["rows"] == sum(footer.num_rows for footer in metadata) == 10_000
+    assert epoch["batches"] == -(-10_000 // config.training.batch_rows)
+    assert epoch["bytes_stored"] == sum(chunk.total_compressed_size for chunk in chunks)
+    assert epoch["bytes_read"] == sum(wanted) < epoch["bytes_stored"]
+    qualities = [pq.ParquetFile(file).read(columns=["num_quality"])["num_quality"] for file in files]
+    assert epoch["counts"]["fill_null num_quality"] == sum(column.null_count for column in qualities) > 0
+
+
+def test_each_op_of_the_plan_has_its_time(epoch: dict[str, Any]) -> None:
+    features = load(CONFIG).features
+    kinds = {op.kind for group in (*features.dense, *features.sparse) for op in group.transforms}
+    assert epoch["op_seconds"].keys() >= {"arrow"}
+    assert {kind for name in epoch["op_seconds"] for kind in name.split("+")} == kinds | {"arrow"}
+    assert all(seconds > 0 for seconds in epoch["op_seconds"].values())
+    assert sum(epoch["op_seconds"].values()) <= epoch["transform_seconds"] * 1.05
+
+
+@pytest.mark.parametrize("over", [{}, {"seed": 2}, {"epoch": 1}], ids=str)
+def test_the_order_hash_is_that_of_the_batches(epoch: dict[str, Any], at_home: Path, over: dict[str, int]) -> None:
+    config = load(CONFIG, INLINE | {key: value for key, value in over.items() if key != "epoch"})
+    found = preprocess(config=config, epoch=over.get("epoch", 0)) if over else epoch
+    assert found["order_hash"] == order_hash(config, over.get("epoch", 0))
+    assert found["rows"] == 10_000
+    assert (found["order_hash"] == epoch["order_hash"]) == (not over)
+
+
+@pytest.mark.parametrize(
+    ("executor", "workers"), [("process", 1), ("process", 2), pytest.param("ray", 2, marks=pytest.mark.slow)]
+)
+def test_the_order_is_the_same_wherever_workers_run(
+    epoch: dict[str, Any], command: Callable[..., Any], home: Path, executor: str, workers: int
+) -> None:
+    if executor == "ray" and importlib.util.find_spec("ray") is None:
+        pytest.skip("needs Ray: make setup EXTRAS=ray")
+    words = [f"preprocessing.executor={executor}", f"preprocessing.workers={workers}"]
+    code, result, log = command(preprocess, CONFIG, *words, home=home)
+    assert (code, list(result)) == (0, KEYS)
+    same = ("order_hash", "rows", "batches", "snapshot_id", "plan_hash", "bytes_read", "bytes_stored", "counts")
+    assert {key: result[key] for key in same} == {key: epoch[key] for key in same}
+    assert (result["executor"], result["workers"], result["restarts"]) == (executor, workers, 0)
+    assert 1 <= len(result["peak_rss_mb"]) <= workers
+    assert f"process ids in {home / 'preprocessing' / 'smoke' / WORKERS_FILE}" in log
+
+
+def test_the_file_of_workers_names_those_alive(at_home: Path, tmp_path: Path, epoch: dict[str, Any]) -> None:
+    config = load(CONFIG, {"preprocessing.workers": 1})
+    _, spec, _ = prepared(config, None)
+    seen: list[psutil.Process] = []
+
+    def look(rows: int, totals: object) -> None:
+        pids = json.loads((tmp_path / WORKERS_FILE).read_text(encoding="utf-8"))
+        assert list(pids) == ["1"]
+        process = psutil.Process(pids["1"])
+        assert process.ppid() == os.getpid()
+        assert "pipeline.preprocessing.executors" in process.cmdline()
+        seen.append(process)
+
+    drained = drain(
+        spec, config.preprocessing, config.training.batch_rows, config.seed, tmp_path, say=pytest.fail, progress=look
+    )
+    assert len(seen) == drained.batches == epoch["batches"]
+    assert drained.order_hash == epoch["order_hash"]
+    assert not any(process.is_running() for process in set(seen))
+    assert json.loads((tmp_path / WORKERS_FILE).read_text(encoding="utf-8")) == {}
+
+
+def test_a_second_process_is_refused(at_home: Path, command: Callable[..., Any]) -> None:
+    folder = at_home / "preprocessing" / "smoke"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        code, result, _ = command(preprocess, CONFIG, "preprocessing.executor=inline", home=at_home)
+    assert (code, result) == (
+        1,
+        {
+            "status": "failed",
+            "error": "'smoke': expected one process at a time, got another one at work on it. Wait for it, or end it.",
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["preprocessing.executor=thread"], "configs/smoke.yaml, key 'preprocessing.executor': expected 'inline', 'process' or 'ray', got 'thread'. Correct the value."),
+        (["preprocessing.workers=0"], "configs/smoke.yaml, key 'preprocessing.workers': expected 'auto' or greater than 0, got 0. Correct the value."),
+        (["preprocessing.memory_bytes=5"], "configs/smoke.yaml, key 'preprocessing.memory_bytes': expected greater than or equal to 1048576, got 5. Correct the value."),
+        (["epoch=-1"], "argument 'epoch': expected greater than or equal to 0, got -1. Correct the value."),
+        (["snapshot_id=newest"], "argument 'snapshot_id': expected a valid integer, unable to parse string as an integer, got 'newest'. Correct the value."),
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_refused_before_anything_runs(
+    command: Callable[..., Any], tmp_path: Path, words: list[str], sentence: str
+) -> None:
+    code, result, log = command(preprocess, CONFIG, *words, home=tmp_path)
+    assert (code, result) == (1, {"status": "failed", "error": sentence})
+    assert log.strip().splitlines() == [f"error: {sentence}"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ray_that_is_not_installed_is_named(
+    at_home: Path, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # an import finds no module of that name
+    monkeypatch.delitem(sys.modules, "pipeline.preprocessing.ray_executor", raising=False)
+    code, result, log = command(preprocess, CONFIG, "preprocessing.executor=ray", home=at_home)
+    assert (code, result) == (
+        1,
+        {
+            "status": "failed",
+            "error": "preprocessing.executor 'ray': expected Ray to be installed, got no module of that name. "
+            "Install it: make setup EXTRAS=ray.",
+        },
+    )
+    assert "Traceback" not in log
+
+
+# -- disturbed from outside -------------------------------------------------------------------------------------------
+
+LONG = {
+    "source.generator.rows_per_day": 40_000,
+    "warehouse.row_group_rows": 500,
+    "preprocessing.split_rows": 1,
+    "preprocessing.shuffle_window_rows": 2_000,
+    "preprocessing.workers": 2,
+}
+"""An epoch of 160 splits, which takes seconds."""
+
+
+@pytest.fixture(scope="module")
+def long_home(prefect: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A warehouse whose epoch is long enough to be disturbed."""
+    folder = tmp_path_factory.mktemp("long")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLRM_HOME", str(folder))
+        ingest(config=CONFIG, overrides=LONG)
+        yield folder
+
+
+class Command:
+    """`python -m flows.preprocess` as a process of its own, in a group of its own."""
+
+    def __init__(self, home: Path, over: dict[str, Any] | None = None, open_files: int = 4096) -> None:
+        self.note = home / "preprocessing" / "smoke" / WORKERS_FILE
+        self.note.unlink(missing_ok=True)
+        outside = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
+        words = [f"{key}={value}" for key, value in (LONG | (over or {})).items()]
+        self.process = subprocess.Popen(
+            ["prlimit", f"--nofile={open_files}", sys.executable, "-m", "flows.preprocess", CONFIG, *words],
+            cwd=ROOT, env=outside | {"DLRM_HOME": str(home)}, start_new_session=True, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def pids(self) -> set[int]:
+        return set(json.loads(self.note.read_text(encoding="utf-8")).values()) if self.note.exists() else set()
+
+    def new_worker(self, known: set[int]) -> int:
+        """A worker that has not been seen before; it is ready, so the epoch has begun."""
+        end = time.monotonic() + 180
+        while not (new := self.pids() - known):
+            assert time.monotonic() < end, "no worker came"
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.005)
+        return min(new)
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def ended(self) -> tuple[int, dict[str, Any], str]:
+        """(exit code, result, what else it said)"""
+        out, err = self.process.communicate(timeout=180)
+        return self.process.returncode, json.loads(out.strip().splitlines()[-1]), err
+
+
+@pytest.fixture
+def started(long_home: Path) -> Iterator[Command]:
+    command = Command(long_home)
+    yield command
+    if command.process.poll() is None:
+        command.process.kill()
+        command.process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+def test_an_interrupted_epoch_leaves_nothing(started: Command, how: str) -> None:
+    started.new_worker(set())
+    family = started.family()
+    assert any("pipeline.preprocessing.executors" in process.cmdline() for process in family)
+    if how == "Ctrl-C":
+        os.killpg(started.process.pid, signal.SIGINT)  # a terminal tells workers too
+    else:
+        started.process.terminate()
+    code, result, log = started.ended()
+    assert (code, result) == (
+        1,
+        {"status": "failed", "error": "interrupted; run the same command again to go on."},
+    ), log
+    assert log.splitlines().count("error: interrupted; run the same command again to go on.") == 1
+    assert "Traceback" not in log
+    assert psutil.wait_procs(family, timeout=15)[1] == []
+    assert started.pids() == set()
+
+
+@pytest.mark.slow
+def test_killed_workers_do_not_change_the_order(started: Command, long_home: Path) -> None:
+    seen: set[int] = set()
+    for _ in range(2):
+        seen.add(worker := started.new_worker(seen))
+        os.kill(worker, signal.SIGKILL)
+    code, result, log = started.ended()
+    assert code == 0, log
+    assert result["restarts"] >= 1
+    assert log.count("is replaced: its process ended") == result["restarts"]
+    undisturbed = preprocess(config=CONFIG, overrides=LONG | {"preprocessing.workers": 1} | INLINE)
+    assert result["order_hash"] == undisturbed["order_hash"]
+    assert result["rows"] == undisturbed["rows"] == 80_000
+    assert undisturbed["restarts"] == 0
+
+
+@pytest.mark.slow
+def test_too_few_open_files_are_named(long_home: Path) -> None:
+    """Each split that is held is one; here all 160 are shuffled together."""
+    code, result, log = Command(long_home, {"preprocessing.shuffle_window_rows": 100_000}, open_files=100).ended()
+    assert (code, result) == (
+        1,
+        {
+            "status": "failed",
+            "error": "open files of the preprocessing: expected fewer than the system's limit, got as many. "
+            "Raise it (ulimit -n), or raise preprocessing.split_rows.",
+        },
+    ), log
+    assert "Traceback" not in log

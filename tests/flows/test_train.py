@@ -1,0 +1,371 @@
+"""The whole chain on a small sample: what it leaves behind, what it skips, what it refuses."""
+
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import mlflow
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from flows import tasks
+from flows.config import load
+from flows.end_to_end import end_to_end
+from flows.ingest import ingest
+from flows.job import pinned, tracked_run
+from flows.train import train
+from pipeline.evaluation.metrics import quality
+from pipeline.registration.register import raw_frame
+
+CONFIG = "configs/smoke.yaml"
+
+
+@pytest.fixture
+def at_home(home, monkeypatch):
+    """The smoke run's folder as DLRM_HOME."""
+    monkeypatch.setenv("DLRM_HOME", str(home))
+    return home
+
+
+def test_result_has_what_scripts_rely_on(smoke):
+    assert smoke["status"] == "ok"
+    assert {"rows", "steps", "rows_per_second", "stall_fraction", "world_size", "weights_sha256"} <= smoke[
+        "train"
+    ].keys()
+    assert {"rows", "ne", "logloss", "auc", "calibration", "ece", "ne_floor"} <= smoke["eval"].keys()
+    assert smoke["train"]["rows"] == 10_000
+    assert smoke["train"]["steps"] == 20
+    assert smoke["train"]["world_size"] == 2
+    assert smoke["eval"]["rows"] == 5_000
+    assert smoke["model"] == {"name": "smoke", "version": 1, "alias": "champion"}
+    json.dumps(smoke, allow_nan=False)
+
+
+def test_result_is_what_the_registered_model_says_of_the_raw_rows(smoke, at_home):
+    """The pyfunc, loaded as any caller would, against the evaluation and the data read by pyarrow alone."""
+    config = load(CONFIG)
+    files = sorted((at_home / "warehouse" / "dlrm" / "smoke" / "data" / "day=2025-01-09").glob("*.parquet"))
+    rows = pa.concat_tables([pq.read_table(file, partitioning=None) for file in files])
+    mlflow.set_tracking_uri(tasks.tracker_of(config).uri)
+    model = mlflow.pyfunc.load_model("models:/smoke@champion")
+    columns = model.unwrap_python_model().loaded.columns
+    scores = model.predict(raw_frame(rows, columns))["probability"].to_numpy()
+    found = quality(rows.column("label").to_numpy(), scores)
+    assert found.ne == pytest.approx(smoke["eval"]["ne"], abs=1e-7)
+    assert found.auc == pytest.approx(smoke["eval"]["auc"], abs=1e-7)
+    floor = quality(rows.column("label").to_numpy(), rows.column("true_probability").to_numpy()).ne
+    assert smoke["eval"]["ne_floor"] == pytest.approx(floor)
+
+
+def test_probabilities_equal_the_trainers(smoke, at_home):
+    config = load(CONFIG)
+    folder = at_home / "runs" / f"smoke-{smoke['identity'][:12]}-0"
+    model = tasks.LoadedModel(folder / "model")
+    job = pinned(config, None, False)
+    probe = tasks._first_rows(tasks.Worker(job.data["test"], tasks.warehouse_of(config)), 256)
+    expected = json.loads((folder / "probe.json").read_text())
+    assert len(expected) == 256
+    assert np.abs(model.score(probe) - np.array(expected)).max() <= 1e-6
+
+
+def test_mlflow_holds_the_run(smoke, at_home):
+    tracker = tasks.tracker_of(load(CONFIG))
+    run = tracker.client.get_run(smoke["mlflow_run_id"])
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["eval_ne"] == pytest.approx(smoke["eval"]["ne"])
+    assert run.data.tags["snapshot_id"] == str(smoke["snapshot_id"])
+    assert run.data.params["training.batch_rows"] == "512"
+    assert run.inputs.dataset_inputs[0].dataset.name == "smoke"
+    curve = tracker.curves(smoke["mlflow_run_id"], tasks.CURVES)
+    assert [step for step, _ in curve["train_ne_window"]] == [5, 10, 15, 20]
+    assert [step for step, _ in curve["valid_ne"]] == [20]
+    names = {item.path for item in tracker.client.list_artifacts(smoke["mlflow_run_id"])}
+    jsons = {f"{name}.json" for name in ("config", "plan", "preprocessing", "report", "result", "sharding_plan")}
+    assert jsons | {"plots"} <= names
+    plots = {item.path for item in tracker.client.list_artifacts(smoke["mlflow_run_id"], "plots")}
+    named = ("calibration", "learning_curve", "roc", "slices", "stall_timeline")
+    assert plots == {f"plots/{name}.png" for name in named}
+
+
+def test_mlflow_says_where_the_time_of_preprocessing_went(smoke, at_home):
+    tracker = tasks.tracker_of(load(CONFIG))
+    curves = tracker.curves(smoke["mlflow_run_id"], tasks.STALL_CURVES)
+    assert curves.keys() == {
+        "stall_fraction_window", "batch_extract_seconds", "batch_transform_seconds", "batch_wait_seconds",
+    }  # fmt: skip
+    for name, points in curves.items():
+        assert [step for step, _ in points] == [5, 10, 15, 20]
+        assert all(0.0 <= value < (1.0 if name == "stall_fraction_window" else math.inf) for _, value in points)
+    assert min(value for _, value in curves["batch_extract_seconds"] + curves["batch_transform_seconds"]) > 0.0
+    waited = [5 * value for _, value in curves["batch_wait_seconds"]]  # of rank 0, as the fractions are
+    busy = sum(w / f for w, (_, f) in zip(waited, curves["stall_fraction_window"], strict=True) if f)
+    assert sum(waited) <= busy
+    kept = artifact(tracker, smoke["mlflow_run_id"], "preprocessing.json")
+    assert smoke["train"]["preprocessing"] == {
+        "executor": "process", "workers": kept["workers"], "restarts": 0, "quarantined_rows": 0,
+    }  # fmt: skip
+    assert kept["workers"] >= 1
+    assert (kept["executor"], kept["quarantined"], kept["late_results"]) == ("process", [], 0)
+    assert kept["costs"]["bytes_stored"] > kept["costs"]["bytes_read"] > 0
+    [*_, (step, stalled)] = tracker.curves(smoke["mlflow_run_id"], ("stall_fraction",))["stall_fraction"]
+    assert (step, stalled) == (20, pytest.approx(smoke["train"]["stall_fraction"]))
+
+
+def artifact(tracker, run_id: str, name: str) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        return json.loads(Path(tracker.client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8"))
+
+
+def test_model_version_is_recorded(smoke, at_home):
+    tracker = tasks.tracker_of(load(CONFIG))
+    version = tracker.client.get_model_version("smoke", "1")
+    assert version.run_id == smoke["mlflow_run_id"]
+    assert version.tags["weights_sha256"] == smoke["train"]["weights_sha256"]
+    assert {"snapshot_id", "plan_hash", "git_commit", "lock_hash", "seed"} <= version.tags.keys()
+    signature = mlflow.models.get_model_info("models:/smoke/1").signature
+    types = {column.name: str(column.type) for column in signature.inputs}
+    assert types["num_price"] == "DataType.double"
+    assert types["list_interests"] == "Array(long)"
+    assert mlflow.models.get_model_info("models:/smoke/1").saved_input_example_info is not None
+
+
+def test_no_pickle_is_left(smoke, at_home):
+    assert not [path for path in at_home.rglob("*") if path.suffix in (".pkl", ".pickle", ".pt", ".pth")]
+
+
+def test_the_snapshot_is_tagged(smoke, at_home):
+    refs = tasks.warehouse_of(load(CONFIG)).table("smoke").refs()
+    assert refs[f"train-{smoke['identity'][:12]}"].snapshot_id == smoke["snapshot_id"]
+
+
+def test_the_same_again_is_skipped(smoke, command, home):
+    code, result, log = command(end_to_end, CONFIG, "training.log_every_steps=7", home=home)
+    assert code == 0
+    assert result["status"] == "skipped"
+    assert result["ingest"]["status"] == "skipped"
+    assert {key: result[key] for key in ("model", "mlflow_run_id", "train", "eval")} == {
+        key: smoke[key] for key in ("model", "mlflow_run_id", "train", "eval")
+    }
+    assert "skipped: smoke version 1 was made from the same snapshot and config; again=true trains anew" in log
+
+
+@pytest.mark.slow
+def test_again_trains_the_same_weights_into_a_challenger(smoke, command, home):
+    code, result, _ = command(train, CONFIG, "again=true", home=home)
+    assert code == 0
+    assert result["model"]["alias"] == "challenger"
+    assert result["model"]["version"] > 1
+    assert result["train"]["weights_sha256"] == smoke["train"]["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["trainning.epochs=2"], "configs/smoke.yaml, key 'trainning': expected a known key, got 'trainning'. Did you mean 'training'?"),
+        (["training.epochs=two"], "configs/smoke.yaml, key 'training.epochs': expected a valid integer, unable to parse string as an integer, got 'two'. Correct the value."),
+        (["filter=1=1; drop table x"], "filter '1=1; drop table x': expected comparisons of columns with constants, joined by and, or, not, got '1=1; drop table x' at character 1. Write it like \"country = 'DE' and age >= 18\"."),
+        (["split.days.test=[2025-01-07]"], "split.days.test '2025-01-07': expected days outside split.days.train, got '2025-01-06..2025-01-07', which shares days. Every row may be in one part only; change one of them."),
+        (["colour=red"], "argument 'colour': expected a parameter of this flow (snapshot_id, again) or a config key, got neither. Write config keys with their section, like training.epochs=2."),
+    ],
+)  # fmt: skip
+def test_a_bad_config_is_refused_before_anything_runs(command, tmp_path, words, sentence):
+    code, result, log = command(train, CONFIG, *words, home=tmp_path)
+    assert (code, result) == (1, {"status": "failed", "error": sentence})
+    assert log.strip().splitlines() == [f"error: {sentence}"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["split.days.test=[2030-01-01]"], "split.days.test '2030-01-01': expected days of the table, 2025-01-06 to 2025-01-09, got no such day. Ingest the day, or name another."),
+        (["filter=num_price < -5"], "split, part 'train': expected at least one row, got none. Change split or filter."),
+        (["filter=nothing = 1"], "filter 'nothing = 1': expected columns of the table, got 'nothing'. Closest: impression_id, session_id, event_time, num_tenure_days, num_click_share, num_relevance, num_quality, num_price. Correct the name."),
+        (["features.dense=[{columns: [num_prise]}]"], "features.dense column 'num_prise': expected a column of the table, got none of that name. Closest: num_price. Correct the name."),
+        (["evaluation.slices=[contry]"], "evaluation 'contry': expected a column of the table, got none of that name. Correct the name."),
+        (["snapshot_id=7"], "snapshot 7 of table 'smoke': expected a snapshot of the table, got none of that id. It may have expired; train on the current snapshot."),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_data_is_refused_before_training(smoke, command, home, at_home, words, sentence):
+    runs, versions = sorted((home / "runs").iterdir()), _versions()
+    code, result, log = command(train, CONFIG, *words, home=home)
+    assert (code, result) == (1, {"status": "failed", "error": sentence})
+    assert "Traceback" not in log
+    assert sorted((home / "runs").iterdir()) == runs
+    assert _versions() == versions
+
+
+def _versions() -> int:
+    return len(tasks.tracker_of(load(CONFIG)).client.search_model_versions("name = 'smoke'"))
+
+
+def _source(folder: Path, **columns) -> list[str]:
+    rows = {
+        "day": ["2025-01-06"] * 200,
+        "label": [0, 1] * 100,
+        "num_a": [0.5] * 200,
+        "cat_a": list(range(200)),
+    } | columns
+    pq.write_table(pa.table(rows), folder / "rows.parquet")
+    return [
+        "source.generator=null", "source.outcomes=null", f"source.path={folder}/rows.parquet", "source.day_column=day",
+        "features.dense=[{columns: num_a}]", "features.sparse=[{columns: cat_a, transforms: [{kind: sigrid_hash, size: 100}]}]",
+        "evaluation.slices=[]", "evaluation.true_probability=null",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({"label": [2] * 20 + [0, 1] * 90}, "labels of 1 day(s), worst 2025-01-06: expected at most 1.00% bad rows a day, and a good one, got 20 of 200 (label is not 0 or 1). Mend the source, or raise ingest.max_quarantined_share."),
+        ({"num_a": ["x"] * 200}, "dense column 'num_a': expected numbers, got text such as 'x' in 200 rows. Clean the column, or declare it under features.sparse."),
+        ({"day": [None] * 200}, "source.day_column 'day': expected a date in every row, got none in 200 rows. Filter those rows out, or name another column."),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_refused_and_nothing_is_written(command, tmp_path, columns, sentence):
+    home = tmp_path / "home"
+    code, result, _ = command(ingest, CONFIG, *_source(tmp_path, **columns), home=home)
+    assert (code, result) == (1, {"status": "failed", "error": sentence})
+    assert not list(home.rglob("*.parquet"))
+
+
+def test_an_unknown_day_is_refused(command, tmp_path):
+    code, result, _ = command(ingest, CONFIG, "day=2030-01-01", *_source(tmp_path), home=tmp_path / "home")
+    assert code == 1
+    assert (
+        result["error"]
+        == "day 2030-01-01: expected a day of the source, 2025-01-06 to 2025-01-06, got no row of it. Name another day."
+    )
+
+
+def test_a_damaged_day_is_mended_by_ingesting_it_again(command, tmp_path):
+    words, home = _source(tmp_path), tmp_path / "home"
+    first = command(ingest, CONFIG, *words, home=home)[1]
+    [file] = home.rglob("day=2025-01-06/*.parquet")
+    file.write_bytes(b"rubbish")
+    assert command(ingest, CONFIG, *words, home=home)[1]["status"] == "skipped"
+    code, result, _ = command(ingest, CONFIG, *words, "again=true", home=home)
+    assert (code, result["rows"], result["days_written"]) == (0, 200, 1)
+    assert result["snapshot_id"] != first["snapshot_id"]
+
+
+def test_a_file_named_twice_is_read_once(command, tmp_path):
+    words = _source(tmp_path)
+    (tmp_path / "latest.parquet").symlink_to(tmp_path / "rows.parquet")
+    twice = f"source.path=[{tmp_path}/*.parquet, {tmp_path}/../{tmp_path.name}/rows.parquet]"
+    assert command(ingest, CONFIG, *words, twice, home=tmp_path / "home")[1]["rows"] == 200
+
+
+@pytest.mark.slow
+def test_a_run_that_died_before_its_record_is_finished_by_the_next(smoke, home, monkeypatch):
+    monkeypatch.setenv("DLRM_HOME", str(home))
+    over = {"training.world_size": 1, "seed": 7}
+    with monkeypatch.context() as broken:
+        broken.setattr(tasks.publish, "fn", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(config=CONFIG, overrides=over)
+    result = train(config=CONFIG, overrides=over)
+    assert result["status"] == "ok"
+    assert train(config=CONFIG, overrides=over)["status"] == "skipped"
+
+
+def test_few_bad_labels_are_counted(command, tmp_path):
+    words = _source(tmp_path, label=[None, 7] + [0, 1] * 99)
+    code, result, _ = command(ingest, CONFIG, *words, "ingest.max_quarantined_share=0.02", home=tmp_path / "home")
+    assert code == 0
+    assert result["rows"] == 198
+    assert result["quarantined"] == {"label is not 0 or 1": 1, "label is null": 1}
+
+
+def test_a_second_process_on_the_same_training_is_refused(smoke, at_home):
+    from filelock import FileLock
+
+    config = load(CONFIG, {"seed": 99})
+    job = pinned(config, None, False)
+    with (
+        FileLock(Path(job.folder) / "lock"),
+        pytest.raises(Exception, match="another one at work on it"),
+        tracked_run(config, job),
+    ):
+        pass
+
+
+def test_a_run_cut_short_is_ended_and_resumed_as_one(smoke, at_home):
+    config = load(CONFIG, {"seed": 98})
+    job = pinned(config, None, False)
+    tracker = tasks.tracker_of(config)
+    with pytest.raises(KeyboardInterrupt), tracked_run(config, job) as first:
+        raise KeyboardInterrupt
+    assert tracker.client.get_run(first).info.status == "KILLED"
+    with pytest.raises(ValueError, match="RUNNING"), tracked_run(config, job) as second:
+        raise ValueError(tracker.client.get_run(second).info.status)
+    assert second == first
+    assert tracker.client.get_run(first).info.status == "FAILED"
+
+
+def test_runs_of_dead_processes_are_ended(smoke, at_home):
+    tracker = tasks.tracker_of(load(CONFIG))
+    stale = tracker.start("stale", {}, {}, None)
+    tracker.tag(stale, {"dlrm.pid": "999999999"})
+    assert tracker.reap() == [stale]
+    assert tracker.client.get_run(stale).info.status == "KILLED"
+
+
+QUARANTINE = [
+    "warehouse.row_group_rows=500", "preprocessing.split_rows=1", "training.world_size=1",
+    "preprocessing.workers=2",
+]  # fmt: skip
+
+
+@pytest.fixture
+def corrupt_home(command, tmp_path, monkeypatch):
+    """A warehouse of which one column of one row group cannot be decoded; (folder, file)."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # MLflow sets it for all of this process: not that of the smoke run
+    assert command(ingest, CONFIG, *QUARANTINE, home=tmp_path)[0] == 0
+    file = sorted((tmp_path / "warehouse").rglob("day=2025-01-07/*.parquet"))[0]
+    group = pq.ParquetFile(file).metadata.row_group(3)
+    assert group.num_rows == 500
+    chunk = next(c for c in map(group.column, range(group.num_columns)) if c.path_in_schema == "cat_item")
+    content = bytearray(file.read_bytes())
+    start = chunk.dictionary_page_offset or chunk.data_page_offset
+    content[start : start + chunk.total_compressed_size] = bytes(chunk.total_compressed_size)
+    file.write_bytes(content)
+    return tmp_path, file
+
+
+@pytest.mark.slow
+def test_fault_5_what_cannot_be_read_is_quarantined_if_so_wished(command, corrupt_home):
+    home, file = corrupt_home
+    code, result, log = command(train, CONFIG, *QUARANTINE, "preprocessing.on_corrupt=quarantine", home=home)
+    assert code == 0, log
+    assert result["train"]["rows"] == 9_500
+    assert result["train"]["preprocessing"] | {"workers": 2} == {
+        "executor": "process", "workers": 2, "restarts": 0, "quarantined_rows": 500,
+    }  # fmt: skip
+    kept = artifact(tasks.tracker_of(load(CONFIG)), result["mlflow_run_id"], "preprocessing.json")
+    [entry] = kept["quarantined"]
+    assert {key: entry[key] for key in ("path", "row_group", "rows", "day", "data", "epoch")} == {
+        "path": f"file://{file}", "row_group": 3, "rows": 500, "day": "2025-01-07", "data": "train", "epoch": 0,
+    }  # fmt: skip
+    assert str(file) in entry["reason"]
+    assert f"quarantined: 500 rows of row group 3 of file 'file://{file}': {entry['reason']}" in log
+    assert any("WARNING" in line and "quarantined: 500 rows" in line for line in log.splitlines())
+
+
+@pytest.mark.slow
+def test_fault_5_what_cannot_be_read_ends_the_training(command, corrupt_home):
+    home, file = corrupt_home
+    code, result, log = command(train, CONFIG, *QUARANTINE, home=home)
+    assert code == 1
+    snapshot = tasks.warehouse_of(load(CONFIG)).current("smoke").snapshot_id
+    assert result["error"].startswith(f"file 'file://{file}' of snapshot {snapshot} of table 'smoke': expected a whole")
+    assert result["error"].endswith("Ingest its day with again=true.")
+    assert f"error: {result['error']}" in log
+    assert "Traceback" not in log
+    tracker = tasks.tracker_of(load(CONFIG))
+    assert tracker.client.search_model_versions("name = 'smoke'") == []
+    [run] = tracker.client.search_runs([tracker.experiment_id])
+    assert run.info.status == "FAILED"

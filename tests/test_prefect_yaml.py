@@ -1,0 +1,45 @@
+"""prefect.yaml is checked here, because Prefect passes over unknown keys in silence."""
+
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+import yaml
+from prefect.cli.deploy._models import DeploymentConfig
+
+from flows.config import load
+
+ROOT = Path(__file__).resolve().parent.parent
+CONTENT = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))
+DEPLOYMENTS = {f"{d['entrypoint'].split(':')[1].replace('_', '-')}/{d['name']}": d for d in CONTENT["deployments"]}
+
+
+def test_top_level_keys_are_known():
+    assert CONTENT.keys() <= {"name", "prefect-version", "build", "push", "pull", "definitions", "deployments"}
+
+
+def test_the_named_deployments_exist():
+    assert set(DEPLOYMENTS) == {"ingest/daily", "preprocess/on-demand", "end-to-end/on-demand", "end-to-end/sample"}
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_deployment_is_sound(name):
+    deployment = DEPLOYMENTS[name]
+    assert set(deployment) <= set(DeploymentConfig.model_fields), "a key that Prefect does not know"
+    path, function = deployment["entrypoint"].split(":")
+    flow = getattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), function)
+    assert flow.name == name.split("/")[0]
+    assert set(deployment["parameters"]) <= set(inspect.signature(flow.fn).parameters)
+    load(deployment["parameters"]["config"])
+    assert deployment["work_pool"]["name"] == "dlrm"
+
+
+def test_only_the_daily_ingest_is_scheduled():
+    scheduled = [name for name, deployment in DEPLOYMENTS.items() if deployment.get("schedules")]
+    assert scheduled == ["ingest/daily"]
+    assert DEPLOYMENTS["ingest/daily"]["schedules"][0]["cron"] == "0 4 * * *"
+
+
+def test_no_path_of_a_machine():
+    assert 'directory: "{{ $PWD }}"' in (ROOT / "prefect.yaml").read_text(encoding="utf-8")
