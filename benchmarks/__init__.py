@@ -1,0 +1,1 @@
+"""Measurements: each module is a command that states machine, versions and commit beside its figures."""

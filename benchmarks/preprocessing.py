@@ -1,0 +1,195 @@
+"""A preprocessing worker beside decode alone, beside NumPy, Polars and DuckDB, and beside a second worker.
+
+    python -m benchmarks.preprocessing --folder /data/wide --json
+
+`decode_ratio` is the contestant `ours` over the fastest decode: read, decode, filter, truncate, hash, normalise and lay
+down in shared memory. `batched_ratio` is `ours_batched` over the fastest decode: all of that, then rows shuffled over
+windows of 262,144 and cut into batches of 4,096, which is the whole of a worker's work. `two_workers_speedup` is the
+time of an epoch through the whole service with one worker over that with two.
+
+Every pass of a contestant is a process of its own on one core, its libraries held to one thread; those of our worker
+have the environment of a worker's process. A round takes each contestant once, in turn, then the service with one
+worker and with two, on all cores. Files are in the page cache; a contestant does its first unit of work before the
+clock starts.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from types import MappingProxyType
+from typing import Any
+
+from benchmarks.contestants import CONTESTANTS
+from benchmarks.machine import ROOT, machine
+from benchmarks.wide_table import WIDE, wide_table
+from pipeline.preprocessing.executors import WORKER_ENVIRONMENT
+
+DECODERS = tuple(name for name in CONTESTANTS if name.startswith("decode"))
+WORKERS = tuple(name for name in CONTESTANTS if name not in DECODERS)
+OURS = ("ours", "ours_batched")
+SERVICES = (1, 2)
+"""Workers of the service."""
+PACKAGES = ("numpy", "pyarrow", "polars", "duckdb", "numba")
+ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "POLARS_MAX_THREADS"), "1"
+)
+
+
+def main(words: Sequence[str]) -> None:
+    """Measures as the words say and prints a table, or one JSON object on the last line."""
+    options = _options(words)
+    with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
+        folder = (options.folder or Path(temporary)).resolve()
+        if options.contestant:
+            print(json.dumps(one_pass(options.contestant, folder, options.rows)))
+            return
+        say(f"table of {options.rows} rows in {folder}")
+        wide_table(folder, options.rows)
+        figures = measured(folder, options.rows, options.rounds)
+    print(json.dumps(figures) if options.json else as_text(figures))
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.preprocessing")
+    parser.add_argument("--json", action="store_true", help="all figures as one JSON object on the last line")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the table")
+    parser.add_argument("--rounds", type=int, default=5, help="passes of each contestant; the median counts")
+    parser.add_argument("--folder", type=Path, help="keeps the table for the next run (2 GB); default: a temporary one")
+    parser.add_argument("--contestant", choices=(*DECODERS, *WORKERS), help="one pass of this one alone")
+    return parser.parse_args(words)
+
+
+def measured(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
+    """All contestants and the service, round by round, and what follows from their times.
+
+    Raises:
+        RuntimeError: If two workers did not make the same number of rows and ids.
+    """
+    facts = machine(PACKAGES)
+    passes: dict[str, list[dict[str, Any]]] = {name: [] for name in (*DECODERS, *WORKERS)}
+    epochs: dict[int, list[dict[str, Any]]] = {workers: [] for workers in SERVICES}
+    for number in range(rounds):
+        for name, done in passes.items():
+            say(f"round {number + 1} of {rounds}: {name}")
+            done.append(in_process(name, folder, rows))
+        for workers, done in epochs.items():
+            say(f"round {number + 1} of {rounds}: service, workers: {workers}")
+            done.append(epoch(workers, folder, rows))
+    made = {name: (passes[name][0]["rows"], passes[name][0]["ids"]) for name in WORKERS}
+    if len(set(made.values())) > 1:
+        raise RuntimeError(f"the same rows and ids from all workers expected, got {made}")
+    contestants = {name: spread(done) for name, done in passes.items()}
+    fastest = min(DECODERS, key=lambda name: contestants[name]["median_seconds"])
+    for name, one in contestants.items():
+        one["ratio"] = round(one["median_seconds"] / contestants[fastest]["median_seconds"], 3)
+        one["peak_mib"] = max(each["peak_mib"] for each in passes[name])
+    services = {str(workers): spread(done) for workers, done in epochs.items()}
+    return {
+        "decode_ratio": contestants["ours"]["ratio"],
+        "batched_ratio": contestants["ours_batched"]["ratio"],
+        "two_workers_speedup": round(services["1"]["median_seconds"] / services["2"]["median_seconds"], 3),
+        "fastest_decode": fastest,
+        "contestants": contestants,
+        "services": services,
+        "rows": rows,
+        "rounds": rounds,
+        "columns": {"lists": WIDE.lists, "numbers": WIDE.numbers, "unread": WIDE.unread},
+        "machine": facts,
+    }
+
+
+def spread(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Median, least and most seconds of some passes."""
+    seconds = [one["seconds"] for one in passes]
+    return {
+        "median_seconds": median(seconds),
+        "min_seconds": min(seconds),
+        "max_seconds": max(seconds),
+        "rows_per_second": round(passes[0]["rows"] / median(seconds)),
+    }
+
+
+def in_process(name: str, folder: Path, rows: int) -> dict[str, Any]:
+    """One pass of a contestant in a process of its own."""
+    words = ["benchmarks.preprocessing", "--contestant", name]
+    return _figures(words, folder, rows, ONE_THREAD | (WORKER_ENVIRONMENT if name in OURS else {}), _one_core)
+
+
+def epoch(workers: int, folder: Path, rows: int) -> dict[str, Any]:
+    """An epoch through the service, which has processes of its own."""
+    return _figures(["benchmarks.service", "--workers", str(workers)], folder, rows)
+
+
+def _figures(
+    words: Sequence[str],
+    folder: Path,
+    rows: int,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    first: Callable[[], None] | None = None,
+) -> dict[str, Any]:
+    command = [sys.executable, "-m", *words, "--folder", str(folder), "--rows", str(rows)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, check=True, preexec_fn=first
+    )
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return figures
+
+
+def _one_core() -> None:
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
+def one_pass(name: str, folder: Path, rows: int) -> dict[str, Any]:
+    """A contestant's time over the whole table, in this process."""
+    units = CONTESTANTS[name](wide_table(folder, rows))
+    units[0]()
+    count = ids = 0
+    start = time.perf_counter()
+    for unit in units:
+        made = unit()
+        count, ids = count + made.rows, ids + made.ids
+        del made  # what was made is handed on before the next unit begins
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    return {"seconds": seconds, "rows": count, "ids": ids, "peak_mib": peak}
+
+
+def as_text(figures: dict[str, Any]) -> str:
+    """The figures as a table of Markdown."""
+    lines = ["| contestant | median s | min | max | x decode | rows/s | peak MiB |", "|---|---|---|---|---|---|---|"]
+    for name, one in figures["contestants"].items():
+        lines.append(
+            f"| {name} | {one['median_seconds']:.2f} | {one['min_seconds']:.2f} | {one['max_seconds']:.2f} "
+            f"| {one['ratio']:.2f} | {one['rows_per_second']:,} | {one['peak_mib']:,} |"
+        )
+    lines += ["", "| workers of the service | median s | min | max | rows/s |", "|---|---|---|---|---|"]
+    for workers, one in figures["services"].items():
+        lines.append(
+            f"| {workers} | {one['median_seconds']:.2f} | {one['min_seconds']:.2f} | {one['max_seconds']:.2f} "
+            f"| {one['rows_per_second']:,} |"
+        )
+    names = ("decode_ratio", "batched_ratio", "two_workers_speedup")
+    lines.append("\n" + ", ".join(f"{name} {figures[name]}" for name in names))
+    facts = figures["machine"]
+    versions = ", ".join(f"{package} {version}" for package, version in facts["versions"].items())
+    lines.append(
+        f"\n{facts['cpu']}, {facts['cores']} cores, load {facts['load']}; commit {facts['commit']}; {versions}"
+    )
+    return "\n".join(lines)
+
+
+def say(text: str) -> None:
+    """Progress, beside the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,181 @@
+"""Tables as feature stores have them: many columns, of which a model reads some; the same for every seed.
+
+Source:
+    Zhao et al. 2022, arXiv:2108.09373, table of features: lists of ids of the three models described there hold 26.0,
+    25.6 and 19.6 ids in the mean. The shape of the distribution is not given there; a power law is assumed.
+"""
+
+import datetime
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pipeline.preprocessing.worker import DataSpec
+from pipeline.schema import DenseGroup, FeatureSchema, SparseGroup
+from pipeline.selection import Selection
+from pipeline.transforms.ops import FillNull, FirstX, Log, SigridHash, Standardise
+from pipeline.transforms.plan import build_plan
+from storage.reader import SnapshotRef
+from storage.warehouse import Warehouse, WarehouseConfig
+
+LIMIT, SIZE = 20, 100_000
+"""Ids kept of a list, and rows of the embedding table they are hashed into."""
+MEAN, STD = 1.25, 0.75
+"""Numbers that `standardise` is given."""
+DAY = datetime.date(2025, 1, 6)
+LABEL = "label"
+LAYOUT = 2
+"""Counts up when the generator changes, so that a folder made by an older one is not taken for a new one."""
+CHUNK_ROWS = 32_768
+LONGEST = 1_000
+"""Most ids of a list."""
+WAREHOUSE = WarehouseConfig(file_rows=131_072)
+"""The layout of every other table, but smaller files, so that writing holds less memory."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What columns a table has, beside day and label.
+
+    Args:
+        table: Its name in the warehouse.
+        lists: Lists of ids that are read.
+        shortest: What the length of a list that is not empty begins with; decides the mean.
+        numbers: Numbers that are read.
+        unread: Columns that are not read, half of them numbers, half of them short lists.
+    """
+
+    table: str
+    lists: int
+    shortest: float
+    numbers: int
+    unread: int
+
+    @property
+    def list_names(self) -> tuple[str, ...]:
+        """Columns of lists that are read."""
+        return tuple(f"list_{i}" for i in range(self.lists))
+
+    @property
+    def number_names(self) -> tuple[str, ...]:
+        """Columns of numbers that are read."""
+        return tuple(f"num_{i}" for i in range(self.numbers))
+
+
+WIDE = Columns("wide", lists=26, shortest=4.65, numbers=13, unread=150)
+"""Lists of 26 ids in the mean, of which `first_x` leaves 10."""
+NARROW = Columns("narrow", lists=8, shortest=1.6, numbers=4, unread=0)
+"""Quick to make in many rows: lists of 10 ids in the mean, of which `first_x` leaves 5."""
+LIST_COLUMNS, NUMBER_COLUMNS = WIDE.list_names, WIDE.number_names
+READ = (*LIST_COLUMNS, *NUMBER_COLUMNS, LABEL)
+
+
+@dataclass(frozen=True)
+class WideTable:
+    """A finished table in a folder.
+
+    Args:
+        folder: Home of the warehouse that holds it.
+        rows: Its rows.
+        columns: Its columns.
+        snapshot: Its only snapshot.
+    """
+
+    folder: Path
+    rows: int
+    columns: Columns
+    snapshot: SnapshotRef
+
+    @cached_property
+    def warehouse(self) -> Warehouse:
+        """The warehouse that wrote it."""
+        return Warehouse(WAREHOUSE, self.folder)
+
+    @cached_property
+    def spec(self) -> DataSpec:
+        """The work: first_x and sigrid_hash of every list, log, standardise and fill_null of every number."""
+        lists, numbers = (
+            (FirstX(limit=LIMIT), SigridHash(size=SIZE)),
+            (Log(), Standardise(mean=MEAN, std=STD), FillNull()),
+        )
+        features = FeatureSchema(
+            label=LABEL,
+            dense=(DenseGroup(columns=self.columns.number_names, transforms=numbers),),
+            sparse=(SparseGroup(columns=self.columns.list_names, transforms=lists),),
+        )
+        return DataSpec(
+            warehouse=self.warehouse.config, home=str(self.folder), snapshot=self.snapshot,
+            selection=Selection(days=(DAY,)), plan=build_plan(features, self.warehouse.schema(self.snapshot)),
+            label=LABEL,
+        )  # fmt: skip
+
+    @cached_property
+    def files(self) -> list[str]:
+        """Paths of its Parquet files, in table order."""
+        fragments = self.warehouse.reader(self.snapshot, [LABEL]).fragments()
+        return list(dict.fromkeys(fragment.path.removeprefix("file://") for fragment in fragments))
+
+
+def wide_table(folder: Path, rows: int, columns: Columns = WIDE, seed: int = 1) -> WideTable:
+    """The table of so many rows, made if the folder does not hold it whole."""
+    made = folder / "complete.json"
+    wanted = {"layout": LAYOUT, "rows": rows, "columns": asdict(columns), "seed": seed}
+    if made.exists():
+        found = json.loads(made.read_text(encoding="utf-8"))
+        if {key: found.get(key) for key in wanted} == wanted:
+            return WideTable(folder, rows, columns, SnapshotRef(table=columns.table, snapshot_id=found["snapshot_id"]))
+        made.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    schema = _chunk(np.random.default_rng(seed), 1, columns).schema
+    snapshot = Warehouse(WAREHOUSE, folder).replace_days(
+        columns.table, {DAY: f"{LAYOUT} {rows} {seed}"}, schema, _chunks(seed, rows, columns), rows
+    )
+    made.write_text(json.dumps(wanted | {"snapshot_id": snapshot.snapshot_id}), encoding="utf-8")
+    return WideTable(folder, rows, columns, snapshot)
+
+
+def _chunks(seed: int, rows: int, columns: Columns) -> Iterator[pa.RecordBatch]:
+    random = np.random.default_rng(seed)
+    for start in range(0, rows, CHUNK_ROWS):
+        yield _chunk(random, min(CHUNK_ROWS, rows - start), columns)
+
+
+def _chunk(random: np.random.Generator, rows: int, columns: Columns) -> pa.RecordBatch:
+    arrays: dict[str, pa.Array] = {"day": pa.array([DAY] * rows, pa.date32())}
+    for i, name in enumerate(columns.list_names):
+        arrays[name] = _lists(random, rows, columns.shortest, LONGEST, ids=10 ** (4 + i % 4))
+    for name in columns.number_names:
+        arrays[name] = _numbers(random, rows)
+    for i in range(columns.unread):
+        arrays[f"unread_{i}"] = _numbers(random, rows) if i % 2 else _lists(random, rows, 1.0, 10, ids=10_000)
+    arrays[LABEL] = pa.array((random.random(rows) < 0.1).astype(np.int32))
+    return pa.record_batch(arrays)
+
+
+def _lists(random: np.random.Generator, rows: int, shortest: float, longest: int, ids: int) -> pa.Array:
+    """Lists whose lengths follow a power law of exponent 1; one in ten is empty, one in a hundred null."""
+    lengths = np.minimum(shortest / (1.0 - random.random(rows)), longest).astype(np.int32)
+    lengths[random.random(rows) < 0.1] = 0
+    absent = random.random(rows) < 0.01
+    lengths[absent] = 0
+    offsets = np.zeros(rows + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    values = pa.array(_zipf(random, int(offsets[-1]), ids))
+    return pa.ListArray.from_arrays(pa.array(offsets), values, mask=pa.array(absent))
+
+
+def _zipf(random: np.random.Generator, count: int, ids: int, exponent: float = 1.2) -> npt.NDArray[np.int64]:
+    """Ids in [0, ids) with probability about (id + 1) ** -exponent: the inverse of a power law's distribution."""
+    power = 1.0 - exponent
+    return (((ids**power - 1.0) * random.random(count) + 1.0) ** (1.0 / power)).astype(np.int64) - 1
+
+
+def _numbers(random: np.random.Generator, rows: int) -> pa.Array:
+    """Skewed numbers of two decimals, one in ten null."""
+    return pa.array(np.round(random.lognormal(1.0, 1.0, rows), 2), mask=random.random(rows) < 0.1)
