@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -32,6 +32,7 @@ class DLRM(nn.Module):
         num_dense: D; 0 leaves out the bottom MLP.
         bags: Sparse features; those that name one table share it.
         device: Where the tables live; `meta` where they are sharded later.
+        table_type: Numbers of the tables.
     Shapes:
         dense_BD float32 [B, D], sparse: F bags of B rows -> logits_B float32 [B].
     Source:
@@ -39,11 +40,18 @@ class DLRM(nn.Module):
     """
 
     def __init__(
-        self, config: DLRMConfig, num_dense: int, bags: Sequence[Bag], device: torch.device | str = "cpu"
+        self,
+        config: DLRMConfig,
+        num_dense: int,
+        bags: Sequence[Bag],
+        device: torch.device | str = "cpu",
+        table_type: DataType = DataType.FP32,
     ) -> None:
         super().__init__()
         self.names = [bag.name for bag in bags]
-        self.embeddings = EmbeddingBagCollection(tables=tables_of(config, bags), device=torch.device(device))
+        self.embeddings = EmbeddingBagCollection(
+            tables=tables_of(config, bags, table_type), device=torch.device(device)
+        )
         width = config.embedding_width
         self.bottom = mlp(num_dense, [*config.bottom_mlp, width]) if num_dense else None
         num_features = len(bags) + (1 if num_dense else 0)
@@ -60,16 +68,25 @@ class DLRM(nn.Module):
 
     def forward(self, dense_BD: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Logits of the rows."""
-        pooled = self.embeddings(sparse).to_dict()  # by name: a sharded collection may give another order
-        vectors = [pooled[name] for name in self.names]
+        pooled = self.embeddings(sparse)
+        if list(pooled.keys()) == self.names:
+            vectors_BFE = pooled.values().unflatten(1, (len(self.names), -1))
+        else:  # a sharded collection may give another order
+            by_name = pooled.to_dict()
+            vectors_BFE = torch.stack([by_name[name] for name in self.names], dim=1)
+        return self.score(dense_BD, vectors_BFE)
+
+    def score(self, dense_BD: torch.Tensor, vectors_BFE: torch.Tensor) -> torch.Tensor:
+        """Logits of the rows whose bags are pooled already: everything but the tables."""
         if self.bottom is not None:
-            vectors.insert(0, self.bottom(dense_BD))
-        features_BFE = torch.stack(vectors, dim=1)
-        logits_B1: torch.Tensor = self.logit(self.top(self.dropout(self.interaction(features_BFE))))
+            vectors_BFE = torch.cat([self.bottom(dense_BD).unsqueeze(1), vectors_BFE], dim=1)
+        logits_B1: torch.Tensor = self.logit(self.top(self.dropout(self.interaction(vectors_BFE))))
         return logits_B1.squeeze(1)
 
 
-def tables_of(config: DLRMConfig, bags: Sequence[Bag]) -> list[EmbeddingBagConfig]:
+def tables_of(
+    config: DLRMConfig, bags: Sequence[Bag], table_type: DataType = DataType.FP32
+) -> list[EmbeddingBagConfig]:
     """Embedding tables of the bags, in order of first use.
 
     Raises:
@@ -86,6 +103,7 @@ def tables_of(config: DLRMConfig, bags: Sequence[Bag]) -> list[EmbeddingBagConfi
             name=name,
             num_embeddings=members[0].rows,
             embedding_dim=config.embedding_width,
+            data_type=table_type,
             feature_names=[member.name for member in members],
             pooling=PoolingType.SUM if members[0].pooling == "sum" else PoolingType.MEAN,
         )

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 from safetensors.torch import save_file
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.modules.embedding_configs import DataType
 
 from models.config import DLRMConfig
 from models.dlrm import DLRM, Bag
@@ -30,10 +31,11 @@ from pipeline.lifetime import die_with_parent
 from pipeline.preprocessing.client import Client, Connection, Inline, Source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.worker import DataSpec
+from pipeline.training.bags import table_kernel
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import fuse_table_optimizer, init_tables
 from pipeline.training.sharding import describe, make_plan, shard
-from pipeline.training.trainer import Progress, Sums, Trainer, evaluate_sums
+from pipeline.training.trainer import Progress, Sums, Trainer, evaluate_sums, logits_of
 from pipeline.transforms.plan import Plan
 from storage.artifacts import atomic_file, write_json
 
@@ -91,7 +93,7 @@ def train(spec: RankSpec, rank: int, device: torch.device) -> None:
         judge = kept_batches(client(spec, source, "valid", spec.valid, rank, shuffled=False), kept)
 
         def validate(model: DistributedModelParallel) -> Sums:
-            return evaluate_sums(model, judge(), device)
+            return evaluate_sums(model, judge(), device, spec.training)
 
     folder = Path(spec.folder)
     trainer = Trainer(
@@ -141,10 +143,15 @@ def build_model(
     """The sharded model in its initial state, the same for every placement and world size, and its plan as rows."""
     torch.manual_seed(spec.seed)
     plan = spec.train.plan
-    model = DLRM(spec.model, len(plan.dense), bags_of(plan), device="meta")
-    fuse_table_optimizer(model, spec.training)
+    half = spec.training.table_precision == "fp16"
+    model = DLRM(spec.model, len(plan.dense), bags_of(plan), "meta", DataType.FP16 if half else DataType.FP32)
     placement = make_plan(model, spec.training.sharding, world_size, spec.training.batch_rows, device)
-    sharded = shard(model, placement, spec.training.sharding, device)
+    fuse_table_optimizer(model, spec.training, placement)
+    with table_kernel(spec.training, device):
+        sharded = shard(model, placement, spec.training.sharding, device)
+    if spec.training.compile:
+        inner = get_unwrapped_module(sharded)
+        inner.score = torch.compile(inner.score)
     init_tables(sharded, spec.seed, spec.model.embedding_init)
     return sharded, describe(placement)
 
@@ -181,7 +188,7 @@ def probabilities(spec: RankSpec, model: DistributedModelParallel, rank: int, de
     batch = next(reader.batches()).to(device)
     model.eval()
     with torch.no_grad():
-        values = torch.sigmoid(model(batch.dense, batch.sparse).double())
+        values = torch.sigmoid(logits_of(model, batch, spec.training).double())
     shares = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     kept = [torch.empty_like(batch.weights) for _ in shares]
     dist.all_gather(shares, values)

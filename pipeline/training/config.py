@@ -1,5 +1,6 @@
 """TrainConfig: how long, how fast, how often."""
 
+from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -27,14 +28,30 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """Passes over the training rows; early stopping may end sooner."""
     max_steps: PositiveInt | None = None
     """Updates to make in total; a resumed run counts those already made. None: as the epochs say."""
+    embedding_kernel: Literal["auto", "fbgemm", "numba"] = "auto"
+    """What looks up and updates tables. numba: ours, for CPU; auto: ours where it can, else FBGEMM's."""
+    table_optimizer: Literal["rowwise_adagrad", "adagrad", "sgd", "adam"] = "rowwise_adagrad"
+    """Exact optimizer of the tables: rows that a batch does not read stay as they are, under adam too."""
     table_learning_rate: PositiveFloat = 0.05
-    """Of the fused exact row-wise Adagrad on embedding tables."""
+    """Of all embedding tables that `table_learning_rates` does not name."""
+    table_learning_rates: Mapping[str, PositiveFloat] = {}
+    """Pattern of table names, such as `cat_user*` -> learning rate; the first that fits counts."""
     table_weight_decay: NonNegativeFloat = 0.0
-    """L2 penalty on the rows of a batch."""
+    """L2 penalty on the rows of a batch; FBGEMM has none on CPU."""
+    table_gradient_limit: PositiveFloat | None = None
+    """Each element of a bag's gradient is cut to [-this, this] before it reaches the rows. None: it is not."""
+    table_precision: Literal["fp32", "fp16"] = "fp32"
+    """Numbers of the tables; fp16 halves their memory and needs FBGEMM's kernel. Exported weights are fp32."""
     dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
     """Optimizer of everything but the tables; adamw decays weights apart from the gradient, the others through it."""
     dense_learning_rate: PositiveFloat = 1e-3
     dense_weight_decay: NonNegativeFloat = 0.0
+    dense_gradient_norm: PositiveFloat | None = None
+    """The gradients of everything but the tables are scaled down to this norm together. None: they are not."""
+    dense_precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: matrix products of everything but the tables in bfloat16 (autocast); weights stay fp32."""
+    compile: bool = False
+    """Compiles everything but the tables (torch.compile; needs a C++ compiler): worth its minute in long trainings."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which both learning rates rise from 0."""
     decay_steps: PositiveInt | None = None
@@ -65,6 +82,10 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
                 f"more than warmup_steps={self.warmup_steps}",
                 f"{self.decay_steps}",
                 "Raise it.",
+            )
+        if self.embedding_kernel == "numba" and (self.table_precision != "fp32" or self.device == "cuda"):
+            raise ConfigError(
+                "training.embedding_kernel", "fbgemm or auto, for fp16 tables and for CUDA", "numba", "Correct it."
             )
         if self.batch_rows < self.world_size:
             needed = f"at least world_size={self.world_size}, one row a rank"

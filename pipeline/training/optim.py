@@ -1,13 +1,18 @@
-"""Fused sparse optimizer, dense optimizer, learning-rate schedule, and one initial state for all placements."""
+"""Fused table optimizer, dense optimizer, learning-rate schedule, and one initial state for all placements."""
 
 import hashlib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan, ShardingType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import SGD, Adagrad, Adam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from pipeline.training.config import TrainConfig
@@ -16,18 +21,99 @@ INIT_BLOCK_ROWS = 65_536
 """Rows of a table drawn from one stream, so that a shard can be made without the rest of its table."""
 
 
-def fuse_table_optimizer(model: nn.Module, config: TrainConfig) -> None:
-    """Exact row-wise Adagrad that updates the tables inside the backward pass; call before sharding.
+TABLES = "embeddings.embedding_bags."
+"""What the names of tables begin with."""
+EPS = 1e-8
+BETAS = (0.9, 0.999)
+TABLE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adagrad": Adagrad,
+    "sgd": SGD,
+    "adam": Adam,
+}
+
+
+def fuse_table_optimizer(model: nn.Module, config: TrainConfig, plan: ShardingPlan) -> None:
+    """An exact optimizer that updates the tables inside the backward pass; call before sharding.
+
+    Tables that the plan replicates are left to `ReplicatedTables`: their gradients are known after all ranks met.
 
     Source:
         Mudigere et al. 2022, arXiv:2104.05158, section 4.1.
     """
-    settings = {"lr": config.table_learning_rate, "eps": 1e-8, "weight_decay": config.table_weight_decay}
-    apply_optimizer_in_backward(RowWiseAdagrad, model.get_submodule("embeddings").parameters(), settings)
+    settings: dict[str, Any] = {"eps": EPS, "beta1": BETAS[0], "beta2": BETAS[1]}
+    settings |= {"weight_decay": config.table_weight_decay, "weight_decay_mode": WeightDecayMode.L2}
+    if config.table_gradient_limit is not None:
+        settings |= {"gradient_clipping": True, "max_gradient": config.table_gradient_limit}
+    for table, placed in plan.get_plan_for_module("embeddings").items():  # type: ignore[union-attr]
+        if placed.sharding_type != ShardingType.DATA_PARALLEL.value:
+            weight = model.get_submodule(f"embeddings.embedding_bags.{table}").weight
+            rate = {"lr": table_rate(config, table)}
+            apply_optimizer_in_backward(TABLE_OPTIMIZERS[config.table_optimizer], [weight], settings | rate)  # type: ignore[list-item]
+
+
+def table_rate(config: TrainConfig, table: str) -> float:
+    """Learning rate of a table before the schedule.
+
+    Example:
+        >>> table_rate(TrainConfig(table_learning_rates={"cat_u*": 0.2}), "cat_user")
+        0.2
+    """
+    fitting = (rate for pattern, rate in config.table_learning_rates.items() if fnmatchcase(table, pattern))
+    return next(fitting, config.table_learning_rate)
+
+
+class ReplicatedTables(torch.optim.Optimizer):
+    """The optimizer of tables that every rank holds whole, from averaged gradients: the same rule as the fused ones'.
+
+    Its state has the names and shapes that the fused optimizers give theirs, so a checkpoint fits either placement.
+
+    Args:
+        tables: Table -> weights, float32 [rows, width].
+    """
+
+    def __init__(self, tables: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
+        groups = [{"params": [weight], "table": table, "lr": 0.0} for table, weight in tables.items()]
+        super().__init__(groups, {})
+        self.config = config
+        self.steps = 0
+        """Number of the update that comes next, counted from 1."""
+        for table, weight in tables.items():
+            rowwise = config.table_optimizer == "rowwise_adagrad"
+            like = torch.zeros_like(weight[:, 0] if rowwise else weight, requires_grad=False)
+            if config.table_optimizer != "sgd":
+                self.state[weight][f"{table}.momentum1"] = like
+            if config.table_optimizer == "adam":
+                self.state[weight][f"{table}.exp_avg_sq"] = like.clone()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of the rows that have a gradient."""
+        config, kind = self.config, self.config.table_optimizer
+        for group in self.param_groups:
+            (weight,) = group["params"]
+            read_N1 = weight.grad.ne(0.0).any(dim=1, keepdim=True)
+            gradient = weight.grad
+            if config.table_weight_decay:
+                gradient = torch.where(read_N1, gradient + config.table_weight_decay * weight, gradient)
+            first, second = [*self.state[weight].values(), None, None][:2]
+            if kind == "sgd":
+                weight.sub_(gradient, alpha=group["lr"])
+            elif kind == "rowwise_adagrad":
+                first += gradient.square().mean(dim=1)
+                weight.sub_(group["lr"] * gradient / (first.sqrt()[:, None] + EPS))
+            elif kind == "adagrad":
+                first += gradient.square()
+                weight.sub_(group["lr"] * gradient / (first.sqrt() + EPS))
+            else:
+                first.copy_(torch.where(read_N1, BETAS[0] * first + (1.0 - BETAS[0]) * gradient, first))
+                second.copy_(torch.where(read_N1, BETAS[1] * second + (1.0 - BETAS[1]) * gradient.square(), second))
+                mean, square = first / (1.0 - BETAS[0] ** self.steps), second / (1.0 - BETAS[1] ** self.steps)
+                weight.sub_(torch.where(read_N1, group["lr"] * mean / (square.sqrt() + EPS), 0.0))
 
 
 def dense_optimizer(model: DistributedModelParallel, config: TrainConfig) -> torch.optim.Optimizer:
-    """Optimizer of the parameters that every rank holds a copy of."""
+    """Optimizer of the parameters that every rank holds a copy of, tables apart."""
     parameters = [parameter for _, parameter in dense_parameters(model)]
     kinds: dict[str, Any] = {
         "adam": torch.optim.Adam,
@@ -43,7 +129,16 @@ def dense_optimizer(model: DistributedModelParallel, config: TrainConfig) -> tor
 
 def dense_parameters(model: DistributedModelParallel) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) of everything but the tables."""
-    return [(name, parameter) for name, parameter in model.named_parameters() if not name.startswith("embeddings.")]
+    return [(name, parameter) for name, parameter in model.named_parameters() if not name.startswith(TABLES)]
+
+
+def replicated_tables(model: DistributedModelParallel) -> dict[str, nn.Parameter]:
+    """Table -> weights of the tables that every rank holds whole."""
+    return {
+        name.removeprefix(TABLES).removesuffix(".weight"): parameter
+        for name, parameter in model.named_parameters()
+        if name.startswith(TABLES) and not hasattr(parameter, "_in_backward_optimizers")
+    }
 
 
 def schedule(config: TrainConfig, step: int) -> float:
@@ -61,15 +156,25 @@ def schedule(config: TrainConfig, step: int) -> float:
 
 
 def set_learning_rates(
-    model: DistributedModelParallel, optimizer: torch.optim.Optimizer, config: TrainConfig, step: int
+    model: DistributedModelParallel,
+    optimizer: torch.optim.Optimizer,
+    config: TrainConfig,
+    step: int,
+    replicated: ReplicatedTables | None = None,
 ) -> None:
-    """Puts the schedule's rates for a step into both optimizers."""
+    """Puts the schedule's rates for update number `step`, counted from 0, into all optimizers."""
     factor = schedule(config, step)
     for group in optimizer.param_groups:
         group["lr"] = config.dense_learning_rate * factor
-    for group in model.fused_optimizer.param_groups:
-        group["lr"] = config.table_learning_rate * factor
-    model.fused_optimizer.step()  # updates nothing: it hands the rate to the kernels, which update in the backward pass
+    fused = model.fused_optimizer
+    for group in fused.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+    fused.step()  # updates nothing: it hands the rates to the kernels, which update in the backward pass
+    fused.set_optimizer_step(step + 1)
+    if replicated is not None:
+        replicated.steps = step + 1
+        for group in replicated.param_groups:
+            group["lr"] = table_rate(config, group["table"]) * factor
 
 
 def init_tables(model: DistributedModelParallel, seed: int, half_width: float | None) -> None:
@@ -79,20 +184,26 @@ def init_tables(model: DistributedModelParallel, seed: int, half_width: float | 
         half_width: Numbers lie in [-this, this]; None: 1 / sqrt(rows of the table).
     """
     for name, tensor in model.state_dict().items():
-        if not hasattr(tensor, "local_shards"):
+        if not name.startswith(TABLES):
             continue
         rows, width = tensor.size()
         bound = half_width if half_width is not None else 1.0 / float(np.sqrt(rows))
-        for shard in tensor.local_shards():
-            first, column = shard.metadata.shard_offsets
-            count, columns = shard.metadata.shard_sizes
+        for part, first, column in _parts(tensor):
+            count, columns = part.shape
             for block in range(first // INIT_BLOCK_ROWS, -(-(first + count) // INIT_BLOCK_ROWS)):
                 start = block * INIT_BLOCK_ROWS
                 values = _block(seed, name, block, min(INIT_BLOCK_ROWS, rows - start), width, bound)
                 low, high = max(start, first), min(start + len(values), first + count)
-                part = values[low - start : high - start, column : column + columns]
+                drawn = values[low - start : high - start, column : column + columns]
                 with torch.no_grad():
-                    shard.tensor[low - first : high - first].copy_(torch.from_numpy(part))
+                    part[low - first : high - first].copy_(torch.from_numpy(drawn))
+
+
+def _parts(tensor: Any) -> list[tuple[torch.Tensor, int, int]]:
+    """(numbers, first row, first column) of what this rank holds of a table."""
+    if not hasattr(tensor, "local_shards"):
+        return [(tensor, 0, 0)]
+    return [(shard.tensor, *shard.metadata.shard_offsets) for shard in tensor.local_shards()]
 
 
 def _block(seed: int, name: str, block: int, rows: int, width: int, bound: float) -> np.ndarray:

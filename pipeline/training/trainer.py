@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from pydantic import BaseModel
+from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline import checkpoint
@@ -19,7 +20,14 @@ from pipeline.batch import Batch, Position, Times
 from pipeline.errors import TrainingError
 from pipeline.training.averaging import WeightAverage
 from pipeline.training.config import TrainConfig
-from pipeline.training.optim import dense_optimizer, dense_parameters, set_learning_rates
+from pipeline.training.optim import (
+    TABLES,
+    ReplicatedTables,
+    dense_optimizer,
+    dense_parameters,
+    replicated_tables,
+    set_learning_rates,
+)
 
 BEST = "best"
 """Name of the checkpoint with the lowest validation NE."""
@@ -108,6 +116,8 @@ class Trainer:
         self.model, self.config, self.batches, self.validation = model, config, batches, validate
         self.folder, self.emit, self.seed, self.device = folder, emit, seed, device
         self.optimizer = dense_optimizer(model, config)
+        replicated = replicated_tables(model)
+        self.replicated = ReplicatedTables(replicated, config) if replicated else None
         self.progress = Progress()
         self.average = None if config.average_from_step is None else WeightAverage(model)
         self.window = torch.zeros(4, dtype=torch.float64, device=device)
@@ -160,14 +170,21 @@ class Trainer:
         torch.manual_seed(
             int(np.random.SeedSequence([self.seed, self.progress.steps, dist.get_rank()]).generate_state(1)[0])
         )
-        set_learning_rates(self.model, self.optimizer, self.config, self.progress.steps)
+        set_learning_rates(self.model, self.optimizer, self.config, self.progress.steps, self.replicated)
         batch = batch.to(self.device)
         self.optimizer.zero_grad()
-        logits = self.model(batch.dense, batch.sparse)
+        if self.replicated is not None:
+            self.replicated.zero_grad()
+        logits = logits_of(self.model, batch, self.config)
         losses = F.binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="none")
         # Gradients are averaged over the ranks, so the mean over all rows needs the factor world_size.
         (losses.sum() * (dist.get_world_size() / batch.global_rows)).backward()  # type: ignore[no-untyped-call]
+        if self.config.dense_gradient_norm is not None:
+            dense = [parameter for _, parameter in dense_parameters(self.model)]
+            torch.nn.utils.clip_grad_norm_(dense, self.config.dense_gradient_norm)
         self.optimizer.step()
+        if self.replicated is not None:
+            self.replicated.step()
         self.window += loss_sums(logits.detach(), losses.detach(), batch)
         self.times.append(batch.times)
         self.step_seconds += time.perf_counter() - start
@@ -290,6 +307,11 @@ class Trainer:
             tensors |= {
                 f"tables/{parameter}/{slot}": value for slot, value in slots.items() if hasattr(value, "local_shards")
             }
+        for table, weight in replicated_tables(self.model).items():
+            assert self.replicated is not None
+            tensors |= {
+                f"tables/{TABLES}{table}.weight/{slot}": value for slot, value in self.replicated.state[weight].items()
+            }
         for name, dense in dense_parameters(self.model):
             for slot, value in self.optimizer.state[dense].items():
                 if isinstance(value, torch.Tensor):
@@ -370,6 +392,13 @@ def _finite(tensor: Any) -> bool:
     return all(math.isfinite(part.sum(dtype=torch.float64).item()) for part in parts)
 
 
+def logits_of(model: nn.Module, batch: Batch, config: TrainConfig) -> torch.Tensor:
+    """float32 [B], with the matrix products of everything but the tables in the precision that the config asks for."""
+    with torch.autocast(batch.dense.device.type, torch.bfloat16, enabled=config.dense_precision == "bf16"):
+        logits: torch.Tensor = model(batch.dense, batch.sparse)
+    return logits.float()
+
+
 def loss_sums(logits: torch.Tensor, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
     """(rows, loss, labels, predictions) of a batch, float64 [4]."""
     weights = batch.weights.double()
@@ -383,12 +412,14 @@ def loss_sums(logits: torch.Tensor, losses: torch.Tensor, batch: Batch) -> torch
     )
 
 
-def evaluate_sums(model: DistributedModelParallel, batches: Iterator[Batch], device: torch.device) -> Sums:
+def evaluate_sums(
+    model: DistributedModelParallel, batches: Iterator[Batch], device: torch.device, config: TrainConfig
+) -> Sums:
     """Loss sums of all ranks over some batches; the model is left as it is."""
     total = torch.zeros(4, dtype=torch.float64, device=device)
     for batch in batches:
         batch = batch.to(device)
-        logits = model(batch.dense, batch.sparse)
+        logits = logits_of(model, batch, config)
         losses = F.binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="none")
         total += loss_sums(logits, losses, batch)
     dist.all_reduce(total)
