@@ -79,7 +79,8 @@ class DLRM(nn.Module):
     def score(self, dense_BD: torch.Tensor, vectors_BFE: torch.Tensor) -> torch.Tensor:
         """Logits of the rows whose bags are pooled already: everything but the tables."""
         if self.bottom is not None:
-            vectors_BFE = torch.cat([self.bottom(dense_BD).unsqueeze(1), vectors_BFE], dim=1)
+            dense_BE = self.bottom(dense_BD)
+            vectors_BFE = torch.cat([dense_BE.unsqueeze(1), vectors_BFE.to(dense_BE.dtype)], dim=1)
         logits_B1: torch.Tensor = self.logit(self.top(self.dropout(self.interaction(vectors_BFE))))
         return logits_B1.squeeze(1)
 

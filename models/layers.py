@@ -1,6 +1,7 @@
 """MLP and interactions. Shape letters: B rows, F feature vectors of a row (the dense one first), E width, P pairs."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,13 +47,32 @@ class DotInteraction(nn.Module):
             raise ValueError(f"a dot interaction needs at least 2 vectors, got {num_features}")
         self.width_out = width + num_features * (num_features - 1) // 2
         rows, columns = torch.triu_indices(num_features, num_features, offset=1)
+        pairs = len(rows)
         self.register_buffer("pair_P", rows * num_features + columns, persistent=False)
+        both_FF = torch.full((num_features, num_features), pairs)  # the diagonal: no pair
+        both_FF[rows, columns] = both_FF[columns, rows] = torch.arange(pairs)
+        self.register_buffer("both", both_FF.flatten(), persistent=False)
 
     def forward(self, features_BFE: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        products_BFF = torch.bmm(features_BFE, features_BFE.transpose(1, 2))
-        pairs_BP = products_BFF.flatten(1).index_select(1, self.get_buffer("pair_P"))
+        pairs_BP: torch.Tensor = _PairDots.apply(features_BFE, self.get_buffer("pair_P"), self.get_buffer("both"))  # type: ignore[no-untyped-call]
         return torch.cat([features_BFE[:, 0], pairs_BP], dim=1)
+
+
+class _PairDots(torch.autograd.Function):
+    """Products of all pairs. Autograd alone would multiply once for each of the two factors and add the results up."""
+
+    @staticmethod
+    def forward(ctx: Any, features_BFE: torch.Tensor, pair_P: torch.Tensor, both: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(features_BFE, both)
+        return torch.bmm(features_BFE, features_BFE.transpose(1, 2)).flatten(1).index_select(1, pair_P)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_BP: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        features_BFE, both = ctx.saved_tensors
+        padded = torch.nn.functional.pad(gradient_BP, (0, 1)).to(features_BFE.dtype)
+        gradient_BFF = padded.index_select(1, both).view(-1, features_BFE.shape[1], features_BFE.shape[1])
+        return torch.bmm(gradient_BFF, features_BFE), None, None
 
 
 class CatInteraction(nn.Module):
