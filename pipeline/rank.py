@@ -113,6 +113,7 @@ def train(spec: RankSpec, rank: int, device: torch.device) -> None:
     weights = checkpoint.full_state(model.state_dict())
     if weights is None:
         return
+    weights = {name: tensor.float() for name, tensor in weights.items()}
     with atomic_file(folder / "weights.safetensors") as temporary:
         save_file(weights, temporary)
     write_json(folder / "probe.json", probe)
