@@ -95,7 +95,7 @@ def test_adam_moves_each_number_by_the_rate_at_first(make_trainer: Maker) -> Non
     moved = moved[moved > 0]
     assert len(moved) > 100
     assert moved.max() < 0.0201
-    assert moved.quantile(0.05) > 0.0199  # gradients near eps, a few, move less
+    assert moved.quantile(0.05) > 0.019  # gradients near eps, a few, move less
 
 
 def test_adam_is_resumed_bit_by_bit(make_trainer: Maker, tmp_path: Path) -> None:
