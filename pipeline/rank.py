@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,13 @@ from pipeline.errors import ContractError
 from pipeline.lifetime import die_with_parent
 from pipeline.preprocessing.client import Client, Connection, Inline, Source
 from pipeline.preprocessing.config import PreprocessingConfig
-from pipeline.preprocessing.worker import DataSpec
+from pipeline.preprocessing.worker import DataSpec, Worker
 from pipeline.training.bags import table_kernel
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import fuse_table_optimizer, init_tables
-from pipeline.training.sharding import describe, make_plan, shard
+from pipeline.training.planner import place
+from pipeline.training.sharding import Placement, describe, shard, sharding_plan
+from pipeline.training.statistics import SAMPLE_ROWS, TableUse, measure
 from pipeline.training.trainer import Progress, Sums, Trainer, evaluate_sums, logits_of
 from pipeline.transforms.plan import Plan
 from storage.artifacts import atomic_file, write_json
@@ -57,6 +59,8 @@ class RankSpec(BaseModel, frozen=True):
     """Address of the preprocessing service that has the rows `train` and `valid`; none: each rank reads for itself."""
     valid_rows: int = 0
     """Rows of `valid`."""
+    placement: Placement | None = None
+    """Where the tables lie; None: as the planner places them without knowing how they are used."""
     seed: int
     folder: str
     """Checkpoints and the exported model go here."""
@@ -143,18 +147,39 @@ def build_model(
 ) -> tuple[DistributedModelParallel, list[dict[str, Any]]]:
     """The sharded model in its initial state, the same for every placement and world size, and its plan as rows."""
     torch.manual_seed(spec.seed)
-    plan = spec.train.plan
-    half = spec.training.table_precision == "fp16"
-    model = DLRM(spec.model, len(plan.dense), bags_of(plan), "meta", DataType.FP16 if half else DataType.FP32)
-    placement = make_plan(model, spec.training.sharding, world_size, spec.training.batch_rows, device)
-    fuse_table_optimizer(model, spec.training, placement)
+    training = spec.training.model_copy(update={"world_size": world_size})
+    placement = spec.placement or place(unsharded(spec), training, device.type)
+    model = unsharded(spec)
+    fuse_table_optimizer(model, spec.training, sharding_plan(placement, device))
     with table_kernel(spec.training, device):
-        sharded = shard(model, placement, spec.training.sharding, device)
+        sharded = shard(model, placement, device)
     if spec.training.compile:
         inner = get_unwrapped_module(sharded)
         inner.score = torch.compile(inner.score)
     init_tables(sharded, spec.seed, spec.model.embedding_init)
     return sharded, describe(placement)
+
+
+def unsharded(spec: RankSpec) -> DLRM:
+    """The model with tables that take no memory yet."""
+    kind = DataType.FP16 if spec.training.table_precision == "fp16" else DataType.FP32
+    return DLRM(spec.model, len(spec.train.plan.dense), bags_of(spec.train.plan), "meta", kind)
+
+
+def placed(spec: RankSpec, uses: Mapping[str, TableUse]) -> RankSpec:
+    """The spec with the placement of its tables; made once, before ranks start, so that all have the same.
+
+    Raises:
+        ContractError: If the tables cannot be placed as the config asks.
+    """
+    device = "cuda" if takes_cuda(spec.training) else "cpu"
+    return spec.model_copy(update={"placement": place(unsharded(spec), spec.training, device, uses)})
+
+
+def table_uses(spec: RankSpec) -> dict[str, TableUse]:
+    """How the tables are used in a sample of the training rows: the first of the snapshot, so always the same."""
+    rows = Worker(spec.train).sample(SAMPLE_ROWS)
+    return measure(bags_of(spec.train.plan), rows, spec.training.batch_rows)
 
 
 def kept_batches(reader: Client, kept: bool) -> Callable[[], Iterator[Batch]]:
@@ -206,9 +231,14 @@ def weights_sha256(weights: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+def takes_cuda(config: TrainConfig) -> bool:
+    """Whether ranks run on CUDA devices, one each."""
+    return config.device == "cuda" or (config.device == "auto" and torch.cuda.device_count() >= config.world_size)
+
+
 def start_group(config: TrainConfig, rank: int) -> torch.device:
     """Joins the group: nccl where every rank has a CUDA device, else gloo."""
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.device_count() >= config.world_size)
+    cuda = takes_cuda(config)
     device = torch.device(f"cuda:{rank}") if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

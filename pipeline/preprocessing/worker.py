@@ -1,5 +1,6 @@
 """What a worker does: splits of the warehouse to transformed rows, and those to batches; the same again if repeated."""
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,9 @@ from pipeline.preprocessing.batches import BatchWork, Window, chunks_of, deal_ou
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Writer
 from pipeline.preprocessing.splits import Split, permutation
 from pipeline.selection import Selection
+from pipeline.transforms.column import Column, concatenated
 from pipeline.transforms.plan import Plan, TransformedRows
+from storage.errors import CorruptFileError
 from storage.reader import Fragment, SnapshotRef
 from storage.warehouse import Warehouse, WarehouseConfig
 
@@ -105,6 +108,24 @@ class Worker:
     def raw(self, fragment: Fragment) -> pa.Table:
         """Selected rows as they are stored."""
         return self.spec.selection.keep(self.reader.read(fragment))
+
+    def sample(self, rows: int) -> list[Column]:
+        """Ids of each sparse feature over the first selected rows, in table order.
+
+        What cannot be read is passed over: the training that follows decides what becomes of it.
+        """
+        parts: list[tuple[Column, ...]] = [self.spec.plan.apply(self.reader.empty()).sparse]
+        for fragment in self.fragments():
+            with contextlib.suppress(CorruptFileError):
+                for chunk in self._selected(fragment):
+                    transformed = self.spec.plan.apply(chunk.slice(0, rows))
+                    parts.append(transformed.sparse)
+                    rows -= len(transformed)
+                    if rows <= 0:
+                        break
+            if rows <= 0:
+                break
+        return [concatenated(list(columns)) for columns in zip(*parts, strict=True)]
 
     def rows(self, split: Split, writer: Writer) -> tuple[int, Costs]:
         """Transforms the selected rows of a split; says how many they are.

@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.errors import ConfigError
-from pipeline.training.sharding import Sharding
+from pipeline.training.sharding import COLUMN_KINDS, Sharding, TableMemory, asked_kinds
 
 
 class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -15,7 +15,16 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     world_size: PositiveInt = 2
     """Ranks: one process each."""
     sharding: Sharding = "auto"
-    """Placement of the embedding tables; auto lets TorchRec's planner choose."""
+    """Placement of the embedding tables: auto (TorchRec's planner chooses), one kind for all, or rules; the first that
+    names a table counts, and auto places those that none names."""
+    partitioner: Literal["greedy", "memory_balanced", "largest_differencing"] = "greedy"
+    """How the planner spreads tables over ranks: TorchRec's greedy way, its way that evens out device memory (CUDA), or
+    by largest differencing, whose slowest rank is never expected to be slower than with greedy."""
+    table_memory: TableMemory = "device"
+    """Where the tables lie: on the device; uvm: in the host's memory, used from the device; uvm_caching: with a cache
+    on the device. The last two need CUDA."""
+    memory_per_rank_bytes: PositiveInt | None = None
+    """Memory that a plan may count on for each rank; None: the device's, on CPU an equal share of the machine's."""
     sync: Literal["synchronous"] = "synchronous"
     """How ranks keep the dense part alike: averaged gradients at every step."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -87,6 +96,13 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
             raise ConfigError(
                 "training.embedding_kernel", "fbgemm or auto, for fp16 tables and for CUDA", "numba", "Correct it."
             )
+        cut = sorted(asked_kinds(self.sharding) & COLUMN_KINDS)
+        if cut and self.table_optimizer == "rowwise_adagrad":
+            raise ConfigError(
+                f"training.sharding '{cut[0]}'", "an optimizer that works on each number by itself",
+                "rowwise_adagrad, which would keep one moment for each cut of a row: another optimizer",
+                "Set table_optimizer: adagrad.",
+            )  # fmt: skip
         if self.batch_rows < self.world_size:
             needed = f"at least world_size={self.world_size}, one row a rank"
             raise ConfigError("training.batch_rows", needed, f"{self.batch_rows}", "Raise it.")

@@ -1,99 +1,218 @@
-"""Embedding tables -> TorchRec plan and sharded model."""
+"""Placement of embedding tables: the kinds, a plan as it is written down, and the model sharded by it."""
 
-from typing import Any, Literal
+from collections import defaultdict
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel, Field
 from torch import nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.planners import HeuristicalStorageReservation
-from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan, ShardingType
+from torchrec.distributed.types import (
+    CacheParams,
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingPlan,
+)
+from torchrec.modules.embedding_configs import PoolingType
 
-from pipeline.errors import TrainingError
+Kind = Literal[
+    "data_parallel",
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "grid_shard",
+]
+COLUMN_KINDS = {"column_wise", "table_column_wise", "grid_shard"}
+"""Kinds that cut the columns of a table."""
+ROW_KINDS = {"row_wise", "table_row_wise", "grid_shard"}
+"""Kinds that cut the rows of a table: a bag's vectors come from several ranks and are added up."""
+TableMemory = Literal["device", "uvm", "uvm_caching"]
+KERNELS: dict[TableMemory, str] = {"device": "fused", "uvm": "fused_uvm", "uvm_caching": "fused_uvm_caching"}
 
-Sharding = Literal["auto", "table_wise", "row_wise"]
 
-KINDS: dict[Sharding, list[str]] = {
-    # data_parallel is left out: with an optimizer in the backward pass its replicas drift apart silently on CPU.
-    "auto": [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value],
-    "table_wise": [ShardingType.TABLE_WISE.value],
-    "row_wise": [ShardingType.ROW_WISE.value],
-}
+class ShardingRule(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """How some tables are placed."""
+
+    tables: tuple[str, ...] = Field(min_length=1)
+    """Names of tables, or patterns such as `cat_*`."""
+    kind: Literal["auto"] | Kind
+    """As for all tables; auto leaves it to the planner."""
+
+
+Sharding = Literal["auto"] | Kind | Annotated[tuple[ShardingRule, ...], Field(min_length=1)]
+
+
+def asked_kinds(sharding: Sharding) -> set[str]:
+    """All kinds that a setting names.
+
+    Example:
+        >>> asked_kinds((ShardingRule(tables=("cat_*",), kind="row_wise"),))
+        {'row_wise'}
+    """
+    return {sharding} if isinstance(sharding, str) else {rule.kind for rule in sharding}
+
+
+def kind_of(sharding: Sharding, table: str) -> str:
+    """The kind that is asked for a table: by the first rule that names it; auto where none does.
+
+    Example:
+        >>> kind_of((ShardingRule(tables=("cat_*",), kind="row_wise"),), "cat_user")
+        'row_wise'
+        >>> kind_of((ShardingRule(tables=("cat_*",), kind="row_wise"),), "list_items")
+        'auto'
+    """
+    if isinstance(sharding, str):
+        return sharding
+    matching = (rule.kind for rule in sharding if any(fnmatchcase(table, pattern) for pattern in rule.tables))
+    return next(matching, "auto")
+
+
+class Piece(BaseModel, frozen=True):
+    """The part of a table that one rank holds."""
+
+    rank: int
+    row: int
+    """First row."""
+    column: int
+    """First column."""
+    rows: int
+    columns: int
+    bytes: int
+    """Memory that the planner expects: weights, optimizer, and what goes in and out in a step."""
+    milliseconds: float
+    """Time of a step that the planner expects."""
+
+
+class TablePlacement(BaseModel, frozen=True):
+    """Where a table lies. All tables together are a plan: made once, the same on every rank."""
+
+    table: str
+    rows: int
+    width: int
+    kind: Kind
+    kernel: str
+    """dense: updated after the backward pass; fused: in it; fused_uvm, fused_uvm_caching: in it, from the host."""
+    cache_load_factor: float | None = None
+    """Share of the rows that fused_uvm_caching keeps on the device."""
+    pieces: tuple[Piece, ...]
+
+
+Placement = tuple[TablePlacement, ...]
 
 
 class BagSharder(EmbeddingBagCollectionSharder):
-    """The stock sharder offers row-wise placement on CUDA only; on CPU it gives the same results."""
+    """The stock sharder offers row-wise kinds on CUDA only; on CPU they give the same results."""
 
-    def __init__(self, kinds: list[str]) -> None:
+    def __init__(self, kernel: str = "fused") -> None:
         super().__init__()
-        self.kinds = kinds
+        self.kernel = kernel
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Kinds of placement that may be planned."""
-        return self.kinds
+        return list(get_args(Kind))
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Tables are updated in the backward pass, on every device."""
-        return ["fused"]
+        """Copies of a table are updated by averaged gradients, all else in the backward pass."""
+        return ["dense" if sharding_type == "data_parallel" else self.kernel]
 
 
-def make_plan(
-    model: nn.Module, sharding: Sharding, world_size: int, batch_rows: int, device: torch.device
-) -> ShardingPlan:
-    """The planner's placement of the model's tables; a function of its arguments, so every rank makes the same.
-
-    Raises:
-        TrainingError: If no placement of that kind fits.
-    """
-    kinds = KINDS[sharding]
-    tables = [config.name for config in _collection(model).embedding_bag_configs()]
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world_size, compute_device=device.type, local_world_size=world_size),
-        batch_size=max(batch_rows // world_size, 1),
-        storage_reservation=HeuristicalStorageReservation(percentage=0.15),
-        constraints={name: ParameterConstraints(sharding_types=kinds, compute_kernels=["fused"]) for name in tables},
-    )
-    try:
-        return planner.plan(model, sharders(sharding))
-    except Exception as error:  # the planner raises several kinds of its own
-        raise TrainingError(
-            f"training.sharding '{sharding}'", f"a placement of {len(tables)} tables on {world_size} ranks",
-            str(error).split("\n")[0].rstrip("."), "Take fewer ranks, smaller tables, or `auto`.",
-        ) from error  # fmt: skip
-
-
-def sharders(sharding: Sharding) -> list[ModuleSharder[Any]]:
-    """Sharders that a plan of this kind needs."""
-    return [BagSharder(KINDS[sharding])]  # type: ignore[list-item]
-
-
-def shard(model: nn.Module, plan: ShardingPlan, sharding: Sharding, device: torch.device) -> DistributedModelParallel:
+def shard(model: nn.Module, placement: Placement, device: torch.device) -> DistributedModelParallel:
     """The model with its tables placed as planned and its dense part replicated."""
-    return DistributedModelParallel(
+    sharded = DistributedModelParallel(
         module=model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),  # type: ignore[arg-type]
         device=device,
-        plan=plan,
-        sharders=sharders(sharding),
+        plan=sharding_plan(placement, device),
+        sharders=[BagSharder()],  # type: ignore[list-item]
+    )
+    for module in sharded.modules():
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            _divide_lengths_once(module, placement)
+    return sharded
+
+
+def _divide_lengths_once(module: ShardedEmbeddingBagCollection, placement: Placement) -> None:
+    """Keeps the vectors of tables that are not row-wise as their kernels give them.
+
+    Where a row-wise table is pooled by its mean, TorchRec 1.8 divides the vectors of ALL features by their lengths but
+    those that it knows as sums of a row-wise table; kernels of the other kinds have taken sum or mean already.
+    """
+    if not module._has_mean_pooling_callback:
+        return
+    others = {table.table for table in placement if table.kind not in ("row_wise", "table_row_wise")}
+    for config in module._embedding_bag_configs:
+        if config.name in others:
+            module._pooling_type_to_rs_features[PoolingType.SUM.value].extend(config.feature_names)
+
+
+def sharding_plan(placement: Placement, device: torch.device) -> ShardingPlan:
+    """The placement as TorchRec takes it."""
+    tables = {
+        table.table: ParameterSharding(
+            sharding_type=table.kind,
+            compute_kernel=table.kernel,
+            ranks=[piece.rank for piece in table.pieces],
+            sharding_spec=None if table.kind == "data_parallel" else _spec(table, device),
+            cache_params=None if table.cache_load_factor is None else CacheParams(load_factor=table.cache_load_factor),
+        )
+        for table in placement
+    }
+    return ShardingPlan({"embeddings": EmbeddingModuleShardingPlan(tables)})
+
+
+def _spec(table: TablePlacement, device: torch.device) -> EnumerableShardingSpec:
+    return EnumerableShardingSpec(
+        [
+            ShardMetadata(
+                shard_offsets=[piece.row, piece.column],
+                shard_sizes=[piece.rows, piece.columns],
+                placement=f"rank:{piece.rank}/{device.type}" + (f":{piece.rank}" if device.type == "cuda" else ""),
+            )
+            for piece in table.pieces
+        ]
     )
 
 
-def describe(plan: ShardingPlan) -> list[dict[str, Any]]:
-    """The plan as rows: table, kind of placement, ranks."""
-    return [
-        {
-            "table": name,
-            "sharding": parameter.sharding_type,
-            "kernel": parameter.compute_kernel,
-            "ranks": parameter.ranks,
-        }
-        for module in plan.plan.values()
-        for name, parameter in module.items()  # type: ignore[attr-defined]
-    ]
+def describe(placement: Placement) -> list[dict[str, Any]]:
+    """The placement as rows of a table; bytes and milliseconds by rank, as the planner expects them."""
+    rows = []
+    for table in placement:
+        sums: dict[int, list[float]] = defaultdict(lambda: [0, 0.0])
+        for piece in table.pieces:
+            sums[piece.rank][0] += piece.bytes
+            sums[piece.rank][1] += piece.milliseconds
+        rows.append(
+            {
+                "table": table.table,
+                "rows": table.rows,
+                "width": table.width,
+                "sharding": table.kind,
+                "kernel": table.kernel,
+                "ranks": sorted(sums),
+                "bytes": [int(sums[rank][0]) for rank in sorted(sums)],
+                "milliseconds": [sums[rank][1] for rank in sorted(sums)],
+            }
+        )
+    return rows
 
 
-def _collection(model: nn.Module) -> Any:
-    return model.get_submodule("embeddings")
+def per_rank(rows: Sequence[dict[str, Any]], what: Literal["bytes", "milliseconds"], world_size: int) -> list[float]:
+    """Sums over the tables of `describe`, rank by rank.
+
+    Example:
+        >>> per_rank([{"ranks": [1], "bytes": [5]}, {"ranks": [0, 1], "bytes": [2, 3]}], "bytes", 2)
+        [2, 8]
+    """
+    sums: list[float] = [0] * world_size
+    for row in rows:
+        for rank, value in zip(row["ranks"], row[what], strict=True):
+            sums[rank] += value
+    return sums

@@ -44,7 +44,7 @@ def test_every_rank_needs_a_row() -> None:
     assert str(caught.value) == "training.batch_rows: expected at least world_size=4, one row a rank, got 3. Raise it."
 
 
-@pytest.mark.parametrize("wrong", [{"sharding": "data_parallel"}, {"max_steps": 0}, {"sync": "none"}, {"more": 1}])
+@pytest.mark.parametrize("wrong", [{"table_optimizer": "lamb"}, {"max_steps": 0}, {"sync": "none"}, {"more": 1}])
 def test_other_values_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         TrainConfig(**wrong)

@@ -1,46 +1,163 @@
-"""Placements: of the kind asked for, the same on every rank, refused before ranks start."""
+"""Placements train alike, whatever they are: against one process without TorchRec's sharding, and bit for bit again."""
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
 
-from models.config import DLRMConfig
-from models.dlrm import DLRM, Bag
-from pipeline.errors import TrainingError
-from pipeline.training.sharding import KINDS, describe, make_plan, sharders
+from models.dlrm import DLRM
+from pipeline.training.launch import run_ranks
+from pipeline.training.optim import INIT_BLOCK_ROWS, _block
+from tests.pipeline.training.placements import BAGS, DENSE, MODEL, SEED, Cases, batches, trained, training
 
-CPU = torch.device("cpu")
-BAGS = [Bag(f"f{i}", f"t{i}", 100 * (i + 1), "sum") for i in range(5)]
-
-
-def model() -> DLRM:
-    return DLRM(DLRMConfig(embedding_width=8), 2, BAGS, device="meta")
-
-
-@pytest.mark.parametrize("sharding", ["auto", "table_wise", "row_wise"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_plan_is_of_the_kind_and_repeatable(sharding: str, world_size: int) -> None:
-    rows, again = (describe(make_plan(model(), sharding, world_size, 64, CPU)) for _ in range(2))
-    assert rows == again
-    assert [row["table"] for row in rows] == [bag.table for bag in BAGS]
-    for row in rows:
-        assert row["sharding"] in KINDS[sharding]
-        assert row["sharding"] != "data_parallel"  # silently wrong with an optimizer in the backward pass
-        assert row["kernel"] == "fused"
-        assert set(row["ranks"]) <= set(range(world_size))
-        assert len(row["ranks"]) == (world_size if row["sharding"] == "row_wise" else 1)
-    assert {rank for row in rows for rank in row["ranks"]} == set(range(world_size))
+ROOT = Path(__file__).resolve().parents[3]
+LOSS_TOLERANCE, TOLERANCE = 1e-5, 1e-4
+"""Sums of float32 are made in another order: a rounding of 6e-8 of gradients of about 1e-2. The first update of Adagrad is
+the rate, 0.1, times g / |g|, so where one number of a gradient happens to be 1e-6 that rounding is 1e-4 of a weight."""
 
 
-def test_sharder_offers_nothing_else() -> None:
-    (sharder,) = sharders("row_wise")
-    assert sharder.sharding_types("cpu") == ["row_wise"]
-    assert sharder.compute_kernels("row_wise", "cpu") == ["fused"]
+def rules(**kinds: str) -> list[dict[str, Any]]:
+    return [{"tables": [table], "kind": kind} for table, kind in kinds.items()]
 
 
-def test_a_plan_that_cannot_be_made() -> None:
-    huge = DLRM(DLRMConfig(embedding_width=256), 2, [Bag("f", "t", 10**10, "sum")], device="meta")
-    with pytest.raises(TrainingError) as caught:
-        make_plan(huge, "table_wise", 2, 64, CPU)
-    message = str(caught.value)
-    assert message.startswith("training.sharding 'table_wise': expected a placement of 1 tables on 2 ranks, got ")
-    assert message.endswith(". Take fewer ranks, smaller tables, or `auto`.")
+MIXED = rules(user="table_wise", shop="row_wise", goods="table_wise", tags="row_wise")
+CASES: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "table_wise": {"sharding": "table_wise"},
+    "row_wise": {"sharding": "row_wise"},
+    "table_row_wise": {"sharding": "table_row_wise"},
+    "by_differencing": {"sharding": "table_wise", "partitioner": "largest_differencing"},
+    "data_parallel": {"sharding": "data_parallel"},
+    "copies_and_parts": {
+        "sharding": rules(user="data_parallel", shop="row_wise", goods="row_wise", tags="data_parallel")
+    },
+    "mixed": {"sharding": MIXED},
+    "mixed_again": {"sharding": MIXED},
+    "mixed_two": {"sharding": rules(user="table_row_wise", shop="table_wise", goods="row_wise", tags="table_row_wise")},
+    "by_numbers": {"sharding": "table_wise", "table_optimizer": "adagrad"},
+    "column_wise": {"sharding": "column_wise", "table_optimizer": "adagrad"},
+    "table_column_wise": {"sharding": "table_column_wise", "table_optimizer": "adagrad"},
+    "grid_shard": {
+        "sharding": rules(user="grid_shard", shop="grid_shard", goods="column_wise", tags="table_row_wise"),
+        "table_optimizer": "adagrad",
+    },
+    "all_kinds": {
+        "sharding": rules(user="grid_shard", shop="column_wise", goods="table_wise", tags="row_wise"),
+        "table_optimizer": "adagrad",
+    },
+    "columns_and_rows": {
+        "sharding": rules(user="row_wise", shop="table_column_wise", goods="row_wise", tags="column_wise"),
+        "table_optimizer": "adagrad",
+    },
+}
+Result = tuple[dict[str, list[float]], dict[str, dict[str, torch.Tensor]]]
+
+
+def by_ranks(world_size: int, folder: Path) -> Result:
+    run_ranks(
+        "tests.pipeline.training.placements",
+        Cases(world_size=world_size, cases=CASES),
+        folder,
+        world_size,
+        1,
+        250,
+        print,
+        ROOT,
+    )
+    weights = {name: load_file(folder / f"{name}.safetensors") for name in CASES}
+    return json.loads((folder / "losses.json").read_text()), weights
+
+
+@pytest.fixture(scope="module")
+def one(device: torch.device) -> Result:
+    """All cases on one rank, in this process."""
+    found = {name: trained(training(1, **settings), device) for name, settings in CASES.items()}
+    return {name: losses for name, (losses, _) in found.items()}, {
+        name: weights for name, (_, weights) in found.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return by_ranks(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return by_ranks(4, tmp_path_factory.mktemp("four"))
+
+
+def reference(optimizer: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same training by plain PyTorch: dense gradients of whole tables, Adagrad written out."""
+    torch.manual_seed(SEED)
+    model = DLRM(MODEL, DENSE, BAGS)
+    torch.manual_seed(SEED)
+    meta = DLRM(MODEL, DENSE, BAGS, device="meta")
+    tables = {name: value for name, value in model.named_parameters() if name.startswith("embeddings.")}
+    with torch.no_grad():
+        for name, value in meta.named_parameters():
+            if name not in tables:
+                model.get_parameter(name).copy_(value)
+        for name, value in tables.items():
+            assert len(value) < INIT_BLOCK_ROWS
+            value.copy_(torch.from_numpy(_block(SEED, name, 0, *value.shape, MODEL.embedding_init)))
+    config = training(1)
+    rest = torch.optim.Adam([v for n, v in model.named_parameters() if n not in tables], lr=config.dense_learning_rate)
+    moments = {
+        name: torch.zeros(len(value), 1 if optimizer == "rowwise_adagrad" else value.shape[1])
+        for name, value in tables.items()
+    }
+    losses = []
+    for batch in batches():
+        model.zero_grad()
+        loss = F.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
+        loss.backward()
+        losses.append(loss.item())
+        rest.step()
+        with torch.no_grad():
+            for name, value in tables.items():
+                square = value.grad**2
+                moments[name] += square.mean(1, keepdim=True) if optimizer == "rowwise_adagrad" else square
+                value -= config.table_learning_rate * value.grad / (moments[name].sqrt() + 1e-8)
+    return losses, {name: value.detach() for name, value in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def unsharded() -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
+    return {optimizer: reference(optimizer) for optimizer in ("rowwise_adagrad", "adagrad")}
+
+
+def check(found: Result, case: str, unsharded: dict[str, Any]) -> None:
+    losses, weights = unsharded[CASES[case].get("table_optimizer", "rowwise_adagrad")]
+    assert found[0][case] == pytest.approx(losses, abs=LOSS_TOLERANCE)
+    assert found[1][case].keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(
+            found[1][case][name], value, atol=TOLERANCE, rtol=0.0, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_rank_trains_like_plain_pytorch(one: Result, unsharded: dict[str, Any], case: str) -> None:
+    check(one, case, unsharded)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_like_plain_pytorch(two: Result, unsharded: dict[str, Any], case: str) -> None:
+    check(two, case, unsharded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_four_ranks_train_like_plain_pytorch(four: Result, unsharded: dict[str, Any], case: str) -> None:
+    check(four, case, unsharded)
+
+
+def test_a_plan_gives_the_same_bits_again(one: Result, two: Result) -> None:
+    for losses, weights in (one, two):
+        assert losses["mixed_again"] == losses["mixed"]
+        assert all(value.equal(weights["mixed"][name]) for name, value in weights["mixed_again"].items())

@@ -1,0 +1,133 @@
+"""What is known of a table's use before it is placed, measured on a sample of the training rows."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel
+from torchrec.distributed.types import CacheStatistics
+
+from models.dlrm import Bag
+from pipeline.transforms.column import Column
+
+SAMPLE_ROWS = 65_536
+"""Training rows that are looked at; a second or so of reading."""
+LOAD_FACTORS = (0.0, 0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
+"""Shares of a table that a cache may hold; in between the miss rate is taken as a straight line."""
+
+
+class TableUse(BaseModel, frozen=True):
+    """How the rows of a table are used in a step."""
+
+    table: str
+    ids_per_bag: tuple[float, ...]
+    """Of each feature: mean number of ids in a bag that is not empty, at least 1."""
+    filled_share: tuple[float, ...]
+    """Of each feature: share of the rows that have any id."""
+    distinct_rows: float
+    """Rows of the table that a global batch touches."""
+    miss_rates: tuple[float, ...]
+    """Share of the ids that a cache of the most used rows does not hold, at LOAD_FACTORS."""
+
+
+class MeasuredCache(CacheStatistics):
+    """A table's use as TorchRec's planner wants it for tables cached from host memory.
+
+    Example:
+        >>> use = TableUse(table="t", ids_per_bag=(1.0,), filled_share=(1.0,), distinct_rows=7.0,
+        ...     miss_rates=tuple(1.0 - share for share in LOAD_FACTORS))
+        >>> MeasuredCache(use).expected_miss_rate(0.25), round(MeasuredCache(use).cacheability, 3)
+        (0.75, 0.5)
+    """
+
+    def __init__(self, use: TableUse) -> None:
+        self.use = use
+
+    @property
+    def expected_lookups(self) -> float:
+        """Distinct rows of a global batch."""
+        return self.use.distinct_rows
+
+    def expected_miss_rate(self, clf: float) -> float:
+        """Share of lookups that are not in a cache of this share of the rows."""
+        return float(np.interp(clf, LOAD_FACTORS, self.use.miss_rates))
+
+    @property
+    def cacheability(self) -> float:
+        """Area under the curve of miss rates: 0 where few rows get all lookups, 1/2 where all are used alike."""
+        return float(np.trapezoid(self.use.miss_rates, LOAD_FACTORS))
+
+
+def measure(bags: Sequence[Bag], columns: Sequence[Column], batch_rows: int) -> dict[str, TableUse]:
+    """The use of each table in a sample of rows.
+
+    Args:
+        columns: Ids of each bag over the same N rows.
+        batch_rows: Rows of a global batch; a smaller sample counts as one batch.
+    Example:
+        >>> bag = Bag("user", "user", 4, "sum")
+        >>> use = measure([bag], [Column(np.array([3, 3, 1, 3]), np.array([0, 1, 3, 3, 4]))], 2)["user"]
+        >>> use.ids_per_bag, use.filled_share, use.distinct_rows
+        ((1.3333333333333333,), (0.75,), 1.5)
+    """
+    members: dict[str, list[int]] = {}
+    for number, bag in enumerate(bags):
+        members.setdefault(bag.table, []).append(number)
+    found: dict[str, TableUse] = {}
+    for table, numbers in members.items():
+        lengths = [_lengths(columns[number]) for number in numbers]
+        filled = [float(np.mean(counts > 0)) if len(counts) else 0.0 for counts in lengths]
+        means = [float(counts[counts > 0].mean()) if counts.any() else 1.0 for counts in lengths]
+        found[table] = TableUse(
+            table=table, ids_per_bag=tuple(means), filled_share=tuple(filled),
+            distinct_rows=_distinct([columns[number] for number in numbers], batch_rows),
+            miss_rates=_miss_rates([columns[number] for number in numbers], bags[numbers[0]].rows),
+        )  # fmt: skip
+    return found
+
+
+def _lengths(column: Column) -> npt.NDArray[np.int64]:
+    assert column.offsets is not None
+    return np.diff(column.offsets)
+
+
+def _distinct(columns: Sequence[Column], batch_rows: int) -> float:
+    rows = len(columns[0])
+    batches = max(rows // batch_rows, 1)
+    size = min(batch_rows, rows)
+    counts = [
+        len(np.unique(np.concatenate([column.slice(i * size, (i + 1) * size).values for column in columns])))
+        for i in range(batches)
+    ]
+    return float(np.mean(counts)) if rows else 0.0
+
+
+def _miss_rates(columns: Sequence[Column], rows: int) -> tuple[float, ...]:
+    """Rows are ranked by the sample's first half and judged on its second: what was seen must not vouch for itself."""
+    half = len(columns[0]) // 2
+    seen, judged = (
+        np.concatenate([column.slice(start, stop).values for column in columns])
+        for start, stop in ((0, half), (half, len(columns[0])))
+    )
+    if not len(judged):
+        return tuple(1.0 - share for share in LOAD_FACTORS)
+    ids, counts = np.unique(seen, return_counts=True)
+    ranked = ids[np.argsort(-counts, kind="stable")]
+    hits = np.concatenate([[0], np.cumsum(_hits(ranked, judged))]) / len(judged)
+    unseen = max(rows - len(ranked), 1)
+    rates = []
+    for share in LOAD_FACTORS:
+        cached = round(share * rows)
+        spare = max(cached - len(ranked), 0) / unseen  # rows never seen share what room is left
+        rates.append(float((1.0 - hits[min(cached, len(ranked))]) * (1.0 - min(spare, 1.0))))
+    return tuple(rates)
+
+
+def _hits(ranked: npt.NDArray[np.int64], judged: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How often each of the ranked rows is looked up."""
+    ids, counts = np.unique(judged, return_counts=True)
+    if not len(ranked):
+        return np.empty(0, np.int64)
+    at = np.minimum(np.searchsorted(ids, ranked), len(ids) - 1)
+    hits: npt.NDArray[np.int64] = np.where(ids[at] == ranked, counts[at], 0)
+    return hits

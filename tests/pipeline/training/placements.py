@@ -1,0 +1,117 @@
+"""One small model trained under many placements by one group of ranks: `python -m tests.pipeline.training.placements`."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel
+from safetensors.torch import save_file
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from models.config import DLRMConfig
+from models.dlrm import DLRM, Bag
+from pipeline import checkpoint
+from pipeline.batch import Batch, Position
+from pipeline.rank import start_group
+from pipeline.training.bags import table_kernel
+from pipeline.training.config import TrainConfig
+from pipeline.training.optim import fuse_table_optimizer, init_tables
+from pipeline.training.planner import place
+from pipeline.training.sharding import Placement, shard, sharding_plan
+from pipeline.training.trainer import Trainer
+from storage.artifacts import write_json
+
+SEED = 5
+MODEL = DLRMConfig(embedding_width=16, bottom_mlp=(8,), top_mlp=(8,), embedding_init=0.3)
+BAGS = [
+    Bag("user", "user", 50, "sum"),
+    Bag("shop", "shop", 7, "sum"),
+    Bag("goods", "goods", 83, "mean"),
+    Bag("liked", "tags", 31, "mean"),
+    Bag("seen", "tags", 31, "mean"),
+]
+"""Sums and means, a table of few rows, and one that two features share."""
+ROWS, STEPS, DENSE = 24, 12, 3
+
+
+class Cases(BaseModel):
+    """What the ranks are told: a name for each setting of TrainConfig."""
+
+    world_size: int
+    cases: dict[str, dict[str, Any]]
+
+
+def training(world_size: int, **settings: Any) -> TrainConfig:
+    base = {
+        "world_size": world_size,
+        "device": "cpu",
+        "batch_rows": ROWS,
+        "table_learning_rate": 0.1,
+        "dense_learning_rate": 0.02,
+    }
+    return TrainConfig(**base | settings)
+
+
+def batches(rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+    """This rank's rows of each step; some bags are empty, all of one feature's in one step."""
+    random = np.random.default_rng(7)
+    share = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
+    for step in range(STEPS):
+        dense = random.normal(size=(ROWS, DENSE)).astype(np.float32)
+        labels = (random.random(ROWS) < 0.4).astype(np.float32)
+        lengths = random.integers(0, 4, (len(BAGS), ROWS))
+        lengths[step % len(BAGS)] *= step != 3
+        ids = [[random.integers(0, bag.rows, n) for n in row] for bag, row in zip(BAGS, lengths, strict=True)]
+        sparse = KeyedJaggedTensor(
+            keys=[bag.name for bag in BAGS],
+            values=torch.from_numpy(np.concatenate([bag for row in ids for bag in row[share]])),
+            lengths=torch.from_numpy(lengths[:, share].reshape(-1).astype(np.int32)),
+        )
+        mine = torch.from_numpy(labels[share])
+        yield Batch(torch.from_numpy(dense[share]), sparse, mine, torch.ones_like(mine), Position(), ROWS)
+
+
+def placement(config: TrainConfig) -> Placement:
+    return place(DLRM(MODEL, DENSE, BAGS, device="meta"), config, "cpu")
+
+
+def trained(config: TrainConfig, device: torch.device) -> tuple[list[float], dict[str, torch.Tensor] | None]:
+    """Loss of each step, and on rank 0 the whole weights."""
+    torch.manual_seed(SEED)
+    model = DLRM(MODEL, DENSE, BAGS, device="meta")
+    plan = placement(config)
+    fuse_table_optimizer(model, config, sharding_plan(plan, device))
+    with table_kernel(config, device):
+        sharded = shard(model, plan, device)
+    init_tables(sharded, SEED, MODEL.embedding_init)
+    trainer = Trainer(sharded, config, lambda position: iter(()), None, Path(), print, SEED, device)
+    losses = []
+    for batch in batches(dist.get_rank(), dist.get_world_size()):
+        trainer.train_step(batch)
+        losses.append(trainer.take_window().loss / ROWS)
+    return losses, checkpoint.full_state(sharded.state_dict())
+
+
+def main(path: str) -> None:
+    """Trains every case and writes losses and weights beside the spec."""
+    spec, folder, rank = Cases.model_validate_json(Path(path).read_text()), Path(path).parent, int(os.environ["RANK"])
+    device = start_group(training(spec.world_size), rank)
+    losses = {}
+    for name, settings in spec.cases.items():
+        losses[name], weights = trained(training(spec.world_size, **settings), device)
+        if weights is not None:
+            save_file(weights, folder / f"{name}.safetensors")
+    if rank == 0:
+        write_json(folder / "losses.json", losses)
+        os.write(int(os.environ["DLRM_EVENTS_FD"]), (json.dumps({"event": "result"}) + "\n").encode())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
