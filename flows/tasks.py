@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from flows.config import ROOT, RunConfig
 from flows.job import REGISTERED, TrainingJob, own_folder, pinned, prepared, tracker_of, warehouse_of
+from flows.placing import place_tables
 from flows.progress import Logger, Progress
 from flows.record import commit, in_words, lock_hash, page, shown
 from pipeline.evaluation import plots
@@ -114,6 +115,7 @@ def train(config: RunConfig, job: TrainingJob, run_id: str) -> Trained:
     if config.training.max_steps is not None:
         total = min(total, config.training.max_steps * config.training.batch_rows)
     logger = get_run_logger()
+    spec = place_tables(spec, tracker, run_id, logger)
     with Progress(logger) as progress, served(config, job, logger) as service:
         on_event = _event_handler(tracker, run_id, placement, progress, total, logger.info)
         summary = run_ranks(
@@ -226,7 +228,6 @@ def evaluate(config: RunConfig, job: TrainingJob, trained: Trained, run_id: str)
         figures["slices"] = plots.slices(report)
     tracker.log_figures(run_id, figures)
     tracker.log_json(run_id, report.model_dump(mode="json"), "report.json")
-    tracker.log_json(run_id, list(trained.placement), "sharding_plan.json")
     return report
 
 

@@ -41,6 +41,8 @@ from pipeline.training.trainer import Progress, Sums, Trainer, evaluate_sums, lo
 from pipeline.transforms.plan import Plan
 from storage.artifacts import atomic_file, write_json
 
+TABLES = "embeddings."
+"""Tensors of the tables begin like this."""
 PROBE_ROWS = 256
 """Rows whose probabilities the trainer leaves behind, to hold the registered model against."""
 
@@ -113,6 +115,7 @@ def train(spec: RankSpec, rank: int, device: torch.device) -> None:
     started = time.perf_counter()
     progress = trainer.train()
     seconds = time.perf_counter() - started
+    by_rank = figures_by_rank(trainer, device)
     probe = probabilities(spec, model, rank, device)
     weights = checkpoint.full_state(model.state_dict())
     if weights is None:
@@ -121,7 +124,7 @@ def train(spec: RankSpec, rank: int, device: torch.device) -> None:
     with atomic_file(folder / "weights.safetensors") as temporary:
         save_file(weights, temporary)
     write_json(folder / "probe.json", probe)
-    emit(result_of(progress, device) | {"seconds": seconds, "weights_sha256": weights_sha256(weights)})
+    emit(result_of(progress, device) | by_rank | {"seconds": seconds, "weights_sha256": weights_sha256(weights)})
 
 
 def result_of(progress: Progress, device: torch.device) -> dict[str, Any]:
@@ -140,6 +143,23 @@ def result_of(progress: Progress, device: torch.device) -> dict[str, Any]:
         "device": device.type,
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
+
+
+def figures_by_rank(trainer: Trainer, device: torch.device) -> dict[str, list[float]]:
+    """What each rank holds of the tables and their optimizer, and the time of its steps: the median of the last ones."""
+    held = sum(
+        _local_bytes(tensor) for name, tensor in trainer.state().items() if name.split("/")[1].startswith(TABLES)
+    )
+    mine = torch.tensor([held, 1e3 * trainer.step_median], dtype=torch.float64, device=device)
+    shares = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(shares, mine)
+    table_bytes, milliseconds = zip(*(share.tolist() for share in shares), strict=True)
+    return {"table_bytes": [int(value) for value in table_bytes], "step_milliseconds": list(milliseconds)}
+
+
+def _local_bytes(tensor: Any) -> int:
+    parts = [shard.tensor for shard in tensor.local_shards()] if hasattr(tensor, "local_shards") else [tensor]
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 def build_model(

@@ -1,6 +1,7 @@
 """The figures of a run."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib
 
@@ -100,6 +101,54 @@ def slices(report: EvalReport) -> Figure:
     if report.overall.ne is not None:
         axes.axvline(report.overall.ne, color="tab:red", linestyle="--", linewidth=1)
     axes.invert_yaxis()
+    return figure
+
+
+MOST_TABLES = 12
+"""Tables that get a colour of their own in the figure of a placement; the others are added up."""
+
+
+def placement(rows: Sequence[Mapping[str, Any]], world_size: int) -> Figure:
+    """Memory and time of a step that the planner expects on each rank, table by table."""
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained", dpi=110)
+    largest = sorted(rows, key=lambda row: -sum(row["milliseconds"]))
+    groups = [(row["table"], [row]) for row in largest[:MOST_TABLES]]
+    groups += [(f"{len(largest) - MOST_TABLES} more", largest[MOST_TABLES:])] if len(largest) > MOST_TABLES else []
+    for axes, key, unit, label in zip(
+        figure.subplots(1, 2), ("bytes", "milliseconds"), (1 / 2**20, 1.0), ("MiB", "ms a step"), strict=True
+    ):
+        height = [0.0] * world_size
+        for number, (name, members) in enumerate(groups):
+            share = [0.0] * world_size
+            for row in members:
+                for rank, value in zip(row["ranks"], row[key], strict=True):
+                    share[rank] += value * unit
+            axes.bar(range(world_size), share, bottom=height, label=name, color=f"C{number % 10}", edgecolor="white")
+            height = [low + part for low, part in zip(height, share, strict=True)]
+        axes.set_xticks(range(world_size))
+        axes.set_xlabel("rank")
+        axes.set_ylabel(label)
+    figure.suptitle("Tables by rank, as planned", fontsize=11)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=7)
+    return figure
+
+
+def placements(plans: Sequence[Mapping[str, Any]]) -> Figure:
+    """Loss curves of several placements over each other, and the time of a step of each."""
+    figure = Figure(figsize=(8.0, 2.8 + 0.22 * len(plans)), layout="constrained", dpi=110)
+    above, below = figure.subplots(2, gridspec_kw={"height_ratios": [2.4, 0.22 * len(plans)]})
+    names = [f"{p['kind']}, {p['partitioner']}, {p['table_optimizer']}, {p['world_size']} ranks" for p in plans]
+    for plan in plans:
+        above.plot(range(1, len(plan["losses"]) + 1), plan["losses"], linewidth=1.0, alpha=0.6)
+    above.set_title(f"Loss under {len(plans)} placements", fontsize=11)
+    above.set_xlabel("step")
+    above.set_ylabel("log loss")
+    below.barh(names, [max(plan["measured_ms"]) for plan in plans], color="tab:blue")
+    below.invert_yaxis()
+    below.tick_params(axis="y", labelsize=7)
+    below.set_xlabel("ms a step, slowest rank")
+    for axes in (above, below):
+        axes.grid(alpha=0.25)
     return figure
 
 

@@ -1,7 +1,9 @@
 """The loop."""
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,6 +33,8 @@ from pipeline.training.optim import (
 
 BEST = "best"
 """Name of the checkpoint with the lowest validation NE."""
+RECENT_STEPS = 256
+"""Steps whose times are kept."""
 LOWER = "Lower the learning rates; the last good checkpoint is kept."
 
 
@@ -122,6 +126,7 @@ class Trainer:
         self.average = None if config.average_from_step is None else WeightAverage(model)
         self.window = torch.zeros(4, dtype=torch.float64, device=device)
         self.step_seconds = 0.0
+        self.recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self.times: list[Times] = []
 
     def train(self) -> Progress:
@@ -187,7 +192,13 @@ class Trainer:
             self.replicated.step()
         self.window += loss_sums(logits.detach(), losses.detach(), batch)
         self.times.append(batch.times)
-        self.step_seconds += time.perf_counter() - start
+        self.recent.append(time.perf_counter() - start)
+        self.step_seconds += self.recent[-1]
+
+    @property
+    def step_median(self) -> float:
+        """Seconds of a step without waiting for its batch: the median of the last ones, as the first take longer."""
+        return statistics.median(self.recent) if self.recent else 0.0
 
     def take_average(self) -> None:
         """Adds the weights to their running mean, once that has begun."""
@@ -226,6 +237,7 @@ class Trainer:
             self.progress = self.progress.model_copy(update={"first_sight": self.progress.first_sight.plus(window)})
             values["train_ne_progressive"] = self.progress.first_sight.ne
         if window.rows:
+            values["train_loss_window"] = window.loss / window.rows
             values["train_calibration_window"] = window.predictions / window.labels if window.labels else None
             self.report(values)
 
