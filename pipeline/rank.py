@@ -33,7 +33,7 @@ from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.worker import DataSpec, Worker
 from pipeline.training.bags import table_kernel
 from pipeline.training.config import TrainConfig
-from pipeline.training.optim import fuse_table_optimizer, init_tables
+from pipeline.training.optim import TABLES, fuse_table_optimizer, init_tables
 from pipeline.training.planner import place
 from pipeline.training.sharding import Placement, describe, shard, sharding_plan
 from pipeline.training.statistics import SAMPLE_ROWS, TableUse, measure
@@ -41,8 +41,6 @@ from pipeline.training.trainer import Progress, Sums, Trainer, evaluate_sums, lo
 from pipeline.transforms.plan import Plan
 from storage.artifacts import atomic_file, write_json
 
-TABLES = "embeddings."
-"""Tensors of the tables begin like this."""
 PROBE_ROWS = 256
 """Rows whose probabilities the trainer leaves behind, to hold the registered model against."""
 
@@ -146,10 +144,9 @@ def result_of(progress: Progress, device: torch.device) -> dict[str, Any]:
 
 
 def figures_by_rank(trainer: Trainer, device: torch.device) -> dict[str, list[float]]:
-    """What each rank holds of the tables and their optimizer, and the time of its steps: the median of the last ones."""
-    held = sum(
-        _local_bytes(tensor) for name, tensor in trainer.state().items() if name.split("/")[1].startswith(TABLES)
-    )
+    """What each rank holds of the tables and their optimizer, and its time for a step: the median of the last ones."""
+    tables = (tensor for name, tensor in trainer.state().items() if name.split("/")[1].startswith(TABLES))
+    held = sum(_local_bytes(tensor) for tensor in tables)
     mine = torch.tensor([held, 1e3 * trainer.step_median], dtype=torch.float64, device=device)
     shares = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(shares, mine)
