@@ -169,7 +169,8 @@ def build_model(
     model = unsharded(spec)
     fuse_table_optimizer(model, spec.training, sharding_plan(placement, device))
     with table_kernel(spec.training, device):
-        sharded = shard(model, placement, device)
+        sent = spec.training.vector_communication, spec.training.gradient_communication
+        sharded = shard(model, placement, device, *sent)
     if spec.training.compile:
         inner = get_unwrapped_module(sharded)
         inner.score = torch.compile(inner.score)

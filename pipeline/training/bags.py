@@ -31,21 +31,26 @@ def table_kernel(config: TrainConfig, device: torch.device) -> Iterator[None]:
     """Tables that TorchRec shards inside get the kernel of the config.
 
     TorchRec has no place to name another than FBGEMM's, so the class is exchanged while it builds its modules.
-
-    Raises:
-        ConfigError: If FBGEMM's kernel cannot do on this device what is asked of it.
     """
-    if config.embedding_kernel == "fbgemm" or config.table_precision != "fp32" or device.type != "cpu":
-        require_fbgemm(config, device)
+    if fbgemm_updates(config, device.type):
         yield
         return
     with mock.patch.object(batched_embedding_kernel, SplitTableBatchedEmbeddingBagsCodegen.__name__, NumbaBags):
         yield
 
 
-def require_fbgemm(config: TrainConfig, device: torch.device) -> None:
-    """Refuses what FBGEMM's kernel would ignore or fail at on CPU."""
-    if device.type != "cpu":
+def fbgemm_updates(config: TrainConfig, device: str) -> bool:
+    """Whether tables have FBGEMM's kernel."""
+    return config.embedding_kernel == "fbgemm" or config.table_precision != "fp32" or device != "cpu"
+
+
+def require_fbgemm(config: TrainConfig, device: str) -> None:
+    """Refuses what FBGEMM's kernel would ignore or fail at on CPU.
+
+    Raises:
+        ConfigError: Names the setting.
+    """
+    if device != "cpu":
         return
     where, remedy = "training.embedding_kernel 'fbgemm' on CPU", "Take embedding_kernel=auto with fp32 tables."
     if config.table_optimizer == "adam":

@@ -61,6 +61,10 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """bf16: matrix products of everything but the tables in bfloat16 (autocast); weights stay fp32."""
     compile: bool = False
     """Compiles everything but the tables (torch.compile; needs a C++ compiler): worth its minute in long trainings."""
+    vector_communication: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """Numbers in which ranks send each other pooled vectors; gloo has no bf16."""
+    gradient_communication: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """Numbers in which ranks send each other the gradients of pooled vectors; gloo has no bf16."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which both learning rates rise from 0."""
     decay_steps: PositiveInt | None = None

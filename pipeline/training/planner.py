@@ -32,6 +32,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from models.dlrm import DLRM
 from pipeline.errors import ConfigError, TrainingError
+from pipeline.training.bags import fbgemm_updates, require_fbgemm
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import TABLE_OPTIMIZERS
 from pipeline.training.partitioner import LargestDifferencing
@@ -120,6 +121,11 @@ def refuse(model: DLRM, config: TrainConfig, device: str, kinds: Mapping[str, st
             f"training.table_memory '{config.table_memory}'", "a CUDA device, whose memory it extends", "cpu",
             "Set it to `device`.",
         )  # fmt: skip
+    if fbgemm_updates(config, device):
+        require_fbgemm(config, device)
+    for key in ("vector_communication", "gradient_communication"):
+        if getattr(config, key) == "bf16" and device == "cpu":
+            raise ConfigError(f"training.{key}", "fp32 or fp16 on CPU, where gloo has no bf16", "bf16", "Take fp16.")
     if config.partitioner == "memory_balanced" and device == "cpu":
         raise ConfigError(
             "training.partitioner 'memory_balanced'", "CUDA devices, whose memory it balances", "cpu",

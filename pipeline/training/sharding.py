@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import (
     CacheParams,
@@ -109,10 +110,14 @@ Placement = tuple[TablePlacement, ...]
 
 
 class BagSharder(EmbeddingBagCollectionSharder):
-    """The stock sharder offers row-wise kinds on CUDA only; on CPU they give the same results."""
+    """The stock sharder offers row-wise kinds on CUDA only; on CPU they give the same results.
 
-    def __init__(self, kernel: str = "fused") -> None:
-        super().__init__()
+    Args:
+        codecs: What ranks send each other, by the operation that sends it; None sends it as it is.
+    """
+
+    def __init__(self, kernel: str = "fused", codecs: dict[str, Any] | None = None) -> None:
+        super().__init__(qcomm_codecs_registry=codecs)
         self.kernel = kernel
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -124,14 +129,28 @@ class BagSharder(EmbeddingBagCollectionSharder):
         return ["dense" if sharding_type == "data_parallel" else self.kernel]
 
 
-def shard(model: nn.Module, placement: Placement, device: torch.device) -> DistributedModelParallel:
-    """The model with its tables placed as planned and its dense part replicated."""
+Precision = Literal["fp32", "fp16", "bf16"]
+
+
+def shard(
+    model: nn.Module,
+    placement: Placement,
+    device: torch.device,
+    vectors: Precision = "fp32",
+    gradients: Precision = "fp32",
+) -> DistributedModelParallel:
+    """The model with its tables placed as planned and its dense part replicated.
+
+    Args:
+        vectors, gradients: Numbers in which ranks send each other pooled vectors, and the gradients of these.
+    """
+    sent = QCommsConfig(CommType[vectors.upper()], CommType[gradients.upper()])
     sharded = DistributedModelParallel(
         module=model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),  # type: ignore[arg-type]
         device=device,
         plan=sharding_plan(placement, device),
-        sharders=[BagSharder()],  # type: ignore[list-item]
+        sharders=[BagSharder(codecs=get_qcomm_codecs_registry(sent, device=device))],  # type: ignore[list-item]
     )
     for module in sharded.modules():
         if isinstance(module, ShardedEmbeddingBagCollection):

@@ -88,7 +88,7 @@ def trained(config: TrainConfig, device: torch.device) -> tuple[list[float], dic
     plan = placement(config)
     fuse_table_optimizer(model, config, sharding_plan(plan, device))
     with table_kernel(config, device):
-        sharded = shard(model, plan, device)
+        sharded = shard(model, plan, device, config.vector_communication, config.gradient_communication)
     init_tables(sharded, SEED, MODEL.embedding_init)
     trainer = Trainer(sharded, config, lambda position: iter(()), None, Path(), print, SEED, device)
     losses = []

@@ -10,7 +10,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import ComputeDevice, 
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
 from pipeline.errors import ConfigError
-from pipeline.training.bags import NumbaBags, table_kernel
+from pipeline.training.bags import NumbaBags, require_fbgemm
 from pipeline.training.config import TrainConfig
 
 OPTIMIZERS = {
@@ -210,9 +210,7 @@ def test_what_the_kernel_has_not_is_refused():
     ],
 )
 def test_what_fbgemm_would_ignore_on_cpu_is_refused(settings, sentence):
-    with (
-        pytest.raises(ConfigError) as caught,
-        table_kernel(TrainConfig(embedding_kernel="fbgemm", **settings), torch.device("cpu")),
-    ):
-        pass
+    config = TrainConfig(embedding_kernel="fbgemm", **settings)
+    with pytest.raises(ConfigError) as caught:
+        require_fbgemm(config, "cpu")
     assert str(caught.value) == f"training.embedding_kernel 'fbgemm' on CPU: {sentence}"

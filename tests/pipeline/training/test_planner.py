@@ -141,6 +141,15 @@ REFUSED = {
         "training.table_memory 'uvm_caching': expected a CUDA device, whose memory it extends, got cpu. "
         "Set it to `device`.",
     ),
+    "bf16 over gloo": (
+        {"vector_communication": "bf16"}, ConfigError,
+        "training.vector_communication: expected fp32 or fp16 on CPU, where gloo has no bf16, got bf16. Take fp16.",
+    ),
+    "adam of FBGEMM": (
+        {"embedding_kernel": "fbgemm", "table_optimizer": "adam"}, ConfigError,
+        "training.embedding_kernel 'fbgemm' on CPU: expected table_optimizer rowwise_adagrad, adagrad or sgd, got adam. "
+        "Take embedding_kernel=auto with fp32 tables.",
+    ),
     "memory balanced": (
         {"partitioner": "memory_balanced"}, ConfigError,
         "training.partitioner 'memory_balanced': expected CUDA devices, whose memory it balances, got cpu. "

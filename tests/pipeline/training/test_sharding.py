@@ -54,13 +54,19 @@ CASES: dict[str, dict[str, Any]] = {
         "table_optimizer": "adagrad",
     },
 }
+ROUGHER = {
+    f"{kind}_fp16": {"sharding": kind, "vector_communication": "fp16", "gradient_communication": "fp16"}
+    for kind in ("table_wise", "row_wise")
+}
+ROUGH_TOLERANCE = 2e-3
+"""Of losses: fp16 keeps 11 bits of a vector's numbers."""
 Result = tuple[dict[str, list[float]], dict[str, dict[str, torch.Tensor]]]
 
 
 def by_ranks(world_size: int, folder: Path) -> Result:
     run_ranks(
         "tests.pipeline.training.placements",
-        Cases(world_size=world_size, cases=CASES),
+        Cases(world_size=world_size, cases=CASES | ROUGHER),
         folder,
         world_size,
         1,
@@ -68,7 +74,7 @@ def by_ranks(world_size: int, folder: Path) -> Result:
         print,
         ROOT,
     )
-    weights = {name: load_file(folder / f"{name}.safetensors") for name in CASES}
+    weights = {name: load_file(folder / f"{name}.safetensors") for name in CASES | ROUGHER}
     return json.loads((folder / "losses.json").read_text()), weights
 
 
@@ -161,3 +167,10 @@ def test_a_plan_gives_the_same_bits_again(one: Result, two: Result) -> None:
     for losses, weights in (one, two):
         assert losses["mixed_again"] == losses["mixed"]
         assert all(value.equal(weights["mixed"][name]) for name, value in weights["mixed_again"].items())
+
+
+@pytest.mark.parametrize("case", ROUGHER)
+def test_rougher_communication_costs_little(two: Result, case: str) -> None:
+    exact, rough = two[0][ROUGHER[case]["sharding"]], two[0][case]
+    assert rough != exact
+    assert rough == pytest.approx(exact, abs=ROUGH_TOLERANCE)
