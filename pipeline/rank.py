@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 from safetensors.torch import save_file
-from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import DataType
 
 from models.config import DLRMConfig
@@ -31,11 +31,11 @@ from pipeline.lifetime import die_with_parent
 from pipeline.preprocessing.client import Client, Connection, Inline, Source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.worker import DataSpec, Worker
-from pipeline.training.bags import table_kernel
 from pipeline.training.config import TrainConfig
-from pipeline.training.optim import TABLES, fuse_table_optimizer, init_tables
+from pipeline.training.model import sharded
+from pipeline.training.optim import TABLES
 from pipeline.training.planner import place
-from pipeline.training.sharding import Placement, describe, shard, sharding_plan
+from pipeline.training.sharding import Placement, describe
 from pipeline.training.statistics import SAMPLE_ROWS, TableUse, measure
 from pipeline.training.trainer import Progress, Sums, Trainer, evaluate_sums, logits_of
 from pipeline.transforms.plan import Plan
@@ -165,17 +165,8 @@ def build_model(
     """The sharded model in its initial state, the same for every placement and world size, and its plan as rows."""
     torch.manual_seed(spec.seed)
     training = spec.training.model_copy(update={"world_size": world_size})
-    placement = spec.placement or place(unsharded(spec), training, device.type)
-    model = unsharded(spec)
-    fuse_table_optimizer(model, spec.training, sharding_plan(placement, device))
-    with table_kernel(spec.training, device):
-        sent = spec.training.vector_communication, spec.training.gradient_communication
-        sharded = shard(model, placement, device, *sent)
-    if spec.training.compile:
-        inner = get_unwrapped_module(sharded)
-        inner.score = torch.compile(inner.score)
-    init_tables(sharded, spec.seed, spec.model.embedding_init)
-    return sharded, describe(placement)
+    model, placement = sharded(unsharded(spec), training, device, spec.seed, spec.model.embedding_init, spec.placement)
+    return model, describe(placement)
 
 
 def unsharded(spec: RankSpec) -> DLRM:

@@ -1,11 +1,16 @@
 """What all tests share: quiet libraries, few threads, and the folder of real data where it is at hand."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import flows  # noqa: F401  sets the environment that a run has
+from pipeline.rank import start_group
+from pipeline.training.config import TrainConfig
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,3 +24,14 @@ def shared_data() -> Path:
     if not (folder / "ml100k").exists():
         pytest.skip(f"needs the data sets of the README below {folder}; set DLRM_DATA")
     return folder
+
+
+@pytest.fixture(scope="session")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
+    """This process as a group of one rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("DLRM_MEETING", str(tmp_path_factory.mktemp("meeting") / "store"))
+        yield start_group(TrainConfig(world_size=1, device="cpu"), 0)
+    dist.destroy_process_group()
+    torch.use_deterministic_algorithms(False)

@@ -1,20 +1,18 @@
 """A small warehouse whose rows are known in full, and what it takes to train on it."""
 
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
-import torch.distributed as dist
 
 from models.config import DLRMConfig
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.worker import DataSpec, fitted_plan
-from pipeline.rank import RankSpec, start_group
+from pipeline.rank import RankSpec
 from pipeline.schema import DenseGroup, FeatureSchema, SparseGroup
 from pipeline.selection import Selection
 from pipeline.training.config import TrainConfig
@@ -109,14 +107,3 @@ def rank_spec(data: DataSpec) -> Callable[..., RankSpec]:
         )  # fmt: skip
 
     return make
-
-
-@pytest.fixture(scope="session")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
-    """This process as a group of one rank."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("DLRM_MEETING", str(tmp_path_factory.mktemp("meeting") / "store"))
-        yield start_group(TrainConfig(world_size=1, device="cpu"), 0)
-    dist.destroy_process_group()
-    torch.use_deterministic_algorithms(False)

@@ -19,11 +19,8 @@ from models.dlrm import DLRM, Bag
 from pipeline import checkpoint
 from pipeline.batch import Batch, Position
 from pipeline.rank import start_group
-from pipeline.training.bags import table_kernel
+from pipeline.training import model
 from pipeline.training.config import TrainConfig
-from pipeline.training.optim import fuse_table_optimizer, init_tables
-from pipeline.training.planner import place
-from pipeline.training.sharding import Placement, shard, sharding_plan
 from pipeline.training.trainer import Trainer
 from storage.artifacts import write_json
 
@@ -77,19 +74,10 @@ def batches(rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         yield Batch(torch.from_numpy(dense[share]), sparse, mine, torch.ones_like(mine), Position(), ROWS)
 
 
-def placement(config: TrainConfig) -> Placement:
-    return place(DLRM(MODEL, DENSE, BAGS, device="meta"), config, "cpu")
-
-
 def trained(config: TrainConfig, device: torch.device) -> tuple[list[float], dict[str, torch.Tensor] | None]:
     """Loss of each step, and on rank 0 the whole weights."""
     torch.manual_seed(SEED)
-    model = DLRM(MODEL, DENSE, BAGS, device="meta")
-    plan = placement(config)
-    fuse_table_optimizer(model, config, sharding_plan(plan, device))
-    with table_kernel(config, device):
-        sharded = shard(model, plan, device, config.vector_communication, config.gradient_communication)
-    init_tables(sharded, SEED, MODEL.embedding_init)
+    sharded, _ = model.sharded(DLRM(MODEL, DENSE, BAGS, device="meta"), config, device, SEED, MODEL.embedding_init)
     trainer = Trainer(sharded, config, lambda position: iter(()), None, Path(), print, SEED, device)
     losses = []
     for batch in batches(dist.get_rank(), dist.get_world_size()):

@@ -1,0 +1,34 @@
+"""A rank that holds its batches in memory before it trains: what `pipeline.rank` is without reading.
+
+`benchmarks.training` runs it as the product runs its ranks; the batches are those of the spec's training rows.
+"""
+
+import sys
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import torch.distributed as dist
+
+from pipeline.batch import NO_TIMES
+from pipeline.preprocessing.client import Inline
+from pipeline.rank import RankSpec, build_model, client, event_writer, result_of, start_group
+from pipeline.training.trainer import Trainer
+
+
+def main(path: str) -> None:
+    """Trains `max_steps` steps of the first epoch as the only rank."""
+    spec = RankSpec.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    device = start_group(spec.training, 0)
+    emit = event_writer()
+    model, _ = build_model(spec, 1, device)
+    reader = client(spec, Inline({"train": spec.train}, spec.preprocessing), "train", spec.train, 0, shuffled=True)
+    kept = [replace(batch, times=NO_TIMES) for batch in islice(reader.batches(), spec.training.max_steps)]
+    folder = Path(spec.folder) / "checkpoints"
+    trainer = Trainer(model, spec.training, lambda position: iter(kept), None, folder, emit, spec.seed, device)
+    emit(result_of(trainer.train(), device))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,347 @@
+"""Ways to train one DLRM on the same batches: this project's trainer, TorchRec by hand, PyTorch by hand.
+
+    python -m benchmarks.trainers --contestant ours --shape lists
+
+One pass: the model is built, a few steps are made to warm up, then the steps are timed. With `--ranks 2` each rank is a
+process of its own with one thread, and its batch is its share of the global one.
+"""
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from benchmarks.machine import ROOT
+from models.config import DLRMConfig
+from models.dlrm import DLRM, Bag
+from pipeline.batch import Batch, Position
+from pipeline.training.config import TrainConfig
+from pipeline.training.model import sharded
+from pipeline.training.trainer import Trainer
+
+WARM_UP, BATCHES = 4, 6
+DENSE, TABLE_RATE, DENSE_RATE = 13, 0.05, 1e-3
+BOTTOM, TOP = (512, 256), (512, 256)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and its batches.
+
+    Args:
+        ids: Ids of a list in the mean; 1: exactly one, else their number is even between 1 and twice as many less one.
+    """
+
+    tables: int = 26
+    rows: int = 100_000
+    width: int = 64
+    batch_rows: int = 4_096
+    ids: int = 10
+
+
+SHAPES = {
+    "lists": Shape(),
+    "single": Shape(ids=1),
+    "narrow": Shape(width=16),
+    "few_tables": Shape(tables=4, rows=1_000_000),
+    "small_batch": Shape(batch_rows=512),
+}
+
+
+@dataclass
+class Rows(Pipelineable):
+    """A batch as TorchRec's pipelines take it."""
+
+    dense: torch.Tensor
+    sparse: KeyedJaggedTensor
+    labels: torch.Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Rows":
+        """Where it is already."""
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        """Nothing to do on CPU."""
+
+
+def batches(shape: Shape, rank: int = 0, ranks: int = 1, count: int = BATCHES) -> list[Rows]:
+    """This rank's share of the same global batches for all; ids follow Zipf's law, spread over the rows."""
+    random = np.random.default_rng(1)
+    made = []
+    share = slice(rank * shape.batch_rows // ranks, (rank + 1) * shape.batch_rows // ranks)
+    for _ in range(count):
+        lengths = np.ones((shape.tables, shape.batch_rows), np.int32)
+        if shape.ids > 1:
+            lengths = random.integers(1, 2 * shape.ids, lengths.shape).astype(np.int32)
+        ids = random.zipf(1.2, int(lengths.sum())) % 2**40 * 2_654_435_761 % shape.rows
+        ends = lengths.reshape(-1).cumsum().reshape(lengths.shape)
+        mine = [ids[ends[t, share.start] - lengths[t, share.start] : ends[t, share.stop - 1]] for t in range(len(ends))]
+        sparse = KeyedJaggedTensor(
+            names(shape),
+            torch.from_numpy(np.concatenate(mine).astype(np.int64)),
+            lengths=torch.from_numpy(lengths[:, share].reshape(-1).copy()),
+        )
+        dense = random.normal(size=(shape.batch_rows, DENSE)).astype(np.float32)[share]
+        labels = (random.random(shape.batch_rows) < 0.3).astype(np.float32)[share]
+        made.append(Rows(torch.from_numpy(dense.copy()), sparse, torch.from_numpy(labels.copy())))
+    return made
+
+
+def names(shape: Shape) -> list[str]:
+    """Features, a table each."""
+    return [f"f{i}" for i in range(shape.tables)]
+
+
+# -- by hand: TorchRec as its documentation has it -----------------------------------------------------------------
+
+
+class HandWritten(nn.Module):
+    """A DLRM in the fewest lines, for TorchRec's pipelines: batch -> (loss, nothing)."""
+
+    def __init__(self, shape: Shape, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+        self.bottom, self.top = _mlp(DENSE, [*BOTTOM, shape.width]), _mlp(pairs(shape) + shape.width, [*TOP, 1])[:-1]
+        self.features, self.width = shape.tables, shape.width
+        rows, columns = torch.triu_indices(shape.tables + 1, shape.tables + 1, offset=1)
+        self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("columns", columns, persistent=False)
+
+    def forward(self, batch: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean loss of the batch, and the logits."""
+        dense = self.bottom(batch.dense)
+        vectors = self.tables(batch.sparse).values().reshape(-1, self.features, self.width)
+        both = torch.cat([dense.unsqueeze(1), vectors], dim=1)
+        products = torch.bmm(both, both.transpose(1, 2))[:, self.rows, self.columns]
+        logits = self.top(torch.cat([dense, products], dim=1)).squeeze(1)
+        return F.binary_cross_entropy_with_logits(logits, batch.labels), logits.detach()
+
+
+def pairs(shape: Shape) -> int:
+    """Products of the interaction."""
+    return (shape.tables + 1) * shape.tables // 2
+
+
+def _mlp(inputs: int, sizes: Sequence[int]) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for size in sizes:
+        layers += [nn.Linear(inputs, size), nn.ReLU()]
+        inputs = size
+    return nn.Sequential(*layers)
+
+
+def torchrec(shape: Shape, rank: int, ranks: int, pipeline: type) -> Callable[[], None]:
+    """A single-file TorchRec loop: fused row-wise Adagrad, the default plan without its data_parallel tables, Adam."""
+    configs = [
+        EmbeddingBagConfig(name=name, num_embeddings=shape.rows, embedding_dim=shape.width, feature_names=[name])
+        for name in names(shape)
+    ]
+    model = HandWritten(shape, EmbeddingBagCollection(tables=configs, device=torch.device("meta")))
+    apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), {"lr": TABLE_RATE})
+    topology = Topology(world_size=ranks, compute_device="cpu", local_world_size=ranks)
+    planner = EmbeddingShardingPlanner(
+        topology=topology, batch_size=shape.batch_rows // ranks, constraints=_fused_only(shape)
+    )
+    device = torch.device("cpu")
+    plan = planner.plan(model, get_default_sharders())
+    env = ShardingEnv.from_process_group(dist.group.WORLD)  # type: ignore[arg-type]
+    whole = DistributedModelParallel(model, env=env, device=device, plan=plan)
+    rest = [value for name, value in whole.named_parameters() if "tables" not in name]
+    steps = pipeline(whole, torch.optim.Adam(rest, lr=DENSE_RATE), device)
+    endless = _endless(batches(shape, rank, ranks))
+    return lambda: steps.progress(endless)
+
+
+def _fused_only(shape: Shape) -> Any:
+    from torchrec.distributed.planner.types import ParameterConstraints
+
+    kinds = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
+    return dict.fromkeys(names(shape), kinds)
+
+
+def _endless(made: list[Any]) -> Iterator[Any]:
+    while True:
+        yield from made
+
+
+# -- by hand: PyTorch alone ------------------------------------------------------------------------------------------
+
+
+class Bags(nn.Module):
+    """An nn.EmbeddingBag a table, sparse gradients."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(shape.rows, shape.width, mode="sum", sparse=True, include_last_offset=True)
+            for _ in range(shape.tables)
+        )
+
+    def forward(self, sparse: KeyedJaggedTensor) -> "Bags.Values":
+        """Pooled vectors side by side."""
+        features = [sparse[key] for key in sparse.keys()]  # noqa: SIM118  a KeyedJaggedTensor is no mapping
+        pooled = [bag(one.values(), one.offsets()) for bag, one in zip(self.bags, features, strict=True)]
+        return Bags.Values(torch.cat(pooled, dim=1))
+
+    @dataclass
+    class Values:
+        """What HandWritten asks of a table module's output."""
+
+        vectors: torch.Tensor
+
+        def values(self) -> torch.Tensor:
+            """float32 [B, F * E]."""
+            return self.vectors
+
+
+def pytorch(shape: Shape, rank: int, ranks: int, rowwise: bool) -> Callable[[], None]:
+    """nn.EmbeddingBag with sparse gradients and SGD, or row-wise Adagrad written out; one rank."""
+    assert ranks == 1
+    model = HandWritten(shape, Bags(shape))
+    tables = [bag.weight for bag in model.tables.bags]  # type: ignore[union-attr]
+    rest = [value for name, value in model.named_parameters() if not name.startswith("tables.")]
+    dense, sgd = torch.optim.Adam(rest, lr=DENSE_RATE), torch.optim.SGD(tables, lr=TABLE_RATE)
+    moments = [torch.zeros(shape.rows) for _ in tables]
+    endless = _endless(batches(shape))
+
+    def step() -> None:
+        dense.zero_grad()
+        sgd.zero_grad()
+        loss, _ = model(next(endless))
+        loss.backward()
+        dense.step()
+        if not rowwise:
+            sgd.step()
+            return
+        with torch.no_grad():
+            for table, moment in zip(tables, moments, strict=True):
+                gradient = table.grad.coalesce()
+                ids, values = gradient.indices()[0], gradient.values()
+                moment[ids] += values.square().mean(1)
+                table.index_add_(0, ids, values / (moment[ids].sqrt() + 1e-8)[:, None], alpha=-TABLE_RATE)
+
+    return step
+
+
+# -- this project ----------------------------------------------------------------------------------------------------
+
+
+def ours(shape: Shape, rank: int, ranks: int, **settings: Any) -> Callable[[], None]:
+    """The trainer, step by step."""
+    config = TrainConfig(
+        world_size=ranks, batch_rows=shape.batch_rows, table_learning_rate=TABLE_RATE, device="cpu",
+        sharding="table_wise", **settings,
+    )  # fmt: skip
+    device = torch.device("cpu")
+    bags = [Bag(name, name, shape.rows, "sum") for name in names(shape)]
+    model = DLRM(DLRMConfig(embedding_width=shape.width, bottom_mlp=BOTTOM, top_mlp=TOP), DENSE, bags, "meta")
+    whole, _ = sharded(model, config, device, seed=1, half_width=None)
+    trainer = Trainer(whole, config, lambda position: iter(()), None, Path(), lambda event: None, 1, device)
+    endless = _endless(
+        [
+            Batch(one.dense, one.sparse, one.labels, torch.ones_like(one.labels), Position(), shape.batch_rows)
+            for one in batches(shape, rank, ranks)
+        ]
+    )
+    return lambda: trainer.train_step(next(endless))
+
+
+CONTESTANTS: dict[str, Callable[..., Callable[[], None]]] = {
+    "torchrec_base": partial(torchrec, pipeline=TrainPipelineBase),
+    "torchrec_sparse_dist": partial(torchrec, pipeline=TrainPipelineSparseDist),
+    "pytorch_sgd": partial(pytorch, rowwise=False),
+    "pytorch_rowwise_adagrad": partial(pytorch, rowwise=True),
+    "ours_fbgemm": partial(ours, embedding_kernel="fbgemm"),
+    "ours": ours,
+    "ours_compiled": partial(ours, compile=True),
+    "ours_bf16": partial(ours, dense_precision="bf16"),
+    "ours_bf16_compiled": partial(ours, dense_precision="bf16", compile=True),
+}
+ON_RANKS = [name for name in CONTESTANTS if not name.startswith("pytorch")]
+"""Those that train on several ranks."""
+
+
+def in_processes(contestant: str, shape: str, ranks: int, threads: int, steps: int) -> float:
+    """Median seconds of a step of one pass, in processes of its own."""
+    with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as folder:
+        processes = []
+        for rank in range(ranks):
+            environment = os.environ | {
+                "OMP_NUM_THREADS": str(threads), "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "DLRM_MEETING": f"{folder}/store",
+            }  # fmt: skip
+            words = ["--contestant", contestant, "--shape", shape, "--ranks", str(ranks), "--steps", str(steps)]
+            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.trainers", *words]
+            processes.append(
+                subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            )
+        outputs = [process.communicate() for process in processes]
+    for process, (_, complaint) in zip(processes, outputs, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"{contestant}, {shape}: exit code {process.returncode}: {complaint.decode()[-2000:]}")
+    return max(float(json.loads(out.splitlines()[-1])["seconds"]) for out, _ in outputs)
+
+
+def one_pass(contestant: str, shape: Shape, ranks: int, steps: int) -> dict[str, float]:
+    """Median seconds of a step of this rank, and the time for building and warming up."""
+    rank = int(os.environ.get("RANK", "0"))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.manual_seed(1)
+    meeting = os.environ.get("DLRM_MEETING") or tempfile.mkdtemp() + "/store"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+    begun = time.perf_counter()
+    step = CONTESTANTS[contestant](shape, rank, ranks)
+    for _ in range(WARM_UP):
+        step()
+    warm = time.perf_counter() - begun
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    dist.barrier()
+    return {"seconds": median(seconds), "warm_up_seconds": warm}
+
+
+def main(words: Sequence[str]) -> None:
+    """Prints the figures of one pass as one JSON object."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.trainers")
+    parser.add_argument("--contestant", choices=CONTESTANTS, required=True)
+    parser.add_argument("--shape", choices=SHAPES, default="lists")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args(words)
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    print(json.dumps(one_pass(options.contestant, SHAPES[options.shape], options.ranks, options.steps)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,212 @@
+"""This project's trainer beside TorchRec by hand and PyTorch by hand, and beside what the machine allows.
+
+    python -m benchmarks.training --json
+
+Every pass of a contestant is in processes of its own: one rank with all cores, or a rank for each core; batches lie in
+memory. A round takes each contestant once, in turn. `fp32_speedup` is the better of TorchRec's two pipelines by hand
+over `ours`, `bf16_speedup` over `ours_bf16_compiled`, both for the shape `lists`; `slowest_speedup` is the least of the
+first over all shapes. `files_ratio` is the speed of a rank that trains from files, one worker beside it, over that of a
+rank with the same batches in memory, a thread each. The floor of a step is the time of its matrix products at the
+measured rate of a matrix product, and of its table rows at the measured rate of reading memory.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.machine import ROOT, machine
+from benchmarks.service import WINDOW_ROWS, wait_for
+from benchmarks.trainers import BOTTOM, CONTESTANTS, DENSE, ON_RANKS, SHAPES, TOP, Shape, batches, in_processes, pairs
+from benchmarks.wide_table import WideTable, wide_table
+from models.config import DLRMConfig
+from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.master import WORKERS_FILE
+from pipeline.preprocessing.service import Service
+from pipeline.rank import RankSpec
+from pipeline.training.config import TrainConfig
+from pipeline.training.launch import run_ranks
+
+PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "numba", "numpy")
+BY_HAND = ("torchrec_base", "torchrec_sparse_dist")
+FIRST = "lists"
+"""The shape that the targets speak of; all contestants run on it, the others on some."""
+SOME = (*BY_HAND, "ours", "ours_bf16_compiled")
+FILE_STEPS = 40
+
+
+def main(words: Sequence[str]) -> None:
+    """Measures as the words say and prints tables, or one JSON object on the last line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training")
+    parser.add_argument("--json", action="store_true", help="all figures as one JSON object on the last line")
+    parser.add_argument("--rounds", type=int, default=5, help="passes of each contestant; the median counts")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a pass that are timed; their median counts")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--rows", type=int, default=200_000, help="rows of the table for training from files; 0: none")
+    parser.add_argument("--folder", type=Path, help="keeps that table for the next run; default: a temporary one")
+    options = parser.parse_args(words)
+    figures = measured(options.shapes, options.rounds, options.steps)
+    if options.rows:
+        with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
+            folder = (options.folder or Path(temporary)).resolve()
+            say(f"table of {options.rows} rows in {folder}")
+            figures |= from_files(wide_table(folder, options.rows), options.rounds)
+    print(json.dumps(figures) if options.json else as_text(figures))
+
+
+def measured(shapes: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
+    """All passes, round by round, and what follows from their times."""
+    facts, cores = machine(PACKAGES), len(os.sched_getaffinity(0))
+    runs = [(shape, name, 1) for shape in shapes for name in (CONTESTANTS if shape == FIRST else SOME)]
+    runs += [(FIRST, name, cores) for name in ON_RANKS if FIRST in shapes and cores > 1]
+    passes: dict[tuple[str, str, int], list[float]] = {run: [] for run in runs}
+    for number in range(rounds):
+        for run, done in passes.items():
+            shape, name, ranks = run
+            say(f"round {number + 1} of {rounds}: {shape}, {name}, ranks: {ranks}")
+            done.append(in_processes(name, shape, ranks, cores // ranks, steps))
+    rows = [
+        {
+            "shape": shape, "contestant": name, "ranks": ranks, "median_ms": 1e3 * median(done),
+            "min_ms": 1e3 * min(done), "max_ms": 1e3 * max(done),
+            "rows_per_second": round(SHAPES[shape].batch_rows / median(done)),
+        }
+        for (shape, name, ranks), done in passes.items()
+    ]  # fmt: skip
+    speedups = {shape: speedup(rows, shape, "ours") for shape in shapes}
+    figures: dict[str, Any] = {"slowest_speedup": min(speedups.values()), "speedups": speedups}
+    if FIRST in shapes:
+        figures |= {"fp32_speedup": speedups[FIRST], "bf16_speedup": speedup(rows, FIRST, SOME[-1])}
+    rates = machine_rates(cores)
+    floors = {shape: floor(SHAPES[shape], rates) for shape in shapes}
+    return figures | {"passes": rows, "floors_ms": floors, "rates": rates, "rounds": rounds, "machine": facts}
+
+
+def speedup(rows: Sequence[dict[str, Any]], shape: str, name: str, ranks: int = 1) -> float:
+    """The better of TorchRec's pipelines by hand over a contestant."""
+    times = {row["contestant"]: row["median_ms"] for row in rows if (row["shape"], row["ranks"]) == (shape, ranks)}
+    return round(min(times[by_hand] for by_hand in BY_HAND) / times[name], 3)
+
+
+def machine_rates(threads: int) -> dict[str, float]:
+    """Matrix products in GFLOP/s by precision, and reading of memory in GB/s: the best of some tries, all cores."""
+    torch.set_num_threads(threads)
+    rates = {}
+    for precision in (torch.float32, torch.bfloat16):
+        a, b = torch.randn(4096, 1024).to(precision), torch.randn(1024, 1024).to(precision)
+        seconds = _least(lambda a=a, b=b: torch.mm(a, b))
+        rates[f"{str(precision).removeprefix('torch.')}_gflops"] = 2e-9 * 4096 * 1024 * 1024 / seconds
+    memory = torch.ones(2**27)
+    rates["read_gb_per_second"] = 1e-9 * memory.nbytes / _least(memory.sum)
+    return {name: round(value, 1) for name, value in rates.items()}
+
+
+def _least(action: Any, tries: int = 7) -> float:
+    times = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def floor(shape: Shape, rates: dict[str, float]) -> dict[str, float]:
+    """Milliseconds that a step cannot be faster than: matrix products, and table rows read, and read and written again.
+
+    Every distinct row of a batch is fetched once for the forward pass and once, with as much written, for the update.
+    """
+    sizes = [DENSE, *BOTTOM, shape.width], [pairs(shape) + shape.width, *TOP, 1]
+    weights = sum(a * b for layers in sizes for a, b in pairwise(layers))
+    vectors = shape.tables + 1
+    # forward, and backward to inputs and to weights; of the interaction one product forward, one backward
+    operations = shape.batch_rows * (6 * weights + 4 * vectors * vectors * shape.width)
+    [one] = batches(shape, count=1)
+    distinct = sum(len(np.unique(one.sparse[name].values().numpy())) for name in one.sparse.keys())  # noqa: SIM118
+    read = distinct * shape.width * 4 * 3
+    memory = 1e-6 * read / rates["read_gb_per_second"]
+    return {
+        name: round(1e-6 * operations / rates[f"{kind}_gflops"] + memory, 2)
+        for name, kind in (("fp32", "float32"), ("bf16", "bfloat16"))
+    }
+
+
+def from_files(table: WideTable, rounds: int) -> dict[str, Any]:
+    """One rank and one worker, a thread each, against one rank with its batches in memory; and the rank's stall."""
+    sources: dict[str, list[dict[str, float]]] = {"memory": [], "files": []}
+    for number in range(rounds):
+        for name, done in sources.items():
+            say(f"round {number + 1} of {rounds}: from {name}")
+            done.append(_trained(table, name == "files"))
+    speeds = {name: median(one["rows_per_second"] for one in done) for name, done in sources.items()}
+    return {
+        "files_ratio": round(speeds["files"] / speeds["memory"], 3),
+        "files_rows_per_second": {name: round(speed) for name, speed in speeds.items()},
+        "files_stall_fraction": round(median(one["stall_fraction"] for one in sources["files"]), 4),
+    }
+
+
+def _trained(table: WideTable, files: bool) -> dict[str, float]:
+    """Speed of a short training; where not from files, the second epoch's, whose batches the rank has kept."""
+    training = TrainConfig(
+        world_size=1, batch_rows=4_096, threads_per_rank=1, device="cpu", checkpoint_every_steps=None,
+        max_steps=FILE_STEPS,
+    )  # fmt: skip
+    preprocessing = PreprocessingConfig(workers=1, shuffle_window_rows=WINDOW_ROWS)
+    with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
+        folder = Path(temporary)
+        spec = RankSpec(
+            train=table.spec, valid=None, probe=table.spec, training=training, preprocessing=preprocessing, seed=1,
+            model=DLRMConfig(embedding_width=64, bottom_mlp=BOTTOM, top_mlp=TOP), folder=temporary,
+        )  # fmt: skip
+        if not files:
+            return _ranks("benchmarks.kept", spec, folder)
+        with Service({"train": table.spec}, preprocessing, folder / "service") as service:
+            wait_for(1, folder / "service" / WORKERS_FILE)
+            return _ranks("pipeline.rank", spec.model_copy(update={"service": service.address}), folder)
+
+
+def _ranks(module: str, spec: RankSpec, folder: Path) -> dict[str, float]:
+    return run_ranks(module, spec, folder, 1, 1, None, lambda event: None, ROOT)
+
+
+def as_text(figures: dict[str, Any]) -> str:
+    """The figures as tables of Markdown."""
+    lines = ["| shape | contestant | ranks | median ms | min | max | rows/s |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        f"| {row['shape']} | {row['contestant']} | {row['ranks']} | {row['median_ms']:.1f} | {row['min_ms']:.1f} "
+        f"| {row['max_ms']:.1f} | {row['rows_per_second']:,} |"
+        for row in figures["passes"]
+    ]
+    lines += ["", "| shape | floor fp32 ms | floor bf16 ms | speedup fp32 |", "|---|---|---|---|"]
+    lines += [
+        f"| {shape} | {one['fp32']} | {one['bf16']} | {figures['speedups'][shape]} |"
+        for shape, one in figures["floors_ms"].items()
+    ]
+    names = ("fp32_speedup", "bf16_speedup", "slowest_speedup", "files_ratio", "files_stall_fraction")
+    lines.append("\n" + ", ".join(f"{name} {figures[name]}" for name in names if name in figures))
+    facts = figures["machine"]
+    versions = ", ".join(f"{package} {version}" for package, version in facts["versions"].items())
+    lines.append(
+        f"\n{facts['cpu']}, {facts['cores']} cores, load {facts['load']}; commit {facts['commit']}; {versions}"
+    )
+    lines.append(", ".join(f"{name} {value}" for name, value in figures["rates"].items()))
+    return "\n".join(lines)
+
+
+def say(text: str) -> None:
+    """Progress, beside the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,89 @@
+"""The contestants train the same model on the same batches, and the command says what it measured. Nothing is timed."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import trainers, training
+from benchmarks.trainers import CONTESTANTS, Shape, batches
+from benchmarks.wide_table import wide_table
+
+SMALL = Shape(tables=3, rows=50, width=8, batch_rows=32, ids=3)
+
+
+def test_ranks_share_the_global_batches() -> None:
+    [whole], *halves = (batches(SMALL, rank, ranks, count=1) for rank, ranks in ((0, 1), (0, 2), (1, 2)))
+    assert torch.cat([half.labels for [half] in halves]).equal(whole.labels)
+    for name in trainers.names(SMALL):
+        values = [half.sparse[name].values() for [half] in halves]
+        assert torch.cat(values).equal(whole.sparse[name].values())
+
+
+def test_ids_are_as_many_as_the_shape_says() -> None:
+    lengths = batches(replace(SMALL, batch_rows=4_096), count=1)[0].sparse.lengths()
+    assert (lengths.min(), lengths.max()) == (1, 5)
+    assert lengths.float().mean().item() == pytest.approx(3, abs=0.05)
+    assert set(batches(replace(SMALL, ids=1), count=1)[0].sparse.lengths().tolist()) == {1}
+
+
+@pytest.mark.parametrize("name", [name for name in CONTESTANTS if "compiled" not in name])
+def test_contestants_learn(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes steps on its batches, and its loss on them falls: it is no empty loop."""
+    torch.manual_seed(1)
+    losses: list[float] = []
+    loss = torch.nn.functional.binary_cross_entropy_with_logits
+
+    def seen(*words: object, **settings: object) -> torch.Tensor:
+        value = loss(*words, **settings)  # type: ignore[arg-type]
+        if isinstance(value, torch.Tensor):  # TorchRec's pipeline traces the model once with a stand-in
+            losses.append(value.mean().item())
+        return value
+
+    monkeypatch.setattr(torch.nn.functional, "binary_cross_entropy_with_logits", seen)
+    step = CONTESTANTS[name](SMALL, 0, 1)
+    for _ in range(60):
+        step()
+    assert len(losses) == 60
+    assert np.mean(losses[-6:]) < 0.8 * np.mean(losses[:6])
+
+
+def test_the_floor_by_hand() -> None:
+    shape = Shape(tables=1, rows=4, width=2, batch_rows=3, ids=1)
+    rates = {"float32_gflops": 1e-6, "bfloat16_gflops": 2e-6, "read_gb_per_second": 1e-6}
+    weights = 13 * 512 + 512 * 256 + 256 * 2 + (1 + 2) * 512 + 512 * 256 + 256 * 1
+    operations = 3 * (6 * weights + 4 * 2 * 2 * 2)
+    distinct = len(set(batches(shape, count=1)[0].sparse.values().tolist()))
+    memory = distinct * 2 * 4 * 3
+    assert training.floor(shape, rates) == pytest.approx({"fp32": operations + memory, "bf16": operations / 2 + memory})
+
+
+def test_speedup_is_over_the_better_pipeline() -> None:
+    rows = [
+        {"shape": "lists", "ranks": 1, "contestant": name, "median_ms": time}
+        for name, time in (("torchrec_base", 30.0), ("torchrec_sparse_dist", 20.0), ("ours", 8.0))
+    ]
+    assert training.speedup(rows, "lists", "ours") == 2.5
+
+
+@pytest.mark.slow
+def test_the_command_measures_every_contestant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    contestants = {name: CONTESTANTS[name] for name in ("torchrec_base", "torchrec_sparse_dist", "ours", "ours_bf16")}
+    monkeypatch.setattr(training, "CONTESTANTS", contestants)
+    monkeypatch.setattr(training, "ON_RANKS", ["ours"])
+    monkeypatch.setattr(training, "SOME", tuple(contestants))
+    monkeypatch.setattr(training, "FILE_STEPS", 3)
+    monkeypatch.setattr(training, "machine_rates", lambda threads: dict.fromkeys(("float32_gflops", "bfloat16_gflops", "read_gb_per_second"), 10.0))  # fmt: skip
+    wide_table(tmp_path, 20_000)
+    words = ["--rounds", "1", "--steps", "1", "--shapes", "lists", "--rows", "20000", "--folder", str(tmp_path)]
+    training.main([*words, "--json"])
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {(row["contestant"], row["ranks"]) for row in figures["passes"]} >= {(name, 1) for name in contestants}
+    assert figures["slowest_speedup"] == figures["speedups"]["lists"] > 0
+    assert figures["files_ratio"] > 0
+    assert "| lists | ours | 1 |" in training.as_text(figures)
