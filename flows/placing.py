@@ -152,7 +152,8 @@ def listed(spec: RankSpec, world_sizes: Sequence[int]) -> Iterator[Candidate]:
     for world_size, kind, partitioner, optimizer in dict.fromkeys(wanted):
         fields = {"kind": kind, "partitioner": partitioner, "table_optimizer": optimizer, "world_size": world_size}
         try:
-            training = TrainConfig.model_validate(spec.training.model_dump() | fields | {"sharding": kind})
+            settings = {key: value for key, value in fields.items() if key != "kind"} | {"sharding": kind}
+            training = TrainConfig.model_validate(spec.training.model_dump() | settings)
             placement = placed(spec.model_copy(update={"training": training}), uses).placement
         except ContractError as error:
             yield Candidate(**fields, refused=str(error))

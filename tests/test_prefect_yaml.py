@@ -20,7 +20,13 @@ def test_top_level_keys_are_known():
 
 
 def test_the_named_deployments_exist():
-    assert set(DEPLOYMENTS) == {"ingest/daily", "preprocess/on-demand", "end-to-end/on-demand", "end-to-end/sample"}
+    assert set(DEPLOYMENTS) == {
+        "ingest/daily",
+        "preprocess/on-demand",
+        "placement/on-demand",
+        "end-to-end/on-demand",
+        "end-to-end/sample",
+    }
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)

@@ -139,7 +139,7 @@ def refuse(model: DLRM, config: TrainConfig, device: str, kinds: Mapping[str, st
                 f"{-(-table.num_embeddings // config.world_size)}",
                 "Take `table_wise` for this table, or fewer ranks.",
             )  # fmt: skip
-        if kind == "grid_shard" and table.pooling == PoolingType.MEAN and config.world_size > 1:
+        if kind == "grid_shard" and table.pooling == PoolingType.MEAN:
             raise ConfigError(
                 where, "sum pooling", "mean pooling, which TorchRec takes of each part of the rows and adds up",
                 "Take `table_row_wise` or `column_wise` for this table.",
@@ -209,7 +209,7 @@ def _topology(config: TrainConfig, device: str) -> Topology:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps out of the log what TorchRec tells its own authors, and errors that are told better here."""
-    loggers = [logging.getLogger(name) for name in ("torchrec", "MethodLogger-NullHandler")]
+    loggers = [logging.getLogger(name) for name in (None, "torchrec", "MethodLogger-NullHandler")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
