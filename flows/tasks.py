@@ -4,6 +4,7 @@ import datetime
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from pipeline.registration.register import register as put_into_registry
 from pipeline.registration.scorer import BATCH_ROWS as SCORING_ROWS
 from pipeline.registration.scorer import LoadedModel
 from pipeline.registration.tracking import RESULT, Tracker
-from pipeline.training.launch import Event, run_ranks
+from pipeline.training.launch import Event, Limits, run_ranks
 from storage.artifacts import write_text
 
 CURVES = ("train_ne_window", "train_ne_progressive", "valid_ne")
@@ -117,14 +118,18 @@ def train(config: RunConfig, job: TrainingJob, run_id: str) -> Trained:
     logger = get_run_logger()
     spec = place_tables(spec, tracker, run_id, logger)
     with Progress(logger) as progress, served(config, job, logger) as service:
-        on_event = _event_handler(tracker, run_id, placement, progress, total, logger.info)
+        on_event = _event_handler(tracker, run_id, placement, progress, total, logger)
+        training = config.training
+        limits = Limits(training.deadline_seconds, training.hang_seconds, training.restart_limit)
+        if service is not None:
+            limits = replace(limits, headway=service.totals.headway)
         summary = run_ranks(
             "pipeline.rank",
             spec if service is None else spec.model_copy(update={"service": service.address}),
             Path(job.folder),
             config.training.world_size,
             config.training.threads_per_rank,
-            config.training.deadline_seconds,
+            limits,
             on_event,
             ROOT,
         )
@@ -173,17 +178,22 @@ def _event_handler(
     placement: list[dict[str, Any]],
     progress: Progress,
     total: int,
-    say: Callable[..., None],
+    logger: Logger,
 ) -> Callable[[Event], None]:
     notes: dict[str, str] = {}
 
     def handle(event: Event) -> None:
         if event["event"] == "start":
-            placement.extend(event["plan"])
+            placement[:] = event["plan"]
             kinds = sorted({row["sharding"] for row in event["plan"]})
-            say("%s tables placed %s on %s", len(event["plan"]), ", ".join(kinds), event["device"])
+            logger.info("%s tables placed %s on %s", len(event["plan"]), ", ".join(kinds), event["device"])
         elif event["event"] == "resumed":
-            say("resumed at step %s, %s rows", event["step"], f"{event['rows']:,}")
+            logger.info("resumed at step %s, %s rows", event["step"], f"{event['rows']:,}")
+        elif event["event"] == "damaged":
+            logger.warning("passed over: %s", event["error"])
+        elif event["event"] == "restart":
+            reason, number, limit = event["reason"], event["number"], event["limit"]
+            logger.warning("%s; ranks go on from step %s, restart %s of %s", reason, event["step"], number, limit)
         elif event["event"] == "metrics":
             tracker.log(run_id, event["step"], event["metrics"])
             for key, label in (("train_ne_window", "NE"), ("valid_ne", "valid NE")):

@@ -1,25 +1,43 @@
-"""Checkpoints: written aside, sealed by a manifest, renamed in one step, verified before they are read."""
+"""Checkpoints: written aside, sealed by a manifest, renamed in one step, verified before they are read.
 
+No generator state is among their contents: order of rows and dropout are functions of seed, epoch, step and rank.
+"""
+
+import datetime
 import json
+import math
 import pickle
 import re
 import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
+from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from pipeline.errors import ContractError
+from pipeline.errors import ContractError, TrainingError
 from storage.artifacts import seal_folder, sha256, write_json
 
 MANIFEST = "manifest.json"
+BEST = "best"
+"""Name of the checkpoint with the lowest validation NE."""
 PROGRESS = "progress.json"
 STEP = re.compile(r"^step-(\d{10})$")
+LOWER = "Lower the learning rates; the last good checkpoint is kept."
+
+Identity = Mapping[str, str]
+"""What a checkpoint belongs to, such as the hash of the preprocessing plan: name -> value."""
 
 # The classes in a .metadata as DCP's own writer makes it; anything else in that pickle is refused.
 _ADMITTED = {
@@ -69,32 +87,229 @@ class _SafeReader(FileSystemReader):
         return metadata
 
 
-def save(folder: Path, tensors: dict[str, Any], progress: dict[str, Any]) -> None:
+class Saver:
+    """Saves one checkpoint at a time; in the background, so that training stands still for a copy of its state alone.
+
+    A `with` block ends when nothing is being written any more. Methods are called by all ranks together. What goes
+    wrong in the background is raised by the next call of any method. Ranks speak over a group of their own:
+    collectives of the background must not mix with those of training.
+
+    Args:
+        background: Takes memory for one more copy of this rank's tensors on the host, from the first save on.
+    Attributes:
+        blocked_seconds: Time that callers have stood still.
+    """
+
+    def __init__(self, background: bool) -> None:
+        self.background = background
+        self.group: dist.ProcessGroup | None = None
+        self.votes: dist.ProcessGroup | None = None
+        self.copies: dict[str, Any] = {}
+        self.thread: threading.Thread | None = None
+        self.failure: BaseException | None = None
+        self.blocked_seconds = self.told_seconds = 0.0
+        self.seconds: float | None = None
+        self.last = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.wait()
+        elif self.thread is not None:  # what ended the block is told, not what its end may have broken
+            self.thread.join()
+
+    def due(self, every_seconds: float | None) -> bool:
+        """Whether so long has passed since the last call of `save` for a step; rank 0's clock decides for all."""
+        if every_seconds is None:
+            return False
+        self.votes = self.votes or dist.new_group(backend="gloo")
+        vote = torch.tensor(int(time.monotonic() - self.last >= every_seconds))
+        dist.broadcast(vote, 0, group=self.votes)
+        return bool(vote)
+
+    def save(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Any],
+        progress: Mapping[str, Any],
+        identity: Identity,
+        sealed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Writes a checkpoint of the tensors as they are now; waits for an earlier one first.
+
+        Args:
+            sealed: Called on rank 0 once the checkpoint is whole, maybe by another thread.
+        Raises:
+            ContractError: See function `save`; of this checkpoint, or of the one before.
+        """
+        begun = time.perf_counter()
+        self.wait()
+        if STEP.match(folder.name):
+            self.last = time.monotonic()
+        self.group = self.group or dist.new_group(backend="gloo")
+        arguments = (folder, progress, identity, sealed)
+        if self.background:
+            self.copies = {name: _host_copy(tensor, self.copies.get(name)) for name, tensor in tensors.items()}
+            self.thread = threading.Thread(target=self._write, args=(self.copies, *arguments), name="checkpoint")
+            self.thread.start()
+        else:
+            self._write(tensors, *arguments)
+        self.blocked_seconds += time.perf_counter() - begun
+        self.check()
+
+    def check(self) -> None:
+        """Raises what went wrong in the background, without waiting for it."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def wait(self) -> None:
+        """Returns once nothing is being written."""
+        begun = time.perf_counter()
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+            self.blocked_seconds += time.perf_counter() - begun
+        self.check()
+
+    def take_times(self) -> dict[str, float]:
+        """Metrics since the last call: seconds that training stood still for, and that the last save took."""
+        if self.seconds is None:
+            return {}
+        times = {"checkpoint_seconds": self.seconds}
+        times["checkpoint_blocked_seconds"] = self.blocked_seconds - self.told_seconds
+        self.seconds, self.told_seconds = None, self.blocked_seconds
+        return times
+
+    def _write(
+        self,
+        tensors: Mapping[str, Any],
+        folder: Path,
+        progress: Mapping[str, Any],
+        identity: Identity,
+        sealed: Callable[[], None],
+    ) -> None:
+        begun = time.perf_counter()
+        try:
+            save(folder, tensors, progress, identity, self.group)
+            if dist.get_rank() == 0:
+                sealed()
+            self.seconds = time.perf_counter() - begun
+        except BaseException as failure:  # raised where training can hear it
+            self.failure = failure
+
+
+def save(
+    folder: Path,
+    tensors: Mapping[str, Any],
+    progress: Mapping[str, Any],
+    identity: Identity | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Writes a checkpoint; called by all ranks together, with the shards that each holds.
 
     A reader finds the whole checkpoint under `folder` or none of it.
 
     Args:
         tensors: Name -> tensor or ShardedTensor; nothing else, so that loading never unpickles values.
-        progress: JSON values, equal on every rank.
+        progress: JSON values, equal on every rank; `steps` among them names the step in errors.
+        group: All ranks; one that can send CPU tensors. None: the default group.
+    Raises:
+        TrainingError: On every rank alike, if a number is not finite; nothing is kept then.
+        CheckpointError: If the files cannot be written.
     """
+    require_finite(tensors, f"weights at step {progress.get('steps')}", group)
     temporary = folder.parent / f".{folder.name}.tmp"
     first = dist.get_rank() == 0
-    if first:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier()
     try:
-        dcp.save(tensors, storage_writer=FileSystemWriter(str(temporary)))  # type: ignore[attr-defined]
         if first:
-            write_json(temporary / PROGRESS, progress)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        dist.barrier(group=group)
+        writer = FileSystemWriter(str(temporary))
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group)  # type: ignore[attr-defined]
+        if first:
+            write_json(temporary / PROGRESS, {"progress": dict(progress), "identity": dict(identity or {})})
             files = sorted(path for path in temporary.iterdir() if path.is_file())
             write_json(temporary / MANIFEST, {path.name: sha256(path) for path in files})
             seal_folder(temporary, folder)
+    except (OSError, CheckpointException) as error:
+        cause = _cause(error)
+        if not isinstance(cause, OSError):  # such as a rank that is gone
+            raise RuntimeError(f"checkpoint '{folder.name}' was not written: {cause}") from None
+        raise CheckpointError(
+            f"checkpoint '{folder.name}'", "to be written", cause.strerror or str(cause),
+            f"Make room, or mend '{folder.parent}'; earlier checkpoints are kept.",
+        ) from None  # fmt: skip
     finally:
         if first:  # a full disk must not be left fuller
             shutil.rmtree(temporary, ignore_errors=True)
-    dist.barrier()
+    dist.barrier(group=group)
+
+
+def _cause(error: OSError | CheckpointException) -> BaseException:
+    return error if isinstance(error, OSError) else next(iter(error.failures.values()))[0]
+
+
+def require_finite(tensors: Mapping[str, Any], where: str, group: dist.ProcessGroup | None = None) -> None:
+    """Looks at every number before it is kept.
+
+    Raises:
+        TrainingError: On every rank alike, if one holds a number that is not finite; names the first such tensor.
+    """
+    bad = next((name for name in sorted(tensors) if not _finite(tensors[name])), None)
+    found = [name for name in _of_all_ranks(bad, group) if name is not None]
+    if found:
+        raise TrainingError(f"{where}, '{min(found)}'", "finite numbers", "inf or nan", LOWER)
+
+
+def _of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _finite(tensor: Any) -> bool:
+    """Whether all numbers are finite; a sum says so without a mask as large as a table."""
+    return all(math.isfinite(part.sum(dtype=torch.float64).item()) for part in _parts(tensor))
+
+
+def _parts(tensor: Any) -> list[torch.Tensor]:
+    return [shard.tensor for shard in tensor.local_shards()] if hasattr(tensor, "local_shards") else [tensor]
+
+
+def _host_copy(tensor: Any, copy: Any) -> Any:
+    """The tensor, or this rank's shards of it, in host memory; an earlier copy of it is written over."""
+    if copy is None:
+        copy = _empty_on_host(tensor)
+    for new, now in zip(_parts(copy), _parts(tensor), strict=True):
+        new.copy_(now.detach())
+    return copy
+
+
+def _empty_on_host(tensor: Any) -> Any:
+    if not hasattr(tensor, "local_shards"):
+        return torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format, requires_grad=False)
+    known = tensor.metadata()
+    shards = [_on_host(shard) for shard in known.shards_metadata]
+    own = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in tensor.local_shards()}
+    copies = [
+        Shard(torch.empty_like(own[tuple(shard.shard_offsets)], device="cpu"), shard)
+        for shard in shards
+        if tuple(shard.shard_offsets) in own
+    ]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        copies, ShardedTensorMetadata(shards, known.size, known.tensor_properties), process_group=tensor._process_group
+    )
+
+
+def _on_host(shard: ShardMetadata) -> ShardMetadata:
+    rank = shard.placement.rank()  # type: ignore[union-attr]
+    return ShardMetadata(shard.shard_offsets, shard.shard_sizes, placement=f"rank:{rank}/cpu")
 
 
 def verify(folder: Path) -> None:
@@ -117,25 +332,38 @@ def verify(folder: Path) -> None:
 
 def read_progress(folder: Path) -> dict[str, Any]:
     """The JSON values saved with a verified checkpoint."""
-    progress: dict[str, Any] = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
-    return progress
+    return _notes(folder, "progress")
 
 
-def load(folder: Path, tensors: dict[str, Any]) -> None:
+def _notes(folder: Path, part: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / PROGRESS).read_text(encoding="utf-8")).get(part, {})
+    return values
+
+
+def load(folder: Path, tensors: dict[str, Any], identity: Identity | None = None) -> None:
     """Reads a verified checkpoint into the given tensors, in place, under any placement of the shards.
 
+    Called by all ranks together, each with the tensors that it has a part of.
+
     Raises:
-        CheckpointError: If a tensor is absent or has another shape, and names it; if a shard cannot be read.
+        CheckpointError: If a tensor has another shape, the checkpoint another identity, or one of them has a tensor
+            that the other has not, and names it, before anything is read; if a shard cannot be read.
     """
     stored = stored_tensors(folder)
-    for name, tensor in tensors.items():
-        size = tuple(tensor.size())
-        if name not in stored or stored[name] != size:
-            raise CheckpointError(
-                f"checkpoint '{folder.name}', tensor '{name}'", f"shape {size}",
-                f"{stored.get(name, 'no such tensor')}",
-                "Train with the configuration that wrote it, or start again with again=true.",
-            )  # fmt: skip
+    own = {name: tuple(tensor.size()) for name, tensor in tensors.items()}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for part in _of_all_ranks(own):
+        wanted |= part
+    for name in sorted(wanted.keys() & stored.keys()):
+        if wanted[name] != stored[name]:
+            raise _unfit(folder, f"tensor '{name}'", f"shape {wanted[name]}", f"{stored[name]}")
+    known, identity = _notes(folder, "identity"), identity or {}
+    for key in sorted(known.keys() | identity.keys()):
+        if identity.get(key) != known.get(key):
+            raise _unfit(folder, key, identity.get(key, "none"), known.get(key, "none"))
+    for name in sorted(wanted.keys() ^ stored.keys()):
+        expected = f"shape {wanted[name]}" if name in wanted else "no such tensor"
+        raise _unfit(folder, f"tensor '{name}'", expected, f"{stored.get(name, 'no such tensor')}")
     try:
         dcp.load(tensors, storage_reader=_SafeReader(str(folder)))  # type: ignore[attr-defined]
     except CheckpointException as error:  # not an Exception: it would pass by every handler above
@@ -143,6 +371,55 @@ def load(folder: Path, tensors: dict[str, Any]) -> None:
         raise CheckpointError(
             f"checkpoint '{folder.name}'", "shards as DCP writes them", reason, "Do not use this checkpoint."
         ) from None
+
+
+def _unfit(folder: Path, what: str, expected: str, actual: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint '{folder.name}', {what}", expected, actual,
+        "Train with the configuration that wrote it, or start again with again=true.",
+    )  # fmt: skip
+
+
+def export(folder: Path) -> dict[str, torch.Tensor]:
+    """The whole weights of a checkpoint under the model's names, read by this process alone.
+
+    Where the mean of the weights was being kept, these are the mean: what was validated and would be registered.
+
+    Raises:
+        CheckpointError: If it is damaged.
+    """
+    verify(folder)
+    prefix = "average/" if read_progress(folder).get("averaged") else "model/"
+    metadata = _SafeReader(str(folder)).read_metadata()
+    weights = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
+    }
+    dcp.load(weights, storage_reader=_SafeReader(str(folder)), no_dist=True)  # type: ignore[attr-defined]
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """What a checkpoint is: name, step, time, bytes, the NE of a validation at that step, and whether it is whole."""
+    try:
+        verify(folder)
+        progress, error = read_progress(folder), None
+    except CheckpointError as damage:
+        progress, error = {}, str(damage)
+    match = STEP.match(folder.name)
+    files = [path.stat() for path in folder.iterdir() if path.is_file()]
+    time_saved = datetime.datetime.fromtimestamp(max((file.st_mtime for file in files), default=0.0), datetime.UTC)
+    validated = progress.get("validated_step") == progress.get("steps")
+    return {
+        "name": folder.name,
+        "step": progress.get("steps", int(match[1]) if match else None),
+        "time": time_saved.isoformat(timespec="seconds"),
+        "bytes": sum(file.st_size for file in files),
+        "valid_ne": progress.get("valid_ne") if validated else None,
+        "state": "verified" if error is None else "damaged",
+        "error": error,
+    }
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -155,12 +432,17 @@ def stored_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
-def latest(root: Path) -> Path | None:
-    """The newest checkpoint of `root` that verifies; damaged ones are passed over."""
+def latest(root: Path, damaged: Callable[[CheckpointError], None] = lambda error: None) -> Path | None:
+    """The newest checkpoint of `root` that verifies.
+
+    Args:
+        damaged: Told of each one that is passed over.
+    """
     for folder in reversed(checkpoints(root)):
         try:
             verify(folder)
-        except CheckpointError:
+        except CheckpointError as error:
+            damaged(error)
             continue
         return folder
     return None
@@ -174,6 +456,12 @@ def checkpoints(root: Path) -> list[Path]:
 def prune(root: Path, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints."""
     for folder in checkpoints(root)[:-keep]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(root: Path) -> None:
+    """Removes what saves that were cut short have left."""
+    for folder in root.glob(".*.tmp"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -193,6 +481,4 @@ def full_state(tensors: dict[str, Any]) -> dict[str, torch.Tensor] | None:
 
 
 def _damaged(folder: Path, expected: str, actual: str) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint '{folder.name}'", expected, actual, "An older checkpoint will be used if there is one."
-    )
+    return CheckpointError(f"checkpoint '{folder.name}'", expected, actual, "Use another one; this one is passed over.")

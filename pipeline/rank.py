@@ -10,6 +10,7 @@ import logging
 import os
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ from pipeline.training.config import TrainConfig
 from pipeline.training.model import sharded
 from pipeline.training.optim import TABLES
 from pipeline.training.planner import place
+from pipeline.training.pulse import Pulse
 from pipeline.training.sharding import Placement, describe
 from pipeline.training.statistics import SAMPLE_ROWS, TableUse, measure
 from pipeline.training.trainer import Progress, Sums, Trainer, evaluate_sums, logits_of
@@ -85,6 +87,7 @@ def main(path: str) -> None:
 def train(spec: RankSpec, rank: int, device: torch.device) -> None:
     """Builds everything, trains, exports."""
     emit = event_writer()
+    pulse = Pulse(emit)
     world_size = dist.get_world_size()
     model, plan_rows = build_model(spec, world_size, device)
     emit({"event": "start", "plan": plan_rows, "device": device.type})
@@ -97,22 +100,24 @@ def train(spec: RankSpec, rank: int, device: torch.device) -> None:
         judge = kept_batches(client(spec, source, "valid", spec.valid, rank, shuffled=False), kept)
 
         def validate(model: DistributedModelParallel) -> Sums:
-            return evaluate_sums(model, judge(), device, spec.training)
+            return evaluate_sums(model, pulse.over(judge(), "validating"), device, spec.training)
 
     folder = Path(spec.folder)
     trainer = Trainer(
         model,
         spec.training,
-        reader.batches,
+        lambda position: pulse.over(reader.batches(position), "training"),
         validate,
         folder / "checkpoints",
         emit,
         spec.seed,
         device,
+        identity_of(spec),
     )
     started = time.perf_counter()
     progress = trainer.train()
     seconds = time.perf_counter() - started
+    pulse.says("exporting")
     by_rank = figures_by_rank(trainer, device)
     probe = probabilities(spec, model, rank, device)
     weights = checkpoint.full_state(model.state_dict())
@@ -122,7 +127,15 @@ def train(spec: RankSpec, rank: int, device: torch.device) -> None:
     with atomic_file(folder / "weights.safetensors") as temporary:
         save_file(weights, temporary)
     write_json(folder / "probe.json", probe)
-    emit(result_of(progress, device) | by_rank | {"seconds": seconds, "weights_sha256": weights_sha256(weights)})
+    emit(
+        result_of(progress, device)
+        | by_rank
+        | {
+            "seconds": seconds,
+            "checkpoint_blocked_seconds": trainer.saver.blocked_seconds,
+            "weights_sha256": weights_sha256(weights),
+        }
+    )
 
 
 def result_of(progress: Progress, device: torch.device) -> dict[str, Any]:
@@ -138,6 +151,7 @@ def result_of(progress: Progress, device: torch.device) -> dict[str, Any]:
         "ne_progressive": progress.first_sight.ne,
         "valid_ne": progress.best_ne,
         "best_step": progress.best_step,
+        "skipped_batches": progress.skipped_batches,
         "device": device.type,
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
@@ -157,6 +171,14 @@ def figures_by_rank(trainer: Trainer, device: torch.device) -> dict[str, list[fl
 def _local_bytes(tensor: Any) -> int:
     parts = [shard.tensor for shard in tensor.local_shards()] if hasattr(tensor, "local_shards") else [tensor]
     return sum(part.numel() * part.element_size() for part in parts)
+
+
+def identity_of(spec: RankSpec) -> dict[str, str]:
+    """What a checkpoint of this training belongs to: its transforms, its model and its optimizers."""
+    settings = {f"model.{key}": value for key, value in spec.model.model_dump(mode="json").items()}
+    optimizers = spec.training.model_dump(mode="json", include={"dense_optimizer", "table_optimizer"})
+    settings |= {f"training.{key}": value for key, value in optimizers.items()}
+    return {key: str(value) for key, value in settings.items()} | {"preprocessing plan": spec.train.plan.hash}
 
 
 def build_model(
@@ -213,7 +235,10 @@ def bags_of(plan: Plan) -> list[Bag]:
 def client(spec: RankSpec, source: Source, name: str, data: DataSpec, rank: int, shuffled: bool) -> Client:
     """This rank's iterator over a selection."""
     window = spec.preprocessing.shuffle_window_rows if shuffled else None
-    return Client(source, (name, data), spec.training.batch_rows, spec.seed, window, rank, spec.training.world_size)
+    return Client(
+        source, (name, data), spec.training.batch_rows, spec.seed, window, rank, spec.training.world_size,
+        attempt=int(os.environ.get("DLRM_ATTEMPT", "0")),
+    )  # fmt: skip
 
 
 def probabilities(spec: RankSpec, model: DistributedModelParallel, rank: int, device: torch.device) -> list[float]:
@@ -261,14 +286,17 @@ def start_group(config: TrainConfig, rank: int) -> torch.device:
 
 
 def event_writer() -> Any:
-    """A function that writes one JSON event a line to the launcher; silent on all ranks but the first."""
+    """A function that writes one JSON event a line to the launcher, in any thread; silent on ranks but the first."""
     number = os.environ.get("DLRM_EVENTS_FD")
     if number is None:
         return lambda event: None
     pipe = os.fdopen(int(number), "w", buffering=1, encoding="utf-8")
+    lock = threading.Lock()
 
     def emit(event: dict[str, Any]) -> None:
-        pipe.write(json.dumps(event) + "\n")
+        line = json.dumps(event) + "\n"
+        with lock:
+            pipe.write(line)
 
     return emit
 

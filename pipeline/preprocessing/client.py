@@ -132,6 +132,7 @@ class Client:
         data: Name of the rows there, and what they are.
         batch_rows: Rows of the GLOBAL batch; this rank gets its share of each.
         window_rows: Rows that are shuffled together; None keeps the order of the table.
+        attempt: See `Request`.
     """
 
     def __init__(
@@ -143,7 +144,9 @@ class Client:
         window_rows: int | None = None,
         rank: int = 0,
         world_size: int = 1,
+        attempt: int = 0,
     ) -> None:
+        self.attempt = attempt
         self.source, self.batch_rows, self.seed, self.window_rows = source, batch_rows, seed, window_rows
         self.name, spec = data
         self.keys = [feature.name for feature in spec.plan.sparse]
@@ -165,6 +168,7 @@ class Client:
             window_rows=self.window_rows,
             world_size=self.world_size,
             ranks=self.source.ranks(self.rank, self.world_size),
+            attempt=self.attempt,
         )
         self.asked += 1
         groups = self.source.groups(request, self.rank)

@@ -72,6 +72,10 @@ class Totals:
     ready_at: float | None = None
     """When the first worker was ready, on the monotonic clock."""
 
+    def headway(self) -> tuple[float, int, int]:
+        """Changes while workers get anywhere, or are replaced."""
+        return self.costs.seconds, self.restarts, self.late_results
+
     @property
     def quarantined_rows(self) -> int:
         """Stored rows of the splits that were given up."""

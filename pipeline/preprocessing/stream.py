@@ -40,6 +40,8 @@ class Request(BaseModel, frozen=True):
     world_size: int
     ranks: tuple[int, ...]
     """Ranks that take batches."""
+    attempt: int = 0
+    """How often the group of ranks was started before: ranks of different attempts never share a stream."""
 
 
 @dataclass(eq=False)

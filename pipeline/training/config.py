@@ -82,10 +82,23 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """Steps between two weights of the mean."""
     checkpoint_every_steps: PositiveInt | None = 1_000
     """None writes none before the end."""
+    checkpoint_every_seconds: PositiveInt | None = None
+    """Another checkpoint after this long without one, by rank 0's clock; None: as the steps say."""
+    checkpoint_async: bool = True
+    """Files are written while training goes on, which stops only to copy its state: takes memory for one more copy of
+    each rank's weights and optimizer state."""
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints kept, beside the best one."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What happens where the loss is not finite: training ends with the last good checkpoint kept, or the batch is left
+    out by all ranks and counted. Ten such batches in a row end training in any case."""
+    restart_limit: NonNegativeInt = 3
+    """How often dead or hung ranks are started again from the same checkpoint; a newer one begins the count anew."""
+    hang_seconds: PositiveInt | None = 600
+    """Ranks that make no step and no batch of validation for so long are ended and started again; time in which they
+    wait for preprocessing that makes headway does not count. None: they are waited for."""
     deadline_seconds: PositiveInt | None = None
-    """Training is ended as failed after this long; None: no limit."""
+    """Training, with all restarts, is ended as failed after this long; None: no limit."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -19,6 +19,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline import checkpoint
 from pipeline.batch import Batch, Position, Times
+from pipeline.checkpoint import BEST, LOWER, Identity, Saver
 from pipeline.errors import TrainingError
 from pipeline.training.averaging import WeightAverage
 from pipeline.training.config import TrainConfig
@@ -31,11 +32,10 @@ from pipeline.training.optim import (
     set_learning_rates,
 )
 
-BEST = "best"
-"""Name of the checkpoint with the lowest validation NE."""
 RECENT_STEPS = 256
 """Steps whose times are kept."""
-LOWER = "Lower the learning rates; the last good checkpoint is kept."
+SKIPPED_IN_A_ROW = 10
+"""Batches whose loss is not finite, after which no later one can be hoped to do better."""
 
 
 class Sums(BaseModel, frozen=True):
@@ -71,6 +71,11 @@ class Progress(BaseModel, frozen=True):
     best_step: int | None = None
     worse_validations: int = 0
     validated_step: int | None = None
+    valid_ne: float | None = None
+    """What the validation at that step found."""
+    skipped_batches: int = 0
+    """Left out because their loss was not finite."""
+    skipped_in_a_row: int = 0
     averaged: int = 0
     """Weights in the running mean."""
     busy_seconds: float = 0.0
@@ -103,7 +108,8 @@ class Trainer:
         batches: Position -> the rest of that epoch's batches of this rank.
         validate: Model -> loss sums over the validation rows; None where there are none.
         folder: Checkpoints are kept below it.
-        emit: Called with JSON values on rank 0; the launcher's view of the run.
+        emit: Called with JSON values on rank 0, maybe by another thread; the launcher's view of the run.
+        identity: What checkpoints belong to; one of another identity is refused.
     """
 
     def __init__(
@@ -116,12 +122,15 @@ class Trainer:
         emit: Callable[[dict[str, Any]], None],
         seed: int,
         device: torch.device,
+        identity: Identity | None = None,
     ) -> None:
         self.model, self.config, self.batches, self.validation = model, config, batches, validate
         self.folder, self.emit, self.seed, self.device = folder, emit, seed, device
         self.optimizer = dense_optimizer(model, config)
         replicated = replicated_tables(model)
         self.replicated = ReplicatedTables(replicated, config) if replicated else None
+        self.identity = identity or {}
+        self.saver = Saver(config.checkpoint_async)
         self.progress = Progress()
         self.average = None if config.average_from_step is None else WeightAverage(model)
         self.window = torch.zeros(4, dtype=torch.float64, device=device)
@@ -131,26 +140,31 @@ class Trainer:
 
     def train(self) -> Progress:
         """Train to the end of the plan, starting from the last checkpoint if there is one."""
-        self.restore()
-        while not self.done():
-            for batch in self.batches(self.progress.position):
-                self.train_step(batch)
-                self.progress = self.progress.after(batch)  # the batch trained, not the batch prefetched
-                if self.due(self.config.average_every_steps):
-                    self.take_average()
-                if self.due(self.config.log_every_steps):
-                    self.log()
-                if self.due(self.config.validate_every_steps):
-                    self.validate()
-                if self.due(self.config.checkpoint_every_steps):
-                    self.save()
-                if self.done():
-                    break
-            else:
-                self.end_epoch()
-        self.finish()
+        with self.saver:
+            self.restore()
+            while not self.done():
+                self.train_epoch()
+            self.finish()
         self.require_steps()
         return self.progress
+
+    def train_epoch(self) -> None:
+        """Train the rest of the epoch, or to the end of the plan if that comes first."""
+        for batch in self.batches(self.progress.position):
+            self.train_step(batch)
+            self.progress = self.progress.after(batch)  # the batch trained, not the batch prefetched
+            if self.due(self.config.average_every_steps):
+                self.take_average()
+            if self.due(self.config.log_every_steps):
+                self.log()
+            if self.due(self.config.validate_every_steps):
+                self.validate()
+            if self.due(self.config.checkpoint_every_steps) or self.saver.due(self.config.checkpoint_every_seconds):
+                self.save()
+            self.saver.check()
+            if self.done():
+                return
+        self.end_epoch()
 
     def require_steps(self) -> None:
         """Running out of rows is an error where a number of steps was asked for.
@@ -182,6 +196,15 @@ class Trainer:
             self.replicated.zero_grad()
         logits = logits_of(self.model, batch, self.config)
         losses = F.binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="none")
+        if not self.skips(losses.detach()):
+            self.update(losses, batch)
+            self.window += loss_sums(logits.detach(), losses.detach(), batch)
+        self.times.append(batch.times)
+        self.recent.append(time.perf_counter() - start)
+        self.step_seconds += self.recent[-1]
+
+    def update(self, losses: torch.Tensor, batch: Batch) -> None:
+        """Backward pass, which updates the sharded tables, and the optimizers of all else."""
         # Gradients are averaged over the ranks, so the mean over all rows needs the factor world_size.
         (losses.sum() * (dist.get_world_size() / batch.global_rows)).backward()  # type: ignore[no-untyped-call]
         if self.config.dense_gradient_norm is not None:
@@ -190,15 +213,34 @@ class Trainer:
         self.optimizer.step()
         if self.replicated is not None:
             self.replicated.step()
-        self.window += loss_sums(logits.detach(), losses.detach(), batch)
-        self.times.append(batch.times)
-        self.recent.append(time.perf_counter() - start)
-        self.step_seconds += self.recent[-1]
 
     @property
     def step_median(self) -> float:
         """Seconds of a step without waiting for its batch: the median of the last ones, as the first take longer."""
         return statistics.median(self.recent) if self.recent else 0.0
+
+    def skips(self, losses: torch.Tensor) -> bool:
+        """Whether the batch is left out. All ranks agree before the backward pass, which updates the tables.
+
+        Raises:
+            TrainingError: If this goes on for too long.
+        """
+        if self.config.on_nonfinite == "stop":  # found when the loss is looked at, before anything is kept
+            return False
+        bad = (~losses.isfinite()).any().to(torch.int32)
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+        counts = [self.progress.skipped_batches + 1, self.progress.skipped_in_a_row + 1]
+        if not bad.item():
+            counts = [self.progress.skipped_batches, 0]
+        self.progress = self.progress.model_copy(
+            update=dict(zip(("skipped_batches", "skipped_in_a_row"), counts, strict=True))
+        )
+        if self.progress.skipped_in_a_row == SKIPPED_IN_A_ROW:
+            raise TrainingError(
+                f"loss at step {self.progress.steps + 1}", "a finite number",
+                f"none in {SKIPPED_IN_A_ROW} batches in a row", LOWER,
+            )  # fmt: skip
+        return bool(bad.item())
 
     def take_average(self) -> None:
         """Adds the weights to their running mean, once that has begun."""
@@ -232,7 +274,9 @@ class Trainer:
     def log(self) -> None:
         """Reports the NE of the rows since the last report, and of all rows on first sight."""
         window = self.take_window()
-        values: dict[str, float | None] = {"train_ne_window": window.ne, **self.take_times()}
+        values: dict[str, float | None] = {"train_ne_window": window.ne, **self.take_times(), **self.saver.take_times()}
+        if self.config.on_nonfinite == "skip":
+            values["skipped_batches"] = self.progress.skipped_batches
         if self.progress.position.epoch == 0:
             self.progress = self.progress.model_copy(update={"first_sight": self.progress.first_sight.plus(window)})
             values["train_ne_progressive"] = self.progress.first_sight.ne
@@ -300,7 +344,7 @@ class Trainer:
             )
         better = best is None or ne < best
         update: dict[str, Any] = {"worse_validations": 0 if better else self.progress.worse_validations + 1}
-        update["validated_step"] = self.progress.steps
+        update |= {"validated_step": self.progress.steps, "valid_ne": ne}
         if better:
             update |= {"best_ne": ne, "best_step": self.progress.steps}
         self.progress = self.progress.model_copy(update=update)
@@ -336,39 +380,33 @@ class Trainer:
         """Writes a checkpoint of the step, or one with a name of its own."""
         if name is None:
             self.log()  # a loss that is not finite is found here, before anything is kept
-        tensors = self.state()
-        self.require_finite(tensors)  # the last update may have broken what the loss before it was still good with
-        checkpoint.save(self.folder / (name or f"step-{self.progress.steps:010d}"), tensors, self.progress.model_dump())
-        if name is None and dist.get_rank() == 0:
-            checkpoint.prune(self.folder, self.config.keep_checkpoints)
+        folder = self.folder / (name or f"step-{self.progress.steps:010d}")
+        event = {"event": "saved", "step": self.progress.steps}
 
-    def require_finite(self, tensors: dict[str, Any]) -> None:
-        """Looks at every number before it is kept.
+        def sealed() -> None:
+            if name is None:
+                checkpoint.prune(self.folder, self.config.keep_checkpoints)
+                self.emit(event)
 
-        Raises:
-            TrainingError: On every rank alike, if one holds a number that is not finite; names the first such tensor.
-        """
-        names = sorted(tensors)
-        bad = torch.tensor([not _finite(tensors[name]) for name in names], dtype=torch.int32, device=self.device)
-        dist.all_reduce(bad)
-        if bad.any():
-            name = names[int(bad.nonzero()[0])]
-            where = f"weights at step {self.progress.steps}, '{name}'"
-            raise TrainingError(where, "finite numbers", "inf or nan", LOWER)
+        self.saver.save(folder, self.state(), self.progress.model_dump(), self.identity, sealed)
 
     def restore(self) -> None:
-        """Continues from the newest whole checkpoint, if there is one."""
-        folder = checkpoint.latest(self.folder)
-        dist.barrier()
-        if folder is not None:
-            self.load(folder)
+        """Continues from the newest whole checkpoint, if there is one; rank 0 looks for it."""
+        found = None
+        if dist.get_rank() == 0:
+            checkpoint.sweep(self.folder)
+            found = checkpoint.latest(self.folder, lambda error: self.emit({"event": "damaged", "error": str(error)}))
+        step = torch.tensor(-1 if found is None else int(found.name.removeprefix("step-")), device=self.device)
+        dist.broadcast(step, 0)
+        if step >= 0:
+            self.load(self.folder / f"step-{int(step):010d}")
             self.emit({"event": "resumed", "step": self.progress.steps, "rows": self.progress.rows})
 
     def load(self, folder: Path) -> None:
         """Puts a checkpoint's tensors and progress in place."""
         if any(name.startswith("dense/") for name in checkpoint.stored_tensors(folder)):
             self._make_dense_state()
-        checkpoint.load(folder, self.state())
+        checkpoint.load(folder, self.state(), self.identity)
         self.progress = Progress.model_validate(checkpoint.read_progress(folder))
 
     def finish(self) -> None:
@@ -378,6 +416,7 @@ class Trainer:
                 self.validate()
             self.progress = self.progress.model_copy(update={"finished": True})
             self.save()
+        self.saver.wait()
         final = self.progress
         if final.best_step is not None:
             checkpoint.verify(self.folder / BEST)
@@ -396,12 +435,6 @@ class Trainer:
         self.optimizer.step()
         for group, (rate, decay) in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"], group["weight_decay"] = rate, decay
-
-
-def _finite(tensor: Any) -> bool:
-    """Whether all numbers are finite; a sum says so without a mask as large as a table."""
-    parts = [shard.tensor for shard in tensor.local_shards()] if hasattr(tensor, "local_shards") else [tensor]
-    return all(math.isfinite(part.sum(dtype=torch.float64).item()) for part in parts)
 
 
 def logits_of(model: nn.Module, batch: Batch, config: TrainConfig) -> torch.Tensor:

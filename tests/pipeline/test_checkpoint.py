@@ -142,8 +142,12 @@ def test_a_failed_save_leaves_the_old_one_and_no_rubbish(
 
     before = {path.name: sha256(path) for path in (root / "step-0000000010").iterdir()}
     monkeypatch.setattr(dcp if part == "save" else checkpoint, part, full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointError) as caught:
         checkpoint.save(root / "step-0000000010", tensors(5), PROGRESS)
+    assert str(caught.value) == (
+        "checkpoint 'step-0000000010': expected to be written, got No space left on device. "
+        f"Make room, or mend '{root}'; earlier checkpoints are kept."
+    )
     assert {path.name: sha256(path) for path in (root / "step-0000000010").iterdir()} == before
     assert not list(root.glob(".*"))
 

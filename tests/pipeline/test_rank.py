@@ -25,7 +25,7 @@ from pipeline.batch import sparse_tensor
 from pipeline.errors import ContractError, TrainingError
 from pipeline.preprocessing.worker import DataSpec, Worker
 from pipeline.rank import RankSpec
-from pipeline.training.launch import Event, run_ranks
+from pipeline.training.launch import Event, Limits, run_ranks
 from pipeline.training.trainer import Trainer
 from storage.warehouse import Warehouse
 
@@ -46,9 +46,10 @@ class Run:
         return {event["step"]: event["metrics"][name] for event in found}
 
 
-def start(spec: RankSpec, on_event: Callable[[Event], object], deadline: int = 250) -> Event:
+def start(spec: RankSpec, on_event: Callable[[Event], object], deadline: int = 250, **limits: Any) -> Event:
     world_size = spec.training.world_size
-    return run_ranks("pipeline.rank", spec, Path(spec.folder), world_size, 1, deadline, on_event, ROOT)
+    limit = Limits(deadline_seconds=deadline, **limits)
+    return run_ranks("pipeline.rank", spec, Path(spec.folder), world_size, 1, limit, on_event, ROOT)
 
 
 def completed(spec: RankSpec) -> Run:
@@ -290,7 +291,7 @@ def test_state_is_equal_under_every_placement(
     initial: list[dict[str, torch.Tensor]] = []
     for sharding in ("table_wise", "row_wise"):
         spec = rank_spec(tmp_path / sharding, world_size=2, sharding=sharding)
-        run_ranks("reload", spec, Path(spec.folder), 2, 1, 250, print, tmp_path)
+        run_ranks("reload", spec, Path(spec.folder), 2, 1, Limits(deadline_seconds=250), print, tmp_path)
         check_equal(read_all(Path(spec.folder) / "reloaded"), expected)
         initial.append(read_all(Path(spec.folder) / "initial"))
         alone, _ = rank.build_model(rank_spec(tmp_path, sharding=sharding), 1, device)
@@ -395,11 +396,11 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from pipeline.rank import RankSpec
-from pipeline.training.launch import run_ranks
+from pipeline.training.launch import Limits, run_ranks
 spec = RankSpec.model_validate_json(Path(sys.argv[1]).read_text())
 def show(event):
     print(event["event"], flush=True)
-run_ranks("pipeline.rank", spec, Path(spec.folder), 2, 1, None, show, Path.cwd())
+run_ranks("pipeline.rank", spec, Path(spec.folder), 2, 1, Limits(), show, Path.cwd())
 """
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from pydantic import BaseModel
 
 from pipeline.errors import ContractError, TrainingError
 from pipeline.training import launch
-from pipeline.training.launch import Event, run_ranks
+from pipeline.training.launch import Event, Limits, run_ranks
 
 TOY = """
 import json, os, signal, sys, time
@@ -65,18 +64,17 @@ class Spec(BaseModel):
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Event]]:
     """Runs one toy rank for each text; afterwards looks for what may be left."""
     (tmp_path / "toy.py").write_text(TOY)
-    (tmp_path / "meetings").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "meetings"))
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.5)
 
-    def start(*does: str, deadline: int | None = 60, on_event: Callable[[Event], None] = lambda event: None) -> Event:
-        return run_ranks("toy", Spec(does=list(does)), tmp_path / "run", len(does), 1, deadline, on_event, tmp_path)
+    def start(*does: str, on_event: Callable[[Event], None] = lambda event: None, **limits: Any) -> Event:
+        limit = Limits(**{"deadline_seconds": 60, **limits})
+        return run_ranks("toy", Spec(does=list(does)), tmp_path / "run", len(does), 1, limit, on_event, tmp_path)
 
     before, others = open_files(), set(psutil.Process().children())
     yield start
     assert set(psutil.Process().children()) <= others
     eventually(lambda: open_files() == before)  # the reading thread closes its end by itself
-    assert not list((tmp_path / "meetings").iterdir())
+    assert not list((tmp_path / "run").glob(".*"))
 
 
 def open_files() -> list[str]:
@@ -99,7 +97,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 
 def test_result_and_events(run: Callable[..., Event], tmp_path: Path) -> None:
     events: list[Event] = []
-    assert run("result", "", "", on_event=events.append) == {"event": "result", "value": 42}
+    assert run("result", "", "", on_event=events.append) == {"event": "result", "value": 42, "restarts": 0}
     assert [event["event"] for event in events] == ["start", "result"]
     environments = [read_json(tmp_path / "run" / f"environment-{rank}") for rank in range(3)]
     assert [env["RANK"] for env in environments] == ["0", "1", "2"]
@@ -152,7 +150,7 @@ def test_a_crash_is_told_with_the_end_of_the_log(
 @pytest.mark.parametrize("does", [("result wait", "wait"), ("result", "stop"), ("deaf wait", "result-less wait")])
 def test_hung_ranks_end_at_the_deadline(run: Callable[..., Event], does: tuple[str, str]) -> None:
     with pytest.raises(TrainingError) as caught:
-        run(*does, deadline=1)
+        run(*does, deadline_seconds=1)
     assert str(caught.value) == (
         "training: expected an end within training.deadline_seconds=1, got ranks still at work. "
         "Raise it, or run the command again to go on from the last checkpoint."
@@ -161,7 +159,7 @@ def test_hung_ranks_end_at_the_deadline(run: Callable[..., Event], does: tuple[s
 
 def test_a_rank_stopped_from_outside_ends_at_the_deadline(run: Callable[..., Event]) -> None:
     with pytest.raises(TrainingError, match="deadline_seconds=1"):
-        run("wait", "wait", deadline=1, on_event=lambda event: os.kill(event["pid"], signal.SIGSTOP))
+        run("wait", "wait", deadline_seconds=1, on_event=lambda event: os.kill(event["pid"], signal.SIGSTOP))
 
 
 def test_an_interrupted_launcher_ends_its_ranks(run: Callable[..., Event]) -> None:
@@ -174,4 +172,4 @@ def test_an_interrupted_launcher_ends_its_ranks(run: Callable[..., Event]) -> No
 
 def test_ranks_that_cannot_start_leave_nothing(run: Callable[..., Event], tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        run_ranks("toy", Spec(does=[""]), tmp_path / "run", 1, 1, None, print, tmp_path / "absent")
+        run_ranks("toy", Spec(does=[""]), tmp_path / "run", 1, 1, Limits(), print, tmp_path / "absent")

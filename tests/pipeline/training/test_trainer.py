@@ -311,7 +311,7 @@ def test_exploding_rates_leave_a_finite_checkpoint_or_none(make_trainer: Maker, 
 
 def test_weights_that_are_no_numbers_are_not_kept(make_trainer: Maker, tmp_path: Path) -> None:
     """The loss of a step is that of the weights before its update: it may be finite when they are not any more."""
-    trainer, _ = make_trainer(checkpoint_every_steps=2)
+    trainer, _ = make_trainer(checkpoint_every_steps=2, checkpoint_async=False)
     step = trainer.train_step
 
     def breaking(batch: Batch) -> None:
@@ -502,5 +502,5 @@ def test_batches_that_are_there_at_once_do_not_stall(make_trainer: Maker, train_
     at_once = (replace(batch, times=Times(extract=1.0)) for batch in train_client.batches())
     trainer, events = make_trainer(None, lambda position: at_once)
     assert trainer.train().stalled == 0.0
-    assert {event["metrics"]["stall_fraction_window"] for event in events} == {0.0}
-    assert {event["metrics"]["batch_extract_seconds"] for event in events} == {1.0}
+    assert {event["metrics"]["stall_fraction_window"] for event in events if "metrics" in event} == {0.0}
+    assert {event["metrics"]["batch_extract_seconds"] for event in events if "metrics" in event} == {1.0}
