@@ -140,33 +140,38 @@ class _Group:
         lines = _lines(read_end)
         result: Event | None = None
         open_pipe = True
-        while open_pipe or any(process.poll() is None for process in self.ranks):
-            with contextlib.suppress(queue.Empty):
-                line = lines.get(timeout=POLL_SECONDS)
-                if line is None:
-                    open_pipe = False
-                else:
-                    event = json.loads(line)
-                    self.hear(event)
-                    if event["event"] == "result":
-                        result = event
+        try:
+            while open_pipe or any(process.poll() is None for process in self.ranks):
+                with contextlib.suppress(queue.Empty):
+                    line = lines.get(timeout=POLL_SECONDS)
+                    open_pipe = line is not None
+                    result = self.hear(line) or result
+                _raise_if_failed(self.ranks, self.folder)
+                self.look_at_the_clock()
             _raise_if_failed(self.ranks, self.folder)
-            self.look_at_the_clock()
-        _raise_if_failed(self.ranks, self.folder)
+        except RankLostError:
+            _end(self.ranks)
+            with contextlib.suppress(queue.Empty):  # what was said last may be that a checkpoint is whole
+                while (line := lines.get(timeout=GRACE_SECONDS)) is not None:
+                    self.hear(line)
+            raise
         if result is None:
             raise TrainingError("training", "a result from rank 0", "none", f"See {self.folder / 'rank-0.log'}.")
         return result
 
-    def hear(self, event: Event) -> None:
-        """Takes note of an event and hands it on, but for signs of life."""
-        if event["event"] != "alive":
+    def hear(self, line: str | None) -> Event | None:
+        """Takes note of an event and hands it on, but for signs of life; returns a result."""
+        event: Event = {"event": None} if line is None else json.loads(line)
+        if event["event"] == "alive":
+            if event["count"] != self.count:
+                self.last_sign = time.monotonic()
+            self.count, self.doing = event["count"], event["doing"]
+        elif line is not None:
             self.last_sign = time.monotonic()
             if event["event"] in ("saved", "resumed"):
                 self.saved = event["step"]
             self.on_event(event)
-        elif event["count"] != self.count:
-            self.last_sign = time.monotonic()
-            self.count, self.doing = event["count"], event["doing"]
+        return event if event["event"] == "result" else None
 
     def look_at_the_clock(self) -> None:
         """Raises if the ranks take too long."""

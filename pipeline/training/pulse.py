@@ -22,7 +22,8 @@ class Pulse:
     def __init__(self, emit: Callable[[dict[str, Any]], None], seconds: float = BEAT_SECONDS) -> None:
         self.emit, self.seconds = emit, seconds
         self.count, self.doing = 0, "starting"
-        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+        self.thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self.thread.start()
 
     def says(self, doing: str) -> None:
         """Notes that something new has begun."""

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from pipeline import checkpoint
-from pipeline.checkpoint import CheckpointError
+from pipeline.checkpoint import CheckpointError, Saver
+from pipeline.errors import TrainingError
 from storage.artifacts import sha256
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -66,6 +68,7 @@ def test_saving_again_replaces(root: Path) -> None:
     checkpoint.verify(folder)
     found = tensors()
     checkpoint.load(folder, found)
+    assert checkpoint.describe(folder)["state"] == "verified"
     assert found["model/top.weight"].equal(tensors(77)["model/top.weight"])
 
 
@@ -101,7 +104,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over(root: Path, damage: str) -> None:
+def test_fault_21_a_damaged_checkpoint_is_passed_over(root: Path, damage: str) -> None:
     spoil, message = DAMAGE[damage]
     spoil(root / "step-0000000010")
     with pytest.raises(CheckpointError, match=rf"^checkpoint 'step-0000000010': .*{message}"):
@@ -134,7 +137,7 @@ def test_no_folder_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["save", "write_json", "seal_folder"])
-def test_a_failed_save_leaves_the_old_one_and_no_rubbish(
+def test_fault_20_a_failed_save_leaves_the_old_one_and_no_rubbish(
     root: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     def full(*_: object, **__: object) -> None:
@@ -156,7 +159,7 @@ def test_a_failed_save_leaves_the_old_one_and_no_rubbish(
     ("changed", "stored"),
     [({"model/top.weight": torch.zeros(5, 3)}, "(4, 3)"), ({"model/new": torch.zeros(5, 3)}, "no such tensor")],
 )
-def test_what_does_not_fit_is_named(root: Path, changed: dict[str, torch.Tensor], stored: str) -> None:
+def test_fault_21_what_does_not_fit_is_named(root: Path, changed: dict[str, torch.Tensor], stored: str) -> None:
     wanted = tensors() | changed
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load(root / "step-0000000010", wanted)
@@ -165,6 +168,175 @@ def test_what_does_not_fit_is_named(root: Path, changed: dict[str, torch.Tensor]
         "Train with the configuration that wrote it, or start again with again=true."
     )
     assert wanted["dense/top.weight/step"] == 0.0  # nothing was loaded in part
+
+
+def test_fault_22_a_tensor_that_is_not_asked_for_is_an_error(root: Path) -> None:
+    wanted = tensors()
+    del wanted["model/half"]
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(root / "step-0000000010", wanted)
+    assert str(caught.value) == (
+        "checkpoint 'step-0000000010', tensor 'model/half': expected no such tensor, got (5,). "
+        "Train with the configuration that wrote it, or start again with again=true."
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sentence"),
+    [
+        ({"plan": "b", "optimizer": "adam"}, "plan: expected b, got a. Train"),
+        ({"plan": "a", "optimizer": "sgd"}, "optimizer: expected sgd, got adam. Train"),
+        ({"plan": "a"}, "optimizer: expected none, got adam. Train"),
+        ({"plan": "a", "optimizer": "adam", "table": "x"}, "table: expected x, got none. Train"),
+    ],
+)
+def test_another_identity_is_refused(tmp_path: Path, wanted: dict[str, str], sentence: str) -> None:
+    folder, identity = tmp_path / "step-0000000001", {"plan": "a", "optimizer": "adam"}
+    checkpoint.save(folder, tensors(), PROGRESS, identity)
+    checkpoint.load(folder, tensors(1), identity)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(folder, tensors(), wanted)
+    assert str(caught.value).startswith(f"checkpoint 'step-0000000001', {sentence}")
+
+
+class Gate:
+    """Lets DCP write when it is opened, and counts how many write at a time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        self.writing = self.most = 0
+        self.save = dcp.save
+        monkeypatch.setattr(dcp, "save", self)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self.writing += 1
+        self.most = max(self.most, self.writing)
+        assert self.opened.wait(30)
+        try:
+            return self.save(*arguments, **named)
+        finally:
+            self.writing -= 1
+
+
+def test_a_save_in_the_background_keeps_what_was_there_when_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, state, folder, sealed = Gate(monkeypatch), tensors(3), tmp_path / "step-0000000003", list[str]()
+    with Saver(background=True) as saver:
+        saver.save(folder, state, PROGRESS, {}, lambda: sealed.append("sealed"))
+        for tensor in state.values():
+            tensor.zero_()
+        assert (folder.exists(), sealed) == (False, [])
+        gate.opened.set()
+    assert sealed == ["sealed"]
+    found = tensors()
+    checkpoint.load(folder, found)
+    assert all(found[key].equal(value) for key, value in tensors(3).items())
+
+
+def test_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    threading.Timer(0.2, gate.opened.set).start()
+    with Saver(background=True) as saver:
+        for step in (1, 2, 3):
+            saver.save(tmp_path / f"step-000000000{step}", tensors(step), PROGRESS, {})
+    assert gate.most == 1
+    for step in (1, 2, 3):  # although the copy is written over by the next
+        found = tensors()
+        checkpoint.load(tmp_path / f"step-000000000{step}", found)
+        assert all(found[key].equal(value) for key, value in tensors(step).items())
+
+
+@pytest.mark.parametrize("call", ["check", "wait", "save", "end"])
+def test_what_goes_wrong_in_the_background_is_told_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "seal_folder", full)
+    saver = Saver(background=True)
+    saver.save(tmp_path / "step-0000000001", tensors(), PROGRESS, {})
+    assert saver.thread is not None
+    saver.thread.join()
+    calls: dict[str, Callable[[], object]] = {
+        "check": saver.check,
+        "wait": saver.wait,
+        "save": lambda: saver.save(tmp_path / "step-0000000002", tensors(), PROGRESS, {}),
+        "end": lambda: saver.__exit__(None, None, None),
+    }
+    with pytest.raises(CheckpointError, match="expected to be written, got No space left on device"):
+        calls[call]()
+    saver.wait()  # it is told once
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_fault_23_numbers_that_are_not_finite_are_not_kept(tmp_path: Path, background: bool) -> None:
+    state = tensors() | {"tables/x": torch.tensor([1.0, float("nan")])}
+    with pytest.raises(TrainingError, match=r"weights at step 3, 'tables/x': expected finite numbers, got inf or nan"):  # noqa: SIM117
+        with Saver(background) as saver:
+            saver.save(tmp_path / "step-0000000003", state, PROGRESS, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_error_that_ends_training_is_told_first(tmp_path: Path) -> None:
+    state = {"x": torch.tensor([float("nan")])}
+    saver = Saver(background=True)
+    saver.save(tmp_path / "step-0000000003", state, PROGRESS, {})
+    saver.__exit__(KeyError, KeyError(), None)  # raises nothing of its own
+    assert saver.thread is not None
+    assert not saver.thread.is_alive()
+
+
+def test_the_copy_takes_no_new_memory_the_second_time(tmp_path: Path) -> None:
+    with Saver(background=True) as saver:
+        saver.save(tmp_path / "step-0000000001", tensors(1), PROGRESS, {})
+        before = {name: copy.data_ptr() for name, copy in saver.copies.items()}
+        saver.save(tmp_path / "step-0000000002", tensors(2), PROGRESS, {})
+        assert {name: copy.data_ptr() for name, copy in saver.copies.items()} == before
+
+
+def test_export_is_the_whole_weights(root: Path) -> None:
+    weights = checkpoint.export(root / "step-0000000010")
+    expected = {name[6:]: value for name, value in tensors(10).items() if name.startswith("model/")}
+    assert weights.keys() == expected.keys() == {"top.weight", "half", "count"}
+    assert all(weights[name].equal(value) and weights[name].dtype == value.dtype for name, value in expected.items())
+
+
+def test_export_takes_the_mean_where_there_is_one(tmp_path: Path) -> None:
+    state = tensors(1) | {"average/top.weight": torch.ones(4, 3)}
+    checkpoint.save(tmp_path / "step-0000000001", state, {"averaged": 2})
+    checkpoint.save(tmp_path / "step-0000000002", state, {"averaged": 0})
+    assert checkpoint.export(tmp_path / "step-0000000001")["top.weight"].equal(torch.ones(4, 3))
+    assert checkpoint.export(tmp_path / "step-0000000002")["top.weight"].equal(tensors(1)["model/top.weight"])
+
+
+def test_fault_21_a_damaged_checkpoint_is_not_exported(root: Path) -> None:
+    flip_a_bit(root / "step-0000000010")
+    with pytest.raises(CheckpointError, match=r"expected sha256 \w{12}\.\. of __0_0\.distcp"):
+        checkpoint.export(root / "step-0000000010")
+
+
+def test_what_a_checkpoint_is(root: Path) -> None:
+    folder = root / "step-0000000011"
+    checkpoint.save(folder, tensors(), {"steps": 11, "validated_step": 11, "valid_ne": 0.8})
+    entry = checkpoint.describe(folder)
+    assert (entry["name"], entry["step"], entry["valid_ne"], entry["state"]) == (folder.name, 11, 0.8, "verified")
+    assert entry["bytes"] == sum(path.stat().st_size for path in folder.iterdir())
+    assert checkpoint.describe(root / "step-0000000010")["valid_ne"] is None
+    flip_a_bit(folder)
+    entry = checkpoint.describe(folder)
+    assert (entry["state"], entry["step"], entry["valid_ne"]) == ("damaged", 11, None)
+    assert "__0_0.distcp" in entry["error"]
+
+
+def test_fault_20_what_cut_saves_left_is_swept_away(root: Path) -> None:
+    for name_of_rubbish in (".step-0000000011.tmp", ".best.0a1b.tmp"):
+        shutil.copytree(root / "step-0000000002", root / name_of_rubbish)
+    checkpoint.sweep(root)
+    assert len(list(root.iterdir())) == 3
+    checkpoint.sweep(root / "absent")
 
 
 class Payload:
@@ -177,7 +349,7 @@ class Payload:
         return os.system, (f"touch '{self.canary}'",)
 
 
-def test_a_payload_as_metadata_is_not_run(root: Path, tmp_path: Path) -> None:
+def test_fault_33_a_payload_as_metadata_is_not_run(root: Path, tmp_path: Path) -> None:
     canary, folder = tmp_path / "canary", root / "step-0000000010"
     (folder / ".metadata").write_bytes(pickle.dumps(Payload(canary)))
     seal(folder)
@@ -197,7 +369,7 @@ def test_a_payload_as_metadata_is_not_run(root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "attack", ["builtins getattr", "builtins eval", "torch load", "torch.serialization load", "torch hub"]
 )
-def test_no_way_round_by_names_close_to_the_admitted(root: Path, attack: str) -> None:
+def test_fault_33_no_way_round_by_names_close_to_the_admitted(root: Path, attack: str) -> None:
     module, member = attack.split()
     folder = root / "step-0000000010"
     (folder / ".metadata").write_bytes(f"c{module}\n{member}\n.".encode())
@@ -207,7 +379,7 @@ def test_no_way_round_by_names_close_to_the_admitted(root: Path, attack: str) ->
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"state_dict_metadata": {}})])
-def test_metadata_that_is_none_of_dcp_is_refused(root: Path, content: bytes) -> None:
+def test_fault_33_metadata_that_is_none_of_dcp_is_refused(root: Path, content: bytes) -> None:
     folder = root / "step-0000000010"
     (folder / ".metadata").write_bytes(content)
     seal(folder)
@@ -215,7 +387,7 @@ def test_metadata_that_is_none_of_dcp_is_refused(root: Path, content: bytes) -> 
         checkpoint.load(folder, tensors())
 
 
-def test_a_payload_as_weights_is_not_run(root: Path, tmp_path: Path) -> None:
+def test_fault_33_a_payload_as_weights_is_not_run(root: Path, tmp_path: Path) -> None:
     canary, folder = tmp_path / "canary", root / "step-0000000010"
     shard = folder / "__0_0.distcp"
     shard.write_bytes(pickle.dumps(Payload(canary)).ljust(shard.stat().st_size, b"\0"))

@@ -20,7 +20,8 @@ TOY = """
 import json, os, signal, sys, time
 from pathlib import Path
 folder, rank = Path(sys.argv[1]).parent, int(os.environ["RANK"])
-does = json.loads(Path(sys.argv[1]).read_text())["does"][rank]
+attempts = json.loads(Path(sys.argv[1]).read_text())["does"][rank].split("|")
+does = attempts[min(int(os.environ["DLRM_ATTEMPT"]), len(attempts) - 1)]
 def emit(**event):
     os.write(int(os.environ["DLRM_EVENTS_FD"]), (json.dumps(event) + "\\n").encode())
 def wait():
@@ -36,6 +37,14 @@ for word in does.split():
     elif word == "crash":
         print("first line"); print("RuntimeError: no luck today.")
         sys.exit(3)
+    elif word == "137":
+        os._exit(137)
+    elif word.startswith(("saved-", "resumed-")):
+        emit(event=word.split("-")[0], step=int(word.split("-")[1]))
+    elif word in ("alive", "waiting"):
+        for count in range(1_000):
+            emit(event="alive", count=0 if word == "waiting" else count, doing="waiting for a batch")
+            time.sleep(0.05)
     elif word == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif word == "stop":
@@ -168,6 +177,91 @@ def test_an_interrupted_launcher_ends_its_ranks(run: Callable[..., Event]) -> No
 
     with pytest.raises(KeyboardInterrupt):
         run("wait", "deaf wait", on_event=interrupt)
+
+
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [
+        (("wait|result", "kill|"), "rank 1: SIGKILL: no output"),
+        (("137|result", "wait|"), "rank 0: exit code 137: no output"),
+        (("crash|result", "wait|"), "rank 0: exit code 3: RuntimeError: no luck today"),
+        (("after-peer crash|result", "ready kill|"), "rank 1: SIGKILL: no output"),  # not the one that lost its peer
+    ],
+)
+def test_fault_19_all_ranks_start_again_when_one_dies(
+    run: Callable[..., Event], tmp_path: Path, does: tuple[str, str], reason: str
+) -> None:
+    events: list[Event] = []
+    assert run(*does, restart_limit=1, on_event=events.append)["restarts"] == 1
+    told = [event for event in events if event["event"] != "start"]  # a rank may be killed before it says so
+    assert [event["event"] for event in told] == ["restart", "result"]
+    assert told[0] == {"event": "restart", "step": 0, "number": 1, "limit": 1, "reason": reason}
+    if "crash" in does[0]:
+        assert "no luck today" in (tmp_path / "run" / "rank-0.log").read_text()  # the log of the first attempt is kept
+
+
+def test_fault_19_the_limit_of_restarts(run: Callable[..., Event]) -> None:
+    events: list[Event] = []
+    with pytest.raises(TrainingError) as caught:
+        run("wait", "kill", restart_limit=2, on_event=events.append)
+    assert str(caught.value).startswith(
+        "rank 1: expected to train to the end, got SIGKILL: no output, also after 2 restarts from step 0. Run the command"
+    )
+    assert [event["number"] for event in events if event["event"] == "restart"] == [1, 2]
+
+
+def test_fault_19_progress_begins_the_count_anew(run: Callable[..., Event]) -> None:
+    events: list[Event] = []
+    does = "saved-2 kill|kill|resumed-2 saved-4 kill|saved-6 kill|result"
+    assert run(does, restart_limit=2, on_event=events.append)["restarts"] == 4
+    told = [(event["step"], event["number"]) for event in events if event["event"] == "restart"]
+    assert told == [(2, 1), (2, 2), (4, 1), (6, 1)]
+
+
+def test_fault_19_an_older_checkpoint_is_no_progress(run: Callable[..., Event]) -> None:
+    """The newest was damaged, so ranks go on from one before it."""
+    with pytest.raises(TrainingError, match="also after 1 restarts from step 2"):
+        run("saved-4 kill|resumed-2 kill|resumed-2 kill", restart_limit=1)
+
+
+def test_fault_23_what_a_rank_complains_of_is_not_tried_again(run: Callable[..., Event]) -> None:
+    events: list[Event] = []
+    with pytest.raises(ContractError, match="column 'a'"):
+        run("wait|result", "complain|", restart_limit=3, on_event=events.append)
+    assert "restart" not in [event["event"] for event in events]
+
+
+@pytest.mark.parametrize("does", ["stop|result", "waiting|result"])
+def test_fault_19_a_hung_group_starts_again(run: Callable[..., Event], does: str) -> None:
+    events: list[Event] = []
+    assert run(does, "wait|", hang_seconds=2, restart_limit=1, on_event=events.append)["restarts"] == 1
+    doing = {"stop": "starting", "waiting": "waiting for a batch"}[does.split("|")[0]]
+    assert [event["reason"] for event in events if event["event"] == "restart"] == [
+        f"ranks: none while rank 0 was {doing}"
+    ]
+
+
+def test_a_group_that_hangs_for_good_is_told(run: Callable[..., Event], tmp_path: Path) -> None:
+    with pytest.raises(TrainingError) as caught:
+        run("waiting", "wait", hang_seconds=1)
+    assert str(caught.value) == (
+        "ranks: expected a sign of progress within training.hang_seconds=1, got none while rank 0 was waiting for a batch. "
+        f"Raise it if a step may take longer. Logs are {tmp_path}/run/rank-*.log; the last checkpoint is kept."
+    )
+
+
+@pytest.mark.parametrize("does", ["alive", "waiting"])
+def test_signs_of_progress_keep_a_group_alive(run: Callable[..., Event], does: str) -> None:
+    """Its own, or those of preprocessing while it waits."""
+    ticks = iter(range(10_000))
+    with pytest.raises(TrainingError, match="deadline_seconds=3"):
+        run(does, "wait", hang_seconds=1, deadline_seconds=3, headway=lambda: next(ticks) if does == "waiting" else 0)
+
+
+def test_headway_of_preprocessing_does_not_hide_a_hung_step(run: Callable[..., Event]) -> None:
+    ticks = iter(range(10_000))
+    with pytest.raises(TrainingError, match="got none while rank 0 was starting"):
+        run("wait", "wait", hang_seconds=1, headway=lambda: next(ticks))
 
 
 def test_ranks_that_cannot_start_leave_nothing(run: Callable[..., Event], tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The loop against a plain one: same losses, same weights, and the same again after any interruption."""
 
+import itertools
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,11 +17,12 @@ import torch.nn.functional as F
 from sklearn.metrics import log_loss
 
 from pipeline import checkpoint
-from pipeline.batch import Batch, Position, Times
+from pipeline.batch import Batch, Position, Times, sparse_tensor
 from pipeline.errors import TrainingError
 from pipeline.preprocessing.client import Client
 from pipeline.training import trainer as trainer_module
 from pipeline.training.trainer import Progress, Sums, Trainer
+from pipeline.transforms.column import Column
 
 Maker = Callable[..., tuple[Trainer, list[dict[str, Any]]]]
 STEPS = 14
@@ -177,9 +180,10 @@ def cut_after(client: Client, batches: int) -> Callable[[Position], Iterator[Bat
         ({"dense_optimizer": "adagrad", "sharding": "row_wise"}, (9,)),
         ({"dense_optimizer": "sgd"}, (23,)),
         ({"dropout": 0.3}, (9,)),
+        ({"checkpoint_async": False}, (9,)),
         ({"average_from_step": 3, "average_every_steps": 2, "sharding": "row_wise"}, (9, 23)),
     ],
-    ids=["adam", "adagrad", "sgd", "dropout", "average"],
+    ids=["adam", "adagrad", "sgd", "dropout", "synchronous", "average"],
 )
 def test_cut_anywhere_and_resumed_gives_the_same_bits(
     make_trainer: Maker, train_client: Client, tmp_path: Path, settings: dict[str, Any], stops: tuple[int, ...]
@@ -262,6 +266,95 @@ def test_checkpoints_come_as_asked_and_few_are_kept(make_trainer: Maker, tmp_pat
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("stop", [9, 23])
+def test_checkpoints_by_the_clock_change_nothing(
+    make_trainer: Maker, train_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    """Every look at the clock finds a second more; a training that was cut goes on from where the clock had saved it."""
+    plain, _ = make_trainer(epochs=2, checkpoint_every_steps=None)
+    plain.train()
+    (tmp_path / "checkpoints").rename(tmp_path / "plain")
+    ticks = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(ticks), perf_counter=time.perf_counter)
+    monkeypatch.setattr(checkpoint, "time", clock)
+    settings: dict[str, Any] = {"epochs": 2, "checkpoint_every_steps": None, "checkpoint_every_seconds": 6}
+    first, events = make_trainer(None, cut_after(train_client, stop), **settings)
+    with pytest.raises(Cut):
+        first.train()
+    saved = [event["step"] for event in events if event["event"] == "saved"]
+    assert saved == [step for step in (6, 12, 18) if step <= stop]
+    second, events = make_trainer(**settings)
+    second.train()
+    assert events[0]["event"] == "resumed"
+    assert events[0]["step"] == saved[-1]
+    assert same(weights_of(second), weights_of(plain))
+
+
+def test_the_metrics_say_how_long_training_stood_still(make_trainer: Maker) -> None:
+    trainer, events = make_trainer(checkpoint_every_steps=4, checkpoint_async=False)
+    trainer.train()
+    told = {
+        event["step"]: event["metrics"]["checkpoint_blocked_seconds"]
+        for event in events
+        if "checkpoint_blocked_seconds" in event.get("metrics", {})
+    }
+    assert list(told) == [5, 9, 13]  # the steps after
+    assert 0.0 < sum(told.values()) < trainer.saver.blocked_seconds
+
+
+@pytest.mark.parametrize("values", [(math.nan,), (math.nan, math.inf)])
+def test_fault_23_a_batch_can_be_left_out(make_trainer: Maker, train_client: Client, values: tuple[float, ...]) -> None:
+    """Against a plain loop that never saw the batches."""
+    source: Any = train_client
+    for i, value in enumerate(values):
+        source = SimpleNamespace(batches=poisoned(source, 6 + i, value))
+    trainer, events = make_trainer(None, source.batches, on_nonfinite="skip", dense_optimizer="adam")
+    loop = PlainLoop(weights_of(trainer), table_rate=0.1, make_optimizer=torch.optim.Adam)
+    progress = trainer.train()
+    for batch in train_client.batches():
+        if not 7 <= batch.position.batches < 7 + len(values):
+            loop.step(batch)
+    for name, value in weights_of(trainer).items():
+        torch.testing.assert_close(value, loop.weights[name].detach(), atol=1e-4, rtol=0.0)
+    assert (progress.steps, progress.rows, progress.skipped_batches) == (STEPS, 2081, len(values))
+    assert progress.first_sight.rows == 2081 - 160 * len(values)
+    metrics = [event["metrics"] for event in events if event["event"] == "metrics"]
+    assert metrics[-1]["skipped_batches"] == len(values)
+
+
+def test_fault_23_leaving_batches_out_changes_nothing_else(make_trainer: Maker, tmp_path: Path) -> None:
+    weights = []
+    for policy in ("stop", "skip"):
+        trainer, _ = make_trainer(on_nonfinite=policy)
+        trainer.train()
+        weights.append(weights_of(trainer))
+        (tmp_path / "checkpoints").rename(tmp_path / policy)
+    assert same(*weights)
+
+
+def test_fault_23_ten_batches_in_a_row_end_training(make_trainer: Maker) -> None:
+    trainer, _ = make_trainer(
+        None, lambda position: forever(math.nan), on_nonfinite="skip", checkpoint_every_steps=None
+    )
+    with pytest.raises(TrainingError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "loss at step 10: expected a finite number, got none in 10 batches in a row. "
+        "Lower the learning rates; the last good checkpoint is kept."
+    )
+
+
+def forever(value: float) -> Iterator[Batch]:
+    """Batches of one row whose dense numbers are all this one."""
+    names = ["cat_user", "list_items"]
+    column = Column(np.array([1]), np.array([0, 1]))
+    for number in itertools.count(1):
+        yield Batch(
+            dense=torch.full((1, 3), value), sparse=sparse_tensor(names, (column, column)), labels=torch.ones(1),
+            weights=torch.ones(1), position=Position(batches=number), global_rows=1,
+        )  # fmt: skip
+
+
 def test_no_checkpoint_before_the_end(make_trainer: Maker, tmp_path: Path) -> None:
     trainer, _ = make_trainer(checkpoint_every_steps=None)
     trainer.train()
@@ -291,7 +384,9 @@ def poisoned(client: Client, step: int, value: float) -> Callable[[Position], It
     return stream
 
 
-def test_a_loss_that_is_no_number_ends_training(make_trainer: Maker, train_client: Client, tmp_path: Path) -> None:
+def test_fault_23_a_loss_that_is_no_number_ends_training(
+    make_trainer: Maker, train_client: Client, tmp_path: Path
+) -> None:
     trainer, _ = make_trainer(None, poisoned(train_client, 6, math.nan), log_every_steps=5)
     with pytest.raises(TrainingError) as caught:
         trainer.train()
@@ -301,9 +396,14 @@ def test_a_loss_that_is_no_number_ends_training(make_trainer: Maker, train_clien
     assert finite_checkpoint(tmp_path / "checkpoints") == 4
 
 
+@pytest.mark.parametrize("policy", ["stop", "skip"])
 @pytest.mark.parametrize("rate", [1e30, 1e38])
-def test_exploding_rates_leave_a_finite_checkpoint_or_none(make_trainer: Maker, tmp_path: Path, rate: float) -> None:
-    trainer, _ = make_trainer(dense_optimizer="sgd", dense_learning_rate=rate, checkpoint_every_steps=1)
+def test_fault_23_exploding_rates_leave_a_finite_checkpoint_or_none(
+    make_trainer: Maker, tmp_path: Path, rate: float, policy: str
+) -> None:
+    trainer, _ = make_trainer(
+        dense_optimizer="sgd", dense_learning_rate=rate, checkpoint_every_steps=1, on_nonfinite=policy
+    )
     with pytest.raises(TrainingError, match=r"expected .*finite.* the last good checkpoint is kept"):
         trainer.train()
     finite_checkpoint(tmp_path / "checkpoints")

@@ -1,0 +1,155 @@
+"""The checkpoints of the smoke run from the command line, and flows that die."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from flows.checkpoint import checkpoint
+from flows.config import ROOT, load
+from flows.job import pinned, tracker_of
+from flows.train import train
+from pipeline.rank import weights_sha256
+
+CONFIG = "configs/smoke.yaml"
+
+
+@pytest.fixture
+def run_name(smoke) -> str:
+    return f"smoke-{smoke['identity'][:12]}-0"
+
+
+def entries(result: dict, run: str) -> list[dict]:
+    return [entry for entry in result["checkpoints"] if entry["run"] == run]
+
+
+def test_list(command, home, smoke, run_name):
+    code, result, _ = command(checkpoint, CONFIG, f"run={run_name}", home=home)
+    assert (code, result["status"], result["action"], result["damaged"]) == (0, "ok", "list", 0)
+    assert [(entry["name"], entry["step"]) for entry in result["checkpoints"]] == [
+        ("step-0000000020", 20),
+        ("best", 20),
+    ]
+    for entry in result["checkpoints"]:
+        folder = home / "runs" / run_name / "checkpoints" / entry["name"]
+        assert entry["bytes"] == sum(path.stat().st_size for path in folder.iterdir())
+        assert (entry["state"], entry["error"]) == ("verified", None)
+        assert entry["valid_ne"] == smoke["train"]["valid_ne"]
+
+
+@pytest.mark.parametrize("step", ["newest", "best", "20"])
+def test_export_is_the_registered_weights(command, home, smoke, run_name, step):
+    """Without ranks: the whole tables put together, bit for bit those that two ranks have exported."""
+    code, result, _ = command(checkpoint, CONFIG, "action=export", f"step={step}", f"run={run_name}", home=home)
+    assert (code, result["run"], result["step"]) == (0, run_name, 20)
+    assert weights_sha256(load_file(result["path"])) == smoke["train"]["weights_sha256"]
+    assert result["bytes"] == os.path.getsize(result["path"])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["action=export", "step=7"], "step '7': expected a checkpoint of 'smoke', got {run}/step-0000000020, {run}/best. Name one, or train first."),
+        (["action=mend"], "argument 'action': expected 'list', 'verify' or 'export', got 'mend'. Correct the value."),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_refused(command, home, run_name, words, sentence):
+    code, result, _ = command(checkpoint, CONFIG, *words, f"run={run_name}", home=home)
+    assert (code, result["error"]) == (1, sentence.format(run=run_name))
+
+
+def test_another_run_is_refused(command, tmp_path):
+    code, result, _ = command(checkpoint, CONFIG, "run=other", home=tmp_path)
+    assert (code, result["error"]) == (
+        1, f"run 'other': expected a run of 'smoke' in '{tmp_path}/runs', got none. Name one of them.",
+    )  # fmt: skip
+
+
+def test_fault_21_verify_names_what_is_damaged(command, home, tmp_path, run_name):
+    shutil.copytree(home / "runs" / run_name, tmp_path / "runs" / run_name)
+    assert command(checkpoint, CONFIG, "action=verify", home=tmp_path)[1]["status"] == "ok"
+    shard = tmp_path / "runs" / run_name / "checkpoints" / "step-0000000020" / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(bytes(content))
+    code, result, _ = command(checkpoint, CONFIG, "action=verify", home=tmp_path)
+    assert (code, result["status"]) == (1, "failed")
+    assert result["error"].startswith(
+        "1 of 2 checkpoints of 'smoke': expected whole ones, got checkpoint 'step-0000000020': expected sha256 "
+    )
+    assert "of __1_0.distcp" in result["error"]
+    code, result, _ = command(checkpoint, CONFIG, home=tmp_path)
+    assert (code, result["damaged"]) == (0, 1)
+    assert [entry["state"] for entry in result["checkpoints"]] == ["damaged", "verified"]
+    code, result, _ = command(checkpoint, CONFIG, "action=export", home=tmp_path)
+    assert (code, result["status"]) == (1, "failed")
+    assert not (tmp_path / "runs" / run_name / "exports" / "step-0000000020.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_fault_23_a_training_that_explodes_is_failed_and_not_registered(smoke, command, home, monkeypatch):
+    monkeypatch.setenv("DLRM_HOME", str(home))
+    words = ["training.dense_optimizer=sgd", "training.dense_learning_rate=1e30", "training.world_size=1"]
+    config = load(CONFIG, {word.split("=")[0]: word.split("=")[1] for word in words})
+    versions = len(tracker_of(config).client.search_model_versions("name = 'smoke'"))
+    code, result, log = command(train, CONFIG, *words, home=home)
+    assert (code, result["status"]) == (1, "failed")
+    assert "finite" in result["error"]
+    assert "go on from step" not in log
+    job = pinned(config, None, False)
+    run_id = (home / "runs" / job.folder.split("/")[-1] / "mlflow_run_id").read_text()
+    assert tracker_of(config).client.get_run(run_id).info.status == "FAILED"
+    assert len(tracker_of(config).client.search_model_versions("name = 'smoke'")) == versions
+
+
+def listening(processes: list[psutil.Process]) -> set[int]:
+    return {
+        connection.laddr.port
+        for process in processes
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+@pytest.mark.slow
+def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_goes_on(smoke, home, tmp_path):
+    """Ranks, workers of the service and Prefect's temporary server; their ports and shared memory go with them."""
+    shutil.copytree(home / "warehouse", tmp_path / "home" / "warehouse")
+    words = [CONFIG, "training.checkpoint_every_steps=5", "training.log_every_steps=5"]
+    (tmp_path / "temporary").mkdir()
+    environment = os.environ | {"DLRM_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "temporary")}
+    for name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
+        environment.pop(name, None)
+    segments = set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-m", "flows.train", *words]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as flow:
+        try:
+            limit = time.monotonic() + 120
+            while not list((tmp_path / "home").glob("runs/*/checkpoints/step-*")):
+                assert flow.poll() is None
+                assert time.monotonic() < limit
+                time.sleep(0.05)
+            family = psutil.Process(flow.pid).children(recursive=True)
+            ports = listening(family)
+        finally:
+            flow.send_signal(signal.SIGKILL)
+    assert len([process for process in family if process.is_running()]) >= 0
+    assert any(ports)
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive, [process.cmdline() for process in alive]
+    assert set(os.listdir("/dev/shm")) <= segments
+    assert not list((tmp_path / "temporary").glob("dlrm-*"))
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert (done.returncode, result["status"]) == (0, "ok"), done.stderr
+    assert result["train"]["weights_sha256"] == smoke["train"]["weights_sha256"]
+    assert "resumed at step" in done.stderr
