@@ -6,9 +6,11 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -24,6 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from flows.config import RunConfig, home_path, load, parse_yaml
 from pipeline.errors import ConfigError, ContractError
+from pipeline.lifetime import die_with_parent
 
 USAGE = "Usage: python -m flows.{name} CONFIG.yaml [key=value ...] [--debug]"
 Result = dict[str, Any]
@@ -144,9 +147,13 @@ def start_server() -> None:
     from prefect.server.api.server import SubprocessASGIServer
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits what is blocked
+    start: Any = subprocess.Popen
+    bound = partial(start, preexec_fn=partial(die_with_parent, os.getpid()))  # Prefect would leave it behind
     try:
+        subprocess.Popen = bound  # type: ignore[misc,assignment]
         SubprocessASGIServer().start()
     finally:
+        subprocess.Popen = start  # type: ignore[misc]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

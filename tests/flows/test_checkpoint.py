@@ -73,7 +73,7 @@ def test_another_run_is_refused(command, tmp_path):
 
 
 def test_fault_21_verify_names_what_is_damaged(command, home, tmp_path, run_name):
-    shutil.copytree(home / "runs" / run_name, tmp_path / "runs" / run_name)
+    shutil.copytree(home / "runs" / run_name, tmp_path / "runs" / run_name, ignore=shutil.ignore_patterns("exports"))
     assert command(checkpoint, CONFIG, "action=verify", home=tmp_path)[1]["status"] == "ok"
     shard = tmp_path / "runs" / run_name / "checkpoints" / "step-0000000020" / "__1_0.distcp"
     content = bytearray(shard.read_bytes())
@@ -142,7 +142,6 @@ def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_goes_on(smoke, hom
             ports = listening(family)
         finally:
             flow.send_signal(signal.SIGKILL)
-    assert len([process for process in family if process.is_running()]) >= 0
     assert any(ports)
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive, [process.cmdline() for process in alive]
