@@ -21,7 +21,7 @@ from pipeline.evaluation import plots
 from pipeline.rank import RankSpec, placed, table_uses
 from pipeline.registration.tracking import Tracker
 from pipeline.training.config import TrainConfig
-from pipeline.training.launch import Event, run_ranks
+from pipeline.training.launch import Event, Limits, run_ranks
 from pipeline.training.sharding import COLUMN_KINDS, Placement, describe, per_rank
 
 TOLERANCE = 1e-4
@@ -213,7 +213,7 @@ def trained(spec: RankSpec, candidate: Candidate, show: Any) -> tuple[dict[str, 
     result = run_ranks(
         "pipeline.rank",
         spec.model_copy(update={"training": training, "placement": candidate.placement, "folder": str(folder)}),
-        folder, candidate.world_size, training.threads_per_rank, training.deadline_seconds, handle, ROOT,
+        folder, candidate.world_size, training.threads_per_rank, Limits(training.deadline_seconds), handle, ROOT,
     )  # fmt: skip
     weights = load_file(folder / "weights.safetensors")
     shutil.rmtree(folder)

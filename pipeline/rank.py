@@ -176,7 +176,9 @@ def _local_bytes(tensor: Any) -> int:
 def identity_of(spec: RankSpec) -> dict[str, str]:
     """What a checkpoint of this training belongs to: its transforms, its model and its optimizers."""
     settings = {f"model.{key}": value for key, value in spec.model.model_dump(mode="json").items()}
-    optimizers = spec.training.model_dump(mode="json", include={"dense_optimizer", "table_optimizer"})
+    optimizers = spec.training.model_dump(
+        mode="json", include={"dense_optimizer", "table_optimizer", "table_precision"}
+    )
     settings |= {f"training.{key}": value for key, value in optimizers.items()}
     return {key: str(value) for key, value in settings.items()} | {"preprocessing plan": spec.train.plan.hash}
 

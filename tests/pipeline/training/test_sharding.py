@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from models.dlrm import DLRM
-from pipeline.training.launch import run_ranks
+from pipeline.training.launch import Limits, run_ranks
 from pipeline.training.optim import INIT_BLOCK_ROWS, _block
 from tests.pipeline.training.placements import BAGS, DENSE, MODEL, SEED, Cases, batches, trained, training
 
@@ -70,7 +70,7 @@ def by_ranks(world_size: int, folder: Path) -> Result:
         folder,
         world_size,
         1,
-        250,
+        Limits(deadline_seconds=250),
         print,
         ROOT,
     )
