@@ -35,7 +35,7 @@ from pipeline.preprocessing.master import WORKERS_FILE
 from pipeline.preprocessing.service import Service
 from pipeline.rank import RankSpec
 from pipeline.training.config import TrainConfig
-from pipeline.training.launch import run_ranks
+from pipeline.training.launch import Limits, run_ranks
 
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "numba", "numpy")
 BY_HAND = ("torchrec_base", "torchrec_sparse_dist")
@@ -176,7 +176,7 @@ def _trained(table: WideTable, files: bool) -> dict[str, float]:
 
 
 def _ranks(module: str, spec: RankSpec, folder: Path) -> dict[str, float]:
-    return run_ranks(module, spec, folder, 1, 1, None, lambda event: None, ROOT)
+    return run_ranks(module, spec, folder, 1, 1, Limits(), lambda event: None, ROOT)
 
 
 def as_text(figures: dict[str, Any]) -> str:
