@@ -86,7 +86,7 @@ def test_mlflow_holds_the_run(smoke, at_home):
     jsons = {f"{name}.json" for name in ("config", "plan", "preprocessing", "report", "result", "sharding_plan")}
     assert jsons | {"plots"} <= names
     plots = {item.path for item in tracker.client.list_artifacts(smoke["mlflow_run_id"], "plots")}
-    named = ("calibration", "learning_curve", "roc", "slices", "stall_timeline")
+    named = ("calibration", "learning_curve", "placement", "roc", "slices", "stall_timeline")
     assert plots == {f"plots/{name}.png" for name in named}
 
 
