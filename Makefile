@@ -19,7 +19,7 @@ export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export RAY_USAGE_STATS_ENABLED = 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint check ui worker deploy doctor lock clean
+.PHONY: help setup demo test test-slow test-gpu lint check ui worker deploy doctor lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | column -t -s@
@@ -55,6 +55,9 @@ test: setup  ## the tests
 
 test-slow: setup  ## the long tests: servers, kills, whole runs
 	@$(RUN) -m pytest -m 'slow and not gpu' --timeout=900
+
+test-gpu: setup  ## the tests that need CUDA devices
+	@$(RUN) -m pytest -m gpu --timeout=900
 
 lint: setup  ## ruff and mypy
 	@$(RUN) -m ruff check .

@@ -85,6 +85,16 @@ class DLRM(nn.Module):
         return logits_B1.squeeze(1)
 
 
+def module_name(table: str) -> str:
+    """The table's name where it names a module: PyTorch keeps some, such as `items` and `type`, to itself.
+
+    Example:
+        >>> module_name("user"), module_name("type")
+        ('user', 'type_')
+    """
+    return f"{table}_" if hasattr(nn.ModuleDict(), table) else table
+
+
 def tables_of(
     config: DLRMConfig, bags: Sequence[Bag], table_type: DataType = DataType.FP32
 ) -> list[EmbeddingBagConfig]:
@@ -101,7 +111,7 @@ def tables_of(
             raise ValueError(f"table '{name}': its features {[m.name for m in members]} must agree in size and pooling")
     return [
         EmbeddingBagConfig(
-            name=name,
+            name=module_name(name),
             num_embeddings=members[0].rows,
             embedding_dim=config.embedding_width,
             data_type=table_type,

@@ -471,12 +471,13 @@ def full_state(tensors: dict[str, Any]) -> dict[str, torch.Tensor] | None:
     first = dist.get_rank() == 0
     for name, tensor in tensors.items():
         if hasattr(tensor, "local_shards"):
-            out = torch.empty(tuple(tensor.size()), dtype=tensor.dtype) if first else None
+            where = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            out = torch.empty(tuple(tensor.size()), dtype=tensor.dtype, device=where) if first else None
             tensor.gather(dst=0, out=out)
         else:
             out = tensor.detach().cpu().clone()
         if first and out is not None:
-            whole[name] = out
+            whole[name] = out.cpu()
     return whole if first else None
 
 

@@ -87,3 +87,11 @@ def test_features_of_one_table_must_agree(other: Bag) -> None:
 def test_one_vector_has_no_pair() -> None:
     with pytest.raises(ValueError, match="at least 2 vectors, got 1"):
         DLRM(DLRMConfig(interaction="dot"), 0, BAGS[:1])
+
+
+def test_features_may_be_called_like_methods_of_modules() -> None:
+    bags = [Bag(name, name, 5, "sum") for name in ("type", "items", "training", "user")]
+    model = DLRM(DLRMConfig(embedding_width=4, bottom_mlp=(), top_mlp=()), 0, bags)
+    sparse = KeyedJaggedTensor([bag.name for bag in bags], torch.arange(4), lengths=torch.ones(4, dtype=torch.int32))
+    assert model(torch.empty(1, 0), sparse).shape == (1,)
+    assert "embeddings.embedding_bags.type_.weight" in model.state_dict()

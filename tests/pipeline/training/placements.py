@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -41,13 +41,14 @@ class Cases(BaseModel):
     """What the ranks are told: a name for each setting of TrainConfig."""
 
     world_size: int
+    device: Literal["cpu", "cuda"] = "cpu"
     cases: dict[str, dict[str, Any]]
 
 
-def training(world_size: int, **settings: Any) -> TrainConfig:
+def training(world_size: int, device: str = "cpu", **settings: Any) -> TrainConfig:
     base = {
         "world_size": world_size,
-        "device": "cpu",
+        "device": device,
         "batch_rows": ROWS,
         "table_learning_rate": 0.1,
         "dense_learning_rate": 0.02,
@@ -89,10 +90,10 @@ def trained(config: TrainConfig, device: torch.device) -> tuple[list[float], dic
 def main(path: str) -> None:
     """Trains every case and writes losses and weights beside the spec."""
     spec, folder, rank = Cases.model_validate_json(Path(path).read_text()), Path(path).parent, int(os.environ["RANK"])
-    device = start_group(training(spec.world_size), rank)
+    device = start_group(training(spec.world_size, spec.device), rank)
     losses = {}
     for name, settings in spec.cases.items():
-        losses[name], weights = trained(training(spec.world_size, **settings), device)
+        losses[name], weights = trained(training(spec.world_size, spec.device, **settings), device)
         if weights is not None:
             save_file(weights, folder / f"{name}.safetensors")
     if rank == 0:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -63,10 +63,18 @@ ROUGH_TOLERANCE = 2e-3
 Result = tuple[dict[str, list[float]], dict[str, dict[str, torch.Tensor]]]
 
 
-def by_ranks(world_size: int, folder: Path) -> Result:
+ON_CUDA = {
+    f"{kind}_{memory}": {"sharding": kind, "table_memory": memory}
+    for kind in ("table_wise", "row_wise")
+    for memory in ("uvm", "uvm_caching")
+}
+
+
+def by_ranks(world_size: int, folder: Path, device: Literal["cpu", "cuda"] = "cpu") -> Result:
+    cases = CASES | ROUGHER | (ON_CUDA if device == "cuda" else {})
     run_ranks(
         "tests.pipeline.training.placements",
-        Cases(world_size=world_size, cases=CASES | ROUGHER),
+        Cases(world_size=world_size, device=device, cases=cases),
         folder,
         world_size,
         1,
@@ -74,7 +82,7 @@ def by_ranks(world_size: int, folder: Path) -> Result:
         print,
         ROOT,
     )
-    weights = {name: load_file(folder / f"{name}.safetensors") for name in CASES | ROUGHER}
+    weights = {name: load_file(folder / f"{name}.safetensors") for name in cases}
     return json.loads((folder / "losses.json").read_text()), weights
 
 
@@ -95,6 +103,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return by_ranks(4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture(scope="module")
+def cuda(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """All cases on as many CUDA devices as there are, up to two."""
+    return by_ranks(min(torch.cuda.device_count(), 2), tmp_path_factory.mktemp("cuda"), "cuda")
 
 
 def reference(optimizer: str) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -138,7 +152,7 @@ def unsharded() -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
 
 
 def check(found: Result, case: str, unsharded: dict[str, Any]) -> None:
-    losses, weights = unsharded[CASES[case].get("table_optimizer", "rowwise_adagrad")]
+    losses, weights = unsharded[(CASES | ON_CUDA)[case].get("table_optimizer", "rowwise_adagrad")]
     assert found[0][case] == pytest.approx(losses, abs=LOSS_TOLERANCE)
     assert found[1][case].keys() == weights.keys()
     for name, value in weights.items():
@@ -174,3 +188,9 @@ def test_rougher_communication_costs_little(two: Result, case: str) -> None:
     exact, rough = two[0][ROUGHER[case]["sharding"]], two[0][case]
     assert rough != exact
     assert rough == pytest.approx(exact, abs=ROUGH_TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES | ON_CUDA)
+def test_cuda_trains_like_plain_pytorch(cuda: Result, unsharded: dict[str, Any], case: str) -> None:
+    check(cuda, case, unsharded)
