@@ -169,8 +169,7 @@ def figures_by_rank(trainer: Trainer, device: torch.device) -> dict[str, list[fl
 
 
 def _local_bytes(tensor: Any) -> int:
-    parts = [shard.tensor for shard in tensor.local_shards()] if hasattr(tensor, "local_shards") else [tensor]
-    return sum(part.numel() * part.element_size() for part in parts)
+    return sum(part.numel() * part.element_size() for part in checkpoint.local_parts(tensor))
 
 
 def identity_of(spec: RankSpec) -> dict[str, str]:

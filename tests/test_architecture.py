@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {"flows": {"flows", "pipeline", "storage", "models"}, "pipeline": {"pipeline", "storage", "models"}, "storage": {"storage"}, "models": {"models"}}  # fmt: skip
-GROUND = {"errors", "schema", "selection", "batch", "checkpoint", "lifetime", "transforms"}
+GROUND = {"errors", "schema", "selection", "batch", "checkpoint", "saver", "lifetime", "transforms"}
 """Modules of pipeline/ that all stages may import; none of them imports a stage."""
 STAGES = {"extraction", "preprocessing", "training", "evaluation", "registration"}
 COMPOSITION_ROOT = "rank"

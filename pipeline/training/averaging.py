@@ -8,6 +8,8 @@ import torch
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from pipeline.checkpoint import local_parts
+
 
 class WeightAverage:
     """Mean of all weights, dense and tables, each rank's shards by themselves.
@@ -48,11 +50,7 @@ class WeightAverage:
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for name, tensor in self.weights.items():
-            yield from zip(_local(self.means[name]), _local(tensor), strict=True)
-
-
-def _local(tensor: Any) -> list[torch.Tensor]:
-    return [shard.tensor for shard in tensor.local_shards()] if hasattr(tensor, "local_shards") else [tensor.detach()]
+            yield from zip(local_parts(self.means[name]), local_parts(tensor), strict=True)
 
 
 def _zeros_like(tensor: Any) -> Any:

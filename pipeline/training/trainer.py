@@ -19,8 +19,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline import checkpoint
 from pipeline.batch import Batch, Position, Times
-from pipeline.checkpoint import BEST, LOWER, Identity, Saver
+from pipeline.checkpoint import BEST, LOWER, Identity
 from pipeline.errors import TrainingError
+from pipeline.saver import Saver
 from pipeline.training.averaging import WeightAverage
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import (

@@ -14,8 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from pipeline import checkpoint
-from pipeline.checkpoint import CheckpointError, Saver
+from pipeline.checkpoint import CheckpointError
 from pipeline.errors import TrainingError
+from pipeline.saver import Saver
 from storage.artifacts import sha256
 
 pytestmark = pytest.mark.usefixtures("device")

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.metrics import log_loss
 
-from pipeline import checkpoint
+from pipeline import checkpoint, saver
 from pipeline.batch import Batch, Position, Times, sparse_tensor
 from pipeline.errors import TrainingError
 from pipeline.preprocessing.client import Client
@@ -276,7 +276,7 @@ def test_checkpoints_by_the_clock_change_nothing(
     (tmp_path / "checkpoints").rename(tmp_path / "plain")
     ticks = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(ticks), perf_counter=time.perf_counter)
-    monkeypatch.setattr(checkpoint, "time", clock)
+    monkeypatch.setattr(saver, "time", clock)
     settings: dict[str, Any] = {"epochs": 2, "checkpoint_every_steps": None, "checkpoint_every_seconds": 6}
     first, events = make_trainer(None, cut_after(train_client, stop), **settings)
     with pytest.raises(Cut):
