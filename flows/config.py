@@ -7,10 +7,10 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Self, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, NonNegativeInt, ValidationError
+from pydantic import AfterValidator, BaseModel, NonNegativeInt, ValidationError, model_validator
 
 from models.config import DLRMConfig
 from pipeline.errors import ConfigError
@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 EXECUTION_KEYS = {
     "training": {
+        "launcher",
         "device",
         "threads_per_rank",
         "log_every_steps",
@@ -79,6 +80,17 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     training: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     registration: RegistrationConfig = RegistrationConfig()
+
+    @model_validator(mode="after")
+    def _rows_reach_the_ranks(self) -> Self:
+        executor, address = self.preprocessing.executor, self.preprocessing.ray_address
+        if self.training.launcher == "ray" and (executor == "ray" or (executor == "process" and address is not None)):
+            expected = "inline: ranks of other machines cannot reach the preprocessing service"
+            if address is None:
+                expected = "process or inline: the ranks are all on this machine"
+            where = "preprocessing.executor with training.launcher=ray"
+            raise ConfigError(where, expected, executor, "Set preprocessing.executor.")
+        return self
 
     @property
     def home_path(self) -> Path:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from pipeline.registration.scorer import BATCH_ROWS as SCORING_ROWS
 from pipeline.registration.scorer import LoadedModel
 from pipeline.registration.tracking import RESULT, Tracker
 from pipeline.training.launch import Event, Limits, run_ranks
+from pipeline.training.ray_launch import run_ranks_on_ray
 from storage.artifacts import write_text
 
 CURVES = ("train_ne_window", "train_ne_progressive", "valid_ne")
@@ -123,7 +125,10 @@ def train(config: RunConfig, job: TrainingJob, run_id: str) -> Trained:
         limits = Limits(training.deadline_seconds, training.hang_seconds, training.restart_limit)
         if service is not None:
             limits = replace(limits, headway=service.totals.headway)
-        summary = run_ranks(
+        launch = run_ranks
+        if training.launcher == "ray":
+            launch = partial(run_ranks_on_ray, address=config.preprocessing.ray_address)
+        summary = launch(
             "pipeline.rank",
             spec if service is None else spec.model_copy(update={"service": service.address}),
             Path(job.folder),

@@ -25,13 +25,13 @@ from torchrec.modules.embedding_configs import DataType
 
 from models.config import DLRMConfig
 from models.dlrm import DLRM, Bag
-from pipeline import checkpoint
 from pipeline.batch import Batch
 from pipeline.errors import ContractError
 from pipeline.lifetime import die_with_parent
 from pipeline.preprocessing.client import Client, Connection, Inline, Source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.worker import DataSpec, Worker
+from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
 from pipeline.training.model import sharded
 from pipeline.training.optim import TABLES
@@ -84,9 +84,24 @@ def main(path: str) -> None:
         raise
 
 
-def train(spec: RankSpec, rank: int, device: torch.device) -> None:
+def join(text: str, emit: Callable[[dict[str, Any]], None]) -> None:
+    """Trains as one rank of a group that stands already.
+
+    Args:
+        text: The spec as JSON.
+        emit: Takes the events.
+    """
+    spec = RankSpec.model_validate_json(text)
+    logging.disable(logging.WARNING)
+    rank = dist.get_rank()
+    train(spec, rank, start_group(spec.training, rank), emit)
+
+
+def train(
+    spec: RankSpec, rank: int, device: torch.device, emit: Callable[[dict[str, Any]], None] | None = None
+) -> None:
     """Builds everything, trains, exports."""
-    emit = event_writer()
+    emit = emit or event_writer()
     pulse = Pulse(emit)
     world_size = dist.get_world_size()
     model, plan_rows = build_model(spec, world_size, device)
@@ -103,7 +118,8 @@ def train(spec: RankSpec, rank: int, device: torch.device) -> None:
             return evaluate_sums(model, pulse.over(judge(), "validating"), device, spec.training)
 
     folder = Path(spec.folder)
-    trainer = Trainer(
+    kind = Trainer if spec.training.sync == "synchronous" else AsyncTrainer
+    trainer = kind(
         model,
         spec.training,
         lambda position: pulse.over(reader.batches(position), "training"),
@@ -120,7 +136,7 @@ def train(spec: RankSpec, rank: int, device: torch.device) -> None:
     pulse.says("exporting")
     by_rank = figures_by_rank(trainer, device)
     probe = probabilities(spec, model, rank, device)
-    weights = checkpoint.full_state(model.state_dict())
+    weights = trainer.exported()
     if weights is None:
         return
     weights = {name: tensor.float() for name, tensor in weights.items()}
@@ -189,7 +205,8 @@ def build_model(
     torch.manual_seed(spec.seed)
     training = spec.training.model_copy(update={"world_size": world_size})
     model, placement = sharded(unsharded(spec), training, device, spec.seed, spec.model.embedding_init, spec.placement)
-    return model, describe(placement)
+    kind = {} if training.sync == "synchronous" else {"sharding": "shared"}
+    return model, [row | kind for row in describe(placement)]
 
 
 def unsharded(spec: RankSpec) -> DLRM:
@@ -205,7 +222,7 @@ def placed(spec: RankSpec, uses: Mapping[str, TableUse]) -> RankSpec:
         ContractError: If the tables cannot be placed as the config asks.
     """
     device = "cuda" if takes_cuda(spec.training) else "cpu"
-    return spec.model_copy(update={"placement": place(unsharded(spec), spec.training, device, uses)})
+    return spec.model_copy(update={"placement": place(unsharded(spec), spec.training.for_placement, device, uses)})
 
 
 def table_uses(spec: RankSpec) -> dict[str, TableUse]:
@@ -268,21 +285,24 @@ def weights_sha256(weights: dict[str, torch.Tensor]) -> str:
 
 def takes_cuda(config: TrainConfig) -> bool:
     """Whether ranks run on CUDA devices, one each."""
-    return config.device == "cuda" or (config.device == "auto" and torch.cuda.device_count() >= config.world_size)
+    fitting = config.sync == "synchronous" and config.launcher == "processes"
+    enough = fitting and torch.cuda.device_count() >= config.world_size
+    return config.device == "cuda" or (config.device == "auto" and enough)
 
 
 def start_group(config: TrainConfig, rank: int) -> torch.device:
-    """Joins the group: nccl where every rank has a CUDA device, else gloo."""
+    """Joins the group, unless it stands already: nccl where every rank has a CUDA device, else gloo."""
     cuda = takes_cuda(config)
     device = torch.device(f"cuda:{rank}") if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.use_deterministic_algorithms(True, warn_only=True)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", init_method=f"file://{os.environ['DLRM_MEETING']}", rank=rank,
-        world_size=config.world_size, timeout=datetime.timedelta(minutes=30),
-    )  # fmt: skip
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", init_method=f"file://{os.environ['DLRM_MEETING']}", rank=rank,
+            world_size=config.world_size, timeout=datetime.timedelta(minutes=30),
+        )  # fmt: skip
     return device
 
 

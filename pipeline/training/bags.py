@@ -27,15 +27,18 @@ NOTHING = np.empty(0, np.float32)
 
 
 @contextmanager
-def table_kernel(config: TrainConfig, device: torch.device) -> Iterator[None]:
+def table_kernel(config: TrainConfig, device: torch.device, ours: "type[NumbaBags] | None" = None) -> Iterator[None]:
     """Tables that TorchRec shards inside get the kernel of the config.
 
     TorchRec has no place to name another than FBGEMM's, so the class is exchanged while it builds its modules.
+
+    Args:
+        ours: In place of `NumbaBags`.
     """
     if fbgemm_updates(config, device.type):
         yield
         return
-    with mock.patch.object(batched_embedding_kernel, SplitTableBatchedEmbeddingBagsCodegen.__name__, NumbaBags):
+    with mock.patch.object(batched_embedding_kernel, SplitTableBatchedEmbeddingBagsCodegen.__name__, ours or NumbaBags):
         yield
 
 

@@ -14,6 +14,9 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
 
     world_size: PositiveInt = 2
     """Ranks: one process each."""
+    launcher: Literal["processes", "ray"] = "processes"
+    """What starts the ranks: processes of this machine; ray: workers of Ray Train, on CPUs of the cluster at
+    `preprocessing.ray_address`, or of one on this machine where there is none."""
     sharding: Sharding = "auto"
     """Placement of the embedding tables: auto (TorchRec's planner chooses), one kind for all, or rules; the first that
     names a table counts, and auto places those that none names."""
@@ -25,8 +28,15 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     on the device. The last two need CUDA."""
     memory_per_rank_bytes: PositiveInt | None = None
     """Memory that a plan may count on for each rank; None: the device's, on CPU an equal share of the machine's."""
-    sync: Literal["synchronous"] = "synchronous"
-    """How ranks keep the dense part alike: averaged gradients at every step."""
+    sync: Literal["synchronous", "easgd", "hogwild"] = "synchronous"
+    """How ranks keep the dense part alike. synchronous: averaged gradients at every step, one update a batch. The rest
+    are baselines for CPUs of one machine whose ranks do not wait for one another: each makes an update of its share of
+    the batch, on tables that all share; hogwild: on dense weights that all share, too; easgd: on its own, tied to a
+    centre. They stand still while a checkpoint is written."""
+    easgd_period_steps: PositiveInt = 10
+    """Steps between two meetings of a rank's dense weights with the centre."""
+    easgd_rate: float | None = Field(default=None, gt=0.0, le=1.0)
+    """How far both move towards each other, as a share of their difference; None: 0.9 / world_size."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one for every rank, else CPU."""
     threads_per_rank: PositiveInt | None = None
@@ -113,6 +123,13 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
             raise ConfigError(
                 "training.embedding_kernel", "fbgemm or auto, for fp16 tables and for CUDA", "numba", "Correct it."
             )
+        if self.launcher == "ray" and self.device == "cuda":
+            raise ConfigError(
+                "training.device with launcher=ray", "auto or cpu: its ranks have no CUDA devices", "cuda",
+                "Take launcher=processes.",
+            )  # fmt: skip
+        if self.sync != "synchronous":
+            self._require_shareable()
         cut = sorted(asked_kinds(self.sharding) & COLUMN_KINDS)
         if cut and self.table_optimizer == "rowwise_adagrad":
             raise ConfigError(
@@ -124,3 +141,43 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
             needed = f"at least world_size={self.world_size}, one row a rank"
             raise ConfigError("training.batch_rows", needed, f"{self.batch_rows}", "Raise it.")
         return self
+
+    def _require_shareable(self) -> None:
+        """Refuses what does not go with ranks that share their tables and do not wait for one another."""
+        alone, remedy = f"with sync={self.sync}", "Change it, or take sync=synchronous."
+        rules = {
+            "launcher": (self.launcher == "processes", "processes: tables are shared in one machine's memory"),
+            "device": (self.device != "cuda", "auto or cpu: tables are shared in the machine's memory"),
+            "sharding": (
+                self.sharding in ("auto", "table_wise"),
+                "auto or table_wise: ranks have all tables whole",
+            ),
+            "embedding_kernel": (
+                self.embedding_kernel != "fbgemm",
+                "auto or numba: FBGEMM's shares nothing",
+            ),
+            "table_precision": (self.table_precision == "fp32", "fp32: our kernel has no other"),
+            "vector_communication": (self.vector_communication == "fp32", "fp32: no vectors are sent"),
+            "gradient_communication": (self.gradient_communication == "fp32", "fp32: no gradients are sent"),
+            "on_nonfinite": (self.on_nonfinite == "stop", "stop: ranks do not meet to agree on a batch to leave out"),
+            "checkpoint_every_seconds": (self.checkpoint_every_seconds is None, "none: ranks meet by steps"),
+            "average_from_step": (self.average_from_step is None, "none: weights are never at one step"),
+        }
+        for key, (fits, expected) in rules.items():
+            if not fits:
+                raise ConfigError(f"training.{key} {alone}", expected, f"{getattr(self, key)}", remedy)
+
+    @property
+    def for_placement(self) -> "TrainConfig":
+        """What decides where tables lie: without lock-step each rank has them all, as if it were alone."""
+        alone = {"world_size": 1, "sharding": "table_wise", "batch_rows": self.batch_rows // self.world_size}
+        return self if self.sync == "synchronous" else self.model_copy(update=alone)
+
+    @property
+    def moving_rate(self) -> float:
+        """The moving rate of EASGD, by default as its authors set it.
+
+        Source:
+            Zhang, Choromanska, LeCun 2015, arXiv:1412.6651, section 5: beta = 0.9, shared out among the workers.
+        """
+        return self.easgd_rate or 0.9 / self.world_size

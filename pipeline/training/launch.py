@@ -54,6 +54,7 @@ def run_ranks(
     limits: Limits,
     on_event: Callable[[Event], None],
     root: Path,
+    kind: "type[Group] | None" = None,
 ) -> Event:
     """Runs `python -m module SPEC` once per rank and returns the event named `result`, with `restarts` added.
 
@@ -66,6 +67,7 @@ def run_ranks(
         folder: Logs of the ranks and the spec are kept here; no other group works in it.
         on_event: Called with each event as it comes, and with `restart` before ranks are started again.
         root: Working directory of the ranks.
+        kind: Another way of starting ranks than as processes of this machine.
     Raises:
         ContractError: What a rank raised, as it raised it; it would raise it again.
         TrainingError: If ranks were lost more often than they may be, or the deadline passed.
@@ -77,7 +79,7 @@ def run_ranks(
     deadline = None if limits.deadline_seconds is None else time.monotonic() + limits.deadline_seconds
     attempt = restarts = saved = began = 0
     while True:
-        group = _Group(folder, limits, deadline, on_event, saved)
+        group = (kind or Group)(folder, limits, deadline, on_event, saved)
         try:
             result = group.run(module, world_size, threads, attempt, root)
         except RankLostError as lost:
@@ -100,7 +102,7 @@ def run_ranks(
 
 
 @dataclass
-class _Group:
+class Group:
     """Ranks from their start to their end."""
 
     folder: Path

@@ -3,10 +3,12 @@
 import copy
 
 import torch
+import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 
 from models.dlrm import DLRM
-from pipeline.training.bags import table_kernel
+from pipeline.training.asynchronous import SharedBags
+from pipeline.training.bags import NumbaBags, table_kernel
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import fuse_table_optimizer, init_tables
 from pipeline.training.planner import place
@@ -28,10 +30,14 @@ def sharded(
         half_width: Initial numbers of tables lie in [-this, this]; None: 1 / sqrt(rows of the table).
         placement: None places without knowing how tables are used.
     """
-    placement = placement or place(copy.deepcopy(model), config, device.type)  # it leaves marks on what it is given
+    placement = placement or place(
+        copy.deepcopy(model), config.for_placement, device.type
+    )  # it leaves marks on what it is given
     fuse_table_optimizer(model, config, sharding_plan(placement, device))
-    with table_kernel(config, device):
-        whole = shard(model, placement, device, config.vector_communication, config.gradient_communication)
+    lockstep = config.sync == "synchronous"
+    group = None if lockstep else dist.new_subgroups(1)[0]  # each rank has all tables, in memory that all share
+    with table_kernel(config, device, NumbaBags if lockstep else SharedBags):
+        whole = shard(model, placement, device, config.vector_communication, config.gradient_communication, group)
     if config.compile:
         inner = get_unwrapped_module(whole)
         inner.score = torch.compile(inner.score)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, Field
 from torch import nn
+from torch.distributed import _remote_device
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
@@ -138,18 +139,26 @@ def shard(
     device: torch.device,
     vectors: Precision = "fp32",
     gradients: Precision = "fp32",
+    group: dist.ProcessGroup | None = None,
 ) -> DistributedModelParallel:
     """The model with its tables placed as planned and its dense part replicated.
 
     Args:
         vectors, gradients: Numbers in which ranks send each other pooled vectors, and the gradients of these.
+        group: Ranks that the placement is for; None: all.
     """
+    plan = sharding_plan(placement, device)
+    if group is not None:
+        for table in plan.plan["embeddings"].values():  # type: ignore[attr-defined]
+            for part in table.sharding_spec.shards:  # where memory lies is said by the rank among all
+                rank = dist.get_global_rank(group, part.placement.rank())
+                part.placement = _remote_device(f"rank:{rank}/{part.placement.device()}")
     sent = QCommsConfig(CommType[vectors.upper()], CommType[gradients.upper()])
     sharded = DistributedModelParallel(
         module=model,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),  # type: ignore[arg-type]
+        env=ShardingEnv.from_process_group(group or dist.group.WORLD),  # type: ignore[arg-type]
         device=device,
-        plan=sharding_plan(placement, device),
+        plan=plan,
         sharders=[BagSharder(codecs=get_qcomm_codecs_registry(sent, device=device))],  # type: ignore[list-item]
     )
     for module in sharded.modules():

@@ -292,13 +292,17 @@ class Trainer:
         Raises:
             TrainingError: If the loss is not a number any more.
         """
-        total = self.window.clone()
-        dist.all_reduce(total)
-        self.window.zero_()
-        rows, loss, labels, predictions = total.tolist()
+        rows, loss, labels, predictions = self.total_window().tolist()
         if not math.isfinite(loss):
             raise TrainingError(f"loss at step {self.progress.steps}", "a finite number", f"{loss}", LOWER)
         return Sums(rows=rows, loss=loss, labels=labels, predictions=predictions)
+
+    def total_window(self) -> torch.Tensor:
+        """Loss sums of all ranks since the last call, float64 [4]."""
+        total = self.window.clone()
+        dist.all_reduce(total)
+        self.window.zero_()
+        return total
 
     def take_times(self) -> dict[str, float]:
         """Adds the time since the last call to the progress; the share of it spent waiting, and means of a batch."""
@@ -425,6 +429,10 @@ class Trainer:
             self.progress = final
         elif self.average is not None and final.averaged:
             self.average.apply()
+
+    def exported(self) -> dict[str, torch.Tensor] | None:
+        """The whole weights on rank 0, None elsewhere; called by all ranks together."""
+        return checkpoint.full_state(self.model.state_dict())
 
     def _make_dense_state(self) -> None:
         """Dense optimizers make their state at the first step: a step with zero gradients and rates makes it."""

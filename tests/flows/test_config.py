@@ -314,3 +314,25 @@ def test_passwords_are_not_handed_on():
     config = load("configs/demo.yaml", over)
     assert config.warehouse.catalog["s3.secret-access-key"] == "hunter2"
     assert "hunter2" not in str(config.flat()) + str(config.shareable())
+
+
+@pytest.mark.parametrize(
+    ("executor", "address", "expected"),
+    [
+        ("ray", None, "process or inline: the ranks are all on this machine"),
+        ("ray", "10.0.0.1:6379", "inline: ranks of other machines cannot reach the preprocessing service"),
+        ("process", "10.0.0.1:6379", "inline: ranks of other machines cannot reach the preprocessing service"),
+    ],
+)
+def test_ranks_of_ray_need_rows_that_reach_them(executor: str, address: str | None, expected: str) -> None:
+    keys = {
+        "training.launcher": "ray",
+        "preprocessing.executor": executor,
+        "preprocessing.ray_address": address,
+    }
+    with pytest.raises(ConfigError) as caught:
+        load("configs/smoke.yaml", keys)
+    assert str(caught.value) == (
+        f"preprocessing.executor with training.launcher=ray: expected {expected}, got {executor}. "
+        "Set preprocessing.executor."
+    )
