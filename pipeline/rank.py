@@ -26,6 +26,7 @@ from torchrec.modules.embedding_configs import DataType
 from models.config import DLRMConfig
 from models.dlrm import DLRM, Bag
 from pipeline.batch import Batch
+from pipeline.checkpoint import local_parts
 from pipeline.errors import ContractError
 from pipeline.lifetime import die_with_parent
 from pipeline.preprocessing.client import Client, Connection, Inline, Source
@@ -185,7 +186,7 @@ def figures_by_rank(trainer: Trainer, device: torch.device) -> dict[str, list[fl
 
 
 def _local_bytes(tensor: Any) -> int:
-    return sum(part.numel() * part.element_size() for part in checkpoint.local_parts(tensor))
+    return sum(part.numel() * part.element_size() for part in local_parts(tensor))
 
 
 def identity_of(spec: RankSpec) -> dict[str, str]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline import checkpoint
 from pipeline.batch import Batch
+from pipeline.saver import Saver
 from pipeline.training.bags import NumbaBags
 from pipeline.training.optim import dense_parameters
 from pipeline.training.trainer import Trainer
@@ -82,7 +82,7 @@ class AsyncTrainer(Trainer):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.saver = checkpoint.Saver(background=False)  # each rank would copy all tables
+        self.saver = Saver(background=False)  # each rank would copy all tables
         self.elastic = self.config.sync == "easgd"
         self.sums, fd = shared(torch.zeros(dist.get_world_size(), 4, dtype=torch.float64))
         os.close(fd)

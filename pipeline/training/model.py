@@ -30,9 +30,8 @@ def sharded(
         half_width: Initial numbers of tables lie in [-this, this]; None: 1 / sqrt(rows of the table).
         placement: None places without knowing how tables are used.
     """
-    placement = placement or place(
-        copy.deepcopy(model), config.for_placement, device.type
-    )  # it leaves marks on what it is given
+    # The planner leaves marks on the model that it is given.
+    placement = placement or place(copy.deepcopy(model), config.for_placement, device.type)
     fuse_table_optimizer(model, config, sharding_plan(placement, device))
     lockstep = config.sync == "synchronous"
     group = None if lockstep else dist.new_subgroups(1)[0]  # each rank has all tables, in memory that all share
