@@ -55,24 +55,33 @@ class DotInteraction(nn.Module):
 
     def forward(self, features_BFE: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        pairs_BP: torch.Tensor = _PairDots.apply(features_BFE, self.get_buffer("pair_P"), self.get_buffer("both"))  # type: ignore[no-untyped-call]
-        return torch.cat([features_BFE[:, 0], pairs_BP], dim=1)
+        out: torch.Tensor = _PairDots.apply(features_BFE, self.get_buffer("pair_P"), self.get_buffer("both"))  # type: ignore[no-untyped-call]
+        return out
 
 
 class _PairDots(torch.autograd.Function):
-    """Products of all pairs. Autograd alone would multiply once for each of the two factors and add the results up."""
+    """The first vector, and the products of all pairs behind it.
+
+    Autograd alone would multiply once for each of the two factors and add the results up, and would put the gradient
+    of the first vector into zeros of the size of all.
+    """
 
     @staticmethod
     def forward(ctx: Any, features_BFE: torch.Tensor, pair_P: torch.Tensor, both: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.save_for_backward(features_BFE, both)
-        return torch.bmm(features_BFE, features_BFE.transpose(1, 2)).flatten(1).index_select(1, pair_P)
+        products_BFF = torch.bmm(features_BFE, features_BFE.transpose(1, 2))
+        pairs_BP = products_BFF.flatten(1).index_select(1, pair_P)
+        return torch.cat([features_BFE[:, 0], pairs_BP], dim=1)
 
     @staticmethod
-    def backward(ctx: Any, gradient_BP: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         features_BFE, both = ctx.saved_tensors
-        padded = torch.nn.functional.pad(gradient_BP, (0, 1)).to(features_BFE.dtype)
+        width = features_BFE.shape[2]
+        padded = torch.nn.functional.pad(gradient[:, width:], (0, 1)).to(features_BFE.dtype)
         gradient_BFF = padded.index_select(1, both).view(-1, features_BFE.shape[1], features_BFE.shape[1])
-        return torch.bmm(gradient_BFF, features_BFE), None, None
+        gradient_BFE = torch.bmm(gradient_BFF, features_BFE)
+        gradient_BFE[:, 0] += gradient[:, :width]
+        return gradient_BFE, None, None
 
 
 class CatInteraction(nn.Module):

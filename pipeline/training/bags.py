@@ -106,6 +106,9 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         self.tables[:-1, :4] = np.stack([origin, first_row[:-1], rows, widths], 1)
         self.tables[:, 4] = first_member
         self.head = np.full(int(first_row[-1]), -1, np.int32)
+        self.notes = np.empty((2, 0), np.int32)
+        self.scratch = [NOTHING] * torch.get_num_threads()
+        """Memory that the kernel writes over at every step: new pages cost more than filling them."""
         self.threads = torch.get_num_threads()
         self.parts = 1 << (self.threads - 1).bit_length()
         self.pool = ThreadPoolExecutor(self.threads - 1) if self.threads > 1 else None
@@ -139,10 +142,12 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         numbers = [self.get_learning_rate(), given.eps, given.weight_decay, self.limit, given.beta1, given.beta2]
         corrections = [1.0 - given.beta1**self.steps, 1.0 - given.beta2**self.steps]
         settings = np.array(numbers + corrections, np.float32)
-        link, bag = np.empty(len(indices), np.int32), np.empty(len(indices), np.int32)
+        self._make_room(len(indices), (len(offsets) - 1) // len(self.features))
+        link, bag = self.notes
         common = (self.kind, weights, moment, self.second.numpy(), settings, self.tables, self.members)
         batch = (mean, indices, offsets, gradient, self.head, link, bag)
-        self._side_by_side(kernels.update, [(*common, tasks, *batch) for tasks in self._tasks(offsets) if len(tasks)])
+        shares = zip(self._tasks(offsets), self.scratch, strict=True)
+        self._side_by_side(kernels.update, [(*common, tasks, *batch, scratch) for tasks, scratch in shares])
 
     def get_optimizer_state(self) -> list[dict[str, torch.Tensor]]:
         """The state by table, as TorchRec puts it into checkpoints."""
@@ -174,6 +179,14 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
                 shares[thread].append((table, part, parts - 1))
                 loads[thread] += work[table] / parts
         return [np.array(share, np.int64).reshape(-1, 3) for share in shares]
+
+    def _make_room(self, lookups: int, bags: int) -> None:
+        if self.notes.shape[1] < lookups:
+            self.notes = np.empty((2, lookups + lookups // 4), np.int32)
+        members = np.diff(self.tables[:, 4])
+        needed = int(((members * bags + 1) * self.tables[:-1, 3]).max())
+        if len(self.scratch[0]) < needed:
+            self.scratch = [np.empty(needed, np.float32) for _ in self.scratch]
 
     def _flat(self, name: str) -> torch.Tensor:
         flat: torch.Tensor = getattr(self, f"{name}_host").detach()

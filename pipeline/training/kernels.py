@@ -90,7 +90,7 @@ def pool(
 def update(
     kind: int, weights: np.ndarray, moment: np.ndarray, second: np.ndarray, settings: np.ndarray, tables: np.ndarray,
     members: np.ndarray, tasks: np.ndarray, mean: bool, indices: np.ndarray, offsets: np.ndarray, gradient: np.ndarray,
-    head: np.ndarray, link: np.ndarray, bag: np.ndarray,
+    head: np.ndarray, link: np.ndarray, bag: np.ndarray, scratch: np.ndarray,
 ) -> None:  # fmt: skip
     """One optimizer step on the rows that the batch read, each with its whole gradient (exact, not per lookup).
 
@@ -107,6 +107,7 @@ def update(
         tasks: int64 [N, 3]: table, part, mask: rows with `row & mask == part`.
         gradient: float32 [B, all widths], of the pooled vectors.
         head: int32, -1 for every row of every table; left so. link, bag: int32 [lookups], written over.
+        scratch: float32, written over: room for the gradients of a table's features, and one row more.
     """
     bags = (len(offsets) - 1) // len(members)
     rate, eps, decay, limit = settings[0], settings[1], settings[2], settings[3]
@@ -117,7 +118,9 @@ def update(
         origin, first_row, rows, width, first_member = tables[table]
         last_member = tables[table + 1, 4]
         # The table's gradients side by side: read once for each lookup, they had better be in the cache.
-        slab = np.empty(((last_member - first_member) * bags, width), np.float32)
+        places = (last_member - first_member) * bags
+        slab = scratch[: places * width].reshape(places, width)
+        total = scratch[places * width : (places + 1) * width]
         for m in range(last_member - 1, first_member - 1, -1):
             feature, column = members[m]
             for b in range(bags - 1, -1, -1):
@@ -136,7 +139,6 @@ def update(
                         link[j] = head[first_row + row]
                         head[first_row + row] = j
                         bag[j] = place
-        total = np.empty(width, np.float32)
         for m in range(first_member, last_member):
             feature = members[m, 0]
             final = offsets[(feature + 1) * bags] - 1
