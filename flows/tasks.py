@@ -29,7 +29,7 @@ from pipeline.preprocessing.master import WORKERS_FILE, Totals
 from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import DataSpec, Worker
 from pipeline.rank import RankSpec
-from pipeline.registration.register import IDENTITY, ModelVersion, pack
+from pipeline.registration.register import IDENTITY, ROUGH_TOLERANCE, TOLERANCE, ModelVersion, pack
 from pipeline.registration.register import register as put_into_registry
 from pipeline.registration.scorer import BATCH_ROWS as SCORING_ROWS
 from pipeline.registration.scorer import LoadedModel
@@ -265,7 +265,10 @@ def register(config: RunConfig, job: TrainingJob, trained: Trained, report: Eval
         "auc": shown(report.overall.auc),
     }
     folder = _packed(config, job, trained)
-    return put_into_registry(tracker, run_id, config.model_name, folder, probe, list(trained.probe), tags, ROOT)
+    tolerance = TOLERANCE if config.training.vector_communication == "fp32" else ROUGH_TOLERANCE
+    return put_into_registry(
+        tracker, run_id, config.model_name, folder, probe, list(trained.probe), tags, ROOT, tolerance
+    )
 
 
 @task(cache_policy=NO_CACHE, task_run_name="publish")

@@ -40,7 +40,7 @@ from pipeline.training.planner import place
 from pipeline.training.pulse import Pulse
 from pipeline.training.sharding import Placement, describe
 from pipeline.training.statistics import SAMPLE_ROWS, TableUse, measure
-from pipeline.training.trainer import Progress, Sums, Trainer, evaluate_sums, logits_of
+from pipeline.training.trainer import Progress, Sums, Trainer, evaluate_sums
 from pipeline.transforms.plan import Plan
 from storage.artifacts import atomic_file, write_json
 
@@ -261,13 +261,13 @@ def client(spec: RankSpec, source: Source, name: str, data: DataSpec, rank: int,
 
 
 def probabilities(spec: RankSpec, model: DistributedModelParallel, rank: int, device: torch.device) -> list[float]:
-    """What the trained model says of the first evaluation rows, in table order."""
+    """What the trained model says of the first evaluation rows, in table order; in fp32, as it is served."""
     source = Inline({"probe": spec.probe}, spec.preprocessing)
     reader = Client(source, ("probe", spec.probe), PROBE_ROWS, rank=rank, world_size=spec.training.world_size)
     batch = next(reader.batches()).to(device)
     model.eval()
     with torch.no_grad():
-        values = torch.sigmoid(logits_of(model, batch, spec.training).double())
+        values = torch.sigmoid(model(batch.dense, batch.sparse).double())
     shares = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     kept = [torch.empty_like(batch.weights) for _ in shares]
     dist.all_gather(shares, values)

@@ -280,6 +280,23 @@ def test_few_bad_labels_are_counted(command, tmp_path):
     assert result["quarantined"] == {"label is not 0 or 1": 1, "label is null": 1}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["training.dense_precision=bf16", "training.compile=true"],
+        ["training.table_precision=fp16", "training.vector_communication=fp16", "training.dense_precision=bf16"],
+        ["training.table_optimizer=adam", "training.table_learning_rate=0.05", "training.dense_gradient_norm=1.0"],
+    ],
+)
+def test_rougher_numbers_and_other_optimizers_are_registered_too(smoke, command, home, at_home, words):
+    """The registered model gives the trainer's probabilities, and its NE is near that of the plain training."""
+    code, result, log = command(train, CONFIG, "registration.model_name=other", *words, home=home)
+    assert code == 0, log
+    assert result["model"]["name"] == "other"
+    assert result["eval"]["ne"] == pytest.approx(smoke["eval"]["ne"], abs=0.05)
+
+
 def test_a_second_process_on_the_same_training_is_refused(smoke, at_home):
     from filelock import FileLock
 
