@@ -8,6 +8,7 @@ import matplotlib
 matplotlib.use("Agg")  # no screen is needed, and none is looked for
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from pipeline.evaluation.evaluate import EvalReport
 
@@ -114,6 +115,7 @@ def placement(rows: Sequence[Mapping[str, Any]], world_size: int) -> Figure:
     largest = sorted(rows, key=lambda row: -sum(row["milliseconds"]))
     groups = [(row["table"], [row]) for row in largest[:MOST_TABLES]]
     groups += [(f"{len(largest) - MOST_TABLES} more", largest[MOST_TABLES:])] if len(largest) > MOST_TABLES else []
+    colours = matplotlib.colormaps["tab20"]
     for axes, key, unit, label in zip(
         figure.subplots(1, 2), ("bytes", "milliseconds"), (1 / 2**20, 1.0), ("MiB", "ms a step"), strict=True
     ):
@@ -123,7 +125,7 @@ def placement(rows: Sequence[Mapping[str, Any]], world_size: int) -> Figure:
             for row in members:
                 for rank, value in zip(row["ranks"], row[key], strict=True):
                     share[rank] += value * unit
-            axes.bar(range(world_size), share, bottom=height, label=name, color=f"C{number % 10}", edgecolor="white")
+            axes.bar(range(world_size), share, bottom=height, label=name, color=colours(number), edgecolor="white")
             height = [low + part for low, part in zip(height, share, strict=True)]
         axes.set_xticks(range(world_size))
         axes.set_xlabel("rank")
@@ -142,6 +144,7 @@ def placements(plans: Sequence[Mapping[str, Any]]) -> Figure:
         above.plot(range(1, len(plan["losses"]) + 1), plan["losses"], linewidth=1.0, alpha=0.6)
     above.set_title(f"Loss under {len(plans)} placements", fontsize=11)
     above.set_xlabel("step")
+    above.xaxis.set_major_locator(MaxNLocator(integer=True))
     above.set_ylabel("log loss")
     below.barh(names, [max(plan["measured_ms"]) for plan in plans], color="tab:blue")
     below.invert_yaxis()
