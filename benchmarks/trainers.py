@@ -42,6 +42,7 @@ from benchmarks.machine import ROOT
 from models.config import DLRMConfig
 from models.dlrm import DLRM, Bag
 from pipeline.batch import Batch, Position
+from pipeline.training.ahead import with_next
 from pipeline.training.config import TrainConfig
 from pipeline.training.model import sharded
 from pipeline.training.trainer import Trainer
@@ -270,7 +271,8 @@ def ours(shape: Shape, rank: int, ranks: int, **settings: Any) -> Callable[[], N
             for one in batches(shape, rank, ranks)
         ]
     )
-    return lambda: trainer.train_step(next(endless))
+    steps = with_next(endless)
+    return lambda: trainer.train_step(*next(steps))
 
 
 CONTESTANTS: dict[str, Callable[..., Callable[[], None]]] = {
@@ -280,6 +282,7 @@ CONTESTANTS: dict[str, Callable[..., Callable[[], None]]] = {
     "pytorch_rowwise_adagrad": partial(pytorch, rowwise=True),
     "ours_fbgemm": partial(ours, embedding_kernel="fbgemm"),
     "ours": ours,
+    "ours_ahead": partial(ours, send_ids_ahead=True),
     "ours_compiled": partial(ours, compile=True),
     "ours_bf16": partial(ours, dense_precision="bf16"),
     "ours_bf16_compiled": partial(ours, dense_precision="bf16", compile=True),

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXECUTION_KEYS = {
     "training": {
         "launcher",
+        "send_ids_ahead",
         "device",
         "threads_per_rank",
         "log_every_steps",

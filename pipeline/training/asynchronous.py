@@ -106,9 +106,9 @@ class AsyncTrainer(Trainer):
             for name, tensor in self.own.items():
                 tensor.data = self.common[name]
 
-    def train_step(self, batch: Batch) -> None:
+    def train_step(self, batch: Batch, coming: Batch | None = None) -> None:
         """See `Trainer`; the gradient is that of this rank's rows alone."""
-        super().train_step(batch)
+        super().train_step(batch, coming)
         if self.elastic and (self.progress.steps + 1) % self.config.easgd_period_steps == 0:
             self.exchange()
 

@@ -75,6 +75,8 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """Numbers in which ranks send each other pooled vectors; gloo has no bf16."""
     gradient_communication: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Numbers in which ranks send each other the gradients of pooled vectors; gloo has no bf16."""
+    send_ids_ahead: bool = False
+    """Ids of the next batch go to the ranks that hold their tables while this one is trained: the same bits, sooner."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which both learning rates rise from 0."""
     decay_steps: PositiveInt | None = None

@@ -22,6 +22,7 @@ from pipeline.batch import Batch, Position, Times
 from pipeline.checkpoint import BEST, LOWER, Identity
 from pipeline.errors import TrainingError
 from pipeline.saver import Saver
+from pipeline.training.ahead import Ahead, with_next
 from pipeline.training.averaging import WeightAverage
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import (
@@ -130,6 +131,8 @@ class Trainer:
         self.optimizer = dense_optimizer(model, config)
         replicated = replicated_tables(model)
         self.replicated = ReplicatedTables(replicated, config) if replicated else None
+        several = config.sync == "synchronous" and dist.get_world_size() > 1
+        self.ahead = Ahead(model) if config.send_ids_ahead and several else None
         self.identity = identity or {}
         self.saver = Saver(config.checkpoint_async)
         self.progress = Progress()
@@ -151,8 +154,8 @@ class Trainer:
 
     def train_epoch(self) -> None:
         """Train the rest of the epoch, or to the end of the plan if that comes first."""
-        for batch in self.batches(self.progress.position):
-            self.train_step(batch)
+        for batch, coming in self.steps():
+            self.train_step(batch, coming)
             self.progress = self.progress.after(batch)  # the batch trained, not the batch prefetched
             if self.due(self.config.average_every_steps):
                 self.take_average()
@@ -164,8 +167,15 @@ class Trainer:
                 self.save()
             self.saver.check()
             if self.done():
+                if self.ahead is not None:
+                    self.ahead.settle()
                 return
         self.end_epoch()
+
+    def steps(self) -> Iterator[tuple[Batch, Batch | None]]:
+        """The rest of the epoch's batches, each with the one whose ids are to be sent meanwhile."""
+        batches = (batch.to(self.device) for batch in self.batches(self.progress.position))
+        return ((batch, None) for batch in batches) if self.ahead is None else with_next(batches)
 
     def require_steps(self) -> None:
         """Running out of rows is an error where a number of steps was asked for.
@@ -183,19 +193,27 @@ class Trainer:
                 "Raise epochs, or lower max_steps.",
             )
 
-    def train_step(self, batch: Batch) -> None:
-        """Forward, backward, update. The loss is the mean over the GLOBAL batch, whatever share this rank has."""
+    def train_step(self, batch: Batch, coming: Batch | None = None) -> None:
+        """Forward, backward, update. The loss is the mean over the GLOBAL batch, whatever share this rank has.
+
+        Args:
+            batch: On this rank's device.
+            coming: The one behind it, where its ids are to be sent meanwhile.
+        """
         start = time.perf_counter()
         # A function of the step alone: dropout repeats after a resume.
         torch.manual_seed(
             int(np.random.SeedSequence([self.seed, self.progress.steps, dist.get_rank()]).generate_state(1)[0])
         )
         set_learning_rates(self.model, self.optimizer, self.config, self.progress.steps, self.replicated)
-        batch = batch.to(self.device)
         self.optimizer.zero_grad()
         if self.replicated is not None:
             self.replicated.zero_grad()
+        if self.ahead is not None:
+            self.ahead.announce(coming)
         logits = logits_of(self.model, batch, self.config)
+        if self.ahead is not None:
+            self.ahead.send()
         losses = F.binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="none")
         if not self.skips(losses.detach()):
             self.update(losses, batch)

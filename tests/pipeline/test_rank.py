@@ -66,6 +66,24 @@ def undisturbed(rank_spec: Callable[..., RankSpec], tmp_path_factory: pytest.Tem
     return completed(rank_spec(tmp_path_factory.mktemp("undisturbed"), **SETTINGS))
 
 
+@pytest.mark.parametrize("settings", [{}, {"max_steps": 17, "epochs": 2}])
+def test_ids_sent_ahead_change_no_bit(
+    undisturbed: Run, rank_spec: Callable[..., RankSpec], tmp_path: Path, settings: dict[str, int]
+) -> None:
+    """With validations between the steps; also over an epoch's end, and where training ends before the batch that was sent."""
+    ahead = completed(rank_spec(tmp_path / "ahead", **SETTINGS, **settings, send_ids_ahead=True))
+    plain = undisturbed if not settings else completed(rank_spec(tmp_path / "plain", **SETTINGS, **settings))
+    assert ahead.result["weights_sha256"] == plain.result["weights_sha256"]
+    assert ahead.metric("train_ne_window") == plain.metric("train_ne_window")
+    assert ahead.metric("valid_ne") == plain.metric("valid_ne")
+
+
+def test_ids_sent_ahead_of_tables_cut_by_rows(by_rows: Run, rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
+    """Their lengths, which means are divided by, travel with them."""
+    ahead = completed(rank_spec(tmp_path, **SETTINGS, sharding="row_wise", send_ids_ahead=True))
+    assert ahead.result["weights_sha256"] == by_rows.result["weights_sha256"]
+
+
 @pytest.fixture(scope="session")
 def by_rows(rank_spec: Callable[..., RankSpec], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two ranks, each table cut in two."""
@@ -177,13 +195,13 @@ def die(how, argument):
 
 def dying(original, when, how, after):
     def call(*arguments):
-        first = arguments[0]
+        first, batch = (*arguments, None)[:2]
         hit = when in (f"step {first.progress.steps};" if isinstance(first, Trainer) else str(first))
         if hit and not after:
-            die(how, arguments[-1])
+            die(how, batch)
         result = original(*arguments)
         if hit and after:
-            die(how, arguments[-1])
+            die(how, batch)
         return result
     return call
 

@@ -82,7 +82,7 @@ def trained(config: TrainConfig, device: torch.device) -> tuple[list[float], dic
     trainer = Trainer(sharded, config, lambda position: iter(()), None, Path(), print, SEED, device)
     losses = []
     for batch in batches(dist.get_rank(), dist.get_world_size()):
-        trainer.train_step(batch)
+        trainer.train_step(batch.to(device))
         losses.append(trainer.take_window().loss / ROWS)
     return losses, checkpoint.full_state(sharded.state_dict())
 

@@ -414,8 +414,8 @@ def test_weights_that_are_no_numbers_are_not_kept(make_trainer: Maker, tmp_path:
     trainer, _ = make_trainer(checkpoint_every_steps=2, checkpoint_async=False)
     step = trainer.train_step
 
-    def breaking(batch: Batch) -> None:
-        step(batch)
+    def breaking(*batches: Batch | None) -> None:
+        step(*batches)
         if trainer.progress.steps == 3:
             with torch.no_grad():
                 dict(trainer.model.named_parameters())["logit.bias"].fill_(math.inf)
