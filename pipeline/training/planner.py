@@ -139,6 +139,8 @@ def refuse(model: DLRM, config: TrainConfig, device: str, kinds: Mapping[str, st
                 f"{-(-table.num_embeddings // config.world_size)}",
                 "Take `table_wise` for this table, or fewer ranks.",
             )  # fmt: skip
+        if kind == "data_parallel" and (reason := _why_no_copies(config)):
+            raise ConfigError(where, *reason, "Take another kind for this table.")
         if kind == "grid_shard" and table.pooling == PoolingType.MEAN:
             raise ConfigError(
                 where, "sum pooling", "mean pooling, which TorchRec takes of each part of the rows and adds up",
@@ -174,11 +176,24 @@ def _columns(width: int, ranks: int) -> int | None:
     return next((part for part in range(4, width, 4) if width % part == 0 and part * ranks >= width), None)
 
 
+def _why_no_copies(config: TrainConfig) -> tuple[str, str] | None:
+    """(expected, got) where copies of a table would not train as its other placements do."""
+    if config.table_gradient_limit is not None:
+        got = f"{config.table_gradient_limit}, which is for the gradients of bags: copies know their sums alone"
+        return "no table_gradient_limit", got
+    if config.table_precision != "fp32":
+        got = f"{config.table_precision}, in which copies would keep their optimizer's state as well"
+        return "table_precision fp32", got
+    return None
+
+
 def _constraints(
     kind: str, table: EmbeddingBagConfig, config: TrainConfig, use: TableUse | None
 ) -> ParameterConstraints:
     cached = config.table_memory == "uvm_caching"
     choice = [kind for kind in AUTO if kind not in ROW_KINDS or _row_for_each(table.num_embeddings, config.world_size)]
+    if _why_no_copies(config):
+        choice.remove("data_parallel")
     width = table.embedding_dim
     stats = None if use is None else MeasuredCache(use)
     constraints = ParameterConstraints(

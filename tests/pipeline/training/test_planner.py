@@ -150,6 +150,16 @@ REFUSED = {
         "training.embedding_kernel 'fbgemm' on CPU: expected table_optimizer rowwise_adagrad, adagrad or sgd, got adam. "
         "Take embedding_kernel=auto with fp32 tables.",
     ),
+    "limit of copies": (
+        {"sharding": "data_parallel", "table_gradient_limit": 0.1}, ConfigError,
+        "training.sharding 'data_parallel' of table 't0': expected no table_gradient_limit, got 0.1, which is for the "
+        "gradients of bags: copies know their sums alone. Take another kind for this table.",
+    ),
+    "halves of copies": (
+        {"sharding": "data_parallel", "table_precision": "fp16"}, ConfigError,
+        "training.sharding 'data_parallel' of table 't0': expected table_precision fp32, got fp16, in which copies would "
+        "keep their optimizer's state as well. Take another kind for this table.",
+    ),
     "memory balanced": (
         {"partitioner": "memory_balanced"}, ConfigError,
         "training.partitioner 'memory_balanced': expected CUDA devices, whose memory it balances, got cpu. "
@@ -187,6 +197,12 @@ def test_refused_before_ranks_start(case: str) -> None:
         placed(**settings)
     assert type(caught.value) is kind
     assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("settings", [{"table_gradient_limit": 0.1}, {"table_precision": "fp16"}])
+def test_auto_makes_no_copies_that_would_train_otherwise(settings: dict[str, Any]) -> None:
+    tables = placed(sharding="auto", world_size=2, bags=[Bag("f", "t", 3, "sum"), Bag("g", "u", 50, "sum")], **settings)
+    assert "data_parallel" not in {table.kind for table in tables}
 
 
 def test_a_plan_that_does_not_fit_names_the_memory() -> None:
