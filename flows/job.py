@@ -193,12 +193,5 @@ def tracked_run(config: RunConfig, job: TrainingJob) -> Iterator[str]:
             tracker.log_snapshot(run_id, job.snapshot.table, job.snapshot.snapshot_id, job.rows["train"])
             tracker.log_json(run_id, config.shareable(), "config.json")
             tracker.log_json(run_id, job.plan.model_dump(mode="json"), "plan.json")
-        status = "FAILED"
-        try:
+        with tracker.ended(run_id):
             yield run_id
-            status = "FINISHED"
-        except (KeyboardInterrupt, SystemExit):
-            status = "KILLED"
-            raise
-        finally:
-            tracker.end(run_id, status)

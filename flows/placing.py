@@ -114,8 +114,7 @@ def compare(config: RunConfig, world_sizes: Sequence[int], steps: int, snapshot_
         tags = {"snapshot_id": str(snapshot.snapshot_id), "git_commit": commit()}
         tags["mlflow.source.name"] = "flows.placement"
         run_id = tracker.start(f"placements of {config.name}", config.flat() | {"steps": steps}, tags, None)
-        status = "FAILED"
-        try:
+        with tracker.ended(run_id):
             plans = measured(spec, candidates, progress, steps)
             result = {
                 "status": "ok", "snapshot_id": snapshot.snapshot_id, "mlflow_run_id": run_id, "steps": steps,
@@ -130,12 +129,6 @@ def compare(config: RunConfig, world_sizes: Sequence[int], steps: int, snapshot_
             logger.info("placements:\n%s", as_text(table))
             tracker.log_json(run_id, result, "placements.json")
             tracker.log_figures(run_id, {"placements": plots.placements(plans)})
-            status = "FINISHED"
-        except (KeyboardInterrupt, SystemExit):
-            status = "KILLED"
-            raise
-        finally:
-            tracker.end(run_id, status)
     return result
 
 

@@ -3,8 +3,8 @@
 import json
 import os
 import socket
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,19 @@ class Tracker:
         self.client.log_inputs(
             run_id, [DatasetInput(entity, [InputTag("mlflow.data.context", f"training, {rows} rows")])]
         )
+
+    @contextmanager
+    def ended(self, run_id: str) -> Iterator[None]:
+        """Ends the run with the block, whatever ends that: FINISHED, FAILED, or KILLED by a signal."""
+        status = "FAILED"
+        try:
+            yield
+            status = "FINISHED"
+        except (KeyboardInterrupt, SystemExit):
+            status = "KILLED"
+            raise
+        finally:
+            self.end(run_id, status)
 
     def end(self, run_id: str, status: str) -> None:
         """Ends a run: FINISHED, FAILED or KILLED."""
