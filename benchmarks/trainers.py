@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -180,9 +181,7 @@ def torchrec(shape: Shape, rank: int, ranks: int, pipeline: type) -> Callable[[]
     return lambda: steps.progress(endless)
 
 
-def _fused_only(shape: Shape) -> Any:
-    from torchrec.distributed.planner.types import ParameterConstraints
-
+def _fused_only(shape: Shape) -> dict[str, ParameterConstraints]:
     kinds = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
     return dict.fromkeys(names(shape), kinds)
 

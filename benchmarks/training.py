@@ -156,7 +156,7 @@ def from_files(table: WideTable, rounds: int) -> dict[str, Any]:
 
 
 def _trained(table: WideTable, files: bool) -> dict[str, float]:
-    """Speed of a short training; where not from files, the second epoch's, whose batches the rank has kept."""
+    """Speed of a short training; where not from files, on batches that the rank has read before it begins."""
     training = TrainConfig(
         world_size=1, batch_rows=4_096, threads_per_rank=1, device="cpu", checkpoint_every_steps=None,
         max_steps=FILE_STEPS,

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -27,19 +26,21 @@ NOTHING = np.empty(0, np.float32)
 
 
 @contextmanager
-def table_kernel(config: TrainConfig, device: torch.device, ours: "type[NumbaBags] | None" = None) -> Iterator[None]:
+def table_kernel(config: TrainConfig, device: torch.device, ours: "type[NumbaBags]") -> Iterator[None]:
     """Tables that TorchRec shards inside get the kernel of the config.
 
     TorchRec has no place to name another than FBGEMM's, so the class is exchanged while it builds its modules.
 
     Args:
-        ours: In place of `NumbaBags`.
+        ours: The class of our kernel.
     """
-    if fbgemm_updates(config, device.type):
+    stock = SplitTableBatchedEmbeddingBagsCodegen
+    if not fbgemm_updates(config, device.type):
+        setattr(batched_embedding_kernel, stock.__name__, ours)
+    try:
         yield
-        return
-    with mock.patch.object(batched_embedding_kernel, SplitTableBatchedEmbeddingBagsCodegen.__name__, ours or NumbaBags):
-        yield
+    finally:
+        setattr(batched_embedding_kernel, stock.__name__, stock)
 
 
 def fbgemm_updates(config: TrainConfig, device: str) -> bool:
@@ -74,7 +75,8 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         indices int64 [lookups], offsets int64 [F * B + 1] -> float32 [B, sum of widths].
     Raises:
         IndexError: If an id lies outside its table.
-        NotImplementedError: For weights of samples, other pooling or numbers other than float32.
+        NotImplementedError: For weights of samples, other pooling or numbers other than float32: no config asks for
+            them, and TorchRec must not get other results in silence if one ever does.
     Source:
         Mudigere et al. 2022, arXiv:2104.05158, section 4.1 (exact, deterministic sparse optimizers).
     """
@@ -107,9 +109,9 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         self.tables[:, 4] = first_member
         self.head = np.full(int(first_row[-1]), -1, np.int32)
         self.notes = np.empty((2, 0), np.int32)
-        self.scratch = [NOTHING] * torch.get_num_threads()
-        """Memory that the kernel writes over at every step: new pages cost more than filling them."""
         self.threads = torch.get_num_threads()
+        self.scratch = [NOTHING] * self.threads
+        """Memory that the kernel writes over at every step: new pages cost more than filling them."""
         self.parts = 1 << (self.threads - 1).bit_length()
         self.pool = ThreadPoolExecutor(self.threads - 1) if self.threads > 1 else None
 

@@ -54,7 +54,7 @@ def run_ranks(
     limits: Limits,
     on_event: Callable[[Event], None],
     root: Path,
-    kind: "type[Group] | None" = None,
+    make_group: "Callable[..., Group] | None" = None,
 ) -> Event:
     """Runs `python -m module SPEC` once per rank and returns the event named `result`, with `restarts` added.
 
@@ -67,7 +67,7 @@ def run_ranks(
         folder: Logs of the ranks and the spec are kept here; no other group works in it.
         on_event: Called with each event as it comes, and with `restart` before ranks are started again.
         root: Working directory of the ranks.
-        kind: Another way of starting ranks than as processes of this machine.
+        make_group: Another way of starting ranks than as processes of this machine; called as `Group` is.
     Raises:
         ContractError: What a rank raised, as it raised it; it would raise it again.
         TrainingError: If ranks were lost more often than they may be, or the deadline passed.
@@ -79,7 +79,7 @@ def run_ranks(
     deadline = None if limits.deadline_seconds is None else time.monotonic() + limits.deadline_seconds
     attempt = restarts = saved = began = 0
     while True:
-        group = (kind or Group)(folder, limits, deadline, on_event, saved)
+        group = (make_group or Group)(folder, limits, deadline, on_event, saved)
         try:
             result = group.run(module, world_size, threads, attempt, root)
         except RankLostError as lost:

@@ -9,6 +9,8 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +50,8 @@ def run_ranks_on_ray(
     """
     require_ray()
     threads = threads_per_rank or (1 if address else None)
-
-    class Cluster(RayGroup):
-        at = address
-
-    return run_ranks(module, spec, folder, world_size, threads, limits, on_event, root, Cluster)
+    group = partial(RayGroup, address=address)
+    return run_ranks(module, spec, folder, world_size, threads, limits, on_event, root, group)
 
 
 def require_ray() -> None:
@@ -69,16 +68,17 @@ def require_ray() -> None:
         ) from None
 
 
+@dataclass
 class RayGroup(Group):
     """Workers of Ray Train from their start to their end."""
 
-    at: str | None = None
-    """Address of the cluster."""
+    address: str | None = None
+    """Of the cluster; None starts one on this machine."""
 
     def run(self, module: str, world_size: int, threads: int, attempt: int, root: Path) -> Event:
         """See `Group`. The connection is this group's own, so that ranks that hang end with it."""
         spec = (self.folder / "spec.json").read_text(encoding="utf-8")
-        with _cluster(self.at, world_size * threads, root):
+        with _cluster(self.address, world_size * threads, root):
             from ray.util.queue import Queue
 
             lines = Queue(actor_options={"num_cpus": 0})
