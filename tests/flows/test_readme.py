@@ -44,8 +44,11 @@ def test_modules_and_files_exist():
 
 
 def test_deployments_named_are_declared():
-    declared = {d["name"] for d in yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]}
-    assert set(re.findall(r"`(?:ingest|end-to-end)/([\w-]+)`", README)) == declared
+    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
+    declared = {f"{d['entrypoint'].split(':')[1].replace('_', '-')}/{d['name']}" for d in deployments}
+    assert (
+        set(re.findall(r"`((?:ingest|train|preprocess|placement|checkpoint|end-to-end)/[\w-]+)`", README)) == declared
+    )
 
 
 @pytest.mark.usefixtures("smoke")
