@@ -77,7 +77,7 @@ def place(model: DLRM, config: TrainConfig, device: str, uses: Mapping[str, Tabl
     }
     with _quiet():
         options = _best(model, config, device, constraints)
-    return tuple(_written_down(options[table.name], device) for table in tables)
+    return tuple(_written_down(options[table.name]) for table in tables)
 
 
 def _best(
@@ -92,7 +92,7 @@ def _best(
         storage_reservation=HeuristicalStorageReservation(percentage=0.15),
         constraints=constraints,
         proposer=_proposers(config, device),
-        partitioner=_partitioner(config, device),
+        partitioner=_partitioner(config),
         debug=False,
     )
     try:
@@ -251,7 +251,7 @@ def _proposers(config: TrainConfig, device: str) -> list[Proposer]:
     return proposers
 
 
-def _partitioner(config: TrainConfig, device: str) -> Partitioner:
+def _partitioner(config: TrainConfig) -> Partitioner:
     if config.partitioner == "largest_differencing":
         return LargestDifferencing()
     return MemoryBalancedPartitioner() if config.partitioner == "memory_balanced" else GreedyPerfPartitioner()
@@ -265,7 +265,7 @@ class _Enumerator(EmbeddingEnumerator):
         return [kind for kind in kinds if kind in allowed_sharding_types]
 
 
-def _written_down(option: ShardingOption, device: str) -> TablePlacement:
+def _written_down(option: ShardingOption) -> TablePlacement:
     rows, width = option.tensor.shape
     cache = option.cache_params.load_factor if option.cache_params is not None else None
     return TablePlacement(
