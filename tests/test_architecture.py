@@ -1,6 +1,8 @@
 """Arrows point down: every import of the product is parsed, and a stray one fails."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,3 +84,10 @@ def test_the_parser_sees_imports():
     found = set(imports())
     assert (Path("pipeline/rank.py"), "pipeline.training.trainer") in found
     assert (Path("flows/train.py"), "flows.tasks") in found
+
+
+def test_examples_are_found_where_ray_is_not_installed():
+    """`make test` without the extra: pytest imports every module of the product to look for examples."""
+    code = "import sys, pytest; sys.modules['ray'] = None; sys.exit(pytest.main(['--collect-only', 'pipeline']))"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
