@@ -40,7 +40,10 @@ SMALLEST_STORE_BYTES = 256 << 20
 
 
 class RayExecutor(Executor):
-    """Each worker is an actor on one processor. A killed one is not restarted by Ray: the master decides.
+    """Each worker is an actor. A killed one is not restarted by Ray: the master decides.
+
+    On a cluster an actor takes a processor. On this machine it claims none: the config says how many there are, and
+    two services of one process, which share its Ray, must not wait for each other's processors.
 
     Results are numpy arrays in the object store, which Ray maps and moves without pickling their data.
     """
@@ -53,6 +56,7 @@ class RayExecutor(Executor):
         self.temporary = tempfile.mkdtemp(prefix="dlrm-ray-")
         if self.connected:
             _connect(config, self.temporary)
+        self.processors = 1 if config.ray_address is not None else 0
         self.here = ray.get_runtime_context().get_node_id()
         self.actors: dict[int, Any] = {}
         self.slabs = Slabs()
@@ -60,7 +64,9 @@ class RayExecutor(Executor):
         self.specs = {name: spec.model_dump(mode="json") for name, spec in data.items()}
 
     def start(self, worker: int) -> None:
-        actor = _Actor.options(max_restarts=0, max_task_retries=0).remote()  # type: ignore[attr-defined]
+        actor = _Actor.options(  # type: ignore[attr-defined]
+            num_cpus=self.processors, max_restarts=0, max_task_retries=0
+        ).remote()
         self.actors[worker] = actor
         self._wait(worker, actor.begin.remote(self.specs), self._started)
 
@@ -139,7 +145,7 @@ def _connect(config: PreprocessingConfig, temporary: str) -> None:
     )
 
 
-@ray.remote(num_cpus=1)
+@ray.remote
 class _Actor:
     """One worker."""
 

@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipeline.preprocessing import stream as stream_module
 from pipeline.preprocessing.client import Connection, Inline, Source
 from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import DataSpec
@@ -16,6 +18,7 @@ from tests.pipeline.preprocessing.reference import (
     CONFIG,
     EXECUTORS,
     SELECTIONS,
+    TIGHT_BYTES,
     children,
     eventually,
     memory_descriptors,
@@ -66,6 +69,13 @@ def source(executor: str, sources: Callable[[str], Source]) -> Source:
 def selection(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
+
+
+@pytest.fixture
+def tight(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A config under which only a few batches are ahead of the consumer."""
+    monkeypatch.setattr(stream_module, "GROUP_ROWS", 160)
+    return {"memory_bytes": TIGHT_BYTES}
 
 
 @pytest.fixture

@@ -41,6 +41,8 @@ EXECUTORS: dict[str, tuple[str, int]] = {
 }
 """Name in the tests -> (executor, workers)."""
 CONFIG = PreprocessingConfig(shuffle_window_rows=WINDOW_ROWS, split_rows=SPLIT_ROWS, workers=1)
+TIGHT_BYTES = 60_000
+"""About three shuffle windows of the small warehouse: most of the work is still to do while batches are taken."""
 
 
 def selected(data: DataSpec, name: str) -> DataSpec:
