@@ -23,6 +23,8 @@ KINDS = {
     EmbOptimType.ADAM: kernels.ADAM,
 }
 NOTHING = np.empty(0, np.float32)
+SUMS_BYTES = 16 << 20
+"""Memory of a thread for the gradients of rows."""
 
 
 @contextmanager
@@ -107,11 +109,12 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         self.tables = np.zeros((len(rows) + 1, 5), np.int64)
         self.tables[:-1, :4] = np.stack([origin, first_row[:-1], rows, widths], 1)
         self.tables[:, 4] = first_member
-        self.head = np.full(int(first_row[-1]), -1, np.int32)
-        self.notes = np.empty((2, 0), np.int32)
+        self.place = np.full(int(first_row[-1]), kernels.NEW, np.int32)
         self.threads = torch.get_num_threads()
-        self.scratch = [NOTHING] * self.threads
+        room = min(int(rows.max(initial=1)), SUMS_BYTES // (4 * int(widths.max(initial=1))))
+        self.sums = [np.empty(room * int(widths.max(initial=1)), np.float32) for _ in range(self.threads)]
         """Memory that the kernel writes over at every step: new pages cost more than filling them."""
+        self.rows_seen = [np.empty(room, np.int64) for _ in range(self.threads)]
         self.parts = 1 << (self.threads - 1).bit_length()
         self.pool = ThreadPoolExecutor(self.threads - 1) if self.threads > 1 else None
 
@@ -136,7 +139,7 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
             raise IndexError(f"{sum(outside)} ids outside the tables {self.table_names}")
         return out
 
-    def update(self, indices: np.ndarray, offsets: np.ndarray, gradient: np.ndarray) -> None:
+    def update(self, indices: np.ndarray, offsets: np.ndarray, gradient: torch.Tensor) -> None:
         """One optimizer step with the gradient of the pooled vectors, float32 [B, sum of widths]."""
         weights, mean = self._flat("weights").numpy(), self.pooling_mode == PoolingMode.MEAN
         moment = NOTHING if self.kind == kernels.SGD else self._flat("momentum1").numpy()
@@ -144,12 +147,13 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         numbers = [self.get_learning_rate(), given.eps, given.weight_decay, self.limit, given.beta1, given.beta2]
         corrections = [1.0 - given.beta1**self.steps, 1.0 - given.beta2**self.steps]
         settings = np.array(numbers + corrections, np.float32)
-        self._make_room(len(indices), (len(offsets) - 1) // len(self.features))
-        link, bag = self.notes
+        flat = gradient if gradient.stride(1) == 1 else gradient.contiguous()
+        stride = flat.stride(0)
+        numbers_in_memory = (len(flat) - 1) * stride + flat.shape[1] if len(flat) else 0
         common = (self.kind, weights, moment, self.second.numpy(), settings, self.tables, self.members)
-        batch = (mean, indices, offsets, gradient, self.head, link, bag)
-        shares = zip(self._tasks(offsets), self.scratch, strict=True)
-        self._side_by_side(kernels.update, [(*common, tasks, *batch, scratch) for tasks, scratch in shares])
+        batch = (mean, indices, offsets, flat.as_strided((numbers_in_memory,), (1,)).numpy(), stride, self.place)
+        shares = zip(self._tasks(offsets), self.rows_seen, self.sums, strict=True)
+        self._side_by_side(kernels.update, [(*common, tasks, *batch, *scratch) for tasks, *scratch in shares])
 
     def get_optimizer_state(self) -> list[dict[str, torch.Tensor]]:
         """The state by table, as TorchRec puts it into checkpoints."""
@@ -182,14 +186,6 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
                 loads[thread] += work[table] / parts
         return [np.array(share, np.int64).reshape(-1, 3) for share in shares]
 
-    def _make_room(self, lookups: int, bags: int) -> None:
-        if self.notes.shape[1] < lookups:
-            self.notes = np.empty((2, lookups + lookups // 4), np.int32)
-        members = np.diff(self.tables[:, 4])
-        needed = int(((members * bags + 1) * self.tables[:-1, 3]).max())
-        if len(self.scratch[0]) < needed:
-            self.scratch = [np.empty(needed, np.float32) for _ in self.scratch]
-
     def _flat(self, name: str) -> torch.Tensor:
         flat: torch.Tensor = getattr(self, f"{name}_host").detach()
         return flat
@@ -211,5 +207,5 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        ctx.bags.update(*ctx.batch, gradient.float().contiguous().numpy())
+        ctx.bags.update(*ctx.batch, gradient.float())
         return (None, None, None, None)
