@@ -70,7 +70,7 @@ class _PairDots(torch.autograd.Function):
     def forward(ctx: Any, features_BFE: torch.Tensor, pair_P: torch.Tensor, both: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.save_for_backward(features_BFE, both)
         products_BFF = torch.bmm(features_BFE, features_BFE.transpose(1, 2))
-        pairs_BP = products_BFF.flatten(1).index_select(1, pair_P)
+        pairs_BP = products_BFF.flatten(1).gather(1, pair_P.expand(len(products_BFF), -1))
         return torch.cat([features_BFE[:, 0], pairs_BP], dim=1)
 
     @staticmethod
@@ -78,7 +78,9 @@ class _PairDots(torch.autograd.Function):
         features_BFE, both = ctx.saved_tensors
         width = features_BFE.shape[2]
         padded = torch.nn.functional.pad(gradient[:, width:], (0, 1)).to(features_BFE.dtype)
-        gradient_BFF = padded.index_select(1, both).view(-1, features_BFE.shape[1], features_BFE.shape[1])
+        gradient_BFF = padded.gather(1, both.expand(len(padded), -1)).view(
+            -1, features_BFE.shape[1], features_BFE.shape[1]
+        )
         gradient_BFE = torch.bmm(gradient_BFF, features_BFE)
         gradient_BFE[:, 0] += gradient[:, :width]
         return gradient_BFE, None, None

@@ -4,6 +4,7 @@ Left to itself, LLVM keeps a running sum of vectors in memory, since it cannot k
 that is read are two. That costs three times the additions.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -13,6 +14,11 @@ from numba.extending import intrinsic, models, register_model
 LANES = 16
 """float32 numbers in a `Lane`, a cache line; processors with shorter registers use several."""
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
+
+
+def inside(function: Callable[..., Any]) -> Any:
+    """numba's `intrinsic`, whose products take other arguments than what they are made of."""
+    return intrinsic(function)
 
 
 class Lane(types.Type):  # type: ignore[misc]
@@ -36,7 +42,7 @@ def _address(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> A
     return builder.bitcast(builder.gep(data, [index]), _VECTOR.as_pointer())
 
 
-@intrinsic  # type: ignore[misc]
+@inside
 def zero(_: Any) -> Any:
     """A lane of zeros."""
 
@@ -46,7 +52,7 @@ def zero(_: Any) -> Any:
     return _LANE(), code
 
 
-@intrinsic  # type: ignore[misc]
+@inside
 def load(_: Any, array: Any, index: Any) -> Any:
     """array[index : index + 16] of a flat float32 array; the caller sees to it that they are there."""
 
@@ -56,7 +62,7 @@ def load(_: Any, array: Any, index: Any) -> Any:
     return _LANE(array, types.intp), code
 
 
-@intrinsic  # type: ignore[misc]
+@inside
 def store(_: Any, array: Any, index: Any, lane: Any) -> Any:
     """array[index : index + 16] = lane."""
 
@@ -67,7 +73,7 @@ def store(_: Any, array: Any, index: Any, lane: Any) -> Any:
     return types.void(array, types.intp, lane), code
 
 
-@intrinsic  # type: ignore[misc]
+@inside
 def plus(_: Any, one: Any, other: Any) -> Any:
     """The sum of two lanes, number by number."""
 
@@ -77,7 +83,7 @@ def plus(_: Any, one: Any, other: Any) -> Any:
     return _LANE(one, other), code
 
 
-@intrinsic  # type: ignore[misc]
+@inside
 def times(_: Any, one: Any, other: Any) -> Any:
     """The product of two lanes, number by number."""
 
@@ -87,7 +93,7 @@ def times(_: Any, one: Any, other: Any) -> Any:
     return _LANE(one, other), code
 
 
-@intrinsic  # type: ignore[misc]
+@inside
 def spread(_: Any, number: Any) -> Any:
     """A lane of one float32 number."""
 
@@ -98,7 +104,7 @@ def spread(_: Any, number: Any) -> Any:
     return _LANE(types.float32), code
 
 
-@intrinsic  # type: ignore[misc]
+@inside
 def across(_: Any, lane: Any) -> Any:
     """The sum of a lane's numbers, halves upon halves."""
 
@@ -114,7 +120,7 @@ def across(_: Any, lane: Any) -> Any:
     return types.float32(lane), code
 
 
-@intrinsic  # type: ignore[misc]
+@inside
 def prefetch(_: Any, array: Any, index: Any) -> Any:
     """Asks the processor to bring array[index] into its cache; any index is safe."""
 

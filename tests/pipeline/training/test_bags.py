@@ -19,9 +19,11 @@ OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "adam": EmbOptimType.ADAM,
 }
-TABLES = [(40, 8), (3, 12), (1, 4)]
+TABLES = [(40, 84), (3, 12), (1, 4)]
+"""Rows and widths; the first has columns that are added up by four registers, by one, and singly."""
 OWNERS = [0, 0, 1, 2]
 """Two features share the first table."""
+WIDTH = sum(TABLES[owner][1] for owner in OWNERS)
 BAGS, STEPS, RATE, EPS = 24, 5, 0.1, 1e-8
 
 
@@ -147,6 +149,29 @@ def test_bits_do_not_depend_on_threads(optimizer):
         assert bags.weights_host.equal(runs[0].weights_host)
 
 
+@pytest.mark.parametrize("mean", [False, True])
+def test_more_rows_than_there_is_room_for(mean, monkeypatch):
+    """They are updated in several rounds, with the same bits, and leave nothing behind for the next step."""
+    roomy = make(NumbaBags, "rowwise_adagrad", mean)
+    monkeypatch.setattr("pipeline.training.bags.SUMS_BYTES", 7 * 84 * 4)
+    narrow = make(NumbaBags, "rowwise_adagrad", mean)
+    assert len(narrow.rows_seen[0]) == 7
+    assert all(a.equal(b) for a, b in zip(train(roomy), train(narrow), strict=True))
+    assert narrow.weights_host.equal(roomy.weights_host)
+    assert (narrow.place == -1).all()
+
+
+def test_a_gradient_is_read_where_it_lies():
+    """As a part of a wider array, or with its columns apart."""
+    plain, part, apart = (make(NumbaBags, "sgd", False) for _ in range(3))
+    for ids, offsets, gradient in batches():
+        plain(ids, offsets).backward(gradient)
+        part(ids, offsets).backward(torch.nn.functional.pad(gradient, (3, 2))[:, 3:-2])
+        apart(ids, offsets).backward(gradient.T.contiguous().T)
+    assert part.weights_host.equal(plain.weights_host)
+    assert apart.weights_host.equal(plain.weights_host)
+
+
 def test_parts_of_a_large_table_are_all_updated():
     """One table has nearly all lookups, so several threads share its rows."""
     bags = make(NumbaBags, "sgd", False, 4)
@@ -157,7 +182,7 @@ def test_parts_of_a_large_table_are_all_updated():
     tasks = np.concatenate(bags._tasks(offsets.numpy()))
     assert sorted(part for table, part, mask in tasks.tolist() if table == 0) == [0, 1, 2, 3]
     before = bags.split_embedding_weights()[0].clone()
-    bags(ids, offsets).backward(torch.ones(BAGS, 32))
+    bags(ids, offsets).backward(torch.ones(BAGS, WIDTH))
     torch.testing.assert_close(bags.split_embedding_weights()[0], before - RATE * 50, atol=1e-4, rtol=0)
 
 
@@ -171,12 +196,12 @@ def test_evaluation_updates_nothing():
 
 def test_an_empty_batch():
     bags = make(NumbaBags, "rowwise_adagrad", True, 2)
-    assert bags(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)).shape == (0, 32)
+    assert bags(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)).shape == (0, WIDTH)
     none = torch.zeros(len(OWNERS) * 2 + 1, dtype=torch.int64)
     out = bags(torch.empty(0, dtype=torch.int64), none)
-    assert out.equal(torch.zeros(2, 32))
+    assert out.equal(torch.zeros(2, WIDTH))
     before = bags.weights_host.clone()
-    out.backward(torch.ones(2, 32))
+    out.backward(torch.ones(2, WIDTH))
     assert bags.weights_host.equal(before)
 
 
