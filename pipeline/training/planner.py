@@ -73,7 +73,8 @@ def place(model: DLRM, config: TrainConfig, device: str, uses: Mapping[str, Tabl
     for parameter in model.embeddings.parameters():
         parameter._optimizer_classes = [TABLE_OPTIMIZERS[config.table_optimizer]]  # type: ignore[attr-defined]
     constraints = {
-        table.name: _constraints(kinds[table.name], table, config, (uses or {}).get(table.name)) for table in tables
+        table.name: _constraints(kinds[table.name], table, config, device, (uses or {}).get(table.name))
+        for table in tables
     }
     with _quiet():
         options = _best(model, config, device, constraints)
@@ -188,11 +189,11 @@ def _why_no_copies(config: TrainConfig) -> tuple[str, str] | None:
 
 
 def _constraints(
-    kind: str, table: EmbeddingBagConfig, config: TrainConfig, use: TableUse | None
+    kind: str, table: EmbeddingBagConfig, config: TrainConfig, device: str, use: TableUse | None
 ) -> ParameterConstraints:
     cached = config.table_memory == "uvm_caching"
     choice = [kind for kind in AUTO if kind not in ROW_KINDS or _row_for_each(table.num_embeddings, config.world_size)]
-    if _why_no_copies(config):
+    if device == "cpu" or _why_no_copies(config):  # on CPU they are an order of magnitude slower
         choice.remove("data_parallel")
     width = table.embedding_dim
     stats = None if use is None else MeasuredCache(use)
