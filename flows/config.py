@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, NonNegativeInt, ValidationError,
 from models.config import DLRMConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvaluationConfig
+from pipeline.evaluation.gate import GateConfig
 from pipeline.extraction.extract import IngestConfig, SourceConfig
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.registration.tracking import RegistrationConfig
@@ -80,6 +81,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     model: DLRMConfig = DLRMConfig()
     training: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    gate: GateConfig = GateConfig()
     registration: RegistrationConfig = RegistrationConfig()
 
     @model_validator(mode="after")
@@ -105,7 +107,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     def semantics(self) -> dict[str, Any]:
         """What decides the trained model, beside its data: two configs with equal semantics are one training."""
-        values = self.model_dump(mode="json", exclude={"home", "source", "ingest", "warehouse", "registration"})
+        values = self.model_dump(mode="json", exclude={"home", "source", "ingest", "warehouse", "gate", "registration"})
         for section, keys in EXECUTION_KEYS.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
         return values

@@ -18,7 +18,7 @@ from pipeline.registration.tracking import Tracker
 from pipeline.selection import PARTS, Part, check_filter, check_sampling, select
 from pipeline.transforms.plan import Plan, build_plan
 from storage.artifacts import write_text
-from storage.reader import SnapshotRef
+from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 
 REGISTERED = "registered"
@@ -128,6 +128,8 @@ def specs(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> dict[P
         dict.fromkeys([*evaluation.slices, *([evaluation.true_probability] if evaluation.true_probability else [])])
     )
     needed = [(name, "evaluation") for name in extra]
+    resampled = [config.gate.resample_by] if config.gate.resample_by not in (None, "row") else []
+    needed += [(name, "gate.resample_by") for name in resampled]
     needed += [(config.split.column.name, "split.column.name")] if config.split.column else []
     needed += [(config.split.hash.key, "split.hash.key")] if config.split.hash else []
     needed += [(config.features.label, "features.label")]
@@ -155,7 +157,7 @@ def specs(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> dict[P
                 selection=selection,
                 plan=plan,
                 label=config.features.label,
-                extra=extra if part == "test" else (),
+                extra=tuple(dict.fromkeys([*extra, DAY, *resampled])) if part == "test" else (),
             )
     return found
 

@@ -53,6 +53,7 @@ def page(config: RunConfig, result: Mapping[str, Any], report: EvalReport, track
         "| | NE | log loss | AUC | calibration | ECE | rows |\n|---|---|---|---|---|---|---|\n"
         f"| evaluation | {quality} | {evaluation['rows']:,} |"
         + (f"\n| floor | {shown(evaluation['ne_floor'])} | | | | | |" if evaluation["ne_floor"] is not None else ""),
+        f"**{result['gate']['decision']}**: {result['gate']['reason']}",
         f"Trained on {training['rows']:,} rows in {training['steps']:,} steps on {training['world_size']} ranks, "
         f"{training['rows_per_second']:,.0f} rows/s, {training['stall_fraction']:.1%} of the time waiting for data.",
         f"Snapshot `{result['snapshot_id']}` of table `{config.name}`; {_link(result['mlflow_run_id'], tracker)}.",

@@ -2,7 +2,7 @@
 
 import datetime
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,12 +17,11 @@ from pydantic import BaseModel
 
 from flows.config import ROOT, RunConfig
 from flows.job import REGISTERED, TrainingJob, own_folder, pinned, prepared, tracker_of, warehouse_of
+from flows.judging import Judged, judge, moved
 from flows.placing import place_tables
 from flows.progress import Logger, Progress
 from flows.record import commit, in_words, lock_hash, page, shown
 from pipeline.evaluation import plots
-from pipeline.evaluation.evaluate import EvalReport, Scored
-from pipeline.evaluation.evaluate import evaluate as judge
 from pipeline.extraction.extract import IngestResult, extract
 from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.master import WORKERS_FILE, Totals
@@ -31,7 +30,6 @@ from pipeline.preprocessing.worker import DataSpec, Worker
 from pipeline.rank import RankSpec
 from pipeline.registration.register import IDENTITY, ROUGH_TOLERANCE, TOLERANCE, ModelVersion, pack
 from pipeline.registration.register import register as put_into_registry
-from pipeline.registration.scorer import BATCH_ROWS as SCORING_ROWS
 from pipeline.registration.scorer import LoadedModel
 from pipeline.registration.tracking import RESULT, Tracker
 from pipeline.training.launch import Event, Limits, run_ranks
@@ -210,25 +208,19 @@ def _event_handler(
 
 
 @task(cache_policy=NO_CACHE, task_run_name="evaluate")
-def evaluate(config: RunConfig, job: TrainingJob, trained: Trained, run_id: str) -> EvalReport:
-    """Weights -> quality on the evaluation rows, from raw rows as a caller would. Safe to repeat: it only reads."""
-    tracker = tracker_of(config)
-    model = LoadedModel(_packed(config, job, trained))
-    worker = Worker(job.data["test"], warehouse_of(config))
-
-    def scored(progress: Progress) -> Iterator[Scored]:
-        done = 0
-        for rows in _coalesced(worker.raw(fragment) for fragment in worker.fragments()):
-            labels = rows.column(config.features.label).to_numpy().astype("float64")
-            done += rows.num_rows
-            progress("evaluate", done, job.rows["test"])
-            yield Scored(labels, model.score(rows), rows.select(list(worker.spec.extra)))
-
-    with Progress(get_run_logger()) as progress:
-        report = judge(scored(progress), config.evaluation)
-    get_run_logger().info("evaluation: %s", in_words(report))
+def evaluate(config: RunConfig, job: TrainingJob, trained: Trained, run_id: str) -> Judged:
+    """Weights -> quality on the evaluation rows and the gate's verdict. Safe to repeat: it only reads."""
+    tracker, logger = tracker_of(config), get_run_logger()
+    with Progress(logger) as progress:
+        judged = judge(config, job, LoadedModel(_packed(config, job, trained)), progress)
+    report, gate = judged.report, judged.gate
+    logger.info("evaluation: %s", in_words(report))
+    logger.info("gate: %s. %s", gate.decision, gate.reason)
     values = {f"eval_{name}": value for name, value in report.overall.model_dump(include=METRICS).items()}
     values |= {"eval_ne_floor": report.ne_floor, "eval_learned_share": report.learned_share}
+    if gate.difference is not None:
+        values |= {f"gate_ne_{name}": getattr(gate.difference, name) for name in ("low", "high")}
+        values |= {"gate_ne_difference": gate.difference.ne, "gate_champion_ne": gate.champion_ne}
     tracker.log(run_id, int(trained.summary["steps"]), values)
     curves = tracker.curves(run_id, CURVES)
     figures = {
@@ -243,15 +235,16 @@ def evaluate(config: RunConfig, job: TrainingJob, trained: Trained, run_id: str)
         figures["slices"] = plots.slices(report)
     tracker.log_figures(run_id, figures)
     tracker.log_json(run_id, report.model_dump(mode="json"), "report.json")
-    return report
+    return judged
 
 
 METRICS = {"rows", "label_rate", "ne", "logloss", "auc", "calibration", "ece"}
 
 
 @task(cache_policy=NO_CACHE, task_run_name="register")
-def register(config: RunConfig, job: TrainingJob, trained: Trained, report: EvalReport, run_id: str) -> ModelVersion:
+def register(config: RunConfig, job: TrainingJob, trained: Trained, judged: Judged, run_id: str) -> ModelVersion:
     """Weights + plan -> a version in the registry. Safe to repeat up to its last call, which makes the version."""
+    report = judged.report
     tracker = tracker_of(config)
     probe = _first_rows(Worker(job.data["test"], warehouse_of(config)), len(trained.probe))
     tags = {
@@ -273,18 +266,27 @@ def register(config: RunConfig, job: TrainingJob, trained: Trained, report: Eval
 
 @task(cache_policy=NO_CACHE, task_run_name="publish")
 def publish(
-    config: RunConfig, job: TrainingJob, trained: Trained, report: EvalReport, model: ModelVersion, run_id: str
+    config: RunConfig, job: TrainingJob, trained: Trained, judged: Judged, model: ModelVersion, run_id: str
 ) -> dict[str, Any]:
-    """The result of the run: kept beside the model, shown on Prefect's page. Safe to repeat: it replaces itself."""
+    """The verdict carried out, and the result of the run: kept beside the model, shown on Prefect's page.
+
+    Safe to repeat: it replaces itself.
+    """
     tracker = tracker_of(config)
-    summary = trained.summary
+    summary, report = trained.summary, judged.report
+    gate, alias = moved(config, model.version, judged.gate)
+    tags = {"gate": gate.decision, "gate_reason": gate.reason}
+    tracker.tag(run_id, tags)
+    for key, value in tags.items():
+        tracker.client.set_model_version_tag(model.name, str(model.version), key, value)
     result = {
         "status": "ok",
         "snapshot_id": job.snapshot.snapshot_id,
         "train": {key: value for key, value in summary.items() if key != "event"},
         "eval": report.overall.model_dump(include=METRICS)
         | {"ne_floor": report.ne_floor, "learned_share": report.learned_share},
-        "model": model.model_dump(),
+        "gate": gate.model_dump(),
+        "model": model.model_dump() | {"alias": alias},
         "mlflow_run_id": run_id,
         "identity": job.identity,
         "git_commit": commit(),
@@ -320,18 +322,6 @@ def finished(config: RunConfig, job: TrainingJob) -> dict[str, Any]:
 def _packed(config: RunConfig, job: TrainingJob, trained: Trained) -> Path:
     schema = warehouse_of(config).schema(job.snapshot)
     return pack(Path(job.folder) / "model", Path(trained.weights), job.plan, config.model, schema)
-
-
-def _coalesced(parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Parts of at least a scoring batch: days of few rows would cost a call each."""
-    pending: list[pa.Table] = []
-    for part in parts:
-        pending.append(part)
-        if sum(other.num_rows for other in pending) >= SCORING_ROWS:
-            yield pa.concat_tables(pending)
-            pending = []
-    if pending:
-        yield pa.concat_tables(pending)
 
 
 def _first_rows(worker: Worker, rows: int) -> pa.Table:

@@ -32,9 +32,9 @@ def train(
         return tasks.finished(settings, job)
     with tracked_run(settings, job) as run_id:
         trained = tasks.train(settings, job, run_id)
-        report = tasks.evaluate(settings, job, trained, run_id)
-        model = tasks.register(settings, job, trained, report, run_id)
-        return tasks.publish(settings, job, trained, report, model, run_id)
+        judged = tasks.evaluate(settings, job, trained, run_id)
+        model = tasks.register(settings, job, trained, judged, run_id)
+        return tasks.publish(settings, job, trained, judged, model, run_id)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Scored rows -> EvalReport: overall, per slice, and beside the best that could be reached where that is known."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,12 +29,14 @@ class Scored:
     """Predictions beside the labels they are for.
 
     Shapes:
-        labels, probabilities: float64 [N]. extra: table of N rows with the slice columns.
+        labels, probabilities: float64 [N]. extra: table of N rows with the slice columns, and what the gate
+        resamples by. champion: float64 [N], the champion's probabilities, where there is one.
     """
 
     labels: npt.NDArray[np.float64]
     probabilities: npt.NDArray[np.float64]
     extra: pa.Table
+    champion: npt.NDArray[np.float64] | None = None
 
 
 class Slice(BaseModel, frozen=True):
@@ -98,18 +100,20 @@ def _slices(
     probabilities: npt.NDArray[np.float64],
     config: EvaluationConfig,
 ) -> list[Slice]:
+    found = sorted(members(extra, column), key=lambda member: -len(member[1]))[: config.slice_values]
+    return [
+        Slice(column=column, value=value, quality=quality(labels[rows], probabilities[rows])) for value, rows in found
+    ]
+
+
+def members(extra: pa.Table, column: str) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+    """Each value of a column, in order of appearance, with the rows that have it."""
     encoded = pc.dictionary_encode(extra.column(column).combine_chunks(), null_encoding="encode")
     codes = encoded.indices.to_numpy()
-    counts = np.bincount(codes, minlength=len(encoded.dictionary))
-    frequent = np.argsort(-counts, kind="stable")[: config.slice_values]
-    return [
-        Slice(
-            column=column,
-            value=str(encoded.dictionary[int(code)].as_py()),
-            quality=quality(labels[codes == code], probabilities[codes == code]),
-        )
-        for code in frequent
-    ]
+    order = np.argsort(codes, kind="stable")
+    ends = np.cumsum(np.bincount(codes, minlength=len(encoded.dictionary)))
+    for value, rows in zip(encoded.dictionary, np.split(order, ends[:-1]), strict=True):
+        yield str(value.as_py()), rows
 
 
 def _roc(

@@ -30,7 +30,6 @@ TOLERANCE = 1e-6
 ROUGH_TOLERANCE = 5e-3
 """Where ranks send each other vectors of 11 bits or fewer."""
 """Largest difference between the trainer's probabilities and the registered model's."""
-CHAMPION, CHALLENGER = "champion", "challenger"
 IDENTITY = "identity"
 """Tag of a version: what it was made from, so that the same work is recognised."""
 REQUIREMENTS = (
@@ -45,7 +44,7 @@ class ModelVersion(BaseModel, frozen=True):
 
     name: str
     version: int
-    alias: str
+    alias: str | None
 
 
 def pack(folder: Path, weights: Path, plan: Plan, model: DLRMConfig, schema: pa.Schema) -> Path:
@@ -165,9 +164,13 @@ def register(
     with suppress(MlflowException):
         tracker.client.create_registered_model(name)
     version = tracker.client.create_model_version(name, info.model_uri, run_id, tags=dict(tags), model_id=info.model_id)
-    alias = CHALLENGER if CHAMPION in tracker.client.get_registered_model(name).aliases else CHAMPION
-    tracker.client.set_registered_model_alias(name, alias, version.version)
-    return ModelVersion(name=name, version=int(version.version), alias=alias)
+    return ModelVersion(name=name, version=int(version.version), alias=None)
+
+
+def packed(tracker: Tracker, name: str, version: int, folder: Path) -> Path:
+    """What `pack` made of a version, fetched from the registry into a folder."""
+    mlflow.artifacts.download_artifacts(f"models:/{name}/{version}", dst_path=str(folder), tracking_uri=tracker.uri)
+    return folder / "artifacts" / "model"
 
 
 def find(tracker: Tracker, name: str, identity: str) -> list[tuple[int, str]]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,3 +53,12 @@ def smoke(prefect: None, home: Path) -> dict[str, Any]:
         return end_to_end(config="configs/smoke.yaml")
     finally:
         os.environ.pop("DLRM_HOME") if before is None else os.environ.update(DLRM_HOME=before)
+
+
+@pytest.fixture
+def copied(smoke: dict[str, Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The smoke run's registry and warehouse, to be changed at will."""
+    for folder in ("mlflow", "warehouse"):
+        shutil.copytree(home / folder, tmp_path / folder)
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+    return tmp_path

@@ -1,6 +1,7 @@
 """The command line: words to overrides and parameters, and one sentence for every failure."""
 
 import datetime
+import importlib
 import json
 import signal
 from collections.abc import Mapping
@@ -9,8 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prefect import Flow as PrefectFlow
+from prefect import Task
+from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import ParameterTypeError
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_RESULTS_DEFAULT_SERIALIZER,
+    PREFECT_RESULTS_PERSIST_BY_DEFAULT,
+    temporary_settings,
+)
 from pydantic import BaseModel, ValidationError
 
 from flows import cli
@@ -210,3 +219,17 @@ def test_a_home_that_cannot_be_written_to_is_refused(
         f"home '{tmp_path / home}': expected a folder that can be written to, got 'Not a directory'. "
         "Set DLRM_HOME to another one.",
     )
+
+
+def test_fault_33_prefect_reads_no_stored_results() -> None:
+    """A stored result names its own serializer, pickle if it likes: none is written, none is looked for."""
+    modules = [importlib.import_module(f"flows.{path.stem}") for path in sorted((ROOT / "flows").glob("*.py"))]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, PrefectFlow | Task)]
+    assert {PrefectFlow, Task} == {type(value) for value in found}
+    for value in found:
+        assert not value.persist_result, value.name
+        assert value.result_serializer in (None, "json"), value.name
+        if isinstance(value, Task):
+            assert value.cache_policy == NO_CACHE, value.name
+            assert value.cache_key_fn is None, value.name
+    assert (PREFECT_RESULTS_PERSIST_BY_DEFAULT.value(), PREFECT_RESULTS_DEFAULT_SERIALIZER.value()) == (False, "json")

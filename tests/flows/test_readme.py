@@ -47,7 +47,12 @@ def test_deployments_named_are_declared():
     deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
     declared = {f"{d['entrypoint'].split(':')[1].replace('_', '-')}/{d['name']}" for d in deployments}
     assert (
-        set(re.findall(r"`((?:ingest|train|preprocess|placement|checkpoint|end-to-end)/[\w-]+)`", README)) == declared
+        set(
+            re.findall(
+                r"`((?:ingest|train|preprocess|placement|checkpoint|promote|rollback|end-to-end)/[\w-]+)`", README
+            )
+        )
+        == declared
     )
 
 

@@ -41,6 +41,8 @@ def test_result_has_what_scripts_rely_on(smoke):
     assert smoke["train"]["world_size"] == 2
     assert smoke["eval"]["rows"] == 5_000
     assert smoke["model"] == {"name": "smoke", "version": 1, "alias": "champion"}
+    assert smoke["gate"]["decision"] == "promote"
+    assert smoke["gate"]["reason"] == "There is no champion yet."
     json.dumps(smoke, allow_nan=False)
 
 
@@ -50,7 +52,7 @@ def test_result_is_what_the_registered_model_says_of_the_raw_rows(smoke, at_home
     files = sorted((at_home / "warehouse" / "dlrm" / "smoke" / "data" / "day=2025-01-09").glob("*.parquet"))
     rows = pa.concat_tables([pq.read_table(file, partitioning=None) for file in files])
     mlflow.set_tracking_uri(tasks.tracker_of(config).uri)
-    model = mlflow.pyfunc.load_model("models:/smoke@champion")
+    model = mlflow.pyfunc.load_model(f"models:/smoke/{smoke['model']['version']}")
     columns = model.unwrap_python_model().loaded.columns
     scores = model.predict(raw_frame(rows, columns))["probability"].to_numpy()
     found = quality(rows.column("label").to_numpy(), scores)
@@ -124,6 +126,7 @@ def test_model_version_is_recorded(smoke, at_home):
     version = tracker.client.get_model_version("smoke", "1")
     assert version.run_id == smoke["mlflow_run_id"]
     assert version.tags["weights_sha256"] == smoke["train"]["weights_sha256"]
+    assert (version.tags["gate"], version.tags["gate_reason"]) == ("promote", "There is no champion yet.")
     assert {"snapshot_id", "plan_hash", "git_commit", "lock_hash", "seed"} <= version.tags.keys()
     signature = mlflow.models.get_model_info("models:/smoke/1").signature
     types = {column.name: str(column.type) for column in signature.inputs}
@@ -153,11 +156,13 @@ def test_the_same_again_is_skipped(smoke, command, home):
 
 
 @pytest.mark.slow
-def test_again_trains_the_same_weights_into_a_challenger(smoke, command, home):
-    code, result, _ = command(train, CONFIG, "again=true", home=home)
+def test_again_trains_the_same_weights_into_a_challenger(smoke, command, copied):
+    code, result, _ = command(train, CONFIG, "again=true", home=copied)
     assert code == 0
     assert result["model"]["alias"] == "challenger"
     assert result["model"]["version"] > 1
+    assert result["gate"]["decision"] == "hold"
+    assert result["gate"]["difference"] == {"ne": 0.0, "low": 0.0, "high": 0.0, "units": 5_000}
     assert result["train"]["weights_sha256"] == smoke["train"]["weights_sha256"]
 
 

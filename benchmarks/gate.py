@@ -1,0 +1,110 @@
+"""How often the gate errs: pairs of models of known quality, judged on the same rows.
+
+    python -m benchmarks.gate --json
+
+A pair is two models whose logits are the true ones plus noise of their own, so that their logits differ by a standard
+deviation of 0.3; of equal noise for pairs of equal quality, of unequal noise for a wanted difference of NE.
+`false_alarms` is the share of equal pairs whose interval leaves out zero; `power_...` the share of pairs, one better by
+so much, that are promoted.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.evaluation.gate import ne_difference
+from pipeline.evaluation.metrics import Floats, base_entropy, losses
+
+APART = 0.3
+"""Standard deviation of the difference of two models' logits."""
+LEVEL = 0.05
+
+
+def sigmoid(logits: Floats) -> Floats:
+    """Logits as probabilities."""
+    result: Floats = 1.0 / (1.0 + np.exp(-logits))
+    return result
+
+
+def truth(rows: int, random: np.random.Generator) -> Floats:
+    """True logits of rows: about three labels in ten are 1, and the NE of the truth is about .83."""
+    return random.normal(-1.1, 1.1, rows)
+
+
+def pair(rows: int, better_by: float, random: np.random.Generator) -> tuple[Floats, Floats, Floats]:
+    """Labels, and the probabilities of a challenger and of a champion whose NE is higher by a share of it."""
+    logits = truth(rows, random)
+    ours, theirs = noises(better_by)
+    labels = (random.random(rows) < sigmoid(logits)).astype(np.float64)
+    return (
+        labels, sigmoid(logits + random.normal(0.0, ours, rows)), sigmoid(logits + random.normal(0.0, theirs, rows)),
+    )  # fmt: skip
+
+
+def noises(better_by: float) -> tuple[float, float]:
+    """Standard deviations of two models' noise, for a wanted difference of NE; their squares add up to APART's.
+
+    The expected NE is taken over many rows with their true probabilities instead of labels.
+    """
+    random = np.random.default_rng(11)
+    logits = truth(400_000, random)
+    rate, noise = sigmoid(logits), random.normal(size=len(logits))
+
+    def ne(deviation: float) -> float:
+        found = sigmoid(logits + deviation * noise)
+        ones = np.ones_like(found)
+        loss = rate * losses(ones, found) + (1.0 - rate) * losses(0.0 * ones, found)
+        return float(loss.mean()) / base_entropy(float(rate.mean()))
+
+    low, high = 0.0, APART / math.sqrt(2.0)
+    if better_by == 0.0:
+        return high, high
+    for _ in range(30):
+        middle = (low + high) / 2.0
+        other = math.sqrt(APART**2 - middle**2)
+        if ne(other) / ne(middle) - 1.0 > better_by:
+            low = middle
+        else:
+            high = middle
+    return high, math.sqrt(APART**2 - high**2)
+
+
+def false_alarms(pairs: int, rows: int, seed: int = 1) -> int:
+    """How many pairs of equal quality are called different."""
+    called = 0
+    for number in range(pairs):
+        found = ne_difference(*pair(rows, 0.0, np.random.default_rng([seed, number])), None, LEVEL)
+        called += found is not None and not found.low <= 0.0 <= found.high
+    return called
+
+
+def promoted(pairs: int, rows: int, better_by: float, seed: int = 2) -> int:
+    """How many challengers that are better by a share of NE are found to be so."""
+    found = 0
+    for number in range(pairs):
+        difference = ne_difference(*pair(rows, better_by, np.random.default_rng([seed, number])), None, LEVEL)
+        found += difference is not None and difference.high < 0.0
+    return found
+
+
+def main(words: Sequence[str]) -> None:
+    """Prints the shares."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gate")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--rows", type=int, default=200_000)
+    options = parser.parse_args(words)
+    figures = {"false_alarms": false_alarms(options.pairs, options.rows) / options.pairs}
+    for percent in (0.1, 0.5):
+        share = promoted(options.pairs, options.rows, percent / 100.0) / options.pairs
+        figures[f"power_{percent}_percent"] = share
+    figures |= {"pairs": options.pairs, "rows": options.rows, "level": LEVEL}
+    print(json.dumps(figures) if options.json else "\n".join(f"{name}: {value}" for name, value in figures.items()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,93 @@
+"""Who is champion and who challenges: aliases of versions, moved with a record of when, why and from where."""
+
+import datetime
+from contextlib import suppress
+from typing import Literal
+
+from mlflow.exceptions import MlflowException
+from pydantic import BaseModel
+
+from pipeline.errors import RegistryError
+from pipeline.registration.tracking import Tracker
+
+CHAMPION, CHALLENGER = "champion", "challenger"
+MOVE = "move."
+"""Begin of the tags of a registered model that hold its moves; the time follows, so no two are written over."""
+
+
+class Move(BaseModel, frozen=True):
+    """An alias that was given to a version."""
+
+    time: str
+    """UTC."""
+    alias: str
+    version: int
+    previous: int | None
+    """Version that had it before."""
+    by: Literal["gate", "person", "rollback"]
+    reason: str
+
+
+def holder(tracker: Tracker, name: str, alias: str = CHAMPION) -> int | None:
+    """The version that has an alias; None: no version, or no such model."""
+    try:
+        found = tracker.client.get_registered_model(name).aliases.get(alias)
+    except MlflowException:
+        return None
+    return None if found is None else int(found)
+
+
+def move(
+    tracker: Tracker, name: str, alias: str, version: int, by: Literal["gate", "person", "rollback"], reason: str
+) -> Move:
+    """Gives an alias to a version and writes it down. Of two moves at once the later one counts; both are recorded.
+
+    Raises:
+        RegistryError: If there is no such version.
+    """
+    previous = holder(tracker, name, alias)
+    try:
+        tracker.client.set_registered_model_alias(name, alias, str(version))
+    except MlflowException:
+        known = ", ".join(str(number) for number in versions(tracker, name)) or "none"
+        raise RegistryError(
+            f"model '{name}'", f"a version among {known}", f"{version}", "Name one of them: version=N."
+        ) from None
+    if alias == CHAMPION and holder(tracker, name, CHALLENGER) == version:
+        tracker.client.delete_registered_model_alias(name, CHALLENGER)
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H-%M-%S.%fZ")
+    done = Move(time=now, alias=alias, version=version, previous=previous, by=by, reason=reason)
+    tracker.client.set_registered_model_tag(name, MOVE + now, done.model_dump_json())
+    return done
+
+
+def moves(tracker: Tracker, name: str) -> list[Move]:
+    """All moves of a model's aliases, the oldest first."""
+    with suppress(MlflowException):
+        tags = tracker.client.get_registered_model(name).tags
+        return [Move.model_validate_json(tags[key]) for key in sorted(tags) if key.startswith(MOVE)]
+    return []
+
+
+def rollback(tracker: Tracker, name: str) -> Move:
+    """Makes the version champion that was so before the present one; again, the one before that.
+
+    Raises:
+        RegistryError: If there is none.
+    """
+    version = holder(tracker, name)
+    came = [
+        found for found in moves(tracker, name)
+        if (found.alias, found.version) == (CHAMPION, version) and found.by != "rollback"
+    ]  # fmt: skip
+    previous = came[-1].previous if came else None
+    if version is None or previous is None:
+        present = "no champion" if version is None else f"version {version}, the first"
+        raise RegistryError(f"model '{name}'", "a champion with one before it", present, "Promote another: version=N.")
+    return move(tracker, name, CHAMPION, previous, "rollback", f"rolled back from version {version}")
+
+
+def versions(tracker: Tracker, name: str) -> list[int]:
+    """The versions of a model, the oldest first."""
+    found = tracker.client.search_model_versions(f"name = '{name}'")
+    return sorted(int(version.version) for version in found)

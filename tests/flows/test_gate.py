@@ -1,0 +1,87 @@
+"""The gate in a run: what it makes of a second model, and what people make of it afterwards."""
+
+import pytest
+
+from flows import judging, tasks
+from flows.config import load
+from flows.job import pinned
+from flows.promote import promote
+from flows.rollback import rollback
+from flows.train import train
+from pipeline.evaluation.gate import Verdict
+from pipeline.registration.aliases import CHAMPION, holder, move, moves
+from pipeline.registration.scorer import LoadedModel
+
+CONFIG = "configs/smoke.yaml"
+
+
+@pytest.mark.slow
+def test_fault_31_a_worse_model_is_rejected_and_a_better_one_promoted(copied, command):
+    """Hardly trained at all; then trained for two more epochs."""
+    code, worse, log = command(train, CONFIG, "training.max_steps=1", "seed=2", home=copied)
+    assert code == 0, log
+    assert (worse["gate"]["decision"], worse["gate"]["champion"], worse["model"]["alias"]) == ("reject", 1, None)
+    assert worse["gate"]["reason"].startswith("NE is higher than that of version 1, ")
+    assert worse["gate"]["champion_ne"] < worse["eval"]["ne"]
+    assert f"gate: reject. {worse['gate']['reason']}" in log
+    code, better, log = command(train, CONFIG, "training.epochs=3", home=copied)
+    assert code == 0, log
+    assert better["eval"]["ne"] < worse["gate"]["champion_ne"]
+    assert (better["gate"]["decision"], better["model"]["alias"]) == ("promote", "champion")
+    tracker = tasks.tracker_of(load(CONFIG))
+    assert holder(tracker, "smoke") == better["model"]["version"]
+    assert [one.version for one in moves(tracker, "smoke")] == [1, better["model"]["version"]]
+    assert tracker.client.get_run(better["mlflow_run_id"]).data.metrics["gate_ne_high"] < 0.0
+    code, back, log = command(rollback, CONFIG, home=copied)
+    assert code == 0, log
+    assert (back["status"], back["version"], back["previous"]) == ("ok", 1, better["model"]["version"])
+    assert holder(tracker, "smoke") == 1
+
+
+def test_a_person_promotes(copied, command):
+    code, result, log = command(promote, CONFIG, "version=1", "reason=it is the only one", home=copied)
+    assert code == 0, log
+    assert (result["status"], result["model"], result["version"], result["by"]) == ("ok", "smoke", 1, "person")
+    assert result["reason"] == "it is the only one"
+    assert moves(tasks.tracker_of(load(CONFIG)), "smoke")[-1].reason == "it is the only one"
+    code, result, _ = command(promote, CONFIG, "version=999", home=copied)
+    assert code == 1
+    assert result["error"].startswith("model 'smoke': expected a version among 1")
+    code, result, _ = command(promote, CONFIG, home=copied)
+    assert (code, result["error"]) == (
+        1, "argument 'version': expected the version that becomes champion, got none. Add version=N.",
+    )  # fmt: skip
+
+
+def the_model(smoke, home):
+    """The smoke run's job and its model."""
+    job = pinned(load(CONFIG), None, False)
+    folder = home / "runs" / f"smoke-{smoke['identity'][:12]}-0"
+    return job, LoadedModel(folder / "model")
+
+
+def test_a_champion_that_cannot_score_the_rows_holds_the_place(smoke, home, copied, monkeypatch):
+    job, model = the_model(smoke, home)
+
+    def broken(self, rows):
+        raise RuntimeError("no such\nkernel")
+
+    monkeypatch.setattr(LoadedModel, "score", lambda self, rows, known=LoadedModel.score: (
+        known(self, rows) if self is model else broken(self, rows)
+    ))  # fmt: skip
+    gate = judging.judge(load(CONFIG), job, model, lambda *note: None).gate
+    assert (gate.decision, gate.champion) == ("hold", 1)
+    assert gate.reason == "Version 1, the champion, cannot score these rows: RuntimeError: no such kernel."
+    assert not list(copied.rglob("champion"))
+
+
+def test_a_champion_changed_meanwhile_is_not_overruled(copied):
+    config = load(CONFIG)
+    tracker = tasks.tracker_of(config)
+    verdict = Verdict(decision="promote", reason="NE is lower.", champion=7)
+    found, alias = judging.moved(config, 1, verdict)
+    assert (found.decision, alias) == ("hold", "challenger")
+    assert found.reason == "Version 1 became champion meanwhile. NE is lower."
+    assert holder(tracker, "smoke") == 1
+    move(tracker, "smoke", CHAMPION, 1, "person", "")
+    assert judging.moved(config, 1, verdict.model_copy(update={"champion": 1}))[1] == "champion"

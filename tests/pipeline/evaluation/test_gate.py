@@ -1,0 +1,167 @@
+"""The gate against simulated pairs of known quality, against a plain bootstrap, and its rules one by one."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from benchmarks.gate import false_alarms, pair, promoted, sigmoid, truth
+from pipeline.errors import ConfigError
+from pipeline.evaluation.evaluate import EvaluationConfig, Scored, evaluate
+from pipeline.evaluation.gate import GateConfig, compare, ne_difference
+from pipeline.evaluation.metrics import quality
+
+LEVEL = 0.05
+
+
+def test_pairs_of_equal_quality_are_rarely_called_different():
+    assert false_alarms(200, 20_000) <= 18
+
+
+@pytest.mark.slow
+def test_half_a_percent_is_found_on_200000_rows():
+    assert promoted(40, 200_000, 0.005) >= 36
+
+
+def test_the_difference_is_that_of_the_two_nes():
+    labels, ours, theirs = pair(5_000, 0.005, np.random.default_rng(1))
+    found = ne_difference(labels, ours, theirs, None, LEVEL)
+    assert found.ne == pytest.approx(quality(labels, ours).ne - quality(labels, theirs).ne, abs=1e-12)
+    swapped = ne_difference(labels, theirs, ours, None, LEVEL)
+    assert (swapped.low, swapped.high) == pytest.approx((-found.high, -found.low))
+
+
+@pytest.mark.parametrize("clustered", [False, True])
+def test_the_interval_is_that_of_a_bootstrap(clustered):
+    """The NE of both models anew for each draw of the units, two thousand times."""
+    random = np.random.default_rng(5)
+    labels, ours, theirs = pair(4_000, 0.01, random)
+    units = random.integers(0, 80, 4_000) if clustered else np.arange(4_000)
+    if clustered:  # rows of a unit have errors in common
+        shift = random.normal(0.0, 0.4, 80)[units]
+        ours = sigmoid(np.log(ours / (1.0 - ours)) + shift)
+    found = ne_difference(labels, ours, theirs, units if clustered else None, LEVEL)
+    rows_of = [np.flatnonzero(units == unit) for unit in range(units.max() + 1)]
+    drawn = []
+    for _ in range(2_000):
+        rows = np.concatenate([rows_of[unit] for unit in random.integers(0, len(rows_of), len(rows_of))])
+        drawn.append(quality(labels[rows], ours[rows]).ne - quality(labels[rows], theirs[rows]).ne)
+    low, high = np.quantile(drawn, [LEVEL / 2, 1 - LEVEL / 2])
+    width = found.high - found.low
+    assert (found.low, found.high) == pytest.approx((low, high), abs=0.1 * width)
+    assert found.units == len(rows_of)
+
+
+def days_apart(random, days=25, rows=400):
+    """Two models of equal quality, each of them off by some days' worth of its own."""
+    day = np.repeat(np.arange(days), rows)
+    logits = truth(days * rows, random)
+    labels = (random.random(len(logits)) < sigmoid(logits)).astype(float)
+    ours, theirs = (sigmoid(logits + random.normal(0.0, 0.5, days)[day]) for _ in range(2))
+    return labels, ours, theirs, day
+
+
+def test_rows_of_a_day_have_much_in_common():
+    """By rows equal models are called different all the time, by days they are not."""
+    called = {"row": 0, "day": 0}
+    for number in range(100):
+        labels, ours, theirs, day = days_apart(np.random.default_rng([3, number]))
+        for by, units in (("row", None), ("day", day)):
+            found = ne_difference(labels, ours, theirs, units, LEVEL)
+            called[by] += not found.low <= 0.0 <= found.high
+    assert called["row"] > 30
+    assert called["day"] <= 11
+
+
+@pytest.mark.parametrize("labels", [np.zeros(100), np.ones(100), np.array([0.0, 1.0]), np.empty(0)])
+def test_what_cannot_be_compared_is_none(labels):
+    half = np.full(len(labels), 0.5)
+    assert ne_difference(labels, half, half, None, LEVEL) is None
+
+
+def judged(labels, ours, theirs, config=None, slices=(), **extra):
+    columns = {"day": np.zeros(len(labels), np.int32)} | extra
+    parts = [Scored(labels, ours, pa.table(columns), theirs)]
+    report = evaluate(parts, EvaluationConfig(slices=slices))
+    return compare(parts, report, slices, config or GateConfig(), 3)
+
+
+def test_a_better_challenger_is_promoted_and_a_worse_one_rejected():
+    labels, better, worse = pair(200_000, 0.02, np.random.default_rng(1))
+    up, down = judged(labels, better, worse), judged(labels, worse, better)
+    assert (up.decision, down.decision) == ("promote", "reject")
+    assert up.reason.startswith("NE is lower than that of version 3, ")
+    assert down.reason.startswith("NE is higher than that of version 3, ")
+    assert up.champion == 3
+    assert up.champion_ne == quality(labels, worse).ne
+    assert judged(labels, better, worse, GateConfig(least_gain=0.05)).decision == "hold"
+
+
+def test_what_may_be_chance_is_held():
+    labels, ours, theirs = pair(5_000, 0.0, np.random.default_rng(1))
+    verdict = judged(labels, ours, theirs)
+    assert verdict.decision == "hold"
+    assert verdict.reason.endswith("over 5,000 rows), which may be chance.")
+
+
+def test_the_same_predictions_are_held():
+    labels, ours, _ = pair(1_000, 0.0, np.random.default_rng(1))
+    verdict = judged(labels, ours, ours)
+    assert (verdict.decision, verdict.difference.low, verdict.difference.high) == ("hold", 0.0, 0.0)
+
+
+def test_labels_that_are_all_alike_are_held():
+    verdict = judged(np.zeros(50), np.full(50, 0.1), np.full(50, 0.2))
+    assert verdict.decision == "hold"
+    assert verdict.reason == "NE cannot be compared on the evaluation rows: its labels are all alike."
+
+
+def test_a_challenger_that_is_off_is_rejected_unless_the_champion_is_further_off():
+    labels, ours, theirs = pair(50_000, 0.0, np.random.default_rng(1))
+    off = sigmoid(np.log(ours / (1.0 - ours)) + 0.5)
+    assert judged(labels, off, np.clip(theirs + random_noise(labels), 0.01, 0.99)).reason.startswith("Calibration 1.")
+    further = sigmoid(np.log(theirs / (1.0 - theirs)) + 1.0)
+    assert judged(labels, off, further).decision == "promote"
+
+
+def random_noise(labels):
+    """Enough to make the champion worse by NE, and not by calibration."""
+    return np.random.default_rng(2).normal(0.0, 0.2, len(labels))
+
+
+def test_a_slice_that_loses_much_rejects_a_challenger_that_is_better_as_a_whole():
+    labels, ours, theirs = pair(100_000, 0.02, np.random.default_rng(1))
+    country = np.where(np.arange(100_000) % 20 == 0, "small", "large")
+    ours = np.where(country == "small", np.clip(1.0 - ours, 0.2, 0.4), ours)
+    verdict = judged(
+        labels, ours, np.clip(theirs + random_noise(labels), 0.05, 0.95), slices=("country",), country=country
+    )
+    assert verdict.decision == "reject"
+    assert verdict.reason.startswith("Where country = small, NE is higher than that of version 3, ")
+    config = GateConfig(slice_rows=5_001)
+    others = np.clip(theirs + random_noise(labels), 0.05, 0.95)
+    assert judged(labels, ours, others, config, ("country",), country=country).decision == "promote"
+
+
+@pytest.mark.parametrize(
+    ("days", "by", "expected"),
+    [(19, None, "row"), (20, None, "day"), (19, "day", "day"), (20, "row", "row"), (20, "user", "user")],
+)
+def test_what_is_resampled(days, by, expected):
+    labels, ours, theirs = pair(1_000, 0.0, np.random.default_rng(1))
+    number = np.arange(1_000)
+    verdict = judged(labels, ours, theirs, GateConfig(resample_by=by), day=number % days, user=number % 50)
+    assert verdict.resampled_by == expected
+    assert verdict.difference.units == {"row": 1_000, "day": days, "user": 50}[expected]
+
+
+def test_a_column_that_is_not_there_is_refused():
+    labels, ours, theirs = pair(100, 0.0, np.random.default_rng(1))
+    with pytest.raises(
+        ConfigError, match=r"gate.resample_by: expected row, day or a column, such as day, got device\."
+    ):
+        judged(labels, ours, theirs, GateConfig(resample_by="device"))
+
+
+def test_bounds_that_leave_nothing_are_refused():
+    with pytest.raises(ConfigError, match=r"gate\.calibration_low"):
+        GateConfig(calibration_low=1.2, calibration_high=1.1)

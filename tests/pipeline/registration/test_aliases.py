@@ -1,0 +1,100 @@
+"""Moves of aliases: what they leave behind, one after another and two at once."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import RegistryError
+from pipeline.registration.aliases import CHALLENGER, CHAMPION, holder, move, moves, rollback
+from pipeline.registration.tracking import RegistrationConfig, Tracker
+
+COUNT = 4
+
+
+@pytest.fixture(scope="module")
+def tracker(tmp_path_factory: pytest.TempPathFactory) -> Tracker:
+    home = tmp_path_factory.mktemp("home")
+    return Tracker(RegistrationConfig(tracking_uri=f"sqlite:///{home}/mlflow.db"), home, "aliases")
+
+
+@pytest.fixture
+def name(tracker: Tracker, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A model with four versions."""
+    found = request.node.name
+    tracker.client.create_registered_model(found)
+    for _ in range(COUNT):
+        tracker.client.create_model_version(found, tmp_path.as_uri())
+    return str(found)
+
+
+def test_a_move_is_written_down(tracker, name):
+    assert holder(tracker, name) is None
+    first = move(tracker, name, CHAMPION, 1, "gate", "There is no champion yet.")
+    second = move(tracker, name, CHAMPION, 3, "person", "it's by far the better one")
+    assert holder(tracker, name) == 3
+    assert moves(tracker, name) == [first, second]
+    assert [(one.version, one.previous, one.by) for one in moves(tracker, name)] == [
+        (1, None, "gate"),
+        (3, 1, "person"),
+    ]
+
+
+def test_a_challenger_that_becomes_champion_challenges_no_more(tracker, name):
+    move(tracker, name, CHAMPION, 1, "gate", "")
+    move(tracker, name, CHALLENGER, 2, "gate", "")
+    assert holder(tracker, name, CHALLENGER) == 2
+    move(tracker, name, CHAMPION, 2, "person", "")
+    assert (holder(tracker, name), holder(tracker, name, CHALLENGER)) == (2, None)
+
+
+def test_rolling_back_goes_back_step_by_step(tracker, name):
+    for version in (1, 3, 2):
+        move(tracker, name, CHAMPION, version, "gate", "")
+    assert [rollback(tracker, name).version for _ in range(2)] == [3, 1]
+    with pytest.raises(RegistryError) as caught:
+        rollback(tracker, name)
+    assert str(caught.value) == (
+        f"model '{name}': expected a champion with one before it, got version 1, the first. Promote another: version=N."
+    )
+    assert holder(tracker, name) == 1
+    move(tracker, name, CHAMPION, 4, "gate", "")
+    assert rollback(tracker, name).version == 1
+
+
+def test_there_must_be_a_champion_to_roll_back(tracker, name):
+    with pytest.raises(RegistryError, match="got no champion"):
+        rollback(tracker, name)
+
+
+def test_a_version_that_is_not_there_is_refused(tracker, name):
+    move(tracker, name, CHAMPION, 1, "gate", "")
+    with pytest.raises(RegistryError) as caught:
+        move(tracker, name, CHAMPION, 9, "person", "")
+    assert (
+        str(caught.value) == f"model '{name}': expected a version among 1, 2, 3, 4, got 9. Name one of them: version=N."
+    )
+    assert holder(tracker, name) == 1
+    assert len(moves(tracker, name)) == 1
+
+
+def test_a_model_that_is_not_there_has_no_champion(tracker):
+    assert holder(tracker, "nobody") is None
+    assert moves(tracker, "nobody") == []
+
+
+def test_fault_31_two_promotions_at_once_leave_one_champion(tracker, name):
+    move(tracker, name, CHAMPION, 1, "gate", "")
+    start = threading.Barrier(2)
+
+    def promote(version: int) -> None:
+        start.wait()
+        move(tracker, name, CHAMPION, version, "gate", "")
+
+    threads = [threading.Thread(target=promote, args=(version,)) for version in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert holder(tracker, name) in (2, 3)
+    assert sorted(one.version for one in moves(tracker, name)) == [1, 2, 3]
