@@ -24,6 +24,8 @@ def test_the_named_deployments_exist():
         "ingest/daily",
         "preprocess/on-demand",
         "placement/on-demand",
+        "promote/on-demand",
+        "rollback/on-demand",
         "end-to-end/on-demand",
         "end-to-end/sample",
     }

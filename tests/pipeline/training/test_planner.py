@@ -199,8 +199,8 @@ def test_refused_before_ranks_start(case: str) -> None:
     assert str(caught.value) == sentence
 
 
-@pytest.mark.parametrize("settings", [{"table_gradient_limit": 0.1}, {"table_precision": "fp16"}])
-def test_auto_makes_no_copies_that_would_train_otherwise(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{}, {"table_gradient_limit": 0.1}, {"table_precision": "fp16"}])
+def test_auto_makes_no_copies_on_cpu_nor_where_they_would_train_otherwise(settings: dict[str, Any]) -> None:
     tables = placed(sharding="auto", world_size=2, bags=[Bag("f", "t", 3, "sum"), Bag("g", "u", 50, "sum")], **settings)
     assert "data_parallel" not in {table.kind for table in tables}
 
