@@ -13,6 +13,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -45,6 +46,7 @@ def pair(rows: int, better_by: float, random: np.random.Generator) -> tuple[Floa
     )  # fmt: skip
 
 
+@cache
 def noises(better_by: float) -> tuple[float, float]:
     """Standard deviations of two models' noise, for a wanted difference of NE; their squares add up to APART's.
 
