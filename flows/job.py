@@ -136,11 +136,11 @@ def specs(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> dict[P
     for name, where in needed:
         if name not in schema.names:
             raise ConfigError(f"{where} '{name}'", "a column of the table", "none of that name", "Correct the name.")
-    for name in evaluation.slices:
+    grouped = [(name, "evaluation.slices") for name in evaluation.slices]
+    grouped += [(name, "gate.resample_by") for name in resampled]
+    for name, where in grouped:
         if pa.types.is_nested(schema.field(name).type):
-            raise ConfigError(
-                f"evaluation.slices '{name}'", "one value a row", f"{schema.field(name).type}", "Name another."
-            )
+            raise ConfigError(f"{where} '{name}'", "one value a row", f"{schema.field(name).type}", "Name another.")
     if config.sampling is not None:
         check_sampling(config.sampling, schema)
     if config.model.interaction == "dot" and len(plan.sparse) + bool(plan.dense) < 2:

@@ -14,7 +14,7 @@ from pipeline.evaluation.evaluate import EvalReport, Scored, evaluate
 from pipeline.evaluation.gate import Verdict, compare
 from pipeline.evaluation.metrics import Floats
 from pipeline.preprocessing.worker import Worker
-from pipeline.registration.aliases import CHALLENGER, CHAMPION, Move, holder, move
+from pipeline.registration.aliases import CHALLENGER, CHAMPION, holder, move
 from pipeline.registration.register import packed
 from pipeline.registration.scorer import BATCH_ROWS, LoadedModel
 
@@ -46,7 +46,7 @@ class Champion:
             else:
                 self.columns = tuple(self.model.plan.columns)
         except Exception as error:  # a champion that cannot be had must not cost the new model
-            self.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            self.error = _in_a_line(error)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -56,7 +56,7 @@ class Champion:
             try:
                 return self.model.score(rows)
             except Exception as error:  # as above
-                self.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                self.error = _in_a_line(error)
         return None
 
 
@@ -101,8 +101,12 @@ def moved(config: RunConfig, version: int, verdict: Verdict) -> tuple[Verdict, s
     if verdict.decision == "reject":
         return verdict, None
     alias = CHAMPION if verdict.decision == "promote" else CHALLENGER
-    done: Move = move(tracker, name, alias, version, "gate", verdict.reason)
-    return verdict, done.alias
+    move(tracker, name, alias, version, "gate", verdict.reason)
+    return verdict, alias
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _coalesced(parts: Iterable[pa.Table]) -> Iterator[pa.Table]:

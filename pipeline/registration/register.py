@@ -27,9 +27,9 @@ from pipeline.transforms.plan import Plan
 from storage.artifacts import write_json, write_text
 
 TOLERANCE = 1e-6
-ROUGH_TOLERANCE = 5e-3
-"""Where ranks send each other vectors of 11 bits or fewer."""
 """Largest difference between the trainer's probabilities and the registered model's."""
+ROUGH_TOLERANCE = 5e-3
+"""The same where ranks send each other vectors of 11 bits or fewer."""
 IDENTITY = "identity"
 """Tag of a version: what it was made from, so that the same work is recognised."""
 REQUIREMENTS = (

@@ -191,6 +191,8 @@ def test_a_bad_config_is_refused_before_anything_runs(command, tmp_path, words, 
         (["filter=nothing = 1"], "filter 'nothing = 1': expected columns of the table, got 'nothing'. Closest: impression_id, session_id, event_time, num_tenure_days, num_click_share, num_relevance, num_quality, num_price. Correct the name."),
         (["features.dense=[{columns: [num_prise]}]"], "features.dense column 'num_prise': expected a column of the table, got none of that name. Closest: num_price. Correct the name."),
         (["evaluation.slices=[contry]"], "evaluation 'contry': expected a column of the table, got none of that name. Correct the name."),
+        (["gate.resample_by=contry"], "gate.resample_by 'contry': expected a column of the table, got none of that name. Correct the name."),
+        (["gate.resample_by=list_interests"], "gate.resample_by 'list_interests': expected one value a row, got large_list<element: int64>. Name another."),
         (["snapshot_id=7"], "snapshot 7 of table 'smoke': expected a snapshot of the table, got none of that id. It may have expired; train on the current snapshot."),
     ],
 )  # fmt: skip
