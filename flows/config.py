@@ -43,6 +43,7 @@ EXECUTION_KEYS = {
         "hang_seconds",
         "deadline_seconds",
     },
+    "evaluation": {"workers"},
     "preprocessing": set(PreprocessingConfig.model_fields) - {"shuffle_window_rows"},
 }
 """Keys that do not change what is learned, left out of a training's identity."""

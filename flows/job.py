@@ -124,9 +124,7 @@ def specs(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> dict[P
     warehouse = warehouse_of(config)
     plan = build_plan(config.features, schema)
     evaluation = config.evaluation
-    extra = tuple(
-        dict.fromkeys([*evaluation.slices, *([evaluation.true_probability] if evaluation.true_probability else [])])
-    )
+    extra = evaluation.columns
     needed = [(name, "evaluation") for name in extra]
     resampled = [config.gate.resample_by] if config.gate.resample_by not in (None, "row") else []
     needed += [(name, "gate.resample_by") for name in resampled]
@@ -138,6 +136,7 @@ def specs(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> dict[P
             raise ConfigError(f"{where} '{name}'", "a column of the table", "none of that name", "Correct the name.")
     grouped = [(name, "evaluation.slices") for name in evaluation.slices]
     grouped += [(name, "gate.resample_by") for name in resampled]
+    grouped += [(evaluation.group_by, "evaluation.group_by")] if evaluation.group_by else []
     for name, where in grouped:
         if pa.types.is_nested(schema.field(name).type):
             raise ConfigError(f"{where} '{name}'", "one value a row", f"{schema.field(name).type}", "Name another.")

@@ -1,22 +1,31 @@
 """A trained model judged on the evaluation rows, beside the champion."""
 
+import multiprocessing
+import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import pyarrow as pa
+import torch
 from pydantic import BaseModel
 
 from flows.config import RunConfig
 from flows.job import TrainingJob, tracker_of, warehouse_of
 from flows.progress import Progress
-from pipeline.evaluation.evaluate import EvalReport, Scored, evaluate
+from pipeline.evaluation.evaluate import EvalReport, Evaluation, EvaluationConfig, Scored
 from pipeline.evaluation.gate import Verdict, compare
 from pipeline.evaluation.metrics import Floats
-from pipeline.preprocessing.worker import Worker
+from pipeline.lifetime import die_with_parent
+from pipeline.preprocessing.worker import DataSpec, Worker
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, holder, move
 from pipeline.registration.register import packed
-from pipeline.registration.scorer import BATCH_ROWS, LoadedModel
+from pipeline.registration.scorer import LoadedModel
+from storage.reader import DAY, Fragment
+
+PORTIONS = 16
+"""Pieces of work that each process gets, so that progress is seen and none waits long for another."""
 
 
 class Judged(BaseModel, frozen=True):
@@ -30,65 +39,142 @@ class Champion:
     """The version to beat, as far as it can score today's rows.
 
     Args:
+        folder: Its packed model.
         columns: Those of the table that it is to score.
-        folder: It is fetched there; taken away again.
     """
 
-    def __init__(self, config: RunConfig, version: int, columns: Iterable[str], folder: Path) -> None:
-        self.version = version
+    def __init__(self, folder: Path | None, columns: Iterable[str]) -> None:
         self.error: str | None = None
         self.columns: tuple[str, ...] = ()
         try:
-            self.model = LoadedModel(packed(tracker_of(config), config.model_name, version, folder))
-            absent = [name for name in self.model.plan.columns if name not in columns]
+            self.model = None if folder is None else LoadedModel(folder)
+            wanted = () if self.model is None else self.model.plan.columns
+            absent = [name for name in wanted if name not in columns]
             if absent:
                 self.error = f"the table has no column {', '.join(absent)}"
             else:
-                self.columns = tuple(self.model.plan.columns)
+                self.columns = tuple(wanted)
         except Exception as error:  # a champion that cannot be had must not cost the new model
-            self.error = _in_a_line(error)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            self.error = in_a_line(error)
 
     def score(self, rows: pa.Table) -> Floats | None:
-        """Probabilities of raw rows; None once it has failed."""
-        if self.error is None:
+        """Probabilities of raw rows; None once it has failed, or where there is none."""
+        if self.error is None and self.model is not None:
             try:
                 return self.model.score(rows)
             except Exception as error:  # as above
-                self.error = _in_a_line(error)
+                self.error = in_a_line(error)
         return None
 
 
-def judge(config: RunConfig, job: TrainingJob, model: LoadedModel, progress: Progress) -> Judged:
-    """Scores the evaluation rows, raw as a caller would send them, with the new model and with the champion."""
-    version = holder(tracker_of(config), config.model_name)
-    spec, warehouse = job.data["test"], warehouse_of(config)
-    champion = None
-    if version is not None:
-        champion = Champion(config, version, warehouse.schema(job.snapshot).names, Path(job.folder) / "champion")
-        spec = spec.model_copy(update={"extra": tuple(dict.fromkeys([*spec.extra, *champion.columns]))})
-    worker = Worker(spec, warehouse)
+class Comparison(BaseModel, frozen=True):
+    """All that a process needs to judge some of the evaluation rows."""
 
-    def scored() -> Iterator[Scored]:
+    spec: DataSpec
+    evaluation: EvaluationConfig
+    units: str
+    model: Path
+    champion: Path | None
+    groups: Path
+    """Folder for the predictions that GAUC groups."""
+
+    def over(self, fragments: Sequence[Fragment]) -> Iterator[tuple[int, Evaluation, str | None]]:
+        """(rows so far, sums so far, why the champion failed if it did), after each fragment.
+
+        Rows are scored fragment by fragment, whoever does it: arithmetic may differ in its last bits between batches
+        of different sizes.
+        """
+        model, champion = LoadedModel(self.model), Champion(self.champion, self.spec.extra)
+        worker, evaluation = Worker(self.spec), Evaluation(self.evaluation, self.units, self.groups)
         done = 0
-        for rows in _coalesced(worker.raw(fragment) for fragment in worker.fragments()):
-            labels = rows.column(config.features.label).to_numpy().astype("float64")
+        for rows in map(worker.raw, fragments):
+            labels = rows.column(self.spec.label).to_numpy().astype("float64")
+            evaluation.add(Scored(labels, model.score(rows), rows.select(list(self.spec.extra)), champion.score(rows)))
             done += rows.num_rows
-            progress("evaluate", done, job.rows["test"])
-            others = None if champion is None else champion.score(rows)
-            yield Scored(labels, model.score(rows), rows.select(list(job.data["test"].extra)), others)
+            yield done, evaluation, champion.error
+        evaluation.close()
 
-    parts = list(scored())
-    report = evaluate(parts, config.evaluation)
-    if champion is None:
+
+def portion(comparison: Comparison, fragments: Sequence[Fragment]) -> tuple[int, Evaluation, str | None]:
+    """What a process of its own finds in some fragments."""
+    torch.set_num_threads(max((os.cpu_count() or 1) // comparison.evaluation.workers, 1))
+    found: tuple[int, Evaluation, str | None] = (0, Evaluation(comparison.evaluation, comparison.units), None)
+    for seen in comparison.over(fragments):
+        found = seen
+    return found
+
+
+def judge(config: RunConfig, job: TrainingJob, model: Path, progress: Progress) -> Judged:
+    """Scores the evaluation rows, raw as a caller would send them, with the new model and with the champion.
+
+    Args:
+        model: Folder of the packed model.
+    """
+    version, warehouse = holder(tracker_of(config), config.model_name), warehouse_of(config)
+    resampled = config.gate.resample_by
+    fetched = Path(job.folder) / "champion"
+    try:
+        champion = _champion(config, version, warehouse.schema(job.snapshot).names, fetched)
+        spec = job.data["test"]
+        extra = tuple(dict.fromkeys([*spec.extra, *champion.columns]))
+        comparison = Comparison(
+            spec=spec.model_copy(update={"extra": extra}),
+            evaluation=config.evaluation,
+            units=DAY if resampled in (None, "row") else resampled,
+            model=model,
+            champion=fetched / "artifacts" / "model" if champion.columns else None,
+            groups=Path(job.folder) / "groups",
+        )
+        evaluation, failed = _evaluated(comparison, Worker(spec, warehouse).fragments(), job.rows["test"], progress)
+    finally:
+        shutil.rmtree(fetched, ignore_errors=True)
+    report, error = evaluation.report(), champion.error or failed
+    if version is None and report.overall.ne is None:
+        verdict = Verdict(decision="hold", reason=f"NE is undefined: {report.overall.undefined['ne']}.")
+    elif version is None:
         verdict = Verdict(decision="promote", reason="There is no champion yet.")
-    elif champion.error is not None:
-        reason = f"Version {champion.version}, the champion, cannot score these rows: {champion.error}."
-        verdict = Verdict(decision="hold", reason=reason, champion=champion.version)
+    elif error is not None:
+        reason = f"Version {version}, the champion, cannot score these rows: {error}."
+        verdict = Verdict(decision="hold", reason=reason, champion=version)
     else:
-        verdict = compare(parts, report, config.evaluation.slices, config.gate, champion.version)
+        verdict = compare(evaluation, report, config.gate, version)
     return Judged(report=report, gate=verdict)
+
+
+def _champion(config: RunConfig, version: int | None, columns: Iterable[str], folder: Path) -> Champion:
+    """The champion, fetched from the registry; one that never scores where there is none or it cannot be had."""
+    if version is None:
+        return Champion(None, columns)
+    try:
+        return Champion(packed(tracker_of(config), config.model_name, version, folder), columns)
+    except Exception as error:  # as above
+        champion = Champion(None, columns)
+        champion.error = in_a_line(error)
+        return champion
+
+
+def _evaluated(
+    comparison: Comparison, fragments: Sequence[Fragment], total: int, progress: Progress
+) -> tuple[Evaluation, str | None]:
+    """The sums over all fragments, and why the champion failed if it did."""
+    whole, failed = Evaluation(comparison.evaluation, comparison.units, comparison.groups), None
+    workers = comparison.evaluation.workers
+    if workers == 1:
+        for done, evaluation, error in comparison.over(fragments):
+            whole, failed = evaluation, error
+            progress("evaluate", done, total)
+        return whole, failed
+    seen, size = 0, max(len(fragments) // (workers * PORTIONS), 1)
+    with ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), die_with_parent, (os.getpid(),)
+    ) as pool:  # fmt: skip
+        parts = [fragments[start : start + size] for start in range(0, len(fragments), size)]
+        for future in as_completed([pool.submit(portion, comparison, part) for part in parts]):
+            done, evaluation, error = future.result()
+            whole.merge(evaluation)
+            seen, failed = seen + done, failed or error
+            progress("evaluate", seen, total)
+    return whole, failed
 
 
 def moved(config: RunConfig, version: int, verdict: Verdict) -> tuple[Verdict, str | None]:
@@ -105,17 +191,6 @@ def moved(config: RunConfig, version: int, verdict: Verdict) -> tuple[Verdict, s
     return verdict, alias
 
 
-def _in_a_line(error: Exception) -> str:
+def in_a_line(error: Exception) -> str:
+    """An error as part of a sentence."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _coalesced(parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Parts of at least a scoring batch: days of few rows would cost a call each."""
-    pending: list[pa.Table] = []
-    for part in parts:
-        pending.append(part)
-        if sum(other.num_rows for other in pending) >= BATCH_ROWS:
-            yield pa.concat_tables(pending)
-            pending = []
-    if pending:
-        yield pa.concat_tables(pending)

@@ -60,11 +60,14 @@ def page(config: RunConfig, result: Mapping[str, Any], report: EvalReport, track
     ]
     if report.slices:
         rows = [
-            f"| {part.column} = {part.value} | {part.quality.rows:,} | {shown(part.quality.label_rate)} "
-            f"| {shown(part.quality.ne)} | {shown(part.quality.calibration)} |"
+            f"| {part.column} = {part.value} | {part.quality.rows:,}{' (few)' if part.small else ''} "
+            f"| {shown(part.quality.label_rate)} | {shown(part.quality.ne)} "
+            f"| {shown(part.ne_low)} to {shown(part.ne_high)} | {shown(part.quality.calibration)} |"
             for part in report.slices
         ]
-        blocks.append("\n".join(["| slice | rows | label rate | NE | calibration |", "|---|---|---|---|---|", *rows]))
+        blocks.append(
+            "\n".join(["| slice | rows | label rate | NE | 95 % | calibration |", "|---|---|---|---|---|---|", *rows])
+        )
     return "\n\n".join(blocks)
 
 

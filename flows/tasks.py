@@ -30,7 +30,6 @@ from pipeline.preprocessing.worker import DataSpec, Worker
 from pipeline.rank import RankSpec
 from pipeline.registration.register import IDENTITY, ROUGH_TOLERANCE, TOLERANCE, ModelVersion, pack
 from pipeline.registration.register import register as put_into_registry
-from pipeline.registration.scorer import LoadedModel
 from pipeline.registration.tracking import RESULT, Tracker
 from pipeline.training.launch import Event, Limits, run_ranks
 from pipeline.training.ray_launch import run_ranks_on_ray
@@ -212,12 +211,13 @@ def evaluate(config: RunConfig, job: TrainingJob, trained: Trained, run_id: str)
     """Weights -> quality on the evaluation rows and the gate's verdict. Safe to repeat: it only reads."""
     tracker, logger = tracker_of(config), get_run_logger()
     with Progress(logger) as progress:
-        judged = judge(config, job, LoadedModel(_packed(config, job, trained)), progress)
+        judged = judge(config, job, _packed(config, job, trained), progress)
     report, gate = judged.report, judged.gate
     logger.info("evaluation: %s", in_words(report))
     logger.info("gate: %s. %s", gate.decision, gate.reason)
     values = {f"eval_{name}": value for name, value in report.overall.model_dump(include=METRICS).items()}
     values |= {"eval_ne_floor": report.ne_floor, "eval_learned_share": report.learned_share}
+    values["eval_gauc"] = report.grouped.gauc if report.grouped else None
     if gate.difference is not None:
         values |= {f"gate_ne_{name}": getattr(gate.difference, name) for name in ("low", "high")}
         values |= {"gate_ne_difference": gate.difference.ne, "gate_champion_ne": gate.champion_ne}
@@ -238,7 +238,7 @@ def evaluate(config: RunConfig, job: TrainingJob, trained: Trained, run_id: str)
     return judged
 
 
-METRICS = {"rows", "label_rate", "ne", "logloss", "auc", "calibration", "ece"}
+METRICS = {"rows", "label_rate", "ne", "ne_recalibrated", "logloss", "auc", "pr_auc", "calibration", "ece"}
 
 
 @task(cache_policy=NO_CACHE, task_run_name="register")
@@ -284,7 +284,8 @@ def publish(
         "snapshot_id": job.snapshot.snapshot_id,
         "train": {key: value for key, value in summary.items() if key != "event"},
         "eval": report.overall.model_dump(include=METRICS)
-        | {"ne_floor": report.ne_floor, "learned_share": report.learned_share},
+        | {"ne_floor": report.ne_floor, "learned_share": report.learned_share}
+        | {"gauc": report.grouped.gauc if report.grouped else None, "undefined": dict(report.overall.undefined)},
         "gate": gate.model_dump(),
         "model": model.model_dump() | {"alias": alias},
         "mlflow_run_id": run_id,

@@ -1,27 +1,46 @@
 """Scored rows -> EvalReport: overall, per slice, and beside the best that could be reached where that is known."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
-from pydantic import BaseModel, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
+from scipy.stats import norm  # type: ignore[import-untyped]
 
 from pipeline.errors import EmptyDatasetError
-from pipeline.evaluation.metrics import Bin, Quality, bins, quality
+from pipeline.evaluation.grouped import Grouped, GroupedAuc
+from pipeline.evaluation.metrics import Bin, Quality, curves, equal_bins, losses
+from pipeline.evaluation.tally import COARSE_BINS, MOST_VALUES, Members, Pairs, Tally, unit_groups
+from storage.reader import DAY
 
 
 class EvaluationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """What a model is judged by."""
 
     slices: tuple[str, ...] = ()
-    """Columns whose values part the rows into slices."""
+    """Columns whose values part the rows into slices; at most 1,000 values each."""
     slice_values: PositiveInt = 12
     """Most frequent values shown of a slice column."""
+    small_slice_rows: NonNegativeInt = 1_000
+    """Slices of fewer rows are marked as small and do not count for the gate: their numbers are mostly chance."""
+    level: float = Field(0.05, gt=0.0, lt=0.5)
+    """Chance that the interval of a slice's NE leaves out the truth."""
+    group_by: str | None = None
+    """Column, such as the user's id, in whose groups rows are ranked for GAUC."""
     true_probability: str | None = None
     """Column with the true probability of the label, where the data has one: its NE is the floor of every model."""
+    workers: PositiveInt = 1
+    """Processes that score the evaluation rows; the report is the same, bit for bit."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns read beside the model's."""
+        named = [*self.slices, self.true_probability, self.group_by]
+        return tuple(dict.fromkeys(name for name in named if name is not None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +64,10 @@ class Slice(BaseModel, frozen=True):
     column: str
     value: str
     quality: Quality
+    ne_low: float | None
+    ne_high: float | None
+    small: bool
+    """Whether its rows are too few to say much."""
 
 
 class EvalReport(BaseModel, frozen=True):
@@ -53,11 +76,17 @@ class EvalReport(BaseModel, frozen=True):
     overall: Quality
     slices: tuple[Slice, ...]
     calibration: tuple[Bin, ...]
-    """Rows in bins of equally many, for the calibration plot."""
+    """Rows in bins of about equally many, for the calibration plot."""
     roc: tuple[tuple[float, float], ...]
     """(false positive rate, true positive rate) points."""
+    precision_recall: tuple[tuple[float, float], ...]
+    """(recall, precision) points."""
     ne_floor: float | None
     """NE of the true probabilities on the same rows."""
+    grouped: GroupedAuc | None
+    """GAUC, where a column to group by is named."""
+    notes: Mapping[str, str] = {}
+    """Slice column -> why it has no slices."""
 
     @property
     def learned_share(self) -> float | None:
@@ -67,63 +96,141 @@ class EvalReport(BaseModel, frozen=True):
         return (1.0 - self.overall.ne) / (1.0 - self.ne_floor)
 
 
-def evaluate(parts: Iterable[Scored], config: EvaluationConfig) -> EvalReport:
-    """Judges all parts together.
+class Sliced:
+    """Sums by the values of one column."""
 
-    Raises:
-        EmptyDatasetError: If there is no row.
+    def __init__(self) -> None:
+        self.members = Members()
+        self.tally = Tally(0, COARSE_BINS)
+        self.pairs = Pairs(0)
+
+    def add(
+        self, part: Scored, column: str, apart: npt.NDArray[np.float64] | None, units: npt.NDArray[np.int64]
+    ) -> None:
+        """Takes rows in."""
+        members = self.members.number(part.extra.column(column))
+        self._make_room()
+        if members is not None:
+            self.tally.add(part.labels, part.probabilities, members)
+            if apart is not None:
+                self.pairs.add(part.labels, apart, units, members)
+
+    def merge(self, other: Self) -> None:
+        """Takes the rows of another one in."""
+        names = None if other.members.codes is None else list(other.members.codes)
+        at = None if names is None else self.members.numbered(names)
+        if names is None:
+            self.members.codes = None
+        self._make_room()
+        if at is not None:
+            self.tally.merge(other.tally, at)
+            self.pairs.merge(other.pairs, at)
+
+    def _make_room(self) -> None:
+        wanted = 0 if self.members.codes is None else len(self.members.codes)
+        if wanted > len(self.tally.sums):
+            room = min(2 * wanted, MOST_VALUES)
+            self.tally.grow(room)
+            self.pairs.grow(room)
+        elif self.members.codes is None:
+            self.tally, self.pairs = Tally(0, COARSE_BINS), Pairs(0)
+
+
+class Evaluation:
+    """Everything that is known of the rows so far, in memory that does not grow with them.
+
+    Two that have seen some rows each, in processes of their own, merge to what one that has seen all would be, bit
+    for bit.
+
+    Args:
+        units: Column that the gate resamples by; units are put into groups.
+        folder: Predictions are kept here until they are grouped for GAUC.
     """
-    parts = list(parts)
-    if not parts or not sum(len(part.labels) for part in parts):
-        raise EmptyDatasetError("evaluation rows", "at least one", "none", "Check split and filter.")
-    labels = np.concatenate([part.labels for part in parts])
-    probabilities = np.concatenate([part.probabilities for part in parts])
-    extra = pa.concat_tables([part.extra for part in parts])
-    floor = None
-    if config.true_probability is not None:
-        floor = quality(labels, extra.column(config.true_probability).to_numpy()).ne
-    return EvalReport(
-        overall=quality(labels, probabilities),
-        slices=tuple(
-            found for column in config.slices for found in _slices(column, extra, labels, probabilities, config)
-        ),
-        calibration=tuple(bins(labels, probabilities, equal_rows=True, count=20)),
-        roc=tuple(_roc(labels, probabilities)),
-        ne_floor=floor,
-    )
+
+    def __init__(self, config: EvaluationConfig, units: str = DAY, folder: Path | None = None) -> None:
+        self.config, self.units = config, units
+        self.model, self.champion = Tally(), Tally()
+        self.truth = None if config.true_probability is None else Tally()
+        self.pairs = Pairs()
+        self.slices = {column: Sliced() for column in config.slices}
+        self.grouped = None if config.group_by is None or folder is None else Grouped(folder)
+
+    def add(self, part: Scored) -> None:
+        """Takes scored rows in."""
+        labels = part.labels
+        self.model.add(labels, part.probabilities)
+        if self.truth is not None and self.config.true_probability is not None:
+            self.truth.add(labels, part.extra.column(self.config.true_probability).to_numpy())
+        apart, units = None, np.zeros(len(labels), np.int64)
+        if part.champion is not None:
+            self.champion.add(labels, part.champion)
+            apart = np.nan_to_num(losses(labels, part.probabilities) - losses(labels, part.champion))
+            units = unit_groups(part.extra.column(self.units)) if self.units in part.extra.column_names else units
+            self.pairs.add(labels, apart, units)
+        for column, sliced in self.slices.items():
+            sliced.add(part, column, apart, units)
+        if self.grouped is not None and self.config.group_by is not None:
+            self.grouped.add(part.extra.column(self.config.group_by), labels, part.probabilities)
+
+    def close(self) -> None:
+        """Ends what is open: it can then be sent to another process."""
+        if self.grouped is not None:
+            self.grouped.close()
+
+    def merge(self, other: Self) -> None:
+        """Takes the rows of another evaluation in; its files, if any, lie in the same folder already."""
+        self.model.merge(other.model)
+        self.champion.merge(other.champion)
+        if self.truth is not None and other.truth is not None:
+            self.truth.merge(other.truth)
+        self.pairs.merge(other.pairs)
+        for column, sliced in self.slices.items():
+            sliced.merge(other.slices[column])
+
+    def report(self) -> EvalReport:
+        """What the rows say of the model.
+
+        Raises:
+            EmptyDatasetError: If there was no row.
+        """
+        overall = self.model.quality()
+        if overall.rows == 0:
+            raise EmptyDatasetError("evaluation rows", "at least one", "none", "Check split and filter.")
+        roc, precision_recall = curves(self.model.by_log_odds[0])
+        too_many = f"more than {MOST_VALUES:,} values"
+        return EvalReport(
+            overall=overall,
+            slices=tuple(found for column in self.slices for found in self._slices(column)),
+            calibration=tuple(equal_bins(self.model.by_log_odds[0], self.model.predicted[0])),
+            roc=tuple(roc),
+            precision_recall=tuple(precision_recall),
+            ne_floor=None if self.truth is None else self.truth.quality().ne,
+            grouped=None if self.grouped is None else self.grouped.auc(),
+            notes={column: too_many for column, sliced in self.slices.items() if sliced.members.codes is None},
+        )
+
+    def _slices(self, column: str) -> Iterable[Slice]:
+        """The most frequent values, the first by name among equals."""
+        sliced, config = self.slices[column], self.config
+        rows = sliced.tally.sums[:, 0] + sliced.tally.sums[:, 2]
+        ranked = sorted((sliced.members.codes or {}).items(), key=lambda item: (-rows[item[1]], item[0]))
+        reach = float(norm.ppf(1.0 - config.level / 2.0))
+        for value, member in ranked[: config.slice_values]:
+            quality, error = sliced.tally.quality(member), sliced.tally.ne_error(member)
+            known = quality.ne is not None and error is not None
+            yield Slice(
+                column=column,
+                value=value,
+                quality=quality,
+                ne_low=quality.ne - reach * error if known else None,  # type: ignore[operator]
+                ne_high=quality.ne + reach * error if known else None,  # type: ignore[operator]
+                small=quality.rows < config.small_slice_rows,
+            )
 
 
-def _slices(
-    column: str,
-    extra: pa.Table,
-    labels: npt.NDArray[np.float64],
-    probabilities: npt.NDArray[np.float64],
-    config: EvaluationConfig,
-) -> list[Slice]:
-    found = sorted(members(extra, column), key=lambda member: -len(member[1]))[: config.slice_values]
-    return [
-        Slice(column=column, value=value, quality=quality(labels[rows], probabilities[rows])) for value, rows in found
-    ]
-
-
-def members(extra: pa.Table, column: str) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-    """Each value of a column, in order of appearance, with the rows that have it."""
-    encoded = pc.dictionary_encode(extra.column(column).combine_chunks(), null_encoding="encode")
-    codes = encoded.indices.to_numpy()
-    order = np.argsort(codes, kind="stable")
-    ends = np.cumsum(np.bincount(codes, minlength=len(encoded.dictionary)))
-    for value, rows in zip(encoded.dictionary, np.split(order, ends[:-1]), strict=True):
-        yield str(value.as_py()), rows
-
-
-def _roc(
-    labels: npt.NDArray[np.float64], probabilities: npt.NDArray[np.float64], points: int = 200
-) -> list[tuple[float, float]]:
-    positives = labels.sum()
-    if not 0 < positives < len(labels):
-        return []
-    hits = np.cumsum(labels[np.argsort(-probabilities, kind="stable")])
-    chosen = np.unique(np.linspace(0, len(labels) - 1, points).astype(np.int64))
-    return [(0.0, 0.0)] + [
-        (float((i + 1 - hits[i]) / (len(labels) - positives)), float(hits[i] / positives)) for i in chosen
-    ]
+def evaluate(parts: Iterable[Scored], config: EvaluationConfig, units: str = DAY) -> Evaluation:
+    """All parts together."""
+    evaluation = Evaluation(config, units)
+    for part in parts:
+        evaluation.add(part)
+    return evaluation

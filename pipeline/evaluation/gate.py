@@ -1,19 +1,16 @@
 """Challenger against champion on the same rows -> promote, hold or reject, with the reason."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.compute as pc
-from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat, model_validator
 from scipy.stats import t as student  # type: ignore[import-untyped]
 
 from pipeline.errors import ConfigError
-from pipeline.evaluation.evaluate import EvalReport, Scored, members
-from pipeline.evaluation.metrics import Floats, Quality, base_entropy, losses, quality
+from pipeline.evaluation.evaluate import EvalReport, Evaluation
+from pipeline.evaluation.metrics import UNIT, Floats, Integers, Quality, base_entropy, losses
+from pipeline.evaluation.tally import Pairs
 from storage.reader import DAY
 
 ENOUGH_DAYS = 20
@@ -34,10 +31,8 @@ class GateConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     calibration_low: PositiveFloat = 0.8
     """A challenger below is rejected, unless the champion is further off."""
     calibration_high: PositiveFloat = 1.25
-    slice_rows: PositiveInt = 1_000
-    """Slices of fewer rows decide nothing."""
     slice_loss: NonNegativeFloat = 0.01
-    """Share of a slice's NE that may be lost there; more, and beyond chance, rejects."""
+    """Share of a slice's NE that may be lost there; more, and beyond chance, rejects. Small slices decide nothing."""
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:
@@ -56,7 +51,7 @@ class Difference(BaseModel, frozen=True):
     low: float
     high: float
     units: int
-    """Things resampled: rows, days, users."""
+    """Things resampled: rows, days, users; more than 1,024 that are not rows are put into so many groups."""
 
 
 class Verdict(BaseModel, frozen=True):
@@ -71,9 +66,7 @@ class Verdict(BaseModel, frozen=True):
     difference: Difference | None = None
 
 
-def ne_difference(
-    labels: Floats, challenger: Floats, champion: Floats, units: npt.NDArray[np.int64] | None, level: float
-) -> Difference | None:
+def ne_difference(pairs: Pairs, by_rows: bool, level: float, member: int = 0) -> Difference | None:
     """NE of one model less that of another, and the interval that chance leaves it; None where it is undefined.
 
     The interval is the closed form of the paired bootstrap over units: NE is a ratio of means over the same rows, so
@@ -81,8 +74,8 @@ def ne_difference(
     gives its bounds. It costs one pass instead of a thousand, and stays right for few units.
 
     Args:
-        labels, challenger, champion: float64 [N]; labels are 0 or 1, the others probabilities.
-        units: int64 [N]: the number of the unit that each row belongs to, from 0; None: each row is one.
+        pairs: Sums of the differences of their losses.
+        by_rows: Each row is a unit; else each group of units is one.
         level: Chance that the interval leaves out the truth.
     Source:
         Efron and Tibshirani 1993, "An introduction to the bootstrap", chapter 21 (the delta method as its limit);
@@ -90,85 +83,79 @@ def ne_difference(
     Example:
         >>> labels = np.array([0.0, 1.0] * 50)
         >>> sure, unsure = np.where(labels == 1.0, 0.8, 0.2), np.full(100, 0.5)
-        >>> ne_difference(labels, sure, unsure, None, 0.05).high < 0.0
+        >>> ne_difference(paired(labels, sure, unsure), True, 0.05).high < 0.0
         True
     """
-    rows = len(labels)
-    rate = float(labels.mean()) if rows else 0.0
-    entropy = base_entropy(rate)
-    count = rows if units is None else int(units.max(initial=-1)) + 1
+    used = pairs.by_unit[member][pairs.by_unit[member][:, 0] > 0]
+    in_rows, positive, apart = used.T.astype(np.float64)
+    rows, positives, total = in_rows.sum(), positive.sum(), apart.sum() * UNIT
+    rate = positives / rows if rows else 0.0
+    entropy, count = base_entropy(rate), int(rows) if by_rows else len(in_rows)
     if entropy == 0.0 or count < FEWEST_UNITS:
         return None
-    apart = losses(labels, challenger) - losses(labels, champion)
-    difference = float(apart.mean()) / entropy
-    slope = math.log((1.0 - rate) / rate)  # of the entropy, by the rate
-    parts = (apart - apart.mean()) / entropy - difference * slope / entropy * (labels - rate)
-    if units is not None:
-        parts = np.bincount(units, parts, minlength=count)
-    error = math.sqrt(count / (count - 1) * float(np.square(parts).sum())) / rows
+    mean = total / rows
+    difference = mean / entropy
+    over = difference * math.log((1.0 - rate) / rate)  # the change of the entropy with the rate
+    if by_rows:
+        squared, of_positives = (pairs.sums[member] * UNIT).tolist()
+        squares = (
+            squared - rows * mean * mean - 2.0 * over * (of_positives - rows * mean * rate)
+            + over * over * rows * rate * (1.0 - rate)
+        )  # fmt: skip
+    else:
+        squares = float(np.square(apart * UNIT - in_rows * mean - over * (positive - in_rows * rate)).sum())
+    error = math.sqrt(count / (count - 1) * max(squares, 0.0)) / rows / entropy
     reach = float(student.ppf(1.0 - level / 2.0, count - 1)) * error
     return Difference(ne=difference, low=difference - reach, high=difference + reach, units=count)
 
 
-def compare(
-    parts: Sequence[Scored], report: EvalReport, slices: Sequence[str], config: GateConfig, version: int
-) -> Verdict:
+def paired(labels: Floats, ours: Floats, theirs: Floats, units: Integers | None = None) -> Pairs:
+    """The sums of rows at hand; units as numbers below 1,024.
+
+    Shapes:
+        labels, ours, theirs: float64 [N], probabilities of both models. units: int64 [N].
+    """
+    pairs = Pairs()
+    apart = losses(labels, ours) - losses(labels, theirs)
+    pairs.add(labels, apart, np.zeros(len(labels), np.int64) if units is None else units)
+    return pairs
+
+
+def compare(evaluation: Evaluation, report: EvalReport, config: GateConfig, version: int) -> Verdict:
     """The verdict on a challenger whose rows the champion has scored too.
 
     Args:
-        parts: With the champion's probabilities.
-        report: The challenger's quality on all parts together.
-        slices: Columns that part the rows into slices; those of the report are looked at.
+        evaluation: The sums of both.
+        report: The challenger's quality.
         version: The champion's.
-    Raises:
-        ConfigError: If there is no such column to resample by.
     """
-    labels = np.concatenate([part.labels for part in parts])
-    ours = np.concatenate([part.probabilities for part in parts])
-    theirs = np.concatenate([part.champion for part in parts if part.champion is not None])
-    extra = pa.concat_tables([part.extra for part in parts])
-    by, units = _units(extra, config)
-    champion = quality(labels, theirs)
-    difference = ne_difference(labels, ours, theirs, units, config.level)
-    known: dict[str, Any] = {
-        "champion": version,
-        "champion_ne": champion.ne,
-        "resampled_by": by,
-        "difference": difference,
-    }
+    champion = evaluation.champion.quality()
+    days = int((evaluation.pairs.by_unit[0, :, 0] > 0).sum()) if evaluation.units == DAY else 0
+    by = config.resample_by or (DAY if days >= ENOUGH_DAYS else "row")
+    known: dict[str, Any] = {"champion": version, "champion_ne": champion.ne, "resampled_by": by}
 
     def verdict(decision: Literal["promote", "hold", "reject"], reason: str) -> Verdict:
         return Verdict(decision=decision, reason=reason, **known)
 
+    for whose, quality in (("this model", report.overall), (f"version {version}", champion)):
+        if quality.ne is None:
+            return verdict("hold", f"NE of {whose} is undefined: {quality.undefined['ne']}.")
+    difference = ne_difference(evaluation.pairs, by == "row", config.level)
     if difference is None or champion.ne is None:
-        why = "its labels are all alike" if champion.ne is None else f"there are fewer than {FEWEST_UNITS} {by}s"
-        return verdict("hold", f"NE cannot be compared on the evaluation rows: {why}.")
+        return verdict("hold", f"NE cannot be compared: there are fewer than {FEWEST_UNITS} {by}s.")
+    known["difference"] = difference
     against = f"that of version {version}, {champion.ne:.4f}"
     found = _in_words(difference, champion.ne, by)
     if difference.low > 0.0:
         return verdict("reject", f"NE is higher than {against}, by {found}.")
     if reason := _off(report.overall, champion, config, version):
         return verdict("reject", reason)
-    if reason := _lost_slice(labels, ours, theirs, extra, units, report, slices, config, version):
+    if reason := _lost_slice(evaluation, report, by == "row", config, version):
         return verdict("reject", reason)
     if difference.high < -config.least_gain * champion.ne:
         return verdict("promote", f"NE is lower than {against}, by {found}.")
     least = f", less than {config.least_gain:.2%} better for sure" if config.least_gain else ", which may be chance"
     return verdict("hold", f"NE differs from {against}, by {found}{least}.")
-
-
-def _units(extra: pa.Table, config: GateConfig) -> tuple[str, npt.NDArray[np.int64] | None]:
-    """What is resampled, and the number of each row's; None: each row is one."""
-    by = config.resample_by
-    if by is None:
-        by = DAY if DAY in extra.column_names and len(pc.unique(extra.column(DAY))) >= ENOUGH_DAYS else "row"
-    if by == "row":
-        return by, None
-    if by not in extra.column_names:
-        known = ", ".join(extra.column_names)
-        raise ConfigError("gate.resample_by", f"row, day or a column, such as {known}", by, "Name another.")
-    encoded = pc.dictionary_encode(extra.column(by).combine_chunks(), null_encoding="encode")
-    return by, encoded.indices.to_numpy().astype(np.int64)
 
 
 def _off(challenger: Quality, champion: Quality, config: GateConfig, version: int) -> str | None:
@@ -184,28 +171,22 @@ def _off(challenger: Quality, champion: Quality, config: GateConfig, version: in
 
 
 def _lost_slice(
-    labels: Floats,
-    ours: Floats,
-    theirs: Floats,
-    extra: pa.Table,
-    units: npt.NDArray[np.int64] | None,
-    report: EvalReport,
-    slices: Sequence[str],
-    config: GateConfig,
-    version: int,
+    evaluation: Evaluation, report: EvalReport, by_rows: bool, config: GateConfig, version: int
 ) -> str | None:
     """The slice where more is lost than may be; chance is shared among all slices that are looked at (Bonferroni)."""
-    large = {(part.column, part.value) for part in report.slices if part.quality.rows >= config.slice_rows}
-    for column in slices:
-        for value, rows in members(extra, column):
-            if (column, value) not in large:
-                continue
-            own = None if units is None else np.unique(units[rows], return_inverse=True)[1]
-            found = ne_difference(labels[rows], ours[rows], theirs[rows], own, config.level / len(large))
-            ne = quality(labels[rows], theirs[rows]).ne
-            if found is not None and ne is not None and found.low > config.slice_loss * ne:
-                lost = _in_words(found, ne, "")
-                return f"Where {column} = {value}, NE is higher than that of version {version}, {ne:.4f}, by {lost}."
+    large = [part for part in report.slices if not part.small]
+    for part in large:
+        sliced = evaluation.slices[part.column]
+        member = (sliced.members.codes or {})[part.value]
+        found = ne_difference(sliced.pairs, by_rows, config.level / len(large), member)
+        if found is None or part.quality.ne is None:
+            continue
+        ne = part.quality.ne - found.ne
+        if found.low > config.slice_loss * ne:
+            lost = _in_words(found, ne, "")
+            return (
+                f"Where {part.column} = {part.value}, NE is higher than that of version {version}, {ne:.4f}, by {lost}."
+            )
     return None
 
 

@@ -1,18 +1,24 @@
-"""NE, log loss, AUC, calibration, ECE. Undefined is None with a reason, never a huge number or NaN."""
+"""Quality of some rows, from sums that any number of rows fits into. Undefined is None with a reason, never NaN."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel
 
 Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 
 EPS = 1e-12
 """Probabilities are held in [EPS, 1 - EPS] for the logarithm."""
 ECE_BINS = 15
 """Bins of equal width for ECE (Guo et al. 2017, arXiv:1706.04599)."""
+UNIT = 2.0**-30
+"""Losses and probabilities are added up as whole numbers of this size: order and parts change no bit of a sum."""
+REACH = 28.0
+"""Log-odds of all probabilities lie in [-REACH, REACH]."""
 
 
 class Quality(BaseModel, frozen=True):
@@ -21,8 +27,12 @@ class Quality(BaseModel, frozen=True):
     rows: int
     label_rate: float | None
     ne: float | None
+    ne_recalibrated: float | None
+    """NE once all log-odds are shifted by the one number that makes the mean prediction the label rate."""
     logloss: float | None
     auc: float | None
+    pr_auc: float | None
+    """Average precision."""
     calibration: float | None
     """Sum of predictions / sum of labels."""
     ece: float | None
@@ -30,41 +40,12 @@ class Quality(BaseModel, frozen=True):
     """Metric -> why it is None."""
 
 
-def quality(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> Quality:
-    """All metrics of some rows.
+class Bin(BaseModel, frozen=True):
+    """Rows of similar prediction."""
 
-    Shapes:
-        labels, probabilities: [N], labels 0 or 1.
-    Source:
-        NE: He et al. 2014, "Practical lessons from predicting clicks on ads at Facebook", section 3.
-    Example:
-        >>> quality([0, 1, 1, 0], [0.5, 0.5, 0.5, 0.5]).ne
-        1.0
-        >>> quality([1, 1], [0.5, 0.5]).undefined["ne"]
-        'all labels are alike'
-    """
-    y, p = np.asarray(labels, np.float64), np.asarray(probabilities, np.float64)
-    if len(y) == 0:
-        names = ("label_rate", "ne", "logloss", "auc", "calibration", "ece")
-        return Quality(rows=0, **dict.fromkeys(names), undefined=dict.fromkeys(names, "no rows"))
-    undefined: dict[str, str] = {}
-    rate = float(y.mean())
-    logloss = float(losses(y, p).mean())
-    entropy = base_entropy(rate)
-    if entropy == 0.0:
-        undefined |= {"ne": "all labels are alike", "auc": "all labels are alike"}
-    if rate == 0.0:
-        undefined["calibration"] = "no positive label"
-    return Quality(
-        rows=len(y),
-        label_rate=rate,
-        ne=logloss / entropy if entropy else None,
-        logloss=logloss,
-        auc=auc(y, p) if entropy else None,
-        calibration=float(p.sum() / y.sum()) if rate else None,
-        ece=ece(y, p),
-        undefined=undefined,
-    )
+    rows: int
+    predicted: float
+    observed: float
 
 
 def losses(labels: Floats, probabilities: Floats) -> Floats:
@@ -81,48 +62,137 @@ def base_entropy(rate: float) -> float:
     return -(rate * math.log(rate) + (1.0 - rate) * math.log1p(-rate))
 
 
-def auc(labels: Floats, probabilities: Floats) -> float:
-    """Chance that a positive row is ranked above a negative one, ties counting half; exact.
+def log_odds_bins(probabilities: Floats, count: int) -> Integers:
+    """Which of `count` bins of equal width in log-odds each probability is in, int64 [N]."""
+    p = np.clip(probabilities, EPS, 1.0 - EPS)
+    return ((np.log(p) - np.log1p(-p) + REACH) * (count / (2.0 * REACH))).astype(np.int64)
 
+
+def quality(
+    rows: int, positives: int, predicted: float, loss: float, by_log_odds: Integers, by_width: Integers, broken: int = 0
+) -> Quality:
+    """All metrics, from sums.
+
+    Args:
+        predicted, loss: Sums of probabilities and of losses.
+        by_log_odds: int64 [bins, 2]: rows and positive rows by log-odds. AUC and PR-AUC take rows of a bin for ties.
+        by_width: int64 [ECE_BINS, 3]: rows, positive rows and units of prediction by probability.
+        broken: Rows whose prediction is not a number.
     Source:
-        Mann and Whitney 1947: the U statistic over midranks.
+        NE: He et al. 2014, "Practical lessons from predicting clicks on ads at Facebook", section 3.
     """
-    _, inverse, counts = np.unique(probabilities, return_inverse=True, return_counts=True)
-    midranks = np.cumsum(counts) - (counts - 1) / 2.0
-    positives = float(labels.sum())
-    negatives = len(labels) - positives
-    rank_sum = float(midranks[inverse][labels == 1.0].sum())
-    return (rank_sum - positives * (positives + 1.0) / 2.0) / (positives * negatives)
-
-
-def ece(labels: Floats, probabilities: Floats) -> float:
-    """Expected calibration error: mean gap between prediction and outcome over bins, weighted by rows."""
-    return float(
-        sum(bin_.rows * abs(bin_.predicted - bin_.observed) for bin_ in bins(labels, probabilities)) / len(labels)
+    undefined: dict[str, str] = {}
+    every = ("label_rate", "ne", "ne_recalibrated", "logloss", "auc", "pr_auc", "calibration", "ece")
+    if rows == 0 or broken:
+        reason = f"{broken} predictions are not numbers" if broken else "no rows"
+        return Quality(rows=rows, **dict.fromkeys(every), undefined=dict.fromkeys(every, reason))
+    rate, entropy = positives / rows, base_entropy(positives / rows)
+    if entropy == 0.0:
+        undefined |= dict.fromkeys(("ne", "ne_recalibrated", "auc", "pr_auc"), "all labels are alike")
+    if rate == 0.0:
+        undefined["calibration"] = "no positive label"
+    return Quality(
+        rows=rows,
+        label_rate=rate,
+        ne=loss / rows / entropy if entropy else None,
+        ne_recalibrated=_recalibrated_loss(by_log_odds) / rows / entropy if entropy else None,
+        logloss=loss / rows,
+        auc=auc(by_log_odds) if entropy else None,
+        pr_auc=average_precision(by_log_odds) if entropy else None,
+        calibration=predicted / positives if rate else None,
+        ece=ece(by_width),
+        undefined=undefined,
     )
 
 
-class Bin(BaseModel, frozen=True):
-    """Rows of similar prediction."""
+def auc(by_log_odds: Integers) -> float:
+    """Chance that a positive row is ranked above a negative one, ties counting half.
 
-    rows: int
-    predicted: float
-    observed: float
+    Shapes:
+        by_log_odds: int64 [bins, 2]: rows and positive rows, predictions rising.
+    Source:
+        Mann and Whitney 1947: the U statistic over midranks.
+    """
+    positives = by_log_odds[:, 1].astype(np.float64)
+    negatives = by_log_odds[:, 0] - positives
+    below = np.cumsum(negatives) - 0.5 * negatives
+    return float((positives * below).sum() / (positives.sum() * negatives.sum()))
 
 
-def bins(labels: Floats, probabilities: Floats, equal_rows: bool = False, count: int = ECE_BINS) -> list[Bin]:
-    """Rows grouped by prediction: into intervals of equal width, or of equally many rows."""
-    if equal_rows:
-        order = np.argsort(probabilities, kind="stable")
-        index = np.empty(len(order), np.int64)
-        index[order] = np.arange(len(order)) * count // len(order)
-    else:
-        index = np.minimum((probabilities * count).astype(np.int64), count - 1)
-    rows = np.bincount(index, minlength=count)
-    predicted = np.bincount(index, probabilities, minlength=count)
-    observed = np.bincount(index, labels, minlength=count)
-    return [
-        Bin(rows=int(rows[i]), predicted=float(predicted[i] / rows[i]), observed=float(observed[i] / rows[i]))
-        for i in range(count)
-        if rows[i]
-    ]
+def average_precision(by_log_odds: Integers) -> float:
+    """Area under the curve of precision over recall, as steps: the mean precision at the rows that are positive."""
+    rows, hits = (np.cumsum(by_log_odds[::-1, column]) for column in (0, 1))
+    gained = by_log_odds[::-1, 1]
+    found = gained > 0
+    return float((gained[found] * (hits[found] / rows[found])).sum() / hits[-1])
+
+
+def ece(by_width: Integers) -> float:
+    """Expected calibration error: mean gap between prediction and outcome over bins, weighted by rows."""
+    return float(np.abs(by_width[:, 2] * UNIT - by_width[:, 1]).sum() / by_width[:, 0].sum())
+
+
+def equal_bins(by_log_odds: Integers, predicted: Integers, count: int = 20) -> list[Bin]:
+    """Rows grouped by prediction into bins of about equally many.
+
+    Shapes:
+        by_log_odds: int64 [bins, 2]: rows and positive rows. predicted: int64 [bins], units of prediction.
+    """
+    rows = by_log_odds[:, 0]
+    before = np.cumsum(rows) - rows
+    group = np.minimum((before + 0.5 * rows) * count // max(rows.sum(), 1), count - 1).astype(np.int64)
+    sums = [np.bincount(group, values, minlength=count) for values in (rows, by_log_odds[:, 1], predicted * UNIT)]
+    return [Bin(rows=int(n), predicted=float(p / n), observed=float(y / n)) for n, y, p in zip(*sums, strict=True) if n]
+
+
+def curves(by_log_odds: Integers, points: int = 200) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """(false positive rate, true positive rate) and (recall, precision), predictions falling; empty where undefined."""
+    rows, hits = (np.cumsum(by_log_odds[::-1, column]) for column in (0, 1))
+    total, positives = int(rows[-1]), int(hits[-1])
+    if not 0 < positives < total:
+        return [], []
+    at = np.unique(np.searchsorted(rows, np.linspace(1, total, points)))
+    roc = [((rows[i] - hits[i]) / (total - positives), hits[i] / positives) for i in at]
+    precision = [(hits[i] / positives, hits[i] / rows[i]) for i in at]
+    return [(0.0, 0.0), *_plain(roc)], _plain(precision)
+
+
+def _plain(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in pairs]
+
+
+def ne_interval_error(rows: int, positives: int, loss: float, squared: float, of_positives: float) -> float | None:
+    """Standard error of an NE whose rows are drawn independently; None where NE is undefined.
+
+    Args:
+        loss, squared, of_positives: Sums of losses, of their squares, and of the losses of positive rows.
+    Source:
+        The delta method for a ratio: NE is a mean loss over a function of the mean label.
+    """
+    rate = positives / rows if rows else 0.0
+    entropy = base_entropy(rate)
+    if entropy == 0.0 or rows < 2:
+        return None
+    mean, slope = loss / rows, math.log((1.0 - rate) / rate)
+    over = mean / entropy * slope  # of the entropy, by the rate
+    variance = squared / rows - mean * mean
+    covariance = of_positives / rows - mean * rate
+    spread = variance - 2.0 * over * covariance + over * over * rate * (1.0 - rate)
+    return math.sqrt(max(spread, 0.0) / (rows - 1)) / entropy
+
+
+def _recalibrated_loss(by_log_odds: Integers) -> float:
+    """Sum of losses with all log-odds shifted so that predictions add up to the labels; rows stand in mid-bin."""
+    count = len(by_log_odds)
+    used = np.flatnonzero(by_log_odds[:, 0])
+    middle = (used + 0.5) * (2.0 * REACH / count) - REACH
+    rows, positives = by_log_odds[used, 0].astype(np.float64), by_log_odds[used, 1].astype(np.float64)
+    low, high = -2.0 * REACH, 2.0 * REACH
+    for _ in range(60):
+        shift = 0.5 * (low + high)
+        if (rows / (1.0 + np.exp(-(middle + shift)))).sum() > positives.sum():
+            high = shift
+        else:
+            low = shift
+    shifted = middle + low
+    return float((rows * np.logaddexp(0.0, shifted) - positives * shifted).sum())

@@ -54,25 +54,38 @@ def test_a_person_promotes(copied, command):
 
 
 def the_model(smoke, home):
-    """The smoke run's job and its model."""
+    """The smoke run's job and the folder of its model."""
     job = pinned(load(CONFIG), None, False)
-    folder = home / "runs" / f"smoke-{smoke['identity'][:12]}-0"
-    return job, LoadedModel(folder / "model")
+    return job, home / "runs" / f"smoke-{smoke['identity'][:12]}-0" / "model"
 
 
 def test_a_champion_that_cannot_score_the_rows_holds_the_place(smoke, home, copied, monkeypatch):
     job, model = the_model(smoke, home)
+    known = LoadedModel.__init__
 
-    def broken(self, rows):
+    def broken(self, folder):
+        known(self, folder)
+        if folder != model:
+            self.model.forward = self.gone
+
+    def gone(self, *tensors):
         raise RuntimeError("no such\nkernel")
 
-    monkeypatch.setattr(LoadedModel, "score", lambda self, rows, known=LoadedModel.score: (
-        known(self, rows) if self is model else broken(self, rows)
-    ))  # fmt: skip
+    monkeypatch.setattr(LoadedModel, "gone", gone, raising=False)
+    monkeypatch.setattr(LoadedModel, "__init__", broken)
     gate = judging.judge(load(CONFIG), job, model, lambda *note: None).gate
     assert (gate.decision, gate.champion) == ("hold", 1)
     assert gate.reason == "Version 1, the champion, cannot score these rows: RuntimeError: no such kernel."
     assert not list(copied.rglob("champion"))
+
+
+@pytest.mark.slow
+def test_processes_that_share_the_rows_judge_as_one_does(smoke, home, copied):
+    job, model = the_model(smoke, home)
+    alone = judging.judge(load(CONFIG), job, model, lambda *note: None)
+    several = judging.judge(load(CONFIG, {"evaluation.workers": 2}), job, model, lambda *note: None)
+    assert several == alone
+    assert alone.gate.difference.ne == 0.0
 
 
 def test_a_champion_changed_meanwhile_is_not_overruled(copied):

@@ -17,8 +17,9 @@ from flows.end_to_end import end_to_end
 from flows.ingest import ingest
 from flows.job import pinned, tracked_run
 from flows.train import train
-from pipeline.evaluation.metrics import quality
+from pipeline.evaluation.tally import tallied as quality
 from pipeline.registration.register import raw_frame
+from pipeline.registration.scorer import LoadedModel
 
 CONFIG = "configs/smoke.yaml"
 
@@ -65,7 +66,7 @@ def test_result_is_what_the_registered_model_says_of_the_raw_rows(smoke, at_home
 def test_probabilities_equal_the_trainers(smoke, at_home):
     config = load(CONFIG)
     folder = at_home / "runs" / f"smoke-{smoke['identity'][:12]}-0"
-    model = tasks.LoadedModel(folder / "model")
+    model = LoadedModel(folder / "model")
     job = pinned(config, None, False)
     probe = tasks._first_rows(tasks.Worker(job.data["test"], tasks.warehouse_of(config)), 256)
     expected = json.loads((folder / "probe.json").read_text())

@@ -1,15 +1,17 @@
-"""The report: slices, floor, ROC, and what is refused."""
+"""The report: slices and their intervals, GAUC, floor, curves; rows in any parts and order; what is refused."""
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from sklearn.metrics import auc as area
-from sklearn.metrics import log_loss
+from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 
 from pipeline.errors import EmptyDatasetError
 from pipeline.evaluation import plots
-from pipeline.evaluation.evaluate import EvaluationConfig, Scored, evaluate
-from pipeline.evaluation.metrics import quality
+from pipeline.evaluation.evaluate import Evaluation, EvaluationConfig, Scored, evaluate
+from pipeline.evaluation.metrics import base_entropy
+from pipeline.evaluation.tally import MOST_VALUES
+from pipeline.evaluation.tally import tallied as quality
 
 
 @pytest.fixture
@@ -19,8 +21,13 @@ def parts():
     labels = (random.random(3_000) < truth).astype(float)
     probabilities = np.clip(truth + random.normal(0, 0.1, 3_000), 0.01, 0.99)
     country = pa.array([None if i % 50 == 0 else "ABC"[i % 3] for i in range(3_000)])
-    extra = pa.table({"country": country, "truth": truth})
-    return [Scored(labels[i : i + 700], probabilities[i : i + 700], extra.slice(i, 700)) for i in range(0, 3_000, 700)]
+    user = pa.array([None if i % 7 == 0 else i % 211 for i in range(3_000)])
+    extra = pa.table({"country": country, "truth": truth, "user": user})
+    champion = np.clip(truth + random.normal(0, 0.2, 3_000), 0.01, 0.99)
+    return [
+        Scored(*(values[i : i + 700] for values in (labels, probabilities)), extra.slice(i, 700), champion[i : i + 700])
+        for i in range(0, 3_000, 700)
+    ]
 
 
 def whole(parts):
@@ -32,16 +39,65 @@ def whole(parts):
     )
 
 
+def reported(parts, config):
+    return evaluate(parts, config).report()
+
+
 def test_parts_are_judged_together(parts):
-    report = evaluate(parts, EvaluationConfig())
+    report = reported(parts, EvaluationConfig())
     labels, probabilities, _ = whole(parts)
     assert report.overall == quality(labels, probabilities)
     assert report.ne_floor is None
     assert report.learned_share is None
 
 
+EVERYTHING = EvaluationConfig(slices=("country",), group_by="user", true_probability="truth")
+
+
+def arrays(evaluation):
+    tallies = [evaluation.model, evaluation.champion, evaluation.truth, evaluation.pairs]
+    return [array.tolist() for tally in tallies for array in vars(tally).values()]
+
+
+def test_parts_scored_elsewhere_in_another_order_change_no_bit(parts, tmp_path):
+    """One process against three, each with some of the rows, the last first."""
+    one = Evaluation(EVERYTHING, "user", tmp_path / "one")
+    for part in parts:
+        one.add(part)
+    merged = Evaluation(EVERYTHING, "user", tmp_path / "three")
+    for own in (parts[3:], parts[1:3], parts[:1]):
+        other = Evaluation(EVERYTHING, "user", tmp_path / "three")
+        for part in own:
+            other.add(part)
+        other.close()
+        merged.merge(other)
+    assert arrays(merged) == arrays(one)
+    reports = merged.report(), one.report()
+    assert reports[0] == reports[1]
+    assert reports[0].grouped is not None
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_does_not_grow_with_rows(parts):
+    evaluation = evaluate(parts, EvaluationConfig(slices=("country",)))
+    before = [
+        array.nbytes
+        for tally in (evaluation.model, evaluation.slices["country"].tally)
+        for array in vars(tally).values()
+    ]
+    for part in parts * 3:
+        evaluation.add(part)
+    after = [
+        array.nbytes
+        for tally in (evaluation.model, evaluation.slices["country"].tally)
+        for array in vars(tally).values()
+    ]
+    assert before == after
+    assert evaluation.report().overall.rows == 12_000
+
+
 def test_the_floor_is_the_ne_of_the_truth(parts):
-    report = evaluate(parts, EvaluationConfig(true_probability="truth"))
+    report = reported(parts, EvaluationConfig(true_probability="truth"))
     labels, _, extra = whole(parts)
     truth = extra.column("truth").to_numpy()
     assert report.ne_floor == pytest.approx(log_loss(labels, truth) / log_loss(labels, np.full(3_000, labels.mean())))
@@ -49,34 +105,90 @@ def test_the_floor_is_the_ne_of_the_truth(parts):
 
 
 def test_slices_against_a_filter(parts):
-    report = evaluate(parts, EvaluationConfig(slices=("country",)))
+    report = reported(parts, EvaluationConfig(slices=("country",), small_slice_rows=100))
     labels, probabilities, extra = whole(parts)
     values = np.array(extra.column("country").to_pylist(), dtype=object)
     assert sum(part.quality.rows for part in report.slices) == 3_000
     for part in report.slices:
         chosen = np.array([str(value) == part.value for value in values])
-        assert part.quality == quality(labels[chosen], probabilities[chosen])
+        exact = quality(labels[chosen], probabilities[chosen])
+        assert part.quality.model_dump(exclude={"auc", "pr_auc", "ne_recalibrated", "undefined"}) == exact.model_dump(
+            exclude={"auc", "pr_auc", "ne_recalibrated", "undefined"}
+        )
+        assert part.quality.auc == pytest.approx(roc_auc_score(labels[chosen], probabilities[chosen]), abs=5e-3)
+        assert part.small == (part.value == "None")
+
+
+def test_the_interval_of_a_slice_is_that_of_a_bootstrap(parts):
+    report = reported(parts, EvaluationConfig(slices=("country",)))
+    labels, probabilities, extra = whole(parts)
+    part = next(part for part in report.slices if part.value == "A")
+    rows = np.flatnonzero(np.array([value == "A" for value in extra.column("country").to_pylist()]))
+    random, drawn = np.random.default_rng(1), []
+    for _ in range(2_000):
+        some = random.choice(rows, len(rows))
+        drawn.append(log_loss(labels[some], probabilities[some]) / base_entropy(labels[some].mean()))
+    width = part.ne_high - part.ne_low
+    assert (part.ne_low, part.ne_high) == pytest.approx(tuple(np.quantile(drawn, [0.025, 0.975])), abs=0.1 * width)
 
 
 def test_only_the_most_frequent_values_are_shown(parts):
-    report = evaluate(parts, EvaluationConfig(slices=("country",), slice_values=2))
+    report = reported(parts, EvaluationConfig(slices=("country",), slice_values=2))
     assert len(report.slices) == 2
     assert "None" not in {part.value for part in report.slices}
 
 
-def test_roc_encloses_the_auc(parts):
-    report = evaluate(parts, EvaluationConfig())
+def test_a_column_of_too_many_values_has_no_slices():
+    rows = MOST_VALUES + 1
+    part = Scored(np.zeros(rows), np.full(rows, 0.5), pa.table({"id": np.arange(rows)}))
+    config = EvaluationConfig(slices=("id",))
+    report = reported([part], config)
+    assert (report.slices, report.notes) == ((), {"id": "more than 1,000 values"})
+    halves = [
+        evaluate([Scored(part.labels[s], part.probabilities[s], part.extra[s])], config)
+        for s in (slice(600), slice(600, None))
+    ]
+    halves[0].merge(halves[1])
+    assert halves[0].report() == report
+
+
+def test_gauc_against_a_loop_over_the_groups(parts, tmp_path):
+    evaluation = Evaluation(EvaluationConfig(group_by="user"), folder=tmp_path / "groups")
+    coarse = [Scored(part.labels, np.round(part.probabilities, 1), part.extra) for part in parts]
+    for part in coarse:
+        evaluation.add(part)
+    labels, probabilities, extra = whole(coarse)
+    users = np.array(extra.column("user").to_pylist(), dtype=object)
+    found = [(len(labels[own]), roc_auc_score(labels[own], probabilities[own])) for user in set(users) - {None}
+             if 0 < labels[own := users == user].mean() < 1]  # fmt: skip
+    grouped = evaluation.report().grouped
+    assert grouped.gauc == pytest.approx(sum(n * auc for n, auc in found) / sum(n for n, _ in found), abs=1e-8)
+    assert (grouped.groups, grouped.rows) == (len(found), sum(n for n, _ in found))
+
+
+def test_gauc_is_undefined_where_no_group_has_both_labels(tmp_path):
+    evaluation = Evaluation(EvaluationConfig(group_by="user"), folder=tmp_path / "groups")
+    evaluation.add(Scored(np.array([0.0, 1.0]), np.array([0.2, 0.3]), pa.table({"user": ["a", "b"]})))
+    grouped = evaluation.report().grouped
+    assert (grouped.gauc, grouped.groups, grouped.rows) == (None, 0, 0)
+
+
+def test_curves_enclose_the_areas(parts):
+    report = reported(parts, EvaluationConfig())
+    labels, probabilities, _ = whole(parts)
     assert area(*zip(*report.roc, strict=True)) == pytest.approx(report.overall.auc, abs=2e-3)
+    expected = average_precision_score(labels, probabilities)
+    assert area(*zip(*report.precision_recall, strict=True)) == pytest.approx(expected, abs=0.02)
 
 
 def test_no_rows():
     with pytest.raises(EmptyDatasetError) as caught:
-        evaluate([], EvaluationConfig())
+        reported([], EvaluationConfig())
     assert str(caught.value) == "evaluation rows: expected at least one, got none. Check split and filter."
 
 
 def test_figures_show_what_they_are_given(parts):
-    report = evaluate(parts, EvaluationConfig(slices=("country",), true_probability="truth"))
+    report = reported(parts, EvaluationConfig(slices=("country",), true_probability="truth"))
     curve = plots.learning_curve(
         {"valid_ne": [(10, 0.9), (20, 0.8)], "train_ne_window": []}, 20, report.overall.ne, report.ne_floor
     )

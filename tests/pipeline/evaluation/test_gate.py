@@ -7,8 +7,8 @@ import pytest
 from benchmarks.gate import false_alarms, pair, promoted, sigmoid, truth
 from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvaluationConfig, Scored, evaluate
-from pipeline.evaluation.gate import GateConfig, compare, ne_difference
-from pipeline.evaluation.metrics import quality
+from pipeline.evaluation.gate import GateConfig, compare, ne_difference, paired
+from pipeline.evaluation.tally import tallied as quality
 
 LEVEL = 0.05
 
@@ -24,9 +24,9 @@ def test_half_a_percent_is_found_on_200000_rows():
 
 def test_the_difference_is_that_of_the_two_nes():
     labels, ours, theirs = pair(5_000, 0.005, np.random.default_rng(1))
-    found = ne_difference(labels, ours, theirs, None, LEVEL)
-    assert found.ne == pytest.approx(quality(labels, ours).ne - quality(labels, theirs).ne, abs=1e-12)
-    swapped = ne_difference(labels, theirs, ours, None, LEVEL)
+    found = ne_difference(paired(labels, ours, theirs), True, LEVEL)
+    assert found.ne == pytest.approx(quality(labels, ours).ne - quality(labels, theirs).ne, abs=1e-9)
+    swapped = ne_difference(paired(labels, theirs, ours), True, LEVEL)
     assert (swapped.low, swapped.high) == pytest.approx((-found.high, -found.low))
 
 
@@ -39,7 +39,7 @@ def test_the_interval_is_that_of_a_bootstrap(clustered):
     if clustered:  # rows of a unit have errors in common
         shift = random.normal(0.0, 0.4, 80)[units]
         ours = sigmoid(np.log(ours / (1.0 - ours)) + shift)
-    found = ne_difference(labels, ours, theirs, units if clustered else None, LEVEL)
+    found = ne_difference(paired(labels, ours, theirs, units if clustered else None), not clustered, LEVEL)
     rows_of = [np.flatnonzero(units == unit) for unit in range(units.max() + 1)]
     drawn = []
     for _ in range(2_000):
@@ -66,7 +66,7 @@ def test_rows_of_a_day_have_much_in_common():
     for number in range(100):
         labels, ours, theirs, day = days_apart(np.random.default_rng([3, number]))
         for by, units in (("row", None), ("day", day)):
-            found = ne_difference(labels, ours, theirs, units, LEVEL)
+            found = ne_difference(paired(labels, ours, theirs, units), units is None, LEVEL)
             called[by] += not found.low <= 0.0 <= found.high
     assert called["row"] > 30
     assert called["day"] <= 11
@@ -75,14 +75,15 @@ def test_rows_of_a_day_have_much_in_common():
 @pytest.mark.parametrize("labels", [np.zeros(100), np.ones(100), np.array([0.0, 1.0]), np.empty(0)])
 def test_what_cannot_be_compared_is_none(labels):
     half = np.full(len(labels), 0.5)
-    assert ne_difference(labels, half, half, None, LEVEL) is None
+    assert ne_difference(paired(labels, half, half), True, LEVEL) is None
 
 
-def judged(labels, ours, theirs, config=None, slices=(), **extra):
-    columns = {"day": np.zeros(len(labels), np.int32)} | extra
-    parts = [Scored(labels, ours, pa.table(columns), theirs)]
-    report = evaluate(parts, EvaluationConfig(slices=slices))
-    return compare(parts, report, slices, config or GateConfig(), 3)
+def judged(labels, ours, theirs, config=None, slices=(), small=1_000, **extra):
+    config, columns = config or GateConfig(), {"day": np.zeros(len(labels), np.int32)} | extra
+    part = Scored(labels, ours, pa.table(columns), theirs)
+    units = "day" if config.resample_by in (None, "row") else config.resample_by
+    evaluation = evaluate([part], EvaluationConfig(slices=slices, small_slice_rows=small), units)
+    return compare(evaluation, evaluation.report(), config, 3)
 
 
 def test_a_better_challenger_is_promoted_and_a_worse_one_rejected():
@@ -112,7 +113,7 @@ def test_the_same_predictions_are_held():
 def test_labels_that_are_all_alike_are_held():
     verdict = judged(np.zeros(50), np.full(50, 0.1), np.full(50, 0.2))
     assert verdict.decision == "hold"
-    assert verdict.reason == "NE cannot be compared on the evaluation rows: its labels are all alike."
+    assert verdict.reason == "NE of this model is undefined: all labels are alike."
 
 
 def test_a_challenger_that_is_off_is_rejected_unless_the_champion_is_further_off():
@@ -137,9 +138,8 @@ def test_a_slice_that_loses_much_rejects_a_challenger_that_is_better_as_a_whole(
     )
     assert verdict.decision == "reject"
     assert verdict.reason.startswith("Where country = small, NE is higher than that of version 3, ")
-    config = GateConfig(slice_rows=5_001)
     others = np.clip(theirs + random_noise(labels), 0.05, 0.95)
-    assert judged(labels, ours, others, config, ("country",), country=country).decision == "promote"
+    assert judged(labels, ours, others, slices=("country",), small=5_001, country=country).decision == "promote"
 
 
 @pytest.mark.parametrize(
@@ -154,12 +154,22 @@ def test_what_is_resampled(days, by, expected):
     assert verdict.difference.units == {"row": 1_000, "day": days, "user": 50}[expected]
 
 
-def test_a_column_that_is_not_there_is_refused():
-    labels, ours, theirs = pair(100, 0.0, np.random.default_rng(1))
-    with pytest.raises(
-        ConfigError, match=r"gate.resample_by: expected row, day or a column, such as day, got device\."
-    ):
-        judged(labels, ours, theirs, GateConfig(resample_by="device"))
+def test_more_users_than_groups_are_put_together_and_the_interval_stays():
+    """Users whose rows are alike: half as many independent things as there are rows."""
+    labels, ours, theirs = (np.repeat(values, 2) for values in pair(20_000, 0.0, np.random.default_rng(1)))
+    users = np.array([f"user {number}" for number in np.repeat(np.arange(20_000), 2)])
+    by_user = judged(labels, ours, theirs, GateConfig(resample_by="user"), user=users).difference
+    by_row = judged(labels, ours, theirs, GateConfig(resample_by="row")).difference
+    assert by_user.units == 1_024
+    assert (by_user.high - by_user.low) / (by_row.high - by_row.low) == pytest.approx(2**0.5, rel=0.06)
+
+
+@pytest.mark.parametrize(("bad", "whose"), [(0, "this model"), (1, "version 3")])
+def test_predictions_that_are_not_numbers_are_held(bad, whose):
+    labels, *both = pair(1_000, 0.0, np.random.default_rng(1))
+    both[bad][[3, 4]] = np.nan
+    verdict = judged(labels, *both)
+    assert (verdict.decision, verdict.reason) == ("hold", f"NE of {whose} is undefined: 2 predictions are not numbers.")
 
 
 def test_bounds_that_leave_nothing_are_refused():

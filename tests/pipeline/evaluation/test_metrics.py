@@ -1,14 +1,17 @@
-"""Metrics against scikit-learn and torchrec, and where they are undefined."""
+"""Metrics against scikit-learn, torchrec and plain loops, and where they are undefined."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import log_loss, roc_auc_score
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 from torchrec.metrics.ne import NEMetricComputation
 
-from pipeline.evaluation.metrics import EPS, auc, base_entropy, bins, ece, quality
+from pipeline.evaluation.metrics import EPS, base_entropy, equal_bins
+from pipeline.evaluation.tally import COARSE_BINS, Tally
+from pipeline.evaluation.tally import tallied as quality
 
 
 @pytest.fixture
@@ -22,10 +25,11 @@ def test_against_scikit_learn(rows):
     labels, probabilities = rows
     rate = labels.mean()
     found = quality(labels, probabilities)
-    assert found.logloss == pytest.approx(log_loss(labels, probabilities), abs=1e-12)
-    assert found.auc == pytest.approx(roc_auc_score(labels, probabilities), abs=1e-12)
+    assert found.logloss == pytest.approx(log_loss(labels, probabilities), abs=1e-9)
+    assert found.auc == pytest.approx(roc_auc_score(labels, probabilities), abs=1e-5)
+    assert found.pr_auc == pytest.approx(average_precision_score(labels, probabilities), abs=1e-4)
     entropy = log_loss(labels, np.full(len(labels), rate))
-    assert found.ne == pytest.approx(log_loss(labels, probabilities) / entropy, abs=1e-12)
+    assert found.ne == pytest.approx(log_loss(labels, probabilities) / entropy, abs=1e-9)
     assert found.calibration == pytest.approx(probabilities.sum() / labels.sum())
 
 
@@ -38,10 +42,36 @@ def test_ne_against_torchrec(rows):
     assert quality(labels, probabilities).ne == pytest.approx(theirs, rel=1e-6)
 
 
-def test_auc_counts_ties_half(rows):
+def test_ranks_count_ties_half(rows):
     labels, probabilities = rows
     coarse = np.round(probabilities, 1)
-    assert auc(labels, coarse) == pytest.approx(roc_auc_score(labels, coarse), abs=1e-12)
+    assert quality(labels, coarse).auc == pytest.approx(roc_auc_score(labels, coarse), abs=1e-12)
+    assert quality(labels, coarse).pr_auc == pytest.approx(average_precision_score(labels, coarse), abs=1e-12)
+
+
+def test_coarse_bins_are_fine_enough_for_a_slice(rows):
+    labels, probabilities = rows
+    tally = Tally(1, COARSE_BINS)
+    tally.add(labels, probabilities)
+    assert tally.quality().auc == pytest.approx(roc_auc_score(labels, probabilities), abs=1e-4)
+
+
+def test_recalibration_against_a_fitted_intercept(rows):
+    """What a logistic regression with the log-odds as a fixed part would find by its intercept alone."""
+    labels, probabilities = rows
+    odds = np.log(probabilities) - np.log1p(-probabilities)
+    off = 1.0 / (1.0 + np.exp(-(odds + 0.7)))
+    low, high = -3.0, 3.0
+    for _ in range(80):
+        shift = (low + high) / 2
+        low, high = (low, shift) if (1 / (1 + np.exp(-(odds + shift)))).mean() > labels.mean() else (shift, high)
+    best = log_loss(labels, 1 / (1 + np.exp(-(odds + shift)))) / base_entropy(labels.mean())
+    found = quality(labels, off)
+    assert found.ne > found.ne_recalibrated
+    assert found.ne_recalibrated == pytest.approx(best, abs=1e-6)
+    fitted = LogisticRegression(C=np.inf).fit(odds[:, None], labels)
+    free = log_loss(labels, fitted.predict_proba(odds[:, None])) / base_entropy(labels.mean())
+    assert free <= found.ne_recalibrated + 1e-6
 
 
 def test_ece_against_a_loop(rows):
@@ -51,27 +81,40 @@ def test_ece_against_a_loop(rows):
         inside = [(p, y) for p, y in zip(probabilities, labels, strict=True) if low / 15 <= p < (low + 1) / 15]
         if inside:
             expected += abs(sum(p for p, _ in inside) - sum(y for _, y in inside)) / len(labels)
-    assert ece(labels, probabilities) == pytest.approx(expected)
+    assert quality(labels, probabilities).ece == pytest.approx(expected)
 
 
 def test_bins_of_equal_rows(rows):
-    found = bins(*rows, equal_rows=True, count=20)
-    assert [part.rows for part in found] == [200] * 20
+    tally = Tally()
+    tally.add(*rows)
+    found = equal_bins(tally.by_log_odds[0], tally.predicted[0], 20)
+    assert [part.rows for part in found] == pytest.approx([200] * 20, abs=5)
+    assert sum(part.rows for part in found) == 4_000
     assert [part.predicted for part in found] == sorted(part.predicted for part in found)
+    assert sum(part.rows * part.predicted for part in found) == pytest.approx(rows[1].sum())
+
+
+EVERY = {"label_rate", "ne", "ne_recalibrated", "logloss", "auc", "pr_auc", "calibration", "ece"}
 
 
 @pytest.mark.parametrize(
     ("labels", "undefined"),
     [
-        ([], {"label_rate", "ne", "logloss", "auc", "calibration", "ece"}),
-        ([1, 1], {"ne", "auc"}),
-        ([0, 0], {"ne", "auc", "calibration"}),
+        ([], EVERY),
+        ([1, 1], {"ne", "ne_recalibrated", "auc", "pr_auc"}),
+        ([0, 0], {"ne", "ne_recalibrated", "auc", "pr_auc", "calibration"}),
     ],
 )
 def test_undefined_is_none_with_a_reason(labels, undefined):
     found = quality(labels, [0.3] * len(labels))
     assert set(found.undefined) == undefined
     assert {name for name, value in found.model_dump().items() if value is None} == undefined
+
+
+def test_predictions_that_are_not_numbers():
+    found = quality([0, 1, 1], [0.5, float("nan"), float("inf")])
+    assert found.rows == 3
+    assert found.undefined == dict.fromkeys(EVERY, "2 predictions are not numbers")
 
 
 def test_certain_and_wrong_is_finite():

@@ -1,0 +1,79 @@
+"""GAUC: how well rows are ranked inside each group, such as a user; on disk, for there may be any number of groups."""
+
+import shutil
+import uuid
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel
+
+from storage.query import connect
+
+STEPS = 1_000_000_000
+"""AUCs are added up as whole numbers of 1 / STEPS: the order of groups changes no bit of the mean."""
+QUERY = """
+WITH ranked AS (
+    SELECT unit, label, rank() OVER (PARTITION BY unit ORDER BY probability) AS first,
+           count(*) OVER (PARTITION BY unit, probability) AS ties
+    FROM read_parquet(?)
+), units AS (
+    SELECT count(*) AS n, sum(label) AS p, sum((2 * first + ties - 1) * label) AS doubled FROM ranked GROUP BY unit
+)
+SELECT count(*), sum(n), sum(CAST(round((doubled / 2 - p * (p + 1) / 2) / (p * (n - p)) * ?) AS HUGEINT) * n)
+FROM units WHERE p > 0 AND p < n
+"""
+
+
+class GroupedAuc(BaseModel, frozen=True):
+    """Mean AUC over groups, each weighted by its rows."""
+
+    gauc: float | None
+    """None: no group has labels of both kinds."""
+    groups: int
+    """Groups with labels of both kinds; the others have no AUC and do not count."""
+    rows: int
+    """Their rows."""
+
+
+class Grouped:
+    """Predictions kept in files until they can be grouped.
+
+    Source:
+        Zhou et al. 2018, arXiv:1706.06978, section 6.3: the AUC of each user, weighted by impressions.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.writer: pq.ParquetWriter | None = None
+
+    def add(
+        self, groups: pa.ChunkedArray, labels: npt.NDArray[np.float64], probabilities: npt.NDArray[np.float64]
+    ) -> None:
+        """Takes rows in; those without a group are left out."""
+        rows = pa.table({"unit": groups, "label": labels.astype(np.int64), "probability": probabilities})
+        if self.writer is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.writer = pq.ParquetWriter(self.folder / f"{uuid.uuid4().hex}.parquet", rows.schema)
+        self.writer.write_table(rows.drop_null())
+
+    def close(self) -> None:
+        """Ends the file; what it holds counts from here on."""
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+
+    def auc(self) -> GroupedAuc:
+        """GAUC of all rows of the folder, which is taken away."""
+        self.close()
+        temporary = self.folder.with_name(self.folder.name + "-spill")
+        try:
+            with connect([self.folder], temporary, "1GB") as connection:
+                found = connection.execute(QUERY, [f"{self.folder.resolve()}/*.parquet", STEPS]).fetchone()
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
+        groups, rows, total = found if found is not None else (0, 0, 0)
+        return GroupedAuc(gauc=int(total) / STEPS / int(rows) if rows else None, groups=groups, rows=int(rows or 0))
