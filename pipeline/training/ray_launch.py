@@ -170,6 +170,11 @@ def _cluster(address: str | None, processors: int, root: Path) -> Iterator[None]
     """Connected with the cluster, or with one of our own; whatever runs there for us ends with the connection."""
     import ray
 
+    if ray.is_initialized():
+        raise ConfigError(
+            "training.launcher 'ray'", "a process that is not connected with a cluster", "one that is",
+            "Train in a process of its own, or call ray.shutdown() first.",
+        )  # fmt: skip
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))  # else Ray keeps one in the user's home
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}

@@ -292,9 +292,8 @@ def test_few_bad_labels_are_counted(command, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ["training.dense_precision=bf16", "training.compile=true"],
+        ["training.compile=true", "training.table_optimizer=adam", "training.dense_gradient_norm=1.0"],
         ["training.table_precision=fp16", "training.vector_communication=fp16", "training.dense_precision=bf16"],
-        ["training.table_optimizer=adam", "training.table_learning_rate=0.05", "training.dense_gradient_norm=1.0"],
     ],
 )
 def test_rougher_numbers_and_other_optimizers_are_registered_too(smoke, command, home, at_home, words):

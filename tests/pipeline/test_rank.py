@@ -525,8 +525,8 @@ def test_a_hung_rank_ends_at_the_deadline(rank_spec: Callable[..., RankSpec], tm
             seen.extend(ranks_below(psutil.Process()).values())
         at_step(3, 1, signal.SIGSTOP)(event)
 
-    with pytest.raises(TrainingError, match=r"^training: expected an end within training\.deadline_seconds=60, got"):
-        start(rank_spec(tmp_path, **SETTINGS, epochs=1000), handle, deadline=60)
+    with pytest.raises(TrainingError, match=r"^training: expected an end within training\.deadline_seconds=40, got"):
+        start(rank_spec(tmp_path, **SETTINGS, epochs=1000), handle, deadline=40)
     assert len(seen) == 2
     assert not any(process.is_running() for process in seen)
 

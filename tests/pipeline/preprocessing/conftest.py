@@ -1,4 +1,4 @@
-"""Services that the tests of this folder share, one for each executor, and the check that nothing is left of others."""
+"""Services that the tests of a module share, one for each executor, and the check that nothing is left of others."""
 
 import gc
 import importlib.util
@@ -28,7 +28,7 @@ from tests.pipeline.preprocessing.reference import (
 QUICK = ("inline", "process")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def sources(
     data: DataSpec, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Callable[[str], Source]]:
