@@ -16,6 +16,7 @@ from flows.job import TrainingJob, tracker_of, warehouse_of
 from flows.progress import Progress
 from pipeline.evaluation.evaluate import EvalReport, Evaluation, EvaluationConfig, Scored
 from pipeline.evaluation.gate import Verdict, compare
+from pipeline.evaluation.importance import FeatureWorth, Study
 from pipeline.evaluation.metrics import Floats
 from pipeline.lifetime import die_with_parent
 from pipeline.preprocessing.worker import DataSpec, Worker
@@ -24,6 +25,8 @@ from pipeline.registration.register import packed
 from pipeline.registration.scorer import LoadedModel
 from storage.reader import DAY, Fragment
 
+IMPORTANCE_BATCH_ROWS = 2_048
+"""Rows that exchange the values of a feature."""
 PORTIONS = 16
 """Pieces of work that each process gets, so that progress is seen and none waits long for another."""
 
@@ -33,6 +36,8 @@ class Judged(BaseModel, frozen=True):
 
     report: EvalReport
     gate: Verdict
+    features: tuple[FeatureWorth, ...] = ()
+    """The most valuable first."""
 
 
 class Champion:
@@ -138,7 +143,27 @@ def judge(config: RunConfig, job: TrainingJob, model: Path, progress: Progress) 
         verdict = Verdict(decision="hold", reason=reason, champion=version)
     else:
         verdict = compare(evaluation, report, config.gate, version)
-    return Judged(report=report, gate=verdict)
+    return Judged(report=report, gate=verdict, features=tuple(worths(config, job, model, progress)))
+
+
+def worths(config: RunConfig, job: TrainingJob, model: Path, progress: Progress) -> list[FeatureWorth]:
+    """What the features are worth on a sample of the evaluation rows: the first of fragments spread over all."""
+    evaluation, wanted = config.evaluation, config.evaluation.importance_rows
+    if wanted is None:
+        return []
+    loaded, worker = LoadedModel(model), Worker(job.data["test"], warehouse_of(config))
+    study = Study(loaded.plan, loaded.score_parts, config.seed, evaluation.level, evaluation.droppable_ne_loss)
+    fragments = worker.fragments()
+    most = max(wanted // len(fragments), IMPORTANCE_BATCH_ROWS)
+    total = min(wanted, job.rows["test"])
+    for fragment in fragments[:: max(len(fragments) * most // wanted, 1)]:
+        sample = worker.raw(fragment).slice(0, most)
+        for start in range(0, sample.num_rows, IMPORTANCE_BATCH_ROWS):
+            rows = sample.slice(start, IMPORTANCE_BATCH_ROWS)
+            labels = rows.column(config.features.label).to_numpy().astype("float64")
+            study.add(rows, labels, *loaded.parts(rows))
+            progress("features", min(study.rows, total), total)
+    return study.worths()
 
 
 def _champion(config: RunConfig, version: int | None, columns: Iterable[str], folder: Path) -> Champion:

@@ -68,13 +68,15 @@ class DLRM(nn.Module):
 
     def forward(self, dense_BD: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Logits of the rows."""
+        return self.score(dense_BD, self.pool(sparse))
+
+    def pool(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """The tables alone: one vector for each bag, float32 [B, F, E]."""
         pooled = self.embeddings(sparse)
         if list(pooled.keys()) == self.names:
-            vectors_BFE = pooled.values().unflatten(1, (len(self.names), -1))
-        else:  # a sharded collection may give another order
-            by_name = pooled.to_dict()
-            vectors_BFE = torch.stack([by_name[name] for name in self.names], dim=1)
-        return self.score(dense_BD, vectors_BFE)
+            return pooled.values().unflatten(1, (len(self.names), -1))
+        by_name = pooled.to_dict()  # a sharded collection may give another order
+        return torch.stack([by_name[name] for name in self.names], dim=1)
 
     def score(self, dense_BD: torch.Tensor, vectors_BFE: torch.Tensor) -> torch.Tensor:
         """Logits of the rows whose bags are pooled already: everything but the tables."""

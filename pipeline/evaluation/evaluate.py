@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from scipy.stats import norm  # type: ignore[import-untyped]
 
 from pipeline.errors import EmptyDatasetError
@@ -33,6 +33,10 @@ class EvaluationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     """Column, such as the user's id, in whose groups rows are ranked for GAUC."""
     true_probability: str | None = None
     """Column with the true probability of the label, where the data has one: its NE is the floor of every model."""
+    importance_rows: PositiveInt | None = 16_384
+    """About so many evaluation rows, spread over all, say what each feature is worth. None: it is not looked at."""
+    droppable_ne_loss: PositiveFloat = 0.0005
+    """A feature whose loss costs less NE than this for sure could be dropped."""
     workers: PositiveInt = 1
     """Processes that score the evaluation rows; the report is the same, bit for bit."""
 

@@ -59,10 +59,19 @@ class LoadedModel:
         return np.concatenate(scores) if scores else np.empty(0, np.float64)
 
     def _score(self, rows: pa.Table) -> npt.NDArray[np.float64]:
+        return self.score_parts(*self.parts(rows))
+
+    def parts(self, rows: pa.Table) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layers above the tables take: dense numbers float32 [B, D] and pooled vectors float32 [B, F, E]."""
         transformed = self.plan.apply(rows)
         sparse = sparse_tensor([feature.name for feature in self.plan.sparse], transformed.sparse)
         with torch.no_grad():
-            logits = self.model(torch.from_numpy(transformed.dense), sparse)
+            return torch.from_numpy(transformed.dense), self.model.pool(sparse)
+
+    def score_parts(self, dense: torch.Tensor, vectors: torch.Tensor) -> npt.NDArray[np.float64]:
+        """Probabilities of rows whose parts are at hand, float64 [B]."""
+        with torch.no_grad():
+            logits = self.model.score(dense, vectors)
         result: npt.NDArray[np.float64] = torch.sigmoid(logits.double()).numpy()
         return result
 

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
+from flows import placing
 from flows.config import load
 from flows.job import tracker_of
 from flows.placement import placement
-from flows import placing
 from flows.placing import TOLERANCE, as_text
 from pipeline.evaluation import plots
-
 
 KINDS = ("row_wise", "table_wise", "table_column_wise", "grid_shard")
 """Enough to compare; each starts ranks of its own. That all kinds train alike is shown beside the sharding."""

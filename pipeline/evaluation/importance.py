@@ -1,0 +1,148 @@
+"""What each feature is worth to a model, and what its values look like: how many, how long, how often they collide."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pydantic import BaseModel
+
+from pipeline.evaluation.gate import ne_difference
+from pipeline.evaluation.metrics import Floats, losses
+from pipeline.evaluation.tally import Pairs
+from pipeline.transforms.column import Column
+from pipeline.transforms.plan import Plan
+from pipeline.transforms.schedule import Schedule
+
+
+class FeatureWorth(BaseModel, frozen=True):
+    """One feature on a sample of the evaluation rows."""
+
+    name: str
+    kind: str
+    """dense or sparse."""
+    ne_loss: float | None
+    """By how much NE rises when the feature's values are dealt out anew among the rows of a batch."""
+    low: float | None
+    high: float | None
+    coverage: float
+    """Share of rows that have a value."""
+    mean_length: float | None
+    """Ids a row, rows without any included; None: a number."""
+    truncated: float | None
+    """Share of ids that the transforms leave out."""
+    collisions: float | None
+    """Share of the sample's distinct ids that share their row of the table with others; None: not hashed."""
+    droppable: bool
+    """Whether even the upper bound of its loss is too small to matter."""
+
+
+class Study:
+    """Collects what a sample of rows says of all features.
+
+    The rows of a batch exchange the values of one feature at a time, so that it keeps its distribution and loses its
+    meaning. A pooled vector is exchanged whole: the tables are looked up once, not once for each feature.
+
+    Args:
+        score: Probabilities, float64 [B], of dense numbers [B, D] and pooled vectors [B, F, E].
+        seed: Of the permutations.
+        level: Chance that an interval leaves out the truth.
+        least_loss: Loss of NE that matters.
+    Source:
+        Breiman 2001, "Random forests", section 10; Fisher, Rudin and Dominici 2019, arXiv:1801.01489.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        score: Callable[[torch.Tensor, torch.Tensor], Floats],
+        seed: int,
+        level: float,
+        least_loss: float,
+    ) -> None:
+        self.plan, self.score, self.seed, self.level, self.least_loss = plan, score, seed, level, least_loss
+        self.names = [*plan.dense, *(feature.name for feature in plan.sparse)]
+        self.pairs = Pairs(len(self.names))
+        self.batches = self.rows = 0
+        makers = {op.output: op for op in plan.ops}
+        self.ends = {name: plan.direct.get(name, name) for name in self.names}
+        self.starts: dict[str, str] = {}
+        self.hashed: dict[str, tuple[str, str]] = {}
+        for name, key in self.ends.items():
+            while (op := makers.get(key)) is not None and len(op.inputs) == 1:
+                if op.kind == "sigrid_hash" and name not in self.hashed:
+                    self.hashed[name] = (op.inputs[0], op.output)
+                key = op.inputs[0]
+            self.starts[name] = key
+        wanted = [*self.ends.values(), *self.starts.values(), *(key for pair in self.hashed.values() for key in pair)]
+        self.schedule = Schedule(plan.ops, dict.fromkeys(wanted))
+        self.present: Counter[str] = Counter()
+        self.ids: Counter[str] = Counter()
+        self.kept: Counter[str] = Counter()
+        self.distinct: dict[str, list[list[np.ndarray]]] = {name: [[], []] for name in self.hashed}
+
+    def add(self, rows: pa.Table, labels: Floats, dense: torch.Tensor, vectors: torch.Tensor) -> None:
+        """Takes a batch in.
+
+        Args:
+            rows: The raw rows, of which `dense` and `vectors` were made.
+        """
+        self._look_at(rows)
+        before = losses(labels, self.score(dense, vectors))
+        none = np.zeros(len(labels), np.int64)
+        for number in range(len(self.names)):
+            order = torch.from_numpy(np.random.default_rng([self.seed, self.batches, number]).permutation(len(labels)))
+            own = number - len(self.plan.dense)
+            changed = dense.clone() if own < 0 else vectors.clone()
+            column = number if own < 0 else own
+            changed[:, column] = changed[order, column]
+            after = self.score(changed, vectors) if own < 0 else self.score(dense, changed)
+            self.pairs.add(labels, losses(labels, after) - before, none, none + number)
+        self.batches += 1
+
+    def worths(self) -> list[FeatureWorth]:
+        """All features, the most valuable first."""
+        found = [self._worth(number, name) for number, name in enumerate(self.names)]
+        return sorted(found, key=lambda worth: -(worth.ne_loss or 0.0))
+
+    def _look_at(self, rows: pa.Table) -> None:
+        columns = self.schedule.run(rows, Counter(), Counter())
+        self.rows += rows.num_rows
+        for name in self.names:
+            start, end = columns[self.starts[name]], columns[self.ends[name]]
+            self.present[name] += _present(start)
+            if start.offsets is not None:
+                self.ids[name] += len(start.values)
+                self.kept[name] += min(len(end.values), len(start.values))
+        for name, keys in self.hashed.items():
+            for seen, key in zip(self.distinct[name], keys, strict=True):
+                seen.append(np.unique(columns[key].values))
+
+    def _worth(self, number: int, name: str) -> FeatureWorth:
+        found = ne_difference(self.pairs, True, self.level, number)
+        sparse = number >= len(self.plan.dense)
+        ids = self.ids[name]
+        collisions = None
+        if name in self.distinct and self.batches:
+            before, after = (len(np.unique(np.concatenate(seen))) for seen in self.distinct[name])
+            collisions = 1.0 - after / before if before else 0.0
+        return FeatureWorth(
+            name=name,
+            kind="sparse" if sparse else "dense",
+            ne_loss=None if found is None else found.ne,
+            low=None if found is None else found.low,
+            high=None if found is None else found.high,
+            coverage=self.present[name] / self.rows if self.rows else 0.0,
+            mean_length=ids / self.rows if sparse and self.rows else None,
+            truncated=1.0 - self.kept[name] / ids if sparse and ids else None,
+            collisions=collisions,
+            droppable=found is not None and found.high < self.least_loss,
+        )
+
+
+def _present(column: Column) -> int:
+    """Rows with a value."""
+    if column.offsets is None:
+        return int(np.count_nonzero(~np.isnan(column.values)))
+    return int(np.count_nonzero(np.diff(column.offsets)))

@@ -1,0 +1,93 @@
+"""What features are worth, against models whose use of them is known, and their facts against plain counts."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from pipeline.batch import sparse_tensor
+from pipeline.evaluation.importance import Study
+from pipeline.evaluation.tally import tallied
+from pipeline.schema import FeatureSchema
+from pipeline.transforms.plan import build_plan
+
+ROWS = 3_000
+SCHEMA = {
+    "label": "label",
+    "dense": [{"columns": ["strong", "weak", "unused"], "transforms": [{"kind": "fill_null"}]}],
+    "sparse": [
+        {"columns": ["items"], "transforms": [{"kind": "first_x", "limit": 3}, {"kind": "sigrid_hash", "size": 40}]},
+        {"columns": ["hour"], "transforms": [{"kind": "clamp", "low": 0, "high": 23}]},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    random = np.random.default_rng(2)
+    items = [None if i % 10 == 0 else random.integers(0, 100, i % 7).tolist() for i in range(ROWS)]
+    numbers = {name: random.normal(size=ROWS) for name in ("strong", "weak", "unused")}
+    strong = pa.array(numbers["strong"], mask=np.arange(ROWS) % 4 == 0)
+    labels = random.random(ROWS) < 1 / (1 + np.exp(-np.where(np.arange(ROWS) % 4 == 0, 0.0, 2 * numbers["strong"])))
+    return pa.table({
+        "strong": strong, "weak": numbers["weak"], "unused": numbers["unused"],
+        "items": pa.array(items, pa.list_(pa.int64())), "hour": np.arange(ROWS) % 24, "label": labels.astype(np.int64),
+    })  # fmt: skip
+
+
+def score(dense, vectors):
+    return torch.sigmoid(2.0 * dense[:, 0] + 0.3 * dense[:, 1] + 0.0 * vectors[:, 0, 0]).double().numpy()
+
+
+@pytest.fixture(scope="module")
+def worths(rows):
+    plan = build_plan(FeatureSchema.model_validate(SCHEMA), rows.schema)
+    study = Study(plan, score, 1, 0.05, 0.0005)
+    for start in range(0, ROWS, 500):
+        study.add(*batch(plan, rows.slice(start, 500)))
+    return {worth.name: worth for worth in study.worths()}
+
+
+def batch(plan, rows):
+    made = plan.apply(rows)
+    vectors = torch.stack([torch.from_numpy(np.diff(column.offsets)).float() for column in made.sparse], dim=1)[
+        ..., None
+    ]
+    assert sparse_tensor([feature.name for feature in plan.sparse], made.sparse).lengths().shape == (2 * len(rows),)
+    return rows, rows.column("label").to_numpy().astype(float), torch.from_numpy(made.dense), vectors
+
+
+def test_the_loss_is_that_of_a_column_dealt_out_anew(rows, worths):
+    """The column is shuffled by hand, over and over, inside the same batches."""
+    plan = build_plan(FeatureSchema.model_validate(SCHEMA), rows.schema)
+    _, labels, dense, vectors = batch(plan, rows)
+    before, random, losses = tallied(labels, score(dense, vectors)).ne, np.random.default_rng(9), []
+    for _ in range(20):
+        order = np.concatenate([start + random.permutation(500) for start in range(0, ROWS, 500)])
+        changed = dense.clone()
+        changed[:, 0] = dense[order, 0]
+        losses.append(tallied(labels, score(changed, vectors)).ne - before)
+    strong = worths["strong"]
+    assert strong.low < np.mean(losses) < strong.high
+    assert strong.low > 0.2
+
+
+def test_features_are_ranked_and_what_is_not_used_could_be_dropped(worths):
+    assert next(iter(worths)) == "strong"
+    assert {name for name, worth in worths.items() if worth.droppable} >= {"unused", "items", "hour"}
+    assert not worths["strong"].droppable
+    assert (worths["unused"].ne_loss, worths["unused"].low, worths["unused"].high) == (0.0, 0.0, 0.0)
+
+
+def test_the_facts_of_a_feature_against_plain_counts(rows, worths):
+    lists = [value or [] for value in rows.column("items").to_pylist()]
+    ids = sum(len(value) for value in lists)
+    items, hour, strong = worths["items"], worths["hour"], worths["strong"]
+    assert items.coverage == pytest.approx(sum(bool(value) for value in lists) / ROWS)
+    assert items.mean_length == pytest.approx(ids / ROWS)
+    assert items.truncated == pytest.approx(1 - sum(min(len(value), 3) for value in lists) / ids)
+    kept = {item for value in lists for item in value[:3]}
+    assert 0 < 1 - 40 / len(kept) <= items.collisions < 1
+    assert (strong.coverage, strong.mean_length, strong.truncated, strong.collisions) == (0.75, None, None, None)
+    assert (hour.coverage, hour.mean_length, hour.truncated, hour.collisions) == (1.0, 1.0, 0.0, None)
+    assert (items.kind, strong.kind) == ("sparse", "dense")
