@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from pipeline.evaluation.evaluate import EvalReport
+from pipeline.evaluation.importance import FeatureWorth
 
 Curve = Sequence[tuple[int, float]]
 LABELS = {
@@ -92,16 +93,55 @@ def roc(report: EvalReport) -> Figure:
     return figure
 
 
+def precision_recall(report: EvalReport) -> Figure:
+    """Precision against recall."""
+    figure, axes = _figure("Precision and recall on the evaluation rows", "recall", "precision")
+    if report.precision_recall:
+        label = f"PR-AUC {report.overall.pr_auc:.4f}"
+        axes.plot(*zip(*report.precision_recall, strict=True), linewidth=1.3, label=label)
+        rate = report.overall.label_rate
+        if rate is not None:
+            axes.axhline(rate, color="grey", linestyle=":", linewidth=1, label=f"label rate: {rate:.4f}")
+        axes.legend(fontsize=8)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
+    return figure
+
+
 def slices(report: EvalReport) -> Figure:
-    """NE of each slice beside the overall NE; the area of a point grows with its rows."""
-    shown = [(part, part.quality.ne) for part in report.slices if part.quality.ne is not None]
+    """NE of each slice with its interval, beside the overall NE; slices of few rows are pale."""
+    shown = [part for part in report.slices if part.quality.ne is not None]
     figure, axes = _figure("NE by slice", "normalized entropy", "", height=max(2.5, 0.25 * len(shown) + 1.0))
-    names = [f"{part.column} = {part.value}" for part, _ in shown]
-    sizes = [10.0 + 150.0 * part.quality.rows / report.overall.rows for part, _ in shown]
-    axes.scatter([ne for _, ne in shown], names, s=sizes)
+    names = [f"{part.column} = {part.value}" for part in shown]
+    middles = [part.quality.ne for part in shown]
+    bounds = [(part.ne_low or ne, part.ne_high or ne) for part, ne in zip(shown, middles, strict=True)]
+    colours = ["lightsteelblue" if part.small else "tab:blue" for part in shown]
+    for name, (low, high), colour in zip(names, bounds, colours, strict=True):
+        axes.plot([low, high], [name, name], color=colour, linewidth=1.3)
+    axes.scatter(middles, names, color=colours, s=30, zorder=3)
     if report.overall.ne is not None:
-        axes.axvline(report.overall.ne, color="tab:red", linestyle="--", linewidth=1)
+        axes.axvline(report.overall.ne, color="tab:red", linestyle="--", linewidth=1, label="all rows")
+        axes.legend(fontsize=8)
     axes.invert_yaxis()
+    return figure
+
+
+MOST_BARS = 30
+"""Features in the figure of what they are worth."""
+
+
+def importance(worths: Sequence[FeatureWorth]) -> Figure:
+    """NE that is lost without each feature's meaning, with its interval; the most valuable features."""
+    shown = [worth for worth in worths if worth.ne_loss is not None][:MOST_BARS]
+    title = "What features are worth" + (f", the first {MOST_BARS} of {len(worths)}" if len(worths) > MOST_BARS else "")
+    figure, axes = _figure(title, "NE lost without the feature", "", height=max(2.5, 0.22 * len(shown) + 1.0))
+    names = [worth.name for worth in shown]
+    colours = ["lightsteelblue" if worth.droppable else "tab:blue" for worth in shown]
+    axes.barh(names, [worth.ne_loss for worth in shown], color=colours)
+    for worth in shown:
+        axes.plot([worth.low, worth.high], [worth.name, worth.name], color="black", linewidth=1)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=8)
     return figure
 
 

@@ -1,0 +1,212 @@
+"""The report of a run, or of two side by side: one HTML file that needs nothing else."""
+
+import base64
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from pydantic import BaseModel
+
+from pipeline.evaluation import plots
+from pipeline.evaluation.evaluate import EvalReport
+from pipeline.evaluation.importance import FeatureWorth
+from pipeline.evaluation.plots import Curve
+
+METRICS = {
+    "ne": "NE",
+    "ne_recalibrated": "NE, recalibrated",
+    "logloss": "log loss",
+    "auc": "AUC",
+    "pr_auc": "PR-AUC",
+    "calibration": "calibration",
+    "ece": "ECE",
+    "label_rate": "label rate",
+}
+MOST_FEATURES = 40
+"""Features in the table of a report; the others are counted."""
+
+
+class RunRecord(BaseModel, frozen=True):
+    """What is known of a finished run."""
+
+    title: str
+    result: Mapping[str, Any]
+    """The run's result line."""
+    report: EvalReport
+    features: tuple[FeatureWorth, ...]
+    curves: Mapping[str, Curve]
+    placement: tuple[Mapping[str, Any], ...]
+    parameters: Mapping[str, str]
+    data: Mapping[str, str]
+    """What it was trained on, in words."""
+
+
+def rendered(records: Sequence[RunRecord]) -> str:
+    """The report as HTML; of two runs the tables have a column for each and the figures stand side by side."""
+    folder = Path(__file__).parent
+    environment = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined)
+    titles = " and ".join(record.title for record in records)
+    first = records[0]
+    return environment.get_template("report.html").render(
+        title=titles,
+        subtitle=f"{first.result['git_commit']}, snapshot {first.result['snapshot_id']}",
+        runs=[_head(record) for record in records],
+        quality=_quality(records),
+        notes=list(_notes(records)),
+        sections=[section for section in _sections(records) if section["tables"] or section["figures"]],
+    )
+
+
+def _head(record: RunRecord) -> dict[str, str]:
+    gate, train = record.result["gate"], record.result["train"]
+    return {
+        "title": record.title,
+        "decision": gate["decision"],
+        "reason": gate["reason"],
+        "summary": (
+            f"Trained on {train['rows']:,} rows in {train['steps']:,} steps on {train['world_size']} ranks, "
+            f"{train['rows_per_second']:,.0f} rows/s, {train['stall_fraction']:.1%} of the time waiting for data."
+        ),
+    }
+
+
+def _quality(records: Sequence[RunRecord]) -> dict[str, Any]:
+    """Metrics by run, and how the second differs from the first."""
+    two = len(records) == 2
+    rows = []
+    for key, name in METRICS.items():
+        values = [getattr(record.report.overall, key) for record in records]
+        rows.append(_row(name, *map(_shown, values), *([_apart(*values)] if two else [])))
+    floors = [record.report.ne_floor for record in records]
+    if any(floor is not None for floor in floors):
+        rows.append(_row("NE of the true probabilities", *map(_shown, floors), *([_apart(*floors)] if two else [])))
+    grouped = [record.report.grouped for record in records]
+    if any(grouped):
+        values = [None if one is None else one.gauc for one in grouped]
+        rows.append(_row("GAUC", *map(_shown, values), *([_apart(*values)] if two else [])))
+    champions = [record.result["gate"].get("champion_ne") for record in records]
+    if any(champion is not None for champion in champions):
+        rows.append(_row("NE of the champion then", *map(_shown, champions), *([""] if two else [])))
+    rows.append(_row("rows", *(f"{record.report.overall.rows:,}" for record in records), *([""] if two else [])))
+    return {"header": ["", *(record.title for record in records), *(["difference"] if two else [])], "rows": rows}
+
+
+def _notes(records: Sequence[RunRecord]) -> Iterable[str]:
+    for record in records:
+        for name, reason in record.report.overall.undefined.items():
+            yield f"{record.title}: {METRICS.get(name, name)} is undefined: {reason}."
+        for column, reason in record.report.notes.items():
+            yield f"{record.title}: no slices of {column}: {reason}."
+
+
+def _sections(records: Sequence[RunRecord]) -> Iterable[dict[str, Any]]:
+    def drawn(name: str, draw: Callable[[RunRecord], Figure], wanted: Callable[[RunRecord], Any]) -> list[dict[str, str]]:
+        return [
+            {"name": f"{name}, {record.title}", "data": _svg(draw(record)),
+             "caption": record.title if len(records) > 1 else ""}
+            for record in records if wanted(record)
+        ]  # fmt: skip
+
+    yield _section("Learning", figures=[
+        *drawn("Learning curve", lambda r: plots.learning_curve(
+            r.curves, r.result["train"]["best_step"], r.report.overall.ne, r.report.ne_floor), lambda r: True),
+        *drawn("Waiting for batches", lambda r: plots.stall_timeline(r.curves),
+               lambda r: r.curves.get("stall_fraction_window")),
+    ])  # fmt: skip
+    yield _section("Calibration and ranking", figures=[
+        *drawn("Calibration", lambda r: plots.calibration(r.report), lambda r: True),
+        *drawn("ROC", lambda r: plots.roc(r.report), lambda r: r.report.roc),
+        *drawn("Precision and recall", lambda r: plots.precision_recall(r.report), lambda r: r.report.precision_recall),
+    ])  # fmt: skip
+    yield _section(
+        "Slices", "Intervals take rows as independent. Slices of few rows are pale.",
+        [_slices(record) for record in records if record.report.slices],
+        drawn("NE by slice", lambda r: plots.slices(r.report), lambda r: r.report.slices),
+    )  # fmt: skip
+    yield _section(
+        "Features",
+        "NE lost when the values of a feature are dealt out anew among the rows of a batch, on a sample of the evaluation rows.",
+        [_features(record) for record in records if record.features],
+        drawn("What features are worth", lambda r: plots.importance(r.features), lambda r: r.features),
+    )  # fmt: skip
+    yield _section("Placement of the tables", figures=drawn(
+        "Tables by rank", lambda r: plots.placement(r.placement, r.result["train"]["world_size"]), lambda r: r.placement
+    ))  # fmt: skip
+    yield _section("Data", tables=[_across(records, lambda record: record.data)])
+    parameters = [record.parameters for record in records]
+    shared = set(parameters[0].items()).intersection(*(set(one.items()) for one in parameters[1:]))
+    if len(records) == 1:
+        yield _section("Config", tables=[_across(records, lambda record: record.parameters)])
+    else:
+        different = _across(records, lambda r: {k: v for k, v in r.parameters.items() if (k, v) not in shared})
+        yield _section("Config, where it differs", tables=[different] if different["rows"] else [])
+
+
+def _section(
+    title: str, note: str = "", tables: Sequence[dict[str, Any]] = (), figures: Sequence[dict[str, str]] = ()
+) -> dict[str, Any]:
+    return {"title": title, "note": note, "tables": list(tables), "figures": list(figures)}
+
+
+def _across(records: Sequence[RunRecord], of: Callable[[RunRecord], Mapping[str, str]]) -> dict[str, Any]:
+    """A row for each key of any run, a column for each run."""
+    values = [of(record) for record in records]
+    keys = sorted({key for one in values for key in one})
+    rows = [_row(key, *(one.get(key, "–") for one in values)) for key in keys]
+    return {"header": ["", *(record.title for record in records)], "rows": rows, "title": ""}
+
+
+def _slices(record: RunRecord) -> dict[str, Any]:
+    rows = [
+        _row(
+            f"{part.column} = {part.value}", f"{part.quality.rows:,}", _shown(part.quality.label_rate),
+            _shown(part.quality.ne), f"{_shown(part.ne_low)} to {_shown(part.ne_high)}", _shown(part.quality.auc),
+            _shown(part.quality.calibration), few=part.small,
+        )
+        for part in record.report.slices
+    ]  # fmt: skip
+    header = ["slice", "rows", "label rate", "NE", "interval", "AUC", "calibration"]
+    return {"header": header, "rows": rows, "title": record.title}
+
+
+def _features(record: RunRecord) -> dict[str, Any]:
+    rows = [
+        _row(
+            worth.name, _shown(worth.ne_loss), f"{_shown(worth.low)} to {_shown(worth.high)}", f"{worth.coverage:.1%}",
+            "–" if worth.mean_length is None else f"{worth.mean_length:.2f}", _percent(worth.truncated),
+            _percent(worth.collisions), "yes" if worth.droppable else "", few=worth.droppable,
+        )
+        for worth in record.features[:MOST_FEATURES]
+    ]  # fmt: skip
+    more = len(record.features) - len(rows)
+    header = ["feature", "NE loss", "interval", "coverage", "mean length", "cut off", "collisions", "could be dropped"]
+    return {
+        "header": header, "rows": rows, "title": record.title + (f" ({more} more features)" if more > 0 else "")
+    }  # fmt: skip
+
+
+def _row(*cells: str, few: bool = False) -> dict[str, Any]:
+    return {"cells": cells, "few": few}
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _apart(first: float | None, second: float | None) -> str:
+    return "–" if first is None or second is None else f"{second - first:+.4f}"
+
+
+def _svg(figure: Figure) -> str:
+    """The figure as text that a page can hold; letters stay letters."""
+    with io.BytesIO() as file, rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+        return base64.b64encode(file.getvalue()).decode("ascii")
