@@ -13,7 +13,8 @@ from flows.config import RunConfig
 from flows.record import commit, run_name
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.preprocessing.worker import DataSpec, count_rows, fitted_plan
-from pipeline.registration.register import IDENTITY, find
+from pipeline.registration.register import IDENTITY, columns_of, find
+from pipeline.registration.request import check_defaults
 from pipeline.registration.tracking import Tracker
 from pipeline.selection import PARTS, Part, check_filter, check_sampling, select
 from pipeline.transforms.plan import Plan, build_plan
@@ -140,6 +141,7 @@ def specs(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> dict[P
     for name, where in grouped:
         if pa.types.is_nested(schema.field(name).type):
             raise ConfigError(f"{where} '{name}'", "one value a row", f"{schema.field(name).type}", "Name another.")
+    check_defaults(config.registration.defaults, columns_of(plan, schema))
     if config.sampling is not None:
         check_sampling(config.sampling, schema)
     if config.model.interaction == "dot" and len(plan.sparse) + bool(plan.dense) < 2:

@@ -322,7 +322,8 @@ def finished(config: RunConfig, job: TrainingJob) -> dict[str, Any]:
 
 def _packed(config: RunConfig, job: TrainingJob, trained: Trained) -> Path:
     schema = warehouse_of(config).schema(job.snapshot)
-    return pack(Path(job.folder) / "model", Path(trained.weights), job.plan, config.model, schema)
+    defaults = config.registration.defaults
+    return pack(Path(job.folder) / "model", Path(trained.weights), job.plan, config.model, schema, defaults)
 
 
 def _first_rows(worker: Worker, rows: int) -> pa.Table:

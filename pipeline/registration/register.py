@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import mlflow
@@ -15,12 +16,13 @@ import pandas as pd
 import pyarrow as pa
 from mlflow.exceptions import MlflowException
 from mlflow.models import ModelSignature
-from mlflow.types.schema import AnyType, Array, ColSpec, DataType, Schema
+from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
 from pydantic import BaseModel
 
 from models.config import DLRMConfig
-from pipeline.errors import ConfigError, RegistryError
+from pipeline.errors import RegistryError
 from pipeline.registration import scorer
+from pipeline.registration.request import Default
 from pipeline.registration.tracking import Tracker
 from pipeline.transforms.column import Kind
 from pipeline.transforms.plan import Plan
@@ -47,14 +49,26 @@ class ModelVersion(BaseModel, frozen=True):
     alias: str | None
 
 
-def pack(folder: Path, weights: Path, plan: Plan, model: DLRMConfig, schema: pa.Schema) -> Path:
+def pack(
+    folder: Path,
+    weights: Path,
+    plan: Plan,
+    model: DLRMConfig,
+    schema: pa.Schema,
+    defaults: Mapping[str, Default] = MappingProxyType({}),
+) -> Path:
     """Puts what a scorer needs into one folder: no pickle, readable by eye but for the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(weights, folder / scorer.WEIGHTS)
     write_text(folder / scorer.PLAN, plan.model_dump_json(indent=2))
-    columns = {name: column_type(schema.field(name).type, plan.raw[name]) for name in plan.columns}
-    write_json(folder / scorer.MODEL, {"model": model.model_dump(mode="json"), "columns": columns})
+    record = {"model": model.model_dump(mode="json"), "columns": columns_of(plan, schema), "defaults": dict(defaults)}
+    write_json(folder / scorer.MODEL, record)
     return folder
+
+
+def columns_of(plan: Plan, schema: pa.Schema) -> dict[str, str]:
+    """Raw columns that a plan reads, with their types as a caller of the model knows them."""
+    return {name: column_type(schema.field(name).type, plan.raw[name]) for name in plan.columns}
 
 
 def column_type(kind: pa.DataType, uses: Sequence[Kind]) -> str:
@@ -103,20 +117,14 @@ def _numbers(items: list[Any] | None) -> list[float] | None:
 
 
 def signature_of(columns: Mapping[str, str]) -> ModelSignature:
-    """MLflow's signature: every raw column may hold nulls.
+    """MLflow's signature: the names of the raw columns. Their types are in the model's metadata.
 
-    Single integer ids are declared as any type, an integer or a list of at most one: MLflow's `long` cannot be null.
+    Every column is of any type and optional, so that all values reach the model: MLflow's own check names no row, knows
+    no defaults, refuses nulls among integers and makes one row of a dict of lists once a column is an array. A text
+    becomes a column of its own there, which is lost unless it is named.
     """
-    types: dict[str, Any] = {
-        "double": DataType.double,
-        "long": AnyType(),
-        "string": DataType.string,
-        "timestamp": DataType.datetime,
-        "list<double>": Array(DataType.double),
-        "list<long>": Array(DataType.long),
-        "list<string>": AnyType(),  # Array(string) makes text of a null and cuts the others to its length
-    }
-    inputs: list[Any] = [ColSpec(types[kind], name=name, required=False) for name, kind in columns.items()]
+    names: list[Any] = [scorer.TEXT, *columns]  # first, where MLflow takes 0 for a name
+    inputs: list[Any] = [ColSpec(AnyType(), name=name, required=False) for name in names]
     return ModelSignature(inputs=Schema(inputs), outputs=Schema([ColSpec(DataType.double, name="probability")]))
 
 
@@ -140,7 +148,8 @@ def register(
     Raises:
         RegistryError: If the copy scores differently; nothing is registered then.
     """
-    columns: dict[str, str] = json.loads((folder / scorer.MODEL).read_text(encoding="utf-8"))["columns"]
+    record: dict[str, Any] = json.loads((folder / scorer.MODEL).read_text(encoding="utf-8"))
+    columns: dict[str, str] = record["columns"]
     frame = raw_frame(probe, columns)
     with mlflow.start_run(run_id=run_id), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # hints about type hints and integer columns that the signature answers
@@ -150,6 +159,7 @@ def register(
             artifacts={"model": str(folder)},
             code_paths=[str(root / package) for package in ("pipeline", "models", "storage")],
             signature=signature_of(columns),
+            metadata={"columns": columns, "defaults": record["defaults"]},
             input_example=frame.head(3),
             pip_requirements=_requirements(),
         )
@@ -176,7 +186,7 @@ def packed(tracker: Tracker, name: str, version: int, folder: Path) -> Path:
 def find(tracker: Tracker, name: str, identity: str) -> list[tuple[int, str]]:
     """(version, run id) of the versions made from the same work, oldest first."""
     try:
-        versions = tracker.client.search_model_versions(f"name = '{_checked(name)}' and tags.{IDENTITY} = '{identity}'")
+        versions = tracker.client.search_model_versions(f"name = '{name}' and tags.{IDENTITY} = '{identity}'")
     except MlflowException:
         return []
     return sorted((int(version.version), str(version.run_id)) for version in versions)
@@ -188,9 +198,3 @@ def _requirements() -> list[str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{package}=={importlib.metadata.version(package).split('+')[0]}")
     return found
-
-
-def _checked(name: str) -> str:
-    if "'" in name:
-        raise ConfigError("registration.model_name", "a name without quotes", f'"{name}"', "Rename it.")
-    return name

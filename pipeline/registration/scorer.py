@@ -1,8 +1,7 @@
 """The pyfunc: raw rows in, probabilities out. MLflow saves this file and runs it where the model is served."""
 
-import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 import torch
+from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PythonModel, PythonModelContext
 from safetensors.torch import load_file
 
@@ -19,22 +19,13 @@ from models.config import DLRMConfig
 from models.dlrm import DLRM, Bag
 from pipeline.batch import sparse_tensor
 from pipeline.errors import InputError
+from pipeline.registration.request import Rows, table_of
 from pipeline.transforms.plan import Plan
 
 BATCH_ROWS = 8_192
-EXACT_FLOAT = 2.0**53
-"""From here on a float may stand for several ids."""
 WEIGHTS, PLAN, MODEL = "weights.safetensors", "plan.json", "model.json"
-TYPES: Mapping[str, pa.DataType] = {
-    "double": pa.float64(),
-    "long": pa.int64(),
-    "string": pa.string(),
-    "timestamp": pa.timestamp("us"),
-    "list<double>": pa.list_(pa.float64()),
-    "list<long>": pa.list_(pa.int64()),
-    "list<string>": pa.list_(pa.string()),
-}
-"""Types of raw columns, as they stand in the model's record."""
+TEXT = 0
+"""Column of the frame that MLflow makes of a single text."""
 
 
 class LoadedModel:
@@ -47,6 +38,7 @@ class LoadedModel:
     def __init__(self, folder: Path) -> None:
         record = json.loads((folder / MODEL).read_text(encoding="utf-8"))
         self.columns: dict[str, str] = record["columns"]
+        self.defaults: dict[str, Any] = record.get("defaults", {})  # older versions in the registry have none
         self.plan = Plan.model_validate_json((folder / PLAN).read_text(encoding="utf-8"))
         bags = [Bag(feature.name, feature.table, feature.rows, feature.pooling) for feature in self.plan.sparse]
         self.model = DLRM(DLRMConfig.model_validate(record["model"]), len(self.plan.dense), bags)
@@ -75,18 +67,27 @@ class LoadedModel:
         result: npt.NDArray[np.float64] = torch.sigmoid(logits.double()).numpy()
         return result
 
-    def table_of(self, rows: pd.DataFrame) -> pa.Table:
+    def table_of(self, rows: Rows) -> pa.Table:
         """Raw rows as the warehouse holds them; columns the model does not read are left out.
 
         Raises:
-            InputError: If a column is absent, or a value is of the wrong kind; names row and column.
+            InputError: If a column is absent, or a value is of the wrong kind, and the model declares no default for
+                it; names row and column.
         """
-        absent = [name for name in self.columns if name not in rows.columns]
-        if absent:
-            raise InputError(
-                "input", f"columns {', '.join(self.columns)}", f"none named {', '.join(absent)}", "Add them."
-            )
-        return pa.table({name: _array(name, kind, rows[name].tolist()) for name, kind in self.columns.items()})
+        return table_of(rows, self.columns, self.defaults)
+
+    def probabilities(self, rows: Rows) -> npt.NDArray[np.float64]:
+        """Probabilities of rows as a caller sends them, float64 [N]; all of them are finite.
+
+        Raises:
+            InputError: As `table_of`, and if the probability of a row is not finite.
+        """
+        found = self.score(self.table_of(rows))
+        bad = np.flatnonzero(~np.isfinite(found))
+        if len(bad):
+            remedy = "Send numbers of the size that the model was trained on."
+            raise InputError(f"row {bad[0]}", "a finite probability", f"{found[bad[0]]}", remedy)
+        return found
 
 
 class Scorer(PythonModel):
@@ -99,53 +100,40 @@ class Scorer(PythonModel):
     def predict(
         self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, Any] | None = None
     ) -> pd.DataFrame:
-        """Raw rows -> a column `probability`."""
-        return pd.DataFrame({"probability": self.loaded.score(self.loaded.table_of(model_input))})
+        """Raw rows -> a column `probability`. Takes all of `Rows`; MLflow warns of any other hint than that of a frame.
+
+        Raises:
+            MlflowException: If a row cannot be scored; its code makes MLflow's server answer 400 with the reason.
+        """
+        try:
+            return pd.DataFrame({"probability": self.loaded.probabilities(_as_sent(model_input, self.loaded.columns))})
+        except InputError as error:
+            raise MlflowException.invalid_parameter_value(str(error)) from error
 
 
-def _array(name: str, kind: str, values: Sequence[Any]) -> pa.Array:
-    """A column of Python values as Arrow; None and NaN are null."""
-    try:
-        return pa.array([_plain(value, kind) for value in values], TYPES[kind])
-    except (pa.ArrowException, ValueError, TypeError, OverflowError):
-        for row, value in enumerate(values):
-            try:
-                pa.array([_plain(value, kind)], TYPES[kind])
-            except (pa.ArrowException, ValueError, TypeError, OverflowError):
-                raise InputError(f"row {row}, column '{name}'", kind, repr(value)[:60], _remedy(kind, value)) from None
-        raise
+def _as_sent(rows: Rows, columns: Mapping[str, str]) -> Rows:
+    """The rows before MLflow made a frame of one row: of a text, and of a dict whose lists hold nothing but text.
 
-
-def _remedy(kind: str, value: Any) -> str:
-    if kind == "long" and isinstance(value, float):
-        return "A null in the column made it a float; send ids as [id]."
-    return "Correct the value, or leave it null."
-
-
-def _plain(value: Any, kind: str) -> Any:
-    if value is None or value is pd.NA or value is pd.NaT or (isinstance(value, float) and np.isnan(value)):
-        return None
-    if kind == "timestamp":
-        return _utc(value)
-    if kind.startswith("list"):
-        return [_plain(item, kind[5:-1]) for item in value]
-    if kind == "long" and isinstance(value, bool):
-        return int(value)
-    if kind == "long" and isinstance(value, list | tuple | np.ndarray) and len(value) <= 1:
-        return _plain(value[0], kind) if len(value) else None
-    if kind == "long" and isinstance(value, float):  # pandas turns integers beside a null into floats
-        if not value.is_integer() or abs(value) >= EXACT_FLOAT:
-            raise ValueError("a float that has lost digits")
-        return int(value)
-    return value
-
-
-def _utc(value: Any) -> pd.Timestamp:
-    """A time or date, or its ISO text, in UTC and without saying so, as the warehouse holds it."""
-    if not isinstance(value, str | datetime.date | np.datetime64):  # a number would be taken for nanoseconds
-        raise TypeError("not a time")
-    time = pd.Timestamp(value)
-    return (time if time.tzinfo is None else time.tz_convert(None)).floor("us")
+    Raises:
+        InputError: If they may have been one row or none.
+    """
+    if not isinstance(rows, pd.DataFrame) or len(rows) != 1 or not len(rows.columns):
+        return rows
+    cells: dict[Any, Any] = rows.iloc[0].to_dict()
+    if isinstance(cells.get(TEXT), str):
+        return str(cells[TEXT])
+    if not all(isinstance(cell, list) and all(isinstance(item, str) for item in cell) for cell in cells.values()):
+        return rows
+    if any(columns.get(name) in ("double", "string", "timestamp") for name in cells):  # which hold no lists
+        return cells
+    if any(cells.values()):
+        return rows
+    raise InputError(
+        "input",
+        "one row or none",
+        "empty lists, which may be either",
+        "Send null in place of one empty list, or no rows.",
+    )
 
 
 mlflow.models.set_model(Scorer())

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import mlflow
 import psutil
@@ -16,7 +16,10 @@ from mlflow.data.meta_dataset import MetaDataset
 from mlflow.entities import DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel
+
+from pipeline.errors import ConfigError
+from pipeline.registration.request import Default
 
 PARAM_CHARACTERS = 500
 """Longest parameter value shown; the whole config is an artifact."""
@@ -25,13 +28,21 @@ KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Opens an experiment in MLflow's view of trainings, not of prompts."""
 
 
+def _model_name(text: str) -> str:
+    if set(text) & set("'/:"):
+        raise ConfigError("registration.model_name", "a name without quotes, / and :", f'"{text}"', "Rename it.")
+    return text
+
+
 class RegistrationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Where runs and models are recorded."""
 
     tracking_uri: str | None = None
     """MLflow server or database; None: MLFLOW_TRACKING_URI, else SQLite below `home`."""
-    model_name: str | None = None
+    model_name: Annotated[str, AfterValidator(_model_name)] | None = None
     """Name in the registry; None: the config's name."""
+    defaults: Mapping[str, Default] = {}
+    """Raw column -> what the registered model takes where a request has no such column or a value of the wrong kind."""
 
 
 class Tracker:

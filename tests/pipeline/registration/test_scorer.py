@@ -1,20 +1,25 @@
 """Raw rows in, probabilities out: against the same arithmetic written by hand, and what is refused."""
 
 import datetime
+import json
 
+import mlflow
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
+from mlflow.exceptions import MlflowException
+from mlflow.models import Model, ModelSignature
 from mlflow.models.utils import _enforce_schema
+from mlflow.pyfunc.model import _PythonModelPyfuncWrapper
 from safetensors.torch import save_file
 
 from models.config import DLRMConfig
 from models.dlrm import DLRM, Bag
 from pipeline.errors import InputError
 from pipeline.registration.register import column_type, pack, raw_frame, signature_of
-from pipeline.registration.scorer import LoadedModel
+from pipeline.registration.scorer import LoadedModel, Scorer
 from pipeline.schema import FeatureSchema
 from pipeline.transforms.plan import build_plan
 
@@ -136,16 +141,90 @@ def test_column_types():
         "dense": ["double", "double", *times, "double"],
         "sparse": ["long", "string", "list<long>", "list<string>"],
     }
-    names = {
-        "a": "double",
-        "b": "long",
-        "c": "string",
-        "d": "list<long>",
-        "e": "list<string>",
-        "f": "timestamp",
-        "g": "list<double>",
-    }
-    assert [str(column.type) for column in signature_of(names).inputs] == ["DataType.double", "Any", "DataType.string", "Array(long)", "Any", "DataType.datetime", "Array(double)"]  # fmt: skip
+
+
+def logged(loaded: LoadedModel) -> mlflow.pyfunc.PyFuncModel:
+    """What `mlflow.pyfunc.load_model` gives, with MLflow's signature in front of the scorer."""
+    python_model = Scorer()
+    python_model.loaded = loaded
+    meta = Model(signature=ModelSignature.from_dict(signature_of(loaded.columns).to_dict()))
+    return mlflow.pyfunc.PyFuncModel(meta, _PythonModelPyfuncWrapper(python_model, None, meta.signature))
+
+
+AGES, TAGS = [25.0, None, 61.0], [[1, 2, 3], [], None]
+SENT = {"age": AGES, "user": [[BIG], [-3], None], "country": ["DE", None, "Åland"], "tags": TAGS}
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pd.DataFrame(SENT),
+        SENT,
+        json.dumps(SENT),
+        json.dumps([dict(zip(SENT, row, strict=True)) for row in zip(*SENT.values(), strict=True)]),
+        SENT | {"unused": [object()] * 3, "age": np.array([25, np.nan, 61])},
+    ],
+    ids=["frame", "dict", "text", "text of rows", "more"],
+)
+def test_frame_dict_and_text_score_alike(loaded, rows, direct):
+    found = loaded.probabilities(rows) if direct else logged(loaded).predict(rows)["probability"]
+    assert found.tolist() == loaded.score(ROWS).tolist()
+
+
+def test_mlflow_does_not_make_one_row_of_columns_of_text(loaded):
+    columns = {"country": ["DE", "FR"]}
+    loaded.defaults = {"age": 1, "user": 2, "tags": [3], "country": "DE"}
+    expected = loaded.probabilities(columns)
+    model = logged(loaded)
+    assert model.predict(columns)["probability"].tolist() == expected.tolist()
+    assert len(expected) == 2
+    assert len(model.predict({"age": [], "user": [], "country": [], "tags": []})) == 0
+    assert len(model.predict(pd.DataFrame({"user": [None], "tags": [[]]}))) == 1
+    assert len(model.predict(pd.DataFrame(columns=["user"]))) == 0
+    with pytest.raises(MlflowException) as caught:
+        model.predict({"user": [], "tags": []})
+    assert caught.value.message == (
+        "input: expected one row or none, got empty lists, which may be either. "
+        "Send null in place of one empty list, or no rows."
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"age": [1.0, "old", 3.0]}, "row 1, column 'age': expected double, got 'old'. Correct the value, or leave it null."),
+        ({"tags": [[1], 5, None]}, "row 1, column 'tags': expected list<long>, got 5. Correct the value, or leave it null."),
+    ],
+)  # fmt: skip
+def test_a_bad_row_is_the_callers_fault_in_mlflows_eyes(loaded, change, sentence):
+    with pytest.raises(MlflowException) as caught:
+        logged(loaded).predict(SENT | change)
+    assert (caught.value.message, caught.value.get_http_status_code()) == (sentence, 400)
+
+
+def test_a_probability_that_is_not_finite_names_its_row(loaded):
+    with torch.no_grad():
+        loaded.model.embeddings.embedding_bags["country"].weight[:] = float("nan")
+    with pytest.raises(InputError) as caught:
+        loaded.probabilities(SENT | {"country": [None, "FR", None]})
+    assert str(caught.value) == (
+        "row 1: expected a finite probability, got nan. Send numbers of the size that the model was trained on."
+    )
+
+
+def test_defaults_travel_with_the_model(loaded, tmp_path):
+    folder = tmp_path / "model"
+    record = json.loads((folder / "model.json").read_text())
+    assert record["defaults"] == {}
+    del record["defaults"]
+    (folder / "model.json").write_text(json.dumps(record))
+    assert LoadedModel(folder).defaults == {}, "versions registered before there were defaults"
+    schema, config = ROWS.schema, DLRMConfig.model_validate(record["model"])
+    pack(folder, tmp_path / "weights.safetensors", loaded.plan, config, schema, {"tags": (1, 2), "age": None})
+    rows = {"user": [7], "country": ["DE"]}
+    expected = loaded.probabilities(rows | {"age": [None], "tags": [[1, 2]]})
+    assert LoadedModel(folder).probabilities(rows).tolist() == expected.tolist()
 
 
 def test_nulls_inside_lists_are_left_out_of_what_is_sent():

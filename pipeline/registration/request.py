@@ -1,0 +1,184 @@
+"""Raw rows as callers send them -> the columns that the warehouse would hold."""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from pipeline.errors import ConfigError, InputError
+
+Default = int | float | str | bool | None | tuple[int | float | str | None, ...]
+"""What a raw column may be declared to hold where a request does not say."""
+Rows = pd.DataFrame | Mapping[str, Any] | str
+"""A data frame, a dict of one list a column, or the JSON text of such a dict or of a list of rows."""
+EXACT_FLOAT = 2.0**53
+"""From here on a float may stand for several ids."""
+TYPES: Mapping[str, pa.DataType] = {
+    "double": pa.float64(),
+    "long": pa.int64(),
+    "string": pa.string(),
+    "timestamp": pa.timestamp("us"),
+    "list<double>": pa.list_(pa.float64()),
+    "list<long>": pa.list_(pa.int64()),
+    "list<string>": pa.list_(pa.string()),
+}
+"""Types of raw columns, as they stand in the model's record."""
+
+
+def table_of(rows: Rows, columns: Mapping[str, str], defaults: Mapping[str, Any]) -> pa.Table:
+    """Columns of the named types; others that the rows have are left out.
+
+    Args:
+        defaults: Column -> what it holds where the rows do not have it, or hold a value of the wrong kind.
+    Raises:
+        InputError: If a column is absent, or a value is of the wrong kind; names row and column.
+    Example:
+        >>> table_of({"age": [25, None]}, {"age": "double", "user": "long"}, {"user": 7}).to_pylist()
+        [{'age': 25.0, 'user': 7}, {'age': None, 'user': 7}]
+    """
+    sent = _columns(rows)
+    absent = [name for name in columns if name not in sent]
+    if len(absent) == len(columns):
+        remedy = "Add them; a batch without rows names them, too."
+    else:  # without any column it is not known how many rows there are
+        absent = [name for name in absent if name not in defaults]
+        remedy = "Add them."
+    if absent:
+        raise InputError("input", f"columns {', '.join(columns)}", f"none named {', '.join(absent)}", remedy)
+    lengths = {name: len(sent[name]) for name in columns if name in sent}
+    count = max(lengths.values())
+    short = [f"{name} of {length}" for name, length in lengths.items() if length < count]
+    if short:
+        raise InputError("input", f"{count} values in each column", ", ".join(short), "Send null for what is unknown.")
+    return pa.table(
+        {
+            name: _array(name, kind, sent[name] if name in sent else [defaults[name]] * count, defaults)
+            for name, kind in columns.items()
+        }
+    )
+
+
+def check_defaults(defaults: Mapping[str, Any], columns: Mapping[str, str]) -> None:
+    """Refuses defaults that a model with these raw columns cannot take.
+
+    Raises:
+        ConfigError: If a column is not read by the model, or its default is of the wrong kind.
+    """
+    for name, value in defaults.items():
+        where = f"registration.defaults '{name}'"
+        if name not in columns:
+            raise ConfigError(where, f"a column that the features read ({', '.join(columns)})", "none", "Remove it.")
+        try:
+            _plain(value, columns[name])
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(where, columns[name], repr(value)[:60], "Correct the value.") from None
+
+
+def _columns(rows: Rows) -> Mapping[str, Any]:
+    if isinstance(rows, str):
+        try:
+            rows = json.loads(rows)
+        except (ValueError, RecursionError) as error:
+            raise InputError("input", "JSON text", f"{error}"[:120], "Correct the text.") from None
+        if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+            return {name: [row.get(name) for row in rows] for name in dict.fromkeys(key for row in rows for key in row)}
+    if isinstance(rows, pd.DataFrame):
+        twice = [str(name) for name in rows.columns[rows.columns.duplicated()]]
+        if twice:
+            raise InputError("input", "columns of different names", f"{', '.join(twice)} twice", "Rename one of them.")
+        return {name: rows[name] for name in rows.columns}
+    if not isinstance(rows, Mapping):
+        expected = "a data frame, a dict of lists, or the JSON text of such a dict or of a list of rows"
+        raise InputError("input", expected, repr(rows)[:60], "Send one of them.")
+    for name, values in rows.items():
+        if not isinstance(values, list | tuple | np.ndarray | pd.Series):
+            raise InputError(f"column '{name}'", "a list of values, one a row", repr(values)[:60], "Put it in a list.")
+    return rows
+
+
+def _array(name: str, kind: str, values: Sequence[Any], defaults: Mapping[str, Any]) -> pa.Array:
+    """A column as Arrow; None and NaN are null.
+
+    Columns that are of one type throughout, as most are, do not pass through Python value by value.
+    """
+    if kind != "timestamp":  # times with and without a zone may stand side by side
+        try:
+            found = pa.array(values, from_pandas=True)
+            if _fits(found.type, kind):
+                return found.cast(TYPES[kind], safe="double" not in kind)
+        except (pa.ArrowException, TypeError, ValueError, OverflowError):
+            pass
+    plain = []
+    for row, value in enumerate(values):
+        try:
+            plain.append(_plain(value, kind))
+        except (TypeError, ValueError, OverflowError):
+            if name not in defaults:
+                raise InputError(f"row {row}, column '{name}'", kind, repr(value)[:60], _remedy(kind, value)) from None
+            plain.append(_plain(defaults[name], kind))
+    return pa.array(plain, TYPES[kind])
+
+
+def _fits(found: pa.DataType, kind: str) -> bool:
+    """Whether values of a type are all of a kind, with nothing lost."""
+    if pa.types.is_null(found):
+        return True
+    if kind.startswith("list"):
+        return pa.types.is_list(found) and _fits(found.value_type, kind[5:-1])
+    if kind == "string":
+        return pa.types.is_string(found) or pa.types.is_large_string(found)
+    if kind == "double" and pa.types.is_floating(found):
+        return True
+    return kind != "timestamp" and (pa.types.is_integer(found) or pa.types.is_boolean(found))
+
+
+def _remedy(kind: str, value: Any) -> str:
+    if kind == "long" and isinstance(value, float) and value.is_integer():
+        return "A null in the column made it a float; send ids as [id]."
+    return "Correct the value, or leave it null."
+
+
+def _plain(value: Any, kind: str) -> Any:
+    """A value as Arrow takes it for a kind of column.
+
+    Raises:
+        TypeError, ValueError, OverflowError: If it is not of that kind.
+    """
+    if kind == "long" and isinstance(value, list | tuple | np.ndarray) and len(value) <= 1:
+        value = value[0] if len(value) else None
+    return _item(value, kind)
+
+
+def _item(value: Any, kind: str) -> Any:
+    if value is None or value is pd.NA or value is pd.NaT or (isinstance(value, float) and np.isnan(value)):
+        return None
+    if kind == "timestamp":
+        return _utc(value)
+    if kind.startswith("list"):
+        if not isinstance(value, list | tuple | np.ndarray):
+            raise TypeError("not a list")
+        return [_item(item, kind[5:-1]) for item in value]
+    if isinstance(value, np.generic):
+        return _item(value.item(), kind)
+    if kind == "string" and isinstance(value, str):
+        value.encode()  # half a surrogate pair is no text
+        return value
+    if kind == "double" and isinstance(value, int | float):
+        return float(value)
+    if kind == "long" and isinstance(value, int | float):
+        if isinstance(value, float) and (not value.is_integer() or abs(value) >= EXACT_FLOAT):
+            raise ValueError("a float that has lost digits")  # pandas turns integers beside a null into floats
+        return int(np.int64(int(value)))
+    raise TypeError(f"not a {kind}")
+
+
+def _utc(value: Any) -> pd.Timestamp:
+    """A time or date, or its ISO text, in UTC and without saying so, as the warehouse holds it."""
+    if not isinstance(value, str | datetime.date | np.datetime64):  # a number would be taken for nanoseconds
+        raise TypeError("not a time")
+    time = pd.Timestamp(value)
+    return (time if time.tzinfo is None else time.tz_convert(None)).floor("us")

@@ -1,0 +1,152 @@
+"""Raw rows as callers send them: what becomes of each value, what a default stands in for, what is refused."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from pipeline.errors import ConfigError, InputError
+from pipeline.registration.request import TYPES, check_defaults, table_of
+from pipeline.registration.tracking import RegistrationConfig
+
+VALUES = {
+    "double": ([1, 2.5, None, float("nan"), True, np.float32(0.5), 2**60], [1.0, 2.5, None, None, 1.0, 0.5, 2.0**60]),
+    "long": (
+        [1, -(2**63), True, None, float("nan"), 3.0, [2**62 + 1], [], (5,), np.int32(6), np.array([7])],
+        [1, -(2**63), 1, None, None, 3, 2**62 + 1, None, 5, 6, 7],
+    ),
+    "string": (["a", "", None, pd.NA, "\u00e5"], ["a", "", None, None, "\u00e5"]),
+    "list<double>": ([[1, None], [], None, (0.5,), np.array([2.0])], [[1.0, None], [], None, [0.5], [2.0]]),
+    "list<long>": ([[1, 2**62 + 1], [], None, [3.0, None], np.array([4])], [[1, 2**62 + 1], [], None, [3, None], [4]]),
+    "list<string>": ([["a", None], [], None], [["a", None], [], None]),
+}
+WRONG = {
+    "double": ["1", [1.0], {}, b"1", 10**400],
+    "long": ["1", 1.5, 2.0**60, 2**63, [1, 2], ["1"], float("inf"), {}],
+    "string": [1, ["a"], b"a", "\ud800", True],
+    "timestamp": [1, 1.5, "soon", ["2025-01-01"], True],
+    "list<double>": [1.0, "12", ["1"], [[1.0]], {1: 2}],
+    "list<long>": [1, "12", [1.5], ["1"], [[1]], {1: 2}, [2**63]],
+    "list<string>": ["ab", [1], [["a"]], {"a": 1}],
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_values_of_a_kind(kind):
+    """Together, and each alone, where columns of one type take the short way."""
+    values, expected = VALUES[kind]
+    series = pd.Series(values, dtype="object")
+    assert table_of({"x": values}, {"x": kind}, {}).column("x").to_pylist() == expected
+    assert table_of(series.to_frame("x"), {"x": kind}, {}).column("x").to_pylist() == expected
+    for value, wanted in zip(values, expected, strict=True):
+        made = table_of({"x": [value]}, {"x": kind}, {})
+        assert made.column("x").to_pylist() == [wanted]
+        assert made.schema.field("x").type == TYPES[kind]
+
+
+@pytest.mark.parametrize(("kind", "value"), [(kind, value) for kind, values in WRONG.items() for value in values])
+def test_values_of_another_kind_are_refused_or_take_the_default(kind, value):
+    good = VALUES.get(kind, (["2025-01-01"],))[0][0]
+    for rows in ([value], [good, value]):
+        with pytest.raises(InputError) as caught:
+            table_of({"x": rows}, {"x": kind}, {})
+        assert caught.value.where == f"row {len(rows) - 1}, column 'x'"
+        assert (caught.value.expected, caught.value.actual) == (kind, repr(value)[:60])
+        made = table_of({"x": rows}, {"x": kind}, {"x": good}).column("x")
+        assert made.to_pylist() == table_of({"x": [good] * len(rows)}, {"x": kind}, {}).column("x").to_pylist()
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "Int64", "float32", "bool"])
+def test_columns_of_pandas_types(dtype):
+    rows = pd.DataFrame({"x": pd.Series([1, 0], dtype=dtype)})
+    assert table_of(rows, {"x": "double"}, {}).column("x").to_pylist() == [1.0, 0.0]
+    assert table_of(rows, {"x": "long"}, {}).column("x").to_pylist() == [1, 0]
+
+
+def test_text_of_rows_keeps_large_ids_beside_nulls():
+    text = json.dumps([{"user": 2**62 + 1}, {"user": None}, {}])
+    assert table_of(text, {"user": "long"}, {}).column("user").to_pylist() == [2**62 + 1, None, None]
+
+
+def test_a_million_ids_in_a_row():
+    ids = list(range(1_000_000))
+    made = table_of({"x": [ids, [1]]}, {"x": "list<long>"}, {}).column("x")
+    assert made.combine_chunks().values.to_numpy().tolist() == [*ids, 1]
+
+
+def test_empty_batches():
+    columns = {"x": "list<long>", "y": "double", "at": "timestamp"}
+    for rows in ({"x": [], "y": [], "at": []}, pd.DataFrame(columns=["x", "y", "at"])):
+        made = table_of(rows, columns, {})
+        assert made.num_rows == 0
+        assert made.schema.types == [TYPES[kind] for kind in columns.values()]
+    assert table_of({"y": []}, columns, {"x": [], "at": None}).num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ("{", "input: expected JSON text, got Expecting property name enclosed in double quotes: line 1 column 2 (char 1). Correct the text."),
+        ("5", "input: expected a data frame, a dict of lists, or the JSON text of such a dict or of a list of rows, got 5. Send one of them."),
+        ("[5]", "input: expected a data frame, a dict of lists, or the JSON text of such a dict or of a list of rows, got [5]. Send one of them."),
+        ('{"x": 5}', "column 'x': expected a list of values, one a row, got 5. Put it in a list."),
+        ({"x": "ab", "y": [1]}, "column 'x': expected a list of values, one a row, got 'ab'. Put it in a list."),
+        ({"x": [1, 2], "y": [1]}, "input: expected 2 values in each column, got y of 1. Send null for what is unknown."),
+        ({"y": [1]}, "input: expected columns x, y, got none named x. Add them."),
+        ([], "input: expected a data frame, a dict of lists, or the JSON text of such a dict or of a list of rows, got []. Send one of them."),
+        ({}, "input: expected columns x, y, got none named x, y. Add them; a batch without rows names them, too."),
+        ("[]", "input: expected columns x, y, got none named x, y. Add them; a batch without rows names them, too."),
+        (pd.DataFrame([[1, 2, 3]], columns=["x", "y", "x"]), "input: expected columns of different names, got x twice. Rename one of them."),
+    ],
+)  # fmt: skip
+def test_what_is_no_table_is_refused(rows, sentence):
+    with pytest.raises(InputError) as caught:
+        table_of(rows, {"x": "long", "y": "long"}, {"y": 1})
+    assert str(caught.value) == sentence
+
+
+def test_text_nested_without_end_is_refused():
+    with pytest.raises(InputError, match="expected JSON text"):
+        table_of("[" * 100_000, {"x": "long"}, {})
+
+
+def test_defaults_are_copied_for_every_row():
+    columns = {"x": "list<long>", "y": "string", "z": "timestamp", "w": "double"}
+    made = table_of({"w": [1, "?"]}, columns, {"x": [1, 2], "y": "none", "z": "2025-01-01", "w": None})
+    assert made.drop_columns("z").to_pylist() == [{"x": [1, 2], "y": "none", "w": w} for w in (1.0, None)]
+    assert made.column("z").cast(pa.string()).to_pylist() == ["2025-01-01 00:00:00.000000"] * 2
+
+
+def test_good_defaults():
+    read = RegistrationConfig.model_validate(
+        {"defaults": {"a": 1, "b": [1, 2], "c": "x", "d": None, "e": True, "f": 0.5}}
+    )
+    assert read.defaults == {"a": 1, "b": (1, 2), "c": "x", "d": None, "e": True, "f": 0.5}
+    assert [type(value) for value in read.defaults.values()] == [int, tuple, str, type(None), bool, float]
+    kinds = {"a": "long", "b": "list<long>", "c": "string", "d": "list<string>", "e": "double", "f": "double"}
+    check_defaults(read.defaults, kinds)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "sentence"),
+    [
+        ({"user": "x"}, "registration.defaults 'user': expected long, got 'x'. Correct the value."),
+        ({"tags": 5}, "registration.defaults 'tags': expected list<long>, got 5. Correct the value."),
+        ({"usr": 5}, "registration.defaults 'usr': expected a column that the features read (user, tags), got none. Remove it."),
+    ],
+)  # fmt: skip
+def test_defaults_that_do_not_fit_are_refused(defaults, sentence):
+    with pytest.raises(ConfigError) as caught:
+        check_defaults(defaults, {"user": "long", "tags": "list<long>"})
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("name", ["o'hara", "a/b", "a:b"])
+def test_names_that_the_registry_cannot_hold_are_refused(name):
+    with pytest.raises(ConfigError) as caught:
+        RegistrationConfig(model_name=name)
+    assert str(caught.value) == (
+        f'registration.model_name: expected a name without quotes, / and :, got "{name}". Rename it.'
+    )
