@@ -1,6 +1,7 @@
 """Raw rows as callers send them -> the columns that the warehouse would hold."""
 
 import datetime
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -71,7 +72,9 @@ def check_defaults(defaults: Mapping[str, Any], columns: Mapping[str, str]) -> N
     for name, value in defaults.items():
         where = f"registration.defaults '{name}'"
         if name not in columns:
-            raise ConfigError(where, f"a column that the features read ({', '.join(columns)})", "none", "Remove it.")
+            close = ", ".join(difflib.get_close_matches(name, columns, n=3)) or "none"
+            remedy = f"Closest: {close}. Correct the name."
+            raise ConfigError(where, "a column that the features read", "none of that name", remedy)
         try:
             _plain(value, columns[name])
         except (TypeError, ValueError, OverflowError):

@@ -194,6 +194,8 @@ def test_a_bad_config_is_refused_before_anything_runs(command, tmp_path, words, 
         (["evaluation.slices=[contry]"], "evaluation 'contry': expected a column of the table, got none of that name. Correct the name."),
         (["gate.resample_by=contry"], "gate.resample_by 'contry': expected a column of the table, got none of that name. Correct the name."),
         (["gate.resample_by=list_interests"], "gate.resample_by 'list_interests': expected one value a row, got large_list<element: int64>. Name another."),
+        (["registration.defaults={num_prise: 1}"], "registration.defaults 'num_prise': expected a column that the features read, got none of that name. Closest: num_price. Correct the name."),
+        (["registration.defaults={list_interests: 1}"], "registration.defaults 'list_interests': expected list<long>, got 1. Correct the value."),
         (["snapshot_id=7"], "snapshot 7 of table 'smoke': expected a snapshot of the table, got none of that id. It may have expired; train on the current snapshot."),
     ],
 )  # fmt: skip

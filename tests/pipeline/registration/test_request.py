@@ -134,7 +134,7 @@ def test_good_defaults():
     [
         ({"user": "x"}, "registration.defaults 'user': expected long, got 'x'. Correct the value."),
         ({"tags": 5}, "registration.defaults 'tags': expected list<long>, got 5. Correct the value."),
-        ({"usr": 5}, "registration.defaults 'usr': expected a column that the features read (user, tags), got none. Remove it."),
+        ({"usr": 5}, "registration.defaults 'usr': expected a column that the features read, got none of that name. Closest: user. Correct the name."),
     ],
 )  # fmt: skip
 def test_defaults_that_do_not_fit_are_refused(defaults, sentence):
