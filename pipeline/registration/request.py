@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.errors import ConfigError, InputError
 
@@ -111,6 +112,8 @@ def _array(name: str, kind: str, values: Sequence[Any], defaults: Mapping[str, A
     if kind != "timestamp":  # times with and without a zone may stand side by side
         try:
             found = pa.array(values, from_pandas=True)
+            if kind == "long":
+                found = _single(found)
             if _fits(found.type, kind):
                 return found.cast(TYPES[kind], safe="double" not in kind)
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
@@ -124,6 +127,17 @@ def _array(name: str, kind: str, values: Sequence[Any], defaults: Mapping[str, A
                 raise InputError(f"row {row}, column '{name}'", kind, repr(value)[:60], _remedy(kind, value)) from None
             plain.append(_plain(defaults[name], kind))
     return pa.array(plain, TYPES[kind])
+
+
+def _single(found: pa.Array) -> pa.Array:
+    """Ids that came as lists of at most one, or as floats that have lost nothing, as numbers; others as they are."""
+    if pa.types.is_list(found.type):
+        lengths = pc.list_value_length(found)
+        if (pc.max(lengths).as_py() or 0) <= 1:
+            found = found.values.take(pc.if_else(pc.equal(lengths, 1), found.offsets[:-1], None))
+    elif pa.types.is_floating(found.type) and (pc.max(pc.abs(found)).as_py() or 0.0) < EXACT_FLOAT:
+        return found.cast(pa.int64())  # raises where there is a fraction
+    return found
 
 
 def _fits(found: pa.DataType, kind: str) -> bool:
