@@ -42,7 +42,9 @@ class RegistrationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_d
     model_name: Annotated[str, AfterValidator(_model_name)] | None = None
     """Name in the registry; None: the config's name."""
     defaults: Mapping[str, Default] = {}
-    """Raw column -> what the registered model takes where a request has no such column or a value of the wrong kind."""
+    """Raw column -> what the registered model takes where a request has no such column or a value of the wrong kind.
+
+    It is no part of a training's identity: a model that is registered already takes new ones with `again=true` only."""
 
 
 class Tracker:

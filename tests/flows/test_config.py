@@ -118,6 +118,7 @@ EXECUTION = {
     "training.keep_checkpoints": 9,
     "training.deadline_seconds": 9,
     "registration.model_name": "other",
+    "registration.defaults": {"age": 30},
     "warehouse.codec": "lz4",
     "source.path": "moved.csv",
 }
@@ -164,6 +165,11 @@ def test_parameters_are_flat() -> None:
 def test_a_model_is_named_after_the_run_unless_told() -> None:
     assert load(MINIMAL).model_name == "toy"
     assert load(MINIMAL, {"registration.model_name": "champion"}).model_name == "champion"
+    with pytest.raises(ConfigError) as caught:
+        load(MINIMAL, {"registration.model_name": "o'hara"})
+    assert str(caught.value) == (
+        'registration.model_name: expected a name without quotes, / and :, got "o\'hara". Rename it.'
+    )
 
 
 TOP = "name, home, seed, source, ingest, warehouse, features, filter, split, preprocessing, model, training, "
