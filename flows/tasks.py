@@ -21,6 +21,7 @@ from flows.judging import Judged, judge, moved
 from flows.placing import place_tables
 from flows.progress import Logger, Progress
 from flows.record import commit, in_words, lock_hash, page, shown
+from flows.reporting import CURVES, DATA, FEATURES, PAGE, REPORT, STALL_CURVES, data_in_words, page_of
 from pipeline.evaluation import plots
 from pipeline.extraction.extract import IngestResult, extract
 from pipeline.preprocessing.drain import drain
@@ -35,8 +36,6 @@ from pipeline.training.launch import Event, Limits, run_ranks
 from pipeline.training.ray_launch import run_ranks_on_ray
 from storage.artifacts import write_text
 
-CURVES = ("train_ne_window", "train_ne_progressive", "valid_ne")
-STALL_CURVES = ("stall_fraction_window", "batch_extract_seconds", "batch_transform_seconds", "batch_wait_seconds")
 
 
 class Trained(BaseModel, frozen=True):
@@ -231,10 +230,18 @@ def evaluate(config: RunConfig, job: TrainingJob, trained: Trained, run_id: str)
         "calibration": plots.calibration(report),
         "roc": plots.roc(report),
     }
+    figures["precision_recall"] = plots.precision_recall(report)
     if report.slices:
         figures["slices"] = plots.slices(report)
+    if judged.features:
+        figures["importance"] = plots.importance(judged.features)
+        droppable = [worth.name for worth in judged.features if worth.droppable]
+        logger.info("features worth most: %s", ", ".join(worth.name for worth in judged.features[:5]))
+        logger.info("features that could be dropped: %s", ", ".join(droppable) or "none")
     tracker.log_figures(run_id, figures)
-    tracker.log_json(run_id, report.model_dump(mode="json"), "report.json")
+    tracker.log_json(run_id, report.model_dump(mode="json"), REPORT)
+    tracker.log_json(run_id, [worth.model_dump() for worth in judged.features], FEATURES)
+    tracker.log_json(run_id, data_in_words(job), DATA)
     return judged
 
 
@@ -293,11 +300,14 @@ def publish(
         "git_commit": commit(),
     }
     tracker.log_json(run_id, result, RESULT)
+    text = page(config, result, report, tracker)
+    tracker.client.update_model_version(model.name, str(model.version), description=text)
+    tracker.client.log_text(run_id, page_of(tracker, run_id), PAGE)
     # The last act: a version is found by its identity only once everything about it is in place.
     tracker.client.set_model_version_tag(model.name, str(model.version), IDENTITY, job.identity)
     write_text(Path(job.folder) / REGISTERED, f"{model.name} {model.version}\n")
     create_markdown_artifact(
-        page(config, result, report, tracker),
+        text,
         key=f"report-{config.name.lower().replace('_', '-')}",
         description=f"{model.name} version {model.version}",
     )

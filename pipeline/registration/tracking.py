@@ -14,11 +14,12 @@ from matplotlib.figure import Figure
 from mlflow.data.code_dataset_source import CodeDatasetSource
 from mlflow.data.meta_dataset import MetaDataset
 from mlflow.entities import DatasetInput, InputTag, Metric, Param, Run, RunTag
+from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from pydantic import AfterValidator, BaseModel
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, RegistryError
 from pipeline.registration.request import Default
 
 PARAM_CHARACTERS = 500
@@ -153,9 +154,28 @@ class Tracker:
 
     def result(self, run_id: str) -> dict[str, Any]:
         """The result line of a finished run."""
-        with open(mlflow.artifacts.download_artifacts(run_id=run_id, artifact_path=RESULT), encoding="utf-8") as file:
-            record: dict[str, Any] = json.load(file)
+        record: dict[str, Any] = self.read_json(run_id, RESULT)
         return record
+
+    def read_json(self, run_id: str, path: str) -> Any:
+        """What `log_json` wrote.
+
+        Raises:
+            RegistryError: If the run has no such file.
+        """
+        try:
+            return json.loads(mlflow.artifacts.load_text(f"runs:/{run_id}/{path}"))
+        except (MlflowException, OSError):
+            raise RegistryError(
+                f"MLflow run '{run_id}'", f"one with {path}", "none", "Name a run of a finished training."
+            ) from None
+
+    def version(self, name: str, version: str) -> ModelVersion | None:
+        """A version of a model as MLflow knows it; None where there is none."""
+        try:
+            return self.client.get_model_version(name, version)
+        except MlflowException:
+            return None
 
     def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Tags of a run."""
