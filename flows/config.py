@@ -111,6 +111,8 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         values = self.model_dump(mode="json", exclude={"home", "source", "ingest", "warehouse", "gate", "registration"})
         for section, keys in EXECUTION_KEYS.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
+        if self.registration.weights != "fp32":  # another model than the one that stands in the registry
+            values["weights"] = self.registration.weights
         return values
 
     def identity(self, snapshot_id: int) -> str:

@@ -29,9 +29,17 @@ from pipeline.preprocessing.master import WORKERS_FILE, Totals
 from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import DataSpec, Worker
 from pipeline.rank import RankSpec
-from pipeline.registration.register import IDENTITY, ROUGH_TOLERANCE, TOLERANCE, ModelVersion, pack
+from pipeline.registration.register import (
+    IDENTITY,
+    ROUGH_TOLERANCE,
+    TOLERANCE,
+    ModelVersion,
+    check_probabilities,
+    pack,
+)
 from pipeline.registration.register import register as put_into_registry
-from pipeline.registration.tracking import RESULT, Tracker
+from pipeline.registration.scorer import WEIGHTS, LoadedModel
+from pipeline.registration.tracking import RESULT, Tracker, Weights
 from pipeline.training.launch import Event, Limits, run_ranks
 from pipeline.training.ray_launch import run_ranks_on_ray
 from storage.artifacts import write_text
@@ -210,7 +218,7 @@ def evaluate(config: RunConfig, job: TrainingJob, trained: Trained, run_id: str)
     """Weights -> quality on the evaluation rows and the gate's verdict. Safe to repeat: it only reads."""
     tracker, logger = tracker_of(config), get_run_logger()
     with Progress(logger) as progress:
-        judged = judge(config, job, _packed(config, job, trained), progress)
+        judged = judge(config, job, _packed(config, job, trained, config.registration.weights), progress)
     report, gate = judged.report, judged.gate
     logger.info("evaluation: %s", in_words(report))
     logger.info("gate: %s. %s", gate.decision, gate.reason)
@@ -254,6 +262,7 @@ def register(config: RunConfig, job: TrainingJob, trained: Trained, judged: Judg
     report = judged.report
     tracker = tracker_of(config)
     probe = _first_rows(Worker(job.data["test"], warehouse_of(config)), len(trained.probe))
+    folder, expected, tolerance = _chosen_form(config, job, trained, probe, run_id)
     tags = {
         "snapshot_id": str(job.snapshot.snapshot_id),
         "plan_hash": job.plan.hash,
@@ -261,14 +270,28 @@ def register(config: RunConfig, job: TrainingJob, trained: Trained, judged: Judg
         "lock_hash": lock_hash(),
         "seed": str(config.seed),
         "weights_sha256": trained.summary["weights_sha256"],
+        "weights": config.registration.weights,
+        "size_bytes": str((folder / WEIGHTS).stat().st_size),
         "ne": shown(report.overall.ne),
         "auc": shown(report.overall.auc),
     }
-    folder = _packed(config, job, trained)
+    return put_into_registry(tracker, run_id, config.model_name, folder, probe, expected, tags, ROOT, tolerance)
+
+
+def _chosen_form(
+    config: RunConfig, job: TrainingJob, trained: Trained, probe: pa.Table, run_id: str
+) -> tuple[Path, list[float], float]:
+    """The folder to register, and the probabilities of the probe that it has to give within a tolerance.
+
+    Rounded weights have no trainer's probabilities to be held against: those that they are made of are, first.
+    """
+    folder, expected = _packed(config, job, trained), list(trained.probe)
     tolerance = TOLERANCE if config.training.vector_communication == "fp32" else ROUGH_TOLERANCE
-    return put_into_registry(
-        tracker, run_id, config.model_name, folder, probe, list(trained.probe), tags, ROOT, tolerance
-    )
+    if config.registration.weights == "fp32":
+        return folder, expected, tolerance
+    check_probabilities(run_id, LoadedModel(folder).score(probe), expected, tolerance)
+    folder = _packed(config, job, trained, config.registration.weights)
+    return folder, LoadedModel(folder).score(probe).tolist(), TOLERANCE
 
 
 @task(cache_policy=NO_CACHE, task_run_name="publish")
@@ -330,10 +353,10 @@ def finished(config: RunConfig, job: TrainingJob) -> dict[str, Any]:
     return result
 
 
-def _packed(config: RunConfig, job: TrainingJob, trained: Trained) -> Path:
-    schema = warehouse_of(config).schema(job.snapshot)
-    defaults = config.registration.defaults
-    return pack(Path(job.folder) / "model", Path(trained.weights), job.plan, config.model, schema, defaults)
+def _packed(config: RunConfig, job: TrainingJob, trained: Trained, form: Weights = "fp32") -> Path:
+    folder = Path(job.folder) / ("model" if form == "fp32" else f"model_{form}")
+    schema, defaults = warehouse_of(config).schema(job.snapshot), config.registration.defaults
+    return pack(folder, Path(trained.weights), job.plan, config.model, schema, form, defaults)
 
 
 def _first_rows(worker: Worker, rows: int) -> pa.Table:

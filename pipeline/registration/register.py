@@ -12,21 +12,24 @@ from typing import Any
 
 import mlflow
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 from mlflow.exceptions import MlflowException
 from mlflow.models import ModelSignature
 from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
 from pydantic import BaseModel
+from safetensors.torch import load_file, save_file
 
 from models.config import DLRMConfig
+from models.quantised import quantised
 from pipeline.errors import RegistryError
 from pipeline.registration import scorer
 from pipeline.registration.request import Default
-from pipeline.registration.tracking import Tracker
+from pipeline.registration.tracking import Tracker, Weights
 from pipeline.transforms.column import Kind
 from pipeline.transforms.plan import Plan
-from storage.artifacts import write_json, write_text
+from storage.artifacts import atomic_file, write_json, write_text
 
 TOLERANCE = 1e-6
 """Largest difference between the trainer's probabilities and the registered model's."""
@@ -55,13 +58,29 @@ def pack(
     plan: Plan,
     model: DLRMConfig,
     schema: pa.Schema,
+    form: Weights = "fp32",
     defaults: Mapping[str, Default] = MappingProxyType({}),
 ) -> Path:
-    """Puts what a scorer needs into one folder: no pickle, readable by eye but for the weights."""
+    """Puts what a scorer needs into one folder: no pickle, readable by eye but for the weights.
+
+    Args:
+        weights: Those that the trainer exported, always float32.
+        form: int8 rounds the tables to bytes on the way.
+        defaults: What a column that a request lacks is taken for.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(weights, folder / scorer.WEIGHTS)
+    with atomic_file(folder / scorer.WEIGHTS) as temporary:
+        if form == "int8":
+            save_file(quantised(load_file(weights)), temporary)
+        else:
+            shutil.copyfile(weights, temporary)
     write_text(folder / scorer.PLAN, plan.model_dump_json(indent=2))
-    record = {"model": model.model_dump(mode="json"), "columns": columns_of(plan, schema), "defaults": dict(defaults)}
+    record = {
+        "model": model.model_dump(mode="json"),
+        "columns": columns_of(plan, schema),
+        "defaults": dict(defaults),
+        "weights": form,
+    }
     write_json(folder / scorer.MODEL, record)
     return folder
 
@@ -139,7 +158,7 @@ def register(
     root: Path,
     tolerance: float = TOLERANCE,
 ) -> ModelVersion:
-    """Registers a packed model once the loaded copy has given the trainer's probabilities on the probe's raw rows.
+    """Registers a packed model once the loaded copy has given the expected probabilities on the probe's raw rows.
 
     Args:
         probe: Raw rows, in the order of `expected`.
@@ -165,16 +184,27 @@ def register(
         )
         loaded = mlflow.pyfunc.load_model(info.model_uri)
         actual = loaded.predict(frame)["probability"].to_numpy()
-    difference = float(np.abs(actual - np.array(expected)).max()) if len(expected) == len(actual) else float("inf")
-    if not difference <= tolerance:
-        raise RegistryError(
-            f"model of run {run_id}", f"the trainer's probabilities within {tolerance}", f"{difference:.2g} apart",
-            "It is not registered; compare its plan and weights with the checkpoint's.",
-        )  # fmt: skip
+    check_probabilities(run_id, actual, expected, tolerance)
     with suppress(MlflowException):
         tracker.client.create_registered_model(name)
     version = tracker.client.create_model_version(name, info.model_uri, run_id, tags=dict(tags), model_id=info.model_id)
     return ModelVersion(name=name, version=int(version.version), alias=None)
+
+
+def check_probabilities(
+    run_id: str, actual: npt.NDArray[np.float64], expected: Sequence[float], tolerance: float
+) -> None:
+    """Refuses a model that does not score as it is expected to.
+
+    Raises:
+        RegistryError: If a probability is further off than the tolerance.
+    """
+    difference = float(np.abs(actual - np.array(expected)).max()) if len(expected) == len(actual) else float("inf")
+    if not difference <= tolerance:
+        raise RegistryError(
+            f"model of run {run_id}", f"the probabilities of its weights within {tolerance}", f"{difference:.2g} apart",
+            "It is not registered; compare its plan and weights with the checkpoint's.",
+        )  # fmt: skip
 
 
 def packed(tracker: Tracker, name: str, version: int, folder: Path) -> Path:

@@ -16,7 +16,8 @@ from mlflow.pyfunc import PythonModel, PythonModelContext
 from safetensors.torch import load_file
 
 from models.config import DLRMConfig
-from models.dlrm import DLRM, Bag
+from models.dlrm import DLRM, Bag, tables_of
+from models.quantised import QuantisedBags
 from pipeline.batch import sparse_tensor
 from pipeline.errors import InputError
 from pipeline.registration.request import Rows, table_of
@@ -29,7 +30,7 @@ TEXT = 0
 
 
 class LoadedModel:
-    """Weights, plan and shape of a trained model, ready to score on CPU.
+    """Weights, plan and shape of a trained model, ready to score on CPU. Tables of bytes stay so in memory.
 
     Args:
         folder: Holds weights.safetensors, plan.json and model.json.
@@ -41,7 +42,10 @@ class LoadedModel:
         self.defaults: dict[str, Any] = record.get("defaults", {})  # older versions in the registry have none
         self.plan = Plan.model_validate_json((folder / PLAN).read_text(encoding="utf-8"))
         bags = [Bag(feature.name, feature.table, feature.rows, feature.pooling) for feature in self.plan.sparse]
-        self.model = DLRM(DLRMConfig.model_validate(record["model"]), len(self.plan.dense), bags)
+        config, quantised = DLRMConfig.model_validate(record["model"]), record.get("weights") == "int8"
+        self.model = DLRM(config, len(self.plan.dense), bags, device="meta" if quantised else "cpu")
+        if quantised:
+            self.model.embeddings = QuantisedBags(tables_of(config, bags))
         self.model.load_state_dict(load_file(folder / WEIGHTS))
         self.model.eval()
 

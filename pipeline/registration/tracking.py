@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import mlflow
 import psutil
@@ -25,6 +25,7 @@ from pipeline.registration.request import Default
 PARAM_CHARACTERS = 500
 """Longest parameter value shown; the whole config is an artifact."""
 RESULT = "result.json"
+Weights = Literal["fp32", "int8"]
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Opens an experiment in MLflow's view of trainings, not of prompts."""
 
@@ -46,6 +47,11 @@ class RegistrationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_d
     """Raw column -> what the registered model takes where a request has no such column or a value of the wrong kind.
 
     It is no part of a training's identity: a model that is registered already takes new ones with `again=true` only."""
+    weights: Weights = "fp32"
+    """int8: embedding tables of bytes, about a quarter of the size; the rest of the model stays fp32.
+
+    The model is judged in the form that is registered.
+    """
 
 
 class Tracker:

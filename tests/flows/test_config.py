@@ -137,6 +137,7 @@ SEMANTIC = {
     "split.hash.shares.train": 0.25,
     "features.label": "click",
     "evaluation.slices": ["a"],
+    "registration.weights": "int8",
 }
 
 

@@ -1,0 +1,93 @@
+"""Tables of bytes: against the same arithmetic in NumPy, row by row."""
+
+import numpy as np
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from models.config import DLRMConfig
+from models.dlrm import Bag, tables_of
+from models.quantised import TABLES, QuantisedBags, quantised
+
+BAGS = (Bag("a", "shared", 40, "sum"), Bag("b", "own", 30, "mean"), Bag("c", "shared", 40, "sum"))
+"""A module's name may not be `type`: the table's is another there."""
+KEPT = Bag("d", "type", 5, "mean")
+WIDTH = 5
+"""Not a multiple of what processors add up at once."""
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """Rows of different size, one of them all the same, one all but one of them zero."""
+    random = torch.Generator().manual_seed(3)
+    found = {}
+    for table in tables_of(DLRMConfig(embedding_width=WIDTH), (*BAGS, KEPT)):
+        rows = torch.randn(table.num_embeddings, WIDTH, generator=random)
+        rows *= torch.logspace(-4, 2, table.num_embeddings).unsqueeze(1)
+        rows[1], rows[2] = -3.25, torch.tensor([0.0, 0.0, 7.5, 0.0, 0.0])
+        found[f"{TABLES}{table.name}.weight"] = rows
+    return found | {"top.0.weight": torch.randn(4, 4, generator=random)}
+
+
+def by_row(row: np.ndarray) -> np.ndarray:
+    """A row as 256 steps from its least to its greatest number, in float64."""
+    low, step = row.min(), (row.max() - row.min()) / 255
+    return row if step == 0 else low + np.rint((row - low) / step) * step
+
+
+def loaded() -> QuantisedBags:
+    bags = QuantisedBags(tables_of(DLRMConfig(embedding_width=WIDTH), (*BAGS, KEPT)))
+    tables = {name: value for name, value in quantised(weights()).items() if name.startswith(TABLES)}
+    bags.load_state_dict({name.removeprefix("embeddings."): value for name, value in tables.items()})
+    return bags
+
+
+@pytest.mark.parametrize("name", [name for name in weights() if name.startswith(TABLES)])
+def test_a_number_is_off_by_at_most_half_a_step_of_its_row(name):
+    rows = weights()[name].double().numpy()
+    table = name.split(".")[2]
+    bag = next(bag for bag in (*BAGS, KEPT) if bag.table in (table, table.rstrip("_")))
+    every = torch.arange(bag.rows)
+    found = loaded().embedding_bags[table](every, torch.ones(bag.rows, dtype=torch.int32)).double().numpy()
+    steps = (rows.max(1) - rows.min(1)) / 255
+    float_error = np.abs(rows).max(1) * 1e-6 + 1e-8
+    assert (np.abs(found - rows).max(1) <= steps * 0.501 + float_error).all()
+    assert (np.abs(found - np.stack([by_row(row) for row in rows])).max(1) <= steps * 1.001 + float_error).all()
+    assert np.allclose(found[1], -3.25)
+
+
+@pytest.mark.parametrize("ids", [torch.int64, torch.int32])
+def test_bags_are_summed_up_or_averaged_and_empty_ones_are_zeros(ids):
+    lists = {"a": [[1, 2, 39], [], [2]], "b": [[], [29, 29, 0, 4], []], "c": [[39], [0, 1], []], "d": [[4], [], [0, 1]]}
+    flat = [bag for column in lists.values() for bag in column]
+    sparse = KeyedJaggedTensor(
+        keys=list(lists),
+        values=torch.tensor([i for bag in flat for i in bag], dtype=ids),
+        lengths=torch.tensor([len(bag) for bag in flat], dtype=torch.int32),
+    )
+    pooled = loaded()(sparse)
+    assert pooled.keys() == list(lists)
+    for bag in (*BAGS, KEPT):
+        rows = weights()[f"{TABLES}{'type_' if bag.table == 'type' else bag.table}.weight"].double().numpy()
+        for vector, picked in zip(pooled[bag.name].double().numpy(), lists[bag.name], strict=True):
+            expected = np.zeros(WIDTH)
+            bound = 1e-5
+            for i in picked:
+                expected += by_row(rows[i]) / (len(picked) if bag.pooling == "mean" else 1)
+                bound += np.abs(rows[i]).max() * 1e-6
+            assert np.abs(vector - expected).max() <= bound, (bag, picked)
+
+
+def test_no_ids_and_no_rows():
+    bags = loaded()
+    none = torch.empty(0, dtype=torch.int64)
+    empty = KeyedJaggedTensor(keys=["a", "b"], values=none, lengths=torch.zeros(6, dtype=torch.int32))
+    assert torch.equal(bags(empty).values(), torch.zeros(3, 2 * WIDTH))
+    empty = KeyedJaggedTensor(keys=["a", "b"], values=none, lengths=torch.zeros(0, dtype=torch.int32))
+    assert bags(empty).values().shape == (0, 2 * WIDTH)
+
+
+def test_all_but_the_tables_stays_as_it_is():
+    before, after = weights(), quantised(weights())
+    assert before.keys() == after.keys()
+    assert torch.equal(after["top.0.weight"], before["top.0.weight"])
+    assert {value.dtype for name, value in after.items() if name.startswith(TABLES)} == {torch.uint8}

@@ -1,0 +1,116 @@
+"""The folder of a model, in either form."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from models.config import DLRMConfig
+from models.dlrm import DLRM, Bag
+from models.quantised import TABLES
+from pipeline.errors import RegistryError
+from pipeline.registration.register import check_probabilities, pack
+from pipeline.registration.scorer import LoadedModel
+from pipeline.schema import FeatureSchema
+from pipeline.transforms.plan import build_plan
+
+ROWS = 20_000
+SCHEMA = FeatureSchema.model_validate(
+    {
+        "dense": [{"columns": ["age"], "transforms": [{"kind": "fill_null"}]}],
+        "sparse": [
+            {"columns": ["user"], "transforms": [{"kind": "sigrid_hash", "size": ROWS}]},
+            {
+                "columns": ["tags"],
+                "table": "tag",
+                "pooling": "mean",
+                "transforms": [{"kind": "sigrid_hash", "size": 500}],
+            },
+            {
+                "columns": ["liked"],
+                "table": "tag",
+                "pooling": "mean",
+                "transforms": [{"kind": "sigrid_hash", "size": 500}],
+            },
+        ],
+    }
+)
+RAW = pa.table(
+    {
+        "age": [0.5, None, -1.0, 2.0],
+        "user": pa.array([2**62 + 1, -3, None, 7], pa.int64()),
+        "tags": pa.array([[1, 2, 3], [], None, [5, 5]], pa.list_(pa.int64())),
+        "liked": pa.array([[9], [1, 2], [], None], pa.list_(pa.int64())),
+    }
+)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """The same weights in both forms."""
+    torch.manual_seed(5)
+    config = DLRMConfig(embedding_width=64, bottom_mlp=(4,), top_mlp=(8,))
+    plan = build_plan(SCHEMA, RAW.schema)
+    model = DLRM(config, 1, [Bag(f.name, f.table, f.rows, f.pooling) for f in plan.sparse])
+    with torch.no_grad():
+        for table in model.embeddings.embedding_bags.values():
+            table.weight.normal_(0.0, 0.3)
+    weights = tmp_path / "weights.safetensors"
+    save_file(model.state_dict(), weights)
+    return {form: pack(tmp_path / form, weights, plan, config, RAW.schema, form) for form in ("fp32", "int8")}
+
+
+def test_tables_of_bytes_score_like_the_rounded_weights(folders):
+    """The reference holds the rounded numbers as float32 in the model that trains."""
+    int8, reference = LoadedModel(folders["int8"]), LoadedModel(folders["fp32"])
+    rounded = {}
+    for name, value in load_file(folders["fp32"] / "weights.safetensors").items():
+        if name.startswith(TABLES):
+            low = value.min(1, keepdim=True).values
+            step = (value.max(1, keepdim=True).values - low) / 255
+            value = low + torch.round((value - low) / step) * step
+        rounded[name] = value
+    before = reference.score(RAW)
+    reference.model.load_state_dict(rounded)
+    assert np.abs(int8.score(RAW) - reference.score(RAW)).max() < 1e-5
+    assert 0 < np.abs(int8.score(RAW) - before).max() < 0.02
+
+
+def test_the_file_is_about_a_quarter_and_tables_stay_bytes_in_memory(folders):
+    sizes = {form: (folder / "weights.safetensors").stat().st_size for form, folder in folders.items()}
+    assert sizes["int8"] / sizes["fp32"] == pytest.approx((64 + 8) / (64 * 4), abs=0.01)
+    loaded = LoadedModel(folders["int8"])
+    held = sum(tensor.nbytes for tensor in loaded.model.state_dict().values())
+    assert held < 0.3 * sizes["fp32"]
+    with safe_open(folders["int8"] / "weights.safetensors", "pt") as file:
+        kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    assert {kind for name, kind in kinds.items() if name.startswith(TABLES)} == {"U8"}
+    assert {kind for name, kind in kinds.items() if not name.startswith(TABLES)} == {"F32"}
+
+
+def test_the_record_names_the_form_and_old_ones_are_fp32(folders):
+    assert {
+        form: json.loads((folder / "model.json").read_text())["weights"] for form, folder in folders.items()
+    } == {"fp32": "fp32", "int8": "int8"}  # fmt: skip
+    record = json.loads((folders["fp32"] / "model.json").read_text())
+    del record["weights"]
+    expected = LoadedModel(folders["fp32"]).score(RAW)
+    (folders["fp32"] / "model.json").write_text(json.dumps(record))
+    assert LoadedModel(folders["fp32"]).score(RAW).tolist() == expected.tolist()
+
+
+def test_another_number_of_probabilities_or_another_value_is_refused():
+    check_probabilities("r", np.array([0.5]), [0.5 + 1e-7], 1e-6)
+    for expected in ([0.6], [0.5, 0.5], [float("nan")]):
+        with pytest.raises(RegistryError):
+            check_probabilities("r", np.array([0.5]), expected, 1e-6)
+    with pytest.raises(RegistryError) as caught:
+        check_probabilities("r", np.array([0.5]), [0.75], 1e-6)
+    assert str(caught.value) == (
+        "model of run r: expected the probabilities of its weights within 1e-06, got 0.25 apart. "
+        "It is not registered; compare its plan and weights with the checkpoint's."
+    )
