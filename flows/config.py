@@ -20,6 +20,7 @@ from pipeline.extraction.extract import IngestConfig, SourceConfig
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.registration.tracking import RegistrationConfig
 from pipeline.schema import FeatureSchema
+from pipeline.scoring.score import ScoringConfig
 from pipeline.selection import SplitConfig, check_filter
 from pipeline.training.config import TrainConfig
 from pipeline.transforms.sampling import Sampling
@@ -84,6 +85,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     evaluation: EvaluationConfig = EvaluationConfig()
     gate: GateConfig = GateConfig()
     registration: RegistrationConfig = RegistrationConfig()
+    scoring: ScoringConfig = ScoringConfig()
 
     @model_validator(mode="after")
     def _rows_reach_the_ranks(self) -> Self:
@@ -108,7 +110,8 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     def semantics(self) -> dict[str, Any]:
         """What decides the trained model, beside its data: two configs with equal semantics are one training."""
-        values = self.model_dump(mode="json", exclude={"home", "source", "ingest", "warehouse", "gate", "registration"})
+        elsewhere = {"home", "source", "ingest", "warehouse", "gate", "registration", "scoring"}
+        values = self.model_dump(mode="json", exclude=elsewhere)
         for section, keys in EXECUTION_KEYS.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
         if self.registration.weights != "fp32":  # another model than the one that stands in the registry

@@ -22,6 +22,7 @@ from flows.placing import place_tables
 from flows.progress import Logger, Progress
 from flows.record import commit, in_words, lock_hash, page, shown
 from flows.reporting import CURVES, DATA, FEATURES, PAGE, REPORT, STALL_CURVES, data_in_words, page_of
+from flows.scoring import Scores, score_days
 from pipeline.evaluation import plots
 from pipeline.extraction.extract import IngestResult, extract
 from pipeline.preprocessing.drain import drain
@@ -337,6 +338,15 @@ def publish(
     return result
 
 
+@task(cache_policy=NO_CACHE, task_run_name="score")
+def score(
+    config: RunConfig, start: datetime.date | None, end: datetime.date | None, version: int | None, again: bool
+) -> Scores:
+    """Warehouse days -> their scores. Safe to repeat: a day is replaced as a whole, finished ones are left."""
+    with Progress(get_run_logger()) as progress:
+        return score_days(config, start, end, version, again, progress)
+
+
 def finished(config: RunConfig, job: TrainingJob) -> dict[str, Any]:
     """The result of a training that was done before."""
     assert job.done is not None
@@ -354,7 +364,7 @@ def finished(config: RunConfig, job: TrainingJob) -> dict[str, Any]:
 
 
 def _packed(config: RunConfig, job: TrainingJob, trained: Trained, form: Weights = "fp32") -> Path:
-    folder = Path(job.folder) / ("model" if form == "fp32" else f"model_{form}")
+    folder = Path(job.folder) / ("model" if form == "fp32" else f"{form}/model")  # MLflow keeps the last part as a name
     schema, defaults = warehouse_of(config).schema(job.snapshot), config.registration.defaults
     return pack(folder, Path(trained.weights), job.plan, config.model, schema, form, defaults)
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {"flows": {"flows", "pipeline", "storage", "models"}, "pipeline": {"pipeline", "storage", "models"}, "storage": {"storage"}, "models": {"models"}}  # fmt: skip
 GROUND = {"errors", "schema", "selection", "batch", "checkpoint", "saver", "lifetime", "transforms"}
 """Modules of pipeline/ that all stages may import; none of them imports a stage."""
-STAGES = {"extraction", "preprocessing", "training", "evaluation", "registration"}
+STAGES = {"extraction", "preprocessing", "training", "evaluation", "registration", "scoring"}
 COMPOSITION_ROOT = "rank"
 """The one module of pipeline/ that may import several stages: it builds a rank process."""
 ORCHESTRATION = {"prefect"}

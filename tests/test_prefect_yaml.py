@@ -26,6 +26,7 @@ def test_the_named_deployments_exist():
         "placement/on-demand",
         "promote/on-demand",
         "rollback/on-demand",
+        "score/on-demand",
         "end-to-end/on-demand",
         "end-to-end/sample",
     }

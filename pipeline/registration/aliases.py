@@ -37,6 +37,25 @@ def holder(tracker: Tracker, name: str, alias: str = CHAMPION) -> int | None:
     return None if found is None else int(found)
 
 
+def chosen(tracker: Tracker, name: str, version: int | None) -> tuple[int, str]:
+    """The version that is to score, None the champion, and what tells its weights from all others.
+
+    Raises:
+        RegistryError: If there is no such version, or no champion.
+    """
+    number = holder(tracker, name) if version is None else version
+    if number is None:
+        raise RegistryError(
+            f"model '{name}'", "a champion", "none", "Train a model first, or name a version: version=N."
+        )
+    try:
+        found = tracker.client.get_model_version(name, str(number))
+    except MlflowException:
+        raise _no_version(tracker, name, number) from None
+    tags = [found.tags.get(tag, "") for tag in ("weights_sha256", "weights", "plan_hash")]
+    return number, " ".join([name, str(number), str(found.run_id), *tags])
+
+
 def move(
     tracker: Tracker, name: str, alias: str, version: int, by: Literal["gate", "person", "rollback"], reason: str
 ) -> Move:
@@ -49,10 +68,7 @@ def move(
     try:
         tracker.client.set_registered_model_alias(name, alias, str(version))
     except MlflowException:
-        known = ", ".join(str(number) for number in versions(tracker, name)) or "none"
-        raise RegistryError(
-            f"model '{name}'", f"a version among {known}", f"{version}", "Name one of them: version=N."
-        ) from None
+        raise _no_version(tracker, name, version) from None
     if alias == CHAMPION and holder(tracker, name, CHALLENGER) == version:
         tracker.client.delete_registered_model_alias(name, CHALLENGER)
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H-%M-%S.%fZ")
@@ -85,6 +101,11 @@ def rollback(tracker: Tracker, name: str) -> Move:
         present = "no champion" if version is None else f"version {version}, the first"
         raise RegistryError(f"model '{name}'", "a champion with one before it", present, "Promote another: version=N.")
     return move(tracker, name, CHAMPION, previous, "rollback", f"rolled back from version {version}")
+
+
+def _no_version(tracker: Tracker, name: str, version: int) -> RegistryError:
+    known = ", ".join(str(number) for number in versions(tracker, name)) or "none"
+    return RegistryError(f"model '{name}'", f"a version among {known}", f"{version}", "Name one of them: version=N.")
 
 
 def versions(tracker: Tracker, name: str) -> list[int]:

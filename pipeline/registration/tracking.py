@@ -48,7 +48,7 @@ class RegistrationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_d
 
     It is no part of a training's identity: a model that is registered already takes new ones with `again=true` only."""
     weights: Weights = "fp32"
-    """int8: embedding tables of bytes, about a quarter of the size; the rest of the model stays fp32.
+    """int8: embedding tables of bytes, (width + 8) / (4 width) of the size; the rest of the model stays fp32.
 
     The model is judged in the form that is registered.
     """

@@ -119,6 +119,7 @@ EXECUTION = {
     "training.deadline_seconds": 9,
     "registration.model_name": "other",
     "registration.defaults": {"age": 30},
+    "scoring.keep": ["user"],
     "warehouse.codec": "lz4",
     "source.path": "moved.csv",
 }

@@ -1,46 +1,60 @@
 """Stages whose result can be had in several forms."""
 
+import json
+
 import mlflow
 import numpy as np
 import pyarrow as pa
 import pytest
+from prefect import flow
+from safetensors.torch import load_file
 
 from flows import tasks
 from flows.config import load
 from flows.job import pinned
-from flows.train import train
 from pipeline.preprocessing.worker import Worker
-from pipeline.registration.register import raw_frame
+from pipeline.registration.register import packed, raw_frame
 from pipeline.registration.scorer import LoadedModel
 from storage.artifacts import sha256
 
-CONFIG = "configs/smoke.yaml"
-
 
 @pytest.mark.slow
-def test_a_model_of_int8_tables_is_registered_as_it_is_judged(smoke, copied, command):
-    """One training of two steps: its version is a new one beside the fp32 model, and scores as the packed one does."""
-    words = ("registration.weights=int8", "training.max_steps=2", "evaluation.slices=[]")
-    code, result, log = command(train, CONFIG, *words, home=copied)
-    assert code == 0, log
-    version = str(result["model"]["version"])
-    config = load(CONFIG)
-    tracker = tasks.tracker_of(config)
-    tags = tracker.client.get_model_version("smoke", version).tags
-    folder = copied / "runs" / f"smoke-{result['identity'][:12]}-0"
-    weights = folder / "model_int8" / "weights.safetensors"
+def test_a_model_of_int8_tables_is_registered_as_it_is_judged(smoke, home, copied):
+    """The smoke run's weights again, in the other form."""
+    config = load("configs/smoke.yaml", {"registration.weights": "int8"})
+    job = pinned(config, None, False)
+    assert job.done is None
+    before = home / "runs" / f"smoke-{smoke['identity'][:12]}-0"
+    probe = json.loads((before / "probe.json").read_text())
+    trained = tasks.Trained(
+        weights=str(before / "weights.safetensors"), probe=probe, summary=smoke["train"], placement=()
+    )
+
+    @flow
+    def judged_and_registered():
+        judged = tasks.evaluate(config, job, trained, smoke["mlflow_run_id"])
+        return judged, tasks.register(config, job, trained, judged, smoke["mlflow_run_id"])
+
+    judged, model = judged_and_registered()
+    folder = copied / "runs" / f"smoke-{job.identity[:12]}-0"
+    plain, rounded = LoadedModel(folder / "model"), LoadedModel(folder / "int8" / "model")
+    weights = folder / "int8" / "model" / "weights.safetensors"
+    tags = tasks.tracker_of(config).client.get_model_version("smoke", str(model.version)).tags
     assert (tags["weights"], tags["size_bytes"]) == ("int8", str(weights.stat().st_size))
-    plain = tracker.client.get_model_version("smoke", "1").tags
-    assert (plain["weights"], int(plain["size_bytes"]) > 2 * weights.stat().st_size) == ("fp32", True)
-    downloaded = mlflow.artifacts.download_artifacts(f"models:/smoke/{version}", dst_path=str(copied / "got"))
-    assert sha256(copied / "got" / "artifacts" / "model" / "weights.safetensors") == sha256(weights), downloaded
-    worker = Worker(pinned(config, None, False).data["test"], tasks.warehouse_of(config))
+    others = tasks.tracker_of(config).client.get_model_version("smoke", "1").tags
+    assert others["weights"] == "fp32"
+    width = config.model.embedding_width
+    ratio = weights.stat().st_size / int(others["size_bytes"])
+    assert ratio == pytest.approx((width + 8) / (4 * width), abs=0.01)
+    fetched = packed(tasks.tracker_of(config), "smoke", model.version, copied / "fetched")
+    assert sha256(fetched / "weights.safetensors") == sha256(weights)
+    worker = Worker(job.data["test"], tasks.warehouse_of(config))
     rows = pa.concat_tables([worker.raw(fragment) for fragment in worker.fragments()])
-    packed = {form: LoadedModel(folder / form) for form in ("model", "model_int8")}
-    served = mlflow.pyfunc.load_model(f"models:/smoke/{version}")
-    scores = served.predict(raw_frame(rows, packed["model"].columns))["probability"].to_numpy()
-    assert np.abs(scores - packed["model_int8"].score(rows)).max() < 1e-6
-    labels = rows["label"].to_numpy()
-    logloss = -np.mean(np.log(np.where(labels == 1, scores, 1 - scores)))
-    assert result["eval"]["logloss"] == pytest.approx(logloss, abs=1e-6)  # judged by the rounded weights
-    assert 0 < np.abs(scores - packed["model"].score(rows)).max() < 0.01
+    served = mlflow.pyfunc.load_model(f"models:/smoke/{model.version}")
+    scores = served.predict(raw_frame(rows, plain.columns))["probability"].to_numpy()
+    assert np.abs(scores - rounded.score(rows)).max() < 1e-6
+    assert 0 < np.abs(scores - plain.score(rows)).max() < 1e-3
+    logloss = -np.mean(np.log(np.where(rows["label"].to_numpy() == 1, scores, 1 - scores)))
+    assert judged.report.overall.logloss == pytest.approx(logloss, abs=1e-7)
+    assert judged.report.overall.logloss != pytest.approx(smoke["eval"]["logloss"], abs=1e-9)
+    assert load_file(weights).keys() == load_file(before / "weights.safetensors").keys()

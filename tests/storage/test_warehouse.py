@@ -105,6 +105,15 @@ def test_written_days_hold_the_last_identity(warehouse: Warehouse) -> None:
     assert reopened.written_days("events") == {DAY1: "second", DAY2: "first"}
 
 
+def test_contents_of_a_day_stay_while_other_days_change(warehouse: Warehouse) -> None:
+    before = warehouse.day_contents(write(warehouse, rows(DAY1, 25), rows(DAY2, 3)))
+    assert list(before) == [DAY1, DAY2]
+    after = warehouse.day_contents(write(warehouse, rows(DAY2, 3), rows(DAY3, 1)))
+    assert (after[DAY1], list(after)) == (before[DAY1], [DAY1, DAY2, DAY3])
+    assert after[DAY2] != before[DAY2]
+    assert len(set(after.values())) == 3
+
+
 def test_a_tag_keeps_its_snapshot(warehouse: Warehouse) -> None:
     old = write(warehouse, rows(DAY1, 3))
     warehouse.tag(old, "train-a")

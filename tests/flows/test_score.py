@@ -1,0 +1,89 @@
+"""Days of the warehouse scored by the champion: the numbers of the model itself, each day once."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from flows import tasks
+from flows.config import load
+from flows.ingest import ingest
+from flows.score import score
+from pipeline.registration.aliases import CHAMPION, move
+from pipeline.registration.scorer import LoadedModel
+
+CONFIG = "configs/smoke.yaml"
+KEEP = ("label", "cat_user", "list_interests", "event_time")
+DAYS = ["2025-01-06", "2025-01-07", "2025-01-08", "2025-01-09"]
+
+
+def everything(table: str, columns: list[str]) -> pa.Table:
+    warehouse = tasks.warehouse_of(load(CONFIG))
+    reader = warehouse.reader(warehouse.current(table), columns)
+    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+
+
+def another_champion() -> int:
+    """The smoke run's model as a second version."""
+    tracker = tasks.tracker_of(load(CONFIG))
+    first = tracker.client.get_model_version("smoke", "1")
+    made = tracker.client.create_model_version("smoke", first.source, first.run_id, tags=first.tags)
+    move(tracker, "smoke", CHAMPION, int(made.version), "person", "the same again")
+    return int(made.version)
+
+
+@pytest.mark.slow
+def test_days_are_scored_once_for_each_champion_and_content(smoke, home, copied, command):
+    keep = f"scoring.keep=[{', '.join(KEEP)}]"
+    code, result, log = command(score, CONFIG, keep, "start=2025-01-08", home=copied)
+    assert code == 0, log
+    assert (result["status"], result["model"], result["version"], result["days"]) == ("ok", "smoke", 1, DAYS[2:])
+    code, result, log = command(score, CONFIG, keep, home=copied)
+    assert code == 0, log
+    assert (result["status"], result["days"], result["skipped_days"], result["rows"]) == (
+        "ok", DAYS[:2], DAYS[2:], 10_000,
+    )  # fmt: skip
+    assert "skipped: 2 days have scores of version 1 and the same rows; again=true scores them anew" in log
+    assert result["table"] == "smoke_scores"
+    assert result["rows_per_second"] > 0
+
+    model = LoadedModel(home / "runs" / f"smoke-{smoke['identity'][:12]}-0" / "model")
+    rows = everything("smoke", list(dict.fromkeys(["day", *KEEP, *model.columns])))
+    assert any(column.null_count for column in rows.columns)
+    assert any(len(items or []) != 1 for items in rows["list_interests"].to_pylist())
+    scores = everything("smoke_scores", ["day", *KEEP, "probability", "model_version"])
+    for name in ("day", *KEEP):
+        assert scores[name].to_pylist() == rows[name].to_pylist(), name
+    expected = model.score(rows)
+    assert np.abs(scores["probability"].to_numpy() - expected).max() < 1e-6
+    assert set(scores["model_version"].to_pylist()) == {1}
+    assert result["mean_probability"] == pytest.approx(expected[:10_000].mean(), abs=1e-9)
+    assert not list((copied / "tmp").iterdir())
+
+    code, again, log = command(score, CONFIG, keep, home=copied)
+    assert (code, again["status"], again["days"], again["rows"]) == (0, "skipped", [], 0), log
+    assert again["snapshot_id"] == result["snapshot_id"]
+    code, _, log = command(ingest, CONFIG, "day=2025-01-07", "again=true", home=copied)
+    assert code == 0, log
+    code, result, log = command(score, CONFIG, keep, home=copied)
+    assert (code, result["days"], result["rows"]) == (0, DAYS[1:2], 5_000), log
+    number = another_champion()
+    code, result, log = command(score, CONFIG, keep, home=copied)
+    assert (code, result["version"], result["days"]) == (0, number, DAYS), log
+    assert set(everything("smoke_scores", ["model_version"])["model_version"].to_pylist()) == {number}
+    code, result, log = command(score, CONFIG, keep, "version=1", "end=2025-01-06", home=copied)
+    assert (code, result["version"], result["days"], result["skipped_days"]) == (0, 1, DAYS[:1], []), log
+
+
+def test_what_cannot_be_scored_is_said_in_a_sentence(copied, command):
+    code, result, _ = command(score, CONFIG, "version=99", home=copied)
+    assert (code, result["error"]) == (
+        1, "model 'smoke': expected a version among 1, got 99. Name one of them: version=N.",
+    )  # fmt: skip
+    tasks.tracker_of(load(CONFIG)).client.delete_registered_model_alias("smoke", "champion")
+    code, result, _ = command(score, CONFIG, home=copied)
+    assert (code, result["error"]) == (
+        1, "model 'smoke': expected a champion, got none. Train a model first, or name a version: version=N.",
+    )  # fmt: skip
+    code, result, _ = command(score, CONFIG, "start=soon", home=copied)
+    assert code == 1
+    assert result["error"].startswith("argument 'start': expected ")
