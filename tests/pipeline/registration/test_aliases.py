@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import RegistryError
-from pipeline.registration.aliases import CHALLENGER, CHAMPION, holder, move, moves, rollback
+from pipeline.registration.aliases import CHALLENGER, CHAMPION, chosen, holder, move, moves, rollback
 from pipeline.registration.tracking import RegistrationConfig, Tracker
 
 COUNT = 4
@@ -38,6 +38,25 @@ def test_a_move_is_written_down(tracker, name):
         (1, None, "gate"),
         (3, 1, "person"),
     ]
+
+
+def test_the_champion_scores_unless_a_version_is_named(tracker, name):
+    with pytest.raises(RegistryError) as caught:
+        chosen(tracker, name, None)
+    assert str(caught.value) == (
+        f"model '{name}': expected a champion, got none. Train a model first, or name a version: version=N."
+    )
+    move(tracker, name, CHAMPION, 2, "gate", "")
+    assert chosen(tracker, name, None) == chosen(tracker, name, 2)
+    assert chosen(tracker, name, None)[0] == 2
+    before = chosen(tracker, name, 3)
+    tracker.client.set_model_version_tag(name, "3", "weights_sha256", "f" * 64)
+    assert chosen(tracker, name, 3)[1] != before[1]
+    with pytest.raises(RegistryError) as caught:
+        chosen(tracker, name, 9)
+    assert (
+        str(caught.value) == f"model '{name}': expected a version among 1, 2, 3, 4, got 9. Name one of them: version=N."
+    )
 
 
 def test_a_challenger_that_becomes_champion_challenges_no_more(tracker, name):
