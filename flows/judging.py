@@ -79,6 +79,8 @@ class Comparison(BaseModel, frozen=True):
     evaluation: EvaluationConfig
     units: str
     model: Path
+    exact: Path | None
+    """The model before its tables were rounded, where they were."""
     champion: Path | None
     groups: Path
     """Folder for the predictions that GAUC groups."""
@@ -90,11 +92,14 @@ class Comparison(BaseModel, frozen=True):
         of different sizes.
         """
         model, champion = LoadedModel(self.model), Champion(self.champion, self.spec.extra)
+        exact = None if self.exact is None else LoadedModel(self.exact)
         worker, evaluation = Worker(self.spec), Evaluation(self.evaluation, self.units, self.groups)
         done = 0
         for rows in map(worker.raw, fragments):
             labels = rows.column(self.spec.label).to_numpy().astype("float64")
-            evaluation.add(Scored(labels, model.score(rows), rows.select(list(self.spec.extra)), champion.score(rows)))
+            extra = rows.select(list(self.spec.extra))
+            before = None if exact is None else exact.score(rows)
+            evaluation.add(Scored(labels, model.score(rows), extra, champion.score(rows), before))
             done += rows.num_rows
             yield done, evaluation, champion.error
         evaluation.close()
@@ -109,11 +114,12 @@ def portion(comparison: Comparison, fragments: Sequence[Fragment]) -> tuple[int,
     return found
 
 
-def judge(config: RunConfig, job: TrainingJob, model: Path, progress: Progress) -> Judged:
+def judge(config: RunConfig, job: TrainingJob, model: Path, progress: Progress, exact: Path | None = None) -> Judged:
     """Scores the evaluation rows, raw as a caller would send them, with the new model and with the champion.
 
     Args:
         model: Folder of the packed model.
+        exact: The same before its tables were rounded, to tell what that costs.
     """
     version, warehouse = holder(tracker_of(config), config.model_name), warehouse_of(config)
     resampled = config.gate.resample_by
@@ -127,6 +133,7 @@ def judge(config: RunConfig, job: TrainingJob, model: Path, progress: Progress) 
             evaluation=config.evaluation,
             units=DAY if resampled in (None, "row") else resampled,
             model=model,
+            exact=exact,
             champion=fetched / "artifacts" / "model" if champion.columns else None,
             groups=Path(job.folder) / "groups",
         )

@@ -32,12 +32,13 @@ def report(
     settings = load(config, overrides)
     tracker, name = tracker_of(settings), settings.model_name
     asked = [holder(tracker, name) if run is None else run, *([] if against is None else [against])]
-    runs = []
+    runs: list[str] = []
     for one in asked:
         version = None if one is None else tracker.version(name, str(one))
         if one is None or (version is None and str(one).isdigit()):
-            raise ConfigError("argument 'run'", f"a version of model '{name}'", f"{one or f'no {CHAMPION}'}", "Name one.")
-        runs.append(str(one) if version is None else version.run_id)
+            given = f"no {CHAMPION}" if one is None else f"{one}"
+            raise ConfigError("argument 'run'", f"a version of model '{name}'", given, "Name one.")
+        runs.append(str(one) if version is None else str(version.run_id))
     path = settings.home_path / "reports" / f"{name}-{'-'.join(str(one) for one in asked)}.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page_of(tracker, *runs))

@@ -46,7 +46,6 @@ from pipeline.training.ray_launch import run_ranks_on_ray
 from storage.artifacts import write_text
 
 
-
 class Trained(BaseModel, frozen=True):
     """What the ranks left behind."""
 
@@ -219,13 +218,15 @@ def evaluate(config: RunConfig, job: TrainingJob, trained: Trained, run_id: str)
     """Weights -> quality on the evaluation rows and the gate's verdict. Safe to repeat: it only reads."""
     tracker, logger = tracker_of(config), get_run_logger()
     with Progress(logger) as progress:
-        judged = judge(config, job, _packed(config, job, trained, config.registration.weights), progress)
+        model = _packed(config, job, trained, config.registration.weights)
+        exact = None if config.registration.weights == "fp32" else _packed(config, job, trained)
+        judged = judge(config, job, model, progress, exact)
     report, gate = judged.report, judged.gate
     logger.info("evaluation: %s", in_words(report))
     logger.info("gate: %s. %s", gate.decision, gate.reason)
     values = {f"eval_{name}": value for name, value in report.overall.model_dump(include=METRICS).items()}
     values |= {"eval_ne_floor": report.ne_floor, "eval_learned_share": report.learned_share}
-    values["eval_gauc"] = report.grouped.gauc if report.grouped else None
+    values |= {"eval_gauc": report.grouped.gauc if report.grouped else None, "eval_ne_fp32": report.ne_exact}
     if gate.difference is not None:
         values |= {f"gate_ne_{name}": getattr(gate.difference, name) for name in ("low", "high")}
         values |= {"gate_ne_difference": gate.difference.ne, "gate_champion_ne": gate.champion_ne}
@@ -276,6 +277,8 @@ def register(config: RunConfig, job: TrainingJob, trained: Trained, judged: Judg
         "ne": shown(report.overall.ne),
         "auc": shown(report.overall.auc),
     }
+    if report.rounding_cost is not None:
+        tags["ne_int8_cost"] = f"{report.rounding_cost:+.6f}"
     return put_into_registry(tracker, run_id, config.model_name, folder, probe, expected, tags, ROOT, tolerance)
 
 
@@ -316,7 +319,8 @@ def publish(
         "train": {key: value for key, value in summary.items() if key != "event"},
         "eval": report.overall.model_dump(include=METRICS)
         | {"ne_floor": report.ne_floor, "learned_share": report.learned_share}
-        | {"gauc": report.grouped.gauc if report.grouped else None, "undefined": dict(report.overall.undefined)},
+        | {"ne_fp32": report.ne_exact, "gauc": report.grouped.gauc if report.grouped else None}
+        | {"undefined": dict(report.overall.undefined)},
         "gate": gate.model_dump(),
         "model": model.model_dump() | {"alias": alias},
         "mlflow_run_id": run_id,

@@ -53,13 +53,15 @@ class Scored:
 
     Shapes:
         labels, probabilities: float64 [N]. extra: table of N rows with the slice columns, and what the gate
-        resamples by. champion: float64 [N], the champion's probabilities, where there is one.
+        resamples by. champion: float64 [N], the champion's probabilities, where there is one. exact: float64 [N],
+        those of the model before its tables were rounded, where they were.
     """
 
     labels: npt.NDArray[np.float64]
     probabilities: npt.NDArray[np.float64]
     extra: pa.Table
     champion: npt.NDArray[np.float64] | None = None
+    exact: npt.NDArray[np.float64] | None = None
 
 
 class Slice(BaseModel, frozen=True):
@@ -87,10 +89,18 @@ class EvalReport(BaseModel, frozen=True):
     """(recall, precision) points."""
     ne_floor: float | None
     """NE of the true probabilities on the same rows."""
+    ne_exact: float | None
+    """NE of the model before its tables were rounded, where they were."""
     grouped: GroupedAuc | None
     """GAUC, where a column to group by is named."""
     notes: Mapping[str, str] = {}
     """Slice column -> why it has no slices."""
+
+    @property
+    def rounding_cost(self) -> float | None:
+        """NE lost by rounding the tables."""
+        known = self.ne_exact is not None and self.overall.ne is not None
+        return self.overall.ne - self.ne_exact if known else None  # type: ignore[operator]
 
     @property
     def learned_share(self) -> float | None:
@@ -153,7 +163,7 @@ class Evaluation:
 
     def __init__(self, config: EvaluationConfig, units: str = DAY, folder: Path | None = None) -> None:
         self.config, self.units = config, units
-        self.model, self.champion = Tally(), Tally()
+        self.model, self.champion, self.exact = Tally(), Tally(), Tally()
         self.truth = None if config.true_probability is None else Tally()
         self.pairs = Pairs()
         self.slices = {column: Sliced() for column in config.slices}
@@ -165,6 +175,8 @@ class Evaluation:
         self.model.add(labels, part.probabilities)
         if self.truth is not None and self.config.true_probability is not None:
             self.truth.add(labels, part.extra.column(self.config.true_probability).to_numpy())
+        if part.exact is not None:
+            self.exact.add(labels, part.exact)
         apart, units = None, np.zeros(len(labels), np.int64)
         if part.champion is not None:
             self.champion.add(labels, part.champion)
@@ -185,6 +197,7 @@ class Evaluation:
         """Takes the rows of another evaluation in; its files, if any, lie in the same folder already."""
         self.model.merge(other.model)
         self.champion.merge(other.champion)
+        self.exact.merge(other.exact)
         if self.truth is not None and other.truth is not None:
             self.truth.merge(other.truth)
         self.pairs.merge(other.pairs)
@@ -209,6 +222,7 @@ class Evaluation:
             roc=tuple(roc),
             precision_recall=tuple(precision_recall),
             ne_floor=None if self.truth is None else self.truth.quality().ne,
+            ne_exact=self.exact.quality().ne,
             grouped=None if self.grouped is None else self.grouped.auc(),
             notes={column: too_many for column, sliced in self.slices.items() if sliced.members.codes is None},
         )

@@ -104,7 +104,9 @@ def _notes(records: Sequence[RunRecord]) -> Iterable[str]:
 
 
 def _sections(records: Sequence[RunRecord]) -> Iterable[dict[str, Any]]:
-    def drawn(name: str, draw: Callable[[RunRecord], Figure], wanted: Callable[[RunRecord], Any]) -> list[dict[str, str]]:
+    def drawn(
+        name: str, draw: Callable[[RunRecord], Figure], wanted: Callable[[RunRecord], Any]
+    ) -> list[dict[str, str]]:
         return [
             {"name": f"{name}, {record.title}", "data": _svg(draw(record)),
              "caption": record.title if len(records) > 1 else ""}
@@ -129,7 +131,7 @@ def _sections(records: Sequence[RunRecord]) -> Iterable[dict[str, Any]]:
     )  # fmt: skip
     yield _section(
         "Features",
-        "NE lost when the values of a feature are dealt out anew among the rows of a batch, on a sample of the evaluation rows.",
+        "NE lost when a feature's values are dealt out anew among the rows of a batch; a sample of the evaluation rows.",
         [_features(record) for record in records if record.features],
         drawn("What features are worth", lambda r: plots.importance(r.features), lambda r: r.features),
     )  # fmt: skip

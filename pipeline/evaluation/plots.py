@@ -26,10 +26,10 @@ def learning_curve(
 ) -> Figure:
     """NE against the training step."""
     figure, axes = _figure("Learning curve", "step", "normalized entropy")
-    for name, points in curves.items():
-        if points:
+    for name, label in LABELS.items():
+        if points := curves.get(name):
             marker = "o" if name == "valid_ne" else None
-            axes.plot(*zip(*points, strict=True), label=LABELS[name], marker=marker, linewidth=1.3)
+            axes.plot(*zip(*points, strict=True), label=label, marker=marker, linewidth=1.3)
     if best_step is not None:
         axes.axvline(best_step, color="grey", linestyle=":", linewidth=1, label="best checkpoint")
     for value, label, color in ((final_ne, "evaluation rows", "tab:red"), (floor, "floor", "black")):
@@ -113,7 +113,7 @@ def slices(report: EvalReport) -> Figure:
     shown = [part for part in report.slices if part.quality.ne is not None]
     figure, axes = _figure("NE by slice", "normalized entropy", "", height=max(2.5, 0.25 * len(shown) + 1.0))
     names = [f"{part.column} = {part.value}" for part in shown]
-    middles = [part.quality.ne for part in shown]
+    middles = [part.quality.ne or 0.0 for part in shown]
     bounds = [(part.ne_low or ne, part.ne_high or ne) for part, ne in zip(shown, middles, strict=True)]
     colours = ["lightsteelblue" if part.small else "tab:blue" for part in shown]
     for name, (low, high), colour in zip(names, bounds, colours, strict=True):
@@ -137,9 +137,9 @@ def importance(worths: Sequence[FeatureWorth]) -> Figure:
     figure, axes = _figure(title, "NE lost without the feature", "", height=max(2.5, 0.22 * len(shown) + 1.0))
     names = [worth.name for worth in shown]
     colours = ["lightsteelblue" if worth.droppable else "tab:blue" for worth in shown]
-    axes.barh(names, [worth.ne_loss for worth in shown], color=colours)
+    axes.barh(names, [worth.ne_loss or 0.0 for worth in shown], color=colours)
     for worth in shown:
-        axes.plot([worth.low, worth.high], [worth.name, worth.name], color="black", linewidth=1)
+        axes.plot([worth.low or 0.0, worth.high or 0.0], [worth.name, worth.name], color="black", linewidth=1)
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=8)
     return figure
