@@ -18,13 +18,16 @@ ENVIRONMENT = {
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""No telemetry, no pickles, patient start of Prefect's temporary server."""
+"""No telemetry, no pickles, patient start of Prefect's temporary server, impatience with an MLflow that is away."""
 
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
-for _name in ("alembic", "httpx", "matplotlib", "pyiceberg", "torch.fx._symbolic_trace"):
+for _name in ("alembic", "httpx", "matplotlib", "pyiceberg", "torch.fx._symbolic_trace", "urllib3"):
     logging.getLogger(_name).setLevel(logging.ERROR)  # lines that say nothing to the user
 
 

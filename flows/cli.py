@@ -65,6 +65,8 @@ def run(flow: Any, words: Sequence[str]) -> Result:
         )
     overrides, parameters = parse(words[1:], flow.fn)
     config = load(words[0], overrides)
+    if "overrides" in inspect.signature(flow.fn).parameters:  # the config has them, too; a replay asks for them
+        parameters = {"overrides": overrides, **parameters}
     with prefect_at_home(config):
         start_server()
         result: Result = flow(config=config, **parameters)

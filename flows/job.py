@@ -15,13 +15,15 @@ from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.preprocessing.worker import DataSpec, count_rows, fitted_plan
 from pipeline.registration.register import IDENTITY, columns_of, find
 from pipeline.registration.request import check_defaults
-from pipeline.registration.tracking import Tracker
+from pipeline.registration.tracking import Tracker, answering
 from pipeline.selection import PARTS, Part, check_filter, check_sampling, select
 from pipeline.transforms.plan import Plan, build_plan
 from storage.artifacts import write_text
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 
+RUN_ID = "mlflow_run_id"
+"""File in a run's folder with the id of its MLflow run."""
 REGISTERED = "registered"
 """File in a run's folder once its model is in the registry; a run without it is resumed."""
 
@@ -41,6 +43,11 @@ class TrainingJob(BaseModel, frozen=True):
     def plan(self) -> Plan:
         """Transforms, fitted."""
         return self.data["train"].plan
+
+
+def train_tag(job: TrainingJob) -> str:
+    """Tag that keeps the snapshot of a training."""
+    return f"train-{job.identity[:12]}"
 
 
 def warehouse_of(config: RunConfig) -> Warehouse:
@@ -63,13 +70,29 @@ def pinned(config: RunConfig, snapshot_id: int | None, again: bool) -> TrainingJ
         ConfigError: If the config does not fit the table.
         EmptyDatasetError: If a part of the split has no rows.
     """
-    warehouse = warehouse_of(config)
     snapshot, data = selected(config, snapshot_id)
     identity = config.identity(snapshot.snapshot_id)
     versions = find(tracker_of(config), config.model_name, identity)
     done = versions[-1] if versions and not again else None
     folders = (config.home_path / "runs" / f"{config.name}-{identity[:12]}-{attempt}" for attempt in itertools.count())
     folder = next(folder for folder in folders if not (folder / REGISTERED).exists())
+    return job_in(folder, config, identity, (snapshot, data), done)
+
+
+def job_in(
+    folder: Path,
+    config: RunConfig,
+    identity: str,
+    pinned_data: tuple[SnapshotRef, dict[Part, DataSpec]],
+    done: tuple[int, str] | None = None,
+) -> TrainingJob:
+    """A training in a folder; the plan is fitted, or taken from the folder if it was fitted before.
+
+    Args:
+        pinned_data: As `selected` returns it.
+    """
+    warehouse = warehouse_of(config)
+    snapshot, data = pinned_data
     rows = {part: _counted(spec, part, warehouse) for part, spec in data.items()}
     if done is None:
         data = _with_fitted_plan(data, folder, warehouse)
@@ -175,26 +198,39 @@ def _with_fitted_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Wareh
 
 
 @contextmanager
-def tracked_run(config: RunConfig, job: TrainingJob) -> Iterator[str]:
-    """An MLflow run around the stages: resumed if it was cut short, and ended whatever happens."""
+def tracked_run(
+    config: RunConfig, job: TrainingJob, name: str | None = None, more: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """An MLflow run around the stages: resumed if it was cut short, and ended whatever happens.
+
+    Args:
+        name: Of the run; None: what is special about the config.
+        more: Tags beside the usual ones.
+    Raises:
+        TrackingError: If MLflow does not answer and cannot be waited for.
+    """
+    name = name or run_name(config)
     tracker = tracker_of(config)
     with own_folder(Path(job.folder)) as folder:
-        tracker.reap()
-        note = folder / "mlflow_run_id"
+        note = folder / RUN_ID
         resume = note.read_text(encoding="utf-8").strip() if note.exists() else None
         tags = {
-            "mlflow.runName": run_name(config),
+            "mlflow.runName": name,
             IDENTITY: job.identity,
             "snapshot_id": str(job.snapshot.snapshot_id),
             "plan_hash": job.plan.hash,
             "git_commit": commit(),
             "mlflow.source.name": "flows.train",
-        }
-        run_id = tracker.start(run_name(config), config.flat(), tags, resume)
+        } | dict(more or {})
+        again = f"Once it answers, run the same command again: it goes on from '{folder}'."
+        with answering(again):
+            tracker.reap()
+            run_id = tracker.start(name, config.flat(), tags, resume)
         write_text(note, run_id)
-        if run_id != resume:
-            tracker.log_snapshot(run_id, job.snapshot.table, job.snapshot.snapshot_id, job.rows["train"])
-            tracker.log_json(run_id, config.shareable(), "config.json")
-            tracker.log_json(run_id, job.plan.model_dump(mode="json"), "plan.json")
         with tracker.ended(run_id):
+            with answering(again):
+                if run_id != resume:
+                    tracker.log_snapshot(run_id, job.snapshot.table, job.snapshot.snapshot_id, job.rows["train"])
+                    tracker.log_json(run_id, config.shareable(), "config.json")
+                    tracker.log_json(run_id, job.plan.model_dump(mode="json"), "plan.json")
             yield run_id

@@ -39,9 +39,15 @@ KINDS = (
 PARTITIONERS = ("largest_differencing", "memory_balanced")
 
 
-def place_tables(spec: RankSpec, tracker: Tracker, run_id: str, logger: Logger) -> RankSpec:
-    """The spec with the placement of its tables, which is told and drawn; what cannot be placed is refused here."""
-    spec = placed(spec, table_uses(spec))
+def place_tables(
+    spec: RankSpec, tracker: Tracker, run_id: str, logger: Logger, given: Placement | None = None
+) -> RankSpec:
+    """The spec with the placement of its tables, which is told and drawn; what cannot be placed is refused here.
+
+    Args:
+        given: The placement; None: as it is planned.
+    """
+    spec = placed(spec, table_uses(spec)) if given is None else spec.model_copy(update={"placement": given})
     rows = describe(spec.placement or ())
     logger.info("placement of the tables:\n%s", as_text(rows))
     tracker.log_json(run_id, rows, "sharding_plan.json")

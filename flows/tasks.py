@@ -16,11 +16,12 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel
 
 from flows.config import ROOT, RunConfig
-from flows.job import REGISTERED, TrainingJob, own_folder, pinned, prepared, tracker_of, warehouse_of
+from flows.job import REGISTERED, TrainingJob, own_folder, pinned, prepared, tracker_of, train_tag, warehouse_of
 from flows.judging import Judged, judge, moved
 from flows.placing import place_tables
 from flows.progress import Logger, Progress
 from flows.record import commit, in_words, lock_hash, page, shown
+from flows.recorded import RECORD, recorded
 from flows.reporting import CURVES, DATA, FEATURES, PAGE, REPORT, STALL_CURVES, data_in_words, page_of
 from flows.scoring import Scores, score_days
 from pipeline.evaluation import plots
@@ -30,6 +31,8 @@ from pipeline.preprocessing.master import WORKERS_FILE, Totals
 from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import DataSpec, Worker
 from pipeline.rank import RankSpec
+from pipeline.registration.aliases import CHAMPION, holder
+from pipeline.registration.journal import Journal
 from pipeline.registration.register import (
     IDENTITY,
     ROUGH_TOLERANCE,
@@ -37,13 +40,18 @@ from pipeline.registration.register import (
     ModelVersion,
     check_probabilities,
     pack,
+    registered,
 )
 from pipeline.registration.register import register as put_into_registry
 from pipeline.registration.scorer import WEIGHTS, LoadedModel
-from pipeline.registration.tracking import RESULT, Tracker, Weights
+from pipeline.registration.tracking import RESULT, Weights
 from pipeline.training.launch import Event, Limits, run_ranks
 from pipeline.training.ray_launch import run_ranks_on_ray
-from storage.artifacts import write_text
+from pipeline.training.sharding import Placement
+from storage.artifacts import write_json, write_text
+
+TRAINED, PREPROCESSING = "trained.json", "preprocessing.json"
+"""Files in a run's folder: what the ranks left behind, and what preprocessing took."""
 
 
 class Trained(BaseModel, frozen=True):
@@ -102,29 +110,26 @@ def preprocess(config: RunConfig, snapshot_id: int | None, epoch: int) -> dict[s
 
 
 @task(cache_policy=NO_CACHE, task_run_name="train")
-def train(config: RunConfig, job: TrainingJob, run_id: str) -> Trained:
-    """Warehouse rows -> weights. Safe to repeat: it goes on from the last checkpoint."""
-    tracker = tracker_of(config)
-    warehouse_of(config).tag(job.snapshot, f"train-{job.identity[:12]}")
-    spec = RankSpec(
-        train=job.data["train"],
-        valid=job.data.get("valid"),
-        valid_rows=job.rows.get("valid", 0),
-        probe=job.data["test"],
-        model=config.model,
-        training=config.training,
-        preprocessing=config.preprocessing,
-        seed=config.seed,
-        folder=job.folder,
-    )
+def train(config: RunConfig, job: TrainingJob, run_id: str, given: Placement | None = None) -> Trained:
+    """Warehouse rows -> weights. Safe to repeat: it goes on from the last checkpoint.
+
+    All that later stages need is in the job's folder when this returns; MLflow may be away until then.
+
+    Args:
+        given: Placement of the tables; None: as it is planned.
+    """
+    tracker, folder = tracker_of(config), Path(job.folder)
+    warehouse_of(config).tag(job.snapshot, train_tag(job))
+    spec = rank_spec(config, job)
     placement: list[dict[str, Any]] = []
     total = job.rows["train"] * config.training.epochs
     if config.training.max_steps is not None:
         total = min(total, config.training.max_steps * config.training.batch_rows)
     logger = get_run_logger()
-    spec = place_tables(spec, tracker, run_id, logger)
-    with Progress(logger) as progress, served(config, job, logger) as service:
-        on_event = _event_handler(tracker, run_id, placement, progress, total, logger)
+    spec = place_tables(spec, tracker, run_id, logger, given)
+    journal = Journal(tracker, run_id, folder, logger.warning)
+    with Progress(logger) as progress, journal, served(config, job, logger) as service:
+        on_event = _event_handler(journal, placement, progress, total, logger)
         training = config.training
         limits = Limits(training.deadline_seconds, training.hang_seconds, training.restart_limit)
         if service is not None:
@@ -135,7 +140,7 @@ def train(config: RunConfig, job: TrainingJob, run_id: str) -> Trained:
         summary = launch(
             "pipeline.rank",
             spec if service is None else spec.model_copy(update={"service": service.address}),
-            Path(job.folder),
+            folder,
             config.training.world_size,
             config.training.threads_per_rank,
             limits,
@@ -143,10 +148,29 @@ def train(config: RunConfig, job: TrainingJob, run_id: str) -> Trained:
             ROOT,
         )
     if service is not None:
-        summary = summary | {"preprocessing": _account(tracker, run_id, config, service.totals)}
-    probe = json.loads((Path(job.folder) / "probe.json").read_text(encoding="utf-8"))
-    return Trained(
+        summary = summary | {"preprocessing": _account(folder, config, service.totals)}
+    probe = json.loads((folder / "probe.json").read_text(encoding="utf-8"))
+    trained = Trained(
         weights=f"{job.folder}/weights.safetensors", probe=tuple(probe), summary=summary, placement=tuple(placement)
+    )
+    assert spec.placement is not None
+    write_text(folder / RECORD, recorded(config, job, spec.placement, summary).model_dump_json(indent=2))
+    write_text(folder / TRAINED, trained.model_dump_json())
+    return trained
+
+
+def rank_spec(config: RunConfig, job: TrainingJob) -> RankSpec:
+    """What the ranks of a training are told, but for the placement of the tables."""
+    return RankSpec(
+        train=job.data["train"],
+        valid=job.data.get("valid"),
+        valid_rows=job.rows.get("valid", 0),
+        probe=job.data["test"],
+        model=config.model,
+        training=config.training,
+        preprocessing=config.preprocessing,
+        seed=config.seed,
+        folder=job.folder,
     )
 
 
@@ -163,8 +187,8 @@ def served(config: RunConfig, job: TrainingJob, logger: Logger) -> Iterator[Serv
         yield service
 
 
-def _account(tracker: Tracker, run_id: str, config: RunConfig, totals: Totals) -> dict[str, Any]:
-    """What the preprocessing of a training took, for its result; the details become an artifact of the run."""
+def _account(folder: Path, config: RunConfig, totals: Totals) -> dict[str, Any]:
+    """What the preprocessing of a training took, for its result; the details are left in its folder."""
     summary = {
         "executor": config.preprocessing.executor,
         "workers": totals.most_workers,
@@ -177,13 +201,12 @@ def _account(tracker: Tracker, run_id: str, config: RunConfig, totals: Totals) -
         "late_results": totals.late_results,
         "quarantined": totals.quarantined,
     }
-    tracker.log_json(run_id, summary | details, "preprocessing.json")
+    write_json(folder / PREPROCESSING, summary | details)
     return summary
 
 
 def _event_handler(
-    tracker: Tracker,
-    run_id: str,
+    journal: Journal,
     placement: list[dict[str, Any]],
     progress: Progress,
     total: int,
@@ -204,7 +227,7 @@ def _event_handler(
             reason, number, limit = event["reason"], event["number"], event["limit"]
             logger.warning("%s; ranks go on from step %s, restart %s of %s", reason, event["step"], number, limit)
         elif event["event"] == "metrics":
-            tracker.log(run_id, event["step"], event["metrics"])
+            journal.log(event["step"], event["metrics"])
             for key, label in (("train_ne_window", "NE"), ("valid_ne", "valid NE")):
                 if event["metrics"].get(key) is not None:
                     notes[label] = f"{event['metrics'][key]:.4f}"
@@ -263,6 +286,9 @@ def register(config: RunConfig, job: TrainingJob, trained: Trained, judged: Judg
     """Weights + plan -> a version in the registry. Safe to repeat up to its last call, which makes the version."""
     report = judged.report
     tracker = tracker_of(config)
+    made = registered(tracker, config.model_name, run_id)
+    if made is not None:  # by an attempt that was cut short later
+        return made
     probe = _first_rows(Worker(job.data["test"], warehouse_of(config)), len(trained.probe))
     folder, expected, tolerance = _chosen_form(config, job, trained, probe, run_id)
     tags = {
@@ -274,6 +300,7 @@ def register(config: RunConfig, job: TrainingJob, trained: Trained, judged: Judg
         "weights_sha256": trained.summary["weights_sha256"],
         "weights": config.registration.weights,
         "size_bytes": str((folder / WEIGHTS).stat().st_size),
+        "record": f"runs:/{run_id}/{RECORD}",
         "ne": shown(report.overall.ne),
         "auc": shown(report.overall.auc),
     }
@@ -308,7 +335,8 @@ def publish(
     """
     tracker = tracker_of(config)
     summary, report = trained.summary, judged.report
-    gate, alias = moved(config, model.version, judged.gate)
+    done = holder(tracker, model.name) == model.version  # by an attempt that was cut short later
+    gate, alias = (judged.gate, CHAMPION) if done else moved(config, model.version, judged.gate)
     tags = {"gate": gate.decision, "gate_reason": gate.reason}
     tracker.tag(run_id, tags)
     for key, value in tags.items():

@@ -7,6 +7,7 @@ from prefect import flow
 
 from flows import tasks
 from flows.config import RunConfig, load
+from flows.finishing import finish
 from flows.job import tracked_run
 from flows.record import flow_run_name
 
@@ -32,9 +33,7 @@ def train(
         return tasks.finished(settings, job)
     with tracked_run(settings, job) as run_id:
         trained = tasks.train(settings, job, run_id)
-        judged = tasks.evaluate(settings, job, trained, run_id)
-        model = tasks.register(settings, job, trained, judged, run_id)
-        return tasks.publish(settings, job, trained, judged, model, run_id)
+        return finish(settings, job, trained, run_id)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ __all__ = [
     "InputError",
     "RegistryError",
     "StorageError",
+    "TrackingError",
     "TrainingError",
 ]
 
@@ -32,3 +33,7 @@ class TrainingError(ContractError):
 
 class RegistryError(ContractError):
     """A model cannot be registered as it is."""
+
+
+class TrackingError(ContractError):
+    """MLflow's server or database cannot be reached."""

@@ -27,6 +27,9 @@ def test_the_named_deployments_exist():
         "promote/on-demand",
         "rollback/on-demand",
         "score/on-demand",
+        "register/on-demand",
+        "replay/on-demand",
+        "report/on-demand",
         "end-to-end/on-demand",
         "end-to-end/sample",
     }

@@ -8,7 +8,7 @@ from mlflow.exceptions import MlflowException
 from pydantic import BaseModel
 
 from pipeline.errors import RegistryError
-from pipeline.registration.tracking import Tracker
+from pipeline.registration.tracking import Tracker, absent, unanswered
 
 CHAMPION, CHALLENGER = "champion", "challenger"
 MOVE = "move."
@@ -32,7 +32,9 @@ def holder(tracker: Tracker, name: str, alias: str = CHAMPION) -> int | None:
     """The version that has an alias; None: no version, or no such model."""
     try:
         found = tracker.client.get_registered_model(name).aliases.get(alias)
-    except MlflowException:
+    except MlflowException as error:
+        if not absent(error):  # no answer does not mean that there is no champion
+            raise
         return None
     return None if found is None else int(found)
 
@@ -67,7 +69,9 @@ def move(
     previous = holder(tracker, name, alias)
     try:
         tracker.client.set_registered_model_alias(name, alias, str(version))
-    except MlflowException:
+    except MlflowException as error:
+        if unanswered(error):
+            raise
         raise _no_version(tracker, name, version) from None
     if alias == CHAMPION and holder(tracker, name, CHALLENGER) == version:
         tracker.client.delete_registered_model_alias(name, CHALLENGER)

@@ -26,7 +26,7 @@ from models.quantised import quantised
 from pipeline.errors import RegistryError
 from pipeline.registration import scorer
 from pipeline.registration.request import Default
-from pipeline.registration.tracking import Tracker, Weights
+from pipeline.registration.tracking import Tracker, Weights, unanswered
 from pipeline.transforms.column import Kind
 from pipeline.transforms.plan import Plan
 from storage.artifacts import atomic_file, write_json, write_text
@@ -207,6 +207,13 @@ def check_probabilities(
         )  # fmt: skip
 
 
+def registered(tracker: Tracker, name: str, run_id: str) -> ModelVersion | None:
+    """The version that a run has made already, before it was cut short; None: none."""
+    found = tracker.client.search_model_versions(f"run_id = '{run_id}'")
+    versions = [int(version.version) for version in found if version.name == name]
+    return ModelVersion(name=name, version=max(versions), alias=None) if versions else None
+
+
 def packed(tracker: Tracker, name: str, version: int, folder: Path) -> Path:
     """What `pack` made of a version, fetched from the registry into a folder."""
     mlflow.artifacts.download_artifacts(f"models:/{name}/{version}", dst_path=str(folder), tracking_uri=tracker.uri)
@@ -217,7 +224,9 @@ def find(tracker: Tracker, name: str, identity: str) -> list[tuple[int, str]]:
     """(version, run id) of the versions made from the same work, oldest first."""
     try:
         versions = tracker.client.search_model_versions(f"name = '{name}' and tags.{IDENTITY} = '{identity}'")
-    except MlflowException:
+    except MlflowException as error:
+        if unanswered(error):
+            raise
         return []
     return sorted((int(version.version), str(version.run_id)) for version in versions)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -10,20 +11,25 @@ from typing import Annotated, Any, Literal
 
 import mlflow
 import psutil
+import requests
 from matplotlib.figure import Figure
 from mlflow.data.code_dataset_source import CodeDatasetSource
 from mlflow.data.meta_dataset import MetaDataset
 from mlflow.entities import DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.entities.model_registry import ModelVersion
-from mlflow.exceptions import MlflowException
+from mlflow.exceptions import MlflowException, RestException
 from mlflow.tracking import MlflowClient
 from pydantic import AfterValidator, BaseModel
 
-from pipeline.errors import ConfigError, RegistryError
+from pipeline.errors import ConfigError, RegistryError, TrackingError
 from pipeline.registration.request import Default
 
 PARAM_CHARACTERS = 500
 """Longest parameter value shown; the whole config is an artifact."""
+LOCK_SECONDS = 60
+"""How long a database in a file is waited for while another process has it locked."""
+SAME_START_SECONDS = 1.0
+"""Start times of one process differ by less than this when they are read again."""
 RESULT = "result.json"
 Weights = Literal["fp32", "int8"]
 KIND = {"mlflow.experimentKind": "custom_model_development"}
@@ -61,6 +67,8 @@ class Tracker:
         config: Names the server.
         home: Folder of the embedded database and of artifacts.
         experiment: Name of the experiment, made if absent.
+    Raises:
+        TrackingError: If MLflow does not answer.
     """
 
     def __init__(self, config: RegistrationConfig, home: Path, experiment: str) -> None:
@@ -68,12 +76,14 @@ class Tracker:
         self.uri = config.tracking_uri or named or embedded_uri(home)
         if self.uri.startswith("sqlite:///"):
             Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+            self.uri += "" if "?" in self.uri else f"?timeout={LOCK_SECONDS}"
         mlflow.set_tracking_uri(self.uri)
         if named is None:  # MLflow has set it for all that comes after: another home has a database of its own
             os.environ.pop("MLFLOW_TRACKING_URI", None)
         self.client = MlflowClient(tracking_uri=self.uri)
         self.experiment = experiment
-        self.experiment_id = self._experiment(experiment, home)
+        with answering("Start it, or name another: registration.tracking_uri or MLFLOW_TRACKING_URI."):
+            self.experiment_id = self._experiment(experiment, home)
 
     def _experiment(self, name: str, home: Path) -> str:
         found = self.client.get_experiment_by_name(name)
@@ -87,13 +97,16 @@ class Tracker:
 
     def start(self, name: str, params: Mapping[str, Any], tags: Mapping[str, str], resume: str | None) -> str:
         """The id of a running run: the one to resume if it still exists, else a new one."""
-        tags = {**tags, "dlrm.host": socket.gethostname(), "dlrm.pid": str(os.getpid())}
+        process = {"dlrm.pid": str(os.getpid()), "dlrm.started": f"{psutil.Process().create_time():.2f}"}
+        tags = {**tags, "dlrm.host": socket.gethostname()} | process
         if resume is not None:
-            with suppress(MlflowException):
+            try:
                 self.client.update_run(resume, status="RUNNING")
-                for key, value in tags.items():
-                    self.client.set_tag(resume, key, value)
+                self.tag(resume, tags)
                 return resume
+            except MlflowException as error:  # somebody has deleted it
+                if unanswered(error):
+                    raise
         run: Run = self.client.create_run(self.experiment_id, run_name=name, tags=dict(tags))
         shown = [Param(key, str(value)[:PARAM_CHARACTERS]) for key, value in params.items()]
         for start in range(0, len(shown), 100):
@@ -101,13 +114,14 @@ class Tracker:
         return str(run.info.run_id)
 
     def log(self, run_id: str, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Metrics of one step; undefined ones are left out."""
+        """Final metrics of a run; undefined ones are left out, and those that stand there with the same value."""
         now = mlflow.utils.time.get_current_time_millis()
-        values = [Metric(key, float(value), now, step) for key, value in metrics.items() if value is not None]
-        self.client.log_batch(run_id, metrics=values)
+        known = self.client.get_run(run_id).data.metrics
+        new = {key: float(value) for key, value in metrics.items() if value is not None and known.get(key) != value}
+        self.client.log_batch(run_id, metrics=[Metric(key, value, now, step) for key, value in new.items()])
 
     def curves(self, run_id: str, names: Iterable[str]) -> dict[str, list[tuple[int, float]]]:
-        """Logged metrics as (step, value) points; a step logged again after a resume counts once, by its last value."""
+        """Logged metrics as (step, value) points; a step logged twice counts once, by its last value."""
         history = {name: self.client.get_metric_history(run_id, name) for name in names}
         return {
             name: sorted({metric.step: metric.value for metric in points}.items()) for name, points in history.items()
@@ -122,6 +136,10 @@ class Tracker:
         """A JSON file among the run's artifacts."""
         self.client.log_text(run_id, json.dumps(value, indent=2, sort_keys=True, default=str), path)
 
+    def log_file(self, run_id: str, path: Path) -> None:
+        """A file among the run's artifacts."""
+        self.client.log_artifact(run_id, str(path))
+
     def log_snapshot(self, run_id: str, table: str, snapshot_id: int, rows: int) -> None:
         """The training data as a data set of the run."""
         source = CodeDatasetSource(tags={"table": table, "snapshot_id": str(snapshot_id)})
@@ -133,16 +151,17 @@ class Tracker:
 
     @contextmanager
     def ended(self, run_id: str) -> Iterator[None]:
-        """Ends the run with the block, whatever ends that: FINISHED, FAILED, or KILLED by a signal."""
-        status = "FAILED"
+        """Ends the run with the block, whatever ends that: FINISHED, FAILED, or KILLED by a signal.
+
+        Where MLflow does not hear how a run failed, the next start ends it (`reap`).
+        """
         try:
             yield
-            status = "FINISHED"
-        except (KeyboardInterrupt, SystemExit):
-            status = "KILLED"
+        except BaseException as error:
+            with suppress(MlflowException):  # what failed is more to the point than that MLflow is away as well
+                self.end(run_id, "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED")
             raise
-        finally:
-            self.end(run_id, status)
+        self.end(run_id, "FINISHED")
 
     def end(self, run_id: str, status: str) -> None:
         """Ends a run: FINISHED, FAILED or KILLED."""
@@ -152,8 +171,7 @@ class Tracker:
         """Ends runs that a killed process of this machine left RUNNING."""
         stale = []
         for run in self.client.search_runs([self.experiment_id], "attributes.status = 'RUNNING'"):
-            host, pid = run.data.tags.get("dlrm.host"), run.data.tags.get("dlrm.pid")
-            if host == socket.gethostname() and pid is not None and not psutil.pid_exists(int(pid)):
+            if run.data.tags.get("dlrm.host") == socket.gethostname() and not _lives(run.data.tags):
                 self.end(run.info.run_id, "KILLED")
                 stale.append(str(run.info.run_id))
         return stale
@@ -191,3 +209,48 @@ class Tracker:
 def embedded_uri(home: Path) -> str:
     """The database used where no server is named."""
     return f"sqlite:///{home.resolve()}/mlflow/mlflow.db"
+
+
+def _lives(tags: Mapping[str, str]) -> bool:
+    """Whether the process that works on a run is there: its number may have gone to another one since."""
+    try:
+        process = psutil.Process(int(tags["dlrm.pid"]))
+        started = float(tags.get("dlrm.started", process.create_time()))  # runs of earlier versions do not say
+        same = abs(process.create_time() - started) < SAME_START_SECONDS
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    except (KeyError, ValueError):
+        return True  # nothing that we would know
+    except psutil.NoSuchProcess:
+        return False
+
+
+def unanswered(error: Exception) -> bool:
+    """Whether an error means that MLflow's server or database cannot be reached just now."""
+    if isinstance(error, MlflowException):
+        silent = not isinstance(error, RestException) and str(error).startswith("API request to")
+        return silent or error.error_code == "TEMPORARILY_UNAVAILABLE"
+    return isinstance(error, requests.ConnectionError | requests.Timeout)
+
+
+def absent(error: MlflowException) -> bool:
+    """Whether MLflow says that there is no such thing, which is an answer."""
+    return str(error.error_code) == "RESOURCE_DOES_NOT_EXIST"
+
+
+@contextmanager
+def answering(remedy: str) -> Iterator[None]:
+    """Puts it into one sentence that MLflow does not answer, whatever of it was called.
+
+    Raises:
+        TrackingError: Names the address, without a password, and the remedy.
+    """
+    try:
+        yield
+    except TrackingError as error:
+        raise TrackingError(error.where, error.expected, error.actual, remedy) from None
+    except (MlflowException, requests.RequestException) as error:
+        if not unanswered(error):
+            raise
+        address = re.sub(r"//[^/@]*@", "//", mlflow.get_tracking_uri())
+        reason = "a locked database" if "locked" in str(error) else "none"
+        raise TrackingError(f"MLflow at {address}", "an answer", reason, remedy) from error

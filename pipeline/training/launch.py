@@ -75,7 +75,7 @@ def run_ranks(
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "spec.json", spec.model_dump_json(indent=2))
     (folder / "spec.json").chmod(0o600)  # it holds the catalog's credentials
-    threads = threads_per_rank or max((os.cpu_count() or 1) // world_size, 1)
+    threads = threads_of(threads_per_rank, world_size)
     deadline = None if limits.deadline_seconds is None else time.monotonic() + limits.deadline_seconds
     attempt = restarts = saved = began = 0
     while True:
@@ -99,6 +99,11 @@ def run_ranks(
             )  # fmt: skip
         else:
             return result | {"restarts": attempt}
+
+
+def threads_of(threads_per_rank: int | None, world_size: int) -> int:
+    """Threads of a rank: as asked, else an equal share of the cores."""
+    return threads_per_rank or max((os.cpu_count() or 1) // world_size, 1)
 
 
 @dataclass

@@ -169,7 +169,7 @@ def test_the_last_line_is_the_result(status: str, code: int, capsys: pytest.Capt
     flow = Flow({"status": status, "day": datetime.date(2024, 1, 1)})
     made = ended(flow, [str(ROOT / "configs/smoke.yaml"), "seed=5", "again=true"], capsys)
     assert made == (code, {"status": status, "day": "2024-01-01"}, "")
-    assert (flow.got.config.seed, flow.got.parameters) == (5, {"again": True})
+    assert (flow.got.config.seed, flow.got.parameters) == (5, {"overrides": {"seed": 5}, "again": True})
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,9 @@ def test_mlflow_holds_the_run(smoke, at_home):
     assert [step for step, _ in curve["train_ne_window"]] == [5, 10, 15, 20]
     assert [step for step, _ in curve["valid_ne"]] == [20]
     names = {item.path for item in tracker.client.list_artifacts(smoke["mlflow_run_id"])}
-    jsons = {f"{name}.json" for name in ("config", "plan", "preprocessing", "report", "result", "sharding_plan")}
+    jsons = {
+        f"{name}.json" for name in ("config", "plan", "preprocessing", "record", "report", "result", "sharding_plan")
+    }
     assert jsons | {"plots"} <= names
     plots = {item.path for item in tracker.client.list_artifacts(smoke["mlflow_run_id"], "plots")}
     named = ("calibration", "learning_curve", "placement", "roc", "slices", "stall_timeline")
@@ -330,14 +332,6 @@ def test_a_run_cut_short_is_ended_and_resumed_as_one(smoke, at_home):
         raise ValueError(tracker.client.get_run(second).info.status)
     assert second == first
     assert tracker.client.get_run(first).info.status == "FAILED"
-
-
-def test_runs_of_dead_processes_are_ended(smoke, at_home):
-    tracker = tasks.tracker_of(load(CONFIG))
-    stale = tracker.start("stale", {}, {}, None)
-    tracker.tag(stale, {"dlrm.pid": "999999999"})
-    assert tracker.reap() == [stale]
-    assert tracker.client.get_run(stale).info.status == "KILLED"
 
 
 QUARANTINE = [

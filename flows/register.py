@@ -1,0 +1,67 @@
+"""Flow: a model that was trained while MLflow was away -> registered model version."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger
+
+from flows.config import RunConfig, load
+from flows.finishing import JUDGED, finish
+from flows.job import REGISTERED, RUN_ID, job_in, selected, tracked_run, tracker_of
+from flows.judging import Judged
+from flows.record import flow_run_name
+from flows.recorded import RECORD, Record, recorded_config
+from flows.tasks import TRAINED, Trained
+from pipeline.errors import ConfigError
+
+
+@flow(name="register", flow_run_name=flow_run_name)
+def register(
+    config: RunConfig | str = "configs/demo.yaml",
+    overrides: Mapping[str, Any] | None = None,
+    run: str | None = None,
+) -> dict[str, Any]:
+    """A finished training in, a registered model version out; nothing is trained, what was done is not done again.
+
+    Args:
+        config: Says where runs, warehouse and MLflow are; all else is taken from what the training left behind.
+        overrides: Dotted key -> value, put over the config.
+        run: Id of the MLflow run, or name of the run's folder.
+    """
+    settings = load(config, overrides)
+    folder = _folder(settings, run)
+    record = Record.model_validate_json((folder / RECORD).read_text(encoding="utf-8"))
+    settings = recorded_config(record, settings)
+    run_id = (folder / RUN_ID).read_text(encoding="utf-8").strip()
+    if (folder / REGISTERED).exists():
+        get_run_logger().info("skipped: run %s is registered", run_id)
+        tracker = tracker_of(settings)
+        tracker.end(run_id, "FINISHED")  # MLflow may have missed the very end
+        return tracker.result(run_id) | {"status": "skipped"}
+    job = job_in(folder, settings, record.identity, selected(settings, record.snapshot.snapshot_id))
+    trained = Trained.model_validate_json((folder / TRAINED).read_text(encoding="utf-8"))
+    trained = trained.model_copy(update={"weights": str(folder / "weights.safetensors")})
+    with tracked_run(settings, job) as run_id:
+        judged = None
+        if (folder / JUDGED).exists():
+            judged = Judged.model_validate_json((folder / JUDGED).read_text(encoding="utf-8"))
+        return finish(settings, job, trained, run_id, judged)
+
+
+def _folder(config: RunConfig, run: str | None) -> Path:
+    """The folder of a training that is done."""
+    runs = config.home_path / "runs"
+    done = [path.parent for path in sorted(runs.glob(f"*/{TRAINED}")) if (path.parent / RUN_ID).exists()]
+    for folder in done:
+        if run in (folder.name, (folder / RUN_ID).read_text(encoding="utf-8").strip()):
+            return folder
+    open_runs = [folder.name for folder in done if not (folder / REGISTERED).exists()]
+    remedy = f"Not registered yet: {', '.join(open_runs) or 'none'}."
+    raise ConfigError("argument 'run'", f"a finished training in '{runs}'", run or "none", remedy)
+
+
+if __name__ == "__main__":
+    from flows import cli
+
+    cli.main(register)

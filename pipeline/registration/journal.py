@@ -1,0 +1,132 @@
+"""Metrics of a run on their way to MLflow: written down first, sent by a thread, kept until they have arrived."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from mlflow.entities import Metric
+
+from pipeline.registration.tracking import Tracker
+from storage.artifacts import write_json
+
+POINTS, SENT = "metrics.jsonl", "metrics.sent.json"
+BATCH_METRICS = 500
+"""MLflow takes at most 1,000 in a request."""
+RETRY_SECONDS = 5.0
+"""Between two attempts while MLflow is away."""
+STOP_SECONDS = 15.0
+"""How long the end of a training waits for what is on its way."""
+
+
+class Journal:
+    """A file in the run's folder, and a thread that sends what it holds: MLflow may be away for hours.
+
+    A step is written down once for each metric, so a training that goes on from a checkpoint does not log steps again.
+    What is sent twice, because the answer was lost, has the same time and is one point to MLflow.
+
+    Args:
+        folder: Holds the file, and beside it how much of it has arrived in which run.
+        warn: Told when MLflow goes away and when it is back.
+    """
+
+    def __init__(self, tracker: Tracker, run_id: str, folder: Path, warn: Callable[[str], object]) -> None:
+        self.tracker, self.run_id, self.warn = tracker, run_id, warn
+        self.path, self.mark = folder / POINTS, folder / SENT
+        self.path.touch()
+        self.last: dict[str, int] = {}
+        self._read()
+        note = json.loads(self.mark.read_text(encoding="utf-8")) if self.mark.exists() else {}
+        self.sent = note["bytes"] if note.get("run_id") == run_id else 0  # another run has nothing yet
+        self.away = False
+        self.sending, self.wake, self.ending = threading.Lock(), threading.Event(), threading.Event()
+
+    def _read(self) -> None:
+        """Takes note of the last step of each metric; a line that a kill cut short is taken away."""
+        whole = 0
+        with self.path.open("rb+") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                whole += len(line)
+                point = json.loads(line)
+                self.last |= dict.fromkeys(point["metrics"], point["step"])
+            file.truncate(whole)
+
+    def __enter__(self) -> Self:
+        self.thread = threading.Thread(target=self._send, daemon=True)
+        self.thread.start()
+        self.wake.set()  # an earlier process may have left something
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.ending.set()
+        self.wake.set()
+        self.thread.join(STOP_SECONDS)
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Metrics of one step; undefined ones are left out, and those that are written down already."""
+        new = {key: value for key, value in metrics.items() if value is not None and step > self.last.get(key, -1)}
+        if not new:
+            return
+        line = json.dumps({"step": step, "time": int(1e3 * time.time()), "metrics": new})
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        self.last |= dict.fromkeys(new, step)
+        self.wake.set()
+
+    def deliver(self) -> None:
+        """Sends what has not arrived yet; raises what MLflow raises, and can be called again."""
+        with self.sending:
+            for metrics, end in self._batches():
+                self.tracker.client.log_batch(self.run_id, metrics=metrics)
+                self.sent = end
+                write_json(self.mark, {"run_id": self.run_id, "bytes": end})
+
+    def _batches(self) -> Iterator[tuple[list[Metric], int]]:
+        """Requests to make, each with the place in the file where it ends."""
+        batch: list[Metric] = []
+        end = self.sent
+        with self.path.open("rb") as file:
+            file.seek(end)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # about to be written
+                end += len(line)
+                point: dict[str, Any] = json.loads(line)
+                batch += [Metric(key, value, point["time"], point["step"]) for key, value in point["metrics"].items()]
+                if len(batch) >= BATCH_METRICS:
+                    yield batch, end
+                    batch = []
+        if batch:
+            yield batch, end
+
+    def _send(self) -> None:
+        while True:
+            self.wake.wait()
+            self.wake.clear()
+            ending = self.ending.is_set()
+            try:
+                self.deliver()
+            except Exception as error:  # whatever is wrong with MLflow, training goes on
+                self._note(error)
+                self.ending.wait(RETRY_SECONDS)
+                self.wake.set()
+            else:
+                self._note(None)
+            if ending:
+                return
+
+    def _note(self, error: Exception | None) -> None:
+        """Says when MLflow goes away and when it is back, once each."""
+        if error is not None and not self.away:
+            reason = " ".join(str(error).split())[:300]
+            self.warn(f"MLflow takes no metrics ({reason}); they are kept in '{self.path}' and sent later")
+        elif error is None and self.away:
+            self.warn("MLflow is back and has all metrics")
+        self.away = error is not None

@@ -1,0 +1,136 @@
+"""A version's record, and a training repeated from it."""
+
+import json
+
+import pytest
+
+from flows import tasks
+from flows.config import load
+from flows.recorded import RECORD, changed, differences, fetched, recorded_config
+from flows.replay import replay
+from pipeline.errors import ConfigError, RegistryError
+from pipeline.registration.aliases import moves
+
+CONFIG = "configs/smoke.yaml"
+
+
+@pytest.fixture
+def record(smoke, home, monkeypatch):
+    monkeypatch.setenv("DLRM_HOME", str(home))
+    return fetched(tasks.tracker_of(load(CONFIG)), "smoke", 1)
+
+
+def test_the_record_has_what_a_training_is_made_from(record, smoke, home):
+    config = load(CONFIG)
+    assert record.snapshot.model_dump() == {"table": "smoke", "snapshot_id": smoke["snapshot_id"]}
+    refs = tasks.warehouse_of(config).table("smoke").refs()
+    assert refs[record.snapshot_tag].snapshot_id == smoke["snapshot_id"]
+    assert recorded_config(record, config) == config
+    assert record.seeds == {"seed": config.seed, "source.generator.seed": config.source.generator.seed}
+    assert record.weights_sha256 == smoke["train"]["weights_sha256"]
+    assert (record.identity, record.commit) == (smoke["identity"], smoke["git_commit"])
+    assert (record.world_size, record.device) == (2, "cpu")
+    assert record.threads_per_rank >= 1
+    tags = tasks.tracker_of(config).client.get_model_version("smoke", "1").tags
+    assert (record.plan_hash, record.lock_hash) == (tags["plan_hash"], tags["lock_hash"])
+    assert tags["record"] == f"runs:/{smoke['mlflow_run_id']}/{RECORD}"
+    assert {"torch", "torchrec", "numba", "python", "processor"} <= record.versions.keys()
+    assert {table.table for table in record.placement} == {table["table"] for table in sharding_plan(home, smoke)}
+
+
+def sharding_plan(home, smoke):
+    return json.loads(
+        (next((home / "mlflow").rglob(f"{smoke['mlflow_run_id']}/artifacts/sharding_plan.json"))).read_text()
+    )
+
+
+def test_a_record_holds_no_password(record):
+    assert "tracking_uri" not in record.config["registration"]
+    assert "catalog" not in record.config["warehouse"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ({"preprocessing.workers": 1, "training.world_size": 1}, "training.world_size"),
+        ({"seed": 2}, "seed"),
+        ({"preprocessing.shuffle_window_rows": 512}, "preprocessing.shuffle_window_rows"),
+    ],
+)
+def test_what_would_be_learned_cannot_be_changed(overrides, key):
+    with pytest.raises(ConfigError) as error:
+        changed(load(CONFIG), overrides)
+    assert str(error.value) == (
+        f"override '{key}': expected a key that does not change what is learned, such as preprocessing.workers, "
+        f"got {overrides[key]}, which the version was not trained with. Leave it out."
+    )
+
+
+def test_ways_of_doing_the_same_can_be_changed():
+    config = changed(load(CONFIG), {"preprocessing.workers": 1, "training.threads_per_rank": 1})
+    assert (config.preprocessing.workers, config.training.threads_per_rank) == (1, 1)
+
+
+def test_differences_are_put_into_words(record):
+    clean = record.model_copy(update={"commit": "0123456789ab"})
+    assert differences(clean, clean, clean.placement) == []
+    now = clean.model_copy(
+        update={"weights_sha256": "f00", "commit": "ba9876543210", "versions": record.versions | {"torch": "9.9"}}
+    )
+    moved = tuple(
+        table.model_copy(update={"pieces": tuple(p.model_copy(update={"rank": 1 - p.rank}) for p in table.pieces)})
+        for table in record.placement
+    )
+    assert differences(clean, now, moved) == [
+        f"weights_sha256: {record.weights_sha256} recorded, f00 now",
+        "commit: 0123456789ab recorded, ba9876543210 now",
+        f"torch: {record.versions['torch']} recorded, 9.9 now",
+        "placement: the tables would be placed otherwise now; the recorded placement was used",
+    ]
+    dirty = record.model_copy(update={"commit": "0123456789ab+"})
+    assert differences(dirty, dirty, dirty.placement) == [
+        "commit: 0123456789ab+ was trained with changes that no commit holds"
+    ]
+
+
+def test_a_version_without_a_record_is_refused(record, smoke, copied):
+    tracker = tasks.tracker_of(load(CONFIG))
+    tracker.client.delete_model_version_tag("smoke", "1", "record")
+    with pytest.raises(RegistryError, match=r"model 'smoke', version 1: expected a record of its training, got none\."):
+        fetched(tracker, "smoke", 1)
+    with pytest.raises(RegistryError, match="expected a version of the registry, got none"):
+        fetched(tracker, "smoke", 99)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "argument 'version': expected the version to train again, got none. Add version=N."),
+        (["version=1", "seed=2"], "override 'seed': expected a key that does not change what is learned, such as preprocessing.workers, got 2, which the version was not trained with. Leave it out."),
+    ],
+)  # fmt: skip
+def test_a_replay_that_cannot_be_one_is_refused(smoke, command, home, words, sentence):
+    code, result, _ = command(replay, CONFIG, *words, home=home)
+    assert (code, result["error"]) == (1, sentence)
+    assert not (home / "replays").exists()
+
+
+@pytest.mark.slow
+def test_a_replay_on_other_workers_has_the_same_weights(smoke, command, copied):
+    tracker = tasks.tracker_of(load(CONFIG))
+    before = len(moves(tracker, "smoke")), tracker.client.get_registered_model("smoke").aliases
+    words = ["preprocessing.workers=1", "training.log_every_steps=10", "version=1"]
+    code, result, log = command(replay, CONFIG, *words, home=copied)
+    assert code == 0, log
+    assert (result["status"], result["equal"]) == ("ok", True)
+    assert result["weights_sha256"] == dict.fromkeys(("recorded", "replayed"), smoke["train"]["weights_sha256"])
+    assert [line for line in result["differences"] if not line.startswith("commit")] == []
+    assert result["model"] == {"name": "smoke", "version": 1}
+    assert (len(moves(tracker, "smoke")), tracker.client.get_registered_model("smoke").aliases) == before
+    assert len(tracker.client.search_model_versions("name = 'smoke'")) == 1
+    run = tracker.client.get_run(result["mlflow_run_id"])
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "replay of smoke version 1")
+    assert (run.data.tags["dlrm.replay_of"], run.data.tags["dlrm.replay_equal"]) == ("smoke/1", "true")
+    assert not (copied / "runs").exists()
+    [folder] = (copied / "replays").iterdir()
+    assert not (folder / "checkpoints").exists()

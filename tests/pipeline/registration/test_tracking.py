@@ -1,0 +1,97 @@
+"""Runs whose process is gone, and an MLflow that does not answer."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from mlflow.exceptions import MlflowException, RestException
+from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
+
+from pipeline.errors import TrackingError
+from pipeline.registration.tracking import RegistrationConfig, Tracker, answering, unanswered
+
+
+@pytest.fixture(scope="module")
+def tracker(tmp_path_factory: pytest.TempPathFactory) -> Tracker:
+    home = tmp_path_factory.mktemp("home")
+    return Tracker(RegistrationConfig(tracking_uri=f"sqlite:///{home}/mlflow.db"), home, "tracking")
+
+
+def status(tracker: Tracker, run_id: str) -> str:
+    return str(tracker.client.get_run(run_id).info.status)
+
+
+def test_a_run_at_work_is_left_alone(tracker):
+    run_id = tracker.start("at work", {}, {}, None)
+    assert run_id not in tracker.reap()
+    assert status(tracker, run_id) == "RUNNING"
+
+
+@pytest.mark.parametrize(
+    ("tags", "ended"),
+    [
+        ({"dlrm.pid": "999999999"}, True),
+        ({"dlrm.started": "1000000000.00"}, True),  # the number has gone to another process since
+        ({"dlrm.host": "elsewhere", "dlrm.pid": "999999999"}, False),
+        ({"dlrm.pid": "nonsense"}, False),
+    ],
+)
+def test_fault_30_runs_that_a_killed_process_left_are_ended(tracker, tags, ended):
+    run_id = tracker.start("left", {}, {}, None)
+    tracker.tag(run_id, tags)
+    assert (run_id in tracker.reap()) == ended
+    assert status(tracker, run_id) == ("KILLED" if ended else "RUNNING")
+
+
+def test_a_process_that_nobody_has_waited_for_is_dead(tracker):
+    run_id = tracker.start("left", {}, {}, None)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        started = psutil.Process(process.pid).create_time()
+        tracker.tag(run_id, {"dlrm.pid": str(process.pid), "dlrm.started": f"{started:.2f}"})
+        assert run_id not in tracker.reap()
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie from here on
+        assert tracker.reap() == [run_id]
+
+
+def test_what_stands_there_is_not_logged_again(tracker):
+    run_id = tracker.start("run", {}, {}, None)
+    tracker.log(run_id, 20, {"eval_ne": 0.9, "undefined": None})
+    tracker.log(run_id, 20, {"eval_ne": 0.9, "eval_auc": 0.7})
+    points = tracker.client.get_metric_history(run_id, "eval_ne")
+    assert [(point.step, point.value) for point in points] == [(20, 0.9)]
+    assert tracker.client.get_run(run_id).data.metrics == {"eval_ne": 0.9, "eval_auc": 0.7}
+
+
+def test_fault_29_a_server_that_is_down_is_named_without_its_password(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(TrackingError) as error:
+        Tracker(RegistrationConfig(tracking_uri=f"http://me:hunter2@127.0.0.1:{port}"), tmp_path, "away")
+    assert str(error.value) == (
+        f"MLflow at http://127.0.0.1:{port}: expected an answer, got none. "
+        "Start it, or name another: registration.tracking_uri or MLFLOW_TRACKING_URI."
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "away"),
+    [
+        (MlflowException("API request to http://x failed with exception refused"), True),
+        (MlflowException("(sqlite3.OperationalError) database is locked", error_code=TEMPORARILY_UNAVAILABLE), True),
+        (RestException({"error_code": "TEMPORARILY_UNAVAILABLE", "message": "locked"}), True),
+        (RestException({"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "no run"}), False),
+        (MlflowException("no such alias"), False),
+        (ValueError("API request to"), False),
+    ],
+)
+def test_only_silence_counts_as_away(error, away):
+    assert unanswered(error) == away
+    with pytest.raises(TrackingError if away else type(error)), answering("Wait."):
+        raise error
