@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -120,9 +121,12 @@ def listening(processes: list[psutil.Process]) -> set[int]:
 
 @pytest.mark.slow
 def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_goes_on(smoke, home, tmp_path):
-    """Ranks, workers of the service and Prefect's temporary server; their ports and shared memory go with them."""
+    """Ranks, workers of the service and Prefect's temporary server; their ports and shared memory go with them.
+
+    Fault 30: the one after it is killed, too; MLflow has one run, and each step once.
+    """
     shutil.copytree(home / "warehouse", tmp_path / "home" / "warehouse")
-    words = [CONFIG, "training.checkpoint_every_steps=5", "training.log_every_steps=5"]
+    words = [CONFIG, "training.checkpoint_every_steps=5", "training.log_every_steps=1"]
     (tmp_path / "temporary").mkdir()
     environment = os.environ | {"DLRM_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "temporary")}
     for name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
@@ -147,8 +151,31 @@ def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_goes_on(smoke, hom
     assert not alive, [process.cmdline() for process in alive]
     assert set(os.listdir("/dev/shm")) <= segments
     assert not list((tmp_path / "temporary").glob("dlrm-*"))
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as flow:
+        try:
+            limit = time.monotonic() + 120
+            while stored(tmp_path / "home", "select value from tags where key = 'dlrm.pid'") != [(str(flow.pid),)]:
+                assert flow.poll() is None
+                assert time.monotonic() < limit
+                time.sleep(0.05)
+        finally:
+            flow.send_signal(signal.SIGKILL)
+    before = stored(tmp_path / "home", "select key, value from params order by key")
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     result = json.loads(done.stdout.strip().splitlines()[-1])
     assert (done.returncode, result["status"]) == (0, "ok"), done.stderr
     assert result["train"]["weights_sha256"] == smoke["train"]["weights_sha256"]
     assert "resumed at step" in done.stderr
+    assert stored(tmp_path / "home", "select run_uuid, status from runs") == [(result["mlflow_run_id"], "FINISHED")]
+    assert stored(tmp_path / "home", "select key, value from params order by key") == before
+    assert stored(tmp_path / "home", "select key, step from metrics group by key, step having count(*) > 1") == []
+    steps = stored(tmp_path / "home", "select step from metrics where key = 'train_ne_window' order by step")
+    assert steps == [(step,) for step in range(1, 21)]
+
+
+def stored(home, query: str) -> list[tuple]:
+    """What MLflow's database says."""
+    with sqlite3.connect(home / "mlflow" / "mlflow.db") as database:
+        return database.execute(query).fetchall()

@@ -7,8 +7,8 @@ import pytest
 from flows import tasks
 from flows.config import load
 from flows.recorded import RECORD, changed, differences, fetched, recorded_config
-from flows.replay import replay
-from pipeline.errors import ConfigError, RegistryError
+from flows.replay import pin, replay
+from pipeline.errors import ConfigError, RegistryError, StorageError
 from pipeline.registration.aliases import moves
 
 CONFIG = "configs/smoke.yaml"
@@ -115,16 +115,28 @@ def test_a_replay_that_cannot_be_one_is_refused(smoke, command, home, words, sen
     assert not (home / "replays").exists()
 
 
+def test_a_snapshot_that_has_expired_is_named(record):
+    gone = record.model_copy(update={"snapshot": record.snapshot.model_copy(update={"snapshot_id": 7})})
+    with pytest.raises(StorageError) as error:
+        pin.fn(load(CONFIG), gone, "smoke-1")
+    assert str(error.value) == (
+        "snapshot 7 of table 'smoke': expected a snapshot of the table, got none of that id. "
+        "It may have expired; train on the current snapshot."
+    )
+
+
 @pytest.mark.slow
 def test_a_replay_on_other_workers_has_the_same_weights(smoke, command, copied):
     tracker = tasks.tracker_of(load(CONFIG))
     before = len(moves(tracker, "smoke")), tracker.client.get_registered_model("smoke").aliases
-    words = ["preprocessing.workers=1", "training.log_every_steps=10", "version=1"]
+    workers = smoke["train"]["preprocessing"]["workers"] + 1
+    words = [f"preprocessing.workers={workers}", "training.log_every_steps=10", "version=1"]
     code, result, log = command(replay, CONFIG, *words, home=copied)
     assert code == 0, log
     assert (result["status"], result["equal"]) == ("ok", True)
     assert result["weights_sha256"] == dict.fromkeys(("recorded", "replayed"), smoke["train"]["weights_sha256"])
     assert [line for line in result["differences"] if not line.startswith("commit")] == []
+    assert result["train"]["preprocessing"]["workers"] == workers
     assert result["model"] == {"name": "smoke", "version": 1}
     assert (len(moves(tracker, "smoke")), tracker.client.get_registered_model("smoke").aliases) == before
     assert len(tracker.client.search_model_versions("name = 'smoke'")) == 1
