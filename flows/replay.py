@@ -53,8 +53,9 @@ def replay(
 
 
 def _settings(old: Record, here: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
-    """The recorded config with the recorded number of threads, and what the overrides make of it."""
-    base = load(recorded_config(old, here), {"training.threads_per_rank": old.threads_per_rank})
+    """The recorded config with the recorded device and number of threads, and what the overrides make of it."""
+    machine = {"training.threads_per_rank": old.threads_per_rank, "training.device": old.device}
+    base = load(recorded_config(old, here), machine)
     places = ("home", "warehouse", "registration")
     return changed(base, {key: value for key, value in overrides.items() if key.split(".")[0] not in places})
 

@@ -161,7 +161,9 @@ class Tracker:
             with suppress(MlflowException):  # what failed is more to the point than that MLflow is away as well
                 self.end(run_id, "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED")
             raise
-        self.end(run_id, "FINISHED")
+        command = f"python -m flows.register CONFIG run={run_id}"
+        with answering(f"The work is done, only the status of its run is missing: {command} sets it."):
+            self.end(run_id, "FINISHED")
 
     def end(self, run_id: str, status: str) -> None:
         """Ends a run: FINISHED, FAILED or KILLED."""
