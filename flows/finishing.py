@@ -11,10 +11,16 @@ from flows.job import TrainingJob, tracker_of
 from flows.judging import Judged
 from flows.recorded import RECORD
 from pipeline.registration.journal import Journal
+from pipeline.registration.register import registered
 from pipeline.registration.tracking import answering
 from storage.artifacts import write_text
 
 JUDGED = "judged.json"
+
+
+def read_judged(folder: Path) -> Judged:
+    """The verdict that an earlier attempt came to."""
+    return Judged.model_validate_json((folder / JUDGED).read_text(encoding="utf-8"))
 
 
 def finish(
@@ -35,6 +41,8 @@ def finish(
         for path in (folder / RECORD, folder / tasks.PREPROCESSING):
             if path.exists():
                 tracker.log_file(run_id, path)
+        if judged is None and registered(tracker, config.model_name, run_id) and (folder / JUDGED).exists():
+            judged = read_judged(folder)  # by an attempt that was cut short later: its version may be champion by now
         if judged is None:
             judged = tasks.evaluate(config, job, trained, run_id)
             write_text(folder / JUDGED, judged.model_dump_json())

@@ -7,9 +7,8 @@ from typing import Any
 from prefect import flow, get_run_logger
 
 from flows.config import RunConfig, load
-from flows.finishing import JUDGED, finish
+from flows.finishing import JUDGED, finish, read_judged
 from flows.job import REGISTERED, RUN_ID, job_in, selected, tracked_run, tracker_of
-from flows.judging import Judged
 from flows.record import flow_run_name
 from flows.recorded import RECORD, Record, recorded_config
 from flows.tasks import TRAINED, Trained
@@ -43,9 +42,7 @@ def register(
     trained = Trained.model_validate_json((folder / TRAINED).read_text(encoding="utf-8"))
     trained = trained.model_copy(update={"weights": str(folder / "weights.safetensors")})
     with tracked_run(settings, job) as run_id:
-        judged = None
-        if (folder / JUDGED).exists():
-            judged = Judged.model_validate_json((folder / JUDGED).read_text(encoding="utf-8"))
+        judged = read_judged(folder) if (folder / JUDGED).exists() else None
         return finish(settings, job, trained, run_id, judged)
 
 

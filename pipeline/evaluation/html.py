@@ -131,7 +131,7 @@ def _sections(records: Sequence[RunRecord]) -> Iterable[dict[str, Any]]:
     )  # fmt: skip
     yield _section(
         "Features",
-        "NE lost when a feature's values are dealt out anew among the rows of a batch; a sample of the evaluation rows.",
+        "NE lost when a feature's values are dealt out anew among the rows of a batch; a sample of the rows.",
         [_features(record) for record in records if record.features],
         drawn("What features are worth", lambda r: plots.importance(r.features), lambda r: r.features),
     )  # fmt: skip

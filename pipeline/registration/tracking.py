@@ -18,6 +18,7 @@ from mlflow.data.meta_dataset import MetaDataset
 from mlflow.entities import DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException, RestException
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 from pydantic import AfterValidator, BaseModel
 
@@ -26,6 +27,8 @@ from pipeline.registration.request import Default
 
 PARAM_CHARACTERS = 500
 """Longest parameter value shown; the whole config is an artifact."""
+SYSTEM_SECONDS = 5
+"""Between two looks at the load of the machine."""
 LOCK_SECONDS = 60
 """How long a database in a file is waited for while another process has it locked."""
 SAME_START_SECONDS = 1.0
@@ -153,14 +156,19 @@ class Tracker:
     def ended(self, run_id: str) -> Iterator[None]:
         """Ends the run with the block, whatever ends that: FINISHED, FAILED, or KILLED by a signal.
 
-        Where MLflow does not hear how a run failed, the next start ends it (`reap`).
+        Where MLflow does not hear how a run failed, the next start ends it (`reap`). Until then the load of the machine
+        is among its metrics.
         """
+        monitor = SystemMetricsMonitor(run_id, SYSTEM_SECONDS, resume_logging=True, tracking_uri=self.uri)
+        monitor.start()
         try:
             yield
         except BaseException as error:
             with suppress(MlflowException):  # what failed is more to the point than that MLflow is away as well
                 self.end(run_id, "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED")
             raise
+        finally:
+            monitor.finish()
         command = f"python -m flows.register CONFIG run={run_id}"
         with answering(f"The work is done, only the status of its run is missing: {command} sets it."):
             self.end(run_id, "FINISHED")

@@ -18,6 +18,7 @@ from flows.ingest import ingest
 from flows.job import pinned, tracked_run
 from flows.train import train
 from pipeline.evaluation.tally import tallied as quality
+from pipeline.registration.aliases import versions
 from pipeline.registration.register import raw_frame
 from pipeline.registration.scorer import LoadedModel
 
@@ -87,11 +88,25 @@ def test_mlflow_holds_the_run(smoke, at_home):
     assert [step for step, _ in curve["valid_ne"]] == [20]
     names = {item.path for item in tracker.client.list_artifacts(smoke["mlflow_run_id"])}
     jsons = {
-        f"{name}.json" for name in ("config", "plan", "preprocessing", "record", "report", "result", "sharding_plan")
+        f"{name}.json"
+        for name in (
+            "config",
+            "data",
+            "features",
+            "plan",
+            "preprocessing",
+            "record",
+            "report",
+            "result",
+            "sharding_plan",
+        )
     }
-    assert jsons | {"plots"} <= names
+    assert jsons | {"plots", "report.html"} <= names
+    assert any(name.startswith("system/cpu") for name in run.data.metrics)
     plots = {item.path for item in tracker.client.list_artifacts(smoke["mlflow_run_id"], "plots")}
-    named = ("calibration", "learning_curve", "placement", "roc", "slices", "stall_timeline")
+    named = (
+        "calibration", "importance", "learning_curve", "placement", "precision_recall", "roc", "slices", "stall_timeline",
+    )  # fmt: skip
     assert plots == {f"plots/{name}.png" for name in named}
 
 
@@ -131,11 +146,11 @@ def test_model_version_is_recorded(smoke, at_home):
     assert version.tags["weights_sha256"] == smoke["train"]["weights_sha256"]
     assert (version.tags["gate"], version.tags["gate_reason"]) == ("promote", "There is no champion yet.")
     assert {"snapshot_id", "plan_hash", "git_commit", "lock_hash", "seed"} <= version.tags.keys()
-    signature = mlflow.models.get_model_info("models:/smoke/1").signature
-    types = {column.name: str(column.type) for column in signature.inputs}
-    assert types["num_price"] == "DataType.double"
-    assert types["list_interests"] == "Array(long)"
-    assert mlflow.models.get_model_info("models:/smoke/1").saved_input_example_info is not None
+    info = mlflow.models.get_model_info("models:/smoke/1")
+    names = [column.name for column in info.signature.inputs]
+    assert {"num_price", "list_interests"} <= set(names)
+    assert info.metadata["columns"]["list_interests"] == "list<long>"
+    assert info.saved_input_example_info is not None
 
 
 def test_no_pickle_is_left(smoke, at_home):
@@ -279,8 +294,10 @@ def test_a_run_that_died_before_its_record_is_finished_by_the_next(smoke, home, 
         broken.setattr(tasks.publish, "fn", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(config=CONFIG, overrides=over)
+    version = len(versions(tasks.tracker_of(load(CONFIG)), "smoke"))
     result = train(config=CONFIG, overrides=over)
-    assert result["status"] == "ok"
+    assert (result["status"], result["model"]["version"]) == ("ok", version)
+    assert result["gate"]["champion"] != version
     assert train(config=CONFIG, overrides=over)["status"] == "skipped"
 
 

@@ -221,7 +221,7 @@ def test_defaults_travel_with_the_model(loaded, tmp_path):
     (folder / "model.json").write_text(json.dumps(record))
     assert LoadedModel(folder).defaults == {}, "versions registered before there were defaults"
     schema, config = ROWS.schema, DLRMConfig.model_validate(record["model"])
-    pack(folder, tmp_path / "weights.safetensors", loaded.plan, config, schema, {"tags": (1, 2), "age": None})
+    pack(folder, tmp_path / "weights.safetensors", loaded.plan, config, schema, defaults={"tags": (1, 2), "age": None})
     rows = {"user": [7], "country": ["DE"]}
     expected = loaded.probabilities(rows | {"age": [None], "tags": [[1, 2]]})
     assert LoadedModel(folder).probabilities(rows).tolist() == expected.tolist()

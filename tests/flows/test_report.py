@@ -1,0 +1,35 @@
+"""The report of a finished run, from what MLflow holds of it."""
+
+from pathlib import Path
+
+from flows.config import load
+from flows.job import tracker_of
+from flows.report import report
+
+CONFIG = "configs/smoke.yaml"
+
+
+def test_the_champion_is_reported(smoke, command, home):
+    code, result, log = command(report, CONFIG, home=home)
+    assert (code, result["runs"]) == (0, [smoke["mlflow_run_id"]]), log
+    text = Path(result["path"]).read_text(encoding="utf-8")
+    assert f'<td class="number">{smoke["eval"]["ne"]:.4f}</td>' in text
+    assert smoke["gate"]["reason"] in text
+    client = tracker_of(load(CONFIG)).client
+    version = client.get_model_version("smoke", str(smoke["model"]["version"]))
+    assert f"| evaluation | {smoke['eval']['ne']:.4f} |" in version.description
+
+
+def test_two_runs_are_put_side_by_side(smoke, command, home):
+    code, result, log = command(report, CONFIG, "run=1", f"against={smoke['mlflow_run_id']}", home=home)
+    assert code == 0, log
+    assert '<th class="number">difference</th>' in Path(result["path"]).read_text(encoding="utf-8")
+
+
+def test_a_version_that_is_not_there_is_refused(smoke, command, home):
+    code, result, _ = command(report, CONFIG, "run=999", home=home)
+    assert (code, result["error"]) == (
+        1, "argument 'run': expected a version of model 'smoke', got 999. Name one.",
+    )  # fmt: skip
+    code, result, _ = command(report, CONFIG, "run=nonsense", home=home)
+    assert result["error"].startswith("MLflow run 'nonsense': expected one with ")

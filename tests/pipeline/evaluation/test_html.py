@@ -1,0 +1,105 @@
+"""The report: it says what it is given, needs nothing from outside, and lets no value become markup."""
+
+import base64
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.evaluation.evaluate import EvaluationConfig, Scored, evaluate
+from pipeline.evaluation.html import RunRecord, rendered
+from pipeline.evaluation.importance import FeatureWorth
+
+TRAIN = {
+    "rows": 6_000, "steps": 12, "world_size": 2, "rows_per_second": 1234.5, "stall_fraction": 0.25, "best_step": 12,
+}  # fmt: skip
+
+
+def record(title, shift, **parameters):
+    random = np.random.default_rng(1)
+    truth = random.beta(2, 5, 2_000)
+    labels = (random.random(2_000) < truth).astype(float)
+    country = pa.array([["<b>A</b>", "B"][i % 40 == 0] for i in range(2_000)])
+    scored = Scored(labels, np.clip(truth + shift, 0.01, 0.99), pa.table({"country": country}))
+    report = evaluate([scored], EvaluationConfig(slices=("country",), small_slice_rows=100)).report()
+    worth = FeatureWorth(
+        name="price", kind="dense", ne_loss=0.0123, low=0.01, high=0.02, coverage=0.875, mean_length=None,
+        truncated=None, collisions=None, droppable=False,
+    )  # fmt: skip
+    gate = {"decision": "hold", "reason": "It may be chance.", "champion_ne": 0.8123}
+    return RunRecord(
+        title=title, report=report, features=(worth,), placement=(), parameters={"seed": "1"} | parameters,
+        result={"gate": gate, "train": TRAIN, "git_commit": "abc", "snapshot_id": 7},
+        curves={"valid_ne": [(6, 0.9), (12, 0.85)]}, data={"table": "ads", "train rows": "6,000 of 2 days"},
+    )  # fmt: skip
+
+
+class Page(HTMLParser):
+    """The rows of all tables, and where images, links and scripts come from."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.sources, self.tags, self.cell = [], [], [], None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.sources += [value for name, value in attributes if name in ("src", "href")]
+        if tag == "tr":
+            self.rows.append([])
+        self.cell = "" if tag in ("td", "th") else self.cell
+
+    def handle_data(self, data):
+        self.cell = None if self.cell is None else self.cell + data
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th"):
+            self.rows[-1].append(self.cell)
+            self.cell = None
+
+
+@pytest.fixture(scope="module")
+def one():
+    return record("ads version 3", 0.0)
+
+
+def test_a_report_says_what_it_is_given(one):
+    page = Page(text := rendered([one]))
+    assert ["NE", f"{one.report.overall.ne:.4f}"] in page.rows
+    assert ["NE of the champion then", "0.8123"] in page.rows
+    assert ["price", "0.0123", "0.0100 to 0.0200", "87.5%", "–", "–", "–", ""] in page.rows
+    assert ["train rows", "6,000 of 2 days"] in page.rows
+    assert ["seed", "1"] in page.rows
+    assert "It may be chance." in text
+    assert "1,234 rows/s, 25.0% of the time waiting for data" in text
+
+
+def test_it_needs_nothing_from_outside(one):
+    page = Page(rendered([one]))
+    assert len(page.sources) >= 5
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    figures = [base64.b64decode(source.split(",")[1]).decode() for source in page.sources]
+    assert all(figure.rstrip().endswith("</svg>") for figure in figures)
+    for figure in figures:  # names of vocabularies are not fetched
+        assert not re.findall(r'(?:href|src)="http', figure)
+
+
+def test_values_do_not_become_markup(one):
+    page = Page(text := rendered([one]))
+    assert "<b>" not in text
+    assert any(row[0] == "country = <b>A</b>" for row in page.rows)
+
+
+def test_two_runs_stand_side_by_side(one):
+    other = record("ads version 4", 0.2, colour="red")
+    page = Page(rendered([one, other]))
+    assert ["", "ads version 3", "ads version 4", "difference"] in page.rows
+    apart = other.report.overall.ne - one.report.overall.ne
+    row = next(row for row in page.rows if row and row[0] == "NE")
+    assert row[1:] == [f"{one.report.overall.ne:.4f}", f"{other.report.overall.ne:.4f}", f"{apart:+.4f}"]
+    assert ["colour", "–", "red"] in page.rows
+    assert not any(row[0] == "seed" for row in page.rows if row)
+    assert len(page.sources) == 2 * len(Page(rendered([one])).sources)
