@@ -50,10 +50,12 @@ def rendered(records: Sequence[RunRecord]) -> str:
     folder = Path(__file__).parent
     environment = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined)
     titles = " and ".join(record.title for record in records)
-    first = records[0]
+    results = [record.result for record in records]
     return environment.get_template("report.html").render(
         title=titles,
-        subtitle=f"{first.result['git_commit']}, snapshot {first.result['snapshot_id']}",
+        subtitle="; ".join(
+            dict.fromkeys(f"commit {one['git_commit']}, snapshot {one['snapshot_id']}" for one in results)
+        ),
         runs=[_head(record) for record in records],
         quality=_quality(records),
         notes=list(_notes(records)),
