@@ -46,10 +46,9 @@ def lock_hash() -> str:
 
 def page(config: RunConfig, result: Mapping[str, Any], report: EvalReport, tracker: Tracker) -> str:
     """The run report as markdown: quality, slices, speed, and where the rest is."""
-    evaluation, training, model = result["eval"], result["train"], result["model"]
+    evaluation, training = result["eval"], result["train"]
     quality = " | ".join(shown(evaluation[key]) for key in QUALITY)
     blocks = [
-        f"# {model['name']} version {model['version']} ({model['alias']})",
         "| | NE | log loss | AUC | calibration | ECE | rows |\n|---|---|---|---|---|---|---|\n"
         f"| evaluation | {quality} | {evaluation['rows']:,} |"
         + (f"\n| floor | {shown(evaluation['ne_floor'])} | | | | | |" if evaluation["ne_floor"] is not None else ""),
@@ -66,7 +65,7 @@ def page(config: RunConfig, result: Mapping[str, Any], report: EvalReport, track
             for part in report.slices
         ]
         blocks.append(
-            "\n".join(["| slice | rows | label rate | NE | 95 % | calibration |", "|---|---|---|---|---|---|", *rows])
+            "\n".join(["| slice | rows | label rate | NE | interval | calibration |", "|---|---|---|---|---|---|", *rows])
         )
     return "\n\n".join(blocks)
 

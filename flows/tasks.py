@@ -363,7 +363,7 @@ def publish(
     tracker.client.set_model_version_tag(model.name, str(model.version), IDENTITY, job.identity)
     write_text(Path(job.folder) / REGISTERED, f"{model.name} {model.version}\n")
     create_markdown_artifact(
-        text,
+        f"# {model.name} version {model.version} ({alias or 'rejected'})\n\n{text}",
         key=f"report-{config.name.lower().replace('_', '-')}",
         description=f"{model.name} version {model.version}",
     )
