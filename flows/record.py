@@ -65,7 +65,9 @@ def page(config: RunConfig, result: Mapping[str, Any], report: EvalReport, track
             for part in report.slices
         ]
         blocks.append(
-            "\n".join(["| slice | rows | label rate | NE | interval | calibration |", "|---|---|---|---|---|---|", *rows])
+            "\n".join(
+                ["| slice | rows | label rate | NE | interval | calibration |", "|---|---|---|---|---|---|", *rows]
+            )
         )
     return "\n\n".join(blocks)
 
