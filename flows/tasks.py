@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from flows.config import ROOT, RunConfig
 from flows.job import REGISTERED, TrainingJob, own_folder, pinned, prepared, tracker_of, train_tag, warehouse_of
-from flows.judging import Judged, judge, moved
+from flows.judging import Judged, in_a_line, judge, moved
 from flows.placing import place_tables
 from flows.progress import Logger, Progress
 from flows.record import commit, in_words, lock_hash, page, shown
@@ -44,7 +44,7 @@ from pipeline.registration.register import (
 )
 from pipeline.registration.register import register as put_into_registry
 from pipeline.registration.scorer import WEIGHTS, LoadedModel
-from pipeline.registration.tracking import RESULT, Weights
+from pipeline.registration.tracking import RESULT, Weights, unanswered
 from pipeline.training.launch import Event, Limits, run_ranks
 from pipeline.training.ray_launch import run_ranks_on_ray
 from pipeline.training.sharding import Placement
@@ -358,7 +358,12 @@ def publish(
     tracker.log_json(run_id, result, RESULT)
     text = page(config, result, report, tracker)
     tracker.client.update_model_version(model.name, str(model.version), description=text)
-    tracker.client.log_text(run_id, page_of(tracker, run_id), PAGE)
+    try:
+        tracker.client.log_text(run_id, page_of(tracker, run_id), PAGE)
+    except Exception as error:  # a page that cannot be drawn must not cost the model
+        if unanswered(error):
+            raise
+        get_run_logger().warning("the run has no %s: %s", PAGE, in_a_line(error))
     # The last act: a version is found by its identity only once everything about it is in place.
     tracker.client.set_model_version_tag(model.name, str(model.version), IDENTITY, job.identity)
     write_text(Path(job.folder) / REGISTERED, f"{model.name} {model.version}\n")

@@ -30,10 +30,12 @@ def test_a_model_of_int8_tables_is_registered_as_it_is_judged(smoke, home, copie
         weights=str(before / "weights.safetensors"), probe=probe, summary=smoke["train"], placement=()
     )
 
+    run_id = tasks.tracker_of(config).start("int8", {}, {}, None)
+
     @flow
     def judged_and_registered():
-        judged = tasks.evaluate(config, job, trained, smoke["mlflow_run_id"])
-        return judged, tasks.register(config, job, trained, judged, smoke["mlflow_run_id"])
+        judged = tasks.evaluate(config, job, trained, run_id)
+        return judged, tasks.register(config, job, trained, judged, run_id)
 
     judged, model = judged_and_registered()
     folder = copied / "runs" / f"smoke-{job.identity[:12]}-0"
@@ -41,6 +43,8 @@ def test_a_model_of_int8_tables_is_registered_as_it_is_judged(smoke, home, copie
     weights = folder / "int8" / "model" / "weights.safetensors"
     tags = tasks.tracker_of(config).client.get_model_version("smoke", str(model.version)).tags
     assert (tags["weights"], tags["size_bytes"]) == ("int8", str(weights.stat().st_size))
+    assert judged.report.ne_exact == smoke["eval"]["ne"]
+    assert float(tags["ne_int8_cost"]) == pytest.approx(judged.report.overall.ne - smoke["eval"]["ne"], abs=1e-6)
     others = tasks.tracker_of(config).client.get_model_version("smoke", "1").tags
     assert others["weights"] == "fp32"
     width = config.model.embedding_width
