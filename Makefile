@@ -12,6 +12,8 @@ INSTALLED = $(patsubst $(VENV)/.extra-%,%,$(wildcard $(VENV)/.extra-*))
 RUN = $(VENV)/bin/python
 PREFECT_PORT ?= 4200
 MLFLOW_PORT ?= 5000
+MODEL ?= demo
+SERVE_PORT ?= 5001
 export DO_NOT_TRACK = 1
 export PREFECT_SERVER_ANALYTICS_ENABLED = false
 export MLFLOW_DISABLE_TELEMETRY = true
@@ -19,7 +21,7 @@ export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export RAY_USAGE_STATS_ENABLED = 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint check ui worker deploy doctor lock clean
+.PHONY: help setup demo test test-slow test-gpu lint check ui serve worker deploy doctor lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | column -t -s@
@@ -68,6 +70,10 @@ check: lint test  ## linters and tests
 
 ui: setup  ## Prefect and MLflow on loopback; Ctrl-C stops both
 	@$(RUN) -m flows.ui $(HOME_FOLDER) prefect_port=$(PREFECT_PORT) mlflow_port=$(MLFLOW_PORT)
+
+serve: setup  ## the champion of MODEL over HTTP on loopback, port SERVE_PORT; Ctrl-C stops it
+	@PATH="$(abspath $(VENV))/bin:$$PATH" MLFLOW_TRACKING_URI="$${MLFLOW_TRACKING_URI:-sqlite:///$(HOME_FOLDER)/mlflow/mlflow.db}" \
+		$(VENV)/bin/mlflow models serve -m "models:/$(MODEL)@champion" --env-manager local --host 127.0.0.1 --port $(SERVE_PORT)
 
 deploy: setup  ## work pool and deployments on the running server (PREFECT_API_URL)
 	@$(VENV)/bin/prefect work-pool create dlrm --type process --overwrite
