@@ -44,7 +44,14 @@ EXECUTION_KEYS = {
         "hang_seconds",
         "deadline_seconds",
     },
-    "evaluation": {"workers"},
+    "evaluation": {
+        "workers",
+        "importance_rows",
+        "droppable_ne_loss",
+        "level",
+        "small_slice_rows",
+        "slice_values",
+    },
     "preprocessing": set(PreprocessingConfig.model_fields) - {"shuffle_window_rows"},
 }
 """Keys that do not change what is learned, left out of a training's identity."""

@@ -44,7 +44,8 @@ def finish(
         if judged is None and registered(tracker, config.model_name, run_id) and (folder / JUDGED).exists():
             judged = read_judged(folder)  # by an attempt that was cut short later: its version may be champion by now
         if judged is None:
-            judged = tasks.evaluate(config, job, trained, run_id)
+            judged = tasks.evaluate(config, job, trained)
             write_text(folder / JUDGED, judged.model_dump_json())
+        tasks.note(config, job, trained, judged, run_id)
         model = tasks.register(config, job, trained, judged, run_id)
         return tasks.publish(config, job, trained, judged, model, run_id)

@@ -165,6 +165,10 @@ def specs(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> dict[P
         if pa.types.is_nested(schema.field(name).type):
             raise ConfigError(f"{where} '{name}'", "one value a row", f"{schema.field(name).type}", "Name another.")
     check_defaults(config.registration.defaults, columns_of(plan, schema))
+    truth = evaluation.true_probability
+    if truth is not None and not pa.types.is_floating(schema.field(truth).type):
+        kind = f"{schema.field(truth).type}"
+        raise ConfigError(f"evaluation.true_probability '{truth}'", "a column of floats", kind, "Name another.")
     if config.sampling is not None:
         check_sampling(config.sampling, schema)
     if config.model.interaction == "dot" and len(plan.sparse) + bool(plan.dense) < 2:

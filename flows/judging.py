@@ -37,7 +37,7 @@ class Judged(BaseModel, frozen=True):
     report: EvalReport
     gate: Verdict
     features: tuple[FeatureWorth, ...] = ()
-    """The most valuable first."""
+    """The most valuable first; none where they were not looked at."""
 
 
 class Champion:
@@ -95,8 +95,9 @@ class Comparison(BaseModel, frozen=True):
         exact = None if self.exact is None else LoadedModel(self.exact)
         worker, evaluation = Worker(self.spec), Evaluation(self.evaluation, self.units, self.groups)
         done = 0
-        for rows in map(worker.raw, fragments):
-            labels = rows.column(self.spec.label).to_numpy().astype("float64")
+        for fragment in fragments:
+            rows = worker.raw(fragment)
+            labels = worker.labels(rows, f"{fragment.day}").astype("float64")
             extra = rows.select(list(self.spec.extra))
             before = None if exact is None else exact.score(rows)
             evaluation.add(Scored(labels, model.score(rows), extra, champion.score(rows), before))
@@ -123,7 +124,8 @@ def judge(config: RunConfig, job: TrainingJob, model: Path, progress: Progress, 
     """
     version, warehouse = holder(tracker_of(config), config.model_name), warehouse_of(config)
     resampled = config.gate.resample_by
-    fetched = Path(job.folder) / "champion"
+    fetched, groups = Path(job.folder) / "champion", Path(job.folder) / "groups"
+    shutil.rmtree(groups, ignore_errors=True)  # of an attempt that was killed
     try:
         champion = _champion(config, version, warehouse.schema(job.snapshot).names, fetched)
         spec = job.data["test"]
@@ -135,12 +137,15 @@ def judge(config: RunConfig, job: TrainingJob, model: Path, progress: Progress, 
             model=model,
             exact=exact,
             champion=fetched / "artifacts" / "model" if champion.columns else None,
-            groups=Path(job.folder) / "groups",
+            groups=groups,
         )
+        champion.model = None  # it is loaded where it scores
         evaluation, failed = _evaluated(comparison, Worker(spec, warehouse).fragments(), job.rows["test"], progress)
+        report = evaluation.report()
     finally:
-        shutil.rmtree(fetched, ignore_errors=True)
-    report, error = evaluation.report(), champion.error or failed
+        for folder in (fetched, groups):
+            shutil.rmtree(folder, ignore_errors=True)
+    error = champion.error or failed
     if version is None and report.overall.ne is None:
         verdict = Verdict(decision="hold", reason=f"NE is undefined: {report.overall.undefined['ne']}.")
     elif version is None:
@@ -150,14 +155,14 @@ def judge(config: RunConfig, job: TrainingJob, model: Path, progress: Progress, 
         verdict = Verdict(decision="hold", reason=reason, champion=version)
     else:
         verdict = compare(evaluation, report, config.gate, version)
-    return Judged(report=report, gate=verdict, features=tuple(worths(config, job, model, progress)))
+    return Judged(report=report, gate=verdict)
 
 
-def worths(config: RunConfig, job: TrainingJob, model: Path, progress: Progress) -> list[FeatureWorth]:
+def worths(config: RunConfig, job: TrainingJob, model: Path, progress: Progress) -> tuple[FeatureWorth, ...]:
     """What the features are worth on a sample of the evaluation rows: the first of fragments spread over all."""
     evaluation, wanted = config.evaluation, config.evaluation.importance_rows
     if wanted is None:
-        return []
+        return ()
     loaded, worker = LoadedModel(model), Worker(job.data["test"], warehouse_of(config))
     study = Study(loaded.plan, loaded.score_parts, config.seed, evaluation.level, evaluation.droppable_ne_loss)
     fragments = worker.fragments()
@@ -170,7 +175,7 @@ def worths(config: RunConfig, job: TrainingJob, model: Path, progress: Progress)
             labels = rows.column(config.features.label).to_numpy().astype("float64")
             study.add(rows, labels, *loaded.parts(rows))
             progress("features", min(study.rows, total), total)
-    return study.worths()
+    return tuple(study.worths())
 
 
 def _champion(config: RunConfig, version: int | None, columns: Iterable[str], folder: Path) -> Champion:
@@ -201,11 +206,15 @@ def _evaluated(
         workers, multiprocessing.get_context("spawn"), die_with_parent, (os.getpid(),)
     ) as pool:  # fmt: skip
         parts = [fragments[start : start + size] for start in range(0, len(fragments), size)]
-        for future in as_completed([pool.submit(portion, comparison, part) for part in parts]):
-            done, evaluation, error = future.result()
-            whole.merge(evaluation)
-            seen, failed = seen + done, failed or error
-            progress("evaluate", seen, total)
+        try:
+            for future in as_completed([pool.submit(portion, comparison, part) for part in parts]):
+                done, evaluation, error = future.result()
+                whole.merge(evaluation)
+                seen, failed = seen + done, failed or error
+                progress("evaluate", seen, total)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return whole, failed
 
 
@@ -214,7 +223,8 @@ def moved(config: RunConfig, version: int, verdict: Verdict) -> tuple[Verdict, s
     tracker, name = tracker_of(config), config.model_name
     present = holder(tracker, name)
     if verdict.decision == "promote" and present != verdict.champion:
-        reason = f"Version {present} became champion meanwhile. {verdict.reason}"
+        changed = "The champion was taken away" if present is None else f"Version {present} became champion"
+        reason = f"{changed} meanwhile. {verdict.reason}"
         verdict = verdict.model_copy(update={"decision": "hold", "reason": reason})
     if verdict.decision == "reject":
         return verdict, None

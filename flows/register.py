@@ -13,6 +13,7 @@ from flows.record import flow_run_name
 from flows.recorded import RECORD, Record, recorded_config
 from flows.tasks import TRAINED, Trained
 from pipeline.errors import ConfigError
+from pipeline.registration.tracking import answering
 
 
 @flow(name="register", flow_run_name=flow_run_name)
@@ -36,8 +37,9 @@ def register(
     if (folder / REGISTERED).exists():
         get_run_logger().info("skipped: run %s is registered", run_id)
         tracker = tracker_of(settings)
-        tracker.end(run_id, "FINISHED")  # MLflow may have missed the very end
-        return tracker.result(run_id) | {"status": "skipped"}
+        with answering(f"Run it again once it answers: python -m flows.register CONFIG run={run}"):
+            tracker.end(run_id, "FINISHED")  # MLflow may have missed the very end
+            return tracker.result(run_id) | {"status": "skipped"}
     job = job_in(folder, settings, record.identity, selected(settings, record.snapshot.snapshot_id))
     trained = Trained.model_validate_json((folder / TRAINED).read_text(encoding="utf-8"))
     trained = trained.model_copy(update={"weights": str(folder / "weights.safetensors")})

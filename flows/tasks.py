@@ -17,12 +17,12 @@ from pydantic import BaseModel
 
 from flows.config import ROOT, RunConfig
 from flows.job import REGISTERED, TrainingJob, own_folder, pinned, prepared, tracker_of, train_tag, warehouse_of
-from flows.judging import Judged, in_a_line, judge, moved
+from flows.judging import Judged, in_a_line, judge, moved, worths
 from flows.placing import place_tables
 from flows.progress import Logger, Progress
 from flows.record import commit, in_words, lock_hash, page, shown
 from flows.recorded import RECORD, recorded
-from flows.reporting import CURVES, DATA, FEATURES, PAGE, REPORT, STALL_CURVES, data_in_words, page_of
+from flows.reporting import CURVES, DATA, FEATURES, PAGE, PLAN, REPORT, STALL_CURVES, data_in_words, page_of
 from flows.scoring import Scores, score_days
 from pipeline.evaluation import plots
 from pipeline.extraction.extract import IngestResult, extract
@@ -50,6 +50,8 @@ from pipeline.training.ray_launch import run_ranks_on_ray
 from pipeline.training.sharding import Placement
 from storage.artifacts import write_json, write_text
 
+MOST_CHARACTERS = 5_000
+"""MLflow's databases take no longer description of a version."""
 TRAINED, PREPROCESSING = "trained.json", "preprocessing.json"
 """Files in a run's folder: what the ranks left behind, and what preprocessing took."""
 
@@ -237,16 +239,28 @@ def _event_handler(
 
 
 @task(cache_policy=NO_CACHE, task_run_name="evaluate")
-def evaluate(config: RunConfig, job: TrainingJob, trained: Trained, run_id: str) -> Judged:
+def evaluate(config: RunConfig, job: TrainingJob, trained: Trained) -> Judged:
     """Weights -> quality on the evaluation rows and the gate's verdict. Safe to repeat: it only reads."""
-    tracker, logger = tracker_of(config), get_run_logger()
+    logger = get_run_logger()
+    model = _packed(config, job, trained, config.registration.weights)
+    exact = None if config.registration.weights == "fp32" else _packed(config, job, trained)
     with Progress(logger) as progress:
-        model = _packed(config, job, trained, config.registration.weights)
-        exact = None if config.registration.weights == "fp32" else _packed(config, job, trained)
         judged = judge(config, job, model, progress, exact)
-    report, gate = judged.report, judged.gate
-    logger.info("evaluation: %s", in_words(report))
-    logger.info("gate: %s. %s", gate.decision, gate.reason)
+        with cosmetic("worth of the features"):
+            judged = judged.model_copy(update={"features": worths(config, job, model, progress)})
+    logger.info("evaluation: %s", in_words(judged.report))
+    logger.info("gate: %s. %s", judged.gate.decision, judged.gate.reason)
+    if judged.features:
+        droppable = [worth.name for worth in judged.features if worth.droppable]
+        logger.info("features worth most: %s", ", ".join(worth.name for worth in judged.features[:5]))
+        logger.info("features that could be dropped: %s", ", ".join(droppable) or "none")
+    return judged
+
+
+@task(cache_policy=NO_CACHE, task_run_name="note")
+def note(config: RunConfig, job: TrainingJob, trained: Trained, judged: Judged, run_id: str) -> None:
+    """Quality and figures -> the MLflow run. Safe to repeat: it replaces itself."""
+    tracker, report, gate = tracker_of(config), judged.report, judged.gate
     values = {f"eval_{name}": value for name, value in report.overall.model_dump(include=METRICS).items()}
     values |= {"eval_ne_floor": report.ne_floor, "eval_learned_share": report.learned_share}
     values |= {"eval_gauc": report.grouped.gauc if report.grouped else None, "eval_ne_fp32": report.ne_exact}
@@ -254,28 +268,35 @@ def evaluate(config: RunConfig, job: TrainingJob, trained: Trained, run_id: str)
         values |= {f"gate_ne_{name}": getattr(gate.difference, name) for name in ("low", "high")}
         values |= {"gate_ne_difference": gate.difference.ne, "gate_champion_ne": gate.champion_ne}
     tracker.log(run_id, int(trained.summary["steps"]), values)
-    curves = tracker.curves(run_id, CURVES)
-    figures = {
-        "learning_curve": plots.learning_curve(
-            curves, trained.summary["best_step"], report.overall.ne, report.ne_floor
-        ),
-        "stall_timeline": plots.stall_timeline(tracker.curves(run_id, STALL_CURVES)),
-        "calibration": plots.calibration(report),
-        "roc": plots.roc(report),
-    }
-    figures["precision_recall"] = plots.precision_recall(report)
-    if report.slices:
-        figures["slices"] = plots.slices(report)
-    if judged.features:
-        figures["importance"] = plots.importance(judged.features)
-        droppable = [worth.name for worth in judged.features if worth.droppable]
-        logger.info("features worth most: %s", ", ".join(worth.name for worth in judged.features[:5]))
-        logger.info("features that could be dropped: %s", ", ".join(droppable) or "none")
-    tracker.log_figures(run_id, figures)
     tracker.log_json(run_id, report.model_dump(mode="json"), REPORT)
     tracker.log_json(run_id, [worth.model_dump() for worth in judged.features], FEATURES)
     tracker.log_json(run_id, data_in_words(job), DATA)
-    return judged
+    tracker.log_json(run_id, trained.placement, PLAN)
+    with cosmetic("figures"):
+        curves, best = tracker.curves(run_id, [*CURVES, *STALL_CURVES]), trained.summary["best_step"]
+        figures = {
+            "learning_curve": plots.learning_curve(curves, best, report.overall.ne, report.ne_floor),
+            "stall_timeline": plots.stall_timeline(curves),
+            "calibration": plots.calibration(report),
+            "roc": plots.roc(report),
+            "precision_recall": plots.precision_recall(report),
+        }
+        if report.slices:
+            figures["slices"] = plots.slices(report)
+        if judged.features:
+            figures["importance"] = plots.importance(judged.features)
+        tracker.log_figures(run_id, figures)
+
+
+@contextmanager
+def cosmetic(what: str) -> Iterator[None]:
+    """What can be done without: if it cannot be had, the log says so, and hours of training are not lost for it."""
+    try:
+        yield
+    except Exception as error:
+        if unanswered(error):  # that can be finished later
+            raise
+        get_run_logger().warning("the run has no %s: %s", what, in_a_line(error))
 
 
 METRICS = {"rows", "label_rate", "ne", "ne_recalibrated", "logloss", "auc", "pr_auc", "calibration", "ece"}
@@ -357,13 +378,10 @@ def publish(
     }
     tracker.log_json(run_id, result, RESULT)
     text = page(config, result, report, tracker)
-    tracker.client.update_model_version(model.name, str(model.version), description=text)
-    try:
+    short = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS].rpartition("\n")[0]
+    tracker.client.update_model_version(model.name, str(model.version), description=short)
+    with cosmetic(PAGE):
         tracker.client.log_text(run_id, page_of(tracker, run_id), PAGE)
-    except Exception as error:  # a page that cannot be drawn must not cost the model
-        if unanswered(error):
-            raise
-        get_run_logger().warning("the run has no %s: %s", PAGE, in_a_line(error))
     # The last act: a version is found by its identity only once everything about it is in place.
     tracker.client.set_model_version_tag(model.name, str(model.version), IDENTITY, job.identity)
     write_text(Path(job.folder) / REGISTERED, f"{model.name} {model.version}\n")

@@ -174,7 +174,7 @@ class Evaluation:
         labels = part.labels
         self.model.add(labels, part.probabilities)
         if self.truth is not None and self.config.true_probability is not None:
-            self.truth.add(labels, part.extra.column(self.config.true_probability).to_numpy())
+            self.truth.add(labels, part.extra.column(self.config.true_probability).cast(pa.float64()).to_numpy())
         if part.exact is not None:
             self.exact.add(labels, part.exact)
         apart, units = None, np.zeros(len(labels), np.int64)
@@ -213,7 +213,7 @@ class Evaluation:
         overall = self.model.quality()
         if overall.rows == 0:
             raise EmptyDatasetError("evaluation rows", "at least one", "none", "Check split and filter.")
-        roc, precision_recall = curves(self.model.by_log_odds[0])
+        roc, precision_recall = ([], []) if overall.auc is None else curves(self.model.by_log_odds[0])
         too_many = f"more than {MOST_VALUES:,} values"
         return EvalReport(
             overall=overall,

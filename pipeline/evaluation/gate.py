@@ -10,7 +10,7 @@ from scipy.stats import t as student  # type: ignore[import-untyped]
 from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvalReport, Evaluation
 from pipeline.evaluation.metrics import UNIT, Floats, Integers, Quality, base_entropy, losses
-from pipeline.evaluation.tally import Pairs
+from pipeline.evaluation.tally import Pairs, sum_of_squares
 from storage.reader import DAY
 
 ENOUGH_DAYS = 20
@@ -97,9 +97,9 @@ def ne_difference(pairs: Pairs, by_rows: bool, level: float, member: int = 0) ->
     difference = mean / entropy
     over = difference * math.log((1.0 - rate) / rate)  # the change of the entropy with the rate
     if by_rows:
-        squared, of_positives = (pairs.sums[member] * UNIT).tolist()
+        of_positives, *limbs = pairs.sums[member].tolist()
         squares = (
-            squared - rows * mean * mean - 2.0 * over * (of_positives - rows * mean * rate)
+            sum_of_squares(*limbs) - rows * mean * mean - 2.0 * over * (of_positives * UNIT - rows * mean * rate)
             + over * over * rows * rate * (1.0 - rate)
         )  # fmt: skip
     else:

@@ -70,8 +70,9 @@ class Grouped:
         self.close()
         temporary = self.folder.with_name(self.folder.name + "-spill")
         try:
-            with connect([self.folder], temporary, "1GB") as connection:
-                found = connection.execute(QUERY, [f"{self.folder.resolve()}/*.parquet", STEPS]).fetchone()
+            with connect([self.folder] if self.folder.exists() else [], temporary, "1GB") as connection:
+                files = [str(path.resolve()) for path in self.folder.glob("*.parquet")]
+                found = connection.execute(QUERY, [files, STEPS]).fetchone() if files else None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -33,7 +33,7 @@ class FeatureWorth(BaseModel, frozen=True):
     truncated: float | None
     """Share of ids that the transforms leave out."""
     collisions: float | None
-    """Share of the sample's distinct ids that share their row of the table with others; None: not hashed."""
+    """1 - rows of the table used / distinct ids, in the sample; None: not hashed."""
     droppable: bool
     """Whether even the upper bound of its loss is too small to matter."""
 
@@ -98,7 +98,7 @@ class Study:
             column = number if own < 0 else own
             changed[:, column] = changed[order, column]
             after = self.score(changed, vectors) if own < 0 else self.score(dense, changed)
-            self.pairs.add(labels, losses(labels, after) - before, none, none + number)
+            self.pairs.add(labels, np.nan_to_num(losses(labels, after) - before), none, none + number)
         self.batches += 1
 
     def worths(self) -> list[FeatureWorth]:
@@ -115,6 +115,9 @@ class Study:
             if start.offsets is not None:
                 self.ids[name] += len(start.values)
                 self.kept[name] += min(len(end.values), len(start.values))
+            elif end.offsets is not None:  # ids that were made of numbers
+                self.ids[name] += len(end.values)
+                self.kept[name] += len(end.values)
         for name, keys in self.hashed.items():
             for seen, key in zip(self.distinct[name], keys, strict=True):
                 seen.append(np.unique(columns[key].values))

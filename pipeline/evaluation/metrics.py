@@ -77,14 +77,14 @@ def quality(
         predicted, loss: Sums of probabilities and of losses.
         by_log_odds: int64 [bins, 2]: rows and positive rows by log-odds. AUC and PR-AUC take rows of a bin for ties.
         by_width: int64 [ECE_BINS, 3]: rows, positive rows and units of prediction by probability.
-        broken: Rows whose prediction is not a number.
+        broken: Rows whose prediction is not a probability.
     Source:
         NE: He et al. 2014, "Practical lessons from predicting clicks on ads at Facebook", section 3.
     """
     undefined: dict[str, str] = {}
     every = ("label_rate", "ne", "ne_recalibrated", "logloss", "auc", "pr_auc", "calibration", "ece")
     if rows == 0 or broken:
-        reason = f"{broken} predictions are not numbers" if broken else "no rows"
+        reason = f"{broken} predictions are not probabilities" if broken else "no rows"
         return Quality(rows=rows, **dict.fromkeys(every), undefined=dict.fromkeys(every, reason))
     rate, entropy = positives / rows, base_entropy(positives / rows)
     if entropy == 0.0:

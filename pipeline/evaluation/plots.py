@@ -112,7 +112,7 @@ def slices(report: EvalReport) -> Figure:
     """NE of each slice with its interval, beside the overall NE; slices of few rows are pale."""
     shown = [part for part in report.slices if part.quality.ne is not None]
     figure, axes = _figure("NE by slice", "normalized entropy", "", height=max(2.5, 0.25 * len(shown) + 1.0))
-    names = [f"{part.column} = {part.value}" for part in shown]
+    names = [f"{part.column} = {part.value}".replace("$", r"\$") for part in shown]  # no formula
     middles = [part.quality.ne or 0.0 for part in shown]
     bounds = [(part.ne_low or ne, part.ne_high or ne) for part, ne in zip(shown, middles, strict=True)]
     colours = ["lightsteelblue" if part.small else "tab:blue" for part in shown]

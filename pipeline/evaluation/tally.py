@@ -26,6 +26,8 @@ FINE_BINS, COARSE_BINS = 1 << 16, 1 << 12
 """Bins of log-odds for all rows, where AUC is right to 1e-5 (4,000 rows; closer for more), and for a slice: to 1e-4."""
 MOST_VALUES = 1_000
 """Values of a slice column; one with more of them is no slice column."""
+COARSE, FINE = 2.0**-20, 2.0**-50
+"""Units of squares; sums of either hold 8 billion rows."""
 UNIT_GROUPS = 1_024
 """Groups that the units of the gate, such as users, are put into where there are more of them."""
 
@@ -52,13 +54,14 @@ class Tally(Sums):
     """Sums of the predictions for K members of a column's values (or for all rows as the only one).
 
     Shapes:
-        sums: int64 [K, 7]: rows, positive rows, rows without a number, and units of prediction, loss, squared loss and
-        loss of positive rows. by_log_odds: int64 [K, bins, 2]. by_width: int64 [K, ECE_BINS, 3]. predicted: int64
-        [K, bins], kept for all rows alone.
+        sums: int64 [K, 8]: rows, positive rows, rows without a probability, units of prediction, of loss and of the
+        loss of positive rows, and squared losses as two numbers (see `squares`).
+        by_log_odds: int64 [K, bins, 2]: rows, positive rows. by_width: int64 [K, ECE_BINS, 3]: these, and units of
+        prediction. predicted: int64 [K, bins], kept for all rows alone.
     """
 
     def __init__(self, members: int = 1, bins: int = FINE_BINS) -> None:
-        self.sums = np.zeros((members, 7), np.int64)
+        self.sums = np.zeros((members, 8), np.int64)
         self.by_log_odds = np.zeros((members, bins, 2), np.int64)
         self.by_width = np.zeros((members, ECE_BINS, 3), np.int64)
         self.predicted = np.zeros((members, bins if bins == FINE_BINS else 0), np.int64)
@@ -72,14 +75,15 @@ class Tally(Sums):
             members: int64 [N]: what each row belongs to. None: all to the first.
         """
         at = np.zeros(len(labels), np.int64) if members is None else members
-        good = np.isfinite(probabilities)
+        probabilities = np.asarray(probabilities, np.float64)
+        good = (probabilities >= 0.0) & (probabilities <= 1.0)  # NaN is neither
         if not good.all():
             _add(self.sums, at[~good], (0, 0, 1))
             at, labels, probabilities = at[good], labels[good], probabilities[good]
         positive = labels.astype(np.int64)
         loss = losses(labels, probabilities)
         units, predicted = in_units(loss), in_units(probabilities)
-        _add(self.sums, at, (1, positive, 0, predicted, units, in_units(loss * loss), units * positive))
+        _add(self.sums, at, (1, positive, 0, predicted, units, units * positive, *squares(loss)))
         count = self.by_log_odds.shape[1]
         bins = at * count + log_odds_bins(probabilities, count)
         _add(self.by_log_odds, bins, (1, positive))
@@ -90,7 +94,7 @@ class Tally(Sums):
 
     def quality(self, member: int = 0) -> Quality:
         """All metrics of a member's rows."""
-        rows, positives, broken, predicted, loss, _, _ = self.sums[member].tolist()
+        rows, positives, broken, predicted, loss, *_ = self.sums[member].tolist()
         return quality(
             rows + broken, positives, predicted * UNIT, loss * UNIT, self.by_log_odds[member], self.by_width[member],
             broken,
@@ -98,20 +102,21 @@ class Tally(Sums):
 
     def ne_error(self, member: int = 0) -> float | None:
         """Standard error of a member's NE, rows taken as independent."""
-        rows, positives, _, _, loss, squared, of_positives = self.sums[member].tolist()
-        return ne_interval_error(rows, positives, loss * UNIT, squared * UNIT, of_positives * UNIT)
+        rows, positives, _, _, loss, of_positives, *squared = self.sums[member].tolist()
+        return ne_interval_error(rows, positives, loss * UNIT, sum_of_squares(*squared), of_positives * UNIT)
 
 
 class Pairs(Sums):
     """Sums of the losses of two models on the same rows, for K members and by groups of units.
 
     Shapes:
-        sums: int64 [K, 2]: units of the squared difference of the losses, and of the difference where the label is 1.
+        sums: int64 [K, 3]: units of the difference of the losses where the label is 1, and the squares of all
+        differences as two numbers (see `squares`).
         by_unit: int64 [K, UNIT_GROUPS, 3]: rows, positive rows and units of the difference of the losses.
     """
 
     def __init__(self, members: int = 1) -> None:
-        self.sums = np.zeros((members, 2), np.int64)
+        self.sums = np.zeros((members, 3), np.int64)
         self.by_unit = np.zeros((members, UNIT_GROUPS, 3), np.int64)
 
     def add(self, labels: Floats, apart: Floats, units: Integers, members: Integers | None = None) -> None:
@@ -125,7 +130,7 @@ class Pairs(Sums):
         """
         at = np.zeros(len(labels), np.int64) if members is None else members
         positive, difference = labels.astype(np.int64), in_units(apart)
-        _add(self.sums, at, (in_units(apart * apart), difference * positive))
+        _add(self.sums, at, (difference * positive, *squares(apart)))
         _add(self.by_unit, at * UNIT_GROUPS + units, (1, positive, difference))
 
 
@@ -145,7 +150,7 @@ class Members:
             return None
         combined = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
         encoded = pc.dictionary_encode(combined, null_encoding="encode")
-        own = self.numbered([str(value.as_py()) for value in encoded.dictionary])
+        own = self.numbered(["(null)" if not value.is_valid else str(value.as_py()) for value in encoded.dictionary])
         return None if own is None else np.array(own, np.int64)[encoded.indices.to_numpy(zero_copy_only=False)]
 
     def numbered(self, names: Sequence[str]) -> list[int] | None:
@@ -173,8 +178,20 @@ def in_units(values: Floats) -> Integers:
     return result
 
 
+def squares(values: Floats) -> tuple[Integers, Integers]:
+    """Squares as whole numbers of COARSE and, for the rest, of FINE: models that hardly differ have tiny squares."""
+    square = np.square(values)
+    coarse = np.floor(square / COARSE)
+    return coarse.astype(np.int64), np.rint((square - coarse * COARSE) / FINE).astype(np.int64)
+
+
+def sum_of_squares(coarse: int, fine: int) -> float:
+    """What sums of `squares` stand for."""
+    return coarse * COARSE + fine * FINE
+
+
 def unit_groups(values: pa.ChunkedArray) -> Integers:
-    """The group of each row's unit, int64 [N]; up to UNIT_GROUPS days or numbers in a row have one each."""
+    """The group of each row's unit, int64 [N]; up to UNIT_GROUPS days in a row have one each."""
     encoded = pc.dictionary_encode(values.combine_chunks(), null_encoding="encode")
     groups = np.array([_group(value.as_py()) for value in encoded.dictionary], np.int64)
     return groups[encoded.indices.to_numpy(zero_copy_only=False)] if len(groups) else np.empty(0, np.int64)
@@ -183,8 +200,8 @@ def unit_groups(values: pa.ChunkedArray) -> Integers:
 def _group(value: Any) -> int:
     if isinstance(value, datetime.date) and not isinstance(value, datetime.datetime):
         return value.toordinal() % UNIT_GROUPS
-    if isinstance(value, int):
-        return value % UNIT_GROUPS
+    if isinstance(value, int):  # multiplicative hashing (Knuth, volume 3, section 6.4): ids may share a stride
+        return (value * 0x9E3779B97F4A7C15 % 2**64) // (2**64 // UNIT_GROUPS)
     return zlib.crc32(str(value).encode()) % UNIT_GROUPS
 
 

@@ -143,7 +143,7 @@ class Worker:
         for chunk, rows in enumerate(part for fragment in split.fragments for part in self._selected(fragment)):
             costs.read_seconds += clock.lap()
             transformed = self.spec.plan.apply(rows, costs.counts, costs.op_seconds)
-            labels = self._labels(rows, split)
+            labels = self.labels(rows, f"{split}")
             costs.transform_seconds += clock.lap()
             self._put(chunk, transformed, labels, writer)
             count += len(labels)
@@ -205,12 +205,17 @@ class Worker:
             self.orders[key] = permutation(*key)
         return self.orders[key]
 
-    def _labels(self, rows: pa.RecordBatch | pa.Table, split: Split) -> npt.NDArray[np.float32]:
+    def labels(self, rows: pa.RecordBatch | pa.Table, where: str) -> npt.NDArray[np.float32]:
+        """The labels of rows, 0 or 1, float32 [N].
+
+        Raises:
+            DataError: If one is neither; names it, and where it is.
+        """
         labels: npt.NDArray[np.float32] = rows.column(self.spec.label).cast(pa.float32()).to_numpy(zero_copy_only=False)
         bad = labels[(labels != 0.0) & (labels != 1.0)]
         if len(bad):
             shown = "null" if np.isnan(bad[0]) else f"{bad[0]:g}"
-            raise DataError(f"label '{self.spec.label}' in {split}", "0 or 1", shown, "Ingest the day with again=true.")
+            raise DataError(f"label '{self.spec.label}' in {where}", "0 or 1", shown, "Ingest the day with again=true.")
         return labels
 
 

@@ -8,7 +8,7 @@ from mlflow.exceptions import MlflowException
 from pydantic import BaseModel
 
 from pipeline.errors import RegistryError
-from pipeline.registration.tracking import Tracker, absent, unanswered
+from pipeline.registration.tracking import Tracker, absent
 
 CHAMPION, CHALLENGER = "champion", "challenger"
 MOVE = "move."
@@ -50,10 +50,9 @@ def chosen(tracker: Tracker, name: str, version: int | None) -> tuple[int, str]:
         raise RegistryError(
             f"model '{name}'", "a champion", "none", "Train a model first, or name a version: version=N."
         )
-    try:
-        found = tracker.client.get_model_version(name, str(number))
-    except MlflowException:
-        raise _no_version(tracker, name, number) from None
+    found = tracker.version(name, str(number))
+    if found is None:
+        raise _no_version(tracker, name, number)
     tags = [found.tags.get(tag, "") for tag in ("weights_sha256", "weights", "plan_hash")]
     return number, " ".join([name, str(number), str(found.run_id), *tags])
 
@@ -67,17 +66,15 @@ def move(
         RegistryError: If there is no such version.
     """
     previous = holder(tracker, name, alias)
-    try:
-        tracker.client.set_registered_model_alias(name, alias, str(version))
-    except MlflowException as error:
-        if unanswered(error):
-            raise
-        raise _no_version(tracker, name, version) from None
-    if alias == CHAMPION and holder(tracker, name, CHALLENGER) == version:
-        tracker.client.delete_registered_model_alias(name, CHALLENGER)
+    if tracker.version(name, str(version)) is None:
+        raise _no_version(tracker, name, version)
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H-%M-%S.%fZ")
     done = Move(time=now, alias=alias, version=version, previous=previous, by=by, reason=reason)
+    # Written down first: cut short between the two, the alias stays, and a rollback passes over what did not happen.
     tracker.client.set_registered_model_tag(name, MOVE + now, done.model_dump_json())
+    tracker.client.set_registered_model_alias(name, alias, str(version))
+    if alias == CHAMPION and holder(tracker, name, CHALLENGER) == version:
+        tracker.client.delete_registered_model_alias(name, CHALLENGER)
     return done
 
 

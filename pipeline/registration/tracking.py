@@ -199,7 +199,9 @@ class Tracker:
         """
         try:
             return json.loads(mlflow.artifacts.load_text(f"runs:/{run_id}/{path}"))
-        except (MlflowException, OSError):
+        except (MlflowException, OSError) as error:
+            if unanswered(error):
+                raise
             raise RegistryError(
                 f"MLflow run '{run_id}'", f"one with {path}", "none", "Name a run of a finished training."
             ) from None
@@ -208,7 +210,9 @@ class Tracker:
         """A version of a model as MLflow knows it; None where there is none."""
         try:
             return self.client.get_model_version(name, version)
-        except MlflowException:
+        except MlflowException as error:
+            if unanswered(error):
+                raise
             return None
 
     def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
@@ -242,6 +246,16 @@ def unanswered(error: Exception) -> bool:
     return isinstance(error, requests.ConnectionError | requests.Timeout)
 
 
+def redacted(text: str) -> str:
+    """A text whose addresses tell no password.
+
+    Example:
+        >>> redacted("postgresql://me:p@ss/word@host/db?password=x&a=1")
+        'postgresql://host/db?password=...&a=1'
+    """
+    return re.sub(r"(password|pwd)=[^&\s]*", r"\1=...", re.sub(r"//\S*@", "//", text))
+
+
 def absent(error: MlflowException) -> bool:
     """Whether MLflow says that there is no such thing, which is an answer."""
     return str(error.error_code) == "RESOURCE_DOES_NOT_EXIST"
@@ -261,6 +275,6 @@ def answering(remedy: str) -> Iterator[None]:
     except (MlflowException, requests.RequestException) as error:
         if not unanswered(error):
             raise
-        address = re.sub(r"//[^/@]*@", "//", mlflow.get_tracking_uri())
+        address = redacted(mlflow.get_tracking_uri())
         reason = "a locked database" if "locked" in str(error) else "none"
-        raise TrackingError(f"MLflow at {address}", "an answer", reason, remedy) from error
+        raise TrackingError(f"MLflow at {address}", "an answer", reason, remedy) from None  # which names passwords

@@ -1,5 +1,7 @@
 """The gate in a run: what it makes of a second model, and what people make of it afterwards."""
 
+from pathlib import Path
+
 import pytest
 
 from flows import judging, tasks
@@ -77,6 +79,18 @@ def test_a_champion_that_cannot_score_the_rows_holds_the_place(smoke, home, copi
     assert (gate.decision, gate.champion) == ("hold", 1)
     assert gate.reason == "Version 1, the champion, cannot score these rows: RuntimeError: no such kernel."
     assert not list(copied.rglob("champion"))
+
+
+def test_what_a_killed_attempt_left_behind_is_not_counted(smoke, home, copied):
+    config = load(CONFIG, {"evaluation.group_by": "cat_user"})
+    job, model = pinned(config, None, False), the_model(smoke, home)[1]
+    groups = Path(job.folder) / "groups"
+    groups.mkdir(parents=True)
+    (groups / "torn.parquet").write_bytes(b"PAR1")
+    grouped = judging.judge(config, job, model, lambda *note: None).report.grouped
+    assert 0.0 < grouped.gauc < 1.0
+    assert 0 < grouped.rows <= 5_000
+    assert not groups.exists()
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def test_a_model_of_int8_tables_is_registered_as_it_is_judged(smoke, home, copie
 
     @flow
     def judged_and_registered():
-        judged = tasks.evaluate(config, job, trained, run_id)
+        judged = tasks.evaluate(config, job, trained)
         return judged, tasks.register(config, job, trained, judged, run_id)
 
     judged, model = judged_and_registered()

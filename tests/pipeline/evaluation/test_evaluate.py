@@ -1,5 +1,7 @@
 """The report: slices and their intervals, GAUC, floor, curves; rows in any parts and order; what is refused."""
 
+import io
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -110,13 +112,13 @@ def test_slices_against_a_filter(parts):
     values = np.array(extra.column("country").to_pylist(), dtype=object)
     assert sum(part.quality.rows for part in report.slices) == 3_000
     for part in report.slices:
-        chosen = np.array([str(value) == part.value for value in values])
+        chosen = np.array([("(null)" if value is None else value) == part.value for value in values])
         exact = quality(labels[chosen], probabilities[chosen])
         assert part.quality.model_dump(exclude={"auc", "pr_auc", "ne_recalibrated", "undefined"}) == exact.model_dump(
             exclude={"auc", "pr_auc", "ne_recalibrated", "undefined"}
         )
         assert part.quality.auc == pytest.approx(roc_auc_score(labels[chosen], probabilities[chosen]), abs=5e-3)
-        assert part.small == (part.value == "None")
+        assert part.small == (part.value == "(null)")
 
 
 def test_the_interval_of_a_slice_is_that_of_a_bootstrap(parts):
@@ -135,7 +137,7 @@ def test_the_interval_of_a_slice_is_that_of_a_bootstrap(parts):
 def test_only_the_most_frequent_values_are_shown(parts):
     report = reported(parts, EvaluationConfig(slices=("country",), slice_values=2))
     assert len(report.slices) == 2
-    assert "None" not in {part.value for part in report.slices}
+    assert "(null)" not in {part.value for part in report.slices}
 
 
 def test_a_column_of_too_many_values_has_no_slices():
@@ -197,3 +199,27 @@ def test_figures_show_what_they_are_given(parts):
     assert len(plots.slices(report).axes[0].collections[0].get_offsets()) == len(report.slices)
     assert len(plots.calibration(report).axes[0].get_lines()[1].get_xdata()) == 20
     assert len(plots.roc(report).axes[0].get_lines()[1].get_xdata()) == len(report.roc)
+
+
+def test_any_report_can_be_drawn():
+    """Predictions that are none, and values of slices that look like formulas."""
+    labels, odd = np.array([0.0, 1.0] * 40), pa.array(["$10_$20", "$\\x$", "a\nb", None] * 20)
+    for probabilities in (np.full(80, np.nan), np.append(np.nan, np.full(79, 0.5)), np.full(80, 0.5)):
+        report = reported(
+            [Scored(labels, probabilities, pa.table({"price": odd}))], EvaluationConfig(slices=("price",))
+        )
+        for draw in (plots.roc, plots.precision_recall, plots.calibration, plots.slices):
+            with io.BytesIO() as file:
+                draw(report).savefig(file, format="svg")
+                assert file.getvalue().rstrip().endswith(b"</svg>")
+    assert {part.value for part in report.slices} == {"$10_$20", "$\\x$", "a\nb", "(null)"}
+
+
+@pytest.mark.parametrize("kind", [pa.float32(), pa.float64()])
+def test_true_probabilities_may_be_certain_or_unknown(kind):
+    labels = np.array([0.0, 1.0] * 10)
+    truth = pa.array([0.0, 1.0] * 10, kind)
+    parts = [Scored(labels, np.full(20, 0.5), pa.table({"truth": truth}))]
+    assert reported(parts, EvaluationConfig(true_probability="truth")).ne_floor == pytest.approx(0.0, abs=1e-9)
+    parts = [Scored(labels, np.full(20, 0.5), pa.table({"truth": pa.nulls(20, kind)}))]
+    assert reported(parts, EvaluationConfig(true_probability="truth")).ne_floor is None

@@ -8,6 +8,7 @@ from benchmarks.gate import false_alarms, pair, promoted, sigmoid, truth
 from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvaluationConfig, Scored, evaluate
 from pipeline.evaluation.gate import GateConfig, compare, ne_difference, paired
+from pipeline.evaluation.tally import COARSE, FINE, unit_groups
 from pipeline.evaluation.tally import tallied as quality
 
 LEVEL = 0.05
@@ -165,11 +166,43 @@ def test_more_users_than_groups_are_put_together_and_the_interval_stays():
 
 
 @pytest.mark.parametrize(("bad", "whose"), [(0, "this model"), (1, "version 3")])
-def test_predictions_that_are_not_numbers_are_held(bad, whose):
+def test_predictions_that_are_not_probabilities_are_held(bad, whose):
     labels, *both = pair(1_000, 0.0, np.random.default_rng(1))
     both[bad][[3, 4]] = np.nan
     verdict = judged(labels, *both)
-    assert (verdict.decision, verdict.reason) == ("hold", f"NE of {whose} is undefined: 2 predictions are not numbers.")
+    assert (verdict.decision, verdict.reason) == (
+        "hold",
+        f"NE of {whose} is undefined: 2 predictions are not probabilities.",
+    )
+
+
+@pytest.mark.parametrize("noise", [1e-4, 1e-5, 1e-6])
+def test_models_that_hardly_differ_are_not_called_different(noise):
+    """Differences of losses far below the unit that they are added up in when squared."""
+    called = 0
+    for number in range(40):
+        random = np.random.default_rng([4, number])
+        logits = truth(5_000, random)
+        labels = (random.random(5_000) < sigmoid(logits)).astype(float)
+        ours, theirs = (sigmoid(logits + random.normal(0.0, noise, 5_000)) for _ in range(2))
+        found = ne_difference(paired(labels, ours, theirs), True, LEVEL)
+        called += not found.low <= 0.0 <= found.high
+    assert called <= 6
+
+
+def test_sums_of_squares_do_not_run_over():
+    """Ten thousand rows of the worst loss there is, counted as if they were a billion."""
+    pairs = paired(np.ones(10_000), np.full(10_000, 1e-12), np.full(10_000, 1.0))
+    assert 27.6**2 < (pairs.sums[0, 1] * COARSE + pairs.sums[0, 2] * FINE) / 10_000 < 27.7**2
+    assert pairs.sums[0, 1:].max() < 2**63 / 1e5
+
+
+@pytest.mark.parametrize("ids", [np.arange(50), np.arange(10_000) << 22, np.arange(10_000) * 1_024, -np.arange(900)])
+def test_ids_of_any_stride_are_spread_over_the_groups(ids):
+    groups = unit_groups(pa.chunked_array([pa.array(ids)]))
+    counts = np.bincount(groups, minlength=1_024)
+    assert (counts > 0).sum() >= min(len(ids), 1_024) * 0.6
+    assert counts.max() <= 5 * max(len(ids) / 1_024, 1.0)
 
 
 def test_bounds_that_leave_nothing_are_refused():

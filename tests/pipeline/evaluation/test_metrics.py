@@ -111,10 +111,10 @@ def test_undefined_is_none_with_a_reason(labels, undefined):
     assert {name for name, value in found.model_dump().items() if value is None} == undefined
 
 
-def test_predictions_that_are_not_numbers():
-    found = quality([0, 1, 1], [0.5, float("nan"), float("inf")])
-    assert found.rows == 3
-    assert found.undefined == dict.fromkeys(EVERY, "2 predictions are not numbers")
+def test_predictions_that_are_not_probabilities():
+    found = quality([0, 1, 1, 0], [0.5, float("nan"), float("inf"), -0.1])
+    assert found.rows == 4
+    assert found.undefined == dict.fromkeys(EVERY, "3 predictions are not probabilities")
 
 
 def test_certain_and_wrong_is_finite():

@@ -40,6 +40,18 @@ def test_a_move_is_written_down(tracker, name):
     ]
 
 
+def test_a_move_that_was_cut_short_does_no_harm(tracker, name, monkeypatch):
+    """Written down, but not made: the champion stays, and a rollback goes to the one before it."""
+    move(tracker, name, CHAMPION, 1, "gate", "")
+    move(tracker, name, CHAMPION, 2, "gate", "")
+    with monkeypatch.context() as cut:
+        cut.setattr(tracker.client, "set_registered_model_alias", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            move(tracker, name, CHAMPION, 3, "gate", "")
+    assert holder(tracker, name) == 2
+    assert rollback(tracker, name).version == 1
+
+
 def test_the_champion_scores_unless_a_version_is_named(tracker, name):
     with pytest.raises(RegistryError) as caught:
         chosen(tracker, name, None)
