@@ -8,6 +8,7 @@ from benchmarks.gate import false_alarms, pair, promoted, sigmoid, truth
 from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvaluationConfig, Scored, evaluate
 from pipeline.evaluation.gate import GateConfig, compare, ne_difference, paired
+from pipeline.evaluation.metrics import base_entropy, losses
 from pipeline.evaluation.tally import COARSE, FINE, unit_groups
 from pipeline.evaluation.tally import tallied as quality
 
@@ -45,7 +46,8 @@ def test_the_interval_is_that_of_a_bootstrap(clustered):
     drawn = []
     for _ in range(2_000):
         rows = np.concatenate([rows_of[unit] for unit in random.integers(0, len(rows_of), len(rows_of))])
-        drawn.append(quality(labels[rows], ours[rows]).ne - quality(labels[rows], theirs[rows]).ne)
+        apart = (losses(labels[rows], ours[rows]) - losses(labels[rows], theirs[rows])).mean()
+        drawn.append(apart / base_entropy(labels[rows].mean()))
     low, high = np.quantile(drawn, [LEVEL / 2, 1 - LEVEL / 2])
     width = found.high - found.low
     assert (found.low, found.high) == pytest.approx((low, high), abs=0.1 * width)
