@@ -23,6 +23,7 @@ from pipeline.preprocessing.worker import DataSpec, Worker
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, holder, move
 from pipeline.registration.register import packed
 from pipeline.registration.scorer import LoadedModel
+from pipeline.registration.tracking import unanswered
 from storage.reader import DAY, Fragment
 
 IMPORTANCE_BATCH_ROWS = 2_048
@@ -185,6 +186,8 @@ def _champion(config: RunConfig, version: int | None, columns: Iterable[str], fo
     try:
         return Champion(packed(tracker_of(config), config.model_name, version, folder), columns)
     except Exception as error:  # as above
+        if unanswered(error):  # it will be there later
+            raise
         champion = Champion(None, columns)
         champion.error = in_a_line(error)
         return champion

@@ -1,6 +1,9 @@
 """What MLflow holds of finished runs, made into one page."""
 
+from pydantic import ValidationError
+
 from flows.job import TrainingJob
+from pipeline.errors import RegistryError
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.html import RunRecord, rendered
 from pipeline.evaluation.importance import FeatureWorth
@@ -17,8 +20,18 @@ def record_of(tracker: Tracker, run_id: str) -> RunRecord:
     """All that the report of a run says.
 
     Raises:
-        RegistryError: If the run has none of it.
+        RegistryError: If the run has none of it, or was made when reports held other things.
     """
+    try:
+        return _read(tracker, run_id)
+    except ValidationError as error:
+        missing = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors()[:3])
+        raise RegistryError(
+            f"MLflow run '{run_id}'", "a report of this version of the code", f"one without {missing}", "Train anew."
+        ) from None
+
+
+def _read(tracker: Tracker, run_id: str) -> RunRecord:
     result = tracker.read_json(run_id, RESULT)
     run = tracker.client.get_run(run_id)
     model = result["model"]

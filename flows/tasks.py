@@ -370,6 +370,7 @@ def publish(
         | {"ne_floor": report.ne_floor, "learned_share": report.learned_share}
         | {"ne_fp32": report.ne_exact, "gauc": report.grouped.gauc if report.grouped else None}
         | {"undefined": dict(report.overall.undefined)},
+        "droppable_features": [worth.name for worth in judged.features if worth.droppable],
         "gate": gate.model_dump(),
         "model": model.model_dump() | {"alias": alias},
         "mlflow_run_id": run_id,

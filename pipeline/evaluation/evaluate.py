@@ -38,7 +38,7 @@ class EvaluationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     droppable_ne_loss: PositiveFloat = 0.0005
     """A feature whose loss costs less NE than this for sure could be dropped."""
     workers: PositiveInt = 1
-    """Processes that score the evaluation rows; the report is the same, bit for bit."""
+    """Processes that score the evaluation rows; what they find adds up to the same bits, whoever scored which."""
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -5,6 +5,8 @@ from pathlib import Path
 from flows.config import load
 from flows.job import tracker_of
 from flows.report import report
+from flows.reporting import REPORT
+from pipeline.registration.tracking import Tracker
 
 CONFIG = "configs/smoke.yaml"
 
@@ -24,6 +26,21 @@ def test_two_runs_are_put_side_by_side(smoke, command, home):
     code, result, log = command(report, CONFIG, "run=1", f"against={smoke['mlflow_run_id']}", home=home)
     assert code == 0, log
     assert '<th class="number">difference</th>' in Path(result["path"]).read_text(encoding="utf-8")
+
+
+def test_a_run_of_other_times_is_refused(smoke, home, command, monkeypatch):
+    known = Tracker.read_json
+
+    def old(self, run_id, path):
+        found = known(self, run_id, path)
+        return {key: found[key] for key in found if key != "precision_recall"} if path == REPORT else found
+
+    monkeypatch.setattr(Tracker, "read_json", old)
+    code, result, _ = command(report, CONFIG, home=home)
+    assert code == 1
+    assert result["error"].endswith(
+        "expected a report of this version of the code, got one without precision_recall. Train anew."
+    )
 
 
 def test_a_version_that_is_not_there_is_refused(smoke, command, home):
