@@ -313,7 +313,6 @@ def test_few_bad_labels_are_counted(command, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ["training.compile=true", "training.table_optimizer=adam", "training.dense_gradient_norm=1.0"],
         ["training.table_precision=fp16", "training.vector_communication=fp16", "training.dense_precision=bf16"],
     ],
 )
