@@ -14,8 +14,6 @@ PREFECT_PORT ?= 4200
 MLFLOW_PORT ?= 5000
 MODEL ?= demo
 SERVE_PORT ?= 5001
-# Which of the long tests: folders, or --ignore=FOLDER; all if it is empty.
-SLOW ?=
 export DO_NOT_TRACK = 1
 export PREFECT_SERVER_ANALYTICS_ENABLED = false
 export MLFLOW_DISABLE_TELEMETRY = true
@@ -58,7 +56,7 @@ test: setup  ## the tests
 	@$(RUN) -m pytest
 
 test-slow: setup  ## the long tests: servers, kills, whole runs
-	@$(RUN) -m pytest -m 'slow and not gpu' --timeout=900 $(SLOW)
+	@$(RUN) -m pytest -m 'slow and not gpu' --timeout=900
 
 test-gpu: setup  ## the tests that need CUDA devices
 	@$(RUN) -m pytest -m gpu --timeout=900

@@ -119,11 +119,6 @@ def listening(processes: list[psutil.Process]) -> set[int]:
     }
 
 
-def shared_memory() -> set[str]:
-    """Named segments, but for those of a Ray that other tests may run beside these."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("plasma")}
-
-
 @pytest.mark.slow
 def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_goes_on(smoke, home, tmp_path):
     """Ranks, workers of the service and Prefect's temporary server; their ports and shared memory go with them.
@@ -136,7 +131,7 @@ def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_goes_on(smoke, hom
     environment = os.environ | {"DLRM_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "temporary")}
     for name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
         environment.pop(name, None)
-    segments = shared_memory()
+    segments = set(os.listdir("/dev/shm"))
     command = [sys.executable, "-m", "flows.train", *words]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -154,7 +149,7 @@ def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_goes_on(smoke, hom
     assert any(ports)
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive, [process.cmdline() for process in alive]
-    assert shared_memory() <= segments
+    assert set(os.listdir("/dev/shm")) <= segments
     assert not list((tmp_path / "temporary").glob("dlrm-*"))
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
