@@ -8,7 +8,7 @@ from flows import tasks
 from flows.config import load
 from flows.ingest import ingest
 from flows.score import score
-from pipeline.registration.aliases import CHAMPION, move
+from pipeline.registration.aliases import CHAMPION, move, versions
 from pipeline.registration.scorer import LoadedModel
 
 CONFIG = "configs/smoke.yaml"
@@ -76,8 +76,9 @@ def test_days_are_scored_once_for_each_champion_and_content(smoke, home, copied,
 
 def test_what_cannot_be_scored_is_said_in_a_sentence(copied, command):
     code, result, _ = command(score, CONFIG, "version=99", home=copied)
+    known = ", ".join(str(number) for number in versions(tasks.tracker_of(load(CONFIG)), "smoke"))
     assert (code, result["error"]) == (
-        1, "model 'smoke': expected a version among 1, got 99. Name one of them: version=N.",
+        1, f"model 'smoke': expected a version among {known}, got 99. Name one of them: version=N.",
     )  # fmt: skip
     tasks.tracker_of(load(CONFIG)).client.delete_registered_model_alias("smoke", "champion")
     code, result, _ = command(score, CONFIG, home=copied)
