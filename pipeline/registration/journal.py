@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from mlflow.entities import Metric
 
-from pipeline.registration.tracking import Tracker, redacted
+from pipeline.registration.tracking import STOP_SECONDS, Tracker, redacted
 from storage.artifacts import write_json
 
 POINTS, SENT = "metrics.jsonl", "metrics.sent.json"
@@ -18,8 +18,6 @@ BATCH_METRICS = 500
 """MLflow takes at most 1,000 in a request."""
 RETRY_SECONDS = 5.0
 """Between two attempts while MLflow is away."""
-STOP_SECONDS = 15.0
-"""How long the end of a training waits for what is on its way."""
 
 
 class Journal:

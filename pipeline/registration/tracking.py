@@ -4,6 +4,7 @@ import json
 import os
 import re
 import socket
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,8 @@ PARAM_CHARACTERS = 500
 """Longest parameter value shown; the whole config is an artifact."""
 SYSTEM_SECONDS = 5
 """Between two looks at the load of the machine."""
+STOP_SECONDS = 15.0
+"""How long the end of a run waits for what is on its way."""
 LOCK_SECONDS = 60
 """How long a database in a file is waited for while another process has it locked."""
 SAME_START_SECONDS = 1.0
@@ -168,7 +171,9 @@ class Tracker:
                 self.end(run_id, "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED")
             raise
         finally:
-            monitor.finish()
+            ending = threading.Thread(target=monitor.finish, daemon=True)  # it waits for a request that is on its way
+            ending.start()
+            ending.join(STOP_SECONDS)
         command = f"python -m flows.register CONFIG run={run_id}"
         with answering(f"The work is done, only the status of its run is missing: {command} sets it."):
             self.end(run_id, "FINISHED")

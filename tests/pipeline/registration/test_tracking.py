@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ from mlflow.exceptions import MlflowException, RestException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 
 from pipeline.errors import TrackingError
+from pipeline.registration import tracking
 from pipeline.registration.tracking import RegistrationConfig, Tracker, answering, unanswered
 
 
@@ -95,3 +97,16 @@ def test_only_silence_counts_as_away(error, away):
     assert unanswered(error) == away
     with pytest.raises(TrackingError if away else type(error)), answering("Wait."):
         raise error
+
+
+@pytest.mark.timeout(60)
+def test_fault_29_a_run_ends_though_the_load_of_the_machine_cannot_be_sent(tracker, monkeypatch):
+    """Whoever sends it hangs in a request to an MLflow that is away."""
+    back = threading.Event()
+    monkeypatch.setattr(tracking.SystemMetricsMonitor, "finish", lambda self: back.wait(300))
+    monkeypatch.setattr(tracking, "STOP_SECONDS", 0.05)
+    run_id = tracker.start("run", {}, {}, None)
+    with tracker.ended(run_id):
+        pass
+    back.set()
+    assert tracker.client.get_run(run_id).info.status == "FINISHED"
