@@ -22,7 +22,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 import psutil
 
-from benchmarks.machine import ROOT, machine
+from benchmarks.machine import ROOT, in_words, machine, say
 from benchmarks.wide_table import NARROW, wide_table
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.drain import Drained, drain
@@ -178,18 +178,11 @@ def as_text(figures: dict[str, Any]) -> str:
             cells = (f"{one[f'{key}']:,} ({one[f'own_{key}']:,})" for key in _KEYS)
             lines.append(f"| {epoch['rows']:,} | {name} | {' | '.join(cells)} |")
         lines.append(f"| {epoch['rows']:,} | rows and batches held | {epoch['peak_bytes'] / MIB:,.0f} | | |")
-    facts = figures["machine"]
-    versions = ", ".join(f"{package} {version}" for package, version in facts["versions"].items())
-    lines.append(f"\n{facts['cpu']}, {facts['cores']} cores; commit {facts['commit']}; {versions}")
+    lines.append("\n" + in_words(figures["machine"]))
     return "\n".join(lines)
 
 
 _KEYS = ("peak_mib", "mib_at_10_percent", "mib_at_100_percent")
-
-
-def say(text: str) -> None:
-    """Progress, beside the result."""
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""What a figure was measured on: processor, versions, commit."""
+"""What a figure was measured on: processor, versions, commit; and how a benchmark says how far it is."""
 
 import os
 import platform
 import subprocess
+import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,17 @@ def machine(packages: tuple[str, ...]) -> dict[str, Any]:
         "versions": versions,
         "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain") else ""),
     }
+
+
+def in_words(facts: Mapping[str, Any]) -> str:
+    """The facts as one line."""
+    versions = ", ".join(f"{package} {number}" for package, number in facts["versions"].items())
+    return f"{facts['cpu']}, {facts['cores']} cores, load {facts['load']}; commit {facts['commit']}; {versions}"
+
+
+def say(text: str) -> None:
+    """Progress, beside the result."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _cpu() -> str:

@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.contestants import CONTESTANTS
-from benchmarks.machine import ROOT, machine
+from benchmarks.machine import ROOT, in_words, machine, say
 from benchmarks.wide_table import WIDE, wide_table
 from pipeline.preprocessing.executors import WORKER_ENVIRONMENT
 
@@ -178,17 +178,8 @@ def as_text(figures: dict[str, Any]) -> str:
         )
     names = ("decode_ratio", "batched_ratio", "two_workers_speedup")
     lines.append("\n" + ", ".join(f"{name} {figures[name]}" for name in names))
-    facts = figures["machine"]
-    versions = ", ".join(f"{package} {version}" for package, version in facts["versions"].items())
-    lines.append(
-        f"\n{facts['cpu']}, {facts['cores']} cores, load {facts['load']}; commit {facts['commit']}; {versions}"
-    )
+    lines.append("\n" + in_words(figures["machine"]))
     return "\n".join(lines)
-
-
-def say(text: str) -> None:
-    """Progress, beside the result."""
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from benchmarks.machine import ROOT, machine
+from benchmarks.machine import ROOT, in_words, machine, say
 from flows.config import RunConfig, load
 from flows.job import selected, tracker_of, warehouse_of
 from pipeline.preprocessing.worker import Worker
@@ -260,17 +260,8 @@ def as_text(figures: dict[str, Any]) -> str:
     lines.append(
         f"\nIn one process: {batch['rows_per_second']:,} rows/s, {batch['shares']['transforms']:.1%} of it transforms."
     )
-    facts = figures["machine"]
-    versions_of = ", ".join(f"{package} {version}" for package, version in facts["versions"].items())
-    lines.append(
-        f"\n{facts['cpu']}, {facts['cores']} cores, load {facts['load']}; commit {facts['commit']}; {versions_of}"
-    )
+    lines.append("\n" + in_words(figures["machine"]))
     return "\n".join(lines)
-
-
-def say(text: str) -> None:
-    """Progress, beside the result."""
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

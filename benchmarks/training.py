@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.machine import ROOT, machine
+from benchmarks.machine import ROOT, in_words, machine, say
 from benchmarks.service import wait_for
 from benchmarks.trainers import BOTTOM, CONTESTANTS, DENSE, ON_RANKS, SHAPES, TOP, Shape, batches, in_processes, pairs
 from benchmarks.wide_table import WideTable, wide_table
@@ -196,18 +196,9 @@ def as_text(figures: dict[str, Any]) -> str:
     ]
     names = ("fp32_speedup", "bf16_speedup", "slowest_speedup", "files_ratio", "files_stall_fraction")
     lines.append("\n" + ", ".join(f"{name} {figures[name]}" for name in names if name in figures))
-    facts = figures["machine"]
-    versions = ", ".join(f"{package} {version}" for package, version in facts["versions"].items())
-    lines.append(
-        f"\n{facts['cpu']}, {facts['cores']} cores, load {facts['load']}; commit {facts['commit']}; {versions}"
-    )
+    lines.append("\n" + in_words(figures["machine"]))
     lines.append(", ".join(f"{name} {value}" for name, value in figures["rates"].items()))
     return "\n".join(lines)
-
-
-def say(text: str) -> None:
-    """Progress, beside the result."""
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
