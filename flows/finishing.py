@@ -9,27 +9,17 @@ from flows import tasks
 from flows.config import RunConfig
 from flows.job import TrainingJob, tracker_of
 from flows.judging import Judged
-from flows.recorded import RECORD
+from flows.provenance import RECORD
 from pipeline.registration.journal import Journal
-from pipeline.registration.register import registered
 from pipeline.registration.tracking import answering
 from storage.artifacts import write_text
 
 JUDGED = "judged.json"
 
 
-def read_judged(folder: Path) -> Judged:
-    """The verdict that an earlier attempt came to."""
-    return Judged.model_validate_json((folder / JUDGED).read_text(encoding="utf-8"))
-
-
-def finish(
-    config: RunConfig, job: TrainingJob, trained: tasks.Trained, run_id: str, judged: Judged | None = None
-) -> dict[str, Any]:
+def finish(config: RunConfig, job: TrainingJob, trained: tasks.Trained, run_id: str) -> dict[str, Any]:
     """Judges, registers and publishes a trained model; each can be repeated after a failure.
 
-    Args:
-        judged: The verdict, where an earlier attempt came to one.
     Raises:
         TrackingError: If MLflow does not answer; names the command that goes on from here.
     """
@@ -41,11 +31,17 @@ def finish(
         for path in (folder / RECORD, folder / tasks.PREPROCESSING):
             if path.exists():
                 tracker.log_file(run_id, path)
-        if judged is None and registered(tracker, config.model_name, run_id) and (folder / JUDGED).exists():
-            judged = read_judged(folder)  # by an attempt that was cut short later: its version may be champion by now
+        judged = _judged(folder, trained)
         if judged is None:
             judged = tasks.evaluate(config, job, trained)
             write_text(folder / JUDGED, judged.model_dump_json())
         tasks.note(config, job, trained, judged, run_id)
         model = tasks.register(config, job, trained, judged, run_id)
         return tasks.publish(config, job, trained, judged, model, run_id)
+
+
+def _judged(folder: Path, trained: tasks.Trained) -> Judged | None:
+    """What an attempt that was cut short made of the same weights: their version may even be champion by now."""
+    path = folder / JUDGED
+    judged = Judged.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
+    return judged if judged and judged.weights_sha256 == trained.summary["weights_sha256"] else None

@@ -22,7 +22,7 @@ from pipeline.lifetime import die_with_parent
 from pipeline.preprocessing.worker import DataSpec, Worker
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, holder, move
 from pipeline.registration.register import packed
-from pipeline.registration.scorer import LoadedModel
+from pipeline.registration.scorer import LoadedModel, plan_of
 from pipeline.registration.tracking import unanswered
 from storage.reader import DAY, Fragment
 
@@ -37,40 +37,39 @@ class Judged(BaseModel, frozen=True):
 
     report: EvalReport
     gate: Verdict
+    weights_sha256: str = ""
+    """Of the trained model that was judged."""
     features: tuple[FeatureWorth, ...] = ()
     """The most valuable first; none where they were not looked at."""
+
+    @property
+    def droppable(self) -> list[str]:
+        """Features that could be dropped."""
+        return [worth.name for worth in self.features if worth.droppable]
 
 
 class Champion:
     """The version to beat, as far as it can score today's rows.
 
     Args:
-        folder: Its packed model.
-        columns: Those of the table that it is to score.
+        folder: Its packed model; None: there is none.
     """
 
-    def __init__(self, folder: Path | None, columns: Iterable[str]) -> None:
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.model: LoadedModel | None = None
         self.error: str | None = None
-        self.columns: tuple[str, ...] = ()
-        try:
-            self.model = None if folder is None else LoadedModel(folder)
-            wanted = () if self.model is None else self.model.plan.columns
-            absent = [name for name in wanted if name not in columns]
-            if absent:
-                self.error = f"the table has no column {', '.join(absent)}"
-            else:
-                self.columns = tuple(wanted)
-        except Exception as error:  # a champion that cannot be had must not cost the new model
-            self.error = in_a_line(error)
 
     def score(self, rows: pa.Table) -> Floats | None:
         """Probabilities of raw rows; None once it has failed, or where there is none."""
-        if self.error is None and self.model is not None:
-            try:
-                return self.model.score(rows)
-            except Exception as error:  # as above
-                self.error = in_a_line(error)
-        return None
+        if self.folder is None or self.error is not None:
+            return None
+        try:
+            self.model = self.model or LoadedModel(self.folder)
+            return self.model.score(rows)
+        except Exception as error:  # a champion that cannot be had must not cost the new model
+            self.error = in_a_line(error)
+            return None
 
 
 class Comparison(BaseModel, frozen=True):
@@ -92,7 +91,7 @@ class Comparison(BaseModel, frozen=True):
         Rows are scored fragment by fragment, whoever does it: arithmetic may differ in its last bits between batches
         of different sizes.
         """
-        model, champion = LoadedModel(self.model), Champion(self.champion, self.spec.extra)
+        model, champion = LoadedModel(self.model), Champion(self.champion)
         exact = None if self.exact is None else LoadedModel(self.exact)
         worker, evaluation = Worker(self.spec), Evaluation(self.evaluation, self.units, self.groups)
         done = 0
@@ -128,25 +127,24 @@ def judge(config: RunConfig, job: TrainingJob, model: Path, progress: Progress, 
     fetched, groups = Path(job.folder) / "champion", Path(job.folder) / "groups"
     shutil.rmtree(groups, ignore_errors=True)  # of an attempt that was killed
     try:
-        champion = _champion(config, version, warehouse.schema(job.snapshot).names, fetched)
+        champion, columns, error = _champion(config, version, warehouse.schema(job.snapshot).names, fetched)
         spec = job.data["test"]
-        extra = tuple(dict.fromkeys([*spec.extra, *champion.columns]))
+        extra = tuple(dict.fromkeys([*spec.extra, *columns]))
         comparison = Comparison(
             spec=spec.model_copy(update={"extra": extra}),
             evaluation=config.evaluation,
             units=DAY if resampled in (None, "row") else resampled,
             model=model,
             exact=exact,
-            champion=fetched / "artifacts" / "model" if champion.columns else None,
+            champion=champion,
             groups=groups,
         )
-        champion.model = None  # it is loaded where it scores
         evaluation, failed = _evaluated(comparison, Worker(spec, warehouse).fragments(), job.rows["test"], progress)
         report = evaluation.report()
     finally:
         for folder in (fetched, groups):
             shutil.rmtree(folder, ignore_errors=True)
-    error = champion.error or failed
+    error = error or failed
     if version is None and report.overall.ne is None:
         verdict = Verdict(decision="hold", reason=f"NE is undefined: {report.overall.undefined['ne']}.")
     elif version is None:
@@ -171,26 +169,33 @@ def worths(config: RunConfig, job: TrainingJob, model: Path, progress: Progress)
     total = min(wanted, job.rows["test"])
     for fragment in fragments[:: max(len(fragments) * most // wanted, 1)]:
         sample = worker.raw(fragment).slice(0, most)
+        labels = worker.labels(sample, f"{fragment.day}").astype("float64")
         for start in range(0, sample.num_rows, IMPORTANCE_BATCH_ROWS):
             rows = sample.slice(start, IMPORTANCE_BATCH_ROWS)
-            labels = rows.column(config.features.label).to_numpy().astype("float64")
-            study.add(rows, labels, *loaded.parts(rows))
+            study.add(rows, labels[start : start + rows.num_rows], *loaded.parts(rows))
             progress("features", min(study.rows, total), total)
     return tuple(study.worths())
 
 
-def _champion(config: RunConfig, version: int | None, columns: Iterable[str], folder: Path) -> Champion:
-    """The champion, fetched from the registry; one that never scores where there is none or it cannot be had."""
+def _champion(
+    config: RunConfig, version: int | None, known: Iterable[str], folder: Path
+) -> tuple[Path | None, list[str], str | None]:
+    """(the champion's packed model, columns that it reads, why it cannot score); fetched from the registry.
+
+    Args:
+        known: Columns of the table that it is to score.
+    """
     if version is None:
-        return Champion(None, columns)
+        return None, [], None
     try:
-        return Champion(packed(tracker_of(config), config.model_name, version, folder), columns)
+        model = packed(tracker_of(config), config.model_name, version, folder)
+        columns = plan_of(model).columns
     except Exception as error:  # as above
         if unanswered(error):  # it will be there later
             raise
-        champion = Champion(None, columns)
-        champion.error = in_a_line(error)
-        return champion
+        return None, [], in_a_line(error)
+    absent = [name for name in columns if name not in known]
+    return (None, [], f"the table has no column {', '.join(absent)}") if absent else (model, columns, None)
 
 
 def _evaluated(

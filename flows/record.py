@@ -64,11 +64,8 @@ def page(config: RunConfig, result: Mapping[str, Any], report: EvalReport, track
             f"| {shown(part.ne_low)} to {shown(part.ne_high)} | {shown(part.quality.calibration)} |"
             for part in report.slices
         ]
-        blocks.append(
-            "\n".join(
-                ["| slice | rows | label rate | NE | interval | calibration |", "|---|---|---|---|---|---|", *rows]
-            )
-        )
+        head = ["| slice | rows | label rate | NE | interval | calibration |", "|---|---|---|---|---|---|"]
+        blocks.append("\n".join([*head, *rows]))
     return "\n\n".join(blocks)
 
 

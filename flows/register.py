@@ -7,10 +7,10 @@ from typing import Any
 from prefect import flow, get_run_logger
 
 from flows.config import RunConfig, load
-from flows.finishing import JUDGED, finish, read_judged
+from flows.finishing import finish
 from flows.job import REGISTERED, RUN_ID, job_in, selected, tracked_run, tracker_of
+from flows.provenance import RECORD, Record, recorded_config
 from flows.record import flow_run_name
-from flows.recorded import RECORD, Record, recorded_config
 from flows.tasks import TRAINED, Trained
 from pipeline.errors import ConfigError
 from pipeline.registration.tracking import answering
@@ -44,8 +44,7 @@ def register(
     trained = Trained.model_validate_json((folder / TRAINED).read_text(encoding="utf-8"))
     trained = trained.model_copy(update={"weights": str(folder / "weights.safetensors")})
     with tracked_run(settings, job) as run_id:
-        judged = read_judged(folder) if (folder / JUDGED).exists() else None
-        return finish(settings, job, trained, run_id, judged)
+        return finish(settings, job, trained, run_id)
 
 
 def _folder(config: RunConfig, run: str | None) -> Path:

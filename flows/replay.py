@@ -13,8 +13,8 @@ from pydantic import PositiveInt
 from flows import tasks
 from flows.config import RunConfig, load
 from flows.job import TrainingJob, job_in, selected, tracked_run, tracker_of
+from flows.provenance import RECORD, Record, changed, differences, fetched, recorded_config
 from flows.record import flow_run_name
-from flows.recorded import RECORD, Record, changed, differences, fetched, recorded_config
 from pipeline.errors import ConfigError
 from pipeline.rank import placed, table_uses
 from storage.artifacts import write_json

@@ -11,6 +11,7 @@ from flows.record import flow_run_name
 from flows.reporting import PAGE, page_of
 from pipeline.errors import ConfigError
 from pipeline.registration.aliases import CHAMPION, holder
+from pipeline.registration.tracking import Tracker
 from storage.artifacts import write_text
 
 
@@ -31,19 +32,24 @@ def report(
     """
     settings = load(config, overrides)
     tracker, name = tracker_of(settings), settings.model_name
-    asked = [holder(tracker, name) if run is None else run, *([] if against is None else [against])]
-    runs: list[str] = []
-    for one in asked:
-        version = None if one is None else tracker.version(name, str(one))
-        if one is None or (version is None and str(one).isdigit()):
-            given = f"no {CHAMPION}" if one is None else f"{one}"
-            raise ConfigError("argument 'run'", f"a version of model '{name}'", given, "Name one.")
-        runs.append(str(one) if version is None else str(version.run_id))
+    asked = [run or holder(tracker, name), *([against] if against else [])]
+    runs = [_run_id(tracker, name, one) for one in asked]
     path = settings.home_path / "reports" / f"{name}-{'-'.join(str(one) for one in asked)}.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page_of(tracker, *runs))
     get_run_logger().info("%s: %s", PAGE, path)
     return {"status": "ok", "path": str(path), "runs": runs}
+
+
+def _run_id(tracker: Tracker, name: str, asked: str | int | None) -> str:
+    """The MLflow run that is meant by its id, or by the number of the version that it made."""
+    version = None if asked is None else tracker.version(name, str(asked))
+    if version is not None:
+        return str(version.run_id)
+    if asked is None or str(asked).isdigit():
+        given = f"no {CHAMPION}" if asked is None else f"{asked}"
+        raise ConfigError("argument 'run'", f"a version of model '{name}'", given, "Name one.")
+    return str(asked)
 
 
 if __name__ == "__main__":

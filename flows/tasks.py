@@ -20,8 +20,8 @@ from flows.job import REGISTERED, TrainingJob, own_folder, pinned, prepared, tra
 from flows.judging import Judged, in_a_line, judge, moved, worths
 from flows.placing import place_tables
 from flows.progress import Logger, Progress
+from flows.provenance import RECORD, recorded
 from flows.record import commit, in_words, lock_hash, page, shown
-from flows.recorded import RECORD, recorded
 from flows.reporting import CURVES, DATA, FEATURES, PAGE, PLAN, REPORT, STALL_CURVES, data_in_words, page_of
 from flows.scoring import Scores, score_days
 from pipeline.evaluation import plots
@@ -248,12 +248,12 @@ def evaluate(config: RunConfig, job: TrainingJob, trained: Trained) -> Judged:
         judged = judge(config, job, model, progress, exact)
         with cosmetic("worth of the features"):
             judged = judged.model_copy(update={"features": worths(config, job, model, progress)})
+    judged = judged.model_copy(update={"weights_sha256": trained.summary["weights_sha256"]})
     logger.info("evaluation: %s", in_words(judged.report))
     logger.info("gate: %s. %s", judged.gate.decision, judged.gate.reason)
     if judged.features:
-        droppable = [worth.name for worth in judged.features if worth.droppable]
         logger.info("features worth most: %s", ", ".join(worth.name for worth in judged.features[:5]))
-        logger.info("features that could be dropped: %s", ", ".join(droppable) or "none")
+        logger.info("features that could be dropped: %s", ", ".join(judged.droppable) or "none")
     return judged
 
 
@@ -261,9 +261,7 @@ def evaluate(config: RunConfig, job: TrainingJob, trained: Trained) -> Judged:
 def note(config: RunConfig, job: TrainingJob, trained: Trained, judged: Judged, run_id: str) -> None:
     """Quality and figures -> the MLflow run. Safe to repeat: it replaces itself."""
     tracker, report, gate = tracker_of(config), judged.report, judged.gate
-    values = {f"eval_{name}": value for name, value in report.overall.model_dump(include=METRICS).items()}
-    values |= {"eval_ne_floor": report.ne_floor, "eval_learned_share": report.learned_share}
-    values |= {"eval_gauc": report.grouped.gauc if report.grouped else None, "eval_ne_fp32": report.ne_exact}
+    values = {f"eval_{name}": value for name, value in report.numbers.items()}
     if gate.difference is not None:
         values |= {f"gate_ne_{name}": getattr(gate.difference, name) for name in ("low", "high")}
         values |= {"gate_ne_difference": gate.difference.ne, "gate_champion_ne": gate.champion_ne}
@@ -297,9 +295,6 @@ def cosmetic(what: str) -> Iterator[None]:
         if unanswered(error):  # that can be finished later
             raise
         get_run_logger().warning("the run has no %s: %s", what, in_a_line(error))
-
-
-METRICS = {"rows", "label_rate", "ne", "ne_recalibrated", "logloss", "auc", "pr_auc", "calibration", "ece"}
 
 
 @task(cache_policy=NO_CACHE, task_run_name="register")
@@ -366,11 +361,8 @@ def publish(
         "status": "ok",
         "snapshot_id": job.snapshot.snapshot_id,
         "train": {key: value for key, value in summary.items() if key != "event"},
-        "eval": report.overall.model_dump(include=METRICS)
-        | {"ne_floor": report.ne_floor, "learned_share": report.learned_share}
-        | {"ne_fp32": report.ne_exact, "gauc": report.grouped.gauc if report.grouped else None}
-        | {"undefined": dict(report.overall.undefined)},
-        "droppable_features": [worth.name for worth in judged.features if worth.droppable],
+        "eval": report.numbers | {"undefined": dict(report.overall.undefined)},
+        "droppable_features": judged.droppable,
         "gate": gate.model_dump(),
         "model": model.model_dump() | {"alias": alias},
         "mlflow_run_id": run_id,

@@ -103,6 +103,16 @@ class EvalReport(BaseModel, frozen=True):
         return self.overall.ne - self.ne_exact if known else None  # type: ignore[operator]
 
     @property
+    def numbers(self) -> dict[str, float | None]:
+        """Every figure of all rows together, by name."""
+        return self.overall.model_dump(exclude={"undefined"}) | {
+            "ne_floor": self.ne_floor,
+            "learned_share": self.learned_share,
+            "ne_fp32": self.ne_exact,
+            "gauc": None if self.grouped is None else self.grouped.gauc,
+        }
+
+    @property
     def learned_share(self) -> float | None:
         """(1 - NE) / (1 - floor): how much of what can be learned was."""
         if self.ne_floor is None or self.overall.ne is None:
@@ -244,11 +254,3 @@ class Evaluation:
                 ne_high=quality.ne + reach * error if known else None,  # type: ignore[operator]
                 small=quality.rows < config.small_slice_rows,
             )
-
-
-def evaluate(parts: Iterable[Scored], config: EvaluationConfig, units: str = DAY) -> Evaluation:
-    """All parts together."""
-    evaluation = Evaluation(config, units)
-    for part in parts:
-        evaluation.add(part)
-    return evaluation

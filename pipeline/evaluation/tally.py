@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -203,19 +202,3 @@ def _group(value: Any) -> int:
     if isinstance(value, int):  # multiplicative hashing (Knuth, volume 3, section 6.4): ids may share a stride
         return (value * 0x9E3779B97F4A7C15 % 2**64) // (2**64 // UNIT_GROUPS)
     return zlib.crc32(str(value).encode()) % UNIT_GROUPS
-
-
-def tallied(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> Quality:
-    """All metrics of rows at hand.
-
-    Shapes:
-        labels, probabilities: [N], labels 0 or 1.
-    Example:
-        >>> round(tallied([0, 1, 1, 0], [0.5, 0.5, 0.5, 0.5]).ne, 8)
-        1.0
-        >>> tallied([1, 1], [0.5, 0.5]).undefined["ne"]
-        'all labels are alike'
-    """
-    tally = Tally()
-    tally.add(np.asarray(labels, np.float64), np.asarray(probabilities, np.float64))
-    return tally.quality()

@@ -29,6 +29,11 @@ TEXT = 0
 """Column of the frame that MLflow makes of a single text."""
 
 
+def plan_of(folder: Path) -> Plan:
+    """The transforms of a packed model."""
+    return Plan.model_validate_json((folder / PLAN).read_text(encoding="utf-8"))
+
+
 class LoadedModel:
     """Weights, plan and shape of a trained model, ready to score on CPU. Tables of bytes stay so in memory.
 
@@ -40,7 +45,7 @@ class LoadedModel:
         record = json.loads((folder / MODEL).read_text(encoding="utf-8"))
         self.columns: dict[str, str] = record["columns"]
         self.defaults: dict[str, Any] = record.get("defaults", {})  # older versions in the registry have none
-        self.plan = Plan.model_validate_json((folder / PLAN).read_text(encoding="utf-8"))
+        self.plan = plan_of(folder)
         bags = [Bag(feature.name, feature.table, feature.rows, feature.pooling) for feature in self.plan.sparse]
         config, quantised = DLRMConfig.model_validate(record["model"]), record.get("weights") == "int8"
         self.model = DLRM(config, len(self.plan.dense), bags, device="meta" if quantised else "cpu")

@@ -6,7 +6,7 @@ import pytest
 
 from flows import tasks
 from flows.config import load
-from flows.recorded import RECORD, changed, differences, fetched, recorded_config
+from flows.provenance import RECORD, changed, differences, fetched, recorded_config
 from flows.replay import pin, replay
 from pipeline.errors import ConfigError, RegistryError, StorageError
 from pipeline.registration.aliases import moves, versions

@@ -17,10 +17,10 @@ from flows.end_to_end import end_to_end
 from flows.ingest import ingest
 from flows.job import pinned, tracked_run
 from flows.train import train
-from pipeline.evaluation.tally import tallied as quality
 from pipeline.registration.aliases import versions
 from pipeline.registration.register import raw_frame
 from pipeline.registration.scorer import LoadedModel
+from tests.quality import quality
 
 CONFIG = "configs/smoke.yaml"
 

@@ -6,11 +6,11 @@ import pytest
 
 from benchmarks.gate import false_alarms, pair, promoted, sigmoid, truth
 from pipeline.errors import ConfigError
-from pipeline.evaluation.evaluate import EvaluationConfig, Scored, evaluate
+from pipeline.evaluation.evaluate import EvaluationConfig, Scored
 from pipeline.evaluation.gate import GateConfig, compare, ne_difference, paired
 from pipeline.evaluation.metrics import base_entropy, losses
 from pipeline.evaluation.tally import COARSE, FINE, unit_groups
-from pipeline.evaluation.tally import tallied as quality
+from tests.quality import evaluate, quality
 
 LEVEL = 0.05
 

@@ -8,9 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.evaluation.evaluate import EvaluationConfig, Scored, evaluate
+from pipeline.evaluation.evaluate import EvaluationConfig, Scored
 from pipeline.evaluation.html import RunRecord, rendered
 from pipeline.evaluation.importance import FeatureWorth
+from tests.quality import evaluate
 
 TRAIN = {
     "rows": 6_000, "steps": 12, "world_size": 2, "rows_per_second": 1234.5, "stall_fraction": 0.25, "best_step": 12,

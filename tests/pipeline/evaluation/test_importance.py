@@ -7,9 +7,9 @@ import torch
 
 from pipeline.batch import sparse_tensor
 from pipeline.evaluation.importance import Study
-from pipeline.evaluation.tally import tallied
 from pipeline.schema import FeatureSchema
 from pipeline.transforms.plan import build_plan
+from tests.quality import quality
 
 ROWS = 3_000
 SCHEMA = {
@@ -61,12 +61,12 @@ def test_the_loss_is_that_of_a_column_dealt_out_anew(rows, worths):
     """The column is shuffled by hand, over and over, inside the same batches."""
     plan = build_plan(FeatureSchema.model_validate(SCHEMA), rows.schema)
     _, labels, dense, vectors = batch(plan, rows)
-    before, random, losses = tallied(labels, score(dense, vectors)).ne, np.random.default_rng(9), []
+    before, random, losses = quality(labels, score(dense, vectors)).ne, np.random.default_rng(9), []
     for _ in range(20):
         order = np.concatenate([start + random.permutation(500) for start in range(0, ROWS, 500)])
         changed = dense.clone()
         changed[:, 0] = dense[order, 0]
-        losses.append(tallied(labels, score(changed, vectors)).ne - before)
+        losses.append(quality(labels, score(changed, vectors)).ne - before)
     strong = worths["strong"]
     assert strong.low < np.mean(losses) < strong.high
     assert strong.low > 0.2

@@ -11,7 +11,7 @@ from torchrec.metrics.ne import NEMetricComputation
 
 from pipeline.evaluation.metrics import EPS, base_entropy, equal_bins
 from pipeline.evaluation.tally import COARSE_BINS, Tally
-from pipeline.evaluation.tally import tallied as quality
+from tests.quality import quality
 
 
 @pytest.fixture

@@ -1,0 +1,26 @@
+"""Rows at hand, judged all at once."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.evaluation.evaluate import Evaluation, EvaluationConfig, Scored
+from pipeline.evaluation.metrics import Quality
+from pipeline.evaluation.tally import Tally
+from storage.reader import DAY
+
+
+def quality(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> Quality:
+    """All metrics of some rows."""
+    tally = Tally()
+    tally.add(np.asarray(labels, np.float64), np.asarray(probabilities, np.float64))
+    return tally.quality()
+
+
+def evaluate(parts: Iterable[Scored], config: EvaluationConfig, units: str = DAY) -> Evaluation:
+    """The sums of all parts."""
+    evaluation = Evaluation(config, units)
+    for part in parts:
+        evaluation.add(part)
+    return evaluation
