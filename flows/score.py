@@ -33,8 +33,11 @@ def score(
     """
     settings = load(config, overrides)
     result = tasks.score(settings, start, end, version, again)
+    logger = get_run_logger()
+    if result.days:
+        logger.info("%s scores are in table %s of the warehouse", f"{result.rows:,}", result.written.table)
     if result.skipped:
-        get_run_logger().info(
+        logger.info(
             "skipped: %s days have scores of version %s and the same rows; again=true scores them anew",
             len(result.skipped),
             result.version,

@@ -378,6 +378,8 @@ def publish(
     # The last act: a version is found by its identity only once everything about it is in place.
     tracker.client.set_model_version_tag(model.name, str(model.version), IDENTITY, job.identity)
     write_text(Path(job.folder) / REGISTERED, f"{model.name} {model.version}\n")
+    place = f"{PAGE} of MLflow run {run_id[:8]}, or python -m flows.report CONFIG run={model.version}"
+    get_run_logger().info("%s version %s (%s); report: %s", model.name, model.version, alias or "rejected", place)
     create_markdown_artifact(
         f"# {model.name} version {model.version} ({alias or 'rejected'})\n\n{text}",
         key=f"report-{config.name.lower().replace('_', '-')}",

@@ -1,11 +1,15 @@
 """Days of the warehouse scored by the champion: the numbers of the model itself, each day once."""
 
+import re
+import subprocess
+import sys
+
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from flows import tasks
-from flows.config import load
+from flows.config import ROOT, load
 from flows.ingest import ingest
 from flows.score import score
 from pipeline.registration.aliases import CHAMPION, move, versions
@@ -58,6 +62,11 @@ def test_days_are_scored_once_for_each_champion_and_content(smoke, home, copied,
     assert set(scores["model_version"].to_pylist()) == {1}
     assert result["mean_probability"] == pytest.approx(expected[:10_000].mean(), abs=1e-9)
     assert not list((copied / "tmp").iterdir())
+    assert "10,000 scores are in table smoke_scores of the warehouse" in log
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    code = code.replace(".dlrm/", f"{copied}/").replace("dlrm.demo_", "dlrm.smoke_")
+    shown = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=copied, capture_output=True, text=True)
+    assert "2025-01-0" in shown.stdout, shown.stderr
 
     code, again, log = command(score, CONFIG, keep, home=copied)
     assert (code, again["status"], again["days"], again["rows"]) == (0, "skipped", [], 0), log
