@@ -7,16 +7,14 @@ import pyarrow as pa
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from models.config import DLRMConfig
-from models.dlrm import DLRM, Bag
 from models.quantised import TABLES
 from pipeline.errors import RegistryError
 from pipeline.registration.register import check_probabilities, pack
 from pipeline.registration.scorer import LoadedModel
 from pipeline.schema import FeatureSchema
-from pipeline.transforms.plan import build_plan
 
 ROWS = 20_000
 SCHEMA = FeatureSchema.model_validate(
@@ -50,17 +48,10 @@ RAW = pa.table(
 
 
 @pytest.fixture
-def folders(tmp_path):
+def folders(tmp_path, exported):
     """The same weights in both forms."""
-    torch.manual_seed(5)
     config = DLRMConfig(embedding_width=64, bottom_mlp=(4,), top_mlp=(8,))
-    plan = build_plan(SCHEMA, RAW.schema)
-    model = DLRM(config, 1, [Bag(f.name, f.table, f.rows, f.pooling) for f in plan.sparse])
-    with torch.no_grad():
-        for table in model.embeddings.embedding_bags.values():
-            table.weight.normal_(0.0, 0.3)
-    weights = tmp_path / "weights.safetensors"
-    save_file(model.state_dict(), weights)
+    weights, plan = exported(SCHEMA, RAW.schema, config, spread=0.3)
     return {form: pack(tmp_path / form, weights, plan, config, RAW.schema, form) for form in ("fp32", "int8")}
 
 

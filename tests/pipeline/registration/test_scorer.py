@@ -13,15 +13,12 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.models.utils import _enforce_schema
 from mlflow.pyfunc.model import _PythonModelPyfuncWrapper
-from safetensors.torch import save_file
 
 from models.config import DLRMConfig
-from models.dlrm import DLRM, Bag
 from pipeline.errors import InputError
 from pipeline.registration.register import column_type, pack, raw_frame, signature_of
 from pipeline.registration.scorer import LoadedModel, Scorer
 from pipeline.schema import FeatureSchema
-from pipeline.transforms.plan import build_plan
 
 SCHEMA = FeatureSchema.model_validate(
     {
@@ -43,14 +40,13 @@ ROWS = pa.table(
 )
 
 
+CONFIG = DLRMConfig(embedding_width=4, bottom_mlp=(4,), top_mlp=(8,))
+
+
 @pytest.fixture
-def loaded(tmp_path):
-    torch.manual_seed(0)
-    config = DLRMConfig(embedding_width=4, bottom_mlp=(4,), top_mlp=(8,))
-    plan = build_plan(SCHEMA, ROWS.schema)
-    model = DLRM(config, 1, [Bag(f.name, f.table, f.rows, f.pooling) for f in plan.sparse])
-    save_file(model.state_dict(), tmp_path / "weights.safetensors")
-    return LoadedModel(pack(tmp_path / "model", tmp_path / "weights.safetensors", plan, config, ROWS.schema))
+def loaded(tmp_path, exported):
+    weights, plan = exported(SCHEMA, ROWS.schema, CONFIG)
+    return LoadedModel(pack(tmp_path / "model", weights, plan, CONFIG, ROWS.schema))
 
 
 def by_hand(loaded: LoadedModel, row: dict) -> float:
@@ -255,12 +251,9 @@ TIMES = pa.table(
 
 
 @pytest.fixture
-def timed(tmp_path):
-    config = DLRMConfig(embedding_width=4, bottom_mlp=(4,), top_mlp=(8,))
-    plan = build_plan(DERIVED, TIMES.schema)
-    model = DLRM(config, 2, [Bag(f.name, f.table, f.rows, f.pooling) for f in plan.sparse])
-    save_file(model.state_dict(), tmp_path / "weights.safetensors")
-    return LoadedModel(pack(tmp_path / "model", tmp_path / "weights.safetensors", plan, config, TIMES.schema))
+def timed(tmp_path, exported):
+    weights, plan = exported(DERIVED, TIMES.schema, CONFIG)
+    return LoadedModel(pack(tmp_path / "model", weights, plan, CONFIG, TIMES.schema))
 
 
 def test_times_and_scores_are_sent_as_they_are_stored(timed):
