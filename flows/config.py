@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvaluationConfig
 from pipeline.evaluation.gate import GateConfig
 from pipeline.extraction.extract import IngestConfig, SourceConfig
+from pipeline.policy import Policy
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.registration.tracking import RegistrationConfig
 from pipeline.schema import FeatureSchema
@@ -68,6 +69,28 @@ def _filter(text: str) -> str:
     return text
 
 
+FURTHER = {
+    "epochs": 1,
+    "max_steps": None,
+    "validate_every_steps": None,
+    "patience": None,
+    "average_from_step": None,
+    "warmup_steps": 0,
+    "decay_steps": None,
+}
+"""How a training on new days differs from one from scratch, unless `recurring.training` says otherwise."""
+
+
+class RecurringConfig(Policy, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """When and how a champion is trained further on the days that come, by `flows.recurring`."""
+
+    training: Mapping[str, Any] = {}
+    """Keys of `training` that differ when a champion is trained further, such as `{dense_learning_rate: 5.0e-4}`.
+    Without one there: one epoch, no warm-up, no decay, no validation, no mean of the weights."""
+    policies: Mapping[str, Policy] = {}
+    """Name -> policy: what `flows.compare` rehearses side by side."""
+
+
 class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """A complete run: where rows come from, what becomes of them, what is trained and how it is judged."""
 
@@ -93,6 +116,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     gate: GateConfig = GateConfig()
     registration: RegistrationConfig = RegistrationConfig()
     scoring: ScoringConfig = ScoringConfig()
+    recurring: RecurringConfig = RecurringConfig()
 
     @model_validator(mode="after")
     def _rows_reach_the_ranks(self) -> Self:
@@ -104,6 +128,27 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
             where = "preprocessing.executor with training.launcher=ray"
             raise ConfigError(where, expected, executor, "Set preprocessing.executor.")
         return self
+
+    @model_validator(mode="after")
+    def _trains_further(self) -> Self:
+        where = "recurring.training"
+        try:
+            further = self.further
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join([where, *(str(part) for part in first["loc"])])
+            raise ConfigError(key, "a key of `training` and a value that fits", first["msg"], "Correct it.") from None
+        fixed = ("dense_optimizer", "table_optimizer", "table_precision", "sync", "world_size")
+        for key in fixed:
+            if getattr(further, key) != getattr(self.training, key):
+                expected = f"training.{key}, {getattr(self.training, key)}: the state goes on"
+                raise ConfigError(f"{where}.{key}", expected, f"{getattr(further, key)}", "Leave it out.")
+        return self
+
+    @property
+    def further(self) -> TrainConfig:
+        """How a champion is trained on new days."""
+        return TrainConfig.model_validate({**self.training.model_dump(), **FURTHER, **self.recurring.training})
 
     @property
     def home_path(self) -> Path:
@@ -117,7 +162,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     def semantics(self) -> dict[str, Any]:
         """What decides the trained model, beside its data: two configs with equal semantics are one training."""
-        elsewhere = {"home", "source", "ingest", "warehouse", "gate", "registration", "scoring"}
+        elsewhere = {"home", "source", "ingest", "warehouse", "gate", "registration", "scoring", "recurring"}
         values = self.model_dump(mode="json", exclude=elsewhere)
         for section, keys in EXECUTION_KEYS.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}

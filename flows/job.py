@@ -1,9 +1,11 @@
 """A training pinned down before it starts: what it reads, where it writes, and whether it was done before."""
 
+import datetime
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 from filelock import FileLock, Timeout
@@ -13,6 +15,7 @@ from flows.config import RunConfig
 from flows.record import commit, run_name
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.preprocessing.worker import DataSpec, count_rows, fitted_plan
+from pipeline.rank import Start
 from pipeline.registration.register import IDENTITY, columns_of, find
 from pipeline.registration.request import check_defaults
 from pipeline.registration.tracking import Tracker, answering
@@ -28,6 +31,10 @@ REGISTERED = "registered"
 """File in a run's folder once its model is in the registry; a run without it is resumed."""
 
 
+JOB = "job.json"
+"""File in a run's folder with the job itself, where it cannot be made again from config and snapshot."""
+
+
 class TrainingJob(BaseModel, frozen=True):
     """A training that is pinned down: what it reads, where it writes, and whether it was done before."""
 
@@ -38,11 +45,22 @@ class TrainingJob(BaseModel, frozen=True):
     data: Mapping[Part, DataSpec]
     done: tuple[int, str] | None
     """(version, run id) of the finished model of this identity."""
+    start: Start | None = None
+    """The training that this one goes on from; None: from initial weights."""
+    tags: Mapping[str, str] = {}
+    """Further tags of the version."""
+    notes: Mapping[str, Any] = {}
+    """What the result says beside the usual."""
 
     @property
     def plan(self) -> Plan:
         """Transforms, fitted."""
         return self.data["train"].plan
+
+    @property
+    def trained_to(self) -> datetime.date:
+        """The last day that the model has seen."""
+        return max(self.data[part].selection.days[-1] for part in ("train", "valid") if part in self.data)
 
 
 def train_tag(job: TrainingJob) -> str:
@@ -153,7 +171,7 @@ def specs(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> dict[P
     resampled = [config.gate.resample_by] if config.gate.resample_by not in (None, "row") else []
     needed += [(name, "gate.resample_by") for name in resampled]
     needed += [(config.split.column.name, "split.column.name")] if config.split.column else []
-    needed += [(config.split.hash.key, "split.hash.key")] if config.split.hash else []
+    needed += [(name, "split.hash.key") for name in config.split.hash.columns] if config.split.hash else []
     needed += [(config.features.label, "features.label")]
     for name, where in needed:
         if name not in schema.names:

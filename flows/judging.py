@@ -157,6 +157,20 @@ def judge(config: RunConfig, job: TrainingJob, model: Path, progress: Progress, 
     return Judged(report=report, gate=verdict)
 
 
+def quality(config: RunConfig, spec: DataSpec, rows: int, model: Path, progress: Progress) -> EvalReport:
+    """Scores rows, raw as a caller would send them, with one model.
+
+    Args:
+        model: Folder of the packed model.
+    """
+    groups = model.parent / "groups"
+    comparison = Comparison(
+        spec=spec, evaluation=config.evaluation, units=DAY, model=model, exact=None, champion=None, groups=groups
+    )
+    evaluation, _ = _evaluated(comparison, Worker(spec, warehouse_of(config)).fragments(), rows, progress)
+    return evaluation.report()
+
+
 def worths(config: RunConfig, job: TrainingJob, model: Path, progress: Progress) -> tuple[FeatureWorth, ...]:
     """What the features are worth on a sample of the evaluation rows: the first of fragments spread over all."""
     evaluation, wanted = config.evaluation, config.evaluation.importance_rows

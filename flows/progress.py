@@ -17,10 +17,11 @@ class Progress:
 
     Args:
         logger: Takes the lines where there is no terminal.
+        unit: What is counted.
     """
 
-    def __init__(self, logger: Logger) -> None:
-        self.logger = logger
+    def __init__(self, logger: Logger, unit: str = "rows") -> None:
+        self.logger, self.unit = logger, unit
         self.terminal = sys.stderr.isatty()
         self.bars: dict[str, tqdm[Any]] = {}
         self.said: dict[str, float] = {}
@@ -36,10 +37,10 @@ class Progress:
             bar.close()
 
     def __call__(self, what: str, done: int, total: int, note: str = "") -> None:
-        """Shows that `done` of `total` rows are through."""
+        """Shows that `done` of `total` are through."""
         if self.terminal:
             bar = self.bars.setdefault(
-                what, tqdm(total=total, desc=f"{what:>9}", unit=" rows", unit_scale=True, dynamic_ncols=True)
+                what, tqdm(total=total, desc=f"{what:>9}", unit=f" {self.unit}", unit_scale=True, dynamic_ncols=True)
             )
             bar.set_postfix_str(note, refresh=False)
             bar.update(done - bar.n)
@@ -48,7 +49,7 @@ class Progress:
         began = self.started.setdefault(what, now)
         if done >= total or now - self.said.get(what, began) >= SECONDS_BETWEEN_LINES:
             self.said[what] = now
-            speed = f", {done / (now - began):,.0f} rows/s" if now - began > 0.5 else ""
+            speed = f", {done / (now - began):,.0f} {self.unit}/s" if now - began > 0.5 else ""
             self.logger.info(
-                "%s: %s of %s rows%s%s", what, f"{done:,}", f"{total:,}", speed, f", {note}" if note else ""
+                "%s: %s of %s %s%s%s", what, f"{done:,}", f"{total:,}", self.unit, speed, f", {note}" if note else ""
             )

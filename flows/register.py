@@ -8,7 +8,7 @@ from prefect import flow, get_run_logger
 
 from flows.config import RunConfig, load
 from flows.finishing import finish
-from flows.job import REGISTERED, RUN_ID, job_in, selected, tracked_run, tracker_of
+from flows.job import JOB, REGISTERED, RUN_ID, TrainingJob, job_in, selected, tracked_run, tracker_of
 from flows.provenance import RECORD, Record, recorded_config
 from flows.record import flow_run_name
 from flows.tasks import TRAINED, Trained
@@ -40,7 +40,10 @@ def register(
         with answering(f"Run it again once it answers: python -m flows.register CONFIG run={run}"):
             tracker.end(run_id, "FINISHED")  # MLflow may have missed the very end
             return tracker.result(run_id) | {"status": "skipped"}
-    job = job_in(folder, settings, record.identity, selected(settings, record.snapshot.snapshot_id))
+    if (folder / JOB).exists():
+        job = TrainingJob.model_validate_json((folder / JOB).read_text(encoding="utf-8"))
+    else:
+        job = job_in(folder, settings, record.identity, selected(settings, record.snapshot.snapshot_id))
     trained = Trained.model_validate_json((folder / TRAINED).read_text(encoding="utf-8"))
     trained = trained.model_copy(update={"weights": str(folder / "weights.safetensors")})
     with tracked_run(settings, job) as run_id:

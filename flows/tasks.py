@@ -173,6 +173,7 @@ def rank_spec(config: RunConfig, job: TrainingJob) -> RankSpec:
         preprocessing=config.preprocessing,
         seed=config.seed,
         folder=job.folder,
+        start=job.start,
     )
 
 
@@ -223,6 +224,9 @@ def _event_handler(
             logger.info("%s tables placed %s on %s", len(event["plan"]), ", ".join(kinds), event["device"])
         elif event["event"] == "resumed":
             logger.info("resumed at step %s, %s rows", event["step"], f"{event['rows']:,}")
+        elif event["event"] == "grown":
+            new, larger = (", ".join(event[key]) or "none" for key in ("new", "larger"))
+            logger.info("the model has grown: new tables %s; tables with more rows %s", new, larger)
         elif event["event"] == "damaged":
             logger.warning("passed over: %s", event["error"])
         elif event["event"] == "restart":
@@ -262,6 +266,7 @@ def note(config: RunConfig, job: TrainingJob, trained: Trained, judged: Judged, 
     """Quality and figures -> the MLflow run. Safe to repeat: it replaces itself."""
     tracker, report, gate = tracker_of(config), judged.report, judged.gate
     values = {f"eval_{name}": value for name, value in report.numbers.items()}
+    values["rows_trained"] = trained.summary["rows"]
     if gate.difference is not None:
         values |= {f"gate_ne_{name}": getattr(gate.difference, name) for name in ("low", "high")}
         values |= {"gate_ne_difference": gate.difference.ne, "gate_champion_ne": gate.champion_ne}
@@ -317,9 +322,12 @@ def register(config: RunConfig, job: TrainingJob, trained: Trained, judged: Judg
         "weights": config.registration.weights,
         "size_bytes": str((folder / WEIGHTS).stat().st_size),
         "record": f"runs:/{run_id}/{RECORD}",
+        "run_folder": Path(job.folder).name,
+        "trained_to": f"{job.trained_to}",
+        "scratch_day": f"{job.trained_to}",
         "ne": shown(report.overall.ne),
         "auc": shown(report.overall.auc),
-    }
+    } | dict(job.tags)
     if report.rounding_cost is not None:
         tags["ne_int8_cost"] = f"{report.rounding_cost:+.6f}"
     return put_into_registry(tracker, run_id, config.model_name, folder, probe, expected, tags, ROOT, tolerance)
@@ -368,7 +376,7 @@ def publish(
         "mlflow_run_id": run_id,
         "identity": job.identity,
         "git_commit": commit(),
-    }
+    } | dict(job.notes)
     tracker.log_json(run_id, result, RESULT)
     text = page(config, result, report, tracker)
     short = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS].rpartition("\n")[0]

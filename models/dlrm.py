@@ -87,6 +87,41 @@ class DLRM(nn.Module):
         return logits_B1.squeeze(1)
 
 
+Labels = list[tuple[str, ...]]
+"""What the numbers along an axis of a weight belong to: names of features, and which number of a vector."""
+
+
+def axes_of(config: DLRMConfig, dense: Sequence[str], sparse: Sequence[str]) -> dict[str, tuple[Labels | None, ...]]:
+    """Weights whose size depends on the features -> what each axis counts; None: not the features.
+
+    With it a model of more features can take the place of one of fewer: the same features have the same labels.
+
+    Args:
+        dense: Names of the dense columns. sparse: Names of the bags.
+    Example:
+        >>> axes_of(DLRMConfig(embedding_width=1, top_mlp=()), [], ["user", "item"])["logit.weight"]
+        (None, [('user', '0'), ('item', 'user')])
+    """
+    names = ["(dense)", *sparse] if dense else list(sparse)
+    width = range(config.embedding_width)
+    inputs: Labels = [(name, str(i)) for name in names for i in width]
+    if config.interaction == "dot":
+        pairs = [tuple(sorted((a, b))) for i, a in enumerate(names) for b in names[i + 1 :]]
+        inputs = [*inputs[: config.embedding_width], *pairs]
+    axes: dict[str, tuple[Labels | None, ...]] = {}
+    axes["top.0.weight" if config.top_mlp else "logit.weight"] = (None, inputs)
+    if dense:
+        axes["bottom.0.weight"] = (None, [(name,) for name in dense])
+    if config.interaction == "dcn":
+        low_rank = config.cross_rank is not None
+        for layer in range(config.cross_layers):
+            axes[f"interaction.cross.bias.{layer}"] = (inputs,) if low_rank else (inputs, None)
+            axes[f"interaction.cross.kernels.{layer}"] = (inputs, inputs)
+            axes[f"interaction.cross.W_kernels.{layer}"] = (inputs, None)
+            axes[f"interaction.cross.V_kernels.{layer}"] = (None, inputs)
+    return axes
+
+
 def module_name(table: str) -> str:
     """The table's name where it names a module: PyTorch keeps some, such as `items` and `type`, to itself.
 

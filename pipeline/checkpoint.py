@@ -111,10 +111,7 @@ def save(
         writer = FileSystemWriter(str(temporary))
         dcp.save(dict(tensors), storage_writer=writer, process_group=group)  # type: ignore[attr-defined]
         if first:
-            write_json(temporary / PROGRESS, {"progress": dict(progress), "identity": dict(identity or {})})
-            files = sorted(path for path in temporary.iterdir() if path.is_file())
-            write_json(temporary / MANIFEST, {path.name: sha256(path) for path in files})
-            seal_folder(temporary, folder)
+            _seal(temporary, folder, progress, identity)
     except (OSError, CheckpointException) as error:
         cause = _cause(error)
         if not isinstance(cause, OSError):  # such as a rank that is gone
@@ -189,28 +186,26 @@ def _notes(folder: Path, part: str) -> dict[str, Any]:
     return values
 
 
-def load(folder: Path, tensors: dict[str, Any], identity: Identity | None = None) -> None:
+def load(folder: Path, tensors: dict[str, Any], identity: Identity | None = None, aside: tuple[str, ...] = ()) -> None:
     """Reads a verified checkpoint into the given tensors, in place, under any placement of the shards.
 
     Called by all ranks together, each with the tensors that it has a part of.
 
+    Args:
+        aside: Beginnings of the names of stored tensors that need not be asked for.
     Raises:
         CheckpointError: If a tensor has another shape, the checkpoint another identity, or one of them has a tensor
             that the other has not, and names it, before anything is read; if a shard cannot be read.
     """
     stored = stored_tensors(folder)
-    own = {name: tuple(tensor.size()) for name, tensor in tensors.items()}
-    wanted: dict[str, tuple[int, ...]] = {}
-    for part in _of_all_ranks(own):
-        wanted |= part
+    wanted = whole_shapes(tensors)
     for name in sorted(wanted.keys() & stored.keys()):
         if wanted[name] != stored[name]:
             raise _unfit(folder, f"tensor '{name}'", f"shape {wanted[name]}", f"{stored[name]}")
-    known, identity = _notes(folder, "identity"), identity or {}
-    for key in sorted(known.keys() | identity.keys()):
-        if identity.get(key) != known.get(key):
-            raise _unfit(folder, key, identity.get(key, "none"), known.get(key, "none"))
+    require_identity(folder, identity or {})
     for name in sorted(wanted.keys() ^ stored.keys()):
+        if name in stored and name.startswith(aside):
+            continue
         expected = f"shape {wanted[name]}" if name in wanted else "no such tensor"
         raise _unfit(folder, f"tensor '{name}'", expected, f"{stored.get(name, 'no such tensor')}")
     try:
@@ -220,6 +215,26 @@ def load(folder: Path, tensors: dict[str, Any], identity: Identity | None = None
         raise CheckpointError(
             f"checkpoint '{folder.name}'", "shards as DCP writes them", reason, "Do not use this checkpoint."
         ) from None
+
+
+def whole_shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the whole tensor, of those that any rank has a part of; called by all ranks together."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in _of_all_ranks({name: tuple(tensor.size()) for name, tensor in tensors.items()}):
+        shapes |= part
+    return shapes
+
+
+def require_identity(folder: Path, identity: Identity) -> None:
+    """Refuses a checkpoint that belongs to something else.
+
+    Raises:
+        CheckpointError: Names the first thing that differs.
+    """
+    known = _notes(folder, "identity")
+    for key in sorted(known.keys() | identity.keys()):
+        if identity.get(key) != known.get(key):
+            raise _unfit(folder, key, identity.get(key, "none"), known.get(key, "none"))
 
 
 def _unfit(folder: Path, what: str, expected: str, actual: str) -> CheckpointError:
@@ -238,15 +253,47 @@ def export(folder: Path) -> dict[str, torch.Tensor]:
         CheckpointError: If it is damaged.
     """
     verify(folder)
-    prefix = "average/" if read_progress(folder).get("averaged") else "model/"
+    prefix = served_prefix(folder)
+    return {name.removeprefix(prefix): tensor for name, tensor in read_whole(folder, prefix).items()}
+
+
+def served_prefix(folder: Path) -> str:
+    """Beginning of the names of the weights that a verified checkpoint would be registered with."""
+    return "average/" if read_progress(folder).get("averaged") else "model/"
+
+
+def read_whole(folder: Path, *prefixes: str) -> dict[str, torch.Tensor]:
+    """Whole tensors of a verified checkpoint whose names begin so, read by this process alone."""
     metadata = _SafeReader(str(folder)).read_metadata()
-    weights = {
+    tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefixes)
     }
-    dcp.load(weights, storage_reader=_SafeReader(str(folder)), no_dist=True)  # type: ignore[attr-defined]
-    return {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    dcp.load(tensors, storage_reader=_SafeReader(str(folder)), no_dist=True)  # type: ignore[attr-defined]
+    return tensors
+
+
+def write_whole(
+    folder: Path, tensors: Mapping[str, torch.Tensor], progress: Mapping[str, Any], identity: Identity
+) -> None:
+    """Writes whole tensors as a checkpoint, by this process alone; see `save`."""
+    temporary = folder.parent / f".{folder.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        dcp.save(dict(tensors), storage_writer=FileSystemWriter(str(temporary)), no_dist=True)  # type: ignore[attr-defined]
+        _seal(temporary, folder, progress, identity)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _seal(temporary: Path, folder: Path, progress: Mapping[str, Any], identity: Identity | None) -> None:
+    """Adds progress and manifest to the files of a checkpoint, and gives it its name."""
+    write_json(temporary / PROGRESS, {"progress": dict(progress), "identity": dict(identity or {})})
+    files = sorted(path for path in temporary.iterdir() if path.is_file())
+    write_json(temporary / MANIFEST, {path.name: sha256(path) for path in files})
+    seal_folder(temporary, folder)
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -295,6 +342,21 @@ def latest(root: Path, damaged: Callable[[CheckpointError], None] = lambda error
             continue
         return folder
     return None
+
+
+def served(root: Path) -> Path | None:
+    """The checkpoint that holds what a finished training has exported: the best one, or the last; None: it is gone.
+
+    Raises:
+        CheckpointError: If the best one is damaged: the last one is another model.
+    """
+    last = latest(root)
+    if last is None or not read_progress(last).get("finished"):
+        return None
+    if read_progress(last).get("best_step") is None:
+        return last
+    verify(root / BEST)
+    return root / BEST
 
 
 def checkpoints(root: Path) -> list[Path]:

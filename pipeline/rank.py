@@ -9,12 +9,14 @@ import json
 import logging
 import os
 import resource
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,16 @@ from torchrec.modules.embedding_configs import DataType
 from models.config import DLRMConfig
 from models.dlrm import DLRM, Bag
 from pipeline.batch import Batch
-from pipeline.checkpoint import local_parts
+from pipeline.checkpoint import (
+    full_state,
+    local_parts,
+    read_progress,
+    read_whole,
+    require_identity,
+    served_prefix,
+    whole_shapes,
+    write_whole,
+)
 from pipeline.errors import ContractError
 from pipeline.lifetime import die_with_parent
 from pipeline.preprocessing.client import Client, Connection, Inline, Source
@@ -34,6 +45,7 @@ from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.worker import DataSpec, Worker
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
+from pipeline.training.growth import Features, grown
 from pipeline.training.model import sharded
 from pipeline.training.optim import TABLES
 from pipeline.training.planner import place
@@ -41,11 +53,21 @@ from pipeline.training.pulse import Pulse
 from pipeline.training.sharding import Placement, describe
 from pipeline.training.statistics import SAMPLE_ROWS, TableUse, measure
 from pipeline.training.trainer import Progress, Sums, Trainer, evaluate_sums
+from pipeline.transforms.inherit import kept
 from pipeline.transforms.plan import Plan
 from storage.artifacts import atomic_file, write_json
 
 PROBE_ROWS = 256
 """Rows whose probabilities the trainer leaves behind, to hold the registered model against."""
+
+
+class Start(BaseModel, frozen=True):
+    """A training to go on from."""
+
+    checkpoint: str
+    """Folder of the checkpoint, verified."""
+    plan: Plan
+    """What its model reads."""
 
 
 class RankSpec(BaseModel, frozen=True):
@@ -67,17 +89,41 @@ class RankSpec(BaseModel, frozen=True):
     seed: int
     folder: str
     """Checkpoints and the exported model go here."""
+    start: Start | None = None
+    """The training that this one goes on from; None: from initial weights."""
+
+
+class GroupSpec(Protocol):
+    """What a rank has to be told to join its group."""
+
+    @property
+    def training(self) -> TrainConfig: ...
+
+    @classmethod
+    def model_validate_json(cls, json_data: str) -> Self: ...
+
+
+Spec = TypeVar("Spec", bound=GroupSpec)
 
 
 def main(path: str) -> None:
     """Trains as one rank of a group."""
-    spec = RankSpec.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    enter(path, RankSpec, train)
+
+
+def enter(path: str, kind: type[Spec], run: Callable[[Spec, int, torch.device], None]) -> None:
+    """Does the work of one rank of a group, and leaves behind why it failed if it does.
+
+    Args:
+        path: File with the spec as JSON.
+        run: Called with spec, rank and device.
+    """
+    spec = kind.model_validate_json(Path(path).read_text(encoding="utf-8"))
     rank = int(os.environ["RANK"])
     die_with_parent(int(os.environ["DLRM_PARENT"]))
     logging.disable(logging.WARNING)  # TorchRec's planner warns at every start of what is meant
     try:
-        device = start_group(spec.training, rank)
-        train(spec, rank, device)
+        run(spec, rank, start_group(spec.training, rank))
         dist.destroy_process_group()
     except ContractError as error:
         parts = [error.where, error.expected, error.actual, error.remedy]
@@ -104,6 +150,36 @@ def train(
     """Builds everything, trains, exports."""
     emit = emit or event_writer()
     pulse = Pulse(emit)
+    trainer = assembled(spec, rank, device, emit, pulse)
+    started = time.perf_counter()
+    progress = trainer.train()
+    seconds = time.perf_counter() - started
+    pulse.says("exporting")
+    by_rank = figures_by_rank(trainer, device)
+    probe = probabilities(spec, trainer.model, rank, device)
+    weights = trainer.exported()
+    if weights is None:
+        return
+    weights = {name: tensor.float() for name, tensor in weights.items()}
+    folder = Path(spec.folder)
+    with atomic_file(folder / "weights.safetensors") as temporary:
+        save_file(weights, temporary)
+    write_json(folder / "probe.json", probe)
+    emit(
+        result_of(progress, device)
+        | by_rank
+        | {
+            "seconds": seconds,
+            "checkpoint_blocked_seconds": trainer.saver.blocked_seconds,
+            "weights_sha256": weights_sha256(weights),
+        }
+    )
+
+
+def assembled(
+    spec: RankSpec, rank: int, device: torch.device, emit: Callable[[dict[str, Any]], None], pulse: Pulse
+) -> Trainer:
+    """The trainer with its model, its batches and its validation, ready to train."""
     world_size = dist.get_world_size()
     model, plan_rows = build_model(spec, world_size, device)
     emit({"event": "start", "plan": plan_rows, "device": device.type})
@@ -118,41 +194,57 @@ def train(
         def validate(model: DistributedModelParallel) -> Sums:
             return evaluate_sums(model, pulse.over(judge(), "validating"), device, spec.training)
 
-    folder = Path(spec.folder)
     kind = Trainer if spec.training.sync == "synchronous" else AsyncTrainer
-    trainer = kind(
+    return kind(
         model,
         spec.training,
         lambda position: pulse.over(reader.batches(position), "training"),
         validate,
-        folder / "checkpoints",
+        Path(spec.folder) / "checkpoints",
         emit,
         spec.seed,
         device,
         identity_of(spec),
+        begin=None if spec.start is None else partial(begin, spec),
     )
-    started = time.perf_counter()
-    progress = trainer.train()
-    seconds = time.perf_counter() - started
-    pulse.says("exporting")
-    by_rank = figures_by_rank(trainer, device)
-    probe = probabilities(spec, model, rank, device)
-    weights = trainer.exported()
-    if weights is None:
-        return
-    weights = {name: tensor.float() for name, tensor in weights.items()}
-    with atomic_file(folder / "weights.safetensors") as temporary:
-        save_file(weights, temporary)
-    write_json(folder / "probe.json", probe)
-    emit(
-        result_of(progress, device)
-        | by_rank
-        | {
-            "seconds": seconds,
-            "checkpoint_blocked_seconds": trainer.saver.blocked_seconds,
-            "weights_sha256": weights_sha256(weights),
-        }
-    )
+
+
+def begin(spec: RankSpec, trainer: Trainer) -> None:
+    """Puts the state of the training that this one goes on from into the trainer.
+
+    Raises:
+        CheckpointError: If it was another model, but for its features.
+    """
+    assert spec.start is not None
+    folder = Path(spec.start.checkpoint)
+    if spec.start.plan.hash != spec.train.plan.hash:
+        folder = grow(spec, spec.start, trainer)
+    trainer.start_from(folder)
+    if dist.get_rank() == 0 and folder != Path(spec.start.checkpoint):
+        shutil.rmtree(folder)
+
+
+def grow(spec: RankSpec, start: Start, trainer: Trainer) -> Path:
+    """A checkpoint of the grown model, made by rank 0 in its own memory."""
+    folder, source = Path(spec.folder) / "checkpoints" / "grown", Path(start.checkpoint)
+    trainer.make_dense_state()
+    state = {name: tensor for name, tensor in trainer.state().items() if not name.startswith("average/")}
+    moments = {name: torch.zeros(shape) for name, shape in whole_shapes(state).items() if name.startswith("tables/")}
+    fresh = full_state({name: tensor for name, tensor in state.items() if name not in moments})
+    if fresh is not None:
+        fresh |= moments  # as they are before the first step
+        served = served_prefix(source)
+        stored = read_whole(source, served, "dense/", "tables/")
+        old = {name.replace(served, "model/", 1): tensor for name, tensor in stored.items()}
+        old_spec = spec.model_copy(update={"train": spec.train.model_copy(update={"plan": start.plan})})
+        require_identity(source, identity_of(old_spec))
+        before, now = (Features(dense=plan.dense, bags=tuple(bags_of(plan))) for plan in (start.plan, spec.train.plan))
+        made = grown(spec.model, old, fresh, (before, now), kept(spec.train.plan, start.plan))
+        progress = read_progress(source) | {"averaged": 0}
+        write_whole(folder, made.tensors, progress, identity_of(spec))
+        trainer.emit({"event": "grown", "new": list(made.new_tables), "larger": list(made.larger_tables)})
+    dist.barrier()
+    return folder
 
 
 def result_of(progress: Progress, device: torch.device) -> dict[str, Any]:

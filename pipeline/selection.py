@@ -19,11 +19,12 @@ from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.schema import absent
 from pipeline.transforms import kernels
 from pipeline.transforms.column import sparse_from_arrow
-from pipeline.transforms.sampling import Sampling
+from pipeline.transforms.sampling import Sampling, row_hashes
 
 Part = Literal["train", "valid", "test"]
 PARTS: tuple[Part, ...] = ("train", "valid", "test")
-HASH_STEPS = 1 << 20
+HASH_BITS = 20
+HASH_STEPS = 1 << HASH_BITS
 """Shares of a hash split are rounded to this many steps."""
 
 
@@ -87,10 +88,12 @@ class ColumnSplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
 class HashSplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Rows of one key stay together; keys are dealt out by a stable hash."""
 
-    key: str
-    """Integer or text column, such as the user."""
+    key: str | tuple[str, ...]
+    """Integer or text column, such as the user; several together name what is dealt out, such as one row."""
     shares: dict[Part, FiniteFloat]
     """Share of the keys of each part; together at most 1."""
+    days: tuple[DayText, ...] = ()
+    """Dates, or ranges such as 2013-01-01..2013-01-31, that the rows are of; none: all days."""
 
     @model_validator(mode="after")
     def _disjoint(self) -> Self:
@@ -102,7 +105,14 @@ class HashSplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
                 f"{self.shares}",
                 "Correct them.",
             )
+        if not self.columns:
+            raise ConfigError("split.hash.key", "at least one column", "none", "Name one.")
         return self
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that make up the key."""
+        return (self.key,) if isinstance(self.key, str) else self.key
 
 
 class SplitConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -131,7 +141,7 @@ class Selection(BaseModel, frozen=True):
     """Row filter of the user, an Iceberg expression."""
     equals: tuple[str, str] | None = None
     """A text column and the value it must have."""
-    hash_key: str | None = None
+    hash_keys: tuple[str, ...] = ()
     hash_range: tuple[int, int] = (0, HASH_STEPS)
     sampling: Sampling | None = None
     """Keeps a share of the rows that all else selects."""
@@ -139,7 +149,7 @@ class Selection(BaseModel, frozen=True):
     @property
     def exact(self) -> bool:
         """Whether every row of the days is selected, so that metadata alone counts them."""
-        return (self.filter, self.equals, self.hash_key, self.sampling) == (None,) * 4
+        return (self.filter, self.equals, self.hash_keys, self.sampling) == (None, None, (), None)
 
     def expression(self) -> BooleanExpression | None:
         """What Iceberg can filter."""
@@ -150,14 +160,14 @@ class Selection(BaseModel, frozen=True):
 
     def key_columns(self) -> list[str]:
         """Columns that `keep` reads."""
-        keys = [self.hash_key] if self.hash_key is not None else []
-        return list(dict.fromkeys([*keys, *(self.sampling.inputs if self.sampling is not None else ())]))
+        sampled = self.sampling.inputs if self.sampling is not None else ()
+        return list(dict.fromkeys([*self.hash_keys, *sampled]))
 
     def keep(self, rows: pa.Table) -> pa.Table:
         """Rows whose key falls into the range and which the sampling keeps."""
-        if self.hash_key is not None:
+        if self.hash_keys:
             low, high = self.hash_range
-            steps = hash_steps(rows.column(self.hash_key).combine_chunks())
+            steps = hash_steps(*(rows.column(name).combine_chunks() for name in self.hash_keys))
             rows = rows.filter(pa.array((steps >= low) & (steps < high)))
         if self.sampling is not None:
             keys = [sparse_from_arrow(name, rows.column(name).combine_chunks()) for name in self.sampling.inputs]
@@ -165,15 +175,21 @@ class Selection(BaseModel, frozen=True):
         return rows
 
 
-def hash_steps(keys: pa.Array) -> npt.NDArray[np.int64]:
-    """Stable hash of each key in [0, HASH_STEPS); null keys give 0.
+def hash_steps(*keys: pa.Array) -> npt.NDArray[np.int64]:
+    """Stable hash of each row's key in [0, HASH_STEPS); a null key of one column gives 0.
 
+    Args:
+        keys: Columns of as many rows each; several are hashed as one sequence.
     Raises:
         ConfigError: If a row can have more than one key.
     """
-    if pa.types.is_nested(keys.type):
-        raise ConfigError("split.hash.key", "an integer or text column", f"{keys.type}", "Name another column.")
-    column = sparse_from_arrow("split.hash.key", keys)
+    for key in keys:
+        if pa.types.is_nested(key.type):
+            raise ConfigError("split.hash.key", "an integer or text column", f"{key.type}", "Name another column.")
+    columns = [sparse_from_arrow("split.hash.key", key) for key in keys]
+    if len(columns) > 1:
+        return (row_hashes(columns, 1) >> np.uint64(64 - HASH_BITS)).astype(np.int64)
+    (column,) = columns
     assert column.offsets is not None
     steps = np.zeros(len(column), np.int64)
     steps[np.diff(column.offsets) > 0] = kernels.sigrid_hash(column.values, 1, HASH_STEPS)
@@ -198,9 +214,10 @@ def select(
         raise EmptyDatasetError("split", "days to part", "a table without rows", "Ingest some days.")
     chosen: list[datetime.date] = list(days)
     equals: tuple[str, str] | None = None
-    key, span = None, (0, HASH_STEPS)
+    keys: tuple[str, ...] = ()
+    span = (0, HASH_STEPS)
     if split.days is not None:
-        chosen = _named_days(getattr(split.days, part), part, days)
+        chosen = _named_days(getattr(split.days, part), f"split.days.{part}", days)
         if not chosen and part == "valid":
             return None
     elif split.every_nth_day is not None:
@@ -217,7 +234,9 @@ def select(
     elif split.hash is not None:
         if part not in split.hash.shares:
             return None
-        key, span = split.hash.key, _hash_range(split.hash, part)
+        keys, span = split.hash.columns, _hash_range(split.hash, part)
+        if split.hash.days:
+            chosen = _named_days(split.hash.days, "split.hash.days", days)
     if not chosen:
         raise EmptyDatasetError(
             f"split, part '{part}'", "at least one day", f"none of {len(days)} days", "Change the split."
@@ -226,7 +245,7 @@ def select(
         days=tuple(chosen),
         filter=row_filter,
         equals=equals,
-        hash_key=key,
+        hash_keys=keys,
         hash_range=span,
         sampling=sampling if part == "train" else None,
     )
@@ -311,14 +330,14 @@ def _hash_range(split: HashSplit, part: Part) -> tuple[int, int]:
     return round(before * HASH_STEPS), round((before + split.shares[part]) * HASH_STEPS)
 
 
-def _named_days(texts: Sequence[str], part: Part, days: Sequence[datetime.date]) -> list[datetime.date]:
+def _named_days(texts: Sequence[str], where: str, days: Sequence[datetime.date]) -> list[datetime.date]:
     chosen: set[datetime.date] = set()
     for text in texts:
         first, last = _span(text)
         found = [day for day in days if first <= day <= last]
         if not found:
             raise EmptyDatasetError(
-                f"split.days.{part} '{text}'",
+                f"{where} '{text}'",
                 f"days of the table, {min(days)} to {max(days)}",
                 "no such day",
                 "Ingest the day, or name another.",

@@ -8,11 +8,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {"flows": {"flows", "pipeline", "storage", "models"}, "pipeline": {"pipeline", "storage", "models"}, "storage": {"storage"}, "models": {"models"}}  # fmt: skip
-GROUND = {"errors", "schema", "selection", "batch", "checkpoint", "saver", "lifetime", "transforms"}
+GROUND = {"errors", "schema", "selection", "batch", "checkpoint", "saver", "lifetime", "policy", "transforms"}
 """Modules of pipeline/ that all stages may import; none of them imports a stage."""
 STAGES = {"extraction", "preprocessing", "training", "evaluation", "registration", "scoring"}
-COMPOSITION_ROOT = "rank"
-"""The one module of pipeline/ that may import several stages: it builds a rank process."""
+COMPOSITION_ROOTS = {"rank", "rehearsal"}
+"""Modules of pipeline/ that may import several stages: they build a rank process, which trains once or day after day."""
 ORCHESTRATION = {"prefect"}
 """Libraries that only flows/ may import."""
 
@@ -63,7 +63,7 @@ def test_every_module_of_the_pipeline_has_its_place():
         for path in (ROOT / "pipeline").iterdir()
         if not path.name.startswith("_")
     }
-    assert found == GROUND | STAGES | {COMPOSITION_ROOT}
+    assert found == GROUND | STAGES | COMPOSITION_ROOTS
 
 
 def test_only_flows_know_the_orchestrator():

@@ -26,6 +26,9 @@ class GateConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     """What is drawn by chance: `row`, `day`, or a column such as the user's id. None: day from 20 days on, else row."""
     level: float = Field(0.05, gt=0.0, lt=0.5)
     """How often two models of equal quality may be called different."""
+    rule: Literal["better", "not_worse"] = "better"
+    """What a challenger must be beyond chance. not_worse: one whose NE may be equal takes the place, too: for models
+    that are trained on each new day, whose few rows can tell two of them apart only rarely."""
     least_gain: NonNegativeFloat = 0.0
     """Share of the champion's NE by which the challenger's must be lower, such as 0.001."""
     calibration_low: PositiveFloat = 0.8
@@ -36,6 +39,8 @@ class GateConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:
+        if self.rule == "not_worse" and self.least_gain:
+            raise ConfigError("gate.least_gain with rule=not_worse", "0", f"{self.least_gain:g}", "Leave out one.")
         if self.calibration_low >= self.calibration_high:
             raise ConfigError(
                 "gate.calibration_low", f"less than calibration_high, {self.calibration_high}",
@@ -154,6 +159,8 @@ def compare(evaluation: Evaluation, report: EvalReport, config: GateConfig, vers
         return verdict("reject", reason)
     if difference.high < -config.least_gain * champion.ne:
         return verdict("promote", f"NE is lower than {against}, by {found}.")
+    if config.rule == "not_worse":
+        return verdict("promote", f"NE is not higher for sure than {against}: {found}.")
     least = f", less than {config.least_gain:.2%} better for sure" if config.least_gain else ", which may be chance"
     return verdict("hold", f"NE differs from {against}, by {found}{least}.")
 

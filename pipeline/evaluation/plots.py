@@ -8,10 +8,11 @@ import matplotlib
 matplotlib.use("Agg")  # no screen is needed, and none is looked for
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.importance import FeatureWorth
+from pipeline.evaluation.series import Course, trailing
 
 Curve = Sequence[tuple[int, float]]
 LABELS = {
@@ -65,6 +66,36 @@ def stall_timeline(curves: Mapping[str, Curve]) -> Figure:
         below.legend(fontsize=8)
     for axes in (above, below):
         axes.grid(alpha=0.25)
+    return figure
+
+
+def courses(policies: Sequence[Course], span: int) -> Figure:
+    """Next-day NE and calibration of retraining policies over the last `span` days, and rows trained so far."""
+    figure = Figure(figsize=(7.6, 7.2), layout="constrained", dpi=110)
+    quality, balance, cost = figure.subplots(3, sharex=True, height_ratios=(3, 2, 2))
+    for course in policies:
+        points = trailing(course.days, span)
+        if points:
+            days, nes, calibrations = zip(*points, strict=True)
+            quality.plot(days, nes, label=course.name, linewidth=1.4)
+            balance.plot(days, calibrations, label=course.name, linewidth=1.4)
+        trained, total = [], 0.0
+        for sums in course.days:
+            total += course.rows_trained.get(sums.day, 0.0)
+            trained.append(total)
+        cost.step([sums.day for sums in course.days], trained, where="post", label=course.name, linewidth=1.4)
+    over = "each day" if span == 1 else f"last {span} days"
+    quality.set_title(f"Days that the model has not seen yet ({over})", fontsize=11)
+    quality.set_ylabel("normalized entropy")
+    balance.set_ylabel("calibration")
+    balance.axhline(1.0, color="black", linestyle="--", linewidth=1)
+    cost.set_ylabel("rows trained")
+    cost.yaxis.set_major_formatter(EngFormatter())
+    if policies:
+        quality.legend(fontsize=8)
+    for axes in (quality, balance, cost):
+        axes.grid(alpha=0.25)
+    figure.autofmt_xdate(rotation=30)
     return figure
 
 

@@ -5,7 +5,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -126,6 +126,18 @@ class Tracker:
         new = {key: float(value) for key, value in metrics.items() if value is not None and known.get(key) != value}
         self.client.log_batch(run_id, metrics=[Metric(key, value, now, step) for key, value in new.items()])
 
+    def log_points(self, run_id: str, points: Sequence[tuple[int, Mapping[str, float | None]]]) -> None:
+        """Metrics of several steps of a run; undefined ones are left out."""
+        now = mlflow.utils.time.get_current_time_millis()
+        metrics = [
+            Metric(key, float(value), now, step)
+            for step, values in points
+            for key, value in values.items()
+            if value is not None
+        ]
+        for start in range(0, len(metrics), 1_000):  # the most that MLflow takes at once
+            self.client.log_batch(run_id, metrics=metrics[start : start + 1_000])
+
     def curves(self, run_id: str, names: Iterable[str]) -> dict[str, list[tuple[int, float]]]:
         """Logged metrics as (step, value) points; a step logged twice counts once, by its last value."""
         history = {name: self.client.get_metric_history(run_id, name) for name in names}
@@ -190,6 +202,14 @@ class Tracker:
                 self.end(run.info.run_id, "KILLED")
                 stale.append(str(run.info.run_id))
         return stale
+
+    def finished(self, identity: str, tags: Mapping[str, str]) -> str | None:
+        """Id of the newest run that has finished the work of this identity; None: there is none."""
+        wanted = {"identity": identity, **tags}
+        conditions = [f"tags.`{key}` = '{value}'" for key, value in wanted.items()]
+        query = " and ".join(["attributes.status = 'FINISHED'", *conditions])
+        runs = self.client.search_runs([self.experiment_id], query, max_results=1)
+        return str(runs[0].info.run_id) if runs else None
 
     def result(self, run_id: str) -> dict[str, Any]:
         """The result line of a finished run."""

@@ -80,15 +80,15 @@ class AsyncTrainer(Trainer):
         Zhang, Choromanska, LeCun 2015, arXiv:1412.6651, algorithm 1 (asynchronous EASGD); Recht et al. 2011, Hogwild!
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
         self.saver = Saver(background=False)  # each rank would copy all tables
         self.elastic = self.config.sync == "easgd"
         self.sums, fd = shared(torch.zeros(dist.get_world_size(), 4, dtype=torch.float64))
         os.close(fd)
         self.window = self.sums[dist.get_rank()]
         self.taken = torch.zeros(4, dtype=torch.float64)
-        self._make_dense_state()
+        self.make_dense_state()
         weights = dense_parameters(self.model)
         slots = {
             f"dense/{name}/{slot}": value.zero_()
@@ -168,6 +168,12 @@ class AsyncTrainer(Trainer):
     def load(self, folder: Path) -> None:
         """See `Trainer`; all ranks start from what is shared."""
         super().load(folder)
+        dist.barrier()
+        self.adopt(optimizer=True)
+
+    def start_from(self, folder: Path) -> None:
+        """See `Trainer`; all ranks start from what is shared."""
+        super().start_from(folder)
         dist.barrier()
         self.adopt(optimizer=True)
 

@@ -161,8 +161,13 @@ def set_learning_rates(
     config: TrainConfig,
     step: int,
     replicated: ReplicatedTables | None = None,
+    steps_before: int = 0,
 ) -> None:
-    """Puts the schedule's rates for update number `step`, counted from 0, into all optimizers."""
+    """Puts the schedule's rates for update number `step`, counted from 0, into all optimizers.
+
+    Args:
+        steps_before: Updates that the optimizers' state has seen in earlier trainings.
+    """
     factor = schedule(config, step)
     for group in optimizer.param_groups:
         group["lr"] = config.dense_learning_rate * factor
@@ -170,9 +175,9 @@ def set_learning_rates(
     for group in fused.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
     fused.step()  # updates nothing: it hands the rates to the kernels, which update in the backward pass
-    fused.set_optimizer_step(step + 1)
+    fused.set_optimizer_step(steps_before + step + 1)
     if replicated is not None:
-        replicated.steps = step + 1
+        replicated.steps = steps_before + step + 1
         for group in replicated.param_groups:
             group["lr"] = table_rate(config, group["table"]) * factor
 

@@ -19,7 +19,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline import checkpoint
 from pipeline.batch import Batch, Position, Times
-from pipeline.checkpoint import BEST, LOWER, Identity
+from pipeline.checkpoint import BEST, LOWER, Identity, local_parts
 from pipeline.errors import TrainingError
 from pipeline.saver import Saver
 from pipeline.training.ahead import Ahead, with_next
@@ -85,6 +85,8 @@ class Progress(BaseModel, frozen=True):
     wait_seconds: float = 0.0
     """The part of it spent waiting."""
     finished: bool = False
+    steps_before: int = 0
+    """Steps of the trainings that this one goes on from."""
 
     @property
     def speed(self) -> float:
@@ -112,6 +114,8 @@ class Trainer:
         folder: Checkpoints are kept below it.
         emit: Called with JSON values on rank 0, maybe by another thread; the launcher's view of the run.
         identity: What checkpoints belong to; one of another identity is refused.
+        begin: Called instead where there is no checkpoint to go on from, to start from another training's; None: from
+            the initial weights.
     """
 
     def __init__(
@@ -125,6 +129,7 @@ class Trainer:
         seed: int,
         device: torch.device,
         identity: Identity | None = None,
+        begin: "Callable[[Trainer], None] | None" = None,
     ) -> None:
         self.model, self.config, self.batches, self.validation = model, config, batches, validate
         self.folder, self.emit, self.seed, self.device = folder, emit, seed, device
@@ -133,7 +138,7 @@ class Trainer:
         self.replicated = ReplicatedTables(replicated, config) if replicated else None
         several = config.sync == "synchronous" and dist.get_world_size() > 1
         self.ahead = Ahead(model) if config.send_ids_ahead and several else None
-        self.identity = identity or {}
+        self.identity, self.begin = identity or {}, begin
         self.saver = Saver(config.checkpoint_async)
         self.progress = Progress()
         self.average = None if config.average_from_step is None else WeightAverage(model)
@@ -205,7 +210,10 @@ class Trainer:
         torch.manual_seed(
             int(np.random.SeedSequence([self.seed, self.progress.steps, dist.get_rank()]).generate_state(1)[0])
         )
-        set_learning_rates(self.model, self.optimizer, self.config, self.progress.steps, self.replicated)
+        progress = self.progress
+        set_learning_rates(
+            self.model, self.optimizer, self.config, progress.steps, self.replicated, progress.steps_before
+        )
         self.optimizer.zero_grad()
         if self.replicated is not None:
             self.replicated.zero_grad()
@@ -424,11 +432,52 @@ class Trainer:
         if step >= 0:
             self.load(self.folder / f"step-{int(step):010d}")
             self.emit({"event": "resumed", "step": self.progress.steps, "rows": self.progress.rows})
+        elif self.begin is not None:
+            self.begin(self)
+
+    def start_from(self, folder: Path) -> None:
+        """Starts with the weights that another training has exported and its optimizers' state, at step 0.
+
+        Args:
+            folder: A verified checkpoint.
+        """
+        self.make_dense_state()
+        served = checkpoint.served_prefix(folder)
+        own = {name: tensor for name, tensor in self.state().items() if not name.startswith("average/")}
+        tensors = {name.replace("model/", served, 1): tensor for name, tensor in own.items()}
+        checkpoint.load(folder, tensors, self.identity, aside=("model/", "average/"))
+        before = Progress.model_validate(checkpoint.read_progress(folder))
+        self.progress = Progress(steps_before=before.steps_before + before.steps)
+
+    def take_over(self, other: "Trainer") -> None:
+        """Starts with the weights and the optimizers' state that another trainer has ended with, at step 0.
+
+        Args:
+            other: Of the same model, placed alike, whose training is over.
+        """
+        self.make_dense_state()
+        theirs = other.state()
+        with torch.no_grad():
+            for name, tensor in self.state().items():
+                if not name.startswith("average/"):
+                    for own, given in zip(local_parts(tensor), local_parts(theirs[name]), strict=True):
+                        own.copy_(given)
+        done = other.progress
+        self.progress = Progress(steps_before=done.steps_before + (done.best_step or done.steps))
+
+    def train_on(self, batches: Callable[[Position], Iterator[Batch]]) -> Progress:
+        """Trains further on other rows, as the plan says for any rows, from the state as it is; keeps no checkpoint."""
+        self.batches = batches
+        self.progress = Progress(steps_before=self.progress.steps_before + self.progress.steps)
+        while not self.done():
+            self.train_epoch()
+        self.require_steps()
+        return self.progress
 
     def load(self, folder: Path) -> None:
         """Puts a checkpoint's tensors and progress in place."""
         if any(name.startswith("dense/") for name in checkpoint.stored_tensors(folder)):
-            self._make_dense_state()
+            self.make_dense_state()
         checkpoint.load(folder, self.state(), self.identity)
         self.progress = Progress.model_validate(checkpoint.read_progress(folder))
 
@@ -452,7 +501,7 @@ class Trainer:
         """The whole weights on rank 0, None elsewhere; called by all ranks together."""
         return checkpoint.full_state(self.model.state_dict())
 
-    def _make_dense_state(self) -> None:
+    def make_dense_state(self) -> None:
         """Dense optimizers make their state at the first step: a step with zero gradients and rates makes it."""
         for _, parameter in dense_parameters(self.model):
             parameter.grad = torch.zeros_like(parameter)

@@ -42,17 +42,22 @@ class Sampling(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=
         Shapes:
             columns of N rows each -> bool [N].
         """
-        states = np.full(len(columns[0]), kernels_lists.seeded(self.seed), np.uint64)
-        for column in columns:
-            bits = _bits(column.values)
-            if column.offsets is None:
-                states = kernels_lists.fold_numbers(states, bits)
-            else:
-                states = kernels_lists.fold_lists(states, bits, column.offsets)
-        mask = (states >> np.uint64(11)) * 2.0**-53 < self.rate
+        mask = (row_hashes(columns, self.seed) >> np.uint64(11)) * 2.0**-53 < self.rate
         if counts is not None and not mask.all():
             counts["sampling rows"] += int(len(mask) - mask.sum())
         return mask
+
+
+def row_hashes(columns: Sequence[Column], seed: int) -> npt.NDArray[np.uint64]:
+    """A hash of each row's numbers and ids in some columns, uint64 [N]; rows with equal ones have equal hashes."""
+    states = np.full(len(columns[0]), kernels_lists.seeded(seed), np.uint64)
+    for column in columns:
+        bits = _bits(column.values)
+        if column.offsets is None:
+            states = kernels_lists.fold_numbers(states, bits)
+        else:
+            states = kernels_lists.fold_lists(states, bits, column.offsets)
+    return states
 
 
 def _bits(values: npt.NDArray[np.generic]) -> npt.NDArray[np.int64]:

@@ -125,6 +125,28 @@ def test_hash_steps_are_pinned(keys: pa.Array, steps: list[int]) -> None:
     assert hash_steps(keys.slice(1)).tolist() == steps[1:]
 
 
+def test_several_columns_make_one_key() -> None:
+    """Each pair by itself, so that rows of one user fall into both parts; the same pair always into the same one."""
+    random = np.random.default_rng(5)
+    users, items = random.integers(0, 50, 20_000), random.integers(0, 400, 20_000)
+    rows = pa.table({"user": users, "item": pa.array(items).cast(pa.string())})
+    split = {"hash": {"key": ["user", "item"], "shares": {"train": 0.75, "test": 0.25}}}
+    kept = {part: chosen(split, part).keep(rows) for part in ("train", "test")}
+    pairs = {part: set(zip(*(table[name].to_pylist() for name in ("user", "item")), strict=True)) for part, table in kept.items()}  # fmt: skip
+    assert not pairs["train"] & pairs["test"]
+    assert set(kept["train"]["user"].to_pylist()) == set(kept["test"]["user"].to_pylist())
+    assert kept["test"].num_rows / 20_000 == pytest.approx(0.25, abs=0.02)
+    assert sum(table.num_rows for table in kept.values()) == 20_000
+
+
+def test_a_hash_split_may_be_of_some_days() -> None:
+    split = {"hash": {"key": "user", "shares": {"train": 0.5, "test": 0.5}, "days": [f"{DAYS[1]}..{DAYS[2]}"]}}
+    assert chosen(split, "train").days == chosen(split, "test").days == tuple(DAYS[1:3])
+    split["hash"]["days"] = ["1999-01-01"]
+    with pytest.raises(EmptyDatasetError, match=r"split.hash.days '1999-01-01': expected days of the table"):
+        chosen(split, "train")
+
+
 def test_filters_reach_iceberg() -> None:
     text = "country = 'DE' and age >= 18"
     selection = select(SplitConfig.model_validate({"column": {"name": "fold"}}), "test", DAYS, text)

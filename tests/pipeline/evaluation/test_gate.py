@@ -107,6 +107,20 @@ def test_what_may_be_chance_is_held():
     assert verdict.reason.endswith("over 5,000 rows), which may be chance.")
 
 
+def test_models_of_each_day_need_not_be_better():
+    """What may be chance is promoted under `not_worse`; what is worse for sure, or off, is not."""
+    config = GateConfig(rule="not_worse")
+    labels, ours, theirs = pair(5_000, 0.0, np.random.default_rng(1))
+    verdict = judged(labels, ours, theirs, config)
+    assert verdict.decision == "promote"
+    assert verdict.reason.startswith("NE is not higher for sure than that of version 3, ")
+    assert judged(labels, np.full(len(labels), labels.mean()), theirs, config).decision == "reject"
+    off = sigmoid(np.log(ours / (1.0 - ours)) + 0.5)
+    assert judged(labels, off, np.clip(theirs + random_noise(labels), 0.01, 0.99), config).decision == "reject"
+    with pytest.raises(ConfigError, match=r"gate\.least_gain with rule=not_worse"):
+        GateConfig(rule="not_worse", least_gain=0.001)
+
+
 def test_the_same_predictions_are_held():
     labels, ours, _ = pair(1_000, 0.0, np.random.default_rng(1))
     verdict = judged(labels, ours, ours)

@@ -25,7 +25,7 @@ from pipeline.selection import HASH_STEPS
 SELECTIONS: dict[str, dict[str, Any]] = {
     "days": {},
     "filter": {"filter": "num_b >= 1.5"},
-    "hash": {"hash_key": "cat_user", "hash_range": (0, HASH_STEPS // 2)},
+    "hash": {"hash_keys": ("cat_user",), "hash_range": (0, HASH_STEPS // 2)},
     "empty": {"filter": "num_b > 1000000"},
 }
 ROOT = Path(__file__).resolve().parents[3]
@@ -72,7 +72,7 @@ class Reference:
         keep = np.ones(table.num_rows, bool)
         if spec.selection.filter is not None:
             keep = table["num_b"].to_numpy() >= {"num_b >= 1.5": 1.5, "num_b > 1000000": np.inf}[spec.selection.filter]
-        if spec.selection.hash_key is not None:
+        if spec.selection.hash_keys:
             keep = np.isin(table["row"].to_numpy(), spec.selection.keep(table)["row"].to_numpy())
         applied = spec.plan.apply(table)
         self.dense, self.labels = applied.dense, table["label"].to_numpy().astype(np.float32)

@@ -265,7 +265,7 @@ def test_costs_add_up_and_travel() -> None:
 
 @pytest.mark.parametrize(
     "selection",
-    [{}, {"filter": "num_b >= 1.5"}, {"hash_key": "cat_user", "hash_range": (0, HASH_STEPS // 2)}],
+    [{}, {"filter": "num_b >= 1.5"}, {"hash_keys": ("cat_user",), "hash_range": (0, HASH_STEPS // 2)}],
     ids=["days", "filter", "hash"],
 )
 def test_counting_is_reading(data: DataSpec, selection: dict[str, object]) -> None:
@@ -288,7 +288,7 @@ def test_hash_split_parts_the_rows_by_key(data: DataSpec, days: list[pa.Table]) 
     cuts = [0, HASH_STEPS // 3, HASH_STEPS // 2, HASH_STEPS]
     parts = []
     for span in pairwise(cuts):
-        worker = Worker(chosen(data, hash_key="cat_user", hash_range=span))
+        worker = Worker(chosen(data, hash_keys=("cat_user",), hash_range=span))
         parts.append(pa.concat_tables([worker.raw(fragment) for fragment in worker.fragments()]))
     users = [set(part["cat_user"].to_pylist()) for part in parts]
     assert all(users)
@@ -299,7 +299,7 @@ def test_hash_split_parts_the_rows_by_key(data: DataSpec, days: list[pa.Table]) 
 
 def test_a_split_without_selected_rows_has_no_chunks(data: DataSpec) -> None:
     worker = Worker(data)
-    none = Worker(chosen(data, hash_key="cat_user", hash_range=(0, 0)))
+    none = Worker(chosen(data, hash_keys=("cat_user",), hash_range=(0, 0)))
     assert rows_of(none, *worker.fragments()[:2]) == {}
 
 

@@ -1,0 +1,224 @@
+"""A day of recurring training pinned down: what the champion has seen, what is new, and what a training would read."""
+
+import datetime
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from flows.config import RunConfig
+from flows.job import REGISTERED, TrainingJob, job_in, specs, tracker_of, warehouse_of
+from pipeline import checkpoint
+from pipeline.errors import ConfigError, EmptyDatasetError, RegistryError
+from pipeline.policy import Decision, Standing
+from pipeline.preprocessing.worker import DataSpec
+from pipeline.rank import Start
+from pipeline.registration.aliases import holder
+from pipeline.registration.register import find, packed
+from pipeline.registration.scorer import plan_of
+from pipeline.selection import Part
+from pipeline.transforms.inherit import inherited
+from storage.reader import SnapshotRef
+
+DAY_TAG, TRAINING_TAG = "dlrm.day", "dlrm.training"
+"""Tags of an MLflow run: the day it is of, and what was trained on it."""
+REMEDY = "Train from scratch: scratch=true."
+
+
+class Champion(BaseModel, frozen=True):
+    """The version that is trained further."""
+
+    version: int
+    trained_to: datetime.date
+    scratch_day: datetime.date
+    run_folder: str
+
+
+class Today(BaseModel, frozen=True):
+    """A day, the champion that meets it, and the days that are new to the champion."""
+
+    day: datetime.date
+    identity: str
+    done: tuple[int | None, str] | None
+    """(version, run id) of the finished work of this day; no version where none was trained."""
+    champion: Champion
+    snapshot: SnapshotRef
+    rows: int
+    """Of the day."""
+    new_days: tuple[datetime.date, ...]
+    new_rows: int
+    scratch_days: tuple[datetime.date, ...]
+    """What a model would be trained on from scratch."""
+
+    def standing(self, ne: float | None, calibration: float | None) -> Standing:
+        """How the champion stands, for the policy."""
+        return Standing(
+            trained_to=self.champion.trained_to,
+            scratch_day=self.champion.scratch_day,
+            new_rows=self.new_rows,
+            ne=ne,
+            calibration=calibration,
+        )
+
+
+def identity_of_day(config: RunConfig, day: datetime.date) -> str:
+    """Names the work of a day: the same day under the same config is the same work, whoever is champion."""
+    chosen = config.recurring.model_dump(mode="json", exclude={"policies"})
+    text = json.dumps({"day": f"{day}", "config": config.semantics(), "recurring": chosen}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def pinned_day(config: RunConfig, day: datetime.date | None, again: bool) -> Today:
+    """A day of the newest snapshot, and where the champion stands before it.
+
+    Args:
+        day: None: the last one of the table.
+        again: Does the work of a finished day once more.
+    Raises:
+        ConfigError: If the split cannot be made for single days.
+        EmptyDatasetError: If the table has no such day.
+        RegistryError: If there is no champion, or it has seen the day.
+    """
+    require_hash_split(config)
+    warehouse = warehouse_of(config)
+    snapshot = warehouse.current(config.name)
+    rows = warehouse.day_rows(snapshot)
+    day = max(rows) if day is None else day
+    if day not in rows:
+        known = f"{min(rows)} to {max(rows)}"
+        raise EmptyDatasetError(f"day {day}", f"a day of table '{config.name}', {known}", "none", "Ingest it first.")
+    identity = identity_of_day(config, day)
+    done = None if again else _done(config, identity)
+    champion = _champion(config)
+    if done is None and champion.trained_to >= day:
+        raise RegistryError(
+            f"model '{config.model_name}', version {champion.version}", f"a champion that has not seen {day} yet",
+            f"one trained to {champion.trained_to}", "Name a later day, or roll back to an earlier champion.",
+        )  # fmt: skip
+    new = tuple(other for other in rows if champion.trained_to < other <= day)
+    upto = tuple(other for other in rows if other <= day)
+    window = config.recurring.window_days
+    return Today(
+        day=day,
+        identity=identity,
+        done=done,
+        champion=champion,
+        snapshot=snapshot,
+        rows=rows[day],
+        new_days=new,
+        new_rows=sum(rows[other] for other in new),
+        scratch_days=upto if window is None else upto[-window:],
+    )
+
+
+def require_hash_split(config: RunConfig) -> None:
+    """Refuses a split whose parts are whole days: each day needs rows to train on and rows to judge on.
+
+    Raises:
+        ConfigError: If it is another than `split.hash`.
+    """
+    if config.split.hash is None:
+        raise ConfigError("split", "hash, which parts the rows of each day", "another kind", "See flights_daily.yaml.")
+
+
+def _done(config: RunConfig, identity: str) -> tuple[int | None, str] | None:
+    tracker = tracker_of(config)
+    versions = find(tracker, config.model_name, identity)
+    if versions:
+        return versions[-1]
+    run = tracker.finished(identity, {TRAINING_TAG: "none"})
+    return None if run is None else (None, run)
+
+
+def has_champion(config: RunConfig) -> bool:
+    """Whether there is a version to go on from."""
+    return holder(tracker_of(config), config.model_name) is not None
+
+
+def _champion(config: RunConfig) -> Champion:
+    tracker, name = tracker_of(config), config.model_name
+    version = holder(tracker, name)
+    if version is None:
+        raise RegistryError(
+            f"model '{name}'", "a champion", "none", "Train the first one: python -m flows.train CONFIG."
+        )
+    tags = tracker.client.get_model_version(name, str(version)).tags
+    if "trained_to" not in tags:
+        raise RegistryError(
+            f"model '{name}', version {version}", "a record of the days it was trained on", "none: it is an older one",
+            "Train another: python -m flows.train CONFIG again=true.",
+        )  # fmt: skip
+    fields = {key: tags[key] for key in ("trained_to", "scratch_day", "run_folder")}
+    return Champion(version=version, **fields)
+
+
+def start_of(config: RunConfig, champion: Champion, model: Path) -> Start:
+    """The champion's checkpoint, verified.
+
+    Args:
+        model: Its packed model.
+    Raises:
+        RegistryError: If it is gone.
+        CheckpointError: If it is damaged.
+    """
+    root = config.home_path / "runs" / champion.run_folder / "checkpoints"
+    found = checkpoint.served(root)
+    if found is None:
+        raise RegistryError(
+            f"model '{config.model_name}', version {champion.version}", f"its checkpoint in '{root}'", "none", REMEDY
+        )
+    return Start(checkpoint=str(found), plan=plan_of(model))
+
+
+def fetched(config: RunConfig, champion: Champion, folder: Path) -> Path:
+    """The champion's packed model, from the registry."""
+    return packed(tracker_of(config), config.model_name, champion.version, folder)
+
+
+def judged_rows(config: RunConfig, today: Today) -> DataSpec:
+    """All rows of the day, for the champion to be judged on before anything is trained on them."""
+    return _on(_parts(config, today, (today.day,))["test"], (today.day,), hash_keys=())
+
+
+def _parts(config: RunConfig, today: Today, days: Sequence[datetime.date]) -> dict[Part, DataSpec]:
+    """The split's parts of some days; those of the test part are the newest day's alone."""
+    warehouse = warehouse_of(config)
+    data = specs(config, today.snapshot, warehouse.schema(today.snapshot))
+    chosen: Mapping[Part, Sequence[datetime.date]] = {"train": days, "valid": days, "test": (today.day,)}
+    return {part: _on(spec, chosen[part]) for part, spec in data.items()}
+
+
+def _on(spec: DataSpec, days: Sequence[datetime.date], **more: Any) -> DataSpec:
+    return spec.model_copy(update={"selection": spec.selection.model_copy(update={"days": tuple(days), **more})})
+
+
+def job_of_day(
+    config: RunConfig, today: Today, decision: Decision, start: Start | None, notes: Mapping[str, Any]
+) -> TrainingJob:
+    """The training of a day, in a folder that an attempt which was cut short finds again.
+
+    Args:
+        start: Where a training of the champion on new days goes on from.
+        notes: What the result says beside the usual.
+    """
+    folders = (
+        config.home_path / "runs" / f"{config.name}-{today.day}-{today.identity[:12]}-{attempt}"
+        for attempt in itertools.count()
+    )
+    folder = next(folder for folder in folders if not (folder / REGISTERED).exists())
+    from_scratch = decision.training == "scratch"
+    data = _parts(config, today, today.scratch_days if from_scratch else today.new_days)
+    if not from_scratch:  # all rows but those that judge
+        data.pop("valid", None)
+        data["train"] = _on(data["train"], today.new_days, hash_range=(0, data["test"].selection.hash_range[0]))
+    if start is not None:
+        plan = inherited(data["train"].plan, start.plan)
+        data = {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
+    job = job_in(folder, config, today.identity, (today.snapshot, data))
+    tags = {} if from_scratch else {"scratch_day": f"{today.champion.scratch_day}"}
+    tags |= {"day": f"{today.day}", "trained_from": "scratch" if from_scratch else f"{today.champion.version}"}
+    return job.model_copy(update={"start": None if from_scratch else start, "tags": tags, "notes": dict(notes)})

@@ -1,0 +1,98 @@
+"""When a model is trained further on new days, and when another one is trained from scratch."""
+
+import datetime
+from typing import Literal, Self
+
+from pydantic import BaseModel, PositiveFloat, PositiveInt, model_validator
+
+from pipeline.errors import ConfigError
+
+
+class Policy(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """When the champion is trained further. The first reason that holds counts; with none of them it never is."""
+
+    every_days: PositiveInt | None = 1
+    """Once so many days have passed since the last one that it was trained on; None: time alone is no reason."""
+    after_rows: PositiveInt | None = None
+    """Once so many rows have come that it was not trained on."""
+    ne_above: PositiveFloat | None = None
+    """Once its NE on a new day is higher."""
+    calibration_below: PositiveFloat | None = None
+    """Once its calibration on a new day, predictions over labels, is lower."""
+    calibration_above: PositiveFloat | None = None
+    scratch_every_days: PositiveInt | None = None
+    """A model is trained from scratch once the last one that was is so many days old; None: never."""
+    window_days: PositiveInt | None = None
+    """Newest days that a model is trained on from scratch; None: all there are."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        low, high = self.calibration_below, self.calibration_above
+        if low is not None and high is not None and low >= high:
+            raise ConfigError(
+                "recurring.calibration_below", f"less than calibration_above, {high:g}", f"{low:g}", "Correct one."
+            )
+        return self
+
+
+class Standing(BaseModel, frozen=True):
+    """How the champion stands on a day that it has not seen."""
+
+    trained_to: datetime.date
+    """Last day that it was trained on."""
+    scratch_day: datetime.date
+    """Last day of the training from scratch that it came of."""
+    new_rows: int
+    """Rows that it was not trained on, up to the day."""
+    ne: float | None
+    """On the day; None: undefined."""
+    calibration: float | None
+
+
+class Decision(BaseModel, frozen=True):
+    """What is to be done on a day."""
+
+    training: Literal["none", "further", "scratch"]
+    reason: str
+
+
+def decide(policy: Policy, standing: Standing, day: datetime.date) -> Decision:
+    """What the policy makes of a day.
+
+    Example:
+        >>> stood = Standing(trained_to="2013-01-31", scratch_day="2013-01-31", new_rows=800, ne=0.9, calibration=1.2)
+        >>> decide(Policy(every_days=7, calibration_above=1.1), stood, datetime.date(2013, 2, 1)).reason
+        'the calibration of the champion, 1.2000, is above 1.1'
+    """
+    age, since = (day - standing.scratch_day).days, (day - standing.trained_to).days
+    if policy.scratch_every_days is not None and age >= policy.scratch_every_days:
+        return Decision(training="scratch", reason=f"the last training from scratch is {age} days old")
+    reasons = [
+        (_reaches(since, policy.every_days), f"{since} days since the champion's last"),
+        (_reaches(standing.new_rows, policy.after_rows), f"{standing.new_rows:,} new rows"),
+        (_above(standing.ne, policy.ne_above), _drift("NE", standing.ne, "above", policy.ne_above)),
+        (
+            _above(policy.calibration_below, standing.calibration),
+            _drift("calibration", standing.calibration, "below", policy.calibration_below),
+        ),
+        (
+            _above(standing.calibration, policy.calibration_above),
+            _drift("calibration", standing.calibration, "above", policy.calibration_above),
+        ),
+    ]
+    found = [reason for holds, reason in reasons if holds]
+    if found:
+        return Decision(training="further", reason=found[0])
+    return Decision(training="none", reason="no condition of the policy holds")
+
+
+def _reaches(value: int, bound: int | None) -> bool:
+    return bound is not None and value >= bound
+
+
+def _above(value: float | None, bound: float | None) -> bool:
+    return value is not None and bound is not None and value > bound
+
+
+def _drift(what: str, value: float | None, side: str, bound: float | None) -> str:
+    return "" if value is None or bound is None else f"the {what} of the champion, {value:.4f}, is {side} {bound:g}"
