@@ -1,0 +1,160 @@
+"""SweepConfig: which keys of a config are searched, how, and when a trial is given up."""
+
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+import numpy as np
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from pipeline.errors import ConfigError
+
+Strategy = Literal["tpe", "gp", "random", "grid"]
+
+
+class Dimension(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Values that a config key may take: either `choices`, or all from `low` to `high`."""
+
+    choices: tuple[Any, ...] | None = None
+    """Numbers, texts, booleans, null, or lists of these."""
+    low: int | float | None = None
+    """Whole numbers are drawn where both bounds are whole."""
+    high: int | float | None = None
+    """Included, as `low` is."""
+    log: bool = False
+    """Draws alike from each order of magnitude, as a learning rate needs it."""
+    step: PositiveInt | PositiveFloat | None = None
+    """Values are `low` plus a multiple of this."""
+    points: int | None = Field(default=None, ge=2)
+    """How many values a grid takes of the range, evenly spaced; None: every step."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether its values are whole numbers."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    def problem(self) -> tuple[str, str] | None:
+        """(expected, actual) of what is wrong with it."""
+        if self.choices is not None:
+            named = {json.dumps(choice, sort_keys=True, default=str) for choice in self.choices}
+            given = self.model_dump(exclude_defaults=True)
+            if given.keys() != {"choices"} or len(named) < max(len(self.choices), 1):
+                return "`choices` alone, each once", f"{given}"
+            if any(isinstance(choice, dict) for choice in self.choices):
+                return "`choices` without mappings: a file's mapping would be merged with them", "one"
+            return None
+        if self.low is None or self.high is None or not self.low < self.high:
+            return "`choices`, or `low` below `high`", f"{self.low} and {self.high}"
+        if self.log and (self.low <= 0 or self.step is not None):
+            return "`low` above 0 and no `step` beside `log`", f"low={self.low}, step={self.step}"
+        if self.step is not None and (self.points is not None or (self.whole and not isinstance(self.step, int))):
+            return "`step` without `points`, and whole where the bounds are", f"{self.step}"
+        return None
+
+    def holds(self, value: Any) -> bool:
+        """Whether it can take the value."""
+        if self.choices is not None:
+            return value in self.choices
+        assert self.low is not None
+        assert self.high is not None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
+            return False
+        step = self.step or (1 if self.whole else None)
+        steps = 0.0 if step is None else (value - self.low) / step
+        return math.isclose(steps, round(steps), abs_tol=1e-9) and (isinstance(value, int) or not self.whole)
+
+    def listed(self) -> tuple[Any, ...] | None:
+        """The values that a grid takes; None where it is not said which.
+
+        Example:
+            >>> Dimension(low=0.01, high=1.0, log=True, points=3).listed()
+            (0.01, 0.1, 1.0)
+            >>> Dimension(low=8, high=32, step=8).listed()
+            (8, 16, 24, 32)
+        """
+        if self.choices is not None:
+            return self.choices
+        assert self.low is not None
+        assert self.high is not None
+        if self.points is not None:
+            spaced = (np.geomspace if self.log else np.linspace)(self.low, self.high, self.points).tolist()
+            return tuple(dict.fromkeys(round(value) for value in spaced)) if self.whole else tuple(spaced)
+        step = self.step or (1 if self.whole and not self.log else None)
+        if step is None:
+            return None
+        count = math.floor((self.high - self.low) / step + 1e-9) + 1
+        return tuple(self.low + number * step for number in range(count))
+
+
+class PruneConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """When a trial that falls behind is stopped. Trials are compared after equally many rows.
+
+    Source:
+        Golovin et al. 2017, Google Vizier, section 3.2.1 (median); Li et al. 2018, arXiv:1810.05934 (halving).
+    """
+
+    kind: Literal["median", "halving"] = "median"
+    """median: worse than half of the others were by then; halving: not among the best 1 / `reduction_factor` after
+    `every_rows`, after that many times as many, and so on."""
+    metric: Literal["train_ne_progressive", "valid_ne"] = "train_ne_progressive"
+    """The progressive NE is known from the first rows on, in the first epoch alone; that of the validation rows as
+    often as they are looked at."""
+    every_rows: PositiveInt = 65_536
+    """Rows between two comparisons; at least as many as lie between two reports (`training.log_every_steps`)."""
+    warmup_rows: NonNegativeInt = 0
+    """No trial is stopped before."""
+    startup_trials: NonNegativeInt = 5
+    """median: trials that are run to their end before any is stopped."""
+    reduction_factor: int = Field(default=4, ge=2)
+
+
+class SweepConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """The search for better settings. Trials are ranked by their best NE on the validation rows, never on test rows."""
+
+    strategy: Strategy = "tpe"
+    """tpe: Tree-structured Parzen estimator; gp: Gaussian process; both learn from the trials before. grid takes the
+    combinations of all values in a seeded order."""
+    trials: PositiveInt = 20
+    """In all; a sweep that is done goes on where this is raised."""
+    parallel: PositiveInt = 1
+    """Trials at a time, each with `training.world_size` ranks and preprocessing workers of its own."""
+    seed: NonNegativeInt = 1
+    """Decides, with a trial's number, what is drawn; trainings keep the config's own seed."""
+    startup_trials: NonNegativeInt = 5
+    """Trials drawn at random before tpe and gp begin to learn."""
+    begin_with_config: bool = True
+    """The first trial takes the config's own values, as far as the space has them; a grid has its own order."""
+    space: Mapping[str, Dimension] = {}
+    """Dotted key -> its values; numbers name entries of lists: `features.sparse.0.transforms.0.size`."""
+    prune: PruneConfig | None = None
+    trial_overrides: Mapping[str, Any] = {}
+    """Dotted key -> value of all trials, not of the best config: limits such as `training.deadline_seconds: 600` (a
+    trial that takes longer fails) or `training.max_steps: 2000`."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        for key, dimension in self.space.items():
+            problem = dimension.problem()
+            if problem is not None:
+                raise ConfigError(f"sweep.space '{key}'", *problem, "Correct it.")
+            if self.strategy == "grid" and dimension.listed() is None:
+                raise ConfigError(f"sweep.space '{key}' with strategy=grid", "`step` or `points`", "none", "Add one.")
+        return self
+
+    def grid(self) -> list[dict[str, Any]]:
+        """All combinations, in the order that the seed gives."""
+        values = [dimension.listed() or () for dimension in self.space.values()]
+        points = [dict(zip(self.space, combination, strict=True)) for combination in itertools.product(*values)]
+        order = np.random.default_rng(self.seed).permutation(len(points))
+        return [points[number] for number in order]
+
+    @property
+    def most_trials(self) -> int:
+        """Trials at most: a grid ends with its last combination."""
+        return min(self.trials, len(self.grid())) if self.strategy == "grid" else self.trials
+
+    def identity(self) -> dict[str, Any]:
+        """What decides which trials there are; their number and how many run at a time do not."""
+        return self.model_dump(mode="json", exclude={"trials", "parallel"})

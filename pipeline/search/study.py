@@ -1,0 +1,241 @@
+"""A sweep's trials in a file that survives it: asked for, reported on, told; one that was cut short goes on."""
+
+import datetime
+import json
+import math
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+from optuna.pruners import BasePruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
+from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
+from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, Trial, TrialState
+from pydantic import BaseModel
+
+from pipeline.search.config import Dimension, PruneConfig, SweepConfig
+
+State = Literal["complete", "pruned", "failed", "running"]
+STATES: dict[TrialState, State] = {
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+    TrialState.RUNNING: "running",
+}
+LOCK_SECONDS = 60
+"""How long the file is waited for while another process, such as a dashboard, has it locked."""
+FEWEST_FOR_IMPORTANCES = 4
+BEST_SHARE = 0.25
+"""Importance of a key: how much its values among this share of the trials, the best, differ from all values."""
+
+
+class Draw(BaseModel, frozen=True):
+    """A trial to be run."""
+
+    number: int
+    params: Mapping[str, Any]
+    """Dotted config key -> value."""
+
+
+class TrialRecord(BaseModel, frozen=True):
+    """A trial as it stands."""
+
+    number: int
+    state: State
+    params: Mapping[str, Any]
+    valid_ne: float | None
+    """Best on the validation rows; none unless complete."""
+    seconds: float | None
+    notes: Mapping[str, Any]
+
+
+class Study:
+    """The trials of one sweep. Threads may share it, processes may not.
+
+    What a trial gets is a function of the sweep's seed, the trial's number and the trials that are done by then: a
+    sampler is made anew for each. With one trial at a time the same seed so gives the same trials, also when the sweep
+    was killed in between; with more that holds for random, grid and the startup trials, while tpe and gp also depend on
+    which trials happen to be done.
+
+    Args:
+        path: SQLite file, made if absent.
+        start: The config's own values, for the first trial.
+    """
+
+    def __init__(self, path: Path, config: SweepConfig, start: Mapping[str, Any]) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.config = config
+        self.distributions = {key: distribution(dimension) for key, dimension in config.space.items()}
+        self.grid = config.grid() if config.strategy == "grid" else []
+        self.start = start if config.begin_with_config else {}
+        storage = RDBStorage(f"sqlite:///{path}", engine_kwargs={"connect_args": {"timeout": LOCK_SECONDS}})
+        self.study = optuna.create_study(
+            storage=storage, study_name="sweep", load_if_exists=True, pruner=pruner(config.prune)
+        )
+        self.lock = threading.RLock()
+        self.running: dict[int, Trial] = {}
+        self.stale = [trial for trial in self._trials() if trial.state == TrialState.RUNNING]
+
+    def _trials(self) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False)
+
+    def next(self) -> Draw | None:
+        """A trial to run: those that were cut short come first, under their old numbers; None: there are enough."""
+        with self.lock:
+            if self.stale:
+                trial = Trial(self.study, self.stale.pop(0)._trial_id)  # not public; a new one had another number
+                params = {key: trial._suggest(key, kind) for key, kind in self.distributions.items()}
+            else:
+                asked = [trial for trial in self._trials() if trial.state != TrialState.WAITING]
+                if len(asked) >= self.config.most_trials:
+                    return None
+                trial = self._ask(len(asked))
+                params = trial.params
+            self.running[trial.number] = trial
+            return Draw(number=trial.number, params=self._values(params))
+
+    def _ask(self, number: int) -> Trial:
+        if not any(trial.state == TrialState.WAITING for trial in self._trials()):  # else a kill came right here
+            self.study.enqueue_trial(self._drawn(number))
+        return self.study.ask(self.distributions)
+
+    def _drawn(self, number: int) -> dict[str, Any]:
+        """Values of a new trial, all drawn before the first is written: a kill in between changes none of them."""
+        memory = optuna.create_study(sampler=sampler(self.config, number))
+        memory.add_trials(self._trials())
+        fixed = self.grid[number] if self.grid else self.start if number == 0 else {}
+        if fixed:
+            memory.enqueue_trial({key: encoded(self.config.space[key], value) for key, value in fixed.items()})
+        return memory.ask(self.distributions).params
+
+    def _values(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: decoded(self.config.space[key], params[key]) for key in self.config.space if key in params}
+
+    def report(self, number: int, rows: int, ne: float) -> bool:
+        """Takes note of the NE that a running trial has after so many rows; whether it is to be stopped.
+
+        A look at the same rows, as after a resume, counts once.
+        """
+        if self.config.prune is None:
+            return False
+        with self.lock:
+            trial, look = self.running[number], rows // self.config.prune.every_rows
+            known = self._trials()[number].intermediate_values
+            if look <= max(known, default=0):
+                return False
+            trial.report(ne, look)
+            return bool(trial.should_prune())
+
+    def falls_behind(self, number: int) -> bool:
+        """Whether a running trial is to be stopped by what it reported before it was cut short."""
+        with self.lock:
+            return self.config.prune is not None and bool(self.running[number].should_prune())
+
+    def note(self, number: int, **notes: Any) -> None:
+        """Keeps something beside a running trial."""
+        with self.lock:
+            for key, value in notes.items():
+                self.running[number].set_user_attr(key, value)
+
+    def finish(self, number: int, valid_ne: float) -> None:
+        """A running trial has ended with an NE."""
+        self._tell(number, TrialState.COMPLETE, valid_ne)
+
+    def prune(self, number: int) -> None:
+        """A running trial was stopped."""
+        self._tell(number, TrialState.PRUNED)
+
+    def fail(self, number: int, error: str) -> None:
+        """A running trial has failed; it is not tried again."""
+        self.note(number, error=error)
+        self._tell(number, TrialState.FAIL)
+
+    def _tell(self, number: int, state: TrialState, value: float | None = None) -> None:
+        with self.lock:
+            self.study.tell(self.running.pop(number), value, state)
+
+    def records(self) -> list[TrialRecord]:
+        """All trials, by number."""
+        with self.lock:
+            return [self._record(trial) for trial in self._trials() if trial.state in STATES]
+
+    def _record(self, trial: FrozenTrial) -> TrialRecord:
+        complete = trial.state == TrialState.COMPLETE
+        return TrialRecord(
+            number=trial.number,
+            state=STATES[trial.state],
+            params=self._values(trial.params),
+            valid_ne=trial.value if complete else None,
+            seconds=(trial.duration or datetime.timedelta()).total_seconds() if trial.state.is_finished() else None,
+            notes=trial.user_attrs,
+        )
+
+    def twin(self, draw: Draw) -> TrialRecord | None:
+        """A trial that is complete and has the same values."""
+        done = (trial for trial in self.records() if trial.state == "complete")
+        return next((trial for trial in done if trial.params == draw.params), None)
+
+    @property
+    def best(self) -> TrialRecord | None:
+        """The complete trial of lowest NE, the first of equals."""
+        done = [(trial.valid_ne, trial.number, trial) for trial in self.records() if trial.valid_ne is not None]
+        return min(done)[2] if done else None
+
+    def importances(self) -> dict[str, float]:
+        """Key -> its share in what makes trials good, the largest first; empty where trials are few or all alike.
+
+        Source:
+            Watanabe, Bansal, Hutter 2023, PED-ANOVA, arXiv:2304.10255.
+        """
+        values = [trial.valid_ne for trial in self.records() if trial.valid_ne is not None]
+        if len(values) < FEWEST_FOR_IMPORTANCES or len(set(values)) == 1:
+            return {}
+        evaluator = PedAnovaImportanceEvaluator(target_quantile=BEST_SHARE)
+        return {key: float(share) for key, share in get_param_importances(self.study, evaluator=evaluator).items()}
+
+
+def distribution(dimension: Dimension) -> BaseDistribution:
+    """A dimension as Optuna takes it. Choices are JSON texts: Optuna takes scalars alone, and 1 would equal true."""
+    if dimension.choices is not None:
+        return CategoricalDistribution([encoded(dimension, choice) for choice in dimension.choices])
+    low, high, log, step = dimension.low, dimension.high, dimension.log, dimension.step
+    assert low is not None
+    assert high is not None
+    if dimension.whole:
+        return IntDistribution(int(low), int(high), log=log, step=int(step or 1))
+    return FloatDistribution(float(low), float(high), log=log, step=step)
+
+
+def encoded(dimension: Dimension, value: Any) -> Any:
+    """A value as the file has it."""
+    return value if dimension.choices is None else json.dumps(value, sort_keys=True)
+
+
+def decoded(dimension: Dimension, value: Any) -> Any:
+    """A value as the config has it."""
+    return value if dimension.choices is None else json.loads(value)
+
+
+def sampler(config: SweepConfig, number: int) -> BaseSampler:
+    """What draws the trial of that number; its state is a function of both."""
+    seed = int(np.random.SeedSequence([config.seed, number]).generate_state(1)[0])
+    if config.strategy == "tpe":
+        return TPESampler(seed=seed, n_startup_trials=config.startup_trials)
+    if config.strategy == "gp":
+        return GPSampler(seed=seed, n_startup_trials=config.startup_trials)
+    return RandomSampler(seed=seed)  # a grid's values are all given
+
+
+def pruner(config: PruneConfig | None) -> BasePruner:
+    """What stops trials; it counts in looks, each `every_rows` after the one before."""
+    if config is None:
+        return NopPruner()
+    warmup = math.ceil(config.warmup_rows / config.every_rows)
+    if config.kind == "median":
+        return MedianPruner(n_startup_trials=config.startup_trials, n_warmup_steps=warmup)
+    return SuccessiveHalvingPruner(min_resource=max(warmup, 1), reduction_factor=config.reduction_factor)

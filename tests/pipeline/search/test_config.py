@@ -1,0 +1,94 @@
+"""Dimensions: what they hold, what a grid takes of them, and what is refused."""
+
+import itertools
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.search.config import Dimension, SweepConfig
+
+
+@pytest.mark.parametrize(
+    ("dimension", "inside", "outside"),
+    [
+        ({"choices": ["adam", None, [32, 16]]}, ["adam", None, [32, 16]], ["sgd", 0, [32]]),
+        ({"low": 0.1, "high": 1.0}, [0.1, 0.55, 1], [0.09, 1.01, "0.5", None, True]),
+        ({"low": 8, "high": 32, "step": 8}, [8, 24, 32], [9, 40, 16.0]),
+        ({"low": 0.0, "high": 0.5, "step": 0.1}, [0.0, 0.3, 0.5], [0.25]),
+        ({"low": 1, "high": 1024, "log": True}, [1, 700], [0, 2.5]),
+    ],
+)
+def test_what_a_dimension_holds(dimension, inside, outside):
+    found = Dimension(**dimension)
+    assert [value for value in inside if not found.holds(value)] == []
+    assert [value for value in outside if found.holds(value)] == []
+
+
+@pytest.mark.parametrize(
+    ("dimension", "values"),
+    [
+        ({"choices": ["a", "b"]}, ("a", "b")),
+        ({"low": 1, "high": 4}, (1, 2, 3, 4)),
+        ({"low": 0.0, "high": 0.3, "step": 0.1}, pytest.approx((0.0, 0.1, 0.2, 0.3))),
+        ({"low": 1e-3, "high": 10.0, "log": True, "points": 5}, pytest.approx((1e-3, 1e-2, 1e-1, 1.0, 10.0))),
+        ({"low": 1, "high": 100, "log": True, "points": 3}, (1, 10, 100)),
+        ({"low": 0.0, "high": 1.0}, None),
+        ({"low": 1, "high": 100, "log": True}, None),
+    ],
+)
+def test_what_a_grid_takes(dimension, values):
+    assert Dimension(**dimension).listed() == values
+
+
+def test_a_grid_has_each_combination_once_in_a_seeded_order():
+    space = {"a": {"low": 1, "high": 3}, "b": {"choices": ["x", "y"]}}
+    grid = SweepConfig(strategy="grid", space=space, trials=100).grid()
+    assert sorted((point["a"], point["b"]) for point in grid) == list(itertools.product((1, 2, 3), ("x", "y")))
+    assert grid == SweepConfig(strategy="grid", space=space, parallel=3).grid()
+    assert grid != SweepConfig(strategy="grid", space=space, seed=2).grid()
+    assert SweepConfig(strategy="grid", space=space, trials=100).most_trials == 6
+    assert SweepConfig(strategy="grid", space=space, trials=4).most_trials == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "expected `choices`, or `low` below `high`, got None and None. Correct it."),
+        ({"low": 2, "high": 1}, "expected `choices`, or `low` below `high`, got 2 and 1. Correct it."),
+        ({"choices": [1, 1]}, "expected `choices` alone, each once, got {'choices': (1, 1)}. Correct it."),
+        ({"choices": []}, "expected `choices` alone, each once, got {'choices': ()}. Correct it."),
+        (
+            {"choices": [1], "low": 1},
+            "expected `choices` alone, each once, got {'choices': (1,), 'low': 1}. Correct it.",
+        ),
+        (
+            {"choices": [{"a": 1}]},
+            "expected `choices` without mappings: a file's mapping would be merged with them, got one. Correct it.",
+        ),
+        (
+            {"low": 0.0, "high": 1.0, "log": True},
+            "expected `low` above 0 and no `step` beside `log`, got low=0.0, step=None. Correct it.",
+        ),
+        (
+            {"low": 1, "high": 9, "step": 0.5},
+            "expected `step` without `points`, and whole where the bounds are, got 0.5. Correct it.",
+        ),
+    ],
+)
+def test_a_dimension_that_cannot_be_is_refused(values, said):
+    with pytest.raises(ConfigError) as error:
+        SweepConfig(space={"a.b": values})
+    assert str(error.value) == f"sweep.space 'a.b': {said}"
+
+
+def test_a_grid_needs_to_know_its_values():
+    with pytest.raises(ConfigError) as error:
+        SweepConfig(space={"a": {"low": 0.0, "high": 1.0}}, strategy="grid")
+    assert str(error.value) == "sweep.space 'a' with strategy=grid: expected `step` or `points`, got none. Add one."
+
+
+def test_its_identity_is_what_is_drawn():
+    config = SweepConfig(space={"a": {"low": 1, "high": 3}})
+    same = config.model_copy(update={"trials": 99, "parallel": 4})
+    assert same.identity() == config.identity()
+    assert config.model_copy(update={"seed": 2}).identity() != config.identity()

@@ -1,0 +1,205 @@
+"""Studies: what is drawn, what survives a kill, what is stopped, and what is best."""
+
+import threading
+
+import numpy as np
+import optuna
+import pytest
+
+from pipeline.search.config import PruneConfig, SweepConfig
+from pipeline.search.study import Draw, Study
+
+SPACE = {
+    "training.table_learning_rate": {"low": 1e-3, "high": 1.0, "log": True},
+    "model.embedding_width": {"low": 8, "high": 64, "step": 8},
+    "model.bottom_mlp": {"choices": [[16], [32, 16], []]},
+    "training.dense_optimizer": {"choices": ["adam", "sgd"]},
+}
+RATE = "training.table_learning_rate"
+
+
+def config(strategy: str = "tpe", **more) -> SweepConfig:
+    return SweepConfig(**{"strategy": strategy, "trials": 6, "startup_trials": 3, "space": SPACE} | more)
+
+
+def ne(draw: Draw) -> float:
+    """A bowl: the best rate is 0.1, and adam is better."""
+    return (
+        0.8 + 0.01 * np.log10(draw.params[RATE] / 0.1) ** 2 + 0.05 * (draw.params["training.dense_optimizer"] == "sgd")
+    )
+
+
+def run(study: Study, trials: int = 99) -> list[dict]:
+    """What is drawn, until there are enough."""
+    drawn = []
+    while len(drawn) < trials and (draw := study.next()) is not None:
+        drawn.append(dict(draw.params))
+        study.finish(draw.number, ne(draw))
+    return drawn
+
+
+GRID = {"a": {"choices": ["x", "y"]}, RATE: {"low": 0.01, "high": 1.0, "log": True, "points": 3}}
+
+
+@pytest.mark.parametrize("strategy", ["tpe", "random"])
+def test_fault_35_the_same_seed_gives_the_same_trials(strategy, tmp_path):
+    first = run(Study(tmp_path / "a.db", config(strategy), {}))
+    assert len(first) == 6
+    assert run(Study(tmp_path / "b.db", config(strategy), {})) == first
+    assert run(Study(tmp_path / "c.db", config(strategy, seed=2), {})) != first
+    for params in first:
+        assert all(config().space[key].holds(value) for key, value in params.items())
+
+
+@pytest.mark.parametrize(("strategy", "trials"), [("tpe", 6), ("gp", 5)])
+def test_fault_35_a_killed_sweep_goes_on_with_the_trials_it_would_have_had(strategy, trials, tmp_path):
+    """A kill leaves trials RUNNING: each goes on under its number with its values, and the rest is as undisturbed."""
+    settings, killed = config(strategy, trials=trials), trials - 2
+    undisturbed = run(Study(tmp_path / "a.db", settings, {}))
+    study = Study(tmp_path / "b.db", settings, {})
+    assert run(study, killed) == undisturbed[:killed]
+    cut_short = study.next()
+    again = Study(tmp_path / "b.db", settings, {})
+    assert [record.state for record in again.records()] == ["complete"] * killed + ["running"]
+    assert again.next() == cut_short == Draw(number=killed, params=undisturbed[killed])
+    again.finish(killed, ne(cut_short))
+    assert run(again) == undisturbed[killed + 1 :]
+    assert (
+        again.best.params == min((ne(Draw(number=0, params=params)), str(params), params) for params in undisturbed)[2]
+    )
+
+
+def test_a_kill_while_a_trial_is_drawn(tmp_path, monkeypatch):
+    """Between the making of a trial and the last of its values."""
+    undisturbed = run(Study(tmp_path / "a.db", config("random"), {}))
+    study = Study(tmp_path / "b.db", config("random"), {})
+    run(study, 2)
+    suggest = optuna.trial.Trial._suggest
+
+    def killed(trial, name, kind):
+        if name == "model.bottom_mlp":
+            raise SystemExit
+        return suggest(trial, name, kind)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.trial.Trial, "_suggest", killed)
+        with pytest.raises(SystemExit):
+            study.next()
+    assert run(Study(tmp_path / "b.db", config("random"), {})) == undisturbed[2:]
+
+
+def test_fault_35_a_trial_that_fails_costs_itself_alone(tmp_path):
+    study = Study(tmp_path / "a.db", config("random"), {})
+    undisturbed = run(Study(tmp_path / "b.db", config("random"), {}))
+    for number in range(6):
+        draw = study.next()
+        assert draw.params == undisturbed[number]
+        study.fail(number, "broken") if number == 4 else study.finish(number, ne(draw))
+    assert study.next() is None
+    states = [record.state for record in study.records()]
+    assert states == ["complete"] * 4 + ["failed"] + ["complete"]
+    assert study.records()[4].notes == {"error": "broken"}
+    assert Study(tmp_path / "a.db", config("random"), {}).next() is None  # a failed one is not tried again
+
+
+def test_more_trials_go_on(tmp_path):
+    first = run(Study(tmp_path / "a.db", config(trials=4), {}))
+    assert first + run(Study(tmp_path / "a.db", config(), {})) == run(Study(tmp_path / "b.db", config(), {}))
+
+
+def test_threads_draw_each_number_once(tmp_path):
+    study, drawn = Study(tmp_path / "a.db", config("random", trials=8), {}), []
+
+    def work() -> None:
+        while (draw := study.next()) is not None:
+            drawn.append(draw)
+            study.report(draw.number, 1, 0.5)
+            study.finish(draw.number, ne(draw))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    alone = run(Study(tmp_path / "b.db", config("random", trials=8), {}))
+    assert [draw.params for draw in sorted(drawn, key=lambda draw: draw.number)] == alone
+
+
+def test_a_grid_is_gone_through_once(tmp_path):
+    grid = SweepConfig(strategy="grid", space=GRID, trials=50)
+    study, drawn = Study(tmp_path / "a.db", grid, {"a": "x"}), []
+    for number in range(6):
+        if number == 3:
+            study = Study(tmp_path / "a.db", grid, {})
+        draw = study.next()
+        drawn.append(dict(draw.params))
+        study.finish(draw.number, 0.5)
+    assert drawn == grid.grid()
+    assert study.next() is None
+
+
+def test_the_first_trial_has_the_configs_own_values(tmp_path):
+    own = {RATE: 0.05, "training.dense_optimizer": "sgd"}
+    first = Study(tmp_path / "a.db", config(), own).next()
+    assert {key: first.params[key] for key in own} == own
+    drawn = Study(tmp_path / "b.db", config(begin_with_config=False), own).next()
+    assert drawn.params[RATE] != 0.05
+
+
+def pruned(study: Study, curves: list[list[float]]) -> list[int | None]:
+    """At which look each trial was stopped; a look every 100 rows."""
+    found = []
+    for curve in curves:
+        draw = study.next()
+        stop = next((i for i, value in enumerate(curve, 1) if study.report(draw.number, 100 * i, value)), None)
+        study.finish(draw.number, curve[-1]) if stop is None else study.prune(draw.number)
+        found.append(stop)
+    return found
+
+
+def test_what_is_worse_than_the_median_is_stopped(tmp_path):
+    prune = PruneConfig(every_rows=100, startup_trials=2, warmup_rows=150)
+    study = Study(tmp_path / "a.db", config(prune=prune), {})
+    curves = [[0.9, 0.85, 0.8], [0.92, 0.87, 0.82], [0.99, 0.98, 0.97], [0.91, 0.84, 0.8]]
+    assert pruned(study, curves) == [None, None, 2, None]
+    assert [record.state for record in study.records()] == ["complete", "complete", "pruned", "complete"]
+    assert study.records()[2].valid_ne is None
+    assert study.best.number == 0
+
+
+def test_halving_keeps_the_best(tmp_path):
+    prune = PruneConfig(kind="halving", every_rows=100, reduction_factor=2)
+    study = Study(tmp_path / "a.db", config(prune=prune), {})
+    assert pruned(study, [[0.8, 0.7], [0.9, 0.9], [0.75, 0.7]]) == [None, 1, None]
+
+
+def test_a_trial_reports_a_look_once_and_is_judged_again_after_a_kill(tmp_path):
+    prune = config(prune=PruneConfig(every_rows=100, startup_trials=1))
+    study = Study(tmp_path / "a.db", prune, {})
+    assert pruned(study, [[0.8, 0.7]]) == [None]
+    draw = study.next()
+    assert study.report(draw.number, 50, 2.0) is False  # no look yet
+    assert study.report(draw.number, 130, 0.9) is True
+    again = Study(tmp_path / "a.db", prune, {})
+    assert again.next() == draw
+    assert again.falls_behind(draw.number)
+    assert again.report(draw.number, 199, 0.1) is False
+
+
+def test_a_trial_of_the_same_values_is_found(tmp_path):
+    study = Study(tmp_path / "a.db", config("random"), {})
+    draw = study.next()
+    assert study.twin(draw) is None
+    study.finish(draw.number, 0.5)
+    assert study.twin(Draw(number=7, params=draw.params)).number == 0
+
+
+def test_the_key_that_matters_is_the_most_important(tmp_path):
+    study = Study(tmp_path / "a.db", config("random", trials=16), {})
+    run(study, 3)
+    assert study.importances() == {}
+    run(study)
+    shares = study.importances()
+    assert shares.keys() == SPACE.keys()
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert shares["training.dense_optimizer"] > shares["model.bottom_mlp"]
