@@ -22,6 +22,7 @@ from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.registration.tracking import RegistrationConfig
 from pipeline.schema import FeatureSchema
 from pipeline.scoring.score import ScoringConfig
+from pipeline.search.config import SweepConfig
 from pipeline.selection import SplitConfig, check_filter
 from pipeline.training.config import TrainConfig
 from pipeline.transforms.sampling import Sampling
@@ -117,6 +118,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     registration: RegistrationConfig = RegistrationConfig()
     scoring: ScoringConfig = ScoringConfig()
     recurring: RecurringConfig = RecurringConfig()
+    sweep: SweepConfig = SweepConfig()
 
     @model_validator(mode="after")
     def _rows_reach_the_ranks(self) -> Self:
@@ -162,7 +164,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     def semantics(self) -> dict[str, Any]:
         """What decides the trained model, beside its data: two configs with equal semantics are one training."""
-        elsewhere = {"home", "source", "ingest", "warehouse", "gate", "registration", "scoring", "recurring"}
+        elsewhere = {"home", "source", "ingest", "warehouse", "gate", "registration", "scoring", "recurring", "sweep"}
         values = self.model_dump(mode="json", exclude=elsewhere)
         for section, keys in EXECUTION_KEYS.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
@@ -181,7 +183,8 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     def flat(self) -> dict[str, Any]:
         """Dotted key -> value of everything that was chosen, for MLflow's parameter table."""
-        hidden: Any = {"source": True, "features": True, "warehouse": {"catalog"}, "registration": {"tracking_uri"}}
+        hidden: Any = {"warehouse": {"catalog"}, "registration": {"tracking_uri"}}
+        hidden |= dict.fromkeys(("source", "features", "sweep"), True)
         values = self.model_dump(mode="json", exclude_defaults=True, exclude=hidden)
         return dict(_flattened(values | self.model_dump(mode="json", include={"training", "model"})))
 
@@ -280,9 +283,20 @@ def _put(values: dict[str, Any], keys: list[str], value: Any, whole: str) -> dic
     if len(keys) == 1:
         return values | {keys[0]: value}
     inner = values.get(keys[0]) or {}
+    if isinstance(inner, list):
+        return values | {keys[0]: _put_into_list(inner, keys[1:], value, whole)}
     if not isinstance(inner, dict):
         raise ConfigError(f"override '{whole}'", f"a section '{keys[0]}'", type(inner).__name__, "Correct the key.")
     return values | {keys[0]: _put(inner, keys[1:], value, whole)}
+
+
+def _put_into_list(values: list[Any], keys: list[str], value: Any, whole: str) -> list[Any]:
+    number = int(keys[0]) if keys[0].isdecimal() else len(values)
+    if number >= len(values) or (len(keys) > 1 and not isinstance(values[number], dict)):
+        expected = f"the number of a section, below {len(values)}"
+        raise ConfigError(f"override '{whole}'", expected, f"'{keys[0]}'", "Correct the key.")
+    entry = value if len(keys) == 1 else _put(values[number], keys[1:], value, whole)
+    return [*values[:number], entry, *values[number + 1 :]]
 
 
 def _flattened(value: Any, prefix: str = "") -> list[tuple[str, Any]]:

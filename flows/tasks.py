@@ -112,13 +112,20 @@ def preprocess(config: RunConfig, snapshot_id: int | None, epoch: int) -> dict[s
 
 
 @task(cache_policy=NO_CACHE, task_run_name="train")
-def train(config: RunConfig, job: TrainingJob, run_id: str, given: Placement | None = None) -> Trained:
+def train(
+    config: RunConfig,
+    job: TrainingJob,
+    run_id: str,
+    given: Placement | None = None,
+    watch: Callable[[Event | None], object] | None = None,
+) -> Trained:
     """Warehouse rows -> weights. Safe to repeat: it goes on from the last checkpoint.
 
     All that later stages need is in the job's folder when this returns; MLflow may be away until then.
 
     Args:
         given: Placement of the tables; None: as it is planned.
+        watch: Sees each event of the ranks, and None several times a second; what it raises ends them.
     """
     tracker, folder = tracker_of(config), Path(job.folder)
     warehouse_of(config).tag(job.snapshot, train_tag(job))
@@ -134,6 +141,9 @@ def train(config: RunConfig, job: TrainingJob, run_id: str, given: Placement | N
         on_event = _event_handler(journal, placement, progress, total, logger)
         training = config.training
         limits = Limits(training.deadline_seconds, training.hang_seconds, training.restart_limit)
+        if watch is not None:
+            on_event = _both(on_event, watch)
+            limits = replace(limits, check=partial(watch, None))
         if service is not None:
             limits = replace(limits, headway=service.totals.headway)
         launch = run_ranks
@@ -167,7 +177,7 @@ def rank_spec(config: RunConfig, job: TrainingJob) -> RankSpec:
         train=job.data["train"],
         valid=job.data.get("valid"),
         valid_rows=job.rows.get("valid", 0),
-        probe=job.data["test"],
+        probe=job.data["test"] if "test" in job.data else job.data["valid"],  # a candidate has no test rows
         model=config.model,
         training=config.training,
         preprocessing=config.preprocessing,
@@ -206,6 +216,14 @@ def _account(folder: Path, config: RunConfig, totals: Totals) -> dict[str, Any]:
     }
     write_json(folder / PREPROCESSING, summary | details)
     return summary
+
+
+def _both(first: Callable[[Event], object], second: Callable[[Event], object]) -> Callable[[Event], None]:
+    def handle(event: Event) -> None:
+        first(event)
+        second(event)
+
+    return handle
 
 
 def _event_handler(

@@ -24,6 +24,7 @@ def test_the_named_deployments_exist():
         "ingest/daily",
         "preprocess/on-demand",
         "placement/on-demand",
+        "sweep/on-demand",
         "promote/on-demand",
         "rollback/on-demand",
         "score/on-demand",

@@ -37,6 +37,8 @@ LOCK_SECONDS = 60
 SAME_START_SECONDS = 1.0
 """Start times of one process differ by less than this when they are read again."""
 RESULT = "result.json"
+ENVIRONMENT_LOCK = threading.Lock()
+"""MLflow keeps its address in the environment: of trainings side by side, only one may look there at a time."""
 Weights = Literal["fp32", "int8"]
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Opens an experiment in MLflow's view of trainings, not of prompts."""
@@ -78,14 +80,15 @@ class Tracker:
     """
 
     def __init__(self, config: RegistrationConfig, home: Path, experiment: str) -> None:
-        named = os.environ.get("MLFLOW_TRACKING_URI")
-        self.uri = config.tracking_uri or named or embedded_uri(home)
-        if self.uri.startswith("sqlite:///"):
-            Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-            self.uri += "" if "?" in self.uri else f"?timeout={LOCK_SECONDS}"
-        mlflow.set_tracking_uri(self.uri)
-        if named is None:  # MLflow has set it for all that comes after: another home has a database of its own
-            os.environ.pop("MLFLOW_TRACKING_URI", None)
+        with ENVIRONMENT_LOCK:
+            named = os.environ.get("MLFLOW_TRACKING_URI")
+            self.uri = config.tracking_uri or named or embedded_uri(home)
+            if self.uri.startswith("sqlite:///"):
+                Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+                self.uri += "" if "?" in self.uri else f"?timeout={LOCK_SECONDS}"
+            mlflow.set_tracking_uri(self.uri)
+            if named is None:  # MLflow has set it for all that comes after: another home has a database of its own
+                os.environ.pop("MLFLOW_TRACKING_URI", None)
         self.client = MlflowClient(tracking_uri=self.uri)
         self.experiment = experiment
         with answering("Start it, or name another: registration.tracking_uri or MLFLOW_TRACKING_URI."):

@@ -43,6 +43,8 @@ class Limits:
     restart_limit: int = 0
     headway: Callable[[], object] = lambda: None
     """What preprocessing has done so far: while it changes, ranks that wait for a batch do not hang."""
+    check: Callable[[], object] = lambda: None
+    """Called several times a second; what it raises ends the ranks."""
 
 
 def run_ranks(
@@ -181,7 +183,8 @@ class Group:
         return event if event["event"] == "result" else None
 
     def look_at_the_clock(self) -> None:
-        """Raises if the ranks take too long."""
+        """Raises if the ranks take too long, or are not wanted any more."""
+        self.limits.check()
         now = time.monotonic()
         if self.deadline is not None and now > self.deadline:
             raise TrainingError(

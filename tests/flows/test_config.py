@@ -89,6 +89,9 @@ def test_overrides_reach_any_depth() -> None:
     assert config.training.dense_learning_rate == 0.01
     assert MINIMAL["split"]["hash"]["shares"]["test"] == 0.5  # the input is left as it was
     assert load(config, {"seed": 4}).seed == 4
+    sized = load(MINIMAL, {"features.sparse.0.transforms.0.size": 5})
+    assert sized.features.sparse[0].transforms[0].size == 5
+    assert MINIMAL["features"]["sparse"][0]["transforms"][0]["size"] == 9
 
 
 @pytest.mark.parametrize(
@@ -120,6 +123,7 @@ EXECUTION = {
     "registration.model_name": "other",
     "registration.defaults": {"age": 30},
     "scoring.keep": ["user"],
+    "sweep.trials": 5,
     "warehouse.codec": "lz4",
     "source.path": "moved.csv",
 }
@@ -277,6 +281,16 @@ def test_one_sentence_for_a_bad_value(values: dict[str, Any], said: str) -> None
 )
 def test_values_that_contradict_each_other(change: dict[str, Any], said: str) -> None:
     assert sentence(MINIMAL | change) == said
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [("features.sparse.1.pooling", "1"), ("features.sparse.x", "x"), ("features.sparse.-1.pooling", "-1")],
+)
+def test_an_override_beside_a_list(key: str, said: str) -> None:
+    assert sentence(MINIMAL, {key: 1}) == (
+        f"override '{key}': expected the number of a section, below 1, got '{said}'. Correct the key."
+    )
 
 
 @pytest.mark.parametrize("key", ["name.x", "name.x.y"])

@@ -1,0 +1,279 @@
+"""Sweeps: what is refused, what they write, and what kills and crashes leave of them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from prefect.settings import PREFECT_API_URL
+
+from flows import sweeping
+from flows.candidate import StoppedEarly, candidate_job, train_candidate
+from flows.config import ROOT, load
+from flows.job import tracker_of, warehouse_of
+from flows.sweep import sweep
+from pipeline.errors import ConfigError
+from pipeline.search.config import SweepConfig
+from pipeline.search.study import Study, TrialRecord
+
+CONFIG = "configs/smoke.yaml"
+RATE, STEPS = "training.table_learning_rate", "training.max_steps"
+LIGHT = {"training.world_size": 1, "preprocessing.executor": "inline", "training.threads_per_rank": 1}
+"""A trial in a few seconds: one process."""
+SPACE = {RATE: {"low": 0.01, "high": 0.2, "log": True}, STEPS: {"choices": [15, 10_000]}}
+"""There are rows for 20 steps: a trial with more of them fails at its end."""
+SEED = 10
+"""Gives two trials that succeed and one that fails."""
+
+
+def swept(**more) -> dict:
+    return {"sweep": SweepConfig(space=SPACE, strategy="random", trials=3, begin_with_config=False, **more)}
+
+
+def record(params: dict, ne: float = 0.9) -> TrialRecord:
+    return TrialRecord(number=7, state="complete", params=params, valid_ne=ne, seconds=1.0, notes={})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            {"sweep.space": {}},
+            "sweep.space: expected at least one key with its values, got none. Add one: `training.table_learning_rate: "
+            "{low: .01, ...}`.",
+        ),
+        (
+            {"sweep.space": {"split.days.valid": {"choices": [["2025-01-08"]]}}},
+            "sweep.space 'split.days.valid': expected a key of seed, sampling, features, model, training, "
+            "preprocessing, got another. Leave it out.",
+        ),
+        (
+            {"sweep.space": {"training.threads_per_rank": {"low": 1, "high": 2}}},
+            "sweep.space 'training.threads_per_rank': expected a key that changes what is learned, got none. "
+            "Leave it out.",
+        ),
+        (
+            {"sweep.space": {"training.epoch": {"low": 1, "high": 2}}},
+            "config, key 'training.epoch': expected a known key, got 'epoch'. Did you mean 'epochs'?",
+        ),
+        (
+            {"sweep.space": {"training.epochs": {"low": 0, "high": 2}}},
+            "config, key 'training.epochs': expected greater than 0, got 0. Correct the value.",
+        ),
+        (
+            {"sweep.trial_overrides": {"training.deadline": 9}},
+            "config, key 'training.deadline': expected a known key, got 'deadline'. Did you mean 'deadline_seconds'?",
+        ),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(overrides, said):
+    with pytest.raises(ConfigError) as error:
+        sweeping.check_space(load(CONFIG, overrides))
+    assert str(error.value) == said
+
+
+def test_trials_need_validation_rows(smoke, home, monkeypatch):
+    monkeypatch.setenv("DLRM_HOME", str(home))
+    with pytest.raises(ConfigError) as error:
+        sweeping.pinned_sweep(load(CONFIG, {"split.days.valid": []}), None, False)
+    assert str(error.value) == (
+        "split: expected validation rows, by which trials are ranked, got none. Name some as `valid`."
+    )
+
+
+def test_the_sweep_is_no_part_of_a_trainings_identity():
+    plain = load(CONFIG, {"sweep": {}})
+    assert plain.sweep != load(CONFIG).sweep
+    assert plain.identity(5) == load(CONFIG).identity(5)
+
+
+def test_the_same_sweep_has_the_same_folder_until_it_is_made_again(smoke, copied):
+    config = load(CONFIG)
+    first = sweeping.pinned_sweep(config, None, False)
+    assert sweeping.pinned_sweep(load(CONFIG, {"sweep.trials": 99, "sweep.parallel": 2}), None, True) == first
+    assert sweeping.pinned_sweep(load(CONFIG, {"sweep.seed": 2}), None, False).identity != first.identity
+    folder = Path(first.folder)
+    folder.mkdir(parents=True)
+    assert sweeping.pinned_sweep(config, None, True) == first  # cut short: it goes on
+    (folder / "result.json").write_text("{}")
+    second = sweeping.pinned_sweep(config, None, True)
+    assert (folder.name[:-1], Path(second.folder).name) == (Path(second.folder).name[:-1], f"{folder.name[:-1]}1")
+    assert sweeping.pinned_sweep(config, None, False) == first
+
+
+def test_own_values_are_those_that_the_space_has():
+    space = {
+        RATE: {"low": 0.01, "high": 0.2},
+        "training.dense_learning_rate": {"low": 0.5, "high": 1.0},
+        "model.bottom_mlp": {"choices": [[16], [8]]},
+        "features.sparse.0.transforms.0.size": {"choices": [100_000, 10]},
+        "training.table_learning_rates.cat_user": {"low": 0.1, "high": 1.0},
+    }
+    assert sweeping.own_values(load(CONFIG, {"sweep.space": space})) == {
+        RATE: 0.05, "model.bottom_mlp": [16], "features.sparse.0.transforms.0.size": 100_000,
+    }  # fmt: skip
+
+
+def test_the_best_config_is_a_file_that_loads_to_its_trial(smoke, copied):
+    """Lists that a key reaches into are written whole, since a file's list takes the place of its base's."""
+    space = {RATE: {"low": 0.01, "high": 0.2}, "features.sparse.1.transforms.0.limit": {"low": 1, "high": 9}}
+    config = load(CONFIG, {"sweep.space": space, "sweep.trial_overrides": {STEPS: 3}, "seed": 4})
+    job = sweeping.pinned_sweep(config, None, False)
+    params = {RATE: 0.0123, "features.sparse.1.transforms.0.limit": 7}
+    Path(job.folder).mkdir(parents=True)
+    work = sweeping.Sweep(config, job, tracker_of(config), "none")
+    path = sweeping.write_best(work, record(params))
+    found = load(path)
+    assert found == load(CONFIG, {**params, "seed": 4, "sweep": {}})
+    assert found.features.sparse[1].transforms[0].limit == 7
+    assert work.settings(params) == load(found, {STEPS: 3})
+    assert path.read_text().startswith(f"# Trial 7 of sweep {job.name}: NE 0.9000 on the validation rows.\nbase: ")
+
+
+def test_trials_share_a_fitted_plan_where_they_can(smoke, copied):
+    config = load(CONFIG)
+    plans, snapshot = copied / "plans", smoke["snapshot_id"]
+    jobs = [
+        candidate_job(load(config, {key: value}), "x", snapshot, copied / f"{number}", plans)
+        for number, (key, value) in enumerate(
+            [(RATE, 0.1), ("model.embedding_width", 4), ("features.sparse.1.transforms.0.limit", 3)]
+        )
+    ]
+    assert len(list(plans.glob("*/plan.json"))) == 2
+    assert jobs[0].plan.hash == jobs[1].plan.hash != jobs[2].plan.hash
+    for job in jobs:
+        assert set(job.data) == {"train", "valid"}  # none knows the rows that judge the winner
+        assert tuple(spec.selection.days for spec in job.data.values()) == tuple(
+            spec.selection.days for spec in jobs[0].data.values()
+        )
+
+
+def test_a_table_for_people():
+    records = [record({RATE: 0.5, "model.bottom_mlp": [8]}), record({RATE: 0.25, "model.bottom_mlp": [16]}, 0.8)]
+    assert sweeping.as_table(records, [RATE, "model.bottom_mlp"]) == (
+        f"| trial | NE | `{RATE}` | `model.bottom_mlp` |\n|---|---|---|---|\n"
+        "| 7 | 0.8000 | 0.25 | [16] |\n| 7 | 0.9000 | 0.5 | [8] |"
+    )
+
+
+def expected(folder: Path, config: SweepConfig) -> list[dict]:
+    """What the trials get, by the sweep's seed alone."""
+    study = Study(folder / "expected.db", config, {})
+    return [dict(study.next().params) for _ in range(config.trials)]
+
+
+def command_of(home: Path, *words: str) -> subprocess.Popen:
+    environment = os.environ | {"DLRM_HOME": str(home), "PREFECT_API_URL": str(PREFECT_API_URL.value())}
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "flows.sweep", CONFIG, *words], cwd=ROOT, env=environment,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def wait_for(found, process: subprocess.Popen) -> None:
+    limit = time.monotonic() + 200
+    while not found():
+        assert process.poll() is None, "it ended by itself"
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def ended(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=15)
+    return not alive
+
+
+@pytest.mark.slow
+def test_fault_35_a_killed_sweep_goes_on_and_ends_with_the_same_best(smoke, command, copied):
+    """Killed in its second trial; the third fails. The same again, two at a time and undisturbed, finds the same."""
+    settings = swept(seed=SEED)["sweep"]
+    params = expected(copied, settings)
+    assert [trial[STEPS] for trial in params] == [15, 15, 10_000]
+    words = [f"{key}={value}" for key, value in LIGHT.items()] + ["training.checkpoint_every_steps=5"]
+    words += [f"sweep={settings.model_dump_json(exclude_defaults=True)}"]
+    sweeps = copied / "sweeps"
+    process = command_of(copied, *words)
+    wait_for(lambda: list(sweeps.glob("*/trials/0001/checkpoints/step-*")), process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait(30)
+    assert ended(family)
+    [folder] = sweeps.iterdir()
+    tracker = tracker_of(load(CONFIG))
+    before = {run.data.tags["dlrm.trial"]: run for run in children(tracker, (folder / "mlflow_run_id").read_text())}
+    assert {number: run.info.status for number, run in before.items()} == {"0": "FINISHED", "1": "RUNNING"}
+
+    code, result, log = command(sweep, CONFIG, *words, home=copied)
+    assert code == 0, log
+    assert result["trials"] == {"complete": 2, "failed": 1}
+    trials = trials_of(tracker, result)
+    assert [trial["params"] for trial in trials] == params
+    assert trials[2]["notes"]["error"] == (
+        "training.max_steps: expected 10000 steps, got rows for 20. Raise epochs, or lower max_steps."
+    )
+    after = {run.data.tags["dlrm.trial"]: run for run in children(tracker, result["mlflow_run_id"])}
+    assert {number: run.info.status for number, run in after.items()} == {
+        "0": "FINISHED", "1": "FINISHED", "2": "FAILED",
+    }  # fmt: skip
+    assert after["0"].info.end_time == before["0"].info.end_time  # what was done is not done again
+    assert after["1"].info.run_id == before["1"].info.run_id
+    assert not list(folder.glob("trials/*/checkpoints"))
+    assert tracker.client.get_run(result["mlflow_run_id"]).info.status == "FINISHED"
+    plots = {item.path for item in tracker.client.list_artifacts(result["mlflow_run_id"], "plots")}
+    assert plots == {f"plots/{name}.png" for name in ("history", "importance", "parallel_coordinates")}
+    assert load(result["config_path"]) == load(load(CONFIG, LIGHT | {"training.checkpoint_every_steps": 5}), result["best"]["params"] | {"sweep": {}})  # fmt: skip
+    assert warehouse_of(load(CONFIG)).table("smoke").refs().keys() >= {f"train-{folder.name.split('-')[1]}"}
+
+    code, same, _ = command(sweep, CONFIG, *words, home=copied)
+    assert (code, same) == (0, result | {"status": "skipped"})
+
+    code, other, log = command(sweep, CONFIG, *words, "sweep.parallel=2", "again=true", home=copied)
+    assert code == 0, log
+    assert other["study"] != result["study"]
+    assert other["best"] == result["best"]
+    kept = ("number", "params", "state", "valid_ne")
+    assert [[trial[key] for key in kept] for trial in trials_of(tracker, other)] == [
+        [trial[key] for key in kept] for trial in trials
+    ]
+
+
+def children(tracker, parent: str) -> list:
+    return tracker.client.search_runs([tracker.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.strip()}'")
+
+
+def trials_of(tracker, result: dict) -> list[dict]:
+    return tracker.read_json(result["mlflow_run_id"], "trials.json")
+
+
+@pytest.mark.slow
+def test_a_candidate_that_is_stopped_early_ends_at_once_and_can_go_on(smoke, copied):
+    config = load(CONFIG, LIGHT | {"training.checkpoint_every_steps": 5})
+    job = candidate_job(config, "x" * 32, smoke["snapshot_id"], copied / "candidate", copied / "plans")
+
+    def watch(event) -> None:
+        if event is not None and event["event"] == "saved":
+            raise StoppedEarly
+
+    outcome = train_candidate(config, job, "candidate", {}, watch)
+    assert outcome.valid_ne is None
+    tracker = tracker_of(config)
+    run = tracker.client.get_run(outcome.run_id)
+    assert (run.info.status, run.data.tags["dlrm.stopped_early"]) == ("FINISHED", "true")
+    ours = [process.cmdline() for process in psutil.Process().children(recursive=True)]
+    assert not [words for words in ours if "pipeline.rank" in words]
+    again = train_candidate(config, job, "candidate", {})
+    assert again.run_id == outcome.run_id
+    assert json.loads((copied / "candidate" / "trained.json").read_text())["summary"]["valid_ne"] == again.valid_ne
+    assert tracker.client.get_run(outcome.run_id).data.metrics["best_valid_ne"] == again.valid_ne
+
+
+def test_an_interrupt_ends_all_trials(smoke, copied):
+    work = sweeping.Sweep(load(CONFIG), sweeping.SweepJob(identity="x", folder=str(copied), snapshot={"table": "smoke", "snapshot_id": 1}), None, "none")  # fmt: skip
+    sweeping.watch(work, 0, None)
+    work.stop.set()
+    with pytest.raises(KeyboardInterrupt):
+        sweeping.watch(work, 0, None)
