@@ -14,6 +14,9 @@ PREFECT_PORT ?= 4200
 MLFLOW_PORT ?= 5000
 MODEL ?= demo
 SERVE_PORT ?= 5001
+# Deploying: trainings at a time, and whether an ingest sets off a training; empty leaves the latter as it is.
+TRAININGS ?= 1
+CHAIN ?=
 export DO_NOT_TRACK = 1
 export PREFECT_SERVER_ANALYTICS_ENABLED = false
 export MLFLOW_DISABLE_TELEMETRY = true
@@ -75,9 +78,8 @@ serve: setup  ## the champion of MODEL over HTTP on loopback, port SERVE_PORT; C
 	@PATH="$(abspath $(VENV))/bin:$$PATH" MLFLOW_TRACKING_URI="$${MLFLOW_TRACKING_URI:-sqlite:///$(HOME_FOLDER)/mlflow/mlflow.db}" \
 		$(VENV)/bin/mlflow models serve -m "models:/$(MODEL)@champion" --env-manager local --host 127.0.0.1 --port $(SERVE_PORT)
 
-deploy: setup  ## work pool and deployments on the running server (PREFECT_API_URL)
-	@$(VENV)/bin/prefect work-pool create dlrm --type process --overwrite
-	@$(VENV)/bin/prefect --no-prompt deploy --all
+deploy: setup  ## work pool, queues, deployments and automations on the running server (PREFECT_API_URL); CHAIN=true trains after each ingest
+	@$(RUN) -m flows.deploy $(if $(CHAIN),chain=$(CHAIN)) trainings=$(TRAININGS)
 
 worker: setup  ## a worker that runs deployments (PREFECT_API_URL)
 	@$(VENV)/bin/prefect worker start --pool dlrm

@@ -22,6 +22,10 @@ def test_top_level_keys_are_known():
 def test_the_named_deployments_exist():
     assert set(DEPLOYMENTS) == {
         "ingest/daily",
+        "ingest/on-demand",
+        "train/on-demand",
+        "train/after-ingest",
+        "checkpoint/on-demand",
         "preprocess/on-demand",
         "placement/on-demand",
         "sweep/on-demand",
@@ -56,3 +60,13 @@ def test_only_the_daily_ingest_is_scheduled():
 
 def test_no_path_of_a_machine():
     assert 'directory: "{{ $PWD }}"' in (ROOT / "prefect.yaml").read_text(encoding="utf-8")
+
+
+TRAIN = {"train", "end-to-end", "placement", "replay"}
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_trainings_wait_for_each_other_and_all_give_signs_of_life(name):
+    place = DEPLOYMENTS[name]["work_pool"]
+    assert place["work_queue_name"] == ("training" if name.split("/")[0] in TRAIN else "default")
+    assert place["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"

@@ -4,16 +4,20 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+
+from flows import ui
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,38 +102,141 @@ def test_ui_refuses_a_port_in_use(tmp_path):
     )
 
 
-def test_a_worker_runs_the_sample_deployment(tmp_path):
-    port, log = free_port(), tmp_path / "server.log"
-    settings = environment(tmp_path, PREFECT_API_URL=f"http://127.0.0.1:{port}/api", PWD=str(ROOT))
-    prefect = str(BIN / "prefect")
+class Deployed:
+    """A Prefect server with everything that `make deploy` makes; it can be killed and comes back as it was."""
 
-    def run(*words: str) -> subprocess.CompletedProcess:
-        return subprocess.run([prefect, *words], cwd=ROOT, env=settings, capture_output=True, text=True, timeout=400)
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, free_port()
+        self.address = f"http://127.0.0.1:{self.port}/api"
+        self.settings = environment(folder, PREFECT_API_URL=self.address, PREFECT_WORKER_QUERY_SECONDS="2")
+        self.database = folder / "prefect.db"
+        self.process: subprocess.Popen | None = None
 
-    server = environment(tmp_path, PREFECT_API_DATABASE_CONNECTION_URL=f"sqlite+aiosqlite:///{tmp_path}/prefect.db")
-    with running(prefect, "server", "start", "--host", "127.0.0.1", "--port", str(port), environment=server, log=log):
-        wait_until(lambda: answers(f"http://127.0.0.1:{port}/api/health"), "the server", log)
-        assert run("work-pool", "create", "dlrm", "--type", "process", "--overwrite").returncode == 0
-        deployed = run("--no-prompt", "deploy", "--all")
-        assert deployed.returncode == 0, deployed.stdout + deployed.stderr
-        with running(prefect, "worker", "start", "--pool", "dlrm", environment=settings, log=tmp_path / "worker.log"):
-            done = run(
-                "deployment", "run", "end-to-end/sample", "--watch", "--param", 'overrides={"training.world_size": 1}'
-            )
-            assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "worker.log").read_text()[-3000:]
-            bad = run(
-                "deployment", "run", "end-to-end/sample", "--watch", "--param", 'overrides={"training.epochs": "two"}'
-            )
-            assert bad.returncode == 1
-        reports = artifacts(port)
-        assert len(reports) == 1
-        assert "| evaluation | " in reports[0]["data"]
-        assert "champion" in reports[0]["data"]
+    def start(self) -> None:
+        more = {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self.database}"}
+        words = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.port)]
+        log = self.folder / "server.log"
+        self.process = ui.start(words, environment(self.folder, **more), log)
+        ui.wait_for(self.process, f"{self.address}/health", log)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+
+    def ask(self, path: str, body: Any = None) -> Any:
+        """What the API answers; a body is posted."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(self.address + path, data, headers), timeout=60) as answer:
+            return json.load(answer)
+
+    def order(self, deployment: str, **parameters: Any) -> str:
+        """Id of a new run of a deployment."""
+        found = self.ask(f"/deployments/name/{deployment}")["id"]
+        return self.ask(f"/deployments/{found}/create_flow_run", {"parameters": parameters})["id"]
+
+    def runs(self, deployment: str) -> list[dict[str, Any]]:
+        found = self.ask(f"/deployments/name/{deployment}")["id"]
+        return self.ask("/flow_runs/filter", {"deployments": {"id": {"any_": [found]}}, "sort": "START_TIME_DESC"})
+
+    def state(self, run: str) -> str:
+        return self.ask(f"/flow_runs/{run}")["state_type"]
+
+    def training(self, run: str) -> str:
+        """State of the training inside an end-to-end run."""
+        found = self.ask(
+            "/flow_runs/filter", {"flow_runs": {"parent_flow_run_id": {"any_": [run]}}, "sort": "START_TIME_DESC"}
+        )
+        return next((one["state_type"] for one in found if one["name"].startswith("train ")), "none")
+
+    def said(self, text: str) -> list[str]:
+        found = self.ask("/logs/filter", {"sort": "TIMESTAMP_DESC", "limit": 200})
+        return [line["message"] for line in found if text in line["message"]]
+
+    @contextmanager
+    def worker(self) -> Iterator[subprocess.Popen]:
+        log = self.folder / "worker.log"
+        with running(
+            str(BIN / "prefect"), "worker", "start", "--pool", "dlrm", environment=self.settings, log=log
+        ) as one:
+            yield one
 
 
-def artifacts(port: int) -> list[dict]:
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/api/artifacts/filter", data=b"{}", headers={"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request) as response:
-        return [artifact for artifact in json.load(response) if artifact["type"] == "markdown"]
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    server = Deployed(tmp_path_factory.mktemp("deployed"))
+    server.start()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "flows.deploy", "chain=true", "silent_seconds=35", "pending_seconds=90"], cwd=ROOT, env=server.settings,
+            capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        yield server
+    finally:
+        server.kill()
+
+
+def until(happened: Callable[[], Any], seconds: float = 120.0) -> Any:
+    """What it returns, once that is true."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        if found := happened():
+            return found
+        time.sleep(0.2)
+    raise AssertionError("it did not come")
+
+
+SMOKE, LONG = (
+    "configs/smoke.yaml",
+    {"training.world_size": 1, "training.epochs": 200, "training.checkpoint_every_steps": 5},
+)
+
+
+def test_fault_25_a_zombie_is_found_its_slot_is_freed_and_the_next_goes_on(deployed):
+    """Worker and flow are killed. Fault 24: what is cancelled then leaves no process."""
+    pending = deployed.order("ingest/on-demand")
+    deployed.ask(f"/flow_runs/{pending}/set_state", {"state": {"type": "PENDING"}})  # as by a worker that is gone
+    with deployed.worker() as worker:
+        first, second = (deployed.order("end-to-end/sample", overrides=LONG) for _ in range(2))
+        until(lambda: list(deployed.folder.glob("runs/smoke-*/checkpoints/step-*")))
+        assert deployed.state(second) == "SCHEDULED"  # one training at a time
+        family = psutil.Process(worker.pid).children(recursive=True)
+        for process in (worker, next(one for one in family if "prefect.engine" in one.cmdline())):
+            process.kill()
+        killed = time.monotonic()
+        assert psutil.wait_procs(family, timeout=15)[1] == []
+    with deployed.worker() as worker:
+        until(lambda: deployed.state(first) == "CRASHED")
+        assert time.monotonic() - killed < 3 * 30
+        until(lambda: deployed.training(first) == "CRASHED")
+        until(lambda: deployed.said("resumed at step"))
+        family = psutil.Process(worker.pid).children(recursive=True)
+        assert any("pipeline.rank" in one.cmdline() for one in family)
+        deployed.ask(f"/flow_runs/{second}/set_state", {"state": {"type": "CANCELLING"}})
+        assert psutil.wait_procs(family, timeout=15)[1] == []
+        until(lambda: deployed.state(second) == "CANCELLED")
+    until(lambda: deployed.state(pending) == "CRASHED")
+
+
+def test_fault_26_an_ingest_and_the_training_that_it_sets_off_outlive_the_server(deployed):
+    """The database is locked for 30 seconds, then the server is killed and started again, all while a model is trained."""
+    with deployed.worker():
+        bad = deployed.order("ingest/on-demand", config=SMOKE, overrides={"training.epochs": "two"})
+        ingest = deployed.order("ingest/on-demand", config=SMOKE)
+        until(lambda: deployed.state(ingest) == "COMPLETED")
+        [train] = until(lambda: deployed.runs("train/after-ingest"))
+        assert train["parameters"] == {"config": SMOKE, "overrides": {}}
+        until(lambda: deployed.state(train["id"]) == "RUNNING")
+        with closing(sqlite3.connect(deployed.database, isolation_level=None)) as database:
+            database.execute("begin immediate")
+            time.sleep(30)  # the fault itself
+        deployed.kill()
+        deployed.start()
+        until(lambda: deployed.state(train["id"]) in ("COMPLETED", "FAILED", "CRASHED"))
+        assert deployed.state(train["id"]) == "COMPLETED", deployed.said("")
+    assert deployed.state(bad) == "FAILED"
+    reports = [one for one in deployed.ask("/artifacts/filter", {}) if one["type"] == "markdown"]
+    assert "| evaluation | " in reports[0]["data"]
+    assert "champion" in reports[0]["data"]
