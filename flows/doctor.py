@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from flows.stuck import stuck_runs
+
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = {"torch": "2.13.0", "torchrec": "1.8.0"}
 FBGEMM = "1.8.0"
@@ -232,6 +234,7 @@ def examine(config: str | None, home: Path) -> list[Check]:
         lambda: [reachable(name, "/health", os.environ) for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI")],
         lambda: [port_free("Prefect", 4200), port_free("MLflow", 5000)],
         lambda: locked_runs(home),
+        lambda: [Check(*finding) for finding in stuck_runs(os.environ)],
         lambda: [configuration(config)] if config else [],
     ]
     return [check for make in checks for check in make()]

@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel
 
 from flows.config import RunConfig
+from flows.progress import Logger
 from flows.record import commit, run_name
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.preprocessing.worker import DataSpec, count_rows, fitted_plan
@@ -157,6 +158,27 @@ def own_folder(folder: Path) -> Iterator[Path]:
         ) from None
     try:
         yield folder
+    finally:
+        lock.release()
+
+
+@contextmanager
+def alone(config: RunConfig, logger: Logger) -> Iterator[None]:
+    """Waits until no other training of the model is at work in this `home`.
+
+    Two at once would share the processors, and judge themselves by the same champion. The lock is the kernel's: it ends
+    with the process that holds it, however that ends.
+    """
+    folder = config.home_path / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / f"{config.model_name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        logger.info("waits: another training of model '%s' is at work; this one begins when it ends", config.model_name)
+        lock.acquire(poll_interval=0.5)
+    try:
+        yield
     finally:
         lock.release()
 
