@@ -6,6 +6,7 @@ from typing import Any
 from prefect import get_run_logger
 
 from flows import tasks
+from flows.artifacts import model_asset, table_asset
 from flows.config import RunConfig
 from flows.job import TrainingJob, tracker_of
 from flows.judging import Judged
@@ -36,7 +37,8 @@ def finish(config: RunConfig, job: TrainingJob, trained: tasks.Trained, run_id: 
             judged = tasks.evaluate(config, job, trained)
             write_text(folder / JUDGED, judged.model_dump_json())
         tasks.note(config, job, trained, judged, run_id)
-        model = tasks.register(config, job, trained, judged, run_id)
+        put = tasks.register.with_options(assets=[model_asset(config)], asset_deps=[table_asset(config)])
+        model = put(config, job, trained, judged, run_id)
         return tasks.publish(config, job, trained, judged, model, run_id)
 
 

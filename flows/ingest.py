@@ -7,6 +7,7 @@ from typing import Any
 from prefect import flow, get_run_logger
 
 from flows import tasks
+from flows.artifacts import table_asset
 from flows.config import RunConfig, load
 from flows.record import flow_run_name
 
@@ -27,7 +28,8 @@ def ingest(
         again: Writes days that stand in the warehouse already, too.
     """
     settings = load(config, overrides)
-    result = tasks.ingest(settings, () if day is None else (day,), again)
+    ingested = tasks.ingest.with_options(assets=[table_asset(settings)])
+    result = ingested(settings, () if day is None else (day,), again)
     logger = get_run_logger()
     if result.days_skipped:
         logger.info("skipped: %s days stand in the warehouse from the same input", len(result.days_skipped))

@@ -2,6 +2,7 @@
 
 import datetime
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from flows.record import commit, run_name
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.preprocessing.worker import DataSpec, count_rows, fitted_plan
 from pipeline.rank import Start
-from pipeline.registration.register import IDENTITY, columns_of, find
+from pipeline.registration.register import IDENTITY, columns_of, find, whole
 from pipeline.registration.request import check_defaults
 from pipeline.registration.tracking import Tracker, answering
 from pipeline.selection import PARTS, Part, check_filter, check_sampling, select
@@ -84,15 +85,16 @@ def pinned(config: RunConfig, snapshot_id: int | None, again: bool) -> TrainingJ
 
     Args:
         snapshot_id: None takes the newest.
-        again: Makes a new training of one that is in the registry.
+        again: Makes a new training of one that is in the registry. So does a version whose files are gone or damaged.
     Raises:
         ConfigError: If the config does not fit the table.
         EmptyDatasetError: If a part of the split has no rows.
     """
     snapshot, data = selected(config, snapshot_id)
     identity = config.identity(snapshot.snapshot_id)
-    versions = find(tracker_of(config), config.model_name, identity)
-    done = versions[-1] if versions and not again else None
+    tracker = tracker_of(config)
+    versions = [] if again else find(tracker, config.model_name, identity)
+    done = next((one for one in reversed(versions) if whole(tracker, config.model_name, *one)), None)
     folders = (config.home_path / "runs" / f"{config.name}-{identity[:12]}-{attempt}" for attempt in itertools.count())
     folder = next(folder for folder in folders if not (folder / REGISTERED).exists())
     return job_in(folder, config, identity, (snapshot, data), done)
@@ -163,19 +165,22 @@ def own_folder(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def alone(config: RunConfig, logger: Logger) -> Iterator[None]:
-    """Waits until no other training of the model is at work in this `home`.
+def alone(config: RunConfig, work: str, logger: Logger) -> Iterator[None]:
+    """Waits until nobody else is at the same work in this `home`.
 
-    Two at once would share the processors, and judge themselves by the same champion. The lock is the kernel's: it ends
-    with the process that holds it, however that ends.
+    Two trainings of a model at once would share the processors and judge themselves by the same champion; two ingests
+    of a table would write its days twice. The lock is the kernel's: it ends with its process, whatever ends that.
+
+    Args:
+        work: Such as "training of model 'demo'".
     """
     folder = config.home_path / "locks"
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / f"{config.model_name}.lock")
+    lock = FileLock(folder / f"{re.sub('[^A-Za-z0-9_]+', '-', work).strip('-')}.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        logger.info("waits: another training of model '%s' is at work; this one begins when it ends", config.model_name)
+        logger.info("waits: another %s is at work; this one begins when it ends", work)
         lock.acquire(poll_interval=0.5)
     try:
         yield

@@ -55,7 +55,8 @@ def page(config: RunConfig, result: Mapping[str, Any], report: EvalReport, track
         f"**{result['gate']['decision']}**: {result['gate']['reason']}",
         f"Trained on {training['rows']:,} rows in {training['steps']:,} steps on {training['world_size']} ranks, "
         f"{training['rows_per_second']:,.0f} rows/s, {training['stall_fraction']:.1%} of the time waiting for data.",
-        f"Snapshot `{result['snapshot_id']}` of table `{config.name}`; {_link(result['mlflow_run_id'], tracker)}.",
+        f"Snapshot `{result['snapshot_id']}` of table `{config.name}`; "
+        f"[MLflow run {result['mlflow_run_id'][:8]}]({run_address(result['mlflow_run_id'], tracker)}).",
     ]
     if report.slices:
         rows = [
@@ -85,9 +86,10 @@ def shown(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
 
 
-def _link(run_id: str, tracker: Tracker) -> str:
+def run_address(run_id: str, tracker: Tracker) -> str:
+    """Where a browser finds an MLflow run."""
     address = os.environ.get("DLRM_MLFLOW_UI") or (tracker.uri if tracker.uri.startswith("http") else UI)
-    return f"[MLflow run {run_id[:8]}]({address}/#/experiments/{tracker.experiment_id}/runs/{run_id})"
+    return f"{address}/#/experiments/{tracker.experiment_id}/runs/{run_id}"
 
 
 UI = "http://127.0.0.1:5000"

@@ -11,12 +11,23 @@ from typing import Any
 
 import pyarrow as pa
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
+from prefect.assets import materialize
 from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel
 
+from flows.artifacts import show_result
 from flows.config import ROOT, RunConfig
-from flows.job import REGISTERED, TrainingJob, own_folder, pinned, prepared, tracker_of, train_tag, warehouse_of
+from flows.job import (
+    REGISTERED,
+    TrainingJob,
+    alone,
+    own_folder,
+    pinned,
+    prepared,
+    tracker_of,
+    train_tag,
+    warehouse_of,
+)
 from flows.judging import Judged, in_a_line, judge, moved, worths
 from flows.placing import place_tables
 from flows.progress import Logger, Progress
@@ -34,11 +45,13 @@ from pipeline.rank import RankSpec
 from pipeline.registration.aliases import CHAMPION, holder
 from pipeline.registration.journal import Journal
 from pipeline.registration.register import (
+    FILES,
     IDENTITY,
     ROUGH_TOLERANCE,
     TOLERANCE,
     ModelVersion,
     check_probabilities,
+    hashes,
     pack,
     registered,
 )
@@ -65,10 +78,11 @@ class Trained(BaseModel, frozen=True):
     placement: tuple[Mapping[str, Any], ...]
 
 
-@task(cache_policy=NO_CACHE, task_run_name="ingest")
+@materialize("iceberg://dlrm/table", by="dlrm-pipeline", cache_policy=NO_CACHE, task_run_name="ingest")
 def ingest(config: RunConfig, days: tuple[datetime.date, ...] = (), again: bool = False) -> IngestResult:
     """Source rows -> warehouse days. Safe to repeat: a day is replaced as a whole or not at all."""
-    with Progress(get_run_logger()) as progress:
+    logger = get_run_logger()
+    with alone(config, f"ingest of table '{config.name}'", logger), Progress(logger) as progress:
         return extract(
             config.source,
             config.ingest,
@@ -320,7 +334,7 @@ def cosmetic(what: str) -> Iterator[None]:
         get_run_logger().warning("the run has no %s: %s", what, in_a_line(error))
 
 
-@task(cache_policy=NO_CACHE, task_run_name="register")
+@materialize("mlflow://models/model", by="dlrm-pipeline", cache_policy=NO_CACHE, task_run_name="register")
 def register(config: RunConfig, job: TrainingJob, trained: Trained, judged: Judged, run_id: str) -> ModelVersion:
     """Weights + plan -> a version in the registry. Safe to repeat up to its last call, which makes the version."""
     report = judged.report
@@ -337,6 +351,7 @@ def register(config: RunConfig, job: TrainingJob, trained: Trained, judged: Judg
         "lock_hash": lock_hash(),
         "seed": str(config.seed),
         "weights_sha256": trained.summary["weights_sha256"],
+        FILES: json.dumps(hashes(folder)),
         "weights": config.registration.weights,
         "size_bytes": str((folder / WEIGHTS).stat().st_size),
         "record": f"runs:/{run_id}/{RECORD}",
@@ -406,11 +421,8 @@ def publish(
     write_text(Path(job.folder) / REGISTERED, f"{model.name} {model.version}\n")
     place = f"{PAGE} of MLflow run {run_id[:8]}, or python -m flows.report CONFIG run={model.version}"
     get_run_logger().info("%s version %s (%s); report: %s", model.name, model.version, alias or "rejected", place)
-    create_markdown_artifact(
-        f"# {model.name} version {model.version} ({alias or 'rejected'})\n\n{text}",
-        key=f"report-{config.name.lower().replace('_', '-')}",
-        description=f"{model.name} version {model.version}",
-    )
+    with cosmetic("artifacts on Prefect's page"):
+        show_result(config, f"{model.name} version {model.version} ({alias or 'rejected'})", text, tracker, run_id)
     return result
 
 

@@ -28,7 +28,7 @@ def train(
         again: Trains even where the same training is in the registry.
     """
     settings = load(config, overrides)
-    with alone(settings, get_run_logger()):
+    with alone(settings, f"training of model '{settings.model_name}'", get_run_logger()):
         job = tasks.pin(settings, snapshot_id, again)
         if job.done:
             return tasks.finished(settings, job)

@@ -6,8 +6,9 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,6 +29,8 @@ from storage.reader import DAY, SnapshotReader, SnapshotRef, day_of, in_days, re
 NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")
 DAYS_PROPERTY = "dlrm.days"
 """Snapshot summary: JSON of day -> identity of what was written, so that finished work is recognised."""
+FILES_AT_A_TIME = 16
+"""Files whose sizes are asked for at once; on an object store each takes a round trip."""
 
 
 class WarehouseConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -215,7 +218,7 @@ class Warehouse:
         return SnapshotRef(table=name, snapshot_id=_current(self.table(name)).snapshot_id)
 
     def written_days(self, name: str) -> dict[datetime.date, str]:
-        """Day -> identity of what was last written to it, for days that the newest snapshot holds."""
+        """Day -> identity of what was last written to it, for days of the newest snapshot whose files are there."""
         days: dict[datetime.date, str] = {}
         if not self.has_table(name):
             return days
@@ -225,8 +228,10 @@ class Warehouse:
                 summary = snapshot.summary.additional_properties if snapshot.summary else {}
                 for day, identity in json.loads(summary.get(DAYS_PROPERTY, "{}")).items():
                     days[datetime.date.fromisoformat(day)] = identity
-            present = self.day_rows(SnapshotRef(table=name, snapshot_id=newest.snapshot_id))
-            days = {day: identity for day, identity in days.items() if day in present}
+            files = self._day_files(SnapshotRef(table=name, snapshot_id=newest.snapshot_id))
+            with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
+                whole = dict(zip(files, pool.map(partial(_all_there, table.io), files.values()), strict=True))
+            days = {day: identity for day, identity in days.items() if whole.get(day)}
         return days
 
     def tag(self, reference: SnapshotRef, tag: str) -> None:
@@ -317,6 +322,14 @@ def _checked(name: str) -> str:
     if not NAME.fullmatch(name):
         raise StorageError(f"name {name!r}", f"a name like {NAME.pattern}", "another form", "Rename it.")
     return name
+
+
+def _all_there(io: FileIO, files: Sequence[DataFile]) -> bool:
+    """Whether files have the sizes they were written with; none of them is read."""
+    try:
+        return all(len(io.new_input(file.file_path)) == file.file_size_in_bytes for file in files)
+    except FileNotFoundError:
+        return False
 
 
 def _checked_columns(schema: pa.Schema) -> None:

@@ -1,5 +1,6 @@
 """Exported weights + plan + report -> a version in MLflow's registry that scores raw rows."""
 
+import hashlib
 import importlib.metadata
 import json
 import shutil
@@ -7,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +39,8 @@ ROUGH_TOLERANCE = 5e-3
 """The same where ranks send each other vectors of 11 bits or fewer."""
 IDENTITY = "identity"
 """Tag of a version: what it was made from, so that the same work is recognised."""
+FILES = "files_sha256"
+"""Tag of a version: JSON of each packed file's name and hash, so that one that was damaged later is noticed."""
 REQUIREMENTS = (
     *("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "safetensors"),
     *("mlflow", "numba", "numpy", "pandas", "pyarrow", "pydantic", "pyiceberg"),
@@ -218,6 +222,32 @@ def packed(tracker: Tracker, name: str, version: int, folder: Path) -> Path:
     """What `pack` made of a version, fetched from the registry into a folder."""
     mlflow.artifacts.download_artifacts(f"models:/{name}/{version}", dst_path=str(folder), tracking_uri=tracker.uri)
     return folder / "artifacts" / "model"
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """Name -> sha256 of the files that `pack` wrote."""
+    found = {}
+    for name in (scorer.MODEL, scorer.PLAN, scorer.WEIGHTS):
+        with (folder / name).open("rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def whole(tracker: Tracker, name: str, version: int, run_id: str) -> bool:
+    """Whether a version and the result of its run can be fetched as they were registered.
+
+    Versions from before there were hashes are taken for whole once their files are there.
+    """
+    with TemporaryDirectory() as temporary:
+        try:
+            tracker.result(run_id)
+            found = hashes(packed(tracker, name, version, Path(temporary)))
+        except (MlflowException, RegistryError, OSError, ValueError) as error:  # the last: JSON that is none
+            if unanswered(error):
+                raise
+            return False
+    tags = tracker.client.get_model_version(name, str(version)).tags
+    return FILES not in tags or json.loads(tags[FILES]) == found
 
 
 def find(tracker: Tracker, name: str, identity: str) -> list[tuple[int, str]]:

@@ -1,29 +1,87 @@
-"""One training of a model at a time."""
+"""What is done is done once, and again where its files are gone."""
 
+import contextvars
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 from flows.config import load
-from flows.job import alone
+from flows.ingest import ingest
+from flows.job import alone, pinned, tracker_of, warehouse_of
+from pipeline.registration.register import find
+from storage.warehouse import DAYS_PROPERTY
+
+CONFIG = "configs/smoke.yaml"
+SMALL = {"source.generator.rows_per_day": 200, "source.generator.days": 2}
 
 
 def test_a_second_training_of_a_model_waits_and_another_models_does_not(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     caplog.set_level(logging.INFO)
-    logger, order, inside = logging.getLogger("test"), [], threading.Event()
+    logger, order, moment = logging.getLogger("test"), [], threading.Event()
 
     def second() -> None:
-        with alone(load("configs/smoke.yaml", {"seed": 2}), logger):
+        with alone(load(CONFIG), "training of model 'smoke'", logger):
             order.append("second")
 
-    with alone(load("configs/smoke.yaml"), logger):
-        with alone(load("configs/smoke.yaml", {"registration.model_name": "other"}), logger):
+    with alone(load(CONFIG), "training of model 'smoke'", logger):
+        with alone(load(CONFIG), "training of model 'other'", logger):
             assert caplog.messages == []
         thread = threading.Thread(target=second)
         thread.start()
         while not caplog.messages:
-            inside.wait(0.01)
+            moment.wait(0.01)
         order.append("first")
     thread.join(10)
     assert order == ["first", "second"]
     assert caplog.messages == ["waits: another training of model 'smoke' is at work; this one begins when it ends"]
+
+
+@pytest.fixture
+def ingested(prefect, tmp_path, monkeypatch):
+    """Ingests a small table into a folder of its own and says what was done."""
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+    return lambda: ingest(config=CONFIG, overrides=SMALL)
+
+
+def test_fault_27_two_ingests_at_once_write_each_day_once(ingested):
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda context: context.run(ingested), [contextvars.copy_context() for _ in range(2)]))
+    assert sorted(result["status"] for result in results) == ["ok", "skipped"]
+    snapshots = warehouse_of(load(CONFIG)).table("smoke").snapshots()
+    assert len([one for one in snapshots if DAYS_PROPERTY in one.summary.additional_properties]) == 1
+
+
+@pytest.mark.parametrize("harm", [lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-1])])
+def test_fault_28_a_day_whose_file_is_gone_or_cut_is_written_again(ingested, tmp_path, harm):
+    assert ingested()["days_written"] == 2
+    [file] = (tmp_path / "warehouse" / "dlrm" / "smoke" / "data" / "day=2025-01-06").glob("*.parquet")
+    harm(file)
+    assert (lambda result: (result["days_written"], result["days_skipped"]))(ingested()) == (1, 1)
+    assert ingested()["status"] == "skipped"
+    rows = warehouse_of(load(CONFIG)).day_rows(warehouse_of(load(CONFIG)).current("smoke"))
+    assert list(rows.values()) == [200, 200]
+
+
+@pytest.mark.parametrize("what", ["weights.safetensors", "model.json", "result.json"])
+@pytest.mark.parametrize("harm", ["gone", "damaged"])
+def test_fault_28_a_version_whose_files_are_gone_or_damaged_is_made_anew(smoke, home, monkeypatch, what, harm):
+    monkeypatch.setenv("DLRM_HOME", str(home))
+    config = load(CONFIG)
+    assert pinned(config, None, False).done is not None
+    tracker, found = tracker_of(config), []
+    for version, run_id in find(tracker, "smoke", smoke["identity"]):
+        model = tracker.client.get_model_version("smoke", str(version)).source.rpartition("/")[2]
+        found += (home / "mlflow").glob(f"**/{run_id if what == 'result.json' else model}/**/{what}")
+    kept = {path: path.read_bytes() for path in found}
+    assert kept
+    try:
+        for path, content in kept.items():
+            path.unlink() if harm == "gone" else path.write_bytes(content[:-1] + b"\x00")
+        assert pinned(config, None, False).done is None
+    finally:
+        for path, content in kept.items():
+            path.write_bytes(content)
+    assert pinned(config, None, False).done is not None

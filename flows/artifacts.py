@@ -1,0 +1,44 @@
+"""What Prefect's pages show of a run beside its log: artifacts, and the tables and models that it made."""
+
+from urllib.parse import quote
+
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.assets import Asset, AssetProperties
+
+from flows.config import RunConfig
+from flows.record import run_address
+from flows.reporting import PAGE
+from pipeline.registration.tracking import Tracker
+
+
+def table_asset(config: RunConfig) -> Asset:
+    """The table of a run, as Prefect knows it."""
+    about = "Labelled samples by day, in the Iceberg warehouse."
+    return Asset(
+        key=f"iceberg://{config.warehouse.namespace}/{config.name}",
+        properties=AssetProperties(name=f"table {config.name}", description=about),
+    )
+
+
+def model_asset(config: RunConfig) -> Asset:
+    """The registered model of a run, as Prefect knows it."""
+    about = "Versions in MLflow's registry; takes raw rows, returns probabilities."
+    return Asset(
+        key=f"mlflow://models/{quote(config.model_name, safe='')}",
+        properties=AssetProperties(name=f"model {config.model_name}", description=about),
+    )
+
+
+def show_result(config: RunConfig, version: str, text: str, tracker: Tracker, run_id: str) -> None:
+    """Quality and verdict on the run's page, and the ways to the MLflow run and to its report.
+
+    Args:
+        version: What was made, in words.
+        text: The page of the run, as markdown.
+    """
+    name = config.name.lower().replace("_", "-")
+    create_markdown_artifact(f"# {version}\n\n{text}", key=f"report-{name}", description=version)
+    address = run_address(run_id, tracker)
+    create_link_artifact(address, f"MLflow run {run_id[:8]}", key=f"mlflow-{name}", description=f"{version} in MLflow")
+    page = f"{address}/artifacts/{PAGE}"
+    create_link_artifact(page, PAGE, key=f"html-report-{name}", description=f"{version}: the whole report")
