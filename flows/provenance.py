@@ -53,6 +53,8 @@ class Record(BaseModel, frozen=True):
     lock_hash: str
     versions: Mapping[str, str]
     weights_sha256: str
+    day: str | None = None
+    """The day of a training by flows.recurring, which reads other rows than the config's split says."""
 
 
 def recorded(config: RunConfig, job: TrainingJob, placement: Placement, summary: Mapping[str, Any]) -> Record:
@@ -77,6 +79,7 @@ def recorded(config: RunConfig, job: TrainingJob, placement: Placement, summary:
         lock_hash=lock_hash(),
         versions=versions(),
         weights_sha256=summary["weights_sha256"],
+        day=job.tags.get("day"),
     )
 
 

@@ -24,7 +24,7 @@ from flows.daily import (
 )
 from flows.finishing import finish
 from flows.ingest import ingest
-from flows.job import JOB, REGISTERED, TrainingJob, tracked_run, tracker_of, warehouse_of
+from flows.job import JOB, REGISTERED, TrainingJob, alone, tracked_run, tracker_of, warehouse_of
 from flows.judging import quality
 from flows.progress import Progress
 from flows.record import flow_run_name, in_words
@@ -65,29 +65,30 @@ def recurring(
     complete(settings, day)
     if not has_champion(settings):
         train(settings)
-    today = pin(settings, day, again)
+    with alone(settings, f"training of model '{settings.model_name}'", get_run_logger()):
+        return _work_of(settings, day, scratch, again)
+
+
+def _work_of(config: RunConfig, day: datetime.date | None, scratch: bool, again: bool) -> dict[str, Any]:
+    """The day's work, while no other training of the model is."""
+    today = pin(config, day, again)
     if today.done is not None:
-        return done_before(settings, today, *today.done)
-    folder = settings.home_path / "tmp" / f"champion-{today.identity}"
+        return done_before(config, today, *today.done)
+    folder = config.home_path / "tmp" / f"champion-{today.identity}"
     try:
-        report, decision, job = prepare(settings, today, scratch, folder)
+        report, decision, job = prepare(config, today, scratch, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    settings = (
-        settings if decision.training == "scratch" else settings.model_copy(update={"training": settings.further})
-    )
-    words = {
-        "further": f"further from version {today.champion.version}",
-        "scratch": "from scratch",
-        "none": "judged only",
-    }
-    tags = {DAY_TAG: f"{today.day}", TRAINING_TAG: decision.training, "mlflow.source.name": "flows.recurring"}
-    with tracked_run(settings, job, f"{today.day} {words[decision.training]}", tags) as run_id:
-        note_champion(settings, report, run_id)
-        if decision.training == "none":
-            return kept(settings, today, job, run_id)
-        trained = tasks.train(settings, job, run_id)
-        return finish(settings, job, trained, run_id)
+    training, version = decision.training, today.champion.version
+    config = config if training == "scratch" else config.model_copy(update={"training": config.further})
+    words = {"further": f"further from version {version}", "scratch": "from scratch", "none": "judged only"}
+    tags = {DAY_TAG: f"{today.day}", TRAINING_TAG: training, "mlflow.source.name": "flows.recurring"}
+    with tracked_run(config, job, f"{today.day} {words[training]}", tags) as run_id:
+        note_champion(config, report, run_id)
+        if training == "none":
+            return kept(config, today, job, run_id)
+        trained = tasks.train(config, job, run_id)
+        return finish(config, job, trained, run_id)
 
 
 def complete(config: RunConfig, day: datetime.date | None) -> None:

@@ -15,7 +15,7 @@ from flows.config import RunConfig, load
 from flows.job import TrainingJob, job_in, selected, tracked_run, tracker_of
 from flows.provenance import RECORD, Record, changed, differences, fetched, recorded_config
 from flows.record import flow_run_name
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, RegistryError
 from pipeline.rank import placed, table_uses
 from storage.artifacts import write_json
 
@@ -44,6 +44,11 @@ def replay(
         raise ConfigError("argument 'version'", "the version to train again", "none", "Add version=N.")
     name = here.model_name
     old = fetched(tracker_of(here), name, version)
+    if old.day is not None:
+        raise RegistryError(
+            f"model '{name}', version {version}", "a training by flows.train", f"one of {old.day} by flows.recurring",
+            "It went on from another version: go back to that one, then flows.recurring day=... again=true.",
+        )  # fmt: skip
     settings = _settings(old, here, overrides or {})
     job = pin(settings, old, f"{name}-{version}")
     tags = {"dlrm.replay_of": f"{name}/{version}", "mlflow.source.name": "flows.replay"}

@@ -2,7 +2,7 @@
 
 import datetime
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -82,19 +82,31 @@ class Trained(BaseModel, frozen=True):
 def ingest(config: RunConfig, days: tuple[datetime.date, ...] = (), again: bool = False) -> IngestResult:
     """Source rows -> warehouse days. Safe to repeat: a day is replaced as a whole or not at all."""
     logger = get_run_logger()
-    with alone(config, f"ingest of table '{config.name}'", logger), Progress(logger) as progress:
-        return extract(
-            config.source,
-            config.ingest,
-            config.features,
-            warehouse_of(config),
-            config.name,
-            ROOT,
-            config.home_path / "logs",
-            days,
-            again,
-            progress,
-        )
+    with alone(config, ingest_of(config), logger), Progress(logger) as progress:
+        return write_days(config, days, again, progress)
+
+
+def ingest_of(config: RunConfig) -> str:
+    """What only one at a time may do to a table, in words."""
+    return f"ingest of table '{config.name}'"
+
+
+def write_days(
+    config: RunConfig, days: Sequence[datetime.date], again: bool, report: Callable[[str, int, int], None]
+) -> IngestResult:
+    """The days of the source, none named: all of them, as days of the warehouse."""
+    return extract(
+        config.source,
+        config.ingest,
+        config.features,
+        warehouse_of(config),
+        config.name,
+        ROOT,
+        config.home_path / "logs",
+        days,
+        again,
+        report,
+    )
 
 
 @task(cache_policy=NO_CACHE, task_run_name="pin")

@@ -158,6 +158,25 @@ def extract(
     )
 
 
+def source_days(
+    source: SourceConfig,
+    schema: FeatureSchema,
+    warehouse: Warehouse,
+    table: str,
+    root: Path,
+    logs: Path,
+    report: Report = lambda what, done, total: None,
+) -> list[datetime.date]:
+    """Days that a source has rows of, in order. Arguments and errors as in `extract`."""
+    files, outcomes = _files(source, root, logs, table, report)
+    lookups = [(lookup, files_of(lookup.path, root, "source.lookups path")) for lookup in source.lookups]
+    every = [*files, *outcomes, *(path for _, paths in lookups for path in paths)]
+    with _connection(every, warehouse.home / "tmp") as connection:
+        view, _ = _samples(connection, source, schema, files, outcomes, lookups)
+        stamps = {str(path.resolve()): "" for path in files}
+        return [day.day for day in _survey(connection, view, "", stamps)]
+
+
 @contextmanager
 def _connection(files: Iterable[Path], temporary: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     """DuckDB with a temporary folder of its own; what it finds wrong in the rows is our kind of error."""

@@ -1,0 +1,191 @@
+"""Day after day: champions trained further, back-fills, and policies rehearsed side by side."""
+
+import datetime
+import json
+import shutil
+
+import pytest
+
+from flows.backfill import backfill, in_words
+from flows.compare import compare
+from flows.config import load
+from flows.daily import identity_of_day
+from flows.job import tracker_of, warehouse_of
+from flows.recurring import recurring
+from flows.rehearsing import summed_up, table
+from flows.replay import replay
+from pipeline.errors import ConfigError, ContractError, RegistryError
+from pipeline.evaluation.series import Course, DaySums
+from pipeline.registration.aliases import holder
+
+CONFIG = "configs/smoke.yaml"
+TOY = {
+    "name": "toy_daily",
+    "split": {"hash": {"key": ["cat_user", "cat_item"], "shares": {"train": 0.8, "test": 0.2}, "days": ["2025-01-06..2025-01-07"]}},
+    "training.world_size": 1,
+    "training.threads_per_rank": 1,
+    "preprocessing.executor": "inline",
+    "evaluation.importance_rows": None,
+    "evaluation.slices": [],
+    "gate.rule": "not_worse",
+    "gate.calibration_low": 0.5,
+    "gate.calibration_high": 2.0,
+    "recurring.training": {"dense_learning_rate": 5.0e-4},
+    "recurring.policies": {"every day": {}, "never": {"every_days": None}},
+}  # fmt: skip
+"""Four days of generated rows; the first model is trained on two of them."""
+
+
+@pytest.fixture(scope="module")
+def toy_home(prefect, tmp_path_factory):
+    """A home in which the third day was back-filled."""
+    home = tmp_path_factory.mktemp("toy")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLRM_HOME", str(home))
+        filled = backfill(CONFIG, TOY, start="2025-01-08", end="2025-01-08")
+    return home, filled
+
+
+@pytest.fixture
+def filled(toy_home, monkeypatch):
+    monkeypatch.setenv("DLRM_HOME", str(toy_home[0]))
+    return toy_home[1]
+
+
+def tags(config, version):
+    return tracker_of(config).client.get_model_version("toy_daily", str(version)).tags
+
+
+@pytest.mark.slow
+def test_days_follow_one_another(filled, monkeypatch, tmp_path):
+    """One home from its first champion on: trained, skipped, judged only, refused, and from scratch."""
+    config = load(CONFIG, TOY)
+    assert (filled["status"], filled["days_written"], filled["days_trained"]) == ("ok", 1, 1)
+    first = tags(config, 1)
+    assert (first["trained_to"], first["scratch_day"]) == ("2025-01-07", "2025-01-07")
+    second = tags(config, 2)
+    assert (second["trained_to"], second["scratch_day"], second["trained_from"]) == ("2025-01-08", "2025-01-07", "1")
+    assert filled["model"] == {"name": "toy_daily", "version": 2, "alias": "champion"}
+    assert holder(tracker_of(config), "toy_daily") == 2
+
+    once_more = recurring(CONFIG, TOY, day="2025-01-08")
+    assert (once_more["status"], once_more["model"], once_more["gate"]["decision"]) == (
+        "skipped",
+        filled["model"],
+        "promote",
+    )
+    assert (
+        once_more["champion_eval"]["rows"]
+        == warehouse_of(config).day_rows(warehouse_of(config).current("toy_daily"))[datetime.date(2025, 1, 8)]
+    )
+    assert once_more["train"]["rows"] + once_more["eval"]["rows"] == once_more["champion_eval"]["rows"]
+    assert once_more["champion_eval"]["ne"] == filled["series"][0]["champion_ne"]
+    with pytest.raises(
+        RegistryError,
+        match=r"version 2: expected a champion that has not seen 2025-01-07 yet, got one trained to 2025-01-08",
+    ):
+        recurring(CONFIG, TOY, day="2025-01-07")
+
+    idle = TOY | {"recurring.every_days": None}
+    judged = recurring(CONFIG, idle, day="2025-01-09")
+    assert (judged["status"], judged["model"]["version"], judged["gate"]) == ("ok", 2, None)
+    assert judged["decision"] == {"training": "none", "reason": "no condition of the policy holds"}
+    assert recurring(CONFIG, idle, day="2025-01-09") == judged | {"status": "skipped"}
+
+    folder = config.home_path / "runs" / second["run_folder"]
+    shutil.move(folder / "checkpoints", tmp_path)
+    with pytest.raises(
+        ContractError, match=r"version 2: expected its checkpoint in .*, got none. Train from scratch: scratch=true."
+    ):
+        recurring(CONFIG, TOY, day="2025-01-09")
+    shutil.move(tmp_path / "checkpoints", folder)
+    both = backfill(CONFIG, TOY, start="2025-01-08", end="2025-01-09", work="train")
+    assert (both["status"], both["days_trained"], both["trainings_skipped"]) == ("ok", 1, 1)
+    assert [line["champion_ne"] for line in both["series"]] == [
+        filled["series"][0]["champion_ne"],
+        judged["champion_eval"]["ne"],
+    ]
+    third = tags(config, 3)
+    assert (third["trained_to"], third["scratch_day"], third["trained_from"]) == ("2025-01-09", "2025-01-07", "2")
+    with pytest.raises(ContractError, match=r"version 2: expected a training by flows\.train"):
+        replay(CONFIG, TOY, version=2)
+
+
+@pytest.mark.slow
+def test_policies_are_rehearsed_side_by_side(filled, monkeypatch):
+    """A model that is never trained further is judged as the champion was on its first new day, to the last bits."""
+    compared = compare(CONFIG, TOY, end="2025-01-09")
+    assert (compared["status"], compared["days"]) == ("ok", 2)
+    every, never = (compared["policies"][name] for name in ("every day", "never"))
+    assert every["trainings"] == {"further": 2, "scratch": 0}
+    assert (never["trainings"], never["rows_trained"]) == ({"further": 0, "scratch": 0}, 0)
+    client = tracker_of(load(CONFIG, TOY)).client
+    children = client.search_runs(
+        [client.get_run(compared["mlflow_run_id"]).info.experiment_id],
+        f"tags.`mlflow.parentRunId` = '{compared['mlflow_run_id']}'",
+    )
+    series = {run.info.run_name: client.get_metric_history(run.info.run_id, "next_day_ne") for run in children}
+    assert series["never"][0].value == series["every day"][0].value
+    assert series["never"][0].value == pytest.approx(filled["series"][0]["champion_ne"], rel=1e-6)
+    assert series["never"][1].value != series["every day"][1].value
+    again = compare(CONFIG, TOY, end="2025-01-09")  # read from files
+    assert again["policies"] == compared["policies"]
+
+
+def test_the_work_of_a_day_is_the_same_whoever_is_champion():
+    config, day = load(CONFIG, TOY), datetime.date(2025, 1, 8)
+    same = load(config, {"preprocessing.workers": 2, "recurring.policies": {}, "gate.rule": "better"})
+    assert identity_of_day(config, day) == identity_of_day(same, day)
+    for other in ({"training.epochs": 3}, {"recurring.every_days": 2}, {"recurring.training": {}}):
+        assert identity_of_day(config, day) != identity_of_day(load(config, other), day)
+    assert identity_of_day(config, day) != identity_of_day(config, datetime.date(2025, 1, 9))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"recurring.training": {"epoch": 2}}, "recurring.training.epoch: expected a key of `training` and a value that fits"),
+        ({"recurring.training": {"epochs": 0}}, "recurring.training.epochs: expected a key of `training` and a value that fits"),
+        (
+            {"recurring.training": {"dense_optimizer": "sgd"}},
+            "recurring.training.dense_optimizer: expected training.dense_optimizer, adam: the state goes on, got sgd.",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trained_further_is_refused(overrides, said):
+    with pytest.raises(ConfigError) as refused:
+        load(CONFIG, TOY | overrides)
+    assert str(refused.value).startswith(said)
+
+
+def test_a_training_on_new_days_is_one_plain_epoch_unless_told():
+    config = load(CONFIG, TOY | {"training.epochs": 5, "training.average_from_step": 9, "training.patience": 3})
+    assert (config.further.epochs, config.further.average_from_step, config.further.patience) == (1, None, None)
+    assert (config.further.dense_learning_rate, config.training.dense_learning_rate) == (5.0e-4, 1.0e-3)
+
+
+def course(name: str, shift: float) -> Course:
+    days = [
+        DaySums(day=datetime.date(2025, 1, 1 + i), rows=100, loss=50 + i + shift, labels=20 + i, predictions=22 + i)
+        for i in range(6)
+    ]
+    trained = {day.day: 10.0 for day in days[:2]}
+    return Course(name=name, days=days, rows_trained=trained, seconds=1.25, trainings={"further": 2, "scratch": 0})
+
+
+def test_the_table_of_policies():
+    summary = summed_up([course("a", 0.0), course("b", 3.0)], 0.05)
+    assert summary["a"]["ne_difference"] is None
+    assert summary["b"]["ne_difference"]["value"] == pytest.approx(
+        summary["b"]["ne"]["value"] - summary["a"]["ne"]["value"]
+    )
+    assert summary["a"]["calibration"] == pytest.approx((22 * 6 + 15) / (20 * 6 + 15))
+    lines = table(summary).splitlines()
+    assert lines[0].startswith("| policy | next-day NE | interval over days | less that of a |")
+    assert lines[3].endswith("| 2 further | 20 |")
+    json.dumps(summary)
+
+
+def test_the_summary_of_a_backfill_in_words():
+    counts = {"days": 3, "days_trained": 1, "days_judged": 1, "trainings_skipped": 1}
+    assert in_words(counts) == "3 days; 1 trained, 1 judged only, 1 were done"
