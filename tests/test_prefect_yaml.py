@@ -28,6 +28,9 @@ def test_the_named_deployments_exist():
         "checkpoint/on-demand",
         "preprocess/on-demand",
         "placement/on-demand",
+        "recurring/daily",
+        "backfill/on-demand",
+        "compare/on-demand",
         "sweep/on-demand",
         "promote/on-demand",
         "rollback/on-demand",
@@ -52,9 +55,10 @@ def test_deployment_is_sound(name):
     assert deployment["work_pool"]["name"] == "dlrm"
 
 
-def test_only_the_daily_ingest_is_scheduled():
-    scheduled = [name for name, deployment in DEPLOYMENTS.items() if deployment.get("schedules")]
-    assert scheduled == ["ingest/daily"]
+def test_what_is_scheduled():
+    """The recurring training's schedule waits for a config whose days go on."""
+    active = {name: d["schedules"][0]["active"] for name, d in DEPLOYMENTS.items() if d.get("schedules")}
+    assert active == {"ingest/daily": True, "recurring/daily": False}
     assert DEPLOYMENTS["ingest/daily"]["schedules"][0]["cron"] == "0 4 * * *"
 
 
@@ -62,7 +66,7 @@ def test_no_path_of_a_machine():
     assert 'directory: "{{ $PWD }}"' in (ROOT / "prefect.yaml").read_text(encoding="utf-8")
 
 
-TRAIN = {"train", "end-to-end", "placement", "replay"}
+TRAIN = {"train", "end-to-end", "recurring", "backfill", "compare", "sweep", "placement", "replay"}
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
