@@ -5,6 +5,8 @@ import logging
 import os
 import sys
 
+import pipeline  # noqa: F401  first, before all that takes long to import
+
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

@@ -26,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from flows.config import RunConfig, home_path, load, parse_yaml
 from pipeline.errors import ConfigError, ContractError
-from pipeline.lifetime import die_with_parent
+from pipeline.lifetime import die_with_parent, modules_are_in
 
 USAGE = "Usage: python -m flows.{name} CONFIG.yaml [key=value ...] [--debug]"
 Result = dict[str, Any]
@@ -37,6 +37,7 @@ def main(flow: Any, arguments: Sequence[str] | None = None) -> NoReturn:
 
     The last line of standard output is one JSON object with the result. Exit code 0 for ok and skipped, else 1.
     """
+    modules_are_in()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     signal.signal(signal.SIGTERM, _interrupted)

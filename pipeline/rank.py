@@ -39,7 +39,7 @@ from pipeline.checkpoint import (
     write_whole,
 )
 from pipeline.errors import ContractError
-from pipeline.lifetime import die_with_parent
+from pipeline.lifetime import die_with_parent, modules_are_in
 from pipeline.preprocessing.client import Client, Connection, Inline, Source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.worker import DataSpec, Worker
@@ -118,6 +118,7 @@ def enter(path: str, kind: type[Spec], run: Callable[[Spec, int, torch.device], 
         path: File with the spec as JSON.
         run: Called with spec, rank and device.
     """
+    modules_are_in()
     spec = kind.model_validate_json(Path(path).read_text(encoding="utf-8"))
     rank = int(os.environ["RANK"])
     die_with_parent(int(os.environ["DLRM_PARENT"]))

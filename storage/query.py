@@ -3,18 +3,22 @@
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import duckdb
+if TYPE_CHECKING:
+    import duckdb
 
 
 def connect(
     readable: Iterable[Path], temporary: Path, memory_limit: str = "4GB", threads: int | None = None
-) -> duckdb.DuckDBPyConnection:
+) -> "duckdb.DuckDBPyConnection":
     """An in-memory DuckDB that can read the files of `readable`, or below its folders, and spill into `temporary`.
 
     Times are UTC wherever it runs. No network, no extensions, no other files, and no setting can be changed
     afterwards, so a value that finds its way into a statement can do no harm outside these places.
     """
+    import duckdb  # not above: ranks, workers and served models have plans but no questions
+
     temporary.mkdir(parents=True, exist_ok=True)
     connection = duckdb.connect(":memory:")
     resolved = sorted({path.resolve() for path in readable})

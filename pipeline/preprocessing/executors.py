@@ -282,8 +282,9 @@ def serve(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    from pipeline.lifetime import die_with_parent
+    from pipeline.lifetime import die_with_parent, modules_are_in
 
+    modules_are_in()
     die_with_parent(int(sys.argv[2]))
     with socket.socket(fileno=int(sys.argv[1])) as connection, suppress(BrokenPipeError):
         serve(connection)

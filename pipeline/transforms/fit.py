@@ -4,9 +4,8 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 
@@ -14,6 +13,9 @@ from pipeline.transforms.column import Column
 from pipeline.transforms.ops import AnyOp, Bucketize, MapId, Standardise
 from pipeline.transforms.schedule import Schedule, content
 from storage.query import connect
+
+if TYPE_CHECKING:
+    import duckdb
 
 Learner = Bucketize | MapId | Standardise
 """Ops that can be left without their numbers."""
@@ -75,7 +77,7 @@ def learned(
 
 
 def _aggregate(
-    connection: duckdb.DuckDBPyConnection,
+    connection: "duckdb.DuckDBPyConnection",
     schedule: Schedule,
     ops: Sequence[Learner],
     chunks: Callable[[], Iterable[pa.Table]],
@@ -97,7 +99,7 @@ def _aggregate(
     connection.register("stream", pa.RecordBatchReader.from_batches(STREAM, batches()))
     try:
         connection.execute(QUERY.format(fractions=list(fractions) or [0.5]))
-    except duckdb.Error:
+    except Exception:
         if failures:  # DuckDB knows only that the stream broke
             raise failures[0] from None
         raise
@@ -113,7 +115,7 @@ def _batch(number: int, op: Learner, column: Column) -> pa.RecordBatch:
     return pa.record_batch(list(arrays.values()), schema=STREAM)
 
 
-def _finished(connection: duckdb.DuckDBPyConnection, number: int, op: Learner, fractions: Sequence[float]) -> Learner:
+def _finished(connection: "duckdb.DuckDBPyConnection", number: int, op: Learner, fractions: Sequence[float]) -> Learner:
     """The op with what the table says about it; with harmless numbers where there were no values at all."""
     if isinstance(op, MapId):
         query = "SELECT id FROM learned WHERE op = ? AND id IS NOT NULL AND times >= ? ORDER BY times DESC, id LIMIT ?"
