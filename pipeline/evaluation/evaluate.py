@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt
-from scipy.stats import norm  # type: ignore[import-untyped]
+from scipy.special import ndtri  # type: ignore[import-untyped]
 
 from pipeline.errors import EmptyDatasetError
 from pipeline.evaluation.grouped import Grouped, GroupedAuc
@@ -242,7 +242,7 @@ class Evaluation:
         sliced, config = self.slices[column], self.config
         rows = sliced.tally.sums[:, 0] + sliced.tally.sums[:, 2]
         ranked = sorted((sliced.members.codes or {}).items(), key=lambda item: (-rows[item[1]], item[0]))
-        reach = float(norm.ppf(1.0 - config.level / 2.0))
+        reach = float(ndtri(1.0 - config.level / 2.0))
         for value, member in ranked[: config.slice_values]:
             quality, error = sliced.tally.quality(member), sliced.tally.ne_error(member)
             known = quality.ne is not None and error is not None

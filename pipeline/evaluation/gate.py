@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat, model_validator
-from scipy.stats import t as student  # type: ignore[import-untyped]
+from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvalReport, Evaluation
@@ -110,7 +110,7 @@ def ne_difference(pairs: Pairs, by_rows: bool, level: float, member: int = 0) ->
     else:
         squares = float(np.square(apart * UNIT - in_rows * mean - over * (positive - in_rows * rate)).sum())
     error = math.sqrt(count / (count - 1) * max(squares, 0.0)) / rows / entropy
-    reach = float(student.ppf(1.0 - level / 2.0, count - 1)) * error
+    reach = float(stdtrit(count - 1, 1.0 - level / 2.0)) * error  # Student's distribution
     return Difference(ne=difference, low=difference - reach, high=difference + reach, units=count)
 
 
