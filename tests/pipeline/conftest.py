@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from safetensors.torch import load_file
 
 from models.config import DLRMConfig
 from pipeline.preprocessing.config import PreprocessingConfig
@@ -16,10 +17,12 @@ from pipeline.rank import RankSpec
 from pipeline.schema import DenseGroup, FeatureSchema, SparseGroup
 from pipeline.selection import Selection
 from pipeline.training.config import TrainConfig
+from pipeline.training.launch import Event, Limits, run_ranks
 from pipeline.transforms.ops import Clamp, FillNull, SigridHash, Standardise
 from pipeline.transforms.plan import build_plan
 from storage.warehouse import Warehouse, WarehouseConfig
 
+ROOT = Path(__file__).resolve().parents[2]
 DAYS = tuple(datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4))
 ROWS = (720, 700, 661, 400)
 """Three days to train on: 2,081 rows are 13 batches of 160 and one row more, fewer than two ranks can share."""
@@ -107,3 +110,36 @@ def rank_spec(data: DataSpec) -> Callable[..., RankSpec]:
         )  # fmt: skip
 
     return make
+
+
+class Run:
+    """What a training left behind."""
+
+    def __init__(self, spec: RankSpec, result: Event, events: list[Event]) -> None:
+        self.spec, self.result, self.events, self.folder = spec, result, events, Path(spec.folder)
+        self.weights = load_file(self.folder / "weights.safetensors")
+
+    def metric(self, name: str) -> dict[int, float]:
+        """Step -> value."""
+        found = [event for event in self.events if event["event"] == "metrics" and name in event["metrics"]]
+        return {event["step"]: event["metrics"][name] for event in found}
+
+
+def start(spec: RankSpec, on_event: Callable[[Event], object], deadline: int = 250, **limits: Any) -> Event:
+    world_size = spec.training.world_size
+    limit = Limits(deadline_seconds=deadline, **limits)
+    return run_ranks("pipeline.rank", spec, Path(spec.folder), world_size, 1, limit, on_event, ROOT)
+
+
+def completed(spec: RankSpec) -> Run:
+    events: list[Event] = []
+    return Run(spec, start(spec, events.append), events)
+
+
+SETTINGS: dict[str, Any] = {"world_size": 2, "validate_every_steps": 5}
+
+
+@pytest.fixture(scope="session")
+def undisturbed(rank_spec: Callable[..., RankSpec], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two ranks, a table on each."""
+    return completed(rank_spec(tmp_path_factory.mktemp("undisturbed"), **SETTINGS))

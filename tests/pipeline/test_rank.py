@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from pydantic import BaseModel
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from models.dlrm import DLRM
@@ -27,61 +27,28 @@ from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import DataSpec, Worker
 from pipeline.rank import RankSpec
 from pipeline.training.launch import Event, Limits, run_ranks
+from pipeline.training.trainer import Trainer
 from storage.warehouse import Warehouse
-
-ROOT = Path(__file__).resolve().parents[2]
-Launcher = Callable[..., "Run"]
+from tests.pipeline.conftest import ROOT, SETTINGS, Run, completed, start
 
 
-class Run:
-    """What a training left behind."""
-
-    def __init__(self, spec: RankSpec, result: Event, events: list[Event]) -> None:
-        self.spec, self.result, self.events, self.folder = spec, result, events, Path(spec.folder)
-        self.weights = load_file(self.folder / "weights.safetensors")
-
-    def metric(self, name: str) -> dict[int, float]:
-        """Step -> value."""
-        found = [event for event in self.events if event["event"] == "metrics" and name in event["metrics"]]
-        return {event["step"]: event["metrics"][name] for event in found}
-
-
-def start(spec: RankSpec, on_event: Callable[[Event], object], deadline: int = 250, **limits: Any) -> Event:
-    world_size = spec.training.world_size
-    limit = Limits(deadline_seconds=deadline, **limits)
-    return run_ranks("pipeline.rank", spec, Path(spec.folder), world_size, 1, limit, on_event, ROOT)
-
-
-def completed(spec: RankSpec) -> Run:
-    events: list[Event] = []
-    return Run(spec, start(spec, events.append), events)
-
-
-SETTINGS: dict[str, Any] = {"world_size": 2, "validate_every_steps": 5}
-
-
-@pytest.fixture(scope="session")
-def undisturbed(rank_spec: Callable[..., RankSpec], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two ranks, a table on each."""
-    return completed(rank_spec(tmp_path_factory.mktemp("undisturbed"), **SETTINGS))
-
-
-@pytest.mark.parametrize("settings", [{}, {"max_steps": 17, "epochs": 2}])
-def test_ids_sent_ahead_change_no_bit(
-    undisturbed: Run, rank_spec: Callable[..., RankSpec], tmp_path: Path, settings: dict[str, int]
-) -> None:
-    """With validations between the steps; also over an epoch's end, and where training ends before the batch that was sent."""
-    ahead = completed(rank_spec(tmp_path / "ahead", **SETTINGS, **settings, send_ids_ahead=True))
-    plain = undisturbed if not settings else completed(rank_spec(tmp_path / "plain", **SETTINGS, **settings))
-    assert ahead.result["weights_sha256"] == plain.result["weights_sha256"]
-    assert ahead.metric("train_ne_window") == plain.metric("train_ne_window")
-    assert ahead.metric("valid_ne") == plain.metric("valid_ne")
+def test_ids_sent_ahead_change_no_bit(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
+    """With validations between the steps, over an epoch's end, and where training ends before the batch that was sent."""
+    settings = SETTINGS | {"max_steps": 17, "epochs": 2}
+    ahead = completed(rank_spec(tmp_path / "ahead", **settings, send_ids_ahead=True))
+    plain = completed(rank_spec(tmp_path / "plain", **settings))
+    check_alike(ahead, plain)
 
 
 def test_ids_sent_ahead_of_tables_cut_by_rows(by_rows: Run, rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
-    """Their lengths, which means are divided by, travel with them."""
-    ahead = completed(rank_spec(tmp_path, **SETTINGS, sharding="row_wise", send_ids_ahead=True))
-    assert ahead.result["weights_sha256"] == by_rows.result["weights_sha256"]
+    """Their lengths, which means are divided by, travel with them; training ends with the last batch."""
+    check_alike(completed(rank_spec(tmp_path, **SETTINGS, sharding="row_wise", send_ids_ahead=True)), by_rows)
+
+
+def check_alike(found: Run, expected: Run) -> None:
+    assert found.result["weights_sha256"] == expected.result["weights_sha256"]
+    assert found.metric("train_ne_window") == expected.metric("train_ne_window")
+    assert found.metric("valid_ne") == expected.metric("valid_ne")
 
 
 @pytest.fixture(scope="session")
@@ -93,11 +60,13 @@ def by_rows(rank_spec: Callable[..., RankSpec], tmp_path_factory: pytest.TempPat
 @pytest.fixture(scope="session")
 def alone(rank_spec: Callable[..., RankSpec], device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One rank, in this process."""
-    spec = rank_spec(tmp_path_factory.mktemp("alone"), **SETTINGS | {"world_size": 1})
+    return completed_here(rank_spec(tmp_path_factory.mktemp("alone"), **SETTINGS | {"world_size": 1}), device)
+
+
+def completed_here(spec: RankSpec, device: torch.device) -> Run:
+    """A training of one rank in this process."""
     events: list[Event] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank, "event_writer", lambda: events.append)
-        rank.train(spec, 0, device)
+    rank.train(spec, 0, device, events.append)
     return Run(spec, events[-1], events)
 
 
@@ -293,13 +262,13 @@ def test_fault_20_killed_while_a_checkpoint_is_saved(
 def test_fault_23_one_rank_finds_nan_and_all_leave_the_batch_out(
     rank_spec: Callable[..., RankSpec], dying: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """Against the tables and the dense part of a training that was cut just before, whose next batch changes nothing."""
+    """The tables and the dense part stay what they were after the batch before."""
     settings = SETTINGS | {"on_nonfinite": "skip", "max_steps": 7, "validate_every_steps": None}
     poisoned = [[0, 1, "train_step", "step 6;", "nan"]]
-    run = dying(rank_spec(tmp_path / "run", **settings), poisoned)
-    shorter = completed(rank_spec(tmp_path / "shorter", **settings | {"max_steps": 6}))
+    run = dying(rank_spec(tmp_path / "run", **settings | {"checkpoint_every_steps": 6}), poisoned)
     assert (run.result["steps"], run.result["skipped_batches"]) == (7, 1)
-    assert run.result["weights_sha256"] == shorter.result["weights_sha256"]
+    before = read_all(run.folder / "checkpoints" / "step-0000000006")
+    check_equal({f"model/{name}": value for name, value in run.weights.items()}, only_model(before))
 
 
 @pytest.mark.slow
@@ -351,13 +320,6 @@ def test_killed_rank_resumes_to_the_same_bits(
 
 
 @pytest.mark.slow
-def test_same_plan_same_bits(rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path) -> None:
-    again = completed(rank_spec(tmp_path, **SETTINGS))
-    assert again.result["weights_sha256"] == undisturbed.result["weights_sha256"]
-    assert again.metric("train_ne_window") == undisturbed.metric("train_ne_window")
-
-
-@pytest.mark.slow
 def test_fault_21_damaged_checkpoints_are_passed_over(
     rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
 ) -> None:
@@ -379,13 +341,14 @@ def test_fault_21_damaged_checkpoints_are_passed_over(
 
 @pytest.mark.slow
 def test_a_finished_training_serves_every_placement(
-    rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
+    rank_spec: Callable[..., RankSpec], undisturbed: Run, device: torch.device, tmp_path: Path
 ) -> None:
     """Run again, it only exports: from the shards of two tables-wise ranks to one rank, and to rows on two."""
-    for number, settings in enumerate(({"world_size": 1}, {"sharding": "row_wise"})):
-        folder = tmp_path / str(number)
-        shutil.copytree(undisturbed.folder / "checkpoints", folder / "checkpoints")
-        run = completed(rank_spec(folder, **SETTINGS | settings))
+    for folder in ("one", "rows"):
+        shutil.copytree(undisturbed.folder / "checkpoints", tmp_path / folder / "checkpoints")
+    one = completed_here(rank_spec(tmp_path / "one", **SETTINGS | {"world_size": 1}), device)
+    rows = completed(rank_spec(tmp_path / "rows", **SETTINGS, sharding="row_wise"))
+    for run in (one, rows):
         assert run.result["weights_sha256"] == undisturbed.result["weights_sha256"]
 
 
@@ -397,70 +360,102 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-RELOAD = '''
+RELOAD = """
 import json, os, sys
-from pathlib import Path
-from pipeline import checkpoint, rank
-from pipeline.training.trainer import Trainer
+from pipeline import rank
+from tests.pipeline.test_rank import Reload, reload
 
 def train(spec, number, device):
-    """Saves the initial state, and what it loads from each checkpoint."""
-    model, _ = rank.build_model(spec, spec.training.world_size, device)
-    folder, emit, identity = Path(spec.folder), rank.event_writer(), rank.identity_of(spec)
-    trainer = Trainer(model, spec.training, None, None, folder, emit, spec.seed, device, identity)
-    checkpoint.save(folder / "initial", trainer.state(), {})
-    for name, source in json.loads(os.environ["LOAD_FROM"]).items():
-        trainer.load(Path(source))
-        checkpoint.save(folder / name, trainer.state(), {})
-    emit({"event": "result"})
+    for text in json.loads(os.environ["RELOADS"]):
+        reload(Reload.model_validate_json(text), spec.training.world_size, device)
+    rank.event_writer()({"event": "result"})
 
 rank.train = train
 rank.main(sys.argv[1])
-'''
+"""
+
+
+class Reload(BaseModel, frozen=True):
+    """A training, and checkpoints by name that are loaded into it."""
+
+    spec: RankSpec
+    sources: dict[str, Path]
+
+
+def reload(what: Reload, world_size: int, device: torch.device) -> None:
+    """Saves the initial state, and what it loads from each checkpoint."""
+    spec, folder = what.spec, Path(what.spec.folder)
+    model, _ = rank.build_model(spec, world_size, device)
+    identity = rank.identity_of(spec)
+    trainer = Trainer(model, spec.training, None, None, folder, lambda event: None, spec.seed, device, identity)  # type: ignore[arg-type]
+    checkpoint.save(folder / "initial", trainer.state(), {})
+    for name, source in what.sources.items():
+        trainer.load(source)
+        checkpoint.save(folder / name, trainer.state(), {})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world_size", "sharding"),
-    [(1, "table_wise"), (2, "row_wise"), (4, "row_wise"), (2, "data_parallel"), (2, "column_wise")],
+    ("world_size", "shardings"),
+    [(1, ["table_wise"]), (2, ["row_wise", "data_parallel", "column_wise"]), (4, ["row_wise"])],
 )
 def test_fault_22_state_is_equal_under_every_placement(
     rank_spec: Callable[..., RankSpec],
     undisturbed: Run,
     by_rows: Run,
     alone: Run,
+    by_numbers: Run,
+    device: torch.device,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     world_size: int,
-    sharding: str,
+    shardings: list[str],
 ) -> None:
     """Weights and optimizer state, read from checkpoints of two ranks of either placement and of one; and the initial ones."""
-    sources = {"table_wise": undisturbed, "row_wise": by_rows, "alone": alone}
-    settings: dict[str, Any] = {}
-    if sharding == "column_wise":  # it has one moment of row-wise Adagrad for each part of a row: another optimizer
-        settings = {"table_optimizer": "adagrad"}
-        sources = {"table_wise": completed(wider(rank_spec(tmp_path / "source", **SETTINGS, **settings)))}
-    paths = {name: str(run.folder / "checkpoints" / "step-0000000014") for name, run in sources.items()}
-    monkeypatch.setenv("LOAD_FROM", json.dumps(paths))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    (tmp_path / "reload.py").write_text(RELOAD)
-    spec = rank_spec(tmp_path / "run", world_size=world_size, sharding=sharding, **settings)
-    spec = wider(spec) if settings else spec
-    limits = Limits(deadline_seconds=250)
-    run_ranks("reload", spec, Path(spec.folder), world_size, 1, limits, print, tmp_path)
-    for name, path in paths.items():
-        expected = read_all(Path(path))
-        assert {key.split("/")[0] for key in expected} == {"model", "tables", "dense"}
-        check_equal(read_all(Path(spec.folder) / name), expected)
-    here = rank_spec(tmp_path / "here")
-    model, _ = rank.build_model(wider(here) if settings else here, 1, torch.device("cpu"))
-    initial = {f"model/{name}": value for name, value in (checkpoint.full_state(model.state_dict()) or {}).items()}
-    check_equal({k: v for k, v in read_all(Path(spec.folder) / "initial").items() if k in initial}, initial)
+    reloads = []
+    for sharding in shardings:
+        settings = {"world_size": world_size, "sharding": sharding}
+        if sharding == "column_wise":  # it has one moment of row-wise Adagrad for each part of a row: another optimizer
+            spec = wider(rank_spec(tmp_path / sharding, **settings, table_optimizer="adagrad"))
+            runs = {"by_numbers": by_numbers}
+        else:
+            spec = rank_spec(tmp_path / sharding, **settings)
+            runs = {"table_wise": undisturbed, "row_wise": by_rows, "alone": alone}
+        sources = {name: run.folder / "checkpoints" / "step-0000000014" for name, run in runs.items()}
+        reloads.append(Reload(spec=spec, sources=sources))
+    if world_size == 1:
+        reload(reloads[0], 1, device)
+    else:
+        monkeypatch.setenv("RELOADS", json.dumps([each.model_dump_json() for each in reloads]))
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        (tmp_path / "reload.py").write_text(RELOAD)
+        run_ranks("reload", reloads[0].spec, tmp_path, world_size, 1, Limits(deadline_seconds=250), print, tmp_path)
+    for each in reloads:
+        for name, path in each.sources.items():
+            expected = read_all(path)
+            assert {key.split("/")[0] for key in expected} == {"model", "tables", "dense"}
+            check_equal(read_all(Path(each.spec.folder) / name), expected)
+        model, _ = rank.build_model(each.spec.model_copy(update={"training": alone.spec.training}), 1, device)
+        initial = {f"model/{name}": value for name, value in (checkpoint.full_state(model.state_dict()) or {}).items()}
+        check_equal(only_model(read_all(Path(each.spec.folder) / "initial")), initial)
+
+
+@pytest.fixture(scope="session")
+def by_numbers(
+    rank_spec: Callable[..., RankSpec], device: torch.device, tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    """One rank with wider vectors and a moment for each of their numbers."""
+    settings = SETTINGS | {"world_size": 1, "table_optimizer": "adagrad"}
+    return completed_here(wider(rank_spec(tmp_path_factory.mktemp("by_numbers"), **settings)), device)
 
 
 def wider(spec: RankSpec) -> RankSpec:
     """With vectors that can be cut in two."""
     return spec.model_copy(update={"model": spec.model.model_copy(update={"embedding_width": 8})})
+
+
+def only_model(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in stored.items() if name.startswith("model/")}
 
 
 def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -469,9 +464,8 @@ def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert found[name].equal(value), name
 
 
-@pytest.mark.slow
 def test_fault_21_another_hash_size_is_refused_by_name(
-    rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
+    rank_spec: Callable[..., RankSpec], undisturbed: Run, device: torch.device, tmp_path: Path
 ) -> None:
     shutil.copytree(undisturbed.folder / "checkpoints", tmp_path / "checkpoints")
     plan = undisturbed.spec.train.plan
@@ -481,10 +475,10 @@ def test_fault_21_another_hash_size_is_refused_by_name(
             "sparse": tuple(f.model_copy(update={"rows": 80}) if f.name == "list_items" else f for f in plan.sparse),
         }
     )
-    spec = rank_spec(tmp_path, **SETTINGS)
+    spec = rank_spec(tmp_path, **SETTINGS | {"world_size": 1})
     parts = {name: getattr(spec, name).model_copy(update={"plan": smaller}) for name in ("train", "valid", "probe")}
     with pytest.raises(ContractError) as caught:
-        start(spec.model_copy(update=parts), print)
+        completed_here(spec.model_copy(update=parts), device)
     assert str(caught.value) == (
         "checkpoint 'step-0000000014', tensor 'model/embeddings.embedding_bags.list_items.weight': "
         "expected shape (80, 4), got (83, 4). "
@@ -516,30 +510,17 @@ def test_a_data_error_of_a_rank_comes_back_whole(
     )
 
 
-@pytest.mark.slow
-def test_a_hung_rank_ends_at_the_deadline(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
-    seen: list[psutil.Process] = []
-
-    def handle(event: Event) -> None:
-        if event["event"] == "start":
-            seen.extend(ranks_below(psutil.Process()).values())
-        at_step(3, 1, signal.SIGSTOP)(event)
-
-    with pytest.raises(TrainingError, match=r"^training: expected an end within training\.deadline_seconds=40, got"):
-        start(rank_spec(tmp_path, **SETTINGS, epochs=1000), handle, deadline=40)
-    assert len(seen) == 2
-    assert not any(process.is_running() for process in seen)
-
-
 LAUNCHER = """
 import sys
 from pathlib import Path
-from pipeline.rank import RankSpec
+from pydantic import BaseModel
 from pipeline.training.launch import Limits, run_ranks
-spec = RankSpec.model_validate_json(Path(sys.argv[1]).read_text())
+class Spec(BaseModel, extra="allow"):
+    folder: Path
+spec = Spec.model_validate_json(Path(sys.argv[1]).read_text())
 def show(event):
     print(event["event"], flush=True)
-run_ranks("pipeline.rank", spec, Path(spec.folder), 2, 1, Limits(), show, Path.cwd())
+run_ranks("pipeline.rank", spec, spec.folder, 2, 1, Limits(), show, Path.cwd())
 """
 
 

@@ -5,7 +5,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -13,8 +12,9 @@ import pytest
 from pipeline.errors import ConfigError, ContractError
 from pipeline.preprocessing.service import Service
 from pipeline.rank import RankSpec
-from pipeline.training.launch import Event, Limits, run_ranks
+from pipeline.training.launch import Event, Limits
 from pipeline.training.ray_launch import run_ranks_on_ray
+from tests.pipeline.conftest import SETTINGS, Run
 
 ROOT = Path(__file__).resolve().parents[3]
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: make setup EXTRAS=ray")
@@ -35,13 +35,12 @@ def left(before: list[psutil.Process]) -> list[psutil.Process]:
 
 @needs_ray
 @pytest.mark.slow
-def test_ranks_of_ray_train_as_those_of_processes_do(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
+def test_ranks_of_ray_train_as_those_of_processes_do(
+    rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
+) -> None:
     """Bit for bit, from the preprocessing service, though a worker is killed and all are started again."""
     before = children()
-    settings: dict[str, Any] = {"world_size": 2, "validate_every_steps": 5, "checkpoint_async": False}
-    alike = rank_spec(tmp_path / "processes", **settings)
-    expected = run_ranks("pipeline.rank", alike, Path(alike.folder), 2, 1, Limits(250), lambda event: None, ROOT)
-    spec = rank_spec(tmp_path / "ray", **settings)
+    spec = rank_spec(tmp_path / "ray", **SETTINGS, checkpoint_async=False)
     assert spec.valid is not None
     events: list[Event] = []
 
@@ -57,7 +56,7 @@ def test_ranks_of_ray_train_as_those_of_processes_do(rank_spec: Callable[..., Ra
     assert found["restarts"] == 1
     assert [event["step"] for event in events if event["event"] == "resumed"] == [4]
     for name in ("weights_sha256", "valid_ne", "steps", "rows"):
-        assert found[name] == expected[name]
+        assert found[name] == undisturbed.result[name]
     assert not left(before)
     assert not (Path(spec.folder) / "ray").exists()
 
