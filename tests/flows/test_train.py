@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -356,12 +357,14 @@ QUARANTINE = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def corrupt_home(command, tmp_path, monkeypatch):
-    """A warehouse of which one column of one row group cannot be decoded; (folder, file)."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # MLflow sets it for all of this process: not that of the smoke run
-    assert command(ingest, CONFIG, *QUARANTINE, home=tmp_path)[0] == 0
-    file = sorted((tmp_path / "warehouse").rglob("day=2025-01-07/*.parquet"))[0]
+@pytest.fixture(scope="module")
+def corrupt_file(prefect, tmp_path_factory):
+    """A file of a warehouse, one column of one row group of which cannot be decoded."""
+    folder = tmp_path_factory.mktemp("corrupt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLRM_HOME", str(folder))
+        ingest(config=CONFIG, overrides=dict(word.split("=") for word in QUARANTINE))
+    file = sorted((folder / "warehouse").rglob("day=2025-01-07/*.parquet"))[0]
     group = pq.ParquetFile(file).metadata.row_group(3)
     assert group.num_rows == 500
     chunk = next(c for c in map(group.column, range(group.num_columns)) if c.path_in_schema == "cat_item")
@@ -369,7 +372,16 @@ def corrupt_home(command, tmp_path, monkeypatch):
     start = chunk.dictionary_page_offset or chunk.data_page_offset
     content[start : start + chunk.total_compressed_size] = bytes(chunk.total_compressed_size)
     file.write_bytes(content)
-    return tmp_path, file
+    return file
+
+
+@pytest.fixture
+def corrupt_home(corrupt_file, tmp_path, monkeypatch):
+    """A folder with that file's catalog and a registry of its own; (folder, file)."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # MLflow sets it for all of this process: not that of the smoke run
+    [catalog] = (parent / "warehouse" for parent in corrupt_file.parents if (parent / "warehouse").is_dir())
+    shutil.copytree(catalog, tmp_path / "warehouse")
+    return tmp_path, corrupt_file
 
 
 @pytest.mark.slow
