@@ -74,6 +74,7 @@ SHAPES = {
     "narrow": Shape(width=16),
     "few_tables": Shape(tables=4, rows=1_000_000),
     "small_batch": Shape(batch_rows=512),
+    "tiny": Shape(tables=3, rows=1_000, width=8, batch_rows=64),
 }
 
 
