@@ -61,8 +61,10 @@ test: setup  ## the tests
 test-slow: setup  ## the long tests: servers, kills, whole runs
 	@$(RUN) -m pytest -m 'slow and not gpu' --timeout=900
 
-test-gpu: setup  ## the tests that need CUDA devices
-	@$(RUN) -m pytest -m gpu --timeout=900
+test-gpu: setup  ## the tests that need CUDA devices, and those of the trainer on one
+	@DLRM_TEST_DEVICE=cuda $(RUN) -m pytest -m gpu --timeout=900
+	@DLRM_TEST_DEVICE=cuda $(RUN) -m pytest -m 'not gpu' --timeout=900 \
+		tests/pipeline/training/test_trainer.py tests/pipeline/training/test_options.py tests/pipeline/test_checkpoint.py
 
 lint: setup  ## ruff and mypy
 	@$(RUN) -m ruff check .

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from pipeline.training.config import TrainConfig
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
+DEVICE: Any = os.environ.setdefault("DLRM_TEST_DEVICE", "cpu")
+"""Where trainers inside the tests' own process train; `make test-gpu` says `cuda`."""
 SHARED = ROOT.parent / "shared" / "data"
 
 
@@ -32,6 +35,6 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("DLRM_MEETING", str(tmp_path_factory.mktemp("meeting") / "store"))
-        yield start_group(TrainConfig(world_size=1, device="cpu"), 0)
+        yield start_group(TrainConfig(world_size=1, device=DEVICE), 0)
     dist.destroy_process_group()
     torch.use_deterministic_algorithms(False)

@@ -65,6 +65,19 @@ def require_fbgemm(config: TrainConfig, device: str) -> None:
         raise ConfigError(where, "no table_weight_decay", f"{config.table_weight_decay}", remedy)
 
 
+def set_update(bags: SplitTableBatchedEmbeddingBagsCodegen, number: int) -> None:
+    """Tells a kernel the number of the update that comes next, counted from 1; Adam's bias correction needs it.
+
+    FBGEMM's own `set_optimizer_step` is no way: it sets a counter that the kernel looks at before its first pass alone,
+    and waits for the device. After that the kernel counts passes, those of validations among them.
+    """
+    if isinstance(bags, NumbaBags):
+        bags.steps = number
+    else:
+        for counter in (bags.iter_cpu, bags.iter):
+            counter.fill_(number - 1)  # the pass adds 1 before it uses it
+
+
 class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
     """Pooled lookups in the tables of a rank, and their exact optimizer inside the backward pass, on several threads.
 
@@ -95,7 +108,7 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         if self.pooling_mode == PoolingMode.NONE:
             raise NotImplementedError("lookups without pooling")
         self.steps = 0
-        """Updates made, this one included; Adam's bias correction needs it. The trainer sets it."""
+        """Updates made, this one included; see `set_update`."""
         self.second = torch.zeros_like(self._flat("weights")) if self.kind == kernels.ADAM else torch.empty(0)
         rows, widths = np.array([spec[0] for spec in embedding_specs]), np.array([spec[1] for spec in embedding_specs])
         origin = np.array(self.weights_physical_offsets)
@@ -162,10 +175,6 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
             for state, (origin, _, rows, width, _) in zip(states, self.tables[:-1].tolist(), strict=True):
                 state["exp_avg_sq"] = self.second[origin : origin + rows * width].view(rows, width)
         return states
-
-    def set_optimizer_step(self, step: int) -> None:
-        """The number of the update that comes next, counted from 1."""
-        self.steps = step
 
     def _tasks(self, offsets: np.ndarray) -> list[np.ndarray]:
         """Who updates what: whole tables by falling number of lookups, each to the thread with the least so far.

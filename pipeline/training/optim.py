@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+    WeightDecayMode,
+)
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan, ShardingType
@@ -15,7 +18,9 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import SGD, Adagrad, Adam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from pipeline.training.bags import set_update
 from pipeline.training.config import TrainConfig
+from pipeline.training.sharding import lookups
 
 INIT_BLOCK_ROWS = 65_536
 """Rows of a table drawn from one stream, so that a shard can be made without the rest of its table."""
@@ -175,7 +180,9 @@ def set_learning_rates(
     for group in fused.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
     fused.step()  # updates nothing: it hands the rates to the kernels, which update in the backward pass
-    fused.set_optimizer_step(steps_before + step + 1)
+    for kernel in (module for lookup in lookups(model) for module in lookup.modules()):
+        if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
+            set_update(kernel, steps_before + step + 1)
     if replicated is not None:
         replicated.steps = steps_before + step + 1
         for group in replicated.param_groups:

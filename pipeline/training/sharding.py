@@ -1,7 +1,7 @@
 """Placement of embedding tables: the kinds, a plan as it is written down, and the model sharded by it."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, get_args
 
@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 from torch import nn
 from torch.distributed import _remote_device
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -179,6 +180,14 @@ def _divide_lengths_once(module: ShardedEmbeddingBagCollection, placement: Place
     for config in module._embedding_bag_configs:
         if config.name in others:
             module._pooling_type_to_rs_features[PoolingType.SUM.value].extend(config.feature_names)
+
+
+def lookups(model: nn.Module) -> Iterator[Any]:
+    """TorchRec's modules that hold this rank's tables; it keeps them in plain lists, so `model.modules()` has none."""
+    for module in model.modules():
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            for lookup in module._lookups:
+                yield lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
 
 
 def sharding_plan(placement: Placement, device: torch.device) -> ShardingPlan:

@@ -1,6 +1,7 @@
 """A small warehouse whose rows are known in full, and what it takes to train on it."""
 
 import datetime
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def rank_spec(data: DataSpec) -> Callable[..., RankSpec]:
 
     def make(folder: Path, **training: Any) -> RankSpec:
         settings = {
-            "world_size": 1, "device": "cpu", "threads_per_rank": 1, "batch_rows": 160, "log_every_steps": 1,
+            "world_size": 1, "device": os.environ["DLRM_TEST_DEVICE"], "threads_per_rank": 1, "batch_rows": 160, "log_every_steps": 1,
             "sharding": "table_wise", "checkpoint_every_steps": 4, "table_learning_rate": 0.1,
             "dense_learning_rate": 0.02, "dense_weight_decay": 0.01,
         } | training  # fmt: skip

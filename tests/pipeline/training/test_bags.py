@@ -10,7 +10,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import ComputeDevice, 
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
 from pipeline.errors import ConfigError
-from pipeline.training.bags import NumbaBags, require_fbgemm
+from pipeline.training.bags import NumbaBags, require_fbgemm, set_update
 from pipeline.training.config import TrainConfig
 
 OPTIMIZERS = {
@@ -61,7 +61,7 @@ def train(bags: Any) -> list[torch.Tensor]:
     """Pooled vectors of every step."""
     pooled = []
     for step, (ids, offsets, gradient) in enumerate(batches()):
-        bags.set_optimizer_step(step + 1)
+        set_update(bags, step + 1)
         out = bags(ids, offsets)
         pooled.append(out.detach().clone())
         out.backward(gradient)
@@ -239,3 +239,24 @@ def test_what_fbgemm_would_ignore_on_cpu_is_refused(settings, sentence):
     with pytest.raises(ConfigError) as caught:
         require_fbgemm(config, "cpu")
     assert str(caught.value) == f"training.embedding_kernel 'fbgemm' on CPU: {sentence}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_fbgemm_on_cuda_follows_the_same_rules(optimizer: str) -> None:
+    """It counts passes for itself: one without an update, as a validation makes, must not move Adam's correction."""
+    bags = SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, width, EmbeddingLocation.DEVICE, ComputeDevice.CUDA) for rows, width in TABLES],
+        feature_table_map=OWNERS, optimizer=OPTIMIZERS[optimizer], learning_rate=RATE, eps=EPS, device="cuda",
+    )  # fmt: skip
+    for table, start in zip(
+        bags.split_embedding_weights(), make(NumbaBags, "sgd", False).split_embedding_weights(), strict=True
+    ):
+        table.copy_(start)
+    for step, (ids, offsets, gradient) in enumerate(batches()):
+        set_update(bags, step + 1)
+        bags(ids.cuda(), offsets.cuda()).backward(gradient.cuda())
+        bags(ids.cuda(), offsets.cuda())
+    _, expected = reference(optimizer, False, 0.0, np.inf)
+    for table, value in zip(bags.split_embedding_weights(), expected, strict=True):
+        np.testing.assert_allclose(table.cpu().numpy(), value, atol=1e-4)
