@@ -9,6 +9,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline.checkpoint import local_parts
+from pipeline.training.cached import forget, write_back
 
 
 class WeightAverage:
@@ -21,11 +22,13 @@ class WeightAverage:
     """
 
     def __init__(self, model: DistributedModelParallel) -> None:
+        self.model = model
         self.weights: dict[str, Any] = model.state_dict()
         self.means = {name: _zeros_like(tensor) for name, tensor in self.weights.items()}
 
     def take(self, count: int) -> None:
         """Adds the weights as they are now as number `count`, counted from 1."""
+        write_back(self.model)
         with torch.no_grad():
             for mean, now in self._pairs():
                 mean += (now - mean) / count
@@ -33,6 +36,7 @@ class WeightAverage:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """The model has the mean weights inside, and its own again afterwards."""
+        write_back(self.model)
         own = [now.clone() for _, now in self._pairs()]
         self.apply()
         try:
@@ -41,12 +45,14 @@ class WeightAverage:
             with torch.no_grad():
                 for kept, (_, now) in zip(own, self._pairs(), strict=True):
                     now.copy_(kept)
+            forget(self.model)
 
     def apply(self) -> None:
         """Puts the mean weights into the model."""
         with torch.no_grad():
             for mean, now in self._pairs():
                 now.copy_(mean)
+        forget(self.model)
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for name, tensor in self.weights.items():

@@ -229,6 +229,7 @@ def _environment(rank: int, world_size: int, threads: int, attempt: int, events:
         "DLRM_ATTEMPT": str(attempt),
         "DLRM_MEETING": str(meeting / "store"),
         "DLRM_PARENT": str(os.getpid()),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS may give other bits in another run
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "PYTHONUNBUFFERED": "1",
     }

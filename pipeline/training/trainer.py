@@ -24,6 +24,7 @@ from pipeline.errors import TrainingError
 from pipeline.saver import Saver
 from pipeline.training.ahead import Ahead, with_next
 from pipeline.training.averaging import WeightAverage
+from pipeline.training.cached import forget
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import (
     TABLES,
@@ -300,6 +301,7 @@ class Trainer:
 
     def log(self) -> None:
         """Reports the NE of the rows since the last report, and of all rows on first sight."""
+        self.await_device()
         window = self.take_window()
         values: dict[str, float | None] = {"train_ne_window": window.ne, **self.take_times(), **self.saver.take_times()}
         if self.config.on_nonfinite == "skip":
@@ -311,6 +313,13 @@ class Trainer:
             values["train_loss_window"] = window.loss / window.rows
             values["train_calibration_window"] = window.predictions / window.labels if window.labels else None
             self.report(values)
+
+    def await_device(self) -> None:
+        """Ends the steps that a CUDA device was given; waiting for it is time of these steps."""
+        if self.device.type == "cuda":
+            start = time.perf_counter()
+            torch.cuda.synchronize(self.device)
+            self.step_seconds += time.perf_counter() - start
 
     def take_window(self) -> Sums:
         """Loss sums of all ranks since the last call.
@@ -479,6 +488,7 @@ class Trainer:
         if any(name.startswith("dense/") for name in checkpoint.stored_tensors(folder)):
             self.make_dense_state()
         checkpoint.load(folder, self.state(), self.identity)
+        forget(self.model)
         self.progress = Progress.model_validate(checkpoint.read_progress(folder))
 
     def finish(self) -> None:

@@ -29,6 +29,12 @@ STEPS = 14
 """Batches of an epoch: 13 of 160 rows, and one of a single row."""
 
 
+CACHED: dict[str, Any] = {"table_memory": "uvm_caching"}
+"""Tables in host memory, of which the device keeps a fifth: rows come and go at every step."""
+ON_CUDA = pytest.mark.gpu
+PLACES = pytest.mark.parametrize("place", [{}, pytest.param(CACHED, marks=ON_CUDA)], ids=["device", "cached"])
+
+
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     whole = checkpoint.full_state(trainer.model.state_dict())
     assert whole is not None
@@ -182,8 +188,16 @@ def cut_after(client: Client, batches: int) -> Callable[[Position], Iterator[Bat
         ({"dropout": 0.3}, (9,)),
         ({"checkpoint_async": False}, (9,)),
         ({"average_from_step": 3, "average_every_steps": 2, "sharding": "row_wise"}, (9, 23)),
+        pytest.param(CACHED, (9,), marks=ON_CUDA),
+        pytest.param(CACHED | {"average_from_step": 3, "average_every_steps": 2}, (23,), marks=ON_CUDA),
+        pytest.param({"table_memory": "uvm"}, (9,), marks=ON_CUDA),
+        pytest.param({"table_precision": "fp16"}, (9,), marks=ON_CUDA),
+        pytest.param({"table_optimizer": "adam"}, (9,), marks=ON_CUDA),
     ],
-    ids=["adam", "adagrad", "sgd", "dropout", "synchronous", "average"],
+    ids=[
+        *("adam", "adagrad", "sgd", "dropout", "synchronous", "average"),
+        *("cached", "cached average", "host", "fp16", "adam of tables"),
+    ],
 )
 def test_cut_anywhere_and_resumed_gives_the_same_bits(
     make_trainer: Maker, train_client: Client, tmp_path: Path, settings: dict[str, Any], stops: tuple[int, ...]
@@ -222,7 +236,8 @@ def test_a_finished_training_trains_no_further(make_trainer: Maker) -> None:
     assert same(weights_of(again), weights_of(first))
 
 
-def test_early_stopping_goes_back_to_the_best(make_trainer: Maker, tmp_path: Path) -> None:
+@PLACES
+def test_early_stopping_goes_back_to_the_best(make_trainer: Maker, tmp_path: Path, place: dict[str, str]) -> None:
     seen: list[dict[str, torch.Tensor]] = []
     trainer, events = make_trainer(
         scripted([0.9, 0.7, 0.71, 0.7, 0.2], seen),
@@ -230,6 +245,7 @@ def test_early_stopping_goes_back_to_the_best(make_trainer: Maker, tmp_path: Pat
         patience=2,
         epochs=5,
         checkpoint_every_steps=3,
+        **place,
     )
     progress = trainer.train()
     assert (progress.steps, progress.best_step, progress.best_ne) == (8, 4, pytest.approx(0.7))
@@ -482,9 +498,10 @@ def test_checkpoint_of_another_hash_size_names_the_tensor(make_trainer: Maker, t
         checkpoint.load(folder, wanted)
 
 
+@PLACES
 @pytest.mark.parametrize("validated", [True, False])
 def test_the_exported_weights_are_the_mean_of_those_on_the_way(
-    make_trainer: Maker, tmp_path: Path, validated: bool
+    make_trainer: Maker, tmp_path: Path, validated: bool, place: dict[str, str]
 ) -> None:
     on_the_way = []
     for step in (4, 6, 8):
@@ -494,7 +511,7 @@ def test_the_exported_weights_are_the_mean_of_those_on_the_way(
         (tmp_path / "checkpoints").rename(tmp_path / f"checkpoints {step}")
     seen: list[dict[str, torch.Tensor]] = []
     validate = scripted([0.5], seen) if validated else None
-    averaged, _ = make_trainer(validate, max_steps=8, average_from_step=4, average_every_steps=2)
+    averaged, _ = make_trainer(validate, max_steps=8, average_from_step=4, average_every_steps=2, **place)
     averaged.train()
     found = weights_of(averaged)
     for name, value in found.items():
@@ -503,14 +520,16 @@ def test_the_exported_weights_are_the_mean_of_those_on_the_way(
     assert not validated or same(found, seen[0])
 
 
-def test_averaging_does_not_disturb_training(make_trainer: Maker, tmp_path: Path) -> None:
-    plain, _ = make_trainer(max_steps=8)
+@PLACES
+def test_averaging_does_not_disturb_training(make_trainer: Maker, tmp_path: Path, place: dict[str, str]) -> None:
+    plain, _ = make_trainer(max_steps=8, **place)
     plain.train()
     weights = weights_of(plain)
     (tmp_path / "checkpoints").rename(tmp_path / "plain")
     averaged, _ = make_trainer(
-        scripted([0.5, 0.4, 0.6, 0.7]), max_steps=8, average_from_step=2, average_every_steps=2, validate_every_steps=2
-    )
+        scripted([0.5, 0.4, 0.6, 0.7]), max_steps=8, average_from_step=2, average_every_steps=2, validate_every_steps=2,
+        **place,
+    )  # fmt: skip
     averaged.train()
     averaged.load(checkpoint.latest(tmp_path / "checkpoints"))
     assert same(weights_of(averaged), weights)
@@ -563,6 +582,7 @@ def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         return now
 
     monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=tick))
+    monkeypatch.setattr(Trainer, "await_device", lambda trainer: None)
 
 
 NAMES = {"extract": "batch_extract_seconds", "transform": "batch_transform_seconds", "wait": "batch_wait_seconds"}
