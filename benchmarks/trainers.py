@@ -3,7 +3,8 @@
     python -m benchmarks.trainers --contestant ours --shape lists
 
 One pass: the model is built, a few steps are made to warm up, then the steps are timed. With `--ranks 2` each rank is a
-process of its own with one thread, and its batch is its share of the global one.
+process of its own with one thread, and its batch is its share of the global one. With `--device cuda` a step begins
+with its batch in the memory of the host, and ends when the device has nothing left to do.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -87,11 +88,14 @@ class Rows(Pipelineable):
     labels: torch.Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Rows":
-        """Where it is already."""
-        return self
+        """The same batch on another device."""
+        moved = [part.to(device, non_blocking=non_blocking) for part in (self.dense, self.sparse, self.labels)]
+        return Rows(*moved)
 
     def record_stream(self, stream: Any) -> None:
-        """Nothing to do on CPU."""
+        """A CUDA stream other than the one that made the batch uses it."""
+        for part in (self.dense, self.sparse, self.labels):
+            part.record_stream(stream)
 
 
 def batches(shape: Shape, rank: int = 0, ranks: int = 1, count: int = BATCHES) -> list[Rows]:
@@ -160,7 +164,7 @@ def _mlp(inputs: int, sizes: Sequence[int]) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def torchrec(shape: Shape, rank: int, ranks: int, pipeline: type) -> Callable[[], None]:
+def torchrec(shape: Shape, rank: int, ranks: int, device: torch.device, pipeline: type) -> Callable[[], None]:
     """A single-file TorchRec loop: fused row-wise Adagrad, the default plan without its data_parallel tables, Adam."""
     configs = [
         EmbeddingBagConfig(name=name, num_embeddings=shape.rows, embedding_dim=shape.width, feature_names=[name])
@@ -168,11 +172,10 @@ def torchrec(shape: Shape, rank: int, ranks: int, pipeline: type) -> Callable[[]
     ]
     model = HandWritten(shape, EmbeddingBagCollection(tables=configs, device=torch.device("meta")))
     apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), {"lr": TABLE_RATE})
-    topology = Topology(world_size=ranks, compute_device="cpu", local_world_size=ranks)
+    topology = Topology(world_size=ranks, compute_device=device.type, local_world_size=ranks)
     planner = EmbeddingShardingPlanner(
         topology=topology, batch_size=shape.batch_rows // ranks, constraints=_fused_only(shape)
     )
-    device = torch.device("cpu")
     plan = planner.plan(model, get_default_sharders())
     env = ShardingEnv.from_process_group(dist.group.WORLD)  # type: ignore[arg-type]
     whole = DistributedModelParallel(model, env=env, device=device, plan=plan)
@@ -222,9 +225,10 @@ class Bags(nn.Module):
             return self.vectors
 
 
-def pytorch(shape: Shape, rank: int, ranks: int, rowwise: bool) -> Callable[[], None]:
-    """nn.EmbeddingBag with sparse gradients and SGD, or row-wise Adagrad written out; one rank."""
+def pytorch(shape: Shape, rank: int, ranks: int, device: torch.device, rowwise: bool) -> Callable[[], None]:
+    """nn.EmbeddingBag with sparse gradients and SGD, or row-wise Adagrad written out; one rank, on CPU."""
     assert ranks == 1
+    assert device.type == "cpu"
     model = HandWritten(shape, Bags(shape))
     tables = [bag.weight for bag in model.tables.bags]  # type: ignore[union-attr]
     rest = [value for name, value in model.named_parameters() if not name.startswith("tables.")]
@@ -254,13 +258,12 @@ def pytorch(shape: Shape, rank: int, ranks: int, rowwise: bool) -> Callable[[], 
 # -- this project ----------------------------------------------------------------------------------------------------
 
 
-def ours(shape: Shape, rank: int, ranks: int, **settings: Any) -> Callable[[], None]:
+def ours(shape: Shape, rank: int, ranks: int, device: torch.device, **settings: Any) -> Callable[[], None]:
     """The trainer, step by step."""
     config = TrainConfig(
-        world_size=ranks, batch_rows=shape.batch_rows, table_learning_rate=TABLE_RATE, device="cpu",
+        world_size=ranks, batch_rows=shape.batch_rows, table_learning_rate=TABLE_RATE, device=device.type,
         sharding="table_wise", **settings,
     )  # fmt: skip
-    device = torch.device("cpu")
     bags = [Bag(name, name, shape.rows, "sum") for name in names(shape)]
     model = DLRM(DLRMConfig(embedding_width=shape.width, bottom_mlp=BOTTOM, top_mlp=TOP), DENSE, bags, "meta")
     whole, _ = sharded(model, config, device, seed=1, half_width=None)
@@ -271,7 +274,7 @@ def ours(shape: Shape, rank: int, ranks: int, **settings: Any) -> Callable[[], N
             for one in batches(shape, rank, ranks)
         ]
     )
-    steps = with_next(endless)
+    steps = with_next(batch.to(device) for batch in endless)
     return lambda: trainer.train_step(*next(steps))
 
 
@@ -312,15 +315,26 @@ def in_processes(contestant: str, shape: str, ranks: int, threads: int, steps: i
     return max(float(json.loads(out.splitlines()[-1])["seconds"]) for out, _ in outputs)
 
 
-def one_pass(contestant: str, shape: Shape, ranks: int, steps: int) -> dict[str, float]:
+def one_pass(contestant: str, shape: Shape, ranks: int, steps: int, kind: str = "cpu") -> dict[str, float]:
     """Median seconds of a step of this rank, and the time for building and warming up."""
     rank = int(os.environ.get("RANK", "0"))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(1)
     meeting = os.environ.get("DLRM_MEETING") or tempfile.mkdtemp() + "/store"
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, rank)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks
+    )
     begun = time.perf_counter()
-    step = CONTESTANTS[contestant](shape, rank, ranks)
+    one = CONTESTANTS[contestant](shape, rank, ranks, device)
+
+    def step() -> None:
+        one()
+        if kind == "cuda":
+            torch.cuda.synchronize()
+
     for _ in range(WARM_UP):
         step()
     warm = time.perf_counter() - begun
@@ -330,6 +344,7 @@ def one_pass(contestant: str, shape: Shape, ranks: int, steps: int) -> dict[str,
         step()
         seconds.append(time.perf_counter() - start)
     dist.barrier()
+    dist.destroy_process_group()
     return {"seconds": median(seconds), "warm_up_seconds": warm}
 
 
@@ -339,11 +354,15 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--contestant", choices=CONTESTANTS, required=True)
     parser.add_argument("--shape", choices=SHAPES, default="lists")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--batch-rows", type=int, help="rows of a global batch, in place of the shape's")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args(words)
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
-    print(json.dumps(one_pass(options.contestant, SHAPES[options.shape], options.ranks, options.steps)))
+    shape = SHAPES[options.shape]
+    shape = replace(shape, batch_rows=options.batch_rows or shape.batch_rows)
+    print(json.dumps(one_pass(options.contestant, shape, options.ranks, options.steps, options.device)))
 
 
 if __name__ == "__main__":

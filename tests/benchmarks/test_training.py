@@ -44,7 +44,7 @@ def test_contestants_learn(name: str, device: torch.device, monkeypatch: pytest.
         return value
 
     monkeypatch.setattr(torch.nn.functional, "binary_cross_entropy_with_logits", seen)
-    step = CONTESTANTS[name](SMALL, 0, 1)
+    step = CONTESTANTS[name](SMALL, 0, 1, torch.device("cpu"))
     for _ in range(60):
         step()
     assert len(losses) == 60
