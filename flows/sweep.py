@@ -5,9 +5,11 @@ from typing import Any
 
 from prefect import flow
 
-from flows import sweeping
 from flows.config import RunConfig, load
 from flows.record import flow_run_name
+from flows.sweep_job import finished, opened, pinned_sweep
+from flows.sweep_result import conclude
+from flows.sweeping import run_trials
 
 
 @flow(name="sweep", flow_run_name=flow_run_name)
@@ -28,13 +30,13 @@ def sweep(
         again: Begins anew where the same sweep is done.
     """
     settings = load(config, overrides)
-    job = sweeping.pinned_sweep(settings, snapshot_id, again)
-    done = sweeping.finished(job, settings)
+    job = pinned_sweep(settings, snapshot_id, again)
+    done = finished(job, settings)
     if done is not None:
         return done
-    with sweeping.opened(settings, job) as work:
-        sweeping.run_trials(work)
-        return sweeping.conclude(work)
+    with opened(settings, job) as work:
+        run_trials(work)
+        return conclude(work)
 
 
 if __name__ == "__main__":

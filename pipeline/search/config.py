@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from pipeline.errors import ConfigError
 
@@ -95,7 +95,7 @@ class PruneConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
         Golovin et al. 2017, Google Vizier, section 3.2.1 (median); Li et al. 2018, arXiv:1810.05934 (halving).
     """
 
-    kind: Literal["median", "halving"] = "median"
+    method: Literal["median", "halving"] = "median"
     """median: worse than half of the others were by then; halving: not among the best 1 / `reduction_factor` after
     `every_rows`, after that many times as many, and so on."""
     metric: Literal["train_ne_progressive", "valid_ne"] = "train_ne_progressive"
@@ -108,6 +108,7 @@ class PruneConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     startup_trials: NonNegativeInt = 5
     """median: trials that are run to their end before any is stopped."""
     reduction_factor: int = Field(default=4, ge=2)
+    """halving: one trial of so many goes on."""
 
 
 class SweepConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -127,11 +128,17 @@ class SweepConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     begin_with_config: bool = True
     """The first trial takes the config's own values, as far as the space has them; a grid has its own order."""
     space: Mapping[str, Dimension] = {}
-    """Dotted key -> its values; numbers name entries of lists: `features.sparse.0.transforms.0.size`."""
+    """Dotted key -> its values; numbers name entries of lists: `features.sparse.0.transforms.0.size`. null
+    takes out a key of the base file."""
     prune: PruneConfig | None = None
     trial_overrides: Mapping[str, Any] = {}
     """Dotted key -> value of all trials, not of the best config: limits such as `training.deadline_seconds: 600` (a
     trial that takes longer fails) or `training.max_steps: 2000`."""
+
+    @field_validator("space", mode="before")
+    @classmethod
+    def _without_nulls(cls, space: Any) -> Any:
+        return {key: value for key, value in space.items() if value is not None} if isinstance(space, dict) else space
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from pipeline.search.config import Dimension
 from pipeline.search.study import TrialRecord
 
-LINES = "viridis_r"
+LINES = "viridis"
 """Colours of lines: dark is a low NE."""
 
 

@@ -236,6 +236,6 @@ def pruner(config: PruneConfig | None) -> BasePruner:
     if config is None:
         return NopPruner()
     warmup = math.ceil(config.warmup_rows / config.every_rows)
-    if config.kind == "median":
+    if config.method == "median":
         return MedianPruner(n_startup_trials=config.startup_trials, n_warmup_steps=warmup)
     return SuccessiveHalvingPruner(min_resource=max(warmup, 1), reduction_factor=config.reduction_factor)

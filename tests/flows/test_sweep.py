@@ -9,9 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL
 
-from flows import sweeping
+from flows import sweep_job, sweep_result, sweeping
 from flows.candidate import StoppedEarly, candidate_job, train_candidate
 from flows.config import ROOT, load
 from flows.job import tracker_of, warehouse_of
@@ -72,14 +73,14 @@ def record(params: dict, ne: float = 0.9) -> TrialRecord:
 )
 def test_what_cannot_be_searched_is_refused(overrides, said):
     with pytest.raises(ConfigError) as error:
-        sweeping.check_space(load(CONFIG, overrides))
+        sweep_job.check_space(load(CONFIG, overrides))
     assert str(error.value) == said
 
 
 def test_trials_need_validation_rows(smoke, home, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(home))
     with pytest.raises(ConfigError) as error:
-        sweeping.pinned_sweep(load(CONFIG, {"split.days.valid": []}), None, False)
+        sweep_job.pinned_sweep(load(CONFIG, {"split.days.valid": []}), None, False)
     assert str(error.value) == (
         "split: expected validation rows, by which trials are ranked, got none. Name some as `valid`."
     )
@@ -93,16 +94,16 @@ def test_the_sweep_is_no_part_of_a_trainings_identity():
 
 def test_the_same_sweep_has_the_same_folder_until_it_is_made_again(smoke, copied):
     config = load(CONFIG)
-    first = sweeping.pinned_sweep(config, None, False)
-    assert sweeping.pinned_sweep(load(CONFIG, {"sweep.trials": 99, "sweep.parallel": 2}), None, True) == first
-    assert sweeping.pinned_sweep(load(CONFIG, {"sweep.seed": 2}), None, False).identity != first.identity
+    first = sweep_job.pinned_sweep(config, None, False)
+    assert sweep_job.pinned_sweep(load(CONFIG, {"sweep.trials": 99, "sweep.parallel": 2}), None, True) == first
+    assert sweep_job.pinned_sweep(load(CONFIG, {"sweep.seed": 2}), None, False).identity != first.identity
     folder = Path(first.folder)
     folder.mkdir(parents=True)
-    assert sweeping.pinned_sweep(config, None, True) == first  # cut short: it goes on
+    assert sweep_job.pinned_sweep(config, None, True) == first  # cut short: it goes on
     (folder / "result.json").write_text("{}")
-    second = sweeping.pinned_sweep(config, None, True)
+    second = sweep_job.pinned_sweep(config, None, True)
     assert (folder.name[:-1], Path(second.folder).name) == (Path(second.folder).name[:-1], f"{folder.name[:-1]}1")
-    assert sweeping.pinned_sweep(config, None, False) == first
+    assert sweep_job.pinned_sweep(config, None, False) == first
 
 
 def test_own_values_are_those_that_the_space_has():
@@ -113,7 +114,7 @@ def test_own_values_are_those_that_the_space_has():
         "features.sparse.0.transforms.0.size": {"choices": [100_000, 10]},
         "training.table_learning_rates.cat_user": {"low": 0.1, "high": 1.0},
     }
-    assert sweeping.own_values(load(CONFIG, {"sweep.space": space})) == {
+    assert sweep_job.own_values(load(CONFIG, {"sweep.space": space})) == {
         RATE: 0.05, "model.bottom_mlp": [16], "features.sparse.0.transforms.0.size": 100_000,
     }  # fmt: skip
 
@@ -122,11 +123,11 @@ def test_the_best_config_is_a_file_that_loads_to_its_trial(smoke, copied):
     """Lists that a key reaches into are written whole, since a file's list takes the place of its base's."""
     space = {RATE: {"low": 0.01, "high": 0.2}, "features.sparse.1.transforms.0.limit": {"low": 1, "high": 9}}
     config = load(CONFIG, {"sweep.space": space, "sweep.trial_overrides": {STEPS: 3}, "seed": 4})
-    job = sweeping.pinned_sweep(config, None, False)
+    job = sweep_job.pinned_sweep(config, None, False)
     params = {RATE: 0.0123, "features.sparse.1.transforms.0.limit": 7}
     Path(job.folder).mkdir(parents=True)
-    work = sweeping.Sweep(config, job, tracker_of(config), "none")
-    path = sweeping.write_best(work, record(params))
+    work = sweep_job.Sweep(config, job, tracker_of(config), "none")
+    path = sweep_result.write_best(work, record(params))
     found = load(path)
     assert found == load(CONFIG, {**params, "seed": 4, "sweep": {}})
     assert found.features.sparse[1].transforms[0].limit == 7
@@ -154,7 +155,7 @@ def test_trials_share_a_fitted_plan_where_they_can(smoke, copied):
 
 def test_a_table_for_people():
     records = [record({RATE: 0.5, "model.bottom_mlp": [8]}), record({RATE: 0.25, "model.bottom_mlp": [16]}, 0.8)]
-    assert sweeping.as_table(records, [RATE, "model.bottom_mlp"]) == (
+    assert sweep_result.as_table(records, [RATE, "model.bottom_mlp"]) == (
         f"| trial | NE | `{RATE}` | `model.bottom_mlp` |\n|---|---|---|---|\n"
         "| 7 | 0.8000 | 0.25 | [16] |\n| 7 | 0.9000 | 0.5 | [8] |"
     )
@@ -258,21 +259,23 @@ def test_a_candidate_that_is_stopped_early_ends_at_once_and_can_go_on(smoke, cop
         if event is not None and event["event"] == "saved":
             raise StoppedEarly
 
-    outcome = train_candidate(config, job, "candidate", {}, watch)
+    with disable_run_logger():
+        outcome = train_candidate(config, job, "candidate", {}, watch)
     assert outcome.valid_ne is None
     tracker = tracker_of(config)
     run = tracker.client.get_run(outcome.run_id)
     assert (run.info.status, run.data.tags["dlrm.stopped_early"]) == ("FINISHED", "true")
     ours = [process.cmdline() for process in psutil.Process().children(recursive=True)]
     assert not [words for words in ours if "pipeline.rank" in words]
-    again = train_candidate(config, job, "candidate", {})
+    with disable_run_logger():
+        again = train_candidate(config, job, "candidate", {})
     assert again.run_id == outcome.run_id
     assert json.loads((copied / "candidate" / "trained.json").read_text())["summary"]["valid_ne"] == again.valid_ne
     assert tracker.client.get_run(outcome.run_id).data.metrics["best_valid_ne"] == again.valid_ne
 
 
 def test_an_interrupt_ends_all_trials(smoke, copied):
-    work = sweeping.Sweep(load(CONFIG), sweeping.SweepJob(identity="x", folder=str(copied), snapshot={"table": "smoke", "snapshot_id": 1}), None, "none")  # fmt: skip
+    work = sweep_job.Sweep(load(CONFIG), sweep_job.SweepJob(identity="x", folder=str(copied), snapshot={"table": "smoke", "snapshot_id": 1}), None, "none")  # fmt: skip
     sweeping.watch(work, 0, None)
     work.stop.set()
     with pytest.raises(KeyboardInterrupt):

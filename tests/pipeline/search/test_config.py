@@ -81,6 +81,10 @@ def test_a_dimension_that_cannot_be_is_refused(values, said):
     assert str(error.value) == f"sweep.space 'a.b': {said}"
 
 
+def test_a_key_of_the_base_can_be_taken_out():
+    assert SweepConfig(space={"a": {"low": 1, "high": 3}, "b": None}).space.keys() == {"a"}
+
+
 def test_a_grid_needs_to_know_its_values():
     with pytest.raises(ConfigError) as error:
         SweepConfig(space={"a": {"low": 0.0, "high": 1.0}}, strategy="grid")

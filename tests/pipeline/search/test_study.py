@@ -168,7 +168,7 @@ def test_what_is_worse_than_the_median_is_stopped(tmp_path):
 
 
 def test_halving_keeps_the_best(tmp_path):
-    prune = PruneConfig(kind="halving", every_rows=100, reduction_factor=2)
+    prune = PruneConfig(method="halving", every_rows=100, reduction_factor=2)
     study = Study(tmp_path / "a.db", config(prune=prune), {})
     assert pruned(study, [[0.8, 0.7], [0.9, 0.9], [0.75, 0.7]]) == [None, 1, None]
 
