@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import logging
 import shutil
 import threading
 import time
@@ -16,6 +17,7 @@ from pydantic import BaseModel
 
 from flows.config import RunConfig, load
 from flows.job import RUN_ID, own_folder, selected, tracker_of, warehouse_of
+from flows.progress import Progress
 from flows.record import commit
 from pipeline.errors import ConfigError
 from pipeline.registration.tracking import Tracker, answering
@@ -125,6 +127,9 @@ class Sweep:
         self.study = Study(self.folder / STUDY, config.sweep, own_values(config))
         self.stop = threading.Event()  # trials at work are to end; the same command goes on with them
         self.lock = threading.Lock()
+        self.progress = Progress(
+            logging.getLogger(__name__), "trials"
+        )  # for the run's page; the log has a line a trial
         self.began, self.done_before = time.monotonic(), len(self.done())
 
     def done(self) -> list[TrialRecord]:

@@ -28,7 +28,7 @@ def run_trials(sweep: Sweep) -> None:
     if records:
         get_run_logger().info("sweep %s goes on: %s", sweep.job.name, in_numbers(records))
     places = range(sweep.config.sweep.parallel)
-    with ThreadPoolExecutor(len(places), thread_name_prefix="trial") as pool:
+    with sweep.progress, ThreadPoolExecutor(len(places), thread_name_prefix="trial") as pool:
         try:
             workers = [pool.submit(contextvars.copy_context().run, _work, sweep) for _ in places]
             for worker in as_completed(workers):
@@ -94,8 +94,10 @@ def tell(sweep: Sweep, number: int) -> None:
         result = {"complete": f"NE {shown(record.valid_ne)}", "failed": f"failed: {record.notes.get('error')}"}
         line = f"trial {number}: {result.get(record.state, record.state)}; "
         line += f"{len(done)} of {sweep.config.sweep.most_trials} done"
-        line += f", best NE {shown(best.valid_ne)} (trial {best.number})" if best else ""
-        get_run_logger().info("%s%s", line, sweep.time_left(len(done)))
+        note = f"best NE {shown(best.valid_ne)} (trial {best.number})" if best else "none has an NE"
+        note += sweep.time_left(len(done))
+        get_run_logger().info("%s, %s", line, note)
+        sweep.progress.page.show("trials", len(done), sweep.config.sweep.most_trials, note)
         if best is not None:
             sweep.tracker.log(sweep.run_id, number, {"trial_valid_ne": record.valid_ne, BEST_NE: best.valid_ne})
             write_best(sweep, best)

@@ -176,7 +176,7 @@ def command_of(home: Path, *words: str) -> subprocess.Popen:
 
 
 def wait_for(found, process: subprocess.Popen) -> None:
-    limit = time.monotonic() + 200
+    limit = time.monotonic() + 400
     while not found():
         assert process.poll() is None, "it ended by itself"
         assert time.monotonic() < limit
@@ -198,10 +198,12 @@ def test_fault_35_a_killed_sweep_goes_on_and_ends_with_the_same_best(smoke, comm
     words += [f"sweep={settings.model_dump_json(exclude_defaults=True)}"]
     sweeps = copied / "sweeps"
     process = command_of(copied, *words)
-    wait_for(lambda: list(sweeps.glob("*/trials/0001/checkpoints/step-*")), process)
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.wait(30)
+    try:
+        wait_for(lambda: list(sweeps.glob("*/trials/0001/checkpoints/step-*")), process)
+        family = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        process.kill()
+        process.wait(30)
     assert ended(family)
     [folder] = sweeps.iterdir()
     tracker = tracker_of(load(CONFIG))
