@@ -29,7 +29,7 @@ export RAY_USAGE_STATS_ENABLED = 0
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | column -t -s@
 
-setup: $(VENV)/.complete $(addprefix $(VENV)/.extra-,$(sort $(EXTRAS) $(INSTALLED)))  ## the environment alone: .venv with every dependency at its locked version; EXTRAS=ray too
+setup: $(VENV)/.complete $(addprefix $(VENV)/.extra-,$(sort $(EXTRAS) $(INSTALLED)))  ## the environment alone: .venv with every dependency at its locked version; EXTRAS='ray postgres' too
 	@echo "environment: $(VENV) is complete"
 
 $(VENV)/.complete: $(LOCK)
@@ -46,7 +46,7 @@ $(VENV)/.complete: $(LOCK)
 	@touch $@
 	@echo "ready: $(VENV)"
 
-$(VENV)/.extra-ray: $(VENV)/.extra-%: requirements/%.lock $(VENV)/.complete
+$(VENV)/.extra-ray $(VENV)/.extra-postgres: $(VENV)/.extra-%: requirements/%.lock $(VENV)/.complete
 	@echo "adding $* to $(VENV)"
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
@@ -96,10 +96,12 @@ lock:  ## resolve the dependencies anew (needs uv)
 	@uv pip compile pyproject.toml --extra cuda --extra dev --universal --python-version 3.11 --no-annotate \
 		--custom-compile-command "make lock" -q -o requirements/cuda.lock
 	@# An extra's lock holds what it adds to the whole, resolved together with it.
-	@uv pip compile pyproject.toml --extra cpu --extra dev --extra ray --universal --python-version 3.11 --no-annotate --no-header \
-		--override requirements/overrides-cpu.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--extra-index-url $(TORCH_INDEX)) \
-		--constraint requirements/cpu.lock -q > requirements/.all
-	@{ head -n 2 requirements/cpu.lock; grep -vxFf requirements/cpu.lock requirements/.all; } > requirements/ray.lock
+	@for extra in ray postgres; do \
+		uv pip compile pyproject.toml --extra cpu --extra dev --extra $$extra --universal --python-version 3.11 --no-annotate --no-header \
+			--override requirements/overrides-cpu.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--extra-index-url $(TORCH_INDEX)) \
+			--constraint requirements/cpu.lock -q > requirements/.all; \
+		{ head -n 2 requirements/cpu.lock; grep -vxFf requirements/cpu.lock requirements/.all; } > requirements/$$extra.lock; \
+	done
 	@rm requirements/.all
 
 clean:  ## removes the environment; data and models in .dlrm stay

@@ -1,6 +1,6 @@
 """What Prefect's pages show of a run beside its log: artifacts, and the tables and models that it made."""
 
-from urllib.parse import quote
+import re
 
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.assets import Asset, AssetProperties
@@ -24,7 +24,7 @@ def model_asset(config: RunConfig) -> Asset:
     """The registered model of a run, as Prefect knows it."""
     about = "Versions in MLflow's registry; takes raw rows, returns probabilities."
     return Asset(
-        key=f"mlflow://models/{quote(config.model_name, safe='')}",
+        key=f"mlflow://models/{re.sub('[^A-Za-z0-9_.-]+', '-', config.model_name)}",  # few characters are allowed
         properties=AssetProperties(name=f"model {config.model_name}", description=about),
     )
 

@@ -50,21 +50,26 @@ def main(words: list[str]) -> int:
 
 
 def commands(home: Path, prefect_port: int, mlflow_port: int) -> list[tuple[list[str], dict[str, str], Path]]:
-    """(command, environment, log) of each server."""
+    """(command, environment, log) of each server; a database that the environment names takes the place of SQLite."""
     (home / "prefect").mkdir(parents=True, exist_ok=True)
     (home / "mlflow" / "artifacts").mkdir(parents=True, exist_ok=True)
     (home / "ui").mkdir(parents=True, exist_ok=True)
+    databases = {
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home}/prefect/prefect.db",
+        "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{home}/mlflow/mlflow.db",
+    }
+    databases = {name: os.environ.get(name, address) for name, address in databases.items()}
     prefect = {
         "PREFECT_HOME": str(home / "prefect"),
-        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home}/prefect/prefect.db",
+        "PREFECT_API_DATABASE_CONNECTION_URL": databases["PREFECT_API_DATABASE_CONNECTION_URL"],
         "PREFECT_UI_API_URL": f"http://{HOST}:{prefect_port}/api",
     }
     serve = ["--host", HOST, "--port"]
-    stores = ["--backend-store-uri", f"sqlite:///{home}/mlflow/mlflow.db"]
-    stores += ["--artifacts-destination", str(home / "mlflow" / "artifacts")]
+    stores = ["--artifacts-destination", str(home / "mlflow" / "artifacts")]
+    mlflow = {"MLFLOW_BACKEND_STORE_URI": databases["MLFLOW_BACKEND_STORE_URI"]}  # not an argument: others see those
     return [
         (["prefect", "server", "start", *serve, str(prefect_port)], prefect, home / "ui" / "prefect.log"),
-        (["mlflow", "server", *serve, str(mlflow_port), "--workers", "1", *stores], {}, home / "ui" / "mlflow.log"),
+        (["mlflow", "server", *serve, str(mlflow_port), "--workers", "1", *stores], mlflow, home / "ui" / "mlflow.log"),
     ]
 
 

@@ -178,7 +178,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
         server.kill()
 
 
-def until(happened: Callable[[], Any], seconds: float = 120.0) -> Any:
+def until(happened: Callable[[], Any], seconds: float = 240.0) -> Any:
     """What it returns, once that is true."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:

@@ -1,0 +1,62 @@
+"""What Prefect's pages show of the smoke run beside its log."""
+
+import logging
+import socket
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+from flows.artifacts import model_asset, table_asset
+from flows.config import load
+from flows.progress import Progress
+
+CONFIG = "configs/smoke.yaml"
+
+
+def shown(key: str) -> list:
+    """Artifacts of a key, of every run of this session."""
+    with get_client(sync_client=True) as client:
+        return client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])))
+
+
+def test_the_page_has_quality_and_the_ways_to_mlflow_and_the_report(smoke):
+    texts = [one.data for one in shown("report-smoke")]
+    assert any("| evaluation | " in text and "smoke version 1 (champion)" in text for text in texts)
+    run = smoke["mlflow_run_id"]
+    assert any(f"/runs/{run})" in one.data for one in shown("mlflow-smoke"))
+    assert any(f"/runs/{run}/artifacts/report.html)" in one.data for one in shown("html-report-smoke"))
+
+
+@pytest.mark.parametrize("stage", ["generate", "ingest", "train", "evaluate"])
+def test_long_stages_show_their_progress(smoke, stage):
+    assert 100.0 in [float(one.data) for one in shown(f"progress-{stage}")]
+    assert all(one.flow_run_id and one.task_run_id for one in shown(f"progress-{stage}"))
+
+
+def test_a_server_that_is_away_holds_up_no_work(prefect, caplog):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{probe.getsockname()[1]}/api"
+    caplog.set_level(logging.DEBUG, "test")
+    away = {PREFECT_API_URL: address, PREFECT_CLIENT_MAX_RETRIES: 0}
+    with temporary_settings(away), Progress(logging.getLogger("test")) as progress:
+        progress("train", 5, 10)
+    assert any(line.startswith("progress of train is not on the run's page: ") for line in caplog.messages)
+
+
+def test_tables_and_models_are_assets_of_one_name_each():
+    config = load(CONFIG, {"registration.model_name": "a model"})
+    assert table_asset(config).key == "iceberg://dlrm/smoke"
+    assert model_asset(config).key == "mlflow://models/a-model"
+
+
+def test_the_model_is_made_of_the_table(smoke):
+    """Lineage, as Prefect's server keeps it."""
+    body = {"filter": {"event": {"name": ["prefect.asset.materialization.succeeded"]}}, "limit": 50}
+    with get_client(sync_client=True) as client:
+        events = client.request("POST", "/events/filter", json=body).json()["events"]
+    made = {event["resource"]["prefect.resource.id"]: event["related"] for event in events}
+    assert {"iceberg://dlrm/smoke", "mlflow://models/smoke"} <= made.keys()
+    assert "iceberg://dlrm/smoke" in [one["prefect.resource.id"] for one in made["mlflow://models/smoke"]]
