@@ -69,7 +69,8 @@ def automations(settings: Settings, training: Any) -> list[AutomationCore]:
             description="A worker took the run and was gone before it began; it is marked, its slot is freed.",
             trigger=_missing(
                 HANDED,
-                [*HANDED, "Running", "Cancelling", *ENDED, *WAITING],
+                # The server may lose an event where its database is locked; of heartbeats there are many.
+                [*HANDED, "Running", "heartbeat", "Cancelling", *ENDED, *WAITING],
                 timedelta(seconds=settings.pending_seconds),
             ),
             actions=[_crashed(f"PENDING for {settings.pending_seconds} seconds: the worker that took it is gone.")],

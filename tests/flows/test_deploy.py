@@ -30,6 +30,7 @@ def test_no_name_of_a_state_is_forgotten():
     """A state that neither goes on waiting nor counts as a sign of life would have a healthy run marked."""
     names = {kind.value.capitalize() for kind in StateType}
     assert {f"prefect.flow-run.{name}" for name in names} <= made()[deploy.STUCK].trigger.expect
+    assert "prefect.flow-run.heartbeat" in made()[deploy.STUCK].trigger.expect
     assert names - {"Running", "Pending", "Cancelling"} <= {*deploy.WAITING, *deploy.ENDED}
 
 
