@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -198,9 +199,11 @@ def test_fault_25_a_zombie_is_found_its_slot_is_freed_and_the_next_goes_on(deplo
     """Worker and flow are killed. Fault 24: what is cancelled then leaves no process."""
     pending = deployed.order("ingest/on-demand")
     deployed.ask(f"/flow_runs/{pending}/set_state", {"state": {"type": "PENDING"}})  # as by a worker that is gone
+    checkpoints = lambda: set(deployed.folder.glob("runs/smoke-*/checkpoints/step-*"))  # noqa: E731
+    before = checkpoints()
     with deployed.worker() as worker:
         first, second = (deployed.order("end-to-end/sample", overrides=LONG) for _ in range(2))
-        until(lambda: list(deployed.folder.glob("runs/smoke-*/checkpoints/step-*")))
+        until(lambda: checkpoints() - before)
         assert deployed.state(second) == "SCHEDULED"  # one training at a time
         family = psutil.Process(worker.pid).children(recursive=True)
         for process in (worker, next(one for one in family if "prefect.engine" in one.cmdline())):
@@ -220,8 +223,22 @@ def test_fault_25_a_zombie_is_found_its_slot_is_freed_and_the_next_goes_on(deplo
     until(lambda: deployed.state(pending) == "CRASHED")
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [{"again": "maybe"}, {"config": {"name": "a", "seed": "x"}}, {"config": {"training": {"epochs": 0}}}, {"config": {"colour": 1}}],
+)  # fmt: skip
+def test_fault_27_parameters_of_a_wrong_kind_range_or_name_make_no_run(deployed, parameters):
+    before = len(deployed.runs("train/on-demand"))
+    with pytest.raises(urllib.error.HTTPError, match="409"):
+        deployed.order("train/on-demand", **parameters)
+    assert len(deployed.runs("train/on-demand")) == before
+
+
 def test_fault_26_an_ingest_and_the_training_that_it_sets_off_outlive_the_server(deployed):
-    """The database is locked for 30 seconds, then the server is killed and started again, all while a model is trained."""
+    """The database is locked for 30 seconds, then the server is killed and started again, all while a model is trained.
+
+    Fault 27: overrides that are wrong end a run before it does anything.
+    """
     with deployed.worker():
         bad = deployed.order("ingest/on-demand", config=SMOKE, overrides={"training.epochs": "two"})
         ingest = deployed.order("ingest/on-demand", config=SMOKE)
