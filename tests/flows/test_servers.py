@@ -170,7 +170,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     server.start()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "flows.deploy", "chain=true", "silent_seconds=35", "pending_seconds=90"], cwd=ROOT, env=server.settings,
+            [sys.executable, "-m", "flows.deploy", "chain=true", "silent_seconds=35", "pending_seconds=60"], cwd=ROOT, env=server.settings,
             capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
