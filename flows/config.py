@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, NonNegativeInt, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from models.config import DLRMConfig
 from pipeline.errors import ConfigError
@@ -88,6 +88,8 @@ class RecurringConfig(Policy, frozen=True, extra="forbid", use_attribute_docstri
     training: Mapping[str, Any] = {}
     """Keys of `training` that differ when a champion is trained further, such as `{dense_learning_rate: 5.0e-4}`.
     Without one there: one epoch, no warm-up, no decay, no validation, no mean of the weights."""
+    keep_checkpoints: PositiveInt = 7
+    """Days whose checkpoints are kept, beside the champion's: a rollback can be trained further from one of them."""
     policies: Mapping[str, Policy] = {}
     """Name -> policy: what `flows.compare` rehearses side by side."""
 

@@ -4,6 +4,7 @@ import datetime
 import hashlib
 import itertools
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from storage.reader import SnapshotRef
 
 DAY_TAG, TRAINING_TAG = "dlrm.day", "dlrm.training"
 """Tags of an MLflow run: the day it is of, and what was trained on it."""
+CHECKPOINTS = "checkpoints"
+"""Folder in a run's folder."""
 REMEDY = "Train from scratch: scratch=true."
 
 
@@ -67,7 +70,7 @@ class Today(BaseModel, frozen=True):
 
 def identity_of_day(config: RunConfig, day: datetime.date) -> str:
     """Names the work of a day: the same day under the same config is the same work, whoever is champion."""
-    chosen = config.recurring.model_dump(mode="json", exclude={"policies"})
+    chosen = config.recurring.model_dump(mode="json", exclude={"policies", "keep_checkpoints"})
     text = json.dumps({"day": f"{day}", "config": config.semantics(), "recurring": chosen}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -165,7 +168,7 @@ def start_of(config: RunConfig, champion: Champion, model: Path) -> Start:
         RegistryError: If it is gone.
         CheckpointError: If it is damaged.
     """
-    root = config.home_path / "runs" / champion.run_folder / "checkpoints"
+    root = config.home_path / "runs" / champion.run_folder / CHECKPOINTS
     found = checkpoint.served(root)
     if found is None:
         raise RegistryError(
@@ -222,3 +225,22 @@ def job_of_day(
     tags = {} if from_scratch else {"scratch_day": f"{today.champion.scratch_day}"}
     tags |= {"day": f"{today.day}", "trained_from": "scratch" if from_scratch else f"{today.champion.version}"}
     return job.model_copy(update={"start": None if from_scratch else start, "tags": tags, "notes": dict(notes)})
+
+
+def clear(config: RunConfig, day: datetime.date) -> list[str]:
+    """Removes what the registry does not need of the folders of earlier days; returns the folders' names.
+
+    The newest `recurring.keep_checkpoints` and the champion's are left as they are, and runs that are not finished.
+    """
+    prefix, champion = f"{config.name}-", _champion(config).run_folder
+    days = (config.home_path / "runs").glob(f"{prefix}????-??-??-*")
+    old = [path for path in days if (path / REGISTERED).exists() and path.name != champion]
+    old = sorted((path for path in old if path.name.removeprefix(prefix)[:10] <= f"{day}"), reverse=True)
+    cleared = []
+    for folder in old[config.recurring.keep_checkpoints :]:
+        if (folder / CHECKPOINTS).exists():
+            cleared.append(folder.name)
+        for part in (CHECKPOINTS, "model"):
+            shutil.rmtree(folder / part, ignore_errors=True)
+        (folder / "weights.safetensors").unlink(missing_ok=True)
+    return cleared

@@ -15,6 +15,7 @@ from flows.daily import (
     DAY_TAG,
     TRAINING_TAG,
     Today,
+    clear,
     fetched,
     has_champion,
     job_of_day,
@@ -88,7 +89,10 @@ def _work_of(config: RunConfig, day: datetime.date | None, scratch: bool, again:
         if training == "none":
             return kept(config, today, job, run_id)
         trained = tasks.train(config, job, run_id)
-        return finish(config, job, trained, run_id)
+        result = finish(config, job, trained, run_id)
+    with tasks.cosmetic("room made"):
+        clear(config, today.day)
+    return result
 
 
 def complete(config: RunConfig, day: datetime.date | None) -> None:

@@ -6,10 +6,11 @@ import shutil
 
 import pytest
 
+from flows import daily
 from flows.backfill import backfill, in_words
 from flows.compare import compare
 from flows.config import load
-from flows.daily import identity_of_day
+from flows.daily import Champion, identity_of_day
 from flows.job import tracker_of, warehouse_of
 from flows.recurring import recurring
 from flows.rehearsing import summed_up, table
@@ -162,6 +163,28 @@ def test_a_training_on_new_days_is_one_plain_epoch_unless_told():
     config = load(CONFIG, TOY | {"training.epochs": 5, "training.average_from_step": 9, "training.patience": 3})
     assert (config.further.epochs, config.further.average_from_step, config.further.patience) == (1, None, None)
     assert (config.further.dense_learning_rate, config.training.dense_learning_rate) == (5.0e-4, 1.0e-3)
+
+
+def test_old_checkpoints_make_room(tmp_path, monkeypatch):
+    """Of five days two are kept beside the champion's, which is the oldest, and one that is not finished."""
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+    config = load(CONFIG, TOY | {"recurring.keep_checkpoints": 2})
+    names = [f"toy_daily-2025-01-{day:02}-abc-0" for day in range(1, 6)] + [
+        "toy_daily-abcdef-0",
+        "other-2025-01-01-abc-0",
+    ]
+    for name in names:
+        folder = tmp_path / "runs" / name
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "weights.safetensors").touch()
+        if name != names[2]:
+            (folder / "registered").touch()
+    champion = Champion(version=1, trained_to="2025-01-01", scratch_day="2025-01-01", run_folder=names[0])
+    monkeypatch.setattr(daily, "_champion", lambda config: champion)
+    assert daily.clear(config, datetime.date(2025, 1, 5)) == [names[1]]
+    assert [name for name in names if not (tmp_path / "runs" / name / "checkpoints").exists()] == [names[1]]
+    assert [name for name in names if not (tmp_path / "runs" / name / "weights.safetensors").exists()] == [names[1]]
+    assert daily.clear(config, datetime.date(2025, 1, 5)) == []
 
 
 def course(name: str, shift: float) -> Course:
