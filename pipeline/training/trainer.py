@@ -455,6 +455,7 @@ class Trainer:
         own = {name: tensor for name, tensor in self.state().items() if not name.startswith("average/")}
         tensors = {name.replace("model/", served, 1): tensor for name, tensor in own.items()}
         checkpoint.load(folder, tensors, self.identity, aside=("model/", "average/"))
+        forget(self.model)
         before = Progress.model_validate(checkpoint.read_progress(folder))
         self.progress = Progress(steps_before=before.steps_before + before.steps)
 
@@ -471,6 +472,7 @@ class Trainer:
                 if not name.startswith("average/"):
                     for own, given in zip(local_parts(tensor), local_parts(theirs[name]), strict=True):
                         own.copy_(given)
+        forget(self.model)
         done = other.progress
         self.progress = Progress(steps_before=done.steps_before + (done.best_step or done.steps))
 
