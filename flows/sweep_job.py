@@ -1,11 +1,7 @@
 """A sweep before it runs: what it searches, where it keeps its trials, and what it shares among them."""
 
-import hashlib
-import itertools
 import json
 import logging
-import shutil
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,40 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger
-from pydantic import BaseModel
 
 from flows.config import RunConfig, load
-from flows.job import RUN_ID, own_folder, selected, tracker_of, warehouse_of
+from flows.job import selected
 from flows.progress import Progress
-from flows.record import commit
+from flows.trials import RESULT, SECTIONS, SearchJob, Trials, plain, search_job, search_run
 from pipeline.errors import ConfigError
-from pipeline.registration.tracking import Tracker, answering
-from pipeline.search.config import SweepConfig
-from pipeline.search.study import Study, TrialRecord
-from storage.artifacts import write_text
-from storage.reader import SnapshotRef
+from pipeline.registration.tracking import Tracker
+from pipeline.search.study import Study
 
-STUDY, RESULT = "study.db", "result.json"
-"""Files in a sweep's folder."""
-SECTIONS = ("seed", "sampling", "features", "model", "training", "preprocessing")
-"""Where keys may be searched: they change what is learned, and leave the rows alone that trials are ranked by."""
-AGAIN = "Once it answers, run the same command again: the sweep goes on from here."
+STUDY = "study.db"
+"""File in a sweep's folder."""
+SOURCE = "flows.sweep"
 
 
-class SweepJob(BaseModel, frozen=True):
-    """A sweep that is pinned down: what it reads, and where it keeps its trials."""
-
-    identity: str
-    folder: str
-    snapshot: SnapshotRef
-
-    @property
-    def name(self) -> str:
-        """What people call it by."""
-        return Path(self.folder).name
-
-
-def pinned_sweep(config: RunConfig, snapshot_id: int | None, again: bool) -> SweepJob:
+def pinned_sweep(config: RunConfig, snapshot_id: int | None, again: bool) -> SearchJob:
     """The sweep that a config and a snapshot name; what can be wrong with it is found here.
 
     Args:
@@ -59,14 +36,8 @@ def pinned_sweep(config: RunConfig, snapshot_id: int | None, again: bool) -> Swe
     snapshot, data = selected(config, snapshot_id)
     if "valid" not in data:
         raise ConfigError("split", "validation rows, by which trials are ranked", "none", "Name some as `valid`.")
-    inputs = {"snapshot_id": snapshot.snapshot_id, "config": config.semantics(), "sweep": config.sweep.identity()}
-    identity = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
-    names = (f"{config.name}-{identity[:12]}-{attempt}" for attempt in itertools.count())
-    folders = (config.home_path / "sweeps" / name for name in names)
-    made = list(itertools.takewhile(Path.exists, folders))
-    if not made or (again and (made[-1] / RESULT).exists()):
-        made.append(config.home_path / "sweeps" / f"{config.name}-{identity[:12]}-{len(made)}")
-    return SweepJob(identity=identity, folder=str(made[-1]), snapshot=snapshot)
+    inputs = {"config": config.semantics(), "sweep": config.sweep.identity()}
+    return search_job(config, "sweeps", snapshot, inputs, again)
 
 
 def check_space(config: RunConfig) -> None:
@@ -75,7 +46,7 @@ def check_space(config: RunConfig) -> None:
     Raises:
         ConfigError: Names the key.
     """
-    plain = without_sweep(config)
+    bare = plain(config)
     if not config.sweep.space:
         expected = "at least one key with its values"
         raise ConfigError("sweep.space", expected, "none", "Add one: `training.table_learning_rate: {low: .01, ...}`.")
@@ -83,15 +54,10 @@ def check_space(config: RunConfig) -> None:
         if key.split(".")[0] not in SECTIONS:
             raise ConfigError(f"sweep.space '{key}'", f"a key of {', '.join(SECTIONS)}", "another", "Leave it out.")
         ends = dimension.choices if dimension.choices is not None else (dimension.low, dimension.high)
-        learned = [load(plain, {key: value}).semantics() for value in ends]
+        learned = [load(bare, {key: value}).semantics() for value in ends]
         if len(learned) > 1 and all(other == learned[0] for other in learned[1:]):
             raise ConfigError(f"sweep.space '{key}'", "a key that changes what is learned", "none", "Leave it out.")
-    load(plain, config.sweep.trial_overrides)
-
-
-def without_sweep(config: RunConfig) -> RunConfig:
-    """The config of a plain training."""
-    return config.model_copy(update={"sweep": SweepConfig()})
+    load(bare, config.sweep.trial_overrides)
 
 
 def own_values(config: RunConfig) -> dict[str, Any]:
@@ -107,7 +73,7 @@ def _value(values: Any, key: str) -> Any:
     return values
 
 
-def finished(job: SweepJob, config: RunConfig) -> dict[str, Any] | None:
+def finished(job: SearchJob, config: RunConfig) -> dict[str, Any] | None:
     """The result of a sweep that was done before with as many trials."""
     path = Path(job.folder) / RESULT
     result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
@@ -118,36 +84,20 @@ def finished(job: SweepJob, config: RunConfig) -> dict[str, Any] | None:
     return dict(result) | {"status": "skipped"}
 
 
-class Sweep:
-    """A sweep at work; threads share it."""
+class Sweep(Trials):
+    """A sweep at work."""
 
-    def __init__(self, config: RunConfig, job: SweepJob, tracker: Tracker, run_id: str) -> None:
-        self.config, self.job, self.tracker, self.run_id = config, job, tracker, run_id
-        self.folder = Path(job.folder)
-        self.study = Study(self.folder / STUDY, config.sweep, own_values(config))
-        self.stop = threading.Event()  # trials at work are to end; the same command goes on with them
-        self.lock = threading.Lock()
-        self.progress = Progress(
-            logging.getLogger(__name__), "trials"
-        )  # for the run's page; the log has a line a trial
+    def __init__(self, config: RunConfig, job: SearchJob, tracker: Tracker, run_id: str) -> None:
+        folder = Path(job.folder)
+        super().__init__(Study(folder / STUDY, config.sweep, own_values(config)), job, folder, tracker, run_id)
+        self.config = config
+        # For the run's page; the log has a line a trial.
+        self.progress = Progress(logging.getLogger(__name__), "trials")
         self.began, self.done_before = time.monotonic(), len(self.done())
-
-    def done(self) -> list[TrialRecord]:
-        """Trials that are complete, pruned or failed."""
-        return [record for record in self.study.records() if record.state != "running"]
-
-    def trial_folder(self, number: int) -> Path:
-        """Checkpoints and logs of a trial, until it is done."""
-        return self.folder / "trials" / f"{number:04d}"
-
-    def tidy(self, record: TrialRecord) -> None:
-        """Removes what a trial that is done leaves on disk; of one that failed the logs stay."""
-        folder = self.trial_folder(record.number)
-        shutil.rmtree(folder / "checkpoints" if record.state == "failed" else folder, ignore_errors=True)
 
     def settings(self, params: Mapping[str, Any]) -> RunConfig:
         """The config of a trial, with the limits of all trials."""
-        return load(without_sweep(self.config), {**self.config.sweep.trial_overrides, **params})
+        return load(plain(self.config), {**self.config.sweep.trial_overrides, **params})
 
     def time_left(self, done: int) -> str:
         """In words; nothing before the first trial of this process is done."""
@@ -159,23 +109,11 @@ class Sweep:
 
 
 @contextmanager
-def opened(config: RunConfig, job: SweepJob) -> Iterator[Sweep]:
+def opened(config: RunConfig, job: SearchJob) -> Iterator[Sweep]:
     """The sweep with its file and its MLflow run, which is ended whatever happens."""
-    with own_folder(Path(job.folder)) as folder:
-        warehouse_of(config).tag(job.snapshot, f"train-{job.identity[:12]}")  # once, not by trials side by side
-        note = folder / RUN_ID
-        resume = note.read_text(encoding="utf-8").strip() if note.exists() else None
-        tags = {"snapshot_id": str(job.snapshot.snapshot_id), "git_commit": commit()}
-        tags |= {"mlflow.source.name": "flows.sweep", "dlrm.sweep": job.name}
-        tracker = tracker_of(config)
-        with answering(AGAIN):
-            tracker.reap()
-            params = {f"sweep.{key}": value for key, value in config.sweep.model_dump(exclude_defaults=True).items()}
-            run_id = tracker.start(f"sweep of {config.name}", config.flat() | params, tags, resume)
-            tracker.log_json(run_id, config.shareable(), "config.json")
-        write_text(note, run_id)
+    params = {f"sweep.{key}": value for key, value in config.sweep.model_dump(exclude_defaults=True).items()}
+    tags = {"mlflow.source.name": SOURCE, "dlrm.sweep": job.name}
+    with search_run(config, job, f"sweep of {config.name}", params, tags) as (tracker, run_id):
         sweep = Sweep(config, job, tracker, run_id)
-        for record in sweep.done():  # a kill may have come before a folder was removed
-            sweep.tidy(record)
-        with tracker.ended(run_id), answering(AGAIN):
-            yield sweep
+        sweep.tidy_all()
+        yield sweep

@@ -27,14 +27,29 @@ def train(
         snapshot_id: Snapshot to read; None takes the newest.
         again: Trains even where the same training is in the registry.
     """
-    settings = load(config, overrides)
-    with alone(settings, f"training of model '{settings.model_name}'", get_run_logger()):
-        job = tasks.pin(settings, snapshot_id, again)
+    return train_version(load(config, overrides), snapshot_id, again)
+
+
+def train_version(
+    config: RunConfig,
+    snapshot_id: int | None,
+    again: bool,
+    name: str | None = None,
+    tags: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """What the flow does with a checked config; other flows train as a part of theirs.
+
+    Args:
+        name: Of the MLflow run; None: what is special about the config.
+        tags: Of the MLflow run, beside the usual ones.
+    """
+    with alone(config, f"training of model '{config.model_name}'", get_run_logger()):
+        job = tasks.pin(config, snapshot_id, again)
         if job.done:
-            return tasks.finished(settings, job)
-        with tracked_run(settings, job) as run_id:
-            trained = tasks.train(settings, job, run_id)
-            return finish(settings, job, trained, run_id)
+            return tasks.finished(config, job)
+        with tracked_run(config, job, name, tags) as run_id:
+            trained = tasks.train(config, job, run_id)
+            return finish(config, job, trained, run_id)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ import pytest
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL
 
-from flows import sweep_job, sweep_result, sweeping
+from flows import sweep_job, sweep_result
 from flows.candidate import StoppedEarly, candidate_job, train_candidate
 from flows.config import ROOT, load
 from flows.job import tracker_of, warehouse_of
 from flows.sweep import sweep
+from flows.trials import SearchJob
 from pipeline.errors import ConfigError
 from pipeline.search.config import SweepConfig
 from pipeline.search.study import Study, TrialRecord
@@ -277,8 +278,8 @@ def test_a_candidate_that_is_stopped_early_ends_at_once_and_can_go_on(smoke, cop
 
 
 def test_an_interrupt_ends_all_trials(smoke, copied):
-    work = sweep_job.Sweep(load(CONFIG), sweep_job.SweepJob(identity="x", folder=str(copied), snapshot={"table": "smoke", "snapshot_id": 1}), None, "none")  # fmt: skip
-    sweeping.watch(work, 0, None)
+    work = sweep_job.Sweep(load(CONFIG), SearchJob(identity="x", folder=str(copied), snapshot={"table": "smoke", "snapshot_id": 1}), None, "none")  # fmt: skip
+    work.watch(0, None)
     work.stop.set()
     with pytest.raises(KeyboardInterrupt):
-        sweeping.watch(work, 0, None)
+        work.watch(0, None)
