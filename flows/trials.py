@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pipeline.search.release import ReleaseConfig
 from pydantic import BaseModel
 
 from flows.candidate import StoppedEarly, candidate_job, train_candidate
@@ -23,7 +24,6 @@ from flows.record import commit
 from pipeline.errors import ContractError, TrackingError
 from pipeline.registration.tracking import Tracker, answering, unanswered
 from pipeline.search.config import SweepConfig
-from pipeline.search.release import ReleaseConfig
 from pipeline.search.study import Draw, Study, TrialRecord
 from pipeline.training.launch import Event
 from storage.artifacts import write_text

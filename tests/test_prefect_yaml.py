@@ -32,6 +32,7 @@ def test_the_named_deployments_exist():
         "backfill/on-demand",
         "compare/on-demand",
         "sweep/on-demand",
+        "release/on-demand",
         "promote/on-demand",
         "rollback/on-demand",
         "score/on-demand",
@@ -66,7 +67,7 @@ def test_no_path_of_a_machine():
     assert 'directory: "{{ $PWD }}"' in (ROOT / "prefect.yaml").read_text(encoding="utf-8")
 
 
-TRAIN = {"train", "end-to-end", "recurring", "backfill", "compare", "sweep", "placement", "replay"}
+TRAIN = {"train", "end-to-end", "recurring", "backfill", "compare", "sweep", "placement", "replay", "release"}
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)

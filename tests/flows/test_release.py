@@ -1,0 +1,174 @@
+"""Release trains: what is refused, who goes on, and a whole one with a candidate that fails and one that is stopped."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pipeline.search.release import ReleaseConfig, Standing
+
+from flows import releasing
+from flows.config import load
+from flows.job import tracker_of
+from flows.release import release
+from pipeline.errors import ConfigError, EmptyDatasetError
+
+CONFIG = "configs/smoke.yaml"
+RATE, STEPS = "training.table_learning_rate", "training.max_steps"
+SAMPLE = {"inputs": ["cat_user"], "rate": 0.5}
+LIGHT = {"training.world_size": 1, "preprocessing.executor": "inline", "training.threads_per_rank": 1}
+"""A candidate in a few seconds: one process."""
+
+
+def settings(**more):
+    return load(CONFIG, {"release": {"candidates": {"slow": {RATE: 0.02}}, "sample": SAMPLE} | more})
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (
+            {"candidates": {}},
+            "release.candidates: expected at least one beside the config itself, got none. "
+            "Add one: `deep: {model.top_mlp: [128, 64, 32]}`.",
+        ),
+        (
+            {"candidates": {"long": {"training.epoch": 2}}},
+            "release.candidates 'long', key 'training.epoch': expected a known key, got 'epoch'. "
+            "Did you mean 'epochs'?",
+        ),
+        (
+            {"candidates": {"late": {"split.days.train": ["2025-01-07"]}}},
+            "release.candidates 'late', key 'split.days.train': expected a key of seed, sampling, features, model, "
+            "training, preprocessing, got another. Leave it out.",
+        ),
+        (
+            {"candidates": {"same": {"training.threads_per_rank": 2}}},
+            "release.candidates 'same': expected a training unlike the others, got that of 'base'. "
+            "Leave one of them out.",
+        ),
+        (
+            {"sample": {}},
+            "release.sample.inputs: expected key columns of the rows to explore on, got none. "
+            "Name some, such as the user's.",
+        ),
+        (
+            {"explore": {"training.steps": 2}},
+            "release.explore, key 'training.steps': expected a known key, got 'steps'. Did you mean 'max_steps'?",
+        ),
+        (
+            {"fresh": {"training.epochs": 0}},
+            "release.fresh, key 'training.epochs': expected greater than 0, got 0. Correct the value.",
+        ),
+    ],
+)
+def test_what_cannot_be_released_is_refused(section, said):
+    with pytest.raises(ConfigError) as error:
+        releasing.checked_candidates(settings(**section))
+    assert str(error.value) == said
+
+
+def test_all_candidates_are_held_against_the_table(smoke, home, monkeypatch):
+    monkeypatch.setenv("DLRM_HOME", str(home))
+
+    def said(**more):
+        with pytest.raises((ConfigError, EmptyDatasetError)) as error:
+            releasing.pinned_release(settings(**more), None, False)
+        return str(error.value)
+
+    unknown = {"less": {"sampling": {"inputs": ["cat_usr"], "rate": 0.5}}}
+    assert said(candidates=unknown).startswith("release.candidates 'less', sampling.inputs")
+    assert said(fresh={"split.days.train": ["2025-02-01"]}).startswith(
+        "release.fresh, split.days.train '2025-02-01': expected days of the table, 2025-01-06 to 2025-01-09"
+    )
+    judged_by = {"split.days": {"train": ["2025-01-06"], "valid": ["2025-01-07"], "test": ["2025-01-08"]}}
+    assert said(fresh=judged_by) == (
+        "release.fresh: expected test rows by which no candidate was ranked, got rows of split's `valid`. "
+        "Choose other test rows."
+    )
+
+
+def test_the_same_release_has_the_same_folder_until_it_is_made_again(smoke, copied):
+    first = releasing.pinned_release(settings(), None, False)
+    assert releasing.pinned_release(settings(parallel=2), None, True) == first
+    assert releasing.pinned_release(settings(keep=1), None, False).identity != first.identity
+    folder = Path(first.folder)
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text('{"status": "failed"}')
+    assert releasing.finished(first) is None
+    assert releasing.pinned_release(settings(), None, True).folder == f"{folder}"[:-1] + "1"
+
+
+def test_the_release_is_no_part_of_a_trainings_identity():
+    assert settings().identity(5) == load(CONFIG).identity(5)
+
+
+def test_a_candidate_is_explored_on_a_part_of_its_own_rows():
+    config = settings(explore={STEPS: 5}, fresh={"seed": 7})
+    own = {"inputs": ["cat_item"], "rate": 0.4, "seed": 3}
+    sampled = releasing.explored(config, load(CONFIG, {"sampling": own}))
+    assert sampled.sampling.model_dump() == {"kind": "sampling", "inputs": ("cat_item",), "rate": 0.2, "seed": 3}
+    plain = releasing.explored(config, load(CONFIG))
+    assert plain.sampling.model_dump() == {"kind": "sampling", "inputs": ("cat_user",), "rate": 0.5, "seed": 0}
+    assert (plain.training.max_steps, plain.seed) == (5, 1)
+    assert releasing.freshened(config, load(CONFIG)) == load(CONFIG, {"seed": 7})
+
+
+def test_a_table_for_people():
+    stages = {
+        "explore": [Standing(name="b", valid_ne=0.8), Standing(name="base", valid_ne=0.9), Standing(name="c", failed="no")],
+        "compare": [Standing(name="base", valid_ne=0.85), Standing(name="b", stopped=True)],
+    }  # fmt: skip
+    assert releasing.as_table(stages, {"b": {RATE: 0.5}, "c": {"model.dropout": 0.1, "seed": 2}}) == (
+        "| candidate | explore | compare | differs in |\n|---|---|---|---|\n"
+        "| base | 0.9000 | 0.8500 | nothing |\n"
+        "| b | 0.8000 | stopped | training.table_learning_rate=0.5 |\n"
+        "| c | failed |  | model.dropout=0.1, seed=2 |"
+    )
+
+
+@pytest.mark.slow
+def test_a_release_with_a_candidate_that_fails_and_one_that_is_stopped(smoke, command, copied):
+    """`broken` wants more steps than there are rows for; `wild` has far too high a rate."""
+    section = ReleaseConfig(
+        candidates={"broken": {STEPS: 10_000}, "wild": {RATE: 5.0, "training.dense_learning_rate": 0.3}},
+        sample=SAMPLE,
+        prune={"method": "leader", "every_rows": 2_560},
+        fresh={"split.days.train": ["2025-01-07"]},
+    )
+    words = [f"{key}={value}" for key, value in LIGHT.items()]
+    words += [f"release={section.model_dump_json(exclude_defaults=True)}"]
+    code, result, log = command(release, CONFIG, *words, home=copied)
+    assert code == 0, log
+    explored, compared, [last] = result["stages"].values()
+    assert [one["name"] for one in explored] == ["base", "wild", "broken"]
+    assert explored[0]["valid_ne"] < explored[1]["valid_ne"]
+    assert explored[2]["failed"].startswith("training.max_steps: expected 10000 steps, got rows for ")
+    assert [(one["name"], one["stopped"]) for one in compared] == [("base", False), ("wild", True)]
+    assert (result["winner"], last["name"], result["status"]) == ("base", "base", "ok")
+    assert result["gate"]["decision"] in ("promote", "hold", "reject")
+
+    tracker = tracker_of(load(CONFIG))
+    children = tracker.client.search_runs(
+        [tracker.experiment_id], f"tags.`mlflow.parentRunId` = '{result['mlflow_run_id']}'"
+    )
+    stages = {(run.data.tags["dlrm.stage"], run.data.tags["dlrm.candidate"]): run for run in children}
+    assert {key: run.info.status for key, run in stages.items()} == {
+        ("explore", "base"): "FINISHED", ("explore", "broken"): "FAILED", ("explore", "wild"): "FINISHED",
+        ("compare", "base"): "FINISHED", ("compare", "wild"): "FINISHED", ("retrain", "base"): "FINISHED",
+    }  # fmt: skip
+    model = result["model"]
+    version = tracker.version(model["name"], str(model["version"]))
+    assert version.run_id == result["model_run_id"] == stages["retrain", "base"].info.run_id
+    assert tracker.read_json(result["mlflow_run_id"], "stages.json") == result["stages"]
+    [folder] = (copied / "releases").iterdir()
+    assert not list(folder.rglob("checkpoints"))
+
+    code, same, _ = command(release, CONFIG, *words, home=copied)
+    assert (code, same) == (0, result | {"status": "skipped"})
+    for name in ("result.json", "final.json"):  # as after a kill right before the end
+        (folder / name).unlink()
+    code, again, log = command(release, CONFIG, *words, home=copied)
+    assert (code, again["stages"], again["model"]) == (0, result["stages"], model), log
+    assert json.loads((folder / "result.json").read_text()) == again
+    after = {run.info.run_id: run.info.end_time for run in tracker.client.search_runs([tracker.experiment_id])}
+    assert all(after[run.info.run_id] == run.info.end_time for run in children)  # nothing was trained again
