@@ -23,6 +23,7 @@ from pipeline.registration.tracking import RegistrationConfig
 from pipeline.schema import FeatureSchema
 from pipeline.scoring.score import ScoringConfig
 from pipeline.search.config import SweepConfig
+from pipeline.search.release import ReleaseConfig
 from pipeline.selection import SplitConfig, check_filter
 from pipeline.training.config import TrainConfig
 from pipeline.transforms.sampling import Sampling
@@ -121,6 +122,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     scoring: ScoringConfig = ScoringConfig()
     recurring: RecurringConfig = RecurringConfig()
     sweep: SweepConfig = SweepConfig()
+    release: ReleaseConfig = ReleaseConfig()
 
     @model_validator(mode="after")
     def _rows_reach_the_ranks(self) -> Self:
@@ -166,7 +168,8 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     def semantics(self) -> dict[str, Any]:
         """What decides the trained model, beside its data: two configs with equal semantics are one training."""
-        elsewhere = {"home", "source", "ingest", "warehouse", "gate", "registration", "scoring", "recurring", "sweep"}
+        elsewhere = {"home", "source", "ingest", "warehouse", "gate", "registration", "scoring", "recurring"}
+        elsewhere |= {"sweep", "release"}
         values = self.model_dump(mode="json", exclude=elsewhere)
         for section, keys in EXECUTION_KEYS.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
@@ -186,7 +189,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     def flat(self) -> dict[str, Any]:
         """Dotted key -> value of everything that was chosen, for MLflow's parameter table."""
         hidden: Any = {"warehouse": {"catalog"}, "registration": {"tracking_uri"}}
-        hidden |= dict.fromkeys(("source", "features", "sweep"), True)
+        hidden |= dict.fromkeys(("source", "features", "sweep", "release"), True)
         values = self.model_dump(mode="json", exclude_defaults=True, exclude=hidden)
         return dict(_flattened(values | self.model_dump(mode="json", include={"training", "model"})))
 

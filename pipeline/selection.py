@@ -251,6 +251,16 @@ def select(
     )
 
 
+def share_rows(one: Selection, other: Selection) -> bool:
+    """Whether rows may be in both selections; what filter and sampling leave out is not looked at."""
+    if not set(one.days) & set(other.days):
+        return False
+    if one.equals and other.equals and one.equals[0] == other.equals[0] and one.equals[1] != other.equals[1]:
+        return False
+    low, high = zip(one.hash_range, other.hash_range, strict=True)
+    return one.hash_keys != other.hash_keys or max(low) < min(high)
+
+
 def check_sampling(sampling: Sampling, table: pa.Schema) -> None:
     """Refuses keys that the table does not have or that cannot be compared.
 

@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from pipeline.errors import ConfigError
 
@@ -95,9 +104,10 @@ class PruneConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
         Golovin et al. 2017, Google Vizier, section 3.2.1 (median); Li et al. 2018, arXiv:1810.05934 (halving).
     """
 
-    method: Literal["median", "halving"] = "median"
-    """median: worse than half of the others were by then; halving: not among the best 1 / `reduction_factor` after
-    `every_rows`, after that many times as many, and so on."""
+    method: Literal["median", "halving", "leader"] = "median"
+    """median: worse than half of those that are complete were by then; halving: not among the best 1 /
+    `reduction_factor` after `every_rows`, after that many times as many, and so on; leader: worse by more than
+    `tolerance` than one that is complete or still at work was after as many rows."""
     metric: Literal["train_ne_progressive", "valid_ne"] = "train_ne_progressive"
     """The progressive NE is known from the first rows on, in the first epoch alone; that of the validation rows as
     often as they are looked at."""
@@ -109,6 +119,8 @@ class PruneConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """median: trials that are run to their end before any is stopped."""
     reduction_factor: int = Field(default=4, ge=2)
     """halving: one trial of so many goes on."""
+    tolerance: NonNegativeFloat = 0.01
+    """leader: as a share of the better one's NE."""
 
 
 class SweepConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

@@ -1,4 +1,4 @@
-"""The figures of a sweep."""
+"""The figures of a sweep and of a release."""
 
 import json
 import math
@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from pipeline.search.config import Dimension
+from pipeline.search.release import Stage, Standing
 from pipeline.search.study import TrialRecord
 
 LINES = "viridis"
@@ -63,6 +64,26 @@ def parallel_coordinates(trials: Sequence[TrialRecord], space: Mapping[str, Dime
     axes.set_ylim(-0.06, 1.06)
     for side in ("left", "right", "top", "bottom"):
         axes.spines[side].set_visible(False)
+    return figure
+
+
+def stages(found: Mapping[Stage, Sequence[Standing]]) -> Figure:
+    """NE of each candidate from stage to stage; a line ends where its candidate did."""
+    figure, axes = _figure("Candidates from stage to stage", "", "NE on the validation rows")
+    names = dict.fromkeys(one.name for standings in found.values() for one in standings)
+    for name in names:
+        points = [
+            (place, one.valid_ne)
+            for place, standings in enumerate(found.values())
+            for one in standings
+            if one.name == name and one.valid_ne is not None
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", linewidth=1.3, label=name)
+    axes.set_xticks(range(len(found)), list(found))
+    axes.set_xlim(-0.3, len(found) - 0.7)
+    if axes.lines:
+        axes.legend(fontsize=8)
     return figure
 
 

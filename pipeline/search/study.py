@@ -4,7 +4,7 @@ import datetime
 import json
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,13 +65,21 @@ class Study:
     Args:
         path: SQLite file, made if absent.
         start: The config's own values, for the first trial.
+        points: What a grid's trials get, in this order; None: all combinations, in the order that the seed gives.
     """
 
-    def __init__(self, path: Path, config: SweepConfig, start: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: SweepConfig,
+        start: Mapping[str, Any],
+        points: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.config = config
         self.distributions = {key: distribution(dimension) for key, dimension in config.space.items()}
-        self.grid = config.grid() if config.strategy == "grid" else []
+        grid = config.strategy == "grid"
+        self.grid: Sequence[Mapping[str, Any]] = (config.grid() if points is None else points) if grid else []
         self.start = start if config.begin_with_config else {}
         storage = RDBStorage(f"sqlite:///{path}", engine_kwargs={"connect_args": {"timeout": LOCK_SECONDS}})
         self.study = optuna.create_study(
@@ -238,4 +246,31 @@ def pruner(config: PruneConfig | None) -> BasePruner:
     warmup = math.ceil(config.warmup_rows / config.every_rows)
     if config.method == "median":
         return MedianPruner(n_startup_trials=config.startup_trials, n_warmup_steps=warmup)
+    if config.method == "leader":
+        return LeaderPruner(config.tolerance, warmup)
     return SuccessiveHalvingPruner(min_resource=max(warmup, 1), reduction_factor=config.reduction_factor)
+
+
+class LeaderPruner(BasePruner):
+    """Stops a trial that was worse than another one when both were last looked at after as many rows.
+
+    Optuna's own pruners either wait for complete trials, which side by side come too late, or let the first one that
+    is looked at pass. A trial that is stopped or failed stops no other, so one is always left.
+
+    Args:
+        tolerance: How much worse, as a share of the better one's NE.
+        warmup: Looks before which none is stopped.
+    """
+
+    def __init__(self, tolerance: float, warmup: int) -> None:
+        self.tolerance, self.warmup = tolerance, warmup
+
+    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        """Whether the trial is to be stopped."""
+        others = study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.COMPLETE))
+        return any(self._leads(other, trial) for other in others if other.number != trial.number)
+
+    def _leads(self, other: FrozenTrial, trial: FrozenTrial) -> bool:
+        theirs, ours = other.intermediate_values, trial.intermediate_values
+        look = max(theirs.keys() & ours.keys(), default=0)
+        return look > 0 and look >= self.warmup and ours[look] > theirs[look] * (1.0 + self.tolerance)

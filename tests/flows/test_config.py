@@ -124,6 +124,7 @@ EXECUTION = {
     "registration.defaults": {"age": 30},
     "scoring.keep": ["user"],
     "sweep.trials": 5,
+    "release.keep": 3,
     "warehouse.codec": "lz4",
     "source.path": "moved.csv",
 }

@@ -21,6 +21,7 @@ from pipeline.selection import (
     check_sampling,
     hash_steps,
     select,
+    share_rows,
 )
 from pipeline.transforms.sampling import Sampling
 
@@ -145,6 +146,23 @@ def test_a_hash_split_may_be_of_some_days() -> None:
     split["hash"]["days"] = ["1999-01-01"]
     with pytest.raises(EmptyDatasetError, match=r"split.hash.days '1999-01-01': expected days of the table"):
         chosen(split, "train")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ({}, {"days": DAYS[1:3]}, True),
+        ({}, {"days": DAYS[2:]}, False),
+        ({"equals": ("fold", "valid")}, {"equals": ("fold", "test")}, False),
+        ({"equals": ("fold", "valid")}, {"equals": ("part", "test")}, True),
+        ({"hash_keys": ("user",), "hash_range": (0, 5)}, {"hash_keys": ("user",), "hash_range": (5, 9)}, False),
+        ({"hash_keys": ("user",), "hash_range": (0, 5)}, {"hash_keys": ("user",), "hash_range": (4, 9)}, True),
+        ({"hash_keys": ("user",), "hash_range": (0, 5)}, {"hash_keys": ("item",), "hash_range": (5, 9)}, True),
+    ],
+)
+def test_selections_that_may_share_rows(one: dict[str, Any], other: dict[str, Any], expected: bool) -> None:
+    first, second = (Selection(**{"days": DAYS[:2]} | values) for values in (one, other))
+    assert share_rows(first, second) == share_rows(second, first) == expected
 
 
 def test_filters_reach_iceberg() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.search import plots
 from pipeline.search.config import Dimension
+from pipeline.search.release import Standing
 from pipeline.search.study import TrialRecord
 
 SPACE = {
@@ -48,3 +49,14 @@ def test_the_best_so_far_falls():
 def test_bars_of_importance():
     axes = plots.importance({"a": 0.75, "b": 0.25}).axes[0]
     assert [patch.get_width() for patch in axes.patches] == [0.75, 0.25]
+
+
+def test_lines_of_a_release_end_where_their_candidate_did():
+    found = {
+        "explore": [Standing(name="a", valid_ne=0.8), Standing(name="b", valid_ne=0.9), Standing(name="c", failed="x")],
+        "compare": [Standing(name="b", valid_ne=0.7), Standing(name="a", stopped=True)],
+    }
+    figure = plots.stages(found)
+    figure.savefig(io.BytesIO())
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].lines}
+    assert lines == {"a": ([0], [0.8]), "b": ([0, 1], [0.9, 0.7])}

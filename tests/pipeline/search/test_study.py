@@ -203,3 +203,43 @@ def test_the_key_that_matters_is_the_most_important(tmp_path):
     assert shares.keys() == SPACE.keys()
     assert sum(shares.values()) == pytest.approx(1.0)
     assert shares["training.dense_optimizer"] > shares["model.bottom_mlp"]
+
+
+def leader_study(path, **more) -> tuple[Study, list[Draw]]:
+    """Three trials at work, in the order that is given."""
+    prune = PruneConfig(method="leader", every_rows=100, **more)
+    settings = SweepConfig(strategy="grid", space={"a": {"choices": ["x", "y", "z"]}}, prune=prune)
+    study = Study(path / "leader.db", settings, {}, [{"a": name} for name in "zxy"])
+    return study, [study.next() for _ in range(3)]
+
+
+def test_a_grid_can_have_its_order_given(tmp_path):
+    study, draws = leader_study(tmp_path)
+    assert [draw.params["a"] for draw in draws] == ["z", "x", "y"]
+    assert study.next() is None
+
+
+def test_the_leader_stops_those_that_fall_behind_after_as_many_rows(tmp_path):
+    study, (first, second, third) = leader_study(tmp_path, tolerance=0.1, warmup_rows=200)
+    ahead, behind, slow = first.number, second.number, third.number
+    assert not study.report(behind, 100, 2.0)  # the first to be looked at
+    assert not study.report(ahead, 100, 1.0)
+    assert not study.report(behind, 150, 9.0)  # the same look
+    assert not study.report(behind, 200, 2.0)  # nobody else was looked at after 200 rows
+    assert not study.report(ahead, 200, 1.0)
+    assert study.report(behind, 300, 1.0)  # too late: after 200 it was behind
+    study.prune(behind)
+    study.finish(ahead, 1.0)
+    assert not study.report(slow, 200, 1.1)  # within the tolerance
+    assert not study.report(slow, 300, 1.0)
+
+
+def test_a_trial_that_was_stopped_or_failed_stops_no_other(tmp_path):
+    study, draws = leader_study(tmp_path)
+    one, other, last = (draw.number for draw in draws)
+    for number in (one, other):
+        study.report(number, 100, 0.5)
+    study.prune(one)
+    study.fail(other, "lost")
+    assert not study.report(last, 100, 0.9)
+    assert not study.falls_behind(last)

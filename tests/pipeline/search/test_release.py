@@ -1,0 +1,60 @@
+"""Releases: which names candidates may have, who goes on, and what a stage is."""
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.search.config import PruneConfig
+from pipeline.search.release import ReleaseConfig, Standing, kept, ranked, stage_space, standing
+from pipeline.search.study import Study
+
+STANDINGS = [
+    Standing(name="lost", failed="no rows"),
+    Standing(name="given-up", stopped=True),
+    Standing(name="second", valid_ne=0.9),
+    Standing(name="best", valid_ne=0.8),
+    Standing(name="equal", valid_ne=0.9),
+]
+
+
+def test_the_config_itself_comes_first():
+    assert list(ReleaseConfig(candidates={"wide": {"seed": 2}, "a": {}}).overrides) == ["base", "wide", "a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("base", "expected another name: that one is the config itself, got 'base'. Rename it."),
+        ("a b", "expected letters, digits, _, . and -, at most 64, got 'a b'. Rename it."),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused(name, said):
+    with pytest.raises(ConfigError) as error:
+        ReleaseConfig(candidates={name: {}})
+    assert str(error.value) == f"release.candidates '{name}': {said}"
+
+
+def test_how_many_run_at_a_time_decides_nothing():
+    assert ReleaseConfig(parallel=4).identity() == ReleaseConfig().identity()
+    assert ReleaseConfig(keep=4).identity() != ReleaseConfig().identity()
+
+
+def test_the_best_go_on():
+    assert [one.name for one in ranked(STANDINGS)] == ["best", "second", "equal", "given-up", "lost"]
+    assert kept(STANDINGS, 2) == ("best", "second")
+    assert kept(STANDINGS, 9) == ("best", "second", "equal")
+    assert kept(STANDINGS[:2], 2) == ()
+
+
+def test_a_stage_has_each_candidate_once_in_its_order(tmp_path):
+    config, points = stage_space(("c", "a", "b"), PruneConfig(method="leader"))
+    study = Study(tmp_path / "study.db", config, {}, points)
+    draws = [study.next() for _ in range(4)]
+    assert [draw and draw.params["candidate"] for draw in draws] == ["c", "a", "b", None]
+    study.finish(0, 0.7)
+    study.prune(1)
+    study.fail(2, "no rows")
+    assert [standing(record) for record in study.records()] == [
+        Standing(name="c", valid_ne=0.7),
+        Standing(name="a", stopped=True),
+        Standing(name="b", failed="no rows"),
+    ]
