@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.search.release import kept
 from prefect import flow
 
 from flows import releasing
 from flows.config import RunConfig, load
 from flows.record import flow_run_name
+from pipeline.search.release import kept
 
 
 @flow(name="release", flow_run_name=flow_run_name)
