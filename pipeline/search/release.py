@@ -48,6 +48,15 @@ class Sample(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
         return Sampling(inputs=self.inputs, rate=self.rate, seed=self.seed)
 
 
+class StopConfig(PruneConfig, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """When a candidate that falls behind is stopped, while it is trained on all rows. Candidates are compared after
+    equally many rows.
+    """
+
+    method: Literal["median", "halving", "leader"] = "leader"
+    """As in `sweep.prune`. The leader is the one that makes sense for a few candidates side by side."""
+
+
 class ReleaseConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """From several candidates to one release: all are explored on a sample of the rows, the best are compared on all
     of them, the winner is trained again and judged by the gate. Candidates are ranked by their NE on the validation
@@ -67,8 +76,8 @@ class ReleaseConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     """How many go on from the sample to all rows. Where there is but one, it is the winner without a comparison."""
     parallel: PositiveInt = 1
     """Candidates at a time, each with `training.world_size` ranks and preprocessing workers of its own."""
-    prune: PruneConfig | None = PruneConfig(method="leader")
-    """When a candidate is stopped while all rows are trained on; None: never."""
+    prune: StopConfig | None = StopConfig()
+    """None: all that are kept are trained to their end."""
     fresh: Mapping[str, Any] | None = None
     """Dotted key -> value put over the winner for its last training, such as `split.days.train` with the newest days;
     None: as the candidate is."""

@@ -132,7 +132,7 @@ def test_a_release_with_a_candidate_that_fails_and_one_that_is_stopped(smoke, co
     section = ReleaseConfig(
         candidates={"broken": {STEPS: 10_000}, "wild": {RATE: 5.0, "training.dense_learning_rate": 0.3}},
         sample=SAMPLE,
-        prune={"method": "leader", "every_rows": 2_560},
+        prune={"every_rows": 2_560},
         fresh={"split.days.train": ["2025-01-07"]},
     )
     words = [f"{key}={value}" for key, value in LIGHT.items()]

@@ -38,6 +38,11 @@ def test_how_many_run_at_a_time_decides_nothing():
     assert ReleaseConfig(keep=4).identity() != ReleaseConfig().identity()
 
 
+def test_the_leader_stops_candidates_unless_it_is_said_otherwise():
+    assert ReleaseConfig(prune={"warmup_rows": 9}).prune.method == "leader"
+    assert ReleaseConfig(prune=None).prune is None
+
+
 def test_the_best_go_on():
     assert [one.name for one in ranked(STANDINGS)] == ["best", "second", "equal", "given-up", "lost"]
     assert kept(STANDINGS, 2) == ("best", "second")
