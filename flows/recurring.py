@@ -111,7 +111,7 @@ def pin(config: RunConfig, day: datetime.date | None, again: bool) -> Today:
     today = pinned_day(config, day, again)
     champion = today.champion
     get_run_logger().info(
-        "%s, %s rows; champion: version %s, trained to %s; new to it: %s rows of %s days",
+        "%s, %s rows; champion: version %s, trained to %s; new to it: %s rows, days: %s",
         today.day, f"{today.rows:,}", champion.version, champion.trained_to, f"{today.new_rows:,}", len(today.new_days),
     )  # fmt: skip
     return today

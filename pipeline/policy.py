@@ -66,9 +66,9 @@ def decide(policy: Policy, standing: Standing, day: datetime.date) -> Decision:
     """
     age, since = (day - standing.scratch_day).days, (day - standing.trained_to).days
     if policy.scratch_every_days is not None and age >= policy.scratch_every_days:
-        return Decision(training="scratch", reason=f"the last training from scratch is {age} days old")
+        return Decision(training="scratch", reason=f"the last training from scratch is {_days(age)} old")
     reasons = [
-        (_reaches(since, policy.every_days), f"{since} days since the champion's last"),
+        (_reaches(since, policy.every_days), f"{_days(since)} since the champion's last"),
         (_reaches(standing.new_rows, policy.after_rows), f"{standing.new_rows:,} new rows"),
         (_above(standing.ne, policy.ne_above), _drift("NE", standing.ne, "above", policy.ne_above)),
         (
@@ -84,6 +84,10 @@ def decide(policy: Policy, standing: Standing, day: datetime.date) -> Decision:
     if found:
         return Decision(training="further", reason=found[0])
     return Decision(training="none", reason="no condition of the policy holds")
+
+
+def _days(count: int) -> str:
+    return "1 day" if count == 1 else f"{count} days"
 
 
 def _reaches(value: int, bound: int | None) -> bool:

@@ -18,7 +18,7 @@ def standing(**given):
 @pytest.mark.parametrize(
     ("policy", "given", "training", "reason"),
     [
-        ({}, {}, "further", "1 days since the champion's last"),
+        ({}, {}, "further", "1 day since the champion's last"),
         ({"every_days": 2}, {}, "none", "no condition of the policy holds"),
         ({"every_days": 2}, {"trained_to": "2013-02-27"}, "further", "2 days since the champion's last"),
         ({"every_days": None}, {}, "none", "no condition of the policy holds"),
@@ -36,7 +36,7 @@ def standing(**given):
             "further", "the calibration of the champion, 1.3000, is above 1.2",
         ),
         ({"scratch_every_days": 29}, {}, "scratch", "the last training from scratch is 29 days old"),
-        ({"scratch_every_days": 30}, {}, "further", "1 days since the champion's last"),
+        ({"scratch_every_days": 30}, {}, "further", "1 day since the champion's last"),
     ],
 )  # fmt: skip
 def test_a_policy_decides(policy, given, training, reason):
