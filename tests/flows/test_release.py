@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from pipeline.search.release import ReleaseConfig, Standing
 
 from flows import releasing
 from flows.config import load
 from flows.job import tracker_of
 from flows.release import release
 from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.search.release import ReleaseConfig, Standing
 
 CONFIG = "configs/smoke.yaml"
 RATE, STEPS = "training.table_learning_rate", "training.max_steps"
