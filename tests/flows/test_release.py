@@ -102,6 +102,10 @@ def test_the_release_is_no_part_of_a_trainings_identity():
     assert settings().identity(5) == load(CONFIG).identity(5)
 
 
+def test_the_demo_has_candidates():
+    assert list(releasing.checked_candidates(load("configs/demo.yaml"))) == ["base", "wide", "cross"]
+
+
 def test_a_candidate_is_explored_on_a_part_of_its_own_rows():
     config = settings(explore={STEPS: 5}, fresh={"seed": 7})
     own = {"inputs": ["cat_item"], "rate": 0.4, "seed": 3}
