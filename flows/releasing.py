@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.search.release import CANDIDATE, Stage, Standing, ranked, stage_space, standing
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
@@ -18,11 +17,12 @@ from flows.job import selected
 from flows.record import shown
 from flows.tasks import cosmetic
 from flows.train import train_version
-from flows.trials import RESULT, SECTIONS, SearchJob, Trials, plain, search_job, search_run
+from flows.trials import RESULT, SECTIONS, SearchJob, Trials, search_job, search_run
 from pipeline.errors import ConfigError, EmptyDatasetError, TrainingError
 from pipeline.registration.tracking import RESULT as RESULT_OF_RUN
 from pipeline.registration.tracking import Tracker
 from pipeline.search import plots
+from pipeline.search.release import CANDIDATE, ReleaseConfig, Stage, Standing, ranked, stage_space, standing
 from pipeline.search.study import Draw, Study, TrialRecord
 from pipeline.selection import share_rows
 from storage.artifacts import write_json
@@ -46,7 +46,7 @@ def pinned_release(config: RunConfig, snapshot_id: int | None, again: bool) -> S
         EmptyDatasetError: If the split of the last training names days that the table does not have.
     """
     candidates = checked_candidates(config)
-    snapshot, data = selected(plain(config), snapshot_id)
+    snapshot, data = selected(config, snapshot_id)
     if "valid" not in data:
         raise ConfigError("split", "validation rows, by which candidates are ranked", "none", "Name some as `valid`.")
     for name, candidate in candidates.items():
@@ -74,7 +74,7 @@ def checked_candidates(config: RunConfig) -> dict[str, RunConfig]:
     for name, overrides in config.release.overrides.items():
         where = f"release.candidates '{name}'"
         with naming(where):
-            candidate = load(plain(config), overrides)
+            candidate = load(without_release(config), overrides)
         with naming("release.explore"):
             explored(config, candidate)
         with naming("release.fresh"):
@@ -89,6 +89,11 @@ def checked_candidates(config: RunConfig) -> dict[str, RunConfig]:
             raise ConfigError(where, "a training unlike the others", f"that of '{twin}'", "Leave one of them out.")
         found[name] = candidate
     return found
+
+
+def without_release(config: RunConfig) -> RunConfig:
+    """The config of a plain training."""
+    return config.model_copy(update={"release": ReleaseConfig()})
 
 
 def explored(config: RunConfig, candidate: RunConfig) -> RunConfig:

@@ -13,9 +13,10 @@ from prefect import get_run_logger
 from flows.config import RunConfig, load
 from flows.job import selected
 from flows.progress import Progress
-from flows.trials import RESULT, SECTIONS, SearchJob, Trials, plain, search_job, search_run
+from flows.trials import RESULT, SECTIONS, SearchJob, Trials, search_job, search_run
 from pipeline.errors import ConfigError
 from pipeline.registration.tracking import Tracker
+from pipeline.search.config import SweepConfig
 from pipeline.search.study import Study
 
 STUDY = "study.db"
@@ -46,7 +47,7 @@ def check_space(config: RunConfig) -> None:
     Raises:
         ConfigError: Names the key.
     """
-    bare = plain(config)
+    plain = without_sweep(config)
     if not config.sweep.space:
         expected = "at least one key with its values"
         raise ConfigError("sweep.space", expected, "none", "Add one: `training.table_learning_rate: {low: .01, ...}`.")
@@ -54,10 +55,15 @@ def check_space(config: RunConfig) -> None:
         if key.split(".")[0] not in SECTIONS:
             raise ConfigError(f"sweep.space '{key}'", f"a key of {', '.join(SECTIONS)}", "another", "Leave it out.")
         ends = dimension.choices if dimension.choices is not None else (dimension.low, dimension.high)
-        learned = [load(bare, {key: value}).semantics() for value in ends]
+        learned = [load(plain, {key: value}).semantics() for value in ends]
         if len(learned) > 1 and all(other == learned[0] for other in learned[1:]):
             raise ConfigError(f"sweep.space '{key}'", "a key that changes what is learned", "none", "Leave it out.")
-    load(bare, config.sweep.trial_overrides)
+    load(plain, config.sweep.trial_overrides)
+
+
+def without_sweep(config: RunConfig) -> RunConfig:
+    """The config of a plain training."""
+    return config.model_copy(update={"sweep": SweepConfig()})
 
 
 def own_values(config: RunConfig) -> dict[str, Any]:
@@ -97,7 +103,7 @@ class Sweep(Trials):
 
     def settings(self, params: Mapping[str, Any]) -> RunConfig:
         """The config of a trial, with the limits of all trials."""
-        return load(plain(self.config), {**self.config.sweep.trial_overrides, **params})
+        return load(without_sweep(self.config), {**self.config.sweep.trial_overrides, **params})
 
     def time_left(self, done: int) -> str:
         """In words; nothing before the first trial of this process is done."""

@@ -13,8 +13,8 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.config import load
 from flows.record import shown
-from flows.sweep_job import Sweep
-from flows.trials import RESULT, plain
+from flows.sweep_job import Sweep, without_sweep
+from flows.trials import RESULT
 from pipeline.errors import TrainingError
 from pipeline.search import plots
 from pipeline.search.study import TrialRecord
@@ -29,10 +29,10 @@ MOST_ROWS = 50
 def write_best(sweep: Sweep, best: TrialRecord) -> Path:
     """The best trial's config as a file over the config that was searched; its limits as a trial are not in it."""
     base, path = sweep.folder / BASE, sweep.folder / BEST
-    bare = plain(sweep.config)
-    write_text(base, yaml.safe_dump(bare.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    plain = without_sweep(sweep.config)
+    write_text(base, yaml.safe_dump(plain.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
     base.chmod(0o600)  # it may hold the catalog's credentials
-    values = load(bare, best.params).model_dump(mode="json")
+    values = load(plain, best.params).model_dump(mode="json")
     head = f"# Trial {best.number} of sweep {sweep.job.name}: NE {shown(best.valid_ne)} on the validation rows.\n"
     over = yaml.safe_dump({"base": BASE} | layered(values, best.params), sort_keys=False, allow_unicode=True)
     write_text(path, head + over)

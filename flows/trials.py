@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.search.release import ReleaseConfig
 from pydantic import BaseModel
 
 from flows.candidate import StoppedEarly, candidate_job, train_candidate
@@ -23,7 +22,6 @@ from flows.judging import in_a_line
 from flows.record import commit
 from pipeline.errors import ContractError, TrackingError
 from pipeline.registration.tracking import Tracker, answering, unanswered
-from pipeline.search.config import SweepConfig
 from pipeline.search.study import Draw, Study, TrialRecord
 from pipeline.training.launch import Event
 from storage.artifacts import write_text
@@ -67,11 +65,6 @@ def search_job(
     if not made or (again and (made[-1] / RESULT).exists()):
         made.append(config.home_path / kind / f"{config.name}-{identity[:12]}-{len(made)}")
     return SearchJob(identity=identity, folder=str(made[-1]), snapshot=snapshot)
-
-
-def plain(config: RunConfig) -> RunConfig:
-    """The config of a training, without what it is searched by."""
-    return config.model_copy(update={"sweep": SweepConfig(), "release": ReleaseConfig()})
 
 
 @contextmanager
