@@ -12,6 +12,7 @@ from pydantic import PositiveInt
 
 from flows import tasks
 from flows.config import ROOT, RunConfig, load
+from flows.daily import require_hash_split
 from flows.job import alone, warehouse_of
 from flows.progress import Progress
 from flows.record import flow_run_name
@@ -35,8 +36,9 @@ def backfill(
 ) -> dict[str, Any]:
     """A range of days in; one summary of what was written and trained, out.
 
-    Days are written side by side, then trained in order, each as `flows.recurring` does it. What is done is skipped, so
-    the same command goes on where it was killed. A day that fails ends the training: the next one builds on it.
+    Days are written side by side, then trained in order, each as `flows.recurring` does it, but for those of the
+    first model. What is done is skipped, so the same command goes on where it was killed. A day that fails ends the
+    training: the next one builds on it. Where there is no champion, the whole source is written first.
 
     Args:
         config: The run's config, or the path of its YAML file.
@@ -45,15 +47,17 @@ def backfill(
         end: Last day; None: the last one of the source.
         work: Writes the days into the warehouse, trains on days that stand there, or both.
         side_by_side: Most days that are written at once.
-        again: Does finished days once more.
+        again: Writes finished days once more; days that the champion has seen are not trained again.
     """
     settings = load(config, overrides)
+    if work != "ingest":
+        require_hash_split(settings)
     days = named(settings, start, end, work)
     result: dict[str, Any] = {"status": "skipped", "start": f"{days[0]}", "end": f"{days[-1]}", "days": len(days)}
     if work != "train":
         result |= write(settings, days, side_by_side, again)
     if work != "ingest":
-        result |= train(settings, days, again)
+        result |= train(settings, behind_the_first(settings, days))
     done = sum(result.get(key, 0) for key in ("days_written", "days_trained", "days_judged"))
     get_run_logger().info("%s", in_words(result))
     return result | {"status": "ok" if done else "skipped"}
@@ -112,14 +116,29 @@ def _silent(what: str, done: int, total: int) -> None:
     """Takes the reports of single days."""
 
 
-def train(config: RunConfig, days: Sequence[datetime.date], again: bool) -> dict[str, Any]:
+def behind_the_first(config: RunConfig, days: Sequence[datetime.date]) -> list[datetime.date]:
+    """The days that come after those of the first model.
+
+    Raises:
+        EmptyDatasetError: If there are none.
+    """
+    last = config.split.hash.last_day if config.split.hash else None
+    found = [day for day in days if last is None or day > last]
+    if not found:
+        raise EmptyDatasetError(
+            "days to train on", f"some after {last}, the last one of split.hash.days", "none", "Name a later end."
+        )
+    return found
+
+
+def train(config: RunConfig, days: Sequence[datetime.date]) -> dict[str, Any]:
     """One recurring run a day, in order, up to the first that fails."""
     counts = {"days_trained": 0, "days_judged": 0, "trainings_skipped": 0}
     series: list[dict[str, Any]] = []
     with Progress(get_run_logger(), "days") as progress:
         for number, day in enumerate(days, 1):
             try:
-                result = recurring(config, day=day, again=again)
+                result = recurring(config, day=day)
             except BaseException:
                 get_run_logger().error("stopped at %s: %s", day, in_words({"days": len(days)} | counts))
                 raise
@@ -141,6 +160,7 @@ def _line(result: Mapping[str, Any]) -> dict[str, Any]:
         "training": result["decision"]["training"],
         "gate": result["gate"] and result["gate"]["decision"],
         "model": result["model"],
+        "mlflow_run_id": result["mlflow_run_id"],
     }
 
 

@@ -7,10 +7,12 @@ from typing import Any
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
+from flows import rehearsing
 from flows.config import RunConfig, load
 from flows.ingest import ingest
+from flows.job import warehouse_of
 from flows.record import flow_run_name
-from flows.rehearsing import Rehearsed, pinned_rehearsal, rehearse, shown
+from flows.rehearsing import Rehearsed, pinned_rehearsal, rehearse
 from pipeline.errors import ConfigError
 from pipeline.evaluation.series import Course
 
@@ -51,8 +53,10 @@ def compare(
 
 @task(cache_policy=NO_CACHE, task_run_name="pin")
 def pin(config: RunConfig, start: datetime.date | None, end: datetime.date | None) -> Rehearsed:
-    """The days to rehearse on. Safe to repeat: it only reads."""
-    return pinned_rehearsal(config, start, end)
+    """The days to rehearse on. Safe to repeat: it reads, and tags the snapshot once."""
+    rehearsed = pinned_rehearsal(config, start, end)
+    warehouse_of(config).tag(rehearsed.judged.snapshot, f"rehearsal-{rehearsed.judged.snapshot.snapshot_id}")
+    return rehearsed
 
 
 @task(cache_policy=NO_CACHE, task_run_name="rehearse {name}")
@@ -64,7 +68,7 @@ def course(config: RunConfig, rehearsed: Rehearsed, name: str) -> Course:
 @task(cache_policy=NO_CACHE, task_run_name="show")
 def show(config: RunConfig, rehearsed: Rehearsed, courses: list[Course]) -> dict[str, Any]:
     """Table and figure. Safe to repeat: it makes another MLflow run."""
-    return shown(config, rehearsed, courses, config.recurring.policies)
+    return rehearsing.show(config, rehearsed, courses, config.recurring.policies)
 
 
 if __name__ == "__main__":

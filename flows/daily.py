@@ -142,6 +142,14 @@ def has_champion(config: RunConfig) -> bool:
     return holder(tracker_of(config), config.model_name) is not None
 
 
+def champion_folder(config: RunConfig) -> Path | None:
+    """Folder of the run that made the champion; None: there is none, or its version does not say."""
+    tracker, name = tracker_of(config), config.model_name
+    version = holder(tracker, name)
+    tags = {} if version is None else tracker.client.get_model_version(name, str(version)).tags
+    return config.home_path / "runs" / tags["run_folder"] if "run_folder" in tags else None
+
+
 def _champion(config: RunConfig) -> Champion:
     tracker, name = tracker_of(config), config.model_name
     version = holder(tracker, name)
@@ -195,6 +203,11 @@ def _parts(config: RunConfig, today: Today, days: Sequence[datetime.date]) -> di
     return {part: _on(spec, chosen[part]) for part, spec in data.items()}
 
 
+def all_but_test(data: Mapping[Part, DataSpec]) -> DataSpec:
+    """The rows that a model is trained further on: all but those that judge, for nothing is stopped on any."""
+    return _on(data["train"], data["train"].selection.days, hash_range=(0, data["test"].selection.hash_range[0]))
+
+
 def _on(spec: DataSpec, days: Sequence[datetime.date], **more: Any) -> DataSpec:
     return spec.model_copy(update={"selection": spec.selection.model_copy(update={"days": tuple(days), **more})})
 
@@ -208,16 +221,19 @@ def job_of_day(
         start: Where a training of the champion on new days goes on from.
         notes: What the result says beside the usual.
     """
-    folders = (
-        config.home_path / "runs" / f"{config.name}-{today.day}-{today.identity[:12]}-{attempt}"
-        for attempt in itertools.count()
-    )
-    folder = next(folder for folder in folders if not (folder / REGISTERED).exists())
     from_scratch = decision.training == "scratch"
-    data = _parts(config, today, today.scratch_days if from_scratch else today.new_days)
+    days = today.scratch_days if from_scratch else today.new_days
+    # Another champion, other rows or another kind of training do not go on from the checkpoints of this one.
+    contents = warehouse_of(config).day_contents(today.snapshot)
+    work = [decision.training, today.champion.version, *(contents[day] for day in (*days, today.day))]
+    digest = hashlib.sha256(json.dumps(work).encode()).hexdigest()[:8]
+    name = f"{config.name}-{today.day}-{today.identity[:12]}-{digest}"
+    folders = (config.home_path / "runs" / f"{name}-{attempt}" for attempt in itertools.count())
+    folder = next(folder for folder in folders if not (folder / REGISTERED).exists())
+    data = _parts(config, today, days)
     if not from_scratch:  # all rows but those that judge
+        data["train"] = all_but_test(data)
         data.pop("valid", None)
-        data["train"] = _on(data["train"], today.new_days, hash_range=(0, data["test"].selection.hash_range[0]))
     if start is not None:
         plan = inherited(data["train"].plan, start.plan)
         data = {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
@@ -234,13 +250,13 @@ def clear(config: RunConfig, day: datetime.date) -> list[str]:
     """
     prefix, champion = f"{config.name}-", _champion(config).run_folder
     days = (config.home_path / "runs").glob(f"{prefix}????-??-??-*")
-    old = [path for path in days if (path / REGISTERED).exists() and path.name != champion]
+    done = [path for path in days if (path / REGISTERED).exists() and (path / CHECKPOINTS).exists()]
+    old = [path for path in done if path.name != champion]
     old = sorted((path for path in old if path.name.removeprefix(prefix)[:10] <= f"{day}"), reverse=True)
     cleared = []
     for folder in old[config.recurring.keep_checkpoints :]:
-        if (folder / CHECKPOINTS).exists():
-            cleared.append(folder.name)
-        for part in (CHECKPOINTS, "model"):
-            shutil.rmtree(folder / part, ignore_errors=True)
         (folder / "weights.safetensors").unlink(missing_ok=True)
+        for part in ("model", "int8", CHECKPOINTS):  # by the last one it is seen that there is something to clear
+            shutil.rmtree(folder / part, ignore_errors=True)
+        cleared.append(folder.name)
     return cleared

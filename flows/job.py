@@ -67,7 +67,7 @@ class TrainingJob(BaseModel, frozen=True):
 
 def train_tag(job: TrainingJob) -> str:
     """Tag that keeps the snapshot of a training."""
-    return f"train-{job.identity[:12]}"
+    return f"train-{job.identity[:12]}-{job.snapshot.snapshot_id}"
 
 
 def warehouse_of(config: RunConfig) -> Warehouse:

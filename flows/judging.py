@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from flows.config import RunConfig
 from flows.job import TrainingJob, tracker_of, warehouse_of
 from flows.progress import Progress
+from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvalReport, Evaluation, EvaluationConfig, Scored
 from pipeline.evaluation.gate import Verdict, compare
 from pipeline.evaluation.importance import FeatureWorth, Study
@@ -162,12 +163,22 @@ def quality(config: RunConfig, spec: DataSpec, rows: int, model: Path, progress:
 
     Args:
         model: Folder of the packed model.
+    Raises:
+        ConfigError: If the table has not all columns that the model reads.
     """
-    groups = model.parent / "groups"
+    groups, warehouse, columns = model.parent / "groups", warehouse_of(config), plan_of(model).columns
+    shutil.rmtree(groups, ignore_errors=True)  # of an attempt that was killed
+    known = warehouse.schema(spec.snapshot).names
+    if absent := [name for name in columns if name not in known]:
+        raise ConfigError(
+            f"table '{config.name}'", f"the columns that the champion reads, {', '.join(absent)} among them", "none",
+            "Bring them back, or train another model: python -m flows.train CONFIG again=true.",
+        )  # fmt: skip
+    spec = spec.model_copy(update={"extra": tuple(dict.fromkeys([*spec.extra, *columns]))})
     comparison = Comparison(
         spec=spec, evaluation=config.evaluation, units=DAY, model=model, exact=None, champion=None, groups=groups
     )
-    evaluation, _ = _evaluated(comparison, Worker(spec, warehouse_of(config)).fragments(), rows, progress)
+    evaluation, _ = _evaluated(comparison, Worker(spec, warehouse).fragments(), rows, progress)
     return evaluation.report()
 
 

@@ -69,7 +69,7 @@ def recorded(config: RunConfig, job: TrainingJob, placement: Placement, summary:
         snapshot=job.snapshot,
         snapshot_tag=train_tag(job),
         config=values,
-        seeds=dict(_seeds(values)),
+        seeds=dict(_seeds({key: value for key, value in values.items() if key not in ("sweep", "release")})),
         plan_hash=job.plan.hash,
         placement=placement,
         world_size=training.world_size,

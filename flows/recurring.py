@@ -15,12 +15,14 @@ from flows.daily import (
     DAY_TAG,
     TRAINING_TAG,
     Today,
+    champion_folder,
     clear,
     fetched,
     has_champion,
     job_of_day,
     judged_rows,
     pinned_day,
+    require_hash_split,
     start_of,
 )
 from flows.finishing import finish
@@ -29,6 +31,8 @@ from flows.job import JOB, REGISTERED, TrainingJob, alone, tracked_run, tracker_
 from flows.judging import quality
 from flows.progress import Progress
 from flows.record import flow_run_name, in_words
+from flows.register import register
+from flows.tasks import TRAINED
 from flows.train import train
 from pipeline.evaluation import plots
 from pipeline.evaluation.evaluate import EvalReport
@@ -60,13 +64,15 @@ def recurring(
         overrides: Dotted key -> value, put over the config.
         day: The day; None: the last one of the table, after all new days of the source are ingested.
         scratch: Trains another model on all days, whatever the policy says.
-        again: Does the work of a day that is done already once more.
+        again: Does the work of a finished day once more; one that the champion has seen needs a rollback first.
     """
     settings = load(config, overrides)
+    require_hash_split(settings)
     complete(settings, day)
     if not has_champion(settings):
         train(settings)
     with alone(settings, f"training of model '{settings.model_name}'", get_run_logger()):
+        settle(settings)
         return _work_of(settings, day, scratch, again)
 
 
@@ -95,13 +101,18 @@ def _work_of(config: RunConfig, day: datetime.date | None, scratch: bool, again:
     return result
 
 
+def settle(config: RunConfig) -> None:
+    """Ends the registration of the champion if that was cut short once it was champion: its day is done, then."""
+    folder = champion_folder(config)
+    if folder is not None and (folder / TRAINED).exists() and not (folder / REGISTERED).exists():
+        register(config, run=folder.name)
+
+
 def complete(config: RunConfig, day: datetime.date | None) -> None:
     """Sees to it that the table has the day; a day is written as a whole, so one that is there is complete."""
-    warehouse = warehouse_of(config)
-    known = warehouse.written_days(config.name)
     if day is None or not has_champion(config):
         ingest(config)
-    elif day not in known:
+    elif day not in warehouse_of(config).whole_days(config.name):
         ingest(config, day=day)
 
 
@@ -127,6 +138,7 @@ def prepare(config: RunConfig, today: Today, scratch: bool, folder: Path) -> tup
         folder: Takes the champion's model.
     """
     logger = get_run_logger()
+    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was killed
     model = fetched(config, today.champion, folder)
     with Progress(logger) as progress:
         report = quality(config, judged_rows(config, today), today.rows, model, progress)
@@ -163,7 +175,7 @@ def _course_so_far(config: RunConfig) -> Course:
     tracker = tracker_of(config)
     runs = tracker.client.search_runs(
         [tracker.experiment_id],
-        f"tags.`{DAY_TAG}` LIKE '2%'",
+        f"tags.`{DAY_TAG}` LIKE '%'",
         max_results=SHOWN_DAYS,
         order_by=[f"tags.`{DAY_TAG}` DESC"],
     )

@@ -46,7 +46,8 @@ def register(
         job = job_in(folder, settings, record.identity, selected(settings, record.snapshot.snapshot_id))
     trained = Trained.model_validate_json((folder / TRAINED).read_text(encoding="utf-8"))
     trained = trained.model_copy(update={"weights": str(folder / "weights.safetensors")})
-    with tracked_run(settings, job) as run_id:
+    name = tracker_of(settings).client.get_run(run_id).info.run_name
+    with tracked_run(settings, job, name) as run_id:
         return finish(settings, job, trained, run_id)
 
 

@@ -3,6 +3,8 @@
 import datetime
 import hashlib
 import json
+import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,13 @@ from prefect import get_run_logger
 from pydantic import BaseModel
 
 from flows.config import ROOT, RunConfig
-from flows.daily import require_hash_split
+from flows.daily import all_but_test, require_hash_split
 from flows.job import own_folder, selected, tracker_of, warehouse_of
 from flows.progress import Progress
-from flows.record import commit
+from flows.record import commit, shown
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.evaluation import plots
-from pipeline.evaluation.series import Course, DaySums, ne_apart, pooled_ne
+from pipeline.evaluation.series import Course, DaySums, Interval, ne_apart, pooled_ne
 from pipeline.policy import Policy
 from pipeline.preprocessing.worker import DataSpec, count_rows
 from pipeline.rank import RankSpec
@@ -40,6 +42,7 @@ class Rehearsed(BaseModel, frozen=True):
     days: tuple[datetime.date, ...]
     rows: Mapping[datetime.date, int]
     scratch: RankSpec
+    new: DataSpec
     judged: DataSpec
 
     def spec(self, config: RunConfig, policy: Policy, folder: Path) -> RehearsalSpec:
@@ -47,6 +50,7 @@ class Rehearsed(BaseModel, frozen=True):
         return RehearsalSpec(
             scratch=self.scratch.model_copy(update={"folder": str(folder)}),
             further=config.further,
+            new=self.new,
             judged=self.judged,
             policy=policy,
             rows=self.rows,
@@ -79,10 +83,11 @@ def pinned_rehearsal(config: RunConfig, start: datetime.date | None, end: dateti
     if not days:
         raise EmptyDatasetError("days to rehearse", f"some after {first_days[-1]}", "none", "Ingest more days.")
     whole = data["test"].selection.model_copy(update={"hash_keys": ()})
+    new = all_but_test(data)
     settings = json.dumps(
         {
             "snapshot": snapshot.snapshot_id, "config": config.semantics(), "days": [str(day) for day in days],
-            "further": config.further.model_dump(mode="json"),
+            "further": config.further.model_dump(mode="json"), "new": new.selection.hash_range,
         },
         sort_keys=True,
     )  # fmt: skip
@@ -105,6 +110,7 @@ def pinned_rehearsal(config: RunConfig, start: datetime.date | None, end: dateti
         days=tuple(days),
         rows={day: rows[day] for day in rows if day <= days[-1]},
         scratch=scratch,
+        new=new,
         judged=data["test"].model_copy(update={"selection": whole}),
     )
 
@@ -137,6 +143,7 @@ def rehearse(config: RunConfig, rehearsed: Rehearsed, name: str, policy: Policy)
             on_event,
             ROOT,
         )
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # the course is what counts
     course = _course(name, events)
     write_text(path, course.model_dump_json(indent=1))
     return course
@@ -162,14 +169,21 @@ def summed_up(courses: Sequence[Course], level: float) -> dict[str, Any]:
         labels = sum(day.labels for day in course.days)
         ne, apart = pooled_ne(course.days, level), ne_apart(course.days, courses[0].days, level)
         found[course.name] = {
-            "ne": None if ne is None else ne.model_dump(),
-            "ne_difference": None if course is courses[0] or apart is None else apart.model_dump(),
+            "ne": _in_json(ne),
+            "ne_difference": None if course is courses[0] else _in_json(apart),
             "calibration": sum(day.predictions for day in course.days) / labels if labels else None,
             "rows_trained": int(sum(course.rows_trained.values())),
             "training_seconds": round(course.seconds, 1),
             "trainings": dict(course.trainings),
         }
     return found
+
+
+def _in_json(interval: Interval | None) -> dict[str, float | None] | None:
+    """An interval without bounds has None for them: JSON knows no infinity."""
+    if interval is None:
+        return None
+    return {name: value if math.isfinite(value) else None for name, value in interval.model_dump().items()}
 
 
 def table(summary: Mapping[str, Any]) -> str:
@@ -182,15 +196,17 @@ def table(summary: Mapping[str, Any]) -> str:
     for name, values in summary.items():
         ne, apart = values["ne"], values["ne_difference"]
         trained = ", ".join(f"{count} {kind}" for kind, count in values["trainings"].items() if count) or "none"
-        quality = ("–", "–") if ne is None else (f"{ne['value']:.4f}", f"{ne['low']:.4f} to {ne['high']:.4f}")
-        than = "" if apart is None else f"{apart['value']:+.4f} ({apart['low']:+.4f} to {apart['high']:+.4f})"
+        quality = ("–", "–") if ne is None else (f"{ne['value']:.4f}", f"{shown(ne['low'])} to {shown(ne['high'])}")
+        than = "" if apart is None else f"{apart['value']:+.4f}"
+        if apart is not None and apart["low"] is not None:
+            than += f" ({apart['low']:+.4f} to {apart['high']:+.4f})"
         calibration = "–" if values["calibration"] is None else f"{values['calibration']:.3f}"
         cells = [name, *quality, than, calibration, trained, f"{values['rows_trained']:,}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def shown(
+def show(
     config: RunConfig, rehearsed: Rehearsed, courses: Sequence[Course], policies: Mapping[str, Policy]
 ) -> dict[str, Any]:
     """Table and figure of the policies -> the rehearsal's folder, and an MLflow run with one below it for each."""

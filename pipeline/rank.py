@@ -221,6 +221,7 @@ def begin(spec: RankSpec, trainer: Trainer) -> None:
     if spec.start.plan.hash != spec.train.plan.hash:
         folder = grow(spec, spec.start, trainer)
     trainer.start_from(folder)
+    dist.barrier()  # all have read it
     if dist.get_rank() == 0 and folder != Path(spec.start.checkpoint):
         shutil.rmtree(folder)
 

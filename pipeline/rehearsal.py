@@ -25,6 +25,9 @@ from pipeline.training.pulse import Pulse
 from pipeline.training.trainer import Sums, Trainer, evaluate_sums
 from storage.warehouse import Warehouse
 
+KEEP_NONE = {"checkpoint_every_steps": None, "checkpoint_every_seconds": None}
+"""A model that is trained further in a rehearsal keeps no checkpoints."""
+
 
 class RehearsalSpec(BaseModel, frozen=True):
     """All that a rank needs to know. Of all selections of rows only the days are replaced."""
@@ -33,6 +36,8 @@ class RehearsalSpec(BaseModel, frozen=True):
     """Training from scratch; its plan still has to learn its numbers."""
     further: TrainConfig
     """Training of a model on new days."""
+    new: DataSpec
+    """Rows of a day that a model is trained further on."""
     judged: DataSpec
     """Rows of a day that the model is judged on before it is trained on the day."""
     policy: Policy
@@ -130,7 +135,7 @@ class Rehearsal:
         trainer = assembled(spec, self.rank, self.device, self.emit, self.pulse)
         progress = trainer.train()
         self.trainer = assembled(
-            spec.model_copy(update={"training": self.spec.further, "valid": None}),
+            spec.model_copy(update={"training": self.spec.further.model_copy(update=KEEP_NONE), "valid": None}),
             self.rank, self.device, self.emit, self.pulse,
         )  # fmt: skip
         self.trainer.take_over(trainer)
@@ -139,7 +144,7 @@ class Rehearsal:
     def further(self, days: Sequence[datetime.date]) -> int:
         """The same model, trained on new days; returns their rows."""
         assert self.trainer is not None
-        reader = self.reader(on(self.spec.scratch.train, days), shuffled=True)
+        reader = self.reader(on(self.spec.new, days), shuffled=True)
         return self.trainer.train_on(lambda position: self.pulse.over(reader.batches(position), "training")).rows
 
     def reader(self, rows: DataSpec, shuffled: bool) -> Client:

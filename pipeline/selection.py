@@ -110,6 +110,11 @@ class HashSplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         return self
 
     @property
+    def last_day(self) -> datetime.date | None:
+        """The last of `days`; None where none are named."""
+        return max((_span(text)[1] for text in self.days), default=None)
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """The columns that make up the key."""
         return (self.key,) if isinstance(self.key, str) else self.key

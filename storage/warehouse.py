@@ -223,16 +223,24 @@ class Warehouse:
         if not self.has_table(name):
             return days
         table = self.table(name)
-        if (newest := table.current_snapshot()) is not None:
+        if table.current_snapshot() is not None:
             for snapshot in table.snapshots():
                 summary = snapshot.summary.additional_properties if snapshot.summary else {}
                 for day, identity in json.loads(summary.get(DAYS_PROPERTY, "{}")).items():
                     days[datetime.date.fromisoformat(day)] = identity
-            files = self._day_files(SnapshotRef(table=name, snapshot_id=newest.snapshot_id))
-            with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
-                whole = dict(zip(files, pool.map(partial(_all_there, table.io), files.values()), strict=True))
-            days = {day: identity for day, identity in days.items() if whole.get(day)}
+            there = self.whole_days(name)
+            days = {day: identity for day, identity in days.items() if day in there}
         return days
+
+    def whole_days(self, name: str) -> set[datetime.date]:
+        """Days of the newest snapshot whose files are there as they were written, whoever wrote them."""
+        newest = self.table(name).current_snapshot() if self.has_table(name) else None
+        if newest is None:
+            return set()
+        files, io = self._day_files(SnapshotRef(table=name, snapshot_id=newest.snapshot_id)), self.table(name).io
+        with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
+            whole = zip(files, pool.map(partial(_all_there, io), files.values()), strict=True)
+            return {day for day, found in whole if found}
 
     def tag(self, reference: SnapshotRef, tag: str) -> None:
         """Names a snapshot, which keeps it from being expired; tagging it again changes nothing.

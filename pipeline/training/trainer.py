@@ -477,12 +477,15 @@ class Trainer:
         self.progress = Progress(steps_before=done.steps_before + (done.best_step or done.steps))
 
     def train_on(self, batches: Callable[[Position], Iterator[Batch]]) -> Progress:
-        """Trains further on other rows, as the plan says for any rows, from the state as it is; keeps no checkpoint."""
+        """Trains further on other rows, from the state as it is; ends with the mean of the weights if one is kept."""
         self.batches = batches
         self.progress = Progress(steps_before=self.progress.steps_before + self.progress.steps)
-        while not self.done():
-            self.train_epoch()
+        with self.saver:
+            while not self.done():
+                self.train_epoch()
         self.require_steps()
+        if self.average is not None and self.progress.averaged:
+            self.average.apply()
         return self.progress
 
     def load(self, folder: Path) -> None:

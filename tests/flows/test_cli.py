@@ -20,6 +20,7 @@ from prefect.settings import (
     PREFECT_RESULTS_PERSIST_BY_DEFAULT,
     temporary_settings,
 )
+from prefect.tasks import MaterializingTask
 from pydantic import BaseModel, ValidationError
 
 from flows import cli
@@ -225,7 +226,7 @@ def test_fault_33_prefect_reads_no_stored_results() -> None:
     """A stored result names its own serializer, pickle if it likes: none is written, none is looked for."""
     modules = [importlib.import_module(f"flows.{path.stem}") for path in sorted((ROOT / "flows").glob("*.py"))]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, PrefectFlow | Task)]
-    assert {PrefectFlow, Task} == {type(value) for value in found}
+    assert {PrefectFlow, Task, MaterializingTask} == {type(value) for value in found}
     for value in found:
         assert not value.persist_result, value.name
         assert value.result_serializer in (None, "json"), value.name

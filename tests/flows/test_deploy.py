@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 from prefect.client.schemas.objects import StateType
 from prefect.server.utilities import user_templates
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import deploy
 from pipeline.errors import ConfigError
@@ -66,7 +67,8 @@ def test_a_wrong_word_is_refused(word, sentence):
 
 def test_without_a_server_it_says_what_to_do(capsys, monkeypatch):
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    assert deploy.main([]) == 1
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        assert deploy.main([]) == 1
     assert (
         capsys.readouterr().err
         == "error: PREFECT_API_URL: expected the address of a running server, got none. Start one with `make ui` and export PREFECT_API_URL=http://127.0.0.1:4200/api\n"

@@ -3,6 +3,7 @@
 import datetime
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +23,7 @@ from pipeline.registration.aliases import holder
 CONFIG = "configs/smoke.yaml"
 TOY = {
     "name": "toy_daily",
-    "split": {"hash": {"key": ["cat_user", "cat_item"], "shares": {"train": 0.8, "test": 0.2}, "days": ["2025-01-06..2025-01-07"]}},
+    "split": {"hash": {"key": ["cat_user", "cat_item"], "shares": {"train": 0.7, "valid": 0.1, "test": 0.2}, "days": ["2025-01-06..2025-01-07"]}},
     "training.world_size": 1,
     "training.threads_per_rank": 1,
     "preprocessing.executor": "inline",
@@ -100,6 +101,11 @@ def test_days_follow_one_another(filled, monkeypatch, tmp_path):
     ):
         recurring(CONFIG, TOY, day="2025-01-09")
     shutil.move(tmp_path / "checkpoints", folder)
+
+    (folder / "registered").unlink()  # as if publishing had been cut short once the version was champion
+    tracker_of(config).client.delete_model_version_tag("toy_daily", "2", "identity")
+    assert recurring(CONFIG, TOY, day="2025-01-08")["status"] == "skipped"
+    assert tags(config, 2)["identity"] == second["identity"]
     both = backfill(CONFIG, TOY, start="2025-01-08", end="2025-01-09", work="train")
     assert (both["status"], both["days_trained"], both["trainings_skipped"]) == ("ok", 1, 1)
     assert [line["champion_ne"] for line in both["series"]] == [
@@ -119,6 +125,14 @@ def test_policies_are_rehearsed_side_by_side(filled, monkeypatch):
     assert (compared["status"], compared["days"]) == ("ok", 2)
     every, never = (compared["policies"][name] for name in ("every day", "never"))
     assert every["trainings"] == {"further": 2, "scratch": 0}
+    line = filled["series"][0]
+    days = tracker_of(load(CONFIG, TOY)).result(line["mlflow_run_id"])
+    assert every["rows_trained"] > days["train"]["rows"] > 0
+    trained = {
+        one["trainings"]["further"]: one["rows_trained"]
+        for one in map(_course, Path(compared["figure"]).parent.glob("*.json"))
+    }
+    assert trained[2]["2025-01-08"] == days["train"]["rows"]  # the rows that the daily run has trained on
     assert (never["trainings"], never["rows_trained"]) == ({"further": 0, "scratch": 0}, 0)
     client = tracker_of(load(CONFIG, TOY)).client
     children = client.search_runs(
@@ -131,6 +145,10 @@ def test_policies_are_rehearsed_side_by_side(filled, monkeypatch):
     assert series["never"][1].value != series["every day"][1].value
     again = compare(CONFIG, TOY, end="2025-01-09")  # read from files
     assert again["policies"] == compared["policies"]
+
+
+def _course(path):
+    return json.loads(path.read_text())
 
 
 def test_the_work_of_a_day_is_the_same_whoever_is_champion():

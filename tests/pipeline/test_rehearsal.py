@@ -66,6 +66,7 @@ def test_a_rehearsal_makes_the_weights_of_daily_trainings(
     rehearsal = RehearsalSpec(
         scratch=spec.model_copy(update={"folder": str(tmp_path / "rehearsal")}),
         further=second.training,
+        new=spec.train,
         judged=spec.train,
         policy=Policy(),
         rows=dict(zip(days, (720, 700, 661), strict=True)),
