@@ -30,8 +30,8 @@ def write_best(sweep: Sweep, best: TrialRecord) -> Path:
     """The best trial's config as a file over the config that was searched; its limits as a trial are not in it."""
     base, path = sweep.folder / BASE, sweep.folder / BEST
     plain = without_sweep(sweep.config)
-    write_text(base, yaml.safe_dump(plain.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
-    base.chmod(0o600)  # it may hold the catalog's credentials
+    text = yaml.safe_dump(plain.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    write_text(base, text, mode=0o600)  # it may hold the catalog's credentials
     values = load(plain, best.params).model_dump(mode="json")
     head = f"# Trial {best.number} of sweep {sweep.job.name}: NE {shown(best.valid_ne)} on the validation rows.\n"
     over = yaml.safe_dump({"base": BASE} | layered(values, best.params), sort_keys=False, allow_unicode=True)

@@ -25,9 +25,15 @@ def atomic_file(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces the file's content as a whole."""
+def write_text(path: Path, text: str, mode: int | None = None) -> None:
+    """Replaces the file's content as a whole.
+
+    Args:
+        mode: Permissions such as 0o600, set before there is any content; None: those of any new file.
+    """
     with atomic_file(path) as temporary:
+        if mode is not None:
+            temporary.chmod(mode)
         temporary.write_text(text, encoding="utf-8")
 
 

@@ -75,8 +75,7 @@ def run_ranks(
         TrainingError: If ranks were lost more often than they may be, or the deadline passed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "spec.json", spec.model_dump_json(indent=2))
-    (folder / "spec.json").chmod(0o600)  # it holds the catalog's credentials
+    write_text(folder / "spec.json", spec.model_dump_json(indent=2), mode=0o600)  # it holds the catalog's credentials
     threads = threads_of(threads_per_rank, world_size)
     deadline = None if limits.deadline_seconds is None else time.monotonic() + limits.deadline_seconds
     attempt = restarts = saved = began = 0

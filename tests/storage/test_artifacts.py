@@ -98,3 +98,15 @@ def test_json_is_sorted_and_readable(tmp_path: Path) -> None:
 def test_sha256_is_that_of_the_content(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 300_000)
     assert sha256(tmp_path / "a") == hashlib.sha256(b"x" * 300_000).hexdigest()
+
+
+def test_a_secret_file_is_one_before_it_has_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes, write = [], Path.write_text
+
+    def watched(path: Path, *args: str, **kwargs: str) -> int:
+        modes.append(stat.S_IMODE(path.stat().st_mode))
+        return write(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", watched)
+    write_text(tmp_path / "spec.json", "password", mode=0o600)
+    assert (modes, stat.S_IMODE((tmp_path / "spec.json").stat().st_mode)) == ([0o600], 0o600)
