@@ -156,8 +156,7 @@ def prepare(config: RunConfig, today: Today, scratch: bool, folder: Path) -> tup
     }
     training = config.training if decision.training == "scratch" else config.further
     job = job_of_day(config.model_copy(update={"training": training}), today, decision, start, notes)
-    write_text(path := Path(job.folder) / JOB, job.model_dump_json())
-    path.chmod(0o600)  # it holds the catalog's credentials
+    write_text(Path(job.folder) / JOB, job.model_dump_json(), mode=0o600)  # it holds the catalog's credentials
     return report, decision, job
 
 
