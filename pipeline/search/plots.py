@@ -104,9 +104,10 @@ def importance(shares: Mapping[str, float]) -> Figure:
 def _heights(dimension: Dimension, values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
     """Places of values on an axis from 0 to 1, and (place, text) of its marks."""
     if dimension.choices is not None:
-        texts = [json.dumps(choice) for choice in dimension.choices]
+        texts = [json.dumps(choice, sort_keys=True) for choice in dimension.choices]
         places = {text: number / max(len(texts) - 1, 1) for number, text in enumerate(texts)}
-        return [places[json.dumps(value)] for value in values], [(place, text) for text, place in places.items()]
+        heights = [places[json.dumps(value, sort_keys=True)] for value in values]
+        return heights, [(place, text) for text, place in places.items()]
     marks = [(0.0, f"{dimension.low:g}"), (1.0, f"{dimension.high:g}")]
     bounds_and_values = (dimension.low, dimension.high, *values)
     low, high, *scaled = (math.log(value) if dimension.log else value for value in bounds_and_values)

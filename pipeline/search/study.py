@@ -30,6 +30,8 @@ STATES: dict[TrialState, State] = {
 LOCK_SECONDS = 60
 """How long the file is waited for while another process, such as a dashboard, has it locked."""
 FEWEST_FOR_IMPORTANCES = 4
+STOPPED = "stopped"
+"""Note beside a trial that is to be stopped: the decision stands, whatever comes before it is carried out."""
 BEST_SHARE = 0.25
 """Importance of a key: how much its values among this share of the trials, the best, differ from all values."""
 
@@ -137,12 +139,21 @@ class Study:
             if look <= max(known, default=0):
                 return False
             trial.report(ne, look)
-            return bool(trial.should_prune())
+            return self._stopped(trial)
 
     def falls_behind(self, number: int) -> bool:
         """Whether a running trial is to be stopped by what it reported before it was cut short."""
         with self.lock:
-            return self.config.prune is not None and bool(self.running[number].should_prune())
+            return self.config.prune is not None and self._stopped(self.running[number])
+
+    def _stopped(self, trial: Trial) -> bool:
+        """Whether a running trial is to be stopped; written down at once, so that it stops no other from here on."""
+        if STOPPED in trial.user_attrs:
+            return True
+        stopped = bool(trial.should_prune())
+        if stopped:
+            trial.set_user_attr(STOPPED, True)
+        return stopped
 
     def note(self, number: int, **notes: Any) -> None:
         """Keeps something beside a running trial."""
@@ -255,7 +266,8 @@ class LeaderPruner(BasePruner):
     """Stops a trial that was worse than another one when both were last looked at after as many rows.
 
     Optuna's own pruners either wait for complete trials, which side by side come too late, or let the first one that
-    is looked at pass. A trial that is stopped or failed stops no other, so one is always left.
+    is looked at pass. A trial that is stopped or failed stops no other, so one of those at work is always left, unless
+    it fails later.
 
     Args:
         tolerance: How much worse, as a share of the better one's NE.
@@ -268,7 +280,8 @@ class LeaderPruner(BasePruner):
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
         """Whether the trial is to be stopped."""
         others = study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.COMPLETE))
-        return any(self._leads(other, trial) for other in others if other.number != trial.number)
+        left = (other for other in others if other.number != trial.number and STOPPED not in other.user_attrs)
+        return any(self._leads(other, trial) for other in left)
 
     def _leads(self, other: FrozenTrial, trial: FrozenTrial) -> bool:
         theirs, ours = other.intermediate_values, trial.intermediate_values

@@ -41,6 +41,13 @@ def test_lines_go_through_the_values():
     assert lines == [[0.0, 0.0, 0.0, pytest.approx(1.0)], [pytest.approx(0.5), 1.0, 1.0, 0.0]]
 
 
+def test_choices_of_mappings_have_their_places_whatever_the_order_of_their_keys():
+    space = {"features.derived": Dimension(choices=([], [{"name": "a", "from": "b"}]))}
+    trial = TrialRecord(number=0, state="complete", params={"features.derived": [{"from": "b", "name": "a"}]}, valid_ne=0.9, seconds=1.0, notes={})  # fmt: skip
+    [line] = [line for line in plots.parallel_coordinates([trial], space).axes[0].lines if len(line.get_xdata()) == 2 and line.get_alpha()]  # fmt: skip
+    assert list(line.get_ydata()) == [1.0, 0.0]
+
+
 def test_the_best_so_far_falls():
     [best] = [line for line in plots.history(RECORDS).axes[0].lines if line.get_label() == "best"]
     assert list(best.get_ydata()) == [0.9, 0.8]

@@ -243,3 +243,26 @@ def test_a_trial_that_was_stopped_or_failed_stops_no_other(tmp_path):
     study.fail(other, "lost")
     assert not study.report(last, 100, 0.9)
     assert not study.falls_behind(last)
+
+
+def test_a_trial_that_is_to_be_stopped_stops_no_other_from_there_on(tmp_path):
+    """Two that are each behind the other at some look; the second is looked at before the first has ended."""
+    study, draws = leader_study(tmp_path)
+    one, other, _ = (draw.number for draw in draws)
+    study.report(one, 100, 1.0)
+    assert study.report(other, 100, 2.0)
+    study.report(other, 200, 0.5)
+    assert not study.report(one, 200, 1.0)
+    assert not study.falls_behind(one)
+    assert study.falls_behind(other)
+
+
+def test_halving_remembers_whom_it_stops(tmp_path):
+    settings = config(prune=PruneConfig(method="halving", every_rows=100, reduction_factor=2))
+    study = Study(tmp_path / "a.db", settings, {})
+    assert pruned(study, [[0.8, 0.7]]) == [None]
+    draw = study.next()
+    assert study.report(draw.number, 100, 0.9)
+    again = Study(tmp_path / "a.db", settings, {})  # killed before it was stopped
+    assert again.next() == draw
+    assert again.falls_behind(draw.number)
