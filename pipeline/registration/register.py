@@ -28,7 +28,7 @@ from models.quantised import quantised
 from pipeline.errors import RegistryError
 from pipeline.registration import scorer
 from pipeline.registration.request import Default
-from pipeline.registration.tracking import Tracker, Weights, unanswered
+from pipeline.registration.tracking import Tracker, Weights, lacking, unanswered
 from pipeline.transforms.column import Kind
 from pipeline.transforms.plan import Plan
 from storage.artifacts import atomic_file, write_json, write_text
@@ -243,7 +243,7 @@ def whole(tracker: Tracker, name: str, version: int, run_id: str) -> bool:
             tracker.result(run_id)
             found = hashes(packed(tracker, name, version, Path(temporary)))
         except (MlflowException, RegistryError, OSError, ValueError) as error:  # the last: JSON that is none
-            if unanswered(error):
+            if unanswered(error) or lacking(error):
                 raise
             return False
     tags = tracker.client.get_model_version(name, str(version)).tags

@@ -1,5 +1,6 @@
 """MLflow runs: one per training, always ended, resumed rather than repeated."""
 
+import errno
 import json
 import os
 import re
@@ -228,7 +229,7 @@ class Tracker:
         try:
             return json.loads(mlflow.artifacts.load_text(f"runs:/{run_id}/{path}"))
         except (MlflowException, OSError) as error:
-            if unanswered(error):
+            if unanswered(error) or lacking(error):
                 raise
             raise RegistryError(
                 f"MLflow run '{run_id}'", f"one with {path}", "none", "Name a run of a finished training."
@@ -272,6 +273,16 @@ def unanswered(error: Exception) -> bool:
         silent = not isinstance(error, RestException) and str(error).startswith("API request to")
         return silent or error.error_code == "TEMPORARILY_UNAVAILABLE"
     return isinstance(error, requests.ConnectionError | requests.Timeout)
+
+
+def lacking(error: Exception) -> bool:
+    """Whether this machine lacks room or rights, which says nothing of what was asked for; MLflow wraps such errors.
+
+    Example:
+        >>> lacking(OSError(errno.ENOSPC, "No space left on device")), lacking(FileNotFoundError("no"))
+        (True, False)
+    """
+    return any(f"[Errno {code}]" in str(error) for code in (errno.ENOSPC, errno.EDQUOT, errno.EACCES))
 
 
 def redacted(text: str) -> str:
