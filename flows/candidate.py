@@ -61,18 +61,26 @@ def candidate_job(config: RunConfig, identity: str, snapshot_id: int, folder: Pa
 
 
 def train_candidate(
-    config: RunConfig, job: TrainingJob, name: str, tags: Mapping[str, str], watch: Watch | None = None
+    config: RunConfig,
+    job: TrainingJob,
+    name: str,
+    tags: Mapping[str, str],
+    watch: Watch | None = None,
+    begun: Callable[[str], object] | None = None,
 ) -> Outcome:
     """Trains one candidate in an MLflow run of its own, or goes on with it.
 
     Args:
         name: Of the MLflow run.
         tags: Of the run, such as `mlflow.parentRunId`.
+        begun: Hears the run's id as soon as there is one.
     Raises:
         TrackingError: If MLflow does not answer; the weights are kept, and the same call goes on from there.
     """
     tracker = tracker_of(config)
     with tracked_run(config, job, name, tags) as run_id:
+        if begun is not None:
+            begun(run_id)
         try:
             trained = tasks.train.fn(config, job, run_id, watch=watch)
         except StoppedEarly:

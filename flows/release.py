@@ -18,7 +18,7 @@ def release(
     snapshot_id: int | None = None,
     again: bool = False,
 ) -> dict[str, Any]:
-    """A snapshot in, the best candidate out: as a registered version, champion if the gate finds it no worse.
+    """A snapshot in, the best candidate out: as a registered version, champion if the gate promotes it (`gate.rule`).
 
     A release that was cut short goes on where it was; candidates that are done with a stage are not trained again.
 
@@ -30,7 +30,7 @@ def release(
     """
     settings = load(config, overrides)
     job = releasing.pinned_release(settings, snapshot_id, again)
-    done = releasing.finished(job)
+    done = releasing.finished(job, settings)
     if done is not None:
         return done
     with releasing.opened(settings, job) as work:

@@ -13,18 +13,29 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.candidate import BEST_NE
 from flows.config import RunConfig, load
-from flows.job import selected
+from flows.job import selected, tracker_of
 from flows.record import shown
 from flows.tasks import cosmetic
 from flows.train import train_version
-from flows.trials import RESULT, SECTIONS, SearchJob, Trials, search_job, search_run
+from flows.trials import (
+    AGAIN,
+    RESULT,
+    SearchJob,
+    Trials,
+    check_label,
+    check_parallel,
+    check_section,
+    search_job,
+    search_run,
+)
 from pipeline.errors import ConfigError, EmptyDatasetError, TrainingError
+from pipeline.registration.register import whole
 from pipeline.registration.tracking import RESULT as RESULT_OF_RUN
-from pipeline.registration.tracking import Tracker
+from pipeline.registration.tracking import Tracker, answering
 from pipeline.search import plots
 from pipeline.search.release import CANDIDATE, ReleaseConfig, Stage, Standing, ranked, stage_space, standing
 from pipeline.search.study import Draw, Study, TrialRecord
-from pipeline.selection import share_rows
+from pipeline.selection import Part, share_rows
 from storage.artifacts import write_json
 
 FINAL = "final.json"
@@ -33,6 +44,8 @@ STAGES = "stages.json"
 """File of the release's MLflow run."""
 STAGE_TAG = "dlrm.stage"
 SOURCE = "flows.release"
+RANKED_BY: tuple[Part, ...] = ("train", "valid")
+"""Parts that candidates are trained on and ranked by."""
 
 
 def pinned_release(config: RunConfig, snapshot_id: int | None, again: bool) -> SearchJob:
@@ -54,10 +67,12 @@ def pinned_release(config: RunConfig, snapshot_id: int | None, again: bool) -> S
             selected(explored(config, candidate), snapshot.snapshot_id)
         with naming("release.fresh"):
             last = selected(freshened(config, candidate), snapshot.snapshot_id)[1]
-        if share_rows(data["valid"].selection, last["test"].selection):
-            expected = "test rows by which no candidate was ranked"
-            raise ConfigError("release.fresh", expected, "rows of split's `valid`", "Choose other test rows.")
-    inputs = {"config": config.semantics(), "release": config.release.identity()}
+        for part in RANKED_BY:
+            if share_rows(data[part].selection, last["test"].selection):
+                expected = "test rows that no candidate was trained on or ranked by"
+                raise ConfigError("release.fresh", expected, f"rows of split's `{part}`", "Choose other test rows.")
+    inputs: dict[str, Any] = {"config": config.semantics(), "release": config.release.identity()}
+    inputs |= {"model": config.model_name, "gate": config.gate.model_dump(mode="json")}
     return search_job(config, "releases", snapshot, inputs, again)
 
 
@@ -70,20 +85,23 @@ def checked_candidates(config: RunConfig) -> dict[str, RunConfig]:
     if not config.release.candidates:
         remedy = "Add one: `deep: {model.top_mlp: [128, 64, 32]}`."
         raise ConfigError("release.candidates", "at least one beside the config itself", "none", remedy)
+    for key in config.release.explore:
+        check_section(f"release.explore, key '{key}'", key)
     found: dict[str, RunConfig] = {}
     for name, overrides in config.release.overrides.items():
         where = f"release.candidates '{name}'"
         with naming(where):
             candidate = load(without_release(config), overrides)
+        for key in overrides:
+            check_section(f"{where}, key '{key}'", key)
+        check_label(f"{where}, features.label", config, candidate)
         with naming("release.explore"):
-            explored(config, candidate)
+            exploration = explored(config, candidate)
+        check_label("release.explore, features.label", config, exploration)
+        for trial in (candidate, exploration):
+            check_parallel("release.parallel", config.release.parallel, trial)
         with naming("release.fresh"):
             freshened(config, candidate)
-        for key in overrides:
-            if key.split(".")[0] not in SECTIONS:
-                raise ConfigError(
-                    f"{where}, key '{key}'", f"a key of {', '.join(SECTIONS)}", "another", "Leave it out."
-                )
         twin = next((other for other, one in found.items() if one.semantics() == candidate.semantics()), None)
         if twin is not None:
             raise ConfigError(where, "a training unlike the others", f"that of '{twin}'", "Leave one of them out.")
@@ -119,12 +137,16 @@ def naming(place: str) -> Iterator[None]:
         raise type(error)(where, error.expected, error.actual, error.remedy) from None
 
 
-def finished(job: SearchJob) -> dict[str, Any] | None:
-    """The result of a release that was done before."""
+def finished(job: SearchJob, config: RunConfig) -> dict[str, Any] | None:
+    """The result of a release that was done before, if its version is still there, undamaged."""
     path = Path(job.folder) / RESULT
     result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if result.get("status") != "ok":
         return None
+    model = result["model"]
+    with answering(AGAIN):
+        if not whole(tracker_of(config), model["name"], model["version"], result["model_run_id"]):
+            return None
     get_run_logger().info("skipped: release %s is done; again=true makes a new one", job.name)
     return dict(result) | {"status": "skipped"}
 
@@ -216,20 +238,30 @@ def failed(release: Release, stage: Stage, standings: Sequence[Standing]) -> Tra
     result = {"status": "failed", "stages": in_json(release.stages), "mlflow_run_id": release.run_id}
     write_json(release.folder / RESULT, result)
     actual = f"none of {len(standings)}; the first: {reason}"
-    remedy = "Correct the candidates, or try once more with again=true."
+    remedy = "Correct the candidates, or try once more with again=true; release.prune=null stops none."
     return TrainingError(f"release, stage '{stage}'", "one candidate that ends with an NE", actual, remedy)
 
 
 def retrain(release: Release, name: str, again: bool) -> dict[str, Any]:
-    """The winner trained on the freshest days, judged on test rows, gated and registered: what flows.train does."""
+    """The winner trained on the freshest days, judged on test rows, gated and registered: what flows.train does.
+
+    Args:
+        again: Trains even where the same training is in the registry, unless this release has put it there.
+    Returns:
+        Result of the training; `status` is `skipped` if it was in the registry before this release.
+    """
     path = release.folder / FINAL
-    if not path.exists():
-        tags = {"mlflow.parentRunId": release.run_id, **release.tags("retrain", name)}
-        snapshot = release.job.snapshot.snapshot_id
-        result = train_version(release.settings("retrain", name), snapshot, again, f"retrain {name}", tags)
-        write_json(path, result | {"winner": name})
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    tags = {"mlflow.parentRunId": release.run_id, **release.tags("retrain", name)}
+    snapshot = release.job.snapshot.snapshot_id
+    result = train_version(
+        release.settings("retrain", name), snapshot, again and not before, f"retrain {name}", tags
+    )  # finds by itself what is in the registry, and makes anew what is not there any more
+    if before.get("mlflow_run_id") == result["mlflow_run_id"]:
+        return before
+    result |= {"winner": name}
+    write_json(path, result)
+    return result
 
 
 @task(cache_policy=NO_CACHE, task_run_name="conclude")
@@ -241,6 +273,8 @@ def conclude(release: Release, final: Mapping[str, Any]) -> dict[str, Any]:
     model, gate = final["model"], final["gate"]
     table = as_table(release.stages, release.config.release.candidates)
     verdict = f"**{gate['decision']}**: {gate['reason']}"
+    if final["status"] == "skipped":
+        verdict += " It was in the registry already: the verdict is the one of then."
     head = f"Winner: `{name}`, version {model['version']} of model {model['name']}. {verdict}"
     tracker.tag(run_id, {"mlflow.note.content": f"{head}\n\n{table}", "dlrm.winner": name})
     key = f"release-{release.config.name.lower().replace('_', '-')}"

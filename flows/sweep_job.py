@@ -13,7 +13,7 @@ from prefect import get_run_logger
 from flows.config import RunConfig, load
 from flows.job import selected
 from flows.progress import Progress
-from flows.trials import RESULT, SECTIONS, SearchJob, Trials, search_job, search_run
+from flows.trials import RESULT, SearchJob, Trials, check_label, check_parallel, check_section, search_job, search_run
 from pipeline.errors import ConfigError
 from pipeline.registration.tracking import Tracker
 from pipeline.search.config import SweepConfig
@@ -52,13 +52,20 @@ def check_space(config: RunConfig) -> None:
         expected = "at least one key with its values"
         raise ConfigError("sweep.space", expected, "none", "Add one: `training.table_learning_rate: {low: .01, ...}`.")
     for key, dimension in config.sweep.space.items():
-        if key.split(".")[0] not in SECTIONS:
-            raise ConfigError(f"sweep.space '{key}'", f"a key of {', '.join(SECTIONS)}", "another", "Leave it out.")
+        check_section(f"sweep.space '{key}'", key)
         ends = dimension.choices if dimension.choices is not None else (dimension.low, dimension.high)
-        learned = [load(plain, {key: value}).semantics() for value in ends]
+        configs = [load(plain, {key: value}) for value in ends]
+        for changed in configs:
+            check_label(f"sweep.space '{key}'", plain, changed)
+        learned = [changed.semantics() for changed in configs]
         if len(learned) > 1 and all(other == learned[0] for other in learned[1:]):
             raise ConfigError(f"sweep.space '{key}'", "a key that changes what is learned", "none", "Leave it out.")
-    load(plain, config.sweep.trial_overrides)
+    limits = config.sweep.trial_overrides
+    for key in limits:
+        check_section(f"sweep.trial_overrides, key '{key}'", key)
+    trial = load(plain, limits)
+    check_label("sweep.trial_overrides, features.label", plain, trial)
+    check_parallel("sweep.parallel", config.sweep.parallel, trial)
 
 
 def without_sweep(config: RunConfig) -> RunConfig:
@@ -84,6 +91,8 @@ def finished(job: SearchJob, config: RunConfig) -> dict[str, Any] | None:
     path = Path(job.folder) / RESULT
     result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     if result is None or sum(result["trials"].values()) < config.sweep.most_trials:
+        return None
+    if not Path(result["config_path"]).exists():
         return None
     advice = "again=true makes a new one, a larger sweep.trials goes on"
     get_run_logger().info("skipped: sweep %s is done; %s", job.name, advice)
@@ -120,6 +129,7 @@ def opened(config: RunConfig, job: SearchJob) -> Iterator[Sweep]:
     params = {f"sweep.{key}": value for key, value in config.sweep.model_dump(exclude_defaults=True).items()}
     tags = {"mlflow.source.name": SOURCE, "dlrm.sweep": job.name}
     with search_run(config, job, f"sweep of {config.name}", params, tags) as (tracker, run_id):
+        (Path(job.folder) / RESULT).unlink(missing_ok=True)  # of fewer trials: it has not ended any more
         sweep = Sweep(config, job, tracker, run_id)
         sweep.tidy_all()
         yield sweep

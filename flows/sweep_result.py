@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from matplotlib.figure import Figure
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
@@ -14,9 +15,11 @@ from prefect.cache_policies import NO_CACHE
 from flows.config import load
 from flows.record import shown
 from flows.sweep_job import Sweep, without_sweep
+from flows.tasks import cosmetic
 from flows.trials import RESULT
 from pipeline.errors import TrainingError
 from pipeline.search import plots
+from pipeline.search.config import Dimension
 from pipeline.search.study import TrialRecord
 from storage.artifacts import write_json, write_text
 
@@ -74,15 +77,19 @@ def conclude(sweep: Sweep) -> dict[str, Any]:
             "sweep", "one trial that ends with an NE", f"{in_numbers(records)}; the first: {(errors or ['pruned'])[0]}",
             "Change space, limits or pruning.",
         )  # fmt: skip
-    path, shares, space = write_best(sweep, best), sweep.study.importances(), sweep.config.sweep.space
-    figures = {"history": plots.history(records), "parallel_coordinates": plots.parallel_coordinates(records, space)}
-    tracker.log_figures(sweep.run_id, figures | {"importance": plots.importance(shares)})
+    path, space = write_best(sweep, best), sweep.config.sweep.space
+    shares: dict[str, float] = {}
+    with cosmetic("importances"):
+        shares = sweep.study.importances()
+    with cosmetic("figures"):
+        tracker.log_figures(sweep.run_id, figures(records, space, shares))
     tracker.log_file(sweep.run_id, path)
     table = as_table(records, list(space))
     head = f"Best: trial {best.number}, NE {shown(best.valid_ne)} on the validation rows, `{BEST}`.\n\n"
     tags = {f"best.{key}": json.dumps(value) for key, value in best.params.items()}
     tracker.tag(sweep.run_id, {"mlflow.note.content": head + table, "dlrm.best_trial": str(best.number)} | tags)
-    create_markdown_artifact(f"# Sweep {sweep.job.name}\n\n{head}{table}", key=f"sweep-{_key(sweep.config.name)}")
+    with cosmetic("page in Prefect"):
+        create_markdown_artifact(f"# Sweep {sweep.job.name}\n\n{head}{table}", key=f"sweep-{_key(sweep.config.name)}")
     result = {
         "status": "ok",
         "study": sweep.job.name,
@@ -96,6 +103,17 @@ def conclude(sweep: Sweep) -> dict[str, Any]:
     write_json(sweep.folder / RESULT, result)
     get_run_logger().info("best: trial %s, NE %s: %s", best.number, shown(best.valid_ne), in_words(best.params))
     return result
+
+
+def figures(
+    records: Sequence[TrialRecord], space: Mapping[str, Dimension], shares: Mapping[str, float]
+) -> dict[str, Figure]:
+    """The figures of a sweep, by name."""
+    return {
+        "history": plots.history(records),
+        "parallel_coordinates": plots.parallel_coordinates(records, space),
+        "importance": plots.importance(shares),
+    }
 
 
 def in_numbers(records: Sequence[TrialRecord]) -> str:

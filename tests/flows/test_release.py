@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from prefect.logging import disable_run_logger
 
 from flows import releasing
 from flows.config import load
 from flows.job import tracker_of
 from flows.release import release
+from flows.trials import SearchJob, unfinished
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.search.release import ReleaseConfig, Standing
 
@@ -40,6 +42,20 @@ def settings(**more):
             {"candidates": {"late": {"split.days.train": ["2025-01-07"]}}},
             "release.candidates 'late', key 'split.days.train': expected a key of seed, sampling, features, model, "
             "training, preprocessing, got another. Leave it out.",
+        ),
+        (
+            {"candidates": {"other": {"features.label": "dense_price"}}},
+            "release.candidates 'other', features.label: expected the label by which all are ranked, 'label', "
+            "got 'dense_price'. Leave it out.",
+        ),
+        (
+            {"explore": {"split.days.valid": ["2025-01-09"]}},
+            "release.explore, key 'split.days.valid': expected a key of seed, sampling, features, model, training, "
+            "preprocessing, got another. Leave it out.",
+        ),
+        (
+            {"parallel": 2, "candidates": {"far": {"seed": 2, "preprocessing.executor": "ray"}}},
+            "release.parallel: expected 1 with Ray: a process has one connection to it, got 2. Set it to 1.",
         ),
         (
             {"candidates": {"same": {"training.threads_per_rank": 2}}},
@@ -82,9 +98,11 @@ def test_all_candidates_are_held_against_the_table(smoke, home, monkeypatch):
     )
     judged_by = {"split.days": {"train": ["2025-01-06"], "valid": ["2025-01-07"], "test": ["2025-01-08"]}}
     assert said(fresh=judged_by) == (
-        "release.fresh: expected test rows by which no candidate was ranked, got rows of split's `valid`. "
-        "Choose other test rows."
+        "release.fresh: expected test rows that no candidate was trained on or ranked by, got rows of split's "
+        "`valid`. Choose other test rows."
     )
+    learned = {"split.days": {"train": ["2025-01-07"], "valid": ["2025-01-08"], "test": ["2025-01-06"]}}
+    assert said(fresh=learned).endswith("got rows of split's `train`. Choose other test rows.")
 
 
 def test_the_same_release_has_the_same_folder_until_it_is_made_again(smoke, copied):
@@ -94,8 +112,37 @@ def test_the_same_release_has_the_same_folder_until_it_is_made_again(smoke, copi
     folder = Path(first.folder)
     folder.mkdir(parents=True)
     (folder / "result.json").write_text('{"status": "failed"}')
-    assert releasing.finished(first) is None
+    assert releasing.finished(first, settings()) is None
     assert releasing.pinned_release(settings(), None, True).folder == f"{folder}"[:-1] + "1"
+
+
+def test_another_model_or_gate_is_another_release(smoke, copied):
+    first = releasing.pinned_release(settings(), None, False)
+    for more in ({"registration.model_name": "other"}, {"gate.rule": "not_worse"}):
+        assert releasing.pinned_release(load(settings(), more), None, False).identity != first.identity
+
+
+def test_a_release_whose_version_is_gone_is_not_done(smoke, copied):
+    job = SearchJob(identity="x", folder=str(copied), snapshot={"table": "smoke", "snapshot_id": 1})
+    result = {"status": "ok", "model": smoke["model"], "model_run_id": smoke["mlflow_run_id"]}
+    (copied / "result.json").write_text(json.dumps(result))
+    with disable_run_logger():
+        assert releasing.finished(job, settings()) == result | {"status": "skipped"}
+    (copied / "result.json").write_text(json.dumps(result | {"model": smoke["model"] | {"version": 10_000}}))
+    assert releasing.finished(job, settings()) is None
+
+
+def test_a_search_beside_one_on_another_snapshot_is_told_of_it(tmp_path):
+    def job(name, snapshot_id, inputs="same"):
+        folder = tmp_path / name
+        made = SearchJob(identity=name, folder=str(folder), snapshot={"table": "t", "snapshot_id": snapshot_id}, inputs=inputs)  # fmt: skip
+        folder.mkdir()
+        (folder / "search.json").write_text(made.model_dump_json())
+        return made
+
+    old, ended, _, new = job("old", 1), job("ended", 2), job("other", 3, "other"), job("new", 4)
+    (Path(ended.folder) / "result.json").write_text("{}")
+    assert unfinished(new) == [old]
 
 
 def test_the_release_is_no_part_of_a_trainings_identity():

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,10 +18,10 @@ from flows.candidate import StoppedEarly, candidate_job, train_candidate
 from flows.config import ROOT, load
 from flows.job import tracker_of, warehouse_of
 from flows.sweep import sweep
-from flows.trials import SearchJob
-from pipeline.errors import ConfigError
+from flows.trials import SearchJob, Trials
+from pipeline.errors import ConfigError, StorageError, TrainingError
 from pipeline.search.config import SweepConfig
-from pipeline.search.study import Study, TrialRecord
+from pipeline.search.study import Draw, Study, TrialRecord
 
 CONFIG = "configs/smoke.yaml"
 RATE, STEPS = "training.table_learning_rate", "training.max_steps"
@@ -65,6 +66,24 @@ def record(params: dict, ne: float = 0.9) -> TrialRecord:
         (
             {"sweep.space": {"training.epochs": {"low": 0, "high": 2}}},
             "config, key 'training.epochs': expected greater than 0, got 0. Correct the value.",
+        ),
+        (
+            {"sweep.space": {"features.label": {"choices": ["label", "dense_price"]}}},
+            "sweep.space 'features.label': expected the label by which all are ranked, 'label', got 'dense_price'. "
+            "Leave it out.",
+        ),
+        (
+            {"sweep.trial_overrides": {"split.days.valid": ["2025-01-09"]}},
+            "sweep.trial_overrides, key 'split.days.valid': expected a key of seed, sampling, features, model, "
+            "training, preprocessing, got another. Leave it out.",
+        ),
+        (
+            {
+                "sweep.space": {RATE: {"low": 0.1, "high": 0.2}},
+                "sweep.parallel": 2,
+                "sweep.trial_overrides": {"training.launcher": "ray", "preprocessing.executor": "inline"},
+            },
+            "sweep.parallel: expected 1 with Ray: a process has one connection to it, got 2. Set it to 1.",
         ),
         (
             {"sweep.trial_overrides": {"training.deadline": 9}},
@@ -275,6 +294,56 @@ def test_a_candidate_that_is_stopped_early_ends_at_once_and_can_go_on(smoke, cop
     assert again.run_id == outcome.run_id
     assert json.loads((copied / "candidate" / "trained.json").read_text())["summary"]["valid_ne"] == again.valid_ne
     assert tracker.client.get_run(outcome.run_id).data.metrics["best_valid_ne"] == again.valid_ne
+
+
+def failing(tmp_path: Path, errors: list[Exception | None]) -> tuple[Trials, Callable[[Draw], None]]:
+    """Trials of one study, and what runs them: each raises the next error, or ends with an NE."""
+    settings = SweepConfig(space=SPACE, strategy="random", trials=len(errors))
+    job = SearchJob(identity="x", folder=str(tmp_path), snapshot={"table": "smoke", "snapshot_id": 1})
+    trials = Trials(Study(tmp_path / "study.db", settings, {}), job, tmp_path, None, "none")
+
+    def run(draw: Draw) -> None:
+        error = errors[draw.number]
+        if error is not None:
+            raise error
+        trials.study.finish(draw.number, 0.9)
+
+    return trials, run
+
+
+@pytest.mark.parametrize(
+    "error", [StorageError("table", "an answer", "none", "Wait."), OSError(28, "No space left on device")]
+)
+def test_what_is_wrong_around_a_trial_does_not_cost_it(error, tmp_path):
+    trials, run = failing(tmp_path, [None, error, None])
+    with pytest.raises(type(error)):
+        trials.run_all(1, run, lambda record: None)
+    assert [record.state for record in trials.study.records()] == ["complete", "running"]
+
+
+def test_three_failures_in_a_row_end_the_search(tmp_path):
+    wrong = ValueError("no such file.")
+    trials, run = failing(tmp_path, [wrong, wrong, None, wrong, wrong, wrong, None])
+    with pytest.raises(TrainingError) as error:
+        trials.run_all(1, run, lambda record: None)
+    assert str(error.value) == (
+        "trials: expected one of three in a row that ends with an NE, got three failures; the last: ValueError: no "
+        "such file. Correct that, and run the same command again: it goes on with the other 1. To begin anew, remove "
+        f"'{tmp_path}'."
+    )
+    trials.stop.clear()
+    trials.run_all(1, run, lambda record: None)
+    assert [record.state for record in trials.study.records()][5:] == ["failed", "complete"]
+
+
+def test_a_sweep_without_its_best_config_is_not_done(tmp_path):
+    job = SearchJob(identity="x", folder=str(tmp_path), snapshot={"table": "smoke", "snapshot_id": 1})
+    result = {"trials": {"complete": 20}, "config_path": str(tmp_path / "best.yaml")}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    assert sweep_job.finished(job, load(CONFIG)) is None
+    (tmp_path / "best.yaml").touch()
+    with disable_run_logger():
+        assert sweep_job.finished(job, load(CONFIG)) == result | {"status": "skipped"}
 
 
 def test_an_interrupt_ends_all_trials(smoke, copied):
