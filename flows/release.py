@@ -25,7 +25,8 @@ def release(
     Args:
         config: The run's config with its section `release`, or the path of its YAML file.
         overrides: Dotted key -> value, put over the config.
-        snapshot_id: Snapshot to read; None takes the newest.
+        snapshot_id: Snapshot to read; None takes the newest. One that was cut short before days were ingested goes on
+            by its own.
         again: Begins anew where the same release is done or has failed.
     """
     settings = load(config, overrides)

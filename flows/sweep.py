@@ -26,7 +26,8 @@ def sweep(
     Args:
         config: The run's config with its section `sweep`, or the path of its YAML file.
         overrides: Dotted key -> value, put over the config.
-        snapshot_id: Snapshot to read; None takes the newest.
+        snapshot_id: Snapshot to read; None takes the newest. One that was cut short before days were ingested goes on
+            by its own.
         again: Begins anew where the same sweep is done.
     """
     settings = load(config, overrides)

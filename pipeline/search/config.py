@@ -132,7 +132,7 @@ class SweepConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     trials: PositiveInt = 20
     """In all; a sweep that is done goes on where this is raised."""
     parallel: PositiveInt = 1
-    """Trials at a time, each with `training.world_size` ranks and preprocessing workers of its own."""
+    """Trials at a time, each with `training.world_size` ranks and preprocessing workers of its own; 1 with Ray."""
     seed: NonNegativeInt = 1
     """Decides, with a trial's number, what is drawn; trainings keep the config's own seed."""
     startup_trials: NonNegativeInt = 5

@@ -75,7 +75,7 @@ class ReleaseConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     keep: PositiveInt = 2
     """How many go on from the sample to all rows. Where there is but one, it is the winner without a comparison."""
     parallel: PositiveInt = 1
-    """Candidates at a time, each with `training.world_size` ranks and preprocessing workers of its own."""
+    """Candidates at a time, each with `training.world_size` ranks and preprocessing workers of its own; 1 with Ray."""
     prune: StopConfig | None = StopConfig()
     """None: all that are kept are trained to their end."""
     fresh: Mapping[str, Any] | None = None
