@@ -254,6 +254,6 @@ def test_fault_26_an_ingest_and_the_training_that_it_sets_off_outlive_the_server
         until(lambda: deployed.state(train["id"]) in ("COMPLETED", "FAILED", "CRASHED"))
         assert deployed.state(train["id"]) == "COMPLETED", deployed.said("")
     assert deployed.state(bad) == "FAILED"
-    reports = [one for one in deployed.ask("/artifacts/filter", {}) if one["type"] == "markdown"]
-    assert "| evaluation | " in reports[0]["data"]
-    assert "champion" in reports[0]["data"]
+    report = next(one for one in deployed.ask("/artifacts/filter", {}) if one["key"] == "report-smoke")
+    assert "| evaluation | " in report["data"]
+    assert "champion" in report["data"]
