@@ -55,7 +55,8 @@ def compare(
 def pin(config: RunConfig, start: datetime.date | None, end: datetime.date | None) -> Rehearsed:
     """The days to rehearse on. Safe to repeat: it reads, and tags the snapshot once."""
     rehearsed = pinned_rehearsal(config, start, end)
-    warehouse_of(config).tag(rehearsed.judged.snapshot, f"rehearsal-{rehearsed.judged.snapshot.snapshot_id}")
+    snapshot = rehearsed.spec.judged.snapshot
+    warehouse_of(config).tag(snapshot, f"rehearsal-{snapshot.snapshot_id}")
     return rehearsed
 
 

@@ -20,16 +20,15 @@ from pipeline.preprocessing.worker import DataSpec
 from pipeline.rank import Start
 from pipeline.registration.aliases import holder
 from pipeline.registration.register import find, packed
-from pipeline.registration.scorer import plan_of
 from pipeline.selection import Part
 from pipeline.transforms.inherit import inherited
+from pipeline.transforms.plan import Plan
 from storage.reader import SnapshotRef
 
 DAY_TAG, TRAINING_TAG = "dlrm.day", "dlrm.training"
 """Tags of an MLflow run: the day it is of, and what was trained on it."""
 CHECKPOINTS = "checkpoints"
 """Folder in a run's folder."""
-REMEDY = "Train from scratch: scratch=true."
 
 
 class Champion(BaseModel, frozen=True):
@@ -139,50 +138,51 @@ def _done(config: RunConfig, identity: str) -> tuple[int | None, str] | None:
 
 def has_champion(config: RunConfig) -> bool:
     """Whether there is a version to go on from."""
-    return holder(tracker_of(config), config.model_name) is not None
+    return _holder(config)[0] is not None
 
 
 def champion_folder(config: RunConfig) -> Path | None:
     """Folder of the run that made the champion; None: there is none, or its version does not say."""
-    tracker, name = tracker_of(config), config.model_name
-    version = holder(tracker, name)
-    tags = {} if version is None else tracker.client.get_model_version(name, str(version)).tags
+    tags = _holder(config)[1]
     return config.home_path / "runs" / tags["run_folder"] if "run_folder" in tags else None
 
 
-def _champion(config: RunConfig) -> Champion:
+def _holder(config: RunConfig) -> tuple[int | None, Mapping[str, str]]:
+    """The champion's version and its tags; none where there is no champion."""
     tracker, name = tracker_of(config), config.model_name
     version = holder(tracker, name)
+    return version, {} if version is None else tracker.client.get_model_version(name, str(version)).tags
+
+
+def _champion(config: RunConfig) -> Champion:
+    version, tags = _holder(config)
+    where = f"model '{config.model_name}'"
     if version is None:
-        raise RegistryError(
-            f"model '{name}'", "a champion", "none", "Train the first one: python -m flows.train CONFIG."
-        )
-    tags = tracker.client.get_model_version(name, str(version)).tags
+        raise RegistryError(where, "a champion", "none", "Train the first one: python -m flows.train CONFIG.")
     if "trained_to" not in tags:
         raise RegistryError(
-            f"model '{name}', version {version}", "a record of the days it was trained on", "none: it is an older one",
+            f"{where}, version {version}", "a record of the days it was trained on", "none: it is an older one",
             "Train another: python -m flows.train CONFIG again=true.",
         )  # fmt: skip
     fields = {key: tags[key] for key in ("trained_to", "scratch_day", "run_folder")}
     return Champion(version=version, **fields)
 
 
-def start_of(config: RunConfig, champion: Champion, model: Path) -> Start:
+def start_of(config: RunConfig, champion: Champion, plan: Plan) -> Start:
     """The champion's checkpoint, verified.
 
     Args:
-        model: Its packed model.
+        plan: The champion's.
     Raises:
-        RegistryError: If it is gone.
+        RegistryError: If the checkpoint is gone.
         CheckpointError: If it is damaged.
     """
     root = config.home_path / "runs" / champion.run_folder / CHECKPOINTS
     found = checkpoint.served(root)
     if found is None:
-        raise RegistryError(
-            f"model '{config.model_name}', version {champion.version}", f"its checkpoint in '{root}'", "none", REMEDY
-        )
-    return Start(checkpoint=str(found), plan=plan_of(model))
+        where = f"model '{config.model_name}', version {champion.version}"
+        raise RegistryError(where, f"its checkpoint in '{root}'", "none", "Train from scratch: scratch=true.")
+    return Start(checkpoint=str(found), plan=plan)
 
 
 def fetched(config: RunConfig, champion: Champion, folder: Path) -> Path:
@@ -213,12 +213,12 @@ def _on(spec: DataSpec, days: Sequence[datetime.date], **more: Any) -> DataSpec:
 
 
 def job_of_day(
-    config: RunConfig, today: Today, decision: Decision, start: Start | None, notes: Mapping[str, Any]
+    config: RunConfig, today: Today, decision: Decision, known: Plan, notes: Mapping[str, Any]
 ) -> TrainingJob:
     """The training of a day, in a folder that an attempt which was cut short finds again.
 
     Args:
-        start: Where a training of the champion on new days goes on from.
+        known: The champion's plan: what is not trained from scratch keeps the numbers that it has learned.
         notes: What the result says beside the usual.
     """
     from_scratch = decision.training == "scratch"
@@ -230,17 +230,17 @@ def job_of_day(
     name = f"{config.name}-{today.day}-{today.identity[:12]}-{digest}"
     folders = (config.home_path / "runs" / f"{name}-{attempt}" for attempt in itertools.count())
     folder = next(folder for folder in folders if not (folder / REGISTERED).exists())
-    data = _parts(config, today, days)
-    if not from_scratch:  # all rows but those that judge
-        data["train"] = all_but_test(data)
-        data.pop("valid", None)
-    if start is not None:
-        plan = inherited(data["train"].plan, start.plan)
+    data, start = _parts(config, today, days), None
+    tags = {"day": f"{today.day}", "trained_from": "scratch" if from_scratch else f"{today.champion.version}"}
+    if not from_scratch:
+        plan = inherited(data["train"].plan, known)
+        data = {"train": all_but_test(data), "test": data["test"]}
         data = {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
+        tags["scratch_day"] = f"{today.champion.scratch_day}"
+    if decision.training == "further":
+        start = start_of(config, today.champion, known)
     job = job_in(folder, config, today.identity, (today.snapshot, data))
-    tags = {} if from_scratch else {"scratch_day": f"{today.champion.scratch_day}"}
-    tags |= {"day": f"{today.day}", "trained_from": "scratch" if from_scratch else f"{today.champion.version}"}
-    return job.model_copy(update={"start": None if from_scratch else start, "tags": tags, "notes": dict(notes)})
+    return job.model_copy(update={"start": start, "tags": tags, "notes": dict(notes)})
 
 
 def clear(config: RunConfig, day: datetime.date) -> list[str]:

@@ -22,9 +22,9 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
+from flows.config import ROOT
 from pipeline.errors import ConfigError, ContractError
 
-ROOT = Path(__file__).resolve().parent.parent
 POOL = "dlrm"
 QUEUES = {"default": "everything but trainings", "training": "flows that train; as many at a time as its limit says"}
 """Queue of the pool -> what waits in it."""

@@ -172,7 +172,7 @@ def quality(config: RunConfig, spec: DataSpec, rows: int, model: Path, progress:
     if absent := [name for name in columns if name not in known]:
         raise ConfigError(
             f"table '{config.name}'", f"the columns that the champion reads, {', '.join(absent)} among them", "none",
-            "Bring them back, or train another model: python -m flows.train CONFIG again=true.",
+            "Bring them back, or train another model and promote it: flows.train, flows.promote.",
         )  # fmt: skip
     spec = spec.model_copy(update={"extra": tuple(dict.fromkeys([*spec.extra, *columns]))})
     comparison = Comparison(

@@ -23,7 +23,6 @@ from flows.daily import (
     judged_rows,
     pinned_day,
     require_hash_split,
-    start_of,
 )
 from flows.finishing import finish
 from flows.ingest import ingest
@@ -38,6 +37,7 @@ from pipeline.evaluation import plots
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.series import Course, DaySums
 from pipeline.policy import Decision, decide
+from pipeline.registration.scorer import plan_of
 from pipeline.registration.tracking import RESULT
 from storage.artifacts import write_text
 
@@ -147,7 +147,6 @@ def prepare(config: RunConfig, today: Today, scratch: bool, folder: Path) -> tup
     if scratch:
         decision = Decision(training="scratch", reason="it was asked for")
     logger.info("training: %s, %s", decision.training, decision.reason)
-    start = start_of(config, today.champion, model) if decision.training == "further" else None
     notes = {
         "day": f"{today.day}",
         "champion": today.champion.version,
@@ -155,7 +154,7 @@ def prepare(config: RunConfig, today: Today, scratch: bool, folder: Path) -> tup
         "decision": decision.model_dump(),
     }
     training = config.training if decision.training == "scratch" else config.further
-    job = job_of_day(config.model_copy(update={"training": training}), today, decision, start, notes)
+    job = job_of_day(config.model_copy(update={"training": training}), today, decision, plan_of(model), notes)
     write_text(Path(job.folder) / JOB, job.model_dump_json(), mode=0o600)  # it holds the catalog's credentials
     return report, decision, job
 

@@ -14,17 +14,18 @@ from pydantic import BaseModel
 
 from flows.config import ROOT, RunConfig
 from flows.daily import all_but_test, require_hash_split
-from flows.job import own_folder, selected, tracker_of, warehouse_of
+from flows.job import TrainingJob, own_folder, selected, tracker_of, warehouse_of
 from flows.progress import Progress
 from flows.record import commit, shown
+from flows.tasks import rank_spec
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.evaluation import plots
 from pipeline.evaluation.series import Course, DaySums, Interval, ne_apart, pooled_ne
 from pipeline.policy import Policy
-from pipeline.preprocessing.worker import DataSpec, count_rows
-from pipeline.rank import RankSpec
+from pipeline.preprocessing.worker import count_rows
 from pipeline.registration.tracking import RESULT
 from pipeline.rehearsal import RehearsalSpec
+from pipeline.selection import Part
 from pipeline.training.launch import Event, Limits, run_ranks
 from storage.artifacts import write_text
 
@@ -36,27 +37,9 @@ TRAILING_DAYS = 14
 class Rehearsed(BaseModel, frozen=True):
     """Days to rehearse on, and what it takes to do so."""
 
-    identity: str
     folder: str
-    first_days: tuple[datetime.date, ...]
-    days: tuple[datetime.date, ...]
-    rows: Mapping[datetime.date, int]
-    scratch: RankSpec
-    new: DataSpec
-    judged: DataSpec
-
-    def spec(self, config: RunConfig, policy: Policy, folder: Path) -> RehearsalSpec:
-        """What the ranks of a policy are told."""
-        return RehearsalSpec(
-            scratch=self.scratch.model_copy(update={"folder": str(folder)}),
-            further=config.further,
-            new=self.new,
-            judged=self.judged,
-            policy=policy,
-            rows=self.rows,
-            first_days=self.first_days,
-            days=self.days,
-        )
+    spec: RehearsalSpec
+    """What ranks are told; each policy puts itself and a folder of its own there."""
 
 
 def pinned_rehearsal(config: RunConfig, start: datetime.date | None, end: datetime.date | None) -> Rehearsed:
@@ -92,27 +75,19 @@ def pinned_rehearsal(config: RunConfig, start: datetime.date | None, end: dateti
         sort_keys=True,
     )  # fmt: skip
     identity = hashlib.sha256(settings.encode()).hexdigest()[:12]
-    scratch = RankSpec(
-        train=data["train"],
-        valid=data.get("valid"),
-        valid_rows=count_rows(data["valid"], warehouse_of(config)) if "valid" in data else 0,
-        probe=data["test"],
-        model=config.model,
-        training=config.training,
-        preprocessing=config.preprocessing,
-        seed=config.seed,
-        folder="",
-    )
-    return Rehearsed(
-        identity=identity,
-        folder=str(config.home_path / "rehearsals" / f"{config.name}-{identity}"),
-        first_days=first_days,
-        days=tuple(days),
-        rows={day: rows[day] for day in rows if day <= days[-1]},
-        scratch=scratch,
+    folder = str(config.home_path / "rehearsals" / f"{config.name}-{identity}")
+    counts: dict[Part, int] = {"valid": count_rows(data["valid"], warehouse_of(config))} if "valid" in data else {}
+    first = TrainingJob(identity=identity, snapshot=snapshot, folder=folder, rows=counts, data=data, done=None)
+    spec = RehearsalSpec(
+        scratch=rank_spec(config, first),
+        further=config.further,
         new=new,
         judged=data["test"].model_copy(update={"selection": whole}),
+        rows={day: rows[day] for day in rows if day <= days[-1]},
+        first_days=first_days,
+        days=tuple(days),
     )
+    return Rehearsed(folder=folder, spec=spec)
 
 
 def rehearse(config: RunConfig, rehearsed: Rehearsed, name: str, policy: Policy) -> Course:
@@ -130,12 +105,13 @@ def rehearse(config: RunConfig, rehearsed: Rehearsed, name: str, policy: Policy)
             if event["event"] == "day":
                 events.append(event)
                 note = f"{event['day']} {event['decision']['training']}"
-                progress(name, len(events) - 1, len(rehearsed.days), note)
+                progress(name, len(events) - 1, len(rehearsed.spec.days), note)
 
         training = config.training
+        scratch = rehearsed.spec.scratch.model_copy(update={"folder": str(folder)})
         run_ranks(
             "pipeline.rehearsal",
-            rehearsed.spec(config, policy, folder),
+            rehearsed.spec.model_copy(update={"scratch": scratch, "policy": policy}),
             folder,
             training.world_size,
             training.threads_per_rank,
@@ -214,20 +190,20 @@ def show(
     summary = summed_up(courses, config.gate.level)
     text = table(summary)
     write_text(folder / TABLE, text + "\n")
-    figure = plots.courses(courses, min(TRAILING_DAYS, max(len(rehearsed.days) // 4, 1)))
+    figure = plots.courses(courses, min(TRAILING_DAYS, max(len(rehearsed.spec.days) // 4, 1)))
     figure.savefig(folder / FIGURE)
     result = {
         "status": "ok",
-        "start": f"{rehearsed.days[0]}",
-        "end": f"{rehearsed.days[-1]}",
-        "days": len(rehearsed.days),
+        "start": f"{rehearsed.spec.days[0]}",
+        "end": f"{rehearsed.spec.days[-1]}",
+        "days": len(rehearsed.spec.days),
         "rows": int(sum(day.rows for day in courses[0].days)),
         "policies": summary,
         "figure": str(folder / FIGURE),
         "table": str(folder / TABLE),
         "git_commit": commit(),
     }
-    name = f"policies {rehearsed.days[0]} to {rehearsed.days[-1]}"
+    name = f"policies {rehearsed.spec.days[0]} to {rehearsed.spec.days[-1]}"
     tags = {"mlflow.source.name": "flows.compare", "git_commit": commit()}
     parent = tracker.start(name, config.flat(), tags, None)
     with tracker.ended(parent):

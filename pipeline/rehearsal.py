@@ -40,7 +40,7 @@ class RehearsalSpec(BaseModel, frozen=True):
     """Rows of a day that a model is trained further on."""
     judged: DataSpec
     """Rows of a day that the model is judged on before it is trained on the day."""
-    policy: Policy
+    policy: Policy = Policy()
     rows: Mapping[datetime.date, int]
     """All days there are, and their rows."""
     first_days: tuple[datetime.date, ...]
