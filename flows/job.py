@@ -66,8 +66,13 @@ class TrainingJob(BaseModel, frozen=True):
 
 
 def train_tag(job: TrainingJob) -> str:
-    """Tag that keeps the snapshot of a training."""
-    return f"train-{job.identity[:12]}-{job.snapshot.snapshot_id}"
+    """Tag that keeps the snapshot of a training; those of one search share it."""
+    return snapshot_tag(job.identity, job.snapshot)
+
+
+def snapshot_tag(identity: str, snapshot: SnapshotRef) -> str:
+    """Tag that keeps a snapshot for the work of an identity, which may be done on another one later."""
+    return f"train-{identity[:12]}-{snapshot.snapshot_id}"
 
 
 def warehouse_of(config: RunConfig) -> Warehouse:
@@ -250,36 +255,51 @@ def _with_fitted_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Wareh
 def tracked_run(
     config: RunConfig, job: TrainingJob, name: str | None = None, more: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """An MLflow run around the stages: resumed if it was cut short, and ended whatever happens.
+    """An MLflow run around the stages of a training; see `run_of`.
 
     Args:
         name: Of the run; None: what is special about the config.
         more: Tags beside the usual ones.
+    """
+    name = name or run_name(config)
+    tags = {
+        "mlflow.runName": name,
+        IDENTITY: job.identity,
+        "snapshot_id": str(job.snapshot.snapshot_id),
+        "plan_hash": job.plan.hash,
+        "git_commit": commit(),
+        "mlflow.source.name": "flows.train",
+    } | dict(more or {})
+    again = f"Once it answers, run the same command again: it goes on from '{job.folder}'."
+    with (
+        own_folder(Path(job.folder)) as folder,
+        run_of(folder, config, name, config.flat(), tags, again) as (run_id, new),
+    ):
+        if new:
+            tracker = tracker_of(config)
+            with answering(again):
+                tracker.log_snapshot(run_id, job.snapshot.table, job.snapshot.snapshot_id, job.rows["train"])
+                tracker.log_json(run_id, config.shareable(), "config.json")
+                tracker.log_json(run_id, job.plan.model_dump(mode="json"), "plan.json")
+        yield run_id
+
+
+@contextmanager
+def run_of(
+    folder: Path, config: RunConfig, name: str, params: Mapping[str, Any], tags: Mapping[str, str], again: str
+) -> Iterator[tuple[str, bool]]:
+    """The MLflow run of a folder and whether it is new: resumed if it was cut short, and ended whatever happens.
+
+    Args:
+        again: What to do where MLflow does not answer.
     Raises:
         TrackingError: If MLflow does not answer and cannot be waited for.
     """
-    name = name or run_name(config)
-    tracker = tracker_of(config)
-    with own_folder(Path(job.folder)) as folder:
-        note = folder / RUN_ID
-        resume = note.read_text(encoding="utf-8").strip() if note.exists() else None
-        tags = {
-            "mlflow.runName": name,
-            IDENTITY: job.identity,
-            "snapshot_id": str(job.snapshot.snapshot_id),
-            "plan_hash": job.plan.hash,
-            "git_commit": commit(),
-            "mlflow.source.name": "flows.train",
-        } | dict(more or {})
-        again = f"Once it answers, run the same command again: it goes on from '{folder}'."
-        with answering(again):
-            tracker.reap()
-            run_id = tracker.start(name, config.flat(), tags, resume)
-        write_text(note, run_id)
-        with tracker.ended(run_id):
-            with answering(again):
-                if run_id != resume:
-                    tracker.log_snapshot(run_id, job.snapshot.table, job.snapshot.snapshot_id, job.rows["train"])
-                    tracker.log_json(run_id, config.shareable(), "config.json")
-                    tracker.log_json(run_id, job.plan.model_dump(mode="json"), "plan.json")
-            yield run_id
+    tracker, note = tracker_of(config), folder / RUN_ID
+    resume = note.read_text(encoding="utf-8").strip() if note.exists() else None
+    with answering(again):
+        tracker.reap()
+        run_id = tracker.start(name, params, tags, resume)
+    write_text(note, run_id)
+    with tracker.ended(run_id):
+        yield run_id, run_id != resume

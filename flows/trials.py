@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from flows.candidate import StoppedEarly, candidate_job, train_candidate
 from flows.config import RunConfig
-from flows.job import RUN_ID, own_folder, tracker_of, warehouse_of
+from flows.job import own_folder, run_of, snapshot_tag, tracker_of, warehouse_of
 from flows.judging import in_a_line
 from flows.record import commit
 from pipeline.errors import (
@@ -32,7 +32,7 @@ from pipeline.errors import (
 from pipeline.registration.tracking import Tracker, answering, unanswered
 from pipeline.search.study import Draw, Study, TrialRecord
 from pipeline.training.launch import Event
-from storage.artifacts import write_json, write_text
+from storage.artifacts import write_json
 from storage.reader import SnapshotRef
 
 RESULT = "result.json"
@@ -136,7 +136,9 @@ def search_run(
         params: Beside those of the config.
     """
     with own_folder(Path(job.folder)) as folder:
-        warehouse_of(config).tag(job.snapshot, f"train-{job.identity[:12]}")  # once, not by trials side by side
+        warehouse_of(config).tag(
+            job.snapshot, snapshot_tag(job.identity, job.snapshot)
+        )  # once, not by trials side by side
         if not (folder / PINNED).exists():
             for other in unfinished(job):
                 get_run_logger().info(
@@ -144,16 +146,10 @@ def search_run(
                     "snapshot_id=%s", other.name, other.snapshot.snapshot_id,
                 )  # fmt: skip
         write_json(folder / PINNED, job.model_dump(mode="json"))
-        note = folder / RUN_ID
-        resume = note.read_text(encoding="utf-8").strip() if note.exists() else None
         tags = {"snapshot_id": str(job.snapshot.snapshot_id), "git_commit": commit(), **tags}
-        tracker = tracker_of(config)
-        with answering(AGAIN):
-            tracker.reap()
-            run_id = tracker.start(name, config.flat() | dict(params), tags, resume)
+        tracker, params = tracker_of(config), config.flat() | dict(params)
+        with run_of(folder, config, name, params, tags, AGAIN) as (run_id, _), answering(AGAIN):
             tracker.log_json(run_id, config.shareable(), "config.json")
-        write_text(note, run_id)
-        with tracker.ended(run_id), answering(AGAIN):
             yield tracker, run_id
 
 
