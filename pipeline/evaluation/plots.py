@@ -13,6 +13,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.importance import FeatureWorth
 from pipeline.evaluation.series import Course, trailing
+from pipeline.figure import plain_figure
 
 Curve = Sequence[tuple[int, float]]
 LABELS = {
@@ -26,7 +27,7 @@ def learning_curve(
     curves: Mapping[str, Curve], best_step: int | None, final_ne: float | None, floor: float | None
 ) -> Figure:
     """NE against the training step."""
-    figure, axes = _figure("Learning curve", "step", "normalized entropy")
+    figure, axes = plain_figure("Learning curve", "step", "normalized entropy")
     for name, label in LABELS.items():
         if points := curves.get(name):
             marker = "o" if name == "valid_ne" else None
@@ -101,7 +102,7 @@ def courses(policies: Sequence[Course], span: int) -> Figure:
 
 def calibration(report: EvalReport) -> Figure:
     """Observed rate against predicted probability, bins of equally many rows."""
-    figure, axes = _figure("Calibration on the evaluation rows", "predicted probability", "observed rate")
+    figure, axes = plain_figure("Calibration on the evaluation rows", "predicted probability", "observed rate")
     predicted = [bin_.predicted for bin_ in report.calibration]
     observed = [bin_.observed for bin_ in report.calibration]
     limit = 1.05 * max([*predicted, *observed, 1e-3])
@@ -116,7 +117,7 @@ def calibration(report: EvalReport) -> Figure:
 
 def roc(report: EvalReport) -> Figure:
     """True against false positive rate."""
-    figure, axes = _figure("ROC on the evaluation rows", "false positive rate", "true positive rate")
+    figure, axes = plain_figure("ROC on the evaluation rows", "false positive rate", "true positive rate")
     axes.plot([0, 1], [0, 1], color="grey", linestyle=":", linewidth=1)
     if report.roc:
         axes.plot(*zip(*report.roc, strict=True), linewidth=1.3, label=f"AUC {report.overall.auc:.4f}")
@@ -126,7 +127,7 @@ def roc(report: EvalReport) -> Figure:
 
 def precision_recall(report: EvalReport) -> Figure:
     """Precision against recall."""
-    figure, axes = _figure("Precision and recall on the evaluation rows", "recall", "precision")
+    figure, axes = plain_figure("Precision and recall on the evaluation rows", "recall", "precision")
     if report.precision_recall:
         label = f"PR-AUC {report.overall.pr_auc:.4f}"
         axes.plot(*zip(*report.precision_recall, strict=True), linewidth=1.3, label=label)
@@ -142,7 +143,7 @@ def precision_recall(report: EvalReport) -> Figure:
 def slices(report: EvalReport) -> Figure:
     """NE of each slice with its interval, beside the overall NE; slices of few rows are pale."""
     shown = [part for part in report.slices if part.quality.ne is not None]
-    figure, axes = _figure("NE by slice", "normalized entropy", "", height=max(2.5, 0.25 * len(shown) + 1.0))
+    figure, axes = plain_figure("NE by slice", "normalized entropy", "", height=max(2.5, 0.25 * len(shown) + 1.0))
     names = [f"{part.column} = {part.value}".replace("$", r"\$") for part in shown]  # no formula
     middles = [part.quality.ne or 0.0 for part in shown]
     bounds = [(part.ne_low or ne, part.ne_high or ne) for part, ne in zip(shown, middles, strict=True)]
@@ -165,7 +166,7 @@ def importance(worths: Sequence[FeatureWorth]) -> Figure:
     """NE that is lost without each feature's meaning, with its interval; the most valuable features."""
     shown = [worth for worth in worths if worth.ne_loss is not None][:MOST_BARS]
     title = "What features are worth" + (f", the first {MOST_BARS} of {len(worths)}" if len(worths) > MOST_BARS else "")
-    figure, axes = _figure(title, "NE lost without the feature", "", height=max(2.5, 0.22 * len(shown) + 1.0))
+    figure, axes = plain_figure(title, "NE lost without the feature", "", height=max(2.5, 0.22 * len(shown) + 1.0))
     names = [worth.name for worth in shown]
     colours = ["lightsteelblue" if worth.droppable else "tab:blue" for worth in shown]
     axes.barh(names, [worth.ne_loss or 0.0 for worth in shown], color=colours)
@@ -224,13 +225,3 @@ def placements(plans: Sequence[Mapping[str, Any]]) -> Figure:
     for axes in (above, below):
         axes.grid(alpha=0.25)
     return figure
-
-
-def _figure(title: str, x: str, y: str, height: float = 4.2) -> tuple[Figure, matplotlib.axes.Axes]:
-    figure = Figure(figsize=(6.4, height), layout="constrained", dpi=110)
-    axes = figure.add_subplot()
-    axes.set_title(title, fontsize=11)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.25)
-    return figure, axes

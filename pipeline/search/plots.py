@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from pipeline.figure import plain_figure
 from pipeline.search.config import Dimension
 from pipeline.search.release import Stage, Standing
 from pipeline.search.study import TrialRecord
@@ -24,7 +25,7 @@ LINES = "viridis"
 
 def history(trials: Sequence[TrialRecord]) -> Figure:
     """NE of each trial, and the best so far."""
-    figure, axes = _figure("Trials", "trial", "NE on the validation rows")
+    figure, axes = plain_figure("Trials", "trial", "NE on the validation rows")
     done = [(trial.number, trial.valid_ne) for trial in trials if trial.valid_ne is not None]
     if done:
         numbers, values = zip(*done, strict=True)
@@ -69,7 +70,7 @@ def parallel_coordinates(trials: Sequence[TrialRecord], space: Mapping[str, Dime
 
 def stages(found: Mapping[Stage, Sequence[Standing]]) -> Figure:
     """NE of each candidate from stage to stage; a line ends where its candidate did."""
-    figure, axes = _figure("Candidates from stage to stage", "", "NE on the validation rows")
+    figure, axes = plain_figure("Candidates from stage to stage", "", "NE on the validation rows")
     names = dict.fromkeys(one.name for standings in found.values() for one in standings)
     for name in names:
         points = [
@@ -89,7 +90,7 @@ def stages(found: Mapping[Stage, Sequence[Standing]]) -> Figure:
 
 def importance(shares: Mapping[str, float]) -> Figure:
     """What each key contributes to a low NE."""
-    figure, axes = _figure("Importance of the keys", "share", "", height=max(2.2, 0.35 * len(shares) + 1.2))
+    figure, axes = plain_figure("Importance of the keys", "share", "", height=max(2.2, 0.35 * len(shares) + 1.2))
     if shares:
         axes.barh(list(shares), list(shares.values()), color="tab:blue")
         axes.invert_yaxis()
@@ -119,13 +120,3 @@ def _axis(axes: Axes, place: int, marks: Sequence[tuple[float, str]]) -> None:
     for height, text in marks:
         box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
         axes.text(place, height, text.replace("$", r"\$"), fontsize=7, ha="center", va="center", bbox=box)
-
-
-def _figure(title: str, x: str, y: str, height: float = 4.2) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6.4, height), layout="constrained", dpi=110)
-    axes = figure.add_subplot()
-    axes.set_title(title, fontsize=11)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.25)
-    return figure, axes
