@@ -6,7 +6,7 @@ from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.assets import Asset, AssetProperties
 
 from flows.config import RunConfig
-from flows.record import run_address
+from flows.record import artifact_key, run_address
 from flows.reporting import PAGE
 from pipeline.registration.tracking import Tracker
 
@@ -36,9 +36,12 @@ def show_result(config: RunConfig, version: str, text: str, tracker: Tracker, ru
         version: What was made, in words.
         text: The page of the run, as markdown.
     """
-    name = config.name.lower().replace("_", "-")
-    create_markdown_artifact(f"# {version}\n\n{text}", key=f"report-{name}", description=version)
+    create_markdown_artifact(f"# {version}\n\n{text}", key=artifact_key("report", config.name), description=version)
     address = run_address(run_id, tracker)
-    create_link_artifact(address, f"MLflow run {run_id[:8]}", key=f"mlflow-{name}", description=f"{version} in MLflow")
+    create_link_artifact(
+        address, f"MLflow run {run_id[:8]}", key=artifact_key("mlflow", config.name), description=f"{version} in MLflow"
+    )
     page = f"{address}/artifacts/{PAGE}"
-    create_link_artifact(page, PAGE, key=f"html-report-{name}", description=f"{version}: the whole report")
+    create_link_artifact(
+        page, PAGE, key=artifact_key("html-report", config.name), description=f"{version}: the whole report"
+    )

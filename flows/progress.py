@@ -2,7 +2,6 @@
 
 import contextvars
 import logging
-import re
 import sys
 import threading
 import time
@@ -12,6 +11,8 @@ from uuid import UUID
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from tqdm import tqdm
+
+from flows.record import artifact_key
 
 SECONDS_BETWEEN_LINES = 5.0
 SECONDS_TO_END = 5.0
@@ -107,5 +108,5 @@ class _Page:
         if what in self.made:
             update_progress_artifact(self.made[what], share, text)
         else:
-            made: Any = create_progress_artifact(share, f"progress-{re.sub('[^a-z0-9]+', '-', what.lower())}", text)
+            made: Any = create_progress_artifact(share, artifact_key("progress", what), text)
             self.made[what] = made

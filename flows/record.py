@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,16 @@ def flow_run_name() -> str:
     config = flow_run.parameters.get("config", "")
     name = config.name if isinstance(config, RunConfig) else str(config)
     return f"{flow_run.flow_name} {name.removeprefix('configs/').removesuffix('.yaml')}"
+
+
+def artifact_key(kind: str, name: str) -> str:
+    """Key of a Prefect artifact, which takes small letters, digits and dashes.
+
+    Example:
+        >>> artifact_key("report", "flights_daily")
+        'report-flights-daily'
+    """
+    return f"{kind}-{re.sub('[^a-z0-9]+', '-', name.lower())}"
 
 
 def run_name(config: RunConfig) -> str:

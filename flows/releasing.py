@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from flows.candidate import BEST_NE
 from flows.config import RunConfig, load
 from flows.job import selected, tracker_of
-from flows.record import shown
+from flows.record import artifact_key, shown
 from flows.tasks import cosmetic
 from flows.train import train_version
 from flows.trials import (
@@ -277,7 +277,7 @@ def conclude(release: Release, final: Mapping[str, Any]) -> dict[str, Any]:
         verdict += " It was in the registry already: the verdict is the one of then."
     head = f"Winner: `{name}`, version {model['version']} of model {model['name']}. {verdict}"
     tracker.tag(run_id, {"mlflow.note.content": f"{head}\n\n{table}", "dlrm.winner": name})
-    key = f"release-{release.config.name.lower().replace('_', '-')}"
+    key = artifact_key("release", release.config.name)
     create_markdown_artifact(f"# Release {release.job.name}\n\n{head}\n\n{table}", key=key)
     result = {
         "status": "ok",

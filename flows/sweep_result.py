@@ -13,7 +13,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from flows.config import load
-from flows.record import shown
+from flows.record import artifact_key, shown
 from flows.sweep_job import Sweep, without_sweep
 from flows.tasks import cosmetic
 from flows.trials import RESULT
@@ -89,7 +89,9 @@ def conclude(sweep: Sweep) -> dict[str, Any]:
     tags = {f"best.{key}": json.dumps(value) for key, value in best.params.items()}
     tracker.tag(sweep.run_id, {"mlflow.note.content": head + table, "dlrm.best_trial": str(best.number)} | tags)
     with cosmetic("page in Prefect"):
-        create_markdown_artifact(f"# Sweep {sweep.job.name}\n\n{head}{table}", key=f"sweep-{_key(sweep.config.name)}")
+        create_markdown_artifact(
+            f"# Sweep {sweep.job.name}\n\n{head}{table}", key=artifact_key("sweep", sweep.config.name)
+        )
     result = {
         "status": "ok",
         "study": sweep.job.name,
@@ -145,7 +147,3 @@ def as_table(records: Sequence[TrialRecord], keys: Sequence[str]) -> str:
 
 def _rounded(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value).replace("|", "\\|")
-
-
-def _key(name: str) -> str:
-    return name.lower().replace("_", "-")
