@@ -49,10 +49,11 @@ from pipeline.training.growth import Features, grown
 from pipeline.training.model import sharded
 from pipeline.training.optim import TABLES
 from pipeline.training.planner import place
+from pipeline.training.progress import Progress, Sums
 from pipeline.training.pulse import Pulse
 from pipeline.training.sharding import Placement, describe
 from pipeline.training.statistics import SAMPLE_ROWS, TableUse, measure
-from pipeline.training.trainer import Progress, Sums, Trainer, evaluate_sums
+from pipeline.training.trainer import Trainer, evaluate_sums
 from pipeline.transforms.inherit import kept
 from pipeline.transforms.plan import Plan
 from storage.artifacts import atomic_file, write_json

@@ -21,8 +21,9 @@ from pipeline.preprocessing.client import Client, Inline
 from pipeline.preprocessing.worker import DataSpec, fitted_plan
 from pipeline.rank import RankSpec, assembled, client, enter, event_writer, placed, weights_sha256
 from pipeline.training.config import TrainConfig
+from pipeline.training.progress import Sums
 from pipeline.training.pulse import Pulse
-from pipeline.training.trainer import Sums, Trainer, evaluate_sums
+from pipeline.training.trainer import Trainer, evaluate_sums
 from storage.warehouse import Warehouse
 
 KEEP_NONE = {"checkpoint_every_steps": None, "checkpoint_every_seconds": None}

@@ -10,7 +10,8 @@ import torch
 from pipeline.batch import Batch, Position
 from pipeline.preprocessing.client import Client, Inline
 from pipeline.rank import RankSpec, build_model, client
-from pipeline.training.trainer import Sums, Trainer
+from pipeline.training.progress import Sums
+from pipeline.training.trainer import Trainer
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from pipeline.selection import Selection
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch import Event, Limits, run_ranks
-from pipeline.training.trainer import Sums, Trainer
+from pipeline.training.progress import Sums
+from pipeline.training.trainer import Trainer
 from tests.pipeline.conftest import DAYS
 from tests.pipeline.training.conftest import train_batches
 from tests.pipeline.training.test_trainer import STEPS, PlainLoop, same, scripted, weights_of

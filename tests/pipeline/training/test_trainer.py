@@ -21,7 +21,8 @@ from pipeline.batch import Batch, Position, Times, sparse_tensor
 from pipeline.errors import TrainingError
 from pipeline.preprocessing.client import Client
 from pipeline.training import trainer as trainer_module
-from pipeline.training.trainer import Progress, Sums, Trainer
+from pipeline.training.progress import Progress, Sums
+from pipeline.training.trainer import Trainer
 from pipeline.transforms.column import Column
 
 Maker = Callable[..., tuple[Trainer, list[dict[str, Any]]]]
