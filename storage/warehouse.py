@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 from pydantic import BaseModel, PositiveInt
@@ -151,6 +152,37 @@ class Warehouse:
         reference = SnapshotRef(table=name, snapshot_id=overwrite.snapshot_id)
         self._assert_rows(reference, sorted(days), rows)
         return reference
+
+    def append(self, name: str, schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> SnapshotRef:
+        """Adds a few rows, such as events, in one commit; the table is made, or gains columns, as needed.
+
+        What others add meanwhile stays: pyiceberg repeats the commit behind theirs.
+
+        Args:
+            schema: Arrow schema of the rows; holds the column `day`.
+        Raises:
+            ConflictError: If other writers were faster each time; nothing is added then.
+        """
+        table = self._evolved(name, schema)
+        transaction, io = table.transaction(), _RecordingIO(table.io)
+        append = transaction.update_snapshot().fast_append()
+        chunk = pa.Table.from_pylist(list(rows), schema)
+        try:
+            for file in _dataframe_to_data_files(transaction.table_metadata, chunk, io, append.commit_uuid):
+                append.append_data_file(file)
+            append.commit()
+            transaction.commit_transaction()
+        except BaseException as error:
+            # As above: what was interrupted may have taken place.
+            if self.table(name).snapshot_by_id(append.snapshot_id) is None:
+                io.discard()
+            if isinstance(error, CommitFailedException | ValidationException):
+                remedy = "Run the command again."
+                raise ConflictError(
+                    f"table '{name}'", "a moment without writers", "a faster one each time", remedy
+                ) from error
+            raise
+        return SnapshotRef(table=name, snapshot_id=append.snapshot_id)
 
     def _overwrite(self, table: Table, transaction: Transaction, days: Mapping[datetime.date, str]) -> _OverwriteFiles:
         """One snapshot for the whole change: Table.append() would make one for every chunk of rows."""
