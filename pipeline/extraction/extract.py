@@ -4,7 +4,7 @@ import datetime
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from pipeline.extraction.generator_config import GeneratorConfig
 from pipeline.extraction.join import Outcomes, add_labels
 from pipeline.extraction.samples import add_types, count_rows
 from pipeline.extraction.sources import Format, Lookup, add_lookups, create_view, files_of, first_line
-from pipeline.schema import FeatureSchema
+from pipeline.schema import FeatureSchema, resolve
 from storage.query import connect, quoted
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
@@ -71,6 +71,8 @@ class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """Share of a day's rows that may be refused; above it the day is."""
     rows_per_commit: PositiveInt = 5_000_000
     """Days are written together until this many rows; each group is one commit."""
+    order_by: tuple[str, ...] = ()
+    """Columns that a day's rows are sorted by when they are written, such as a session and a time; none: not sorted."""
 
 
 class IngestResult(BaseModel, frozen=True):
@@ -128,9 +130,10 @@ def extract(
     lookups = [(lookup, files_of(lookup.path, root, "source.lookups path")) for lookup in source.lookups]
     every = [*files, *outcomes, *(path for _, paths in lookups for path in paths)]
     with _connection(every, warehouse.home / "tmp") as connection:
-        view, unmatched = _samples(connection, source, schema, files, outcomes, lookups)
-        joined = bool(lookups or source.outcomes)
-        shared = _fingerprint([source.model_dump(mode="json"), schema.label, _stamps(every[len(files) :])])
+        view, unmatched = _samples(connection, source, schema, files, outcomes, lookups, bool(config.order_by))
+        order = _order(connection, view, config.order_by, bool(lookups or source.outcomes))
+        decides = [source.model_dump(mode="json"), schema.label, _stamps(every[len(files) :])]
+        shared = _fingerprint(decides + ([config.order_by] if config.order_by else []))
         days = _survey(connection, view, shared, {str(path.resolve()): _stamps([path]) for path in files})
         wanted = _wanted(days, set(only))
         _refuse_spoiled(connection, view, wanted, config)
@@ -141,7 +144,7 @@ def extract(
         written = 0
         for group in _groups(todo, config.rows_per_commit):
             on_rows = partial(_report_from, report, written, total)
-            _write(connection, view, warehouse, table, group, joined, on_rows)
+            _write(connection, view, warehouse, table, group, order, on_rows)
             written += sum(day.rows - day.refused for day in group)
         refused = _refused(connection, view, todo)
         missing = {
@@ -220,9 +223,10 @@ def _samples(
     files: list[Path],
     outcomes: list[Path],
     lookups: list[tuple[Lookup, list[Path]]],
+    sorted_rows: bool = False,
 ) -> tuple[str, list[tuple[str, str]]]:
     """The view of typed, labelled samples, and (side table, its match column) pairs."""
-    joined = bool(lookups or source.outcomes)
+    joined = bool(lookups or source.outcomes or sorted_rows)
     create_view(connection, "source", files, source.format, numbered=joined)
     view = "source"
     unmatched: list[tuple[str, str]] = []
@@ -235,6 +239,19 @@ def _samples(
     day = source.day or source.day_column
     assert day is not None  # SourceConfig has one of the two
     return add_types(connection, view, schema, day, matched, numbered=joined), unmatched
+
+
+def _order(connection: duckdb.DuckDBPyConnection, view: str, wanted: Sequence[str], joined: bool) -> str:
+    """How rows are sorted: as they stand in the files, or by the wanted columns first."""
+    view_of = connection.view(view)
+    types = {name: str(kind) for name, kind in zip(view_of.columns, view_of.types, strict=True)}
+    columns = resolve(wanted, [name for name in types if not name.startswith("__")], "ingest.order_by")
+    for name in columns:
+        if types[name].endswith("[]"):
+            raise ConfigError(f"ingest.order_by '{name}'", "one value a row", "a list", "Name another column.")
+    if not columns:
+        return "ORDER BY __file, __row" if joined else ""
+    return f"ORDER BY {', '.join([DAY, *map(quoted, columns), '__file', '__row'])}"
 
 
 def _survey(connection: duckdb.DuckDBPyConnection, view: str, shared: str, stamps: Mapping[str, str]) -> list[Day]:
@@ -301,14 +318,13 @@ def _write(
     warehouse: Warehouse,
     table: str,
     days: list[Day],
-    joined: bool,
+    order: str,
     on_rows: Callable[[int], None],
 ) -> None:
     """Bad rows first: if the second commit fails, running again replaces them."""
     identities = {day.day: day.identity for day in days}
     refused = sum(day.refused for day in days)
     spoiled = f"{table}_{SPOILED}"
-    order = "ORDER BY __file, __row" if joined else ""
     if refused or warehouse.has_table(spoiled):
         what = f"{DAY}, __reason AS reason, CAST(to_json(s) AS VARCHAR) AS source_row"
         query = f"SELECT {what} FROM {view} s WHERE __reason IS NOT NULL AND {_in(days)} {order}"

@@ -1,6 +1,7 @@
 """GeneratorConfig: what the generated logs look like, in numbers."""
 
 import datetime
+from typing import Literal
 
 from pydantic import BaseModel, Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -23,6 +24,8 @@ class GeneratorConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     """Rows drawn and held at once; also the row group of the files. Another value draws other rows."""
     session_mean_rows: float = Field(default=4.0, ge=1)
     """Mean impressions of a session; the number is geometric."""
+    lists_per: Literal["row", "session"] = "row"
+    """Whether a user's lists (recent items, searches) are drawn for each impression, or stay during a session."""
 
     users: PositiveInt = 20_000
     """Vocabulary of cat_user at any one time."""

@@ -113,7 +113,8 @@ def draw_columns(
     """All feature columns, length R, and the probability of a click, float64 [R].
 
     Eight dense columns `num_*`, seven ids `cat_*` and five id lists `list_*`. Tenure, click share, user, country,
-    device and interests are drawn per session. An item decides its category and advertiser, a user the country.
+    device and interests are drawn per session, the other lists as `lists_per` says. An item decides its category and
+    advertiser, a user the country.
     """
     draws = _Draws(config, random, config.drift_strength * (day - config.start_day).days)
     rows, sessions = len(session_of_row), int(session_of_row.max()) + 1
@@ -121,6 +122,11 @@ def draw_columns(
     countries = draws.attribute("countries", users).take(session_of_row)
     categories = draws.attribute("categories", items)
     hours = draws.numbered("hours", event_us // 3_600_000_000)
+
+    def lists(name: str) -> _Column:
+        once = config.lists_per == "session"
+        return draws.id_list(name, sessions).take(session_of_row) if once else draws.id_list(name, rows)
+
     columns = {
         **{name: draws.dense(name, sessions).take(session_of_row) for name in _SESSION_DENSE},
         **{name: draws.dense(name, rows) for name in _ROW_DENSE},
@@ -132,7 +138,7 @@ def draw_columns(
         "cat_hour_slot": draws.single("cat_hour_slot", hours),
         "cat_advertiser": draws.single("cat_advertiser", draws.attribute("advertisers", items)),
         "list_interests": draws.id_list("list_interests", sessions).take(session_of_row),
-        **{name: draws.id_list(name, rows) for name in _LIST if name != "list_interests"},
+        **{name: lists(name) for name in _LIST if name != "list_interests"},
     }
     effects = np.sum([column.effect for column in columns.values()], axis=0) + _interaction(categories, countries)
     logit = config.base_logit + _BASE_SHIFT * draws.shift("base rate") + config.signal_strength * effects

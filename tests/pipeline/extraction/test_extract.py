@@ -153,6 +153,34 @@ def test_two_fresh_homes_hold_the_same_rows_in_the_same_order(ingest: Any, store
     assert not list((tmp_path / "first" / "tmp").iterdir())
 
 
+def test_rows_of_a_day_are_sorted_by_columns_and_then_as_they_stand(ingest: Any, stored: Any, put: Any) -> None:
+    session, step = [7, 8, 7, 9, 8, 7, 7], [2, 1, 1, 1, 1, 1, 3]
+    put("rows.parquet", user=list(range(7)), label=[0, 1, 0, 1, 0, 1, 0], session=session, step=step,
+        date=[DAY1, DAY1, DAY1, DAY2, DAY1, DAY1, DAY2])  # fmt: skip
+    plain = ingest(BY_DAY, only=[DAY2])
+    result = ingest(BY_DAY, order_by=["session", "step"])
+    assert result.days_written == (DAY1, DAY2)  # stored in another order: another day
+    assert plain.rows == 2
+    assert stored()["user"].tolist() == [2, 5, 0, 1, 4, 6, 3]
+    assert ingest(BY_DAY, order_by=["session", "step"]).days_written == ()
+    assert ingest(BY_DAY).days_written == (DAY1, DAY2)
+    assert stored()["user"].tolist() == [0, 1, 2, 4, 5, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("column", "sentence"),
+    [
+        ("sesion", "ingest.order_by 'sesion': expected a column of the table, got none of that name. Closest: session"),
+        ("liked", "ingest.order_by 'liked': expected one value a row, got a list. Name another column."),
+    ],
+)
+def test_columns_that_rows_cannot_be_sorted_by(ingest: Any, put: Any, column: str, sentence: str) -> None:
+    put("rows.parquet", user=[1], label=[0], session=[2], liked=pa.array([[1, 2]]))
+    with pytest.raises(ConfigError) as error:
+        ingest(FIXED, order_by=[column])
+    assert str(error.value).startswith(sentence)
+
+
 # Bad labels
 
 

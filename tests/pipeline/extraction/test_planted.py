@@ -63,6 +63,22 @@ def test_session_columns_are_constant_in_a_session(first_day: pa.Table) -> None:
     assert (sizes["n"] == 1).mean() == pytest.approx(1 / CONFIG.session_mean_rows, abs=0.03)  # geometric
 
 
+def test_lists_of_a_session_repeat_only_if_asked_for(first_day: pa.Table) -> None:
+    lists = [name for name in first_day.column_names if name.startswith("list_")]
+
+    def changing(log: pa.Table) -> dict[str, bool]:
+        counts = ", ".join(f"max(n_{name}) > 1 AS {name}" for name in lists)
+        by_session = ", ".join(f"count(DISTINCT coalesce({name}::TEXT, 'null')) AS n_{name}" for name in lists)
+        found = duckdb.sql(f"SELECT {counts} FROM (SELECT {by_session} FROM log GROUP BY session_id)").fetchnumpy()
+        return {name: bool(found[name][0]) for name in lists}
+
+    assert changing(first_day) == dict.fromkeys(lists, True) | {"list_interests": False}
+    config = CONFIG.model_copy(update={"lists_per": "session", "session_mean_rows": 10.0})
+    once = pa.Table.from_batches(feature_batches(config, CONFIG.start_day, WINDOW_SECONDS))
+    assert not any(changing(once).values())
+    assert once.num_rows / len(pc.unique(once["session_id"])) == pytest.approx(10, rel=0.1)
+
+
 def test_list_lengths_follow_a_power_law_up_to_the_limit(first_day: pa.Table) -> None:
     lengths = pc.list_value_length(first_day["list_recent_items"]).drop_null().to_numpy()
     assert lengths.min() == 0
