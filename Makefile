@@ -10,6 +10,8 @@ PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11;
 EXTRAS ?=
 INSTALLED = $(patsubst $(VENV)/.extra-%,%,$(wildcard $(VENV)/.extra-*))
 RUN = $(VENV)/bin/python
+# Processes that share the tests.
+TESTERS ?= 2
 PREFECT_PORT ?= 4200
 MLFLOW_PORT ?= 5000
 MODEL ?= demo
@@ -56,10 +58,10 @@ demo: setup  ## logs -> warehouse -> sharded training -> registered model, on ge
 	@echo "look at it: make ui"
 
 test: setup  ## the tests
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest -n $(TESTERS) --dist worksteal
 
 test-slow: setup  ## the long tests: servers, kills, whole runs
-	@$(RUN) -m pytest -m 'slow and not gpu' --timeout=900
+	@$(RUN) -m pytest -n $(TESTERS) --dist worksteal -m 'slow and not gpu' --timeout=900
 
 test-gpu: setup  ## the tests that need CUDA devices, and those of the trainer on one
 	@DLRM_TEST_DEVICE=cuda $(RUN) -m pytest -m gpu --timeout=900
