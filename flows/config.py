@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvaluationConfig
 from pipeline.evaluation.gate import GateConfig
 from pipeline.extraction.extract import IngestConfig, SourceConfig
+from pipeline.joined.source import contents, pin
 from pipeline.policy import Policy
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.registration.tracking import RegistrationConfig
@@ -27,7 +28,7 @@ from pipeline.search.release import ReleaseConfig
 from pipeline.selection import SplitConfig, check_filter
 from pipeline.training.config import TrainConfig
 from pipeline.transforms.sampling import Sampling
-from storage.warehouse import NAME, WarehouseConfig
+from storage.warehouse import NAME, Warehouse, WarehouseConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 """The project's folder: relative paths of a config start here."""
@@ -175,7 +176,17 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
         if self.registration.weights != "fp32":  # another model than the one that stands in the registry
             values["weights"] = self.registration.weights
-        return values
+        return values | {"features": self._features(values["features"])}
+
+    def _features(self, values: dict[str, Any]) -> dict[str, Any]:
+        """What decides the features: of side sources that are joined, what is in them; nothing where there are none."""
+        joined = [source for source in self.features.joined if not source.stored]
+        others = {key: value for key, value in values.items() if key != "joined"}
+        if not joined:
+            return others
+        warehouse = Warehouse(self.warehouse, self.home_path / "warehouse")
+        found = [contents(pinned, warehouse) for pinned in pin(joined, ROOT, warehouse)]
+        return others | {"joined": [source.model_dump(mode="json") for source in joined], "joined_contents": found}
 
     def identity(self, snapshot_id: int) -> str:
         """Names a training by its inputs: snapshot and semantics."""

@@ -197,8 +197,7 @@ def judged_rows(config: RunConfig, today: Today) -> DataSpec:
 
 def _parts(config: RunConfig, today: Today, days: Sequence[datetime.date]) -> dict[Part, DataSpec]:
     """The split's parts of some days; those of the test part are the newest day's alone."""
-    warehouse = warehouse_of(config)
-    data = specs(config, today.snapshot, warehouse.schema(today.snapshot))
+    data = specs(config, today.snapshot)
     chosen: Mapping[Part, Sequence[datetime.date]] = {"train": days, "valid": days, "test": (today.day,)}
     return {part: _on(spec, chosen[part]) for part, spec in data.items()}
 

@@ -12,10 +12,12 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 from pydantic import BaseModel
 
-from flows.config import RunConfig
+from flows.config import ROOT, RunConfig
 from flows.progress import Logger
 from flows.record import commit, run_name
 from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.joined.reader import filter_schema, schema_of
+from pipeline.joined.source import Pinned, pin
 from pipeline.preprocessing.worker import DataSpec, count_rows, fitted_plan
 from pipeline.rank import Start
 from pipeline.registration.register import IDENTITY, columns_of, find, whole
@@ -132,8 +134,8 @@ def selected(config: RunConfig, snapshot_id: int | None) -> tuple[SnapshotRef, d
     if snapshot_id is not None:
         snapshot = SnapshotRef(table=config.name, snapshot_id=snapshot_id)
     if config.filter is not None:
-        check_filter(config.filter, warehouse.table(config.name).schema())
-    return snapshot, specs(config, snapshot, warehouse.schema(snapshot))
+        check_filter(config.filter, filter_schema(warehouse, snapshot, joined_of(config)))
+    return snapshot, specs(config, snapshot)
 
 
 def prepared(config: RunConfig, snapshot_id: int | None) -> tuple[SnapshotRef, DataSpec, int]:
@@ -193,9 +195,21 @@ def alone(config: RunConfig, work: str, logger: Logger) -> Iterator[None]:
         lock.release()
 
 
-def specs(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> dict[Part, DataSpec]:
+def joined_of(config: RunConfig) -> tuple[Pinned, ...]:
+    """The side sources that are joined when rows are read, as they are now."""
+    sources = [source for source in config.features.joined if not source.stored]
+    return pin(sources, ROOT, warehouse_of(config))
+
+
+def columns_at(config: RunConfig, snapshot: SnapshotRef) -> pa.Schema:
+    """The columns that a training can name: those of the table and of side sources."""
+    return schema_of(warehouse_of(config), snapshot, joined_of(config))
+
+
+def specs(config: RunConfig, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
     """Selections of a snapshot's rows with the plan that is built for its columns."""
-    warehouse = warehouse_of(config)
+    warehouse, joined = warehouse_of(config), joined_of(config)
+    schema = schema_of(warehouse, snapshot, joined)
     plan = build_plan(config.features, schema)
     evaluation = config.evaluation
     extra = evaluation.columns
@@ -236,6 +250,7 @@ def specs(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> dict[P
                 plan=plan,
                 label=config.features.label,
                 extra=tuple(dict.fromkeys([*extra, DAY, *resampled])) if part == "test" else (),
+                joined=joined,
             )
     return found
 

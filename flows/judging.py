@@ -12,13 +12,14 @@ import torch
 from pydantic import BaseModel
 
 from flows.config import RunConfig
-from flows.job import TrainingJob, tracker_of, warehouse_of
+from flows.job import TrainingJob, columns_at, tracker_of, warehouse_of
 from flows.progress import Progress
 from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvalReport, Evaluation, EvaluationConfig, Scored
 from pipeline.evaluation.gate import Verdict, compare
 from pipeline.evaluation.importance import FeatureWorth, Study
 from pipeline.evaluation.metrics import Floats
+from pipeline.joined.reader import schema_of
 from pipeline.lifetime import die_with_parent
 from pipeline.preprocessing.worker import DataSpec, Worker
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, holder, move
@@ -128,7 +129,7 @@ def judge(config: RunConfig, job: TrainingJob, model: Path, progress: Progress, 
     fetched, groups = Path(job.folder) / "champion", Path(job.folder) / "groups"
     shutil.rmtree(groups, ignore_errors=True)  # of an attempt that was killed
     try:
-        champion, columns, error = _champion(config, version, warehouse.schema(job.snapshot).names, fetched)
+        champion, columns, error = _champion(config, version, columns_at(config, job.snapshot).names, fetched)
         spec = job.data["test"]
         extra = tuple(dict.fromkeys([*spec.extra, *columns]))
         comparison = Comparison(
@@ -168,7 +169,7 @@ def quality(config: RunConfig, spec: DataSpec, rows: int, model: Path, progress:
     """
     groups, warehouse, columns = model.parent / "groups", warehouse_of(config), plan_of(model).columns
     shutil.rmtree(groups, ignore_errors=True)  # of an attempt that was killed
-    known = warehouse.schema(spec.snapshot).names
+    known = schema_of(warehouse, spec.snapshot, spec.joined).names
     if absent := [name for name in columns if name not in known]:
         raise ConfigError(
             f"table '{config.name}'", f"the columns that the champion reads, {', '.join(absent)} among them", "none",

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from pydantic import BaseModel
 
 from flows.config import RunConfig
-from flows.job import tracker_of, warehouse_of
+from flows.job import joined_of, tracker_of, warehouse_of
 from flows.progress import Progress
 from pipeline.registration.aliases import chosen
 from pipeline.registration.register import packed
@@ -48,7 +48,8 @@ def score_days(
     tracker, warehouse = tracker_of(config), warehouse_of(config)
     number, identity = chosen(tracker, config.model_name, version)
     source = warehouse.current(config.name)
-    work = planned(config.scoring, warehouse, source, config.filter, identity, start, end, again)
+    joined = joined_of(config)
+    work = planned(config.scoring, warehouse, source, config.filter, identity, start, end, again, joined)
     rows, mean, speed = 0, None, None
     if work.todo:
         model = _fetched(tracker, config.model_name, number, config.home_path / "tmp")

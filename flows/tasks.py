@@ -21,6 +21,7 @@ from flows.job import (
     REGISTERED,
     TrainingJob,
     alone,
+    columns_at,
     own_folder,
     pinned,
     prepared,
@@ -465,7 +466,7 @@ def finished(config: RunConfig, job: TrainingJob) -> dict[str, Any]:
 
 def _packed(config: RunConfig, job: TrainingJob, trained: Trained, form: Weights = "fp32") -> Path:
     folder = Path(job.folder) / ("model" if form == "fp32" else f"{form}/model")  # MLflow keeps the last part as a name
-    schema, defaults = warehouse_of(config).schema(job.snapshot), config.registration.defaults
+    schema, defaults = columns_at(config, job.snapshot), config.registration.defaults
     return pack(folder, Path(trained.weights), job.plan, config.model, schema, form, defaults)
 
 

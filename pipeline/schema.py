@@ -4,9 +4,9 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from pipeline.errors import ConfigError
 from pipeline.transforms.column import Kind
@@ -24,6 +24,47 @@ def _listed(value: Any) -> Any:
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
 """One name or several."""
+
+
+class Joined(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """A side source whose columns are joined to the rows by key: features that the table does not have, or not yet."""
+
+    path: str | tuple[str, ...] | None = None
+    """Parquet or CSV files: a path, a glob, or several; below the project root unless absolute."""
+    table: str | None = None
+    """Another table of the warehouse, instead of files."""
+    on: Names
+    """Key columns, in the rows and in the side source; unique there, within a day where it has days."""
+    columns: Names = ("*",)
+    """Names or patterns of the columns to add."""
+    day_column: str | None = None
+    """Column of the side source (date, timestamp or ISO text) with the day whose rows it is joined to: a process then
+    holds days of it, not all. None: joined to all days."""
+    prefix: str = ""
+    """Put before the names of the added columns."""
+    stored: bool = False
+    """Whether `flows.enrich` has written the columns into the table; they are read there then, and not joined."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.table is None):
+            raise ConfigError("features.joined", "either `path` or `table`", "both or neither", "Give exactly one.")
+        if self.table is not None and self.day_column not in (None, "day"):
+            raise ConfigError(
+                f"features.joined '{self.table}'", "day_column 'day', by which a table is parted, or none",
+                f"'{self.day_column}'", "Correct day_column.",
+            )  # fmt: skip
+        return self
+
+    @property
+    def name(self) -> str:
+        """The source as the user knows it."""
+        return self.table or (self.path if isinstance(self.path, str) else ", ".join(self.path or ()))
+
+    def may_add(self, pattern: str) -> bool:
+        """Whether a column of this name, or one that this pattern takes, may be among the added ones."""
+        names = [f"{self.prefix}{name}" for name in self.columns]
+        return any(fnmatch.fnmatchcase(pattern, name) or fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 class Group(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -71,6 +112,8 @@ class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     """Column of outcomes, 0 or 1."""
     derived: tuple[AnyOp, ...] = ()
     """Columns made of others, in any order: ops with `inputs` and an `output`, which the groups can then name."""
+    joined: tuple[Joined, ...] = ()
+    """Side sources whose columns the groups can name without their being in the table."""
     dense: tuple[DenseGroup, ...] = ()
     sparse: tuple[SparseGroup, ...] = Field(min_length=1)
 

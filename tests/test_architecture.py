@@ -8,7 +8,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {"flows": {"flows", "pipeline", "storage", "models"}, "pipeline": {"pipeline", "storage", "models"}, "storage": {"storage"}, "models": {"models"}}  # fmt: skip
-GROUND = {"errors", "schema", "figure", "selection", "batch", "checkpoint", "saver", "lifetime", "policy", "transforms"}
+GROUND = {
+    "errors",
+    "schema",
+    "figure",
+    "selection",
+    "batch",
+    "checkpoint",
+    "saver",
+    "lifetime",
+    "policy",
+    "transforms",
+    "files",
+    "joined",
+}
 """Modules of pipeline/ that all stages may import; none of them imports a stage."""
 STAGES = {"extraction", "preprocessing", "training", "evaluation", "registration", "scoring", "search"}
 COMPOSITION_ROOTS = {"rank", "rehearsal"}

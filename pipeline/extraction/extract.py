@@ -21,7 +21,8 @@ from pipeline.extraction.generator import write_logs
 from pipeline.extraction.generator_config import GeneratorConfig
 from pipeline.extraction.join import Outcomes, add_labels
 from pipeline.extraction.samples import add_types, count_rows
-from pipeline.extraction.sources import Format, Lookup, add_lookups, create_view, files_of, first_line
+from pipeline.extraction.sources import Format, Lookup, add_lookups, create_view, first_line
+from pipeline.files import files_of, stamp
 from pipeline.schema import FeatureSchema, resolve
 from storage.query import connect, quoted
 from storage.reader import DAY, SnapshotRef
@@ -359,7 +360,7 @@ def _in(days: list[Day]) -> str:
 
 def _stamps(files: Iterable[Path]) -> str:
     """Name, size and time of change of files: what tells that a file is the one already read."""
-    return json.dumps([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+    return json.dumps([stamp(path) for path in files])
 
 
 def _fingerprint(value: object) -> str:

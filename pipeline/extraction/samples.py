@@ -1,6 +1,7 @@
 """The typed, labelled view that is written."""
 
 import datetime
+import fnmatch
 from collections.abc import Sequence
 
 import duckdb
@@ -76,19 +77,32 @@ def add_types(
 def _dense_columns(schema: FeatureSchema, names: list[str]) -> list[str]:
     """Columns that are read as numbers, all of the schema's columns checked to be there."""
     derived = [op.output for op in schema.derived]
+    known = [*names, *derived]
     found: list[str] = []
     for dense in schema.dense:
-        columns = resolve(dense.columns, [*names, *derived], "features.dense column")
+        columns = _resolved(schema, dense.columns, known, "features.dense column")
         found += columns if dense.kind_read("dense") == "dense" else []
     for sparse in schema.sparse:
-        columns = resolve(sparse.columns, [*names, *derived], "features.sparse column")
+        columns = _resolved(schema, sparse.columns, known, "features.sparse column")
         found += columns if sparse.kind_read("sparse") == "dense" else []
     for op in schema.derived:
         for name, kind in zip(op.inputs, input_kinds(op), strict=False):
-            if name not in (*names, *derived):
-                raise absent(f"{op.kind} of '{op.output}', input", name, [*names, *derived])
+            if name not in known:
+                if _joined(schema, name):
+                    continue
+                raise absent(f"{op.kind} of '{op.output}', input", name, known)
             found += [name] if kind == "dense" else []
     return [name for name in dict.fromkeys(found) if name not in derived]
+
+
+def _resolved(schema: FeatureSchema, patterns: Sequence[str], known: Sequence[str], where: str) -> list[str]:
+    """Columns of the source that the patterns name; those of side sources are joined later, when rows are read."""
+    own = [name for name in patterns if fnmatch.filter(known, name) or not _joined(schema, name)]
+    return resolve(own, known, where)
+
+
+def _joined(schema: FeatureSchema, pattern: str) -> bool:
+    return any(joined.may_add(pattern) for joined in schema.joined)
 
 
 def _check_text(connection: duckdb.DuckDBPyConnection, view: str, columns: list[str]) -> None:

@@ -1,7 +1,5 @@
 """Parquet, CSV, Criteo TSV and side tables as DuckDB views of one shape."""
 
-import glob
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -10,6 +8,7 @@ import duckdb
 from pydantic import BaseModel
 
 from pipeline.errors import ConfigError, DataError
+from pipeline.files import CSV
 from pipeline.schema import Names
 from storage.query import quoted
 
@@ -29,10 +28,6 @@ ROW = "file_row_number"
 """Column added for joins, which do not keep the order of rows: with FILE it gives the order back."""
 
 
-CSV = re.compile(r"\.csv(\.\w+)?$", re.IGNORECASE)
-"""Names of CSV files, compressed ones too."""
-
-
 class Lookup(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """A side table whose columns are added to every row with the same key."""
 
@@ -40,23 +35,6 @@ class Lookup(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
     """Parquet or CSV file, or a glob."""
     on: Names
     """Key columns, in the rows and in the side table; unique in the side table."""
-
-
-def files_of(pattern: str | Sequence[str], root: Path, where: str) -> list[Path]:
-    """Files that a path, a glob or several of them name, sorted by name.
-
-    Raises:
-        ConfigError: If there is none.
-    """
-    patterns = [pattern] if isinstance(pattern, str) else list(pattern)
-    names = [str(Path(text).expanduser()) for text in patterns]
-    found = {root / path for name in names for path in [name, *glob.glob(name, root_dir=root, recursive=True)]}
-    files = sorted({path.resolve() for path in found if path.is_file()})  # a file named twice is read once
-    if not files:
-        raise ConfigError(
-            where, "at least one file", f"none at '{', '.join(patterns)}'", "Correct the path, or put the data there."
-        )
-    return files
 
 
 def create_view(

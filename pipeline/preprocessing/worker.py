@@ -14,6 +14,8 @@ import pyarrow as pa
 from pydantic import BaseModel
 
 from pipeline.errors import DataError
+from pipeline.joined.reader import reader_of
+from pipeline.joined.source import Pinned
 from pipeline.preprocessing import kernels
 from pipeline.preprocessing.batches import BatchWork, Window, chunks_of, deal_out
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Writer
@@ -38,6 +40,8 @@ class DataSpec(BaseModel, frozen=True):
     label: str
     extra: tuple[str, ...] = ()
     """Further columns handed through as they are, for evaluation."""
+    joined: tuple[Pinned, ...] = ()
+    """Side sources of columns that the table does not have."""
 
 
 @dataclass
@@ -85,7 +89,7 @@ class Worker:
         self.spec = spec
         warehouse = Warehouse(spec.warehouse, Path(spec.home)) if warehouse is None else warehouse
         columns = dict.fromkeys([*spec.plan.columns, spec.label, *spec.extra, *spec.selection.key_columns()])
-        self.reader = warehouse.reader(spec.snapshot, list(columns), spec.selection.expression())
+        self.reader = reader_of(warehouse, spec.snapshot, list(columns), spec.selection.expression(), spec.joined)
         rows = max((feature.rows for feature in spec.plan.sparse), default=0)
         self.id_type = "int32" if rows <= np.iinfo(np.int32).max else "int64"
         self.orders: dict[tuple[int, int, int, int], npt.NDArray[np.int64]] = {}
@@ -251,6 +255,6 @@ def fitted_plan(spec: DataSpec, warehouse: Warehouse) -> Plan:
 
 def _chunks(spec: DataSpec, warehouse: Warehouse, columns: Sequence[str]) -> Iterator[pa.Table]:
     wanted = list(dict.fromkeys([*columns, *spec.selection.key_columns()]))
-    reader = warehouse.reader(spec.snapshot, wanted, spec.selection.expression())
+    reader = reader_of(warehouse, spec.snapshot, wanted, spec.selection.expression(), spec.joined)
     for fragment in reader.fragments(spec.selection.days):
         yield spec.selection.keep(reader.read(fragment))

@@ -13,9 +13,11 @@ from pydantic import AfterValidator, BaseModel, PositiveInt
 from pyiceberg.expressions import BooleanExpression
 
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
+from pipeline.joined.reader import Reader, filter_schema, reader_of, schema_of
+from pipeline.joined.source import Pinned, contents
 from pipeline.schema import absent
 from pipeline.selection import Selection, check_filter
-from storage.reader import DAY, SnapshotReader, SnapshotRef
+from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 
 PROBABILITY, VERSION = "probability", "model_version"
@@ -65,6 +67,8 @@ class ScoringWork(BaseModel, frozen=True):
     """Rows of the days in `todo`."""
     done: tuple[datetime.date, ...]
     """Days whose scores stand there already, or that have no row to score."""
+    joined: tuple[Pinned, ...] = ()
+    """Side sources of columns that the table does not have."""
 
 
 class Scored(BaseModel, frozen=True):
@@ -83,6 +87,7 @@ def planned(
     start: datetime.date | None = None,
     end: datetime.date | None = None,
     again: bool = False,
+    joined: tuple[Pinned, ...] = (),
 ) -> ScoringWork:
     """Which days of a snapshot are to be scored; nothing but metadata is read, and the filter's columns.
 
@@ -91,22 +96,24 @@ def planned(
         start: First day; None: the table's.
         end: Last day; None: the table's.
         again: Scores days that are done, too.
+        joined: Side sources of columns that the table does not have.
     Raises:
         ConfigError: If a column to keep, or one of the filter, is not in the table.
         EmptyDatasetError: If there is no day in the range, or no row to score.
     """
-    schema, table = warehouse.schema(source), f"{source.table}_{SCORES}"
+    schema, table = schema_of(warehouse, source, joined), f"{source.table}_{SCORES}"
     for name in config.keep:
         if name not in schema.names:
             raise absent("scoring.keep", name, schema.names)
     if row_filter is not None:
-        check_filter(row_filter, warehouse.table(source.table).schema())
+        check_filter(row_filter, filter_schema(warehouse, source, joined))
     days = _in_range(warehouse.day_rows(source), start, end)
-    contents = warehouse.day_contents(source)
-    identities = {day: _fingerprint([model, contents[day], config.keep, row_filter]) for day in days}
+    stands, beside = warehouse.day_contents(source), [contents(pinned, warehouse) for pinned in joined]
+    taken = [config.keep, row_filter, *beside]
+    identities = {day: _fingerprint([model, stands[day], *taken]) for day in days}
     stored = warehouse.written_days(table)
     stale = [day for day in days if again or stored.get(day) != identities[day]]
-    rows = _counted(warehouse, source, row_filter, {day: days[day] for day in stale})
+    rows = _counted(warehouse, source, row_filter, {day: days[day] for day in stale}, joined)
     todo = {day: identities[day] for day in stale if rows[day] or day in stored}
     if not todo and not stored:
         raise EmptyDatasetError(f"filter '{row_filter}'", "at least one row to score", "none", "Change the filter.")
@@ -118,6 +125,7 @@ def planned(
         todo=todo,
         rows={day: rows[day] for day in todo},
         done=tuple(day for day in days if day not in todo),
+        joined=joined,
     )
 
 
@@ -138,7 +146,7 @@ def score(
         ConfigError: If the table lacks a column that the model reads; nothing is read or written then.
         DataError: If a row's score is not a number; the days before stay written.
     """
-    schema = warehouse.schema(work.source)
+    schema = schema_of(warehouse, work.source, work.joined)
     lacking = [name for name in model.columns if name not in schema.names]
     if lacking:
         raise ConfigError(
@@ -146,7 +154,8 @@ def score(
             f"none named {', '.join(lacking)}", "Ingest them, or name another version: version=N.",
         )  # fmt: skip
     columns = list(dict.fromkeys([*model.columns, *work.keep]))
-    reader = warehouse.reader(work.source, [DAY, *(name for name in columns if name != DAY)], _expression(work.filter))
+    read = [DAY, *(name for name in columns if name != DAY)]
+    reader = reader_of(warehouse, work.source, read, _expression(work.filter), work.joined)
     kept = [pa.field(name, _plain(schema.field(name).type)) for name in work.keep]
     written = pa.schema(
         [pa.field(DAY, pa.date32()), *kept, pa.field(PROBABILITY, pa.float64()), pa.field(VERSION, pa.int64())]
@@ -186,20 +195,24 @@ def _in_range(
 
 
 def _counted(
-    warehouse: Warehouse, source: SnapshotRef, row_filter: str | None, rows: Mapping[datetime.date, int]
+    warehouse: Warehouse,
+    source: SnapshotRef,
+    row_filter: str | None,
+    rows: Mapping[datetime.date, int],
+    joined: tuple[Pinned, ...],
 ) -> dict[datetime.date, int]:
     """Rows of each day that the filter keeps, given those of whole days."""
     if row_filter is None:
         return dict(rows)
     counts = dict.fromkeys(rows, 0)
     if rows:
-        reader = warehouse.reader(source, [DAY], _expression(row_filter))
+        reader = reader_of(warehouse, source, [DAY], _expression(row_filter), joined)
         for fragment in reader.fragments(rows):
             counts[fragment.day] += sum(batch.num_rows for batch in reader.batches(fragment))
     return counts
 
 
-def _batches(reader: SnapshotReader, days: Sequence[datetime.date]) -> Iterator[pa.RecordBatch]:
+def _batches(reader: Reader, days: Sequence[datetime.date]) -> Iterator[pa.RecordBatch]:
     for fragment in reader.fragments(days):
         yield from (batch for batch in reader.batches(fragment) if batch.num_rows)
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.extraction.sources import CRITEO_COLUMNS, files_of
+from pipeline.extraction.sources import CRITEO_COLUMNS
 
 DAY = datetime.date(2024, 1, 1)
 FRAME = pd.DataFrame(
@@ -19,35 +19,6 @@ FRAME = pd.DataFrame(
 
 def save(frame: pd.DataFrame, path: Path) -> None:
     frame.to_parquet(path, index=False) if path.suffix == ".parquet" else frame.to_csv(path, index=False)
-
-
-# Files
-
-
-def test_files_by_path_glob_or_several(tmp_path: Path) -> None:
-    for name in ("b.csv", "a.csv", "deep/er/c.csv", "x[1].csv"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x\n")
-    assert files_of("b.csv", tmp_path, "w") == [tmp_path / "b.csv"]
-    assert files_of(str(tmp_path / "b.csv"), Path("/nowhere"), "w") == [tmp_path / "b.csv"]
-    assert files_of("?.csv", tmp_path, "w") == [tmp_path / "a.csv", tmp_path / "b.csv"]
-    assert files_of("deep/**/*.csv", tmp_path, "w") == [tmp_path / "deep/er/c.csv"]
-    assert files_of(["b.csv", "*.csv"], tmp_path, "w") == [tmp_path / name for name in ("a.csv", "b.csv", "x[1].csv")]
-    assert files_of("x[1].csv", tmp_path, "w") == [tmp_path / "x[1].csv"]
-    odd = tmp_path / "root[2]"
-    odd.mkdir()
-    (odd / "a.csv").write_text("x\n")
-    assert files_of("*.csv", odd, "w") == [odd / "a.csv"]  # a root is no pattern
-
-
-def test_no_files_are_an_error(tmp_path: Path) -> None:
-    (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(ConfigError) as error:
-        files_of(["*.csv", "no.parquet"], tmp_path, "source.path")
-    assert str(error.value) == (
-        "source.path: expected at least one file, got none at '*.csv, no.parquet'. "
-        "Correct the path, or put the data there."
-    )
 
 
 # Formats

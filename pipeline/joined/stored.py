@@ -1,0 +1,91 @@
+"""Columns of a side source as the warehouse stores them, as its keys are compared, and as days."""
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.errors import ConfigError, DataError
+
+SMALL = {pa.int8(): pa.int32(), pa.int16(): pa.int32(), pa.uint8(): pa.int32(), pa.uint16(): pa.int32()}
+WIDER = {**SMALL, pa.uint32(): pa.int64(), pa.uint64(): pa.int64(), pa.float16(): pa.float32()}
+KEPT = {pa.bool_(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.date32()}
+
+
+def stored_type(where: str, kind: pa.DataType) -> pa.DataType:
+    """The type that the warehouse keeps a column in, as an ingest would: the one that its reader gives back.
+
+    Raises:
+        DataError: If there is none.
+    Example:
+        >>> stored_type("column 'x'", pa.list_(pa.uint16()))
+        LargeListType(large_list<item: int32>)
+    """
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return pa.large_list(_plain(where, kind.value_type))
+    return _plain(where, kind)
+
+
+def _plain(where: str, kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_dictionary(kind):
+        return _plain(where, kind.value_type)
+    if kind in KEPT:
+        return kind
+    if kind in WIDER:
+        return WIDER[kind]
+    if pa.types.is_decimal(kind):
+        return pa.float64()
+    if pa.types.is_date64(kind):
+        return pa.date32()
+    if pa.types.is_timestamp(kind):
+        return pa.timestamp("us", "UTC" if kind.tz else None)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return pa.large_string()
+    raise DataError(where, "numbers, text, dates or lists of them", f"type {kind}", "Leave it out of `columns`.")
+
+
+def in_stored_form(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    """A column as the type that `stored_type` gives; ids above 2^63 keep all their bits."""
+    return array if array.type == kind else array.cast(kind, safe=False)
+
+
+def in_key_form(where: str, array: pa.Array) -> pa.Array:
+    """A key column as keys are compared: integers with integers, text with text, dates with dates.
+
+    Raises:
+        ConfigError: If its values cannot be keys.
+    """
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        array, kind = array.dictionary_decode(), kind.value_type
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        return array.cast(pa.int64(), safe=False)
+    if pa.types.is_date(kind):
+        return array.cast(pa.date32())
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return array.cast(pa.large_string())
+    raise ConfigError(where, "integers, text or dates", f"{kind}", "Convert it, or name another column.")
+
+
+def key_type(where: str, kind: pa.DataType) -> pa.DataType:
+    """The type that keys of a type are compared in. Errors as of `in_key_form`."""
+    return in_key_form(where, pa.array([], kind)).type
+
+
+def day_of(where: str, array: pa.Array) -> pa.Array:
+    """The day of each value of a date, a timestamp (in UTC) or an ISO text.
+
+    Raises:
+        DataError: If a value is none of these.
+    """
+    kind = array.type
+    if pa.types.is_timestamp(kind) and kind.tz:
+        array = array.cast(pa.timestamp(kind.unit, "UTC")).cast(pa.timestamp(kind.unit))
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        array = pc.utf8_slice_codeunits(array, 0, 10)
+    elif not (pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
+        raise DataError(where, "dates, timestamps or ISO text", f"{kind}", "Name another column.")
+    try:
+        return array.cast(pa.date32(), safe=False)
+    except pa.ArrowInvalid as error:
+        raise DataError(
+            where, "dates, timestamps or ISO text", f"{error}".split("\n")[0], "Mend the values."
+        ) from error
