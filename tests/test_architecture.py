@@ -18,6 +18,7 @@ GROUND = {
     "saver",
     "lifetime",
     "policy",
+    "profile",
     "transforms",
     "files",
     "joined",

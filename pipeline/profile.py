@@ -1,0 +1,290 @@
+"""What the columns of a table look like, day by day: measured by DuckDB, kept in a table of its own."""
+
+import datetime
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+
+from storage.query import quoted
+from storage.reader import DAY, SnapshotRef
+from storage.warehouse import Warehouse
+
+PROFILE = "profile"
+"""Suffix of the table that holds the statistics of another."""
+TRAILING_DAYS = 7
+"""Days before a day that it is compared with."""
+BUCKETS = 16
+AT_A_TIME = 1_500
+"""Sketches held at once, days times columns; more columns take several passes over the rows."""
+SCHEMA = pa.schema(
+    {
+        DAY: pa.date32(),
+        "column": pa.string(),
+        "kind": pa.string(),
+        "rows": pa.int64(),
+        "present": pa.int64(),
+        "mean_length": pa.float64(),
+        "p99_length": pa.int64(),
+        "max_length": pa.int64(),
+        "distinct": pa.int64(),
+        "mean": pa.float64(),
+        "deviation": pa.float64(),
+        "minimum": pa.float64(),
+        "maximum": pa.float64(),
+        "histogram": pa.list_(pa.int64()),
+        "drift": pa.float64(),
+    }
+)
+"""One row for a column and day. `present` counts rows with a value: not null, not NaN, no empty list. Lengths are of
+present lists. `distinct` is approximate. Moments and bounds leave out what is not finite; whole numbers have them."""
+
+Row = dict[str, Any]
+_WHOLE = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "BOOLEAN")
+_REAL = ("FLOAT", "DOUBLE")
+_LARGEST = "1e150"
+"""Above it squares are infinite: such values count as present, and in nothing else."""
+
+
+def profile_name(table: str) -> str:
+    """Name of the table that holds the statistics of `table`."""
+    return f"{table}_{PROFILE}"
+
+
+def profiles(warehouse: Warehouse, table: str, days: Collection[datetime.date] | None = None) -> pa.Table:
+    """Stored statistics of a table, by day and column; days that have none are left out.
+
+    Args:
+        days: The days asked for; None: all.
+    """
+    name = profile_name(table)
+    if not warehouse.has_table(name) or warehouse.table(name).current_snapshot() is None:
+        return SCHEMA.empty_table()
+    reader = warehouse.reader(warehouse.current(name), SCHEMA.names)
+    parts = [reader.read(fragment) for fragment in reader.fragments(days)] if days is None or days else []
+    whole = pa.concat_tables([SCHEMA.empty_table(), *(part.cast(SCHEMA) for part in parts)])
+    return whole.sort_by([(DAY, "ascending"), ("column", "ascending")])
+
+
+def store(warehouse: Warehouse, table: str, measured: pa.Table, days: Mapping[datetime.date, str]) -> SnapshotRef:
+    """Replaces the statistics of days of a table; a day without rows in `measured` loses those it had.
+
+    Args:
+        days: Day -> identity of what was written to the table.
+    """
+    rows = measured.cast(SCHEMA)
+    return warehouse.replace_days(profile_name(table), days, SCHEMA, rows.to_batches(), rows.num_rows)
+
+
+def measure(connection: duckdb.DuckDBPyConnection, view: str, numbers: Collection[str] = ()) -> pa.Table:
+    """Statistics of all columns of a view, by day; `drift` is left open.
+
+    Memory holds sketches, not rows. Columns are measured in groups, each in one pass over the view.
+
+    Args:
+        view: Has the column `day`; columns whose names begin with `__` are passed over.
+        numbers: Integer columns that are counts or the label, not ids.
+    """
+    types = dict(zip(connection.view(view).columns, map(str, connection.view(view).types), strict=True))
+    columns = {name: kind for name, kind in types.items() if name != DAY and not name.startswith("__")}
+    counts = dict(connection.sql(f"SELECT {DAY}, count(*) FROM {quoted(view)} GROUP BY {DAY}").fetchall())
+    return _measured(connection, lambda needed: quoted(view), columns, counts, numbers)
+
+
+def measure_days(
+    connection: duckdb.DuckDBPyConnection,
+    warehouse: Warehouse,
+    snapshot: SnapshotRef,
+    days: Collection[datetime.date],
+    numbers: Collection[str] = (),
+    columns: Collection[str] | None = None,
+) -> pa.Table:
+    """Statistics of days that are written already; else as `measure`.
+
+    Args:
+        columns: Those to measure; None: all. No others are read.
+    """
+    stored = warehouse.day_rows(snapshot)
+    counts = {day: stored[day] for day in days if day in stored}
+    names = [name for name in columns or warehouse.schema(snapshot).names if name != DAY]
+    reader = warehouse.reader(snapshot, names)
+    connection.register("no_rows", reader.empty())
+    types = dict(zip(names, map(str, connection.view("no_rows").types), strict=True))
+
+    def rows(needed: Collection[str]) -> str:
+        """The columns as a relation that can be read once; by field id: a name may have had another column before."""
+        reader = warehouse.reader(snapshot, [DAY, *needed])
+        batches = (batch for fragment in reader.fragments(counts) for batch in reader.batches(fragment))
+        connection.register("stored_rows", pa.RecordBatchReader.from_batches(reader.empty().schema, batches))
+        return "stored_rows"
+
+    return _measured(connection, rows, types, counts, numbers)
+
+
+def with_drift(measured: pa.Table, earlier: pa.Table, trailing_days: int = TRAILING_DAYS) -> pa.Table:
+    """The statistics with `drift` of each day against the days before it, which `earlier` and the table itself hold."""
+    fresh = set(measured[DAY].to_pylist())
+    before = [row for row in earlier.select([DAY, "column", "histogram"]).to_pylist() if row[DAY] not in fresh]
+    histograms: dict[str, dict[datetime.date, list[int]]] = {}
+    for row in [*before, *measured.select([DAY, "column", "histogram"]).to_pylist()]:
+        histograms.setdefault(row["column"], {})[row[DAY]] = row["histogram"]
+    drifts: list[float | None] = []
+    for day, column in zip(measured[DAY].to_pylist(), measured["column"].to_pylist(), strict=True):
+        past = [other for other in sorted(histograms[column]) if other < day][-trailing_days:]
+        drifts.append(stability(histograms[column][day], [histograms[column][other] for other in past]))
+    return measured.set_column(SCHEMA.get_field_index("drift"), "drift", pa.array(drifts, pa.float64()))
+
+
+def stability(histogram: Sequence[int] | None, earlier: Sequence[Sequence[int] | None]) -> float | None:
+    """Population stability index of a histogram against the sum of earlier ones; None where one is empty.
+
+    Half a value is added to each bucket, so that an empty one does not make it infinite.
+
+    Example:
+        >>> stability([10, 10], [[50, 50]]), round(stability([90, 10], [[50, 50]]), 2)
+        (0.0, 0.85)
+    """
+    counts = [np.asarray(one, float) for one in earlier if one and sum(one) > 0]
+    if not histogram or sum(histogram) == 0 or not counts:
+        return None
+    new, old = np.asarray(histogram, float) + 0.5, np.sum(counts, axis=0) + 0.5
+    new, old = new / new.sum(), old / old.sum()
+    return float(np.sum((new - old) * np.log(new / old)))
+
+
+Rows = Callable[[Collection[str]], str]
+"""Columns -> a relation that has them and `day`, in SQL."""
+
+
+def _measured(
+    connection: duckdb.DuckDBPyConnection,
+    rows: Rows,
+    columns: Mapping[str, str],
+    counts: Mapping[datetime.date, int],
+    numbers: Collection[str],
+) -> pa.Table:
+    kinds = {name: _kind(kind, name in numbers) for name, kind in columns.items()}
+    found: list[Row] = []
+    for names in _groups([name for name in columns if not columns[name].endswith("[]")], len(counts)):
+        parts = {name: _plain_parts(name, columns[name], kinds[name]) for name in names}
+        found += _rows(connection, _query(rows(names), parts), names)
+    for names in _groups([name for name in columns if columns[name].endswith("[]")], len(counts)):
+        lengths = _rows(connection, _query(rows(names), {name: _length_parts(name) for name in names}), names)
+        found += [row | _length_statistics(row.pop("lengths") or {}) for row in lengths]
+    known = {(row[DAY], row["column"]): row for row in found}
+    for text in (False, True):  # one pass takes items of one type
+        lists = [name for name in columns if kinds[name] == "ids" and columns[name].startswith("VARCHAR") == text]
+        for names in _groups(lists, len(counts)):
+            for day, number, distinct, buckets in connection.sql(_item_query(rows(names), names, text)).fetchall():
+                known[day, names[number]] |= {"distinct": distinct, "histogram": buckets}
+    for row in found:
+        row |= {"kind": kinds[row["column"]], "rows": counts[row[DAY]], "histogram": _counts(row.get("histogram"))}
+    return pa.Table.from_pylist(found, SCHEMA).sort_by([(DAY, "ascending"), ("column", "ascending")])
+
+
+def _groups(columns: list[str], days: int) -> Iterator[list[str]]:
+    """Columns that are measured together."""
+    size = max(1, AT_A_TIME // max(1, days))
+    return (columns[start : start + size] for start in range(0, len(columns), size))
+
+
+Parts = dict[str, str]
+"""Name of a statistic -> SQL of its aggregate."""
+
+
+def _query(source: str, parts: Mapping[str, Parts]) -> str:
+    """One row a day: a struct of statistics for each column."""
+    structs = [
+        "{" + ", ".join(f"'{name}': {aggregate}" for name, aggregate in one.items()) + "}" for one in parts.values()
+    ]
+    return f"SELECT {DAY}, {', '.join(structs)} FROM {source} GROUP BY {DAY}"
+
+
+def _rows(connection: duckdb.DuckDBPyConnection, query: str, names: Sequence[str]) -> list[Row]:
+    return [
+        {DAY: day, "column": name} | statistics
+        for day, *columns in connection.sql(query).fetchall()
+        for name, statistics in zip(names, columns, strict=True)
+    ]
+
+
+def _kind(kind: str, number: bool) -> str:
+    if kind in _REAL or (number and kind in _WHOLE):
+        return "number"
+    if kind in _WHOLE:
+        return "id"
+    if kind.removesuffix("[]") in (*_WHOLE, "VARCHAR") and kind.endswith("[]"):
+        return "ids"
+    return "text" if kind == "VARCHAR" else "other"
+
+
+def _plain_parts(name: str, kind: str, what: str) -> Parts:
+    column = quoted(name)
+    there = f"CASE WHEN NOT isnan({column}) THEN {column} END" if kind in _REAL else column
+    parts = {"present": f"count({there})", "distinct": f"approx_count_distinct({there})"}
+    if what in ("number", "id"):
+        value = f"CAST({column} AS DOUBLE)"
+        finite = f"CASE WHEN abs({value}) < {_LARGEST} THEN {value} END" if kind in _REAL else value
+        parts |= {"mean": f"avg({finite})", "deviation": f"stddev_pop({finite})"}
+        parts |= {"minimum": f"min({finite})", "maximum": f"max({finite})"}
+        parts["histogram"] = f"histogram({_number_bucket(finite) if what == 'number' else _id_bucket(column)})"
+    elif what == "text":
+        parts["histogram"] = f"histogram({_text_bucket(column)})"
+    return parts
+
+
+def _number_bucket(value: str) -> str:
+    """Zero, 11 buckets of half powers of two for positive numbers, 4 of powers of two for negative ones, repeated.
+
+    The bucket depends on the value alone, so any two days can be compared. A change of scale shows as long as it is not
+    a power of 2 ** 5.5; numbers in another unit (10, 60, 1000, 1024) do.
+    """
+    positive = f"1 + ((CAST(floor(2 * log2({value})) AS INTEGER) % 11) + 11) % 11"
+    negative = f"12 + ((CAST(floor(log2(-({value}))) AS INTEGER) % 4) + 4) % 4"
+    return f"CASE WHEN {value} = 0 THEN 0 WHEN {value} > 0 THEN {positive} WHEN {value} < 0 THEN {negative} END"
+
+
+def _id_bucket(column: str) -> str:
+    """A hash of ours: DuckDB's may change between versions. Popular ids show where their share changes."""
+    return f"((CAST({column} AS BIGINT) % 2147483647) * 1103515245) % 2147483647 & 15"
+
+
+def _text_bucket(column: str) -> str:
+    return f"CAST('0x' || md5({column})[1:1] AS INTEGER)"
+
+
+def _length_parts(name: str) -> Parts:
+    return {"lengths": f"histogram(len({quoted(name)}))"}
+
+
+def _item_query(source: str, names: Sequence[str], text: bool) -> str:
+    """Rows of (day, number of the column, distinct items, histogram): all lists of one pass, one below the other."""
+    item = "VARCHAR" if text else "BIGINT"
+    numbers = ", ".join(map(str, range(len(names))))
+    lists = ", ".join(f"CAST({quoted(name)} AS {item}[])" for name in names)
+    below = f"SELECT {DAY}, unnest([{numbers}]) AS number, unnest([{lists}]) AS items FROM {source}"
+    bucket = _text_bucket("item") if text else _id_bucket("item")
+    return (
+        f"SELECT {DAY}, number, approx_count_distinct(item), histogram({bucket})"
+        f" FROM (SELECT {DAY}, number, unnest(items) AS item FROM ({below})) GROUP BY {DAY}, number"
+    )
+
+
+def _length_statistics(counts: Mapping[int, int]) -> Row:
+    lengths = sorted(length for length in counts if length > 0)
+    present = sum(counts[length] for length in lengths)
+    if not present:
+        return {"present": 0, "distinct": 0}
+    cumulated = np.cumsum([counts[length] for length in lengths])
+    return {
+        "present": present,
+        "mean_length": sum(length * counts[length] for length in lengths) / present,
+        "p99_length": lengths[int(np.searchsorted(cumulated, np.ceil(0.99 * present)))],
+        "max_length": lengths[-1],
+    }
+
+
+def _counts(buckets: Mapping[int, int] | None) -> list[int] | None:
+    return None if buckets is None else [int(buckets.get(number, 0)) for number in range(BUCKETS)]
