@@ -174,6 +174,8 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         values = self.model_dump(mode="json", exclude=elsewhere)
         for section, keys in EXECUTION_KEYS.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
+        if self.features.weight is None:  # a training without weights is the one it was before there were any
+            del values["features"]["weight"]
         if self.registration.weights != "fp32":  # another model than the one that stands in the registry
             values["weights"] = self.registration.weights
         return values | {"features": self._features(values["features"])}

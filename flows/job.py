@@ -219,6 +219,8 @@ def specs(config: RunConfig, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
     needed += [(config.split.column.name, "split.column.name")] if config.split.column else []
     needed += [(name, "split.hash.key") for name in config.split.hash.columns] if config.split.hash else []
     needed += [(config.features.label, "features.label")]
+    weight = config.features.weight
+    needed += [] if weight is None else [(weight, "features.weight")]
     for name, where in needed:
         if name not in schema.names:
             raise ConfigError(f"{where} '{name}'", "a column of the table", "none of that name", "Correct the name.")
@@ -228,6 +230,10 @@ def specs(config: RunConfig, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
     for name, where in grouped:
         if pa.types.is_nested(schema.field(name).type):
             raise ConfigError(f"{where} '{name}'", "one value a row", f"{schema.field(name).type}", "Name another.")
+    if weight is not None and not _numeric(schema.field(weight).type):
+        raise ConfigError(
+            f"features.weight '{weight}'", "a column of numbers", f"{schema.field(weight).type}", "Name another."
+        )
     check_defaults(config.registration.defaults, columns_of(plan, schema))
     truth = evaluation.true_probability
     if truth is not None and not pa.types.is_floating(schema.field(truth).type):
@@ -249,10 +255,15 @@ def specs(config: RunConfig, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
                 selection=selection,
                 plan=plan,
                 label=config.features.label,
+                weight=weight,
                 extra=tuple(dict.fromkeys([*extra, DAY, *resampled])) if part == "test" else (),
                 joined=joined,
             )
     return found
+
+
+def _numeric(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def _with_fitted_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Warehouse) -> dict[Part, DataSpec]:

@@ -95,23 +95,33 @@ class Comparison(BaseModel, frozen=True):
         """
         model, champion = LoadedModel(self.model), Champion(self.champion)
         exact = None if self.exact is None else LoadedModel(self.exact)
-        worker, evaluation = Worker(self.spec), Evaluation(self.evaluation, self.units, self.groups)
+        worker, evaluation = Worker(self.spec), self.nothing(self.groups)
         done = 0
         for fragment in fragments:
             rows = worker.raw(fragment)
-            labels = worker.labels(rows, f"{fragment.day}").astype("float64")
+            labels, weights = outcomes_of(worker, rows, fragment)
             extra = rows.select(list(self.spec.extra))
             before = None if exact is None else exact.score(rows)
-            evaluation.add(Scored(labels, model.score(rows), extra, champion.score(rows), before))
+            evaluation.add(Scored(labels, model.score(rows), extra, champion.score(rows), before, weights))
             done += rows.num_rows
             yield done, evaluation, champion.error
         evaluation.close()
+
+    def nothing(self, groups: Path | None = None) -> Evaluation:
+        """The sums of no rows."""
+        return Evaluation(self.evaluation, self.units, groups, self.spec.weight is not None)
+
+
+def outcomes_of(worker: Worker, rows: pa.Table, fragment: Fragment) -> tuple[Floats, Floats | None]:
+    """Labels and weights of rows, float64 [N] each."""
+    labels, weights = worker.labels(rows, f"{fragment.day}"), worker.weights(rows, f"{fragment.day}")
+    return labels.astype("float64"), None if weights is None else weights.astype("float64")
 
 
 def portion(comparison: Comparison, fragments: Sequence[Fragment]) -> tuple[int, Evaluation, str | None]:
     """What a process of its own finds in some fragments."""
     torch.set_num_threads(max((os.cpu_count() or 1) // comparison.evaluation.workers, 1))
-    found: tuple[int, Evaluation, str | None] = (0, Evaluation(comparison.evaluation, comparison.units), None)
+    found: tuple[int, Evaluation, str | None] = (0, comparison.nothing(), None)
     for seen in comparison.over(fragments):
         found = seen
     return found
@@ -189,16 +199,20 @@ def worths(config: RunConfig, job: TrainingJob, model: Path, progress: Progress)
     if wanted is None:
         return ()
     loaded, worker = LoadedModel(model), Worker(job.data["test"], warehouse_of(config))
-    study = Study(loaded.plan, loaded.score_parts, config.seed, evaluation.level, evaluation.droppable_ne_loss)
+    study = Study(
+        loaded.plan, loaded.score_parts, config.seed, evaluation.level, evaluation.droppable_ne_loss,
+        worker.spec.weight is not None,
+    )  # fmt: skip
     fragments = worker.fragments()
     most = max(wanted // len(fragments), IMPORTANCE_BATCH_ROWS)
     total = min(wanted, job.rows["test"])
     for fragment in fragments[:: max(len(fragments) * most // wanted, 1)]:
         sample = worker.raw(fragment).slice(0, most)
-        labels = worker.labels(sample, f"{fragment.day}").astype("float64")
+        labels, weights = outcomes_of(worker, sample, fragment)
         for start in range(0, sample.num_rows, IMPORTANCE_BATCH_ROWS):
             rows = sample.slice(start, IMPORTANCE_BATCH_ROWS)
-            study.add(rows, labels[start : start + rows.num_rows], *loaded.parts(rows))
+            part = slice(start, start + rows.num_rows)
+            study.add(rows, labels[part], *loaded.parts(rows), None if weights is None else weights[part])
             progress("features", min(study.rows, total), total)
     return tuple(study.worths())
 
@@ -228,7 +242,7 @@ def _evaluated(
     comparison: Comparison, fragments: Sequence[Fragment], total: int, progress: Progress
 ) -> tuple[Evaluation, str | None]:
     """The sums over all fragments, and why the champion failed if it did."""
-    whole, failed = Evaluation(comparison.evaluation, comparison.units, comparison.groups), None
+    whole, failed = comparison.nothing(comparison.groups), None
     workers = comparison.evaluation.workers
     if workers == 1:
         for done, evaluation, error in comparison.over(fragments):

@@ -1,6 +1,6 @@
 """Batch: the tensors of one step, and their position in the data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -41,7 +41,8 @@ class Batch:
     """Rows of one step on one rank.
 
     Shapes:
-        dense: float32 [B, D]. labels: float32 [B]. weights: float32 [B], 0 for a row of padding.
+        dense: float32 [B, D]. labels: float32 [B]. weights: float32 [B], 0 for a row of padding, else 1 or what the
+        weight column says.
         sparse: F features of B bags, ids int64, lengths int32.
     """
 
@@ -53,12 +54,19 @@ class Batch:
     global_rows: int
     """Rows of the whole batch, over all ranks."""
     times: Times = NO_TIMES
+    global_weight: float | None = None
+    """Sum of the weights of all its rows, over all ranks; None: each weighs 1."""
+
+    @property
+    def whole(self) -> float:
+        """What the losses of all ranks are divided by: the weighted mean is what is trained on."""
+        return self.global_rows if self.global_weight is None else self.global_weight
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """The same batch on another device."""
         moved = [tensor.to(device, non_blocking=non_blocking) for tensor in (self.dense, self.labels, self.weights)]
         sparse = self.sparse.to(device, non_blocking=non_blocking)
-        return Batch(moved[0], sparse, moved[1], moved[2], self.position, self.global_rows, self.times)
+        return replace(self, dense=moved[0], sparse=sparse, labels=moved[1], weights=moved[2])
 
 
 def sparse_tensor(names: list[str], columns: tuple[Column, ...]) -> KeyedJaggedTensor:

@@ -16,6 +16,8 @@ from pipeline.transforms.ops import AnyOp, FillNull, Standardise
 COLUMN = "{column}"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 """Names of features and embedding tables, matched as a whole: PyTorch refuses a module name with a dot."""
+LEAST_WEIGHT, MOST_WEIGHT = 1e-4, 1e4
+"""Bounds of a row's weight: sums of weighted losses are whole numbers of 2^-30 and must not overflow."""
 
 
 def _listed(value: Any) -> Any:
@@ -110,6 +112,9 @@ class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
 
     label: str = "label"
     """Column of outcomes, 0 or 1."""
+    weight: str | None = None
+    """Column that says how many rows each row stands for, 0.0001 to 10,000: losses, gradients and all metrics are
+    weighted by it. None: each counts once."""
     derived: tuple[AnyOp, ...] = ()
     """Columns made of others, in any order: ops with `inputs` and an `output`, which the groups can then name."""
     joined: tuple[Joined, ...] = ()

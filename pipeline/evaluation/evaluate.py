@@ -54,7 +54,7 @@ class Scored:
     Shapes:
         labels, probabilities: float64 [N]. extra: table of N rows with the slice columns, and what the gate
         resamples by. champion: float64 [N], the champion's probabilities, where there is one. exact: float64 [N],
-        those of the model before its tables were rounded, where they were.
+        those of the model before its tables were rounded, where they were. weights: float64 [N], where rows have some.
     """
 
     labels: npt.NDArray[np.float64]
@@ -62,6 +62,7 @@ class Scored:
     extra: pa.Table
     champion: npt.NDArray[np.float64] | None = None
     exact: npt.NDArray[np.float64] | None = None
+    weights: npt.NDArray[np.float64] | None = None
 
 
 class Slice(BaseModel, frozen=True):
@@ -123,10 +124,10 @@ class EvalReport(BaseModel, frozen=True):
 class Sliced:
     """Sums by the values of one column."""
 
-    def __init__(self) -> None:
+    def __init__(self, weighted: bool = False) -> None:
         self.members = Members()
-        self.tally = Tally(0, COARSE_BINS)
-        self.pairs = Pairs(0)
+        self.weighted = weighted
+        self.tally, self.pairs = self._nothing()
 
     def add(
         self, part: Scored, column: str, apart: npt.NDArray[np.float64] | None, units: npt.NDArray[np.int64]
@@ -135,9 +136,9 @@ class Sliced:
         members = self.members.number(part.extra.column(column))
         self._make_room()
         if members is not None:
-            self.tally.add(part.labels, part.probabilities, members)
+            self.tally.add(part.labels, part.probabilities, members, part.weights)
             if apart is not None:
-                self.pairs.add(part.labels, apart, units, members)
+                self.pairs.add(part.labels, apart, units, members, part.weights)
 
     def merge(self, other: Self) -> None:
         """Takes the rows of another one in."""
@@ -157,7 +158,10 @@ class Sliced:
             self.tally.grow(room)
             self.pairs.grow(room)
         elif self.members.codes is None:
-            self.tally, self.pairs = Tally(0, COARSE_BINS), Pairs(0)
+            self.tally, self.pairs = self._nothing()
+
+    def _nothing(self) -> tuple[Tally, Pairs]:
+        return Tally(0, COARSE_BINS, self.weighted), Pairs(0, self.weighted)
 
 
 class Evaluation:
@@ -169,34 +173,38 @@ class Evaluation:
     Args:
         units: Column that the gate resamples by; units are put into groups.
         folder: Predictions are kept here until they are grouped for GAUC.
+        weighted: Whether rows have weights; then all of them do.
     """
 
-    def __init__(self, config: EvaluationConfig, units: str = DAY, folder: Path | None = None) -> None:
+    def __init__(
+        self, config: EvaluationConfig, units: str = DAY, folder: Path | None = None, weighted: bool = False
+    ) -> None:
         self.config, self.units = config, units
-        self.model, self.champion, self.exact = Tally(), Tally(), Tally()
-        self.truth = None if config.true_probability is None else Tally()
-        self.pairs = Pairs()
-        self.slices = {column: Sliced() for column in config.slices}
+        self.model, self.champion, self.exact = (Tally(weighted=weighted) for _ in range(3))
+        self.truth = None if config.true_probability is None else Tally(weighted=weighted)
+        self.pairs = Pairs(weighted=weighted)
+        self.slices = {column: Sliced(weighted) for column in config.slices}
         self.grouped = None if config.group_by is None or folder is None else Grouped(folder)
 
     def add(self, part: Scored) -> None:
         """Takes scored rows in."""
-        labels = part.labels
-        self.model.add(labels, part.probabilities)
+        labels, weights = part.labels, part.weights
+        self.model.add(labels, part.probabilities, weights=weights)
         if self.truth is not None and self.config.true_probability is not None:
-            self.truth.add(labels, part.extra.column(self.config.true_probability).cast(pa.float64()).to_numpy())
+            truth = part.extra.column(self.config.true_probability).cast(pa.float64()).to_numpy()
+            self.truth.add(labels, truth, weights=weights)
         if part.exact is not None:
-            self.exact.add(labels, part.exact)
+            self.exact.add(labels, part.exact, weights=weights)
         apart, units = None, np.zeros(len(labels), np.int64)
         if part.champion is not None:
-            self.champion.add(labels, part.champion)
+            self.champion.add(labels, part.champion, weights=weights)
             apart = np.nan_to_num(losses(labels, part.probabilities) - losses(labels, part.champion))
             units = unit_groups(part.extra.column(self.units)) if self.units in part.extra.column_names else units
-            self.pairs.add(labels, apart, units)
+            self.pairs.add(labels, apart, units, weights=weights)
         for column, sliced in self.slices.items():
             sliced.add(part, column, apart, units)
         if self.grouped is not None and self.config.group_by is not None:
-            self.grouped.add(part.extra.column(self.config.group_by), labels, part.probabilities)
+            self.grouped.add(part.extra.column(self.config.group_by), labels, part.probabilities, weights)
 
     def close(self) -> None:
         """Ends what is open: it can then be sent to another process."""
@@ -223,12 +231,12 @@ class Evaluation:
         overall = self.model.quality()
         if overall.rows == 0:
             raise EmptyDatasetError("evaluation rows", "at least one", "none", "Check split and filter.")
-        roc, precision_recall = ([], []) if overall.auc is None else curves(self.model.by_log_odds[0])
+        roc, precision_recall = ([], []) if overall.auc is None else curves(self.model.binned())
         too_many = f"more than {MOST_VALUES:,} values"
         return EvalReport(
             overall=overall,
             slices=tuple(found for column in self.slices for found in self._slices(column)),
-            calibration=tuple(equal_bins(self.model.by_log_odds[0], self.model.predicted[0])),
+            calibration=tuple(equal_bins(self.model.binned(), self.model.predicted[0])),
             roc=tuple(roc),
             precision_recall=tuple(precision_recall),
             ne_floor=None if self.truth is None else self.truth.quality().ne,

@@ -10,7 +10,7 @@ from scipy.special import stdtrit  # type: ignore[import-untyped]
 from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvalReport, Evaluation
 from pipeline.evaluation.metrics import UNIT, Floats, Integers, Quality, base_entropy, losses
-from pipeline.evaluation.tally import Pairs, sum_of_squares
+from pipeline.evaluation.tally import Pairs, moments_of, sum_of_squares
 from storage.reader import DAY
 
 ENOUGH_DAYS = 20
@@ -93,36 +93,43 @@ def ne_difference(pairs: Pairs, by_rows: bool, level: float, member: int = 0) ->
     """
     used = pairs.by_unit[member][pairs.by_unit[member][:, 0] > 0]
     in_rows, positive, apart = used.T.astype(np.float64)
-    rows, positives, total = in_rows.sum(), positive.sum(), apart.sum() * UNIT
+    scale = UNIT if pairs.weighted else 1.0
+    rows, positives, total = in_rows.sum() * scale, positive.sum() * scale, apart.sum() * UNIT
     rate = positives / rows if rows else 0.0
-    entropy, count = base_entropy(rate), int(rows) if by_rows else len(in_rows)
+    counted = int(pairs.counts[member, 0]) if pairs.weighted else int(rows)
+    entropy, count = base_entropy(rate), counted if by_rows else len(in_rows)
     if entropy == 0.0 or count < FEWEST_UNITS:
         return None
     mean = total / rows
     difference = mean / entropy
     over = difference * math.log((1.0 - rate) / rate)  # the change of the entropy with the rate
-    if by_rows:
+    if by_rows and pairs.weighted:
+        squares = moments_of(pairs.moments[member]).spread(mean, rate, over)
+    elif by_rows:
         of_positives, *limbs = pairs.sums[member].tolist()
         squares = (
             sum_of_squares(*limbs) - rows * mean * mean - 2.0 * over * (of_positives * UNIT - rows * mean * rate)
             + over * over * rows * rate * (1.0 - rate)
         )  # fmt: skip
     else:
-        squares = float(np.square(apart * UNIT - in_rows * mean - over * (positive - in_rows * rate)).sum())
+        of_rows, of_labels = in_rows * scale, positive * scale
+        squares = float(np.square(apart * UNIT - of_rows * mean - over * (of_labels - of_rows * rate)).sum())
     error = math.sqrt(count / (count - 1) * max(squares, 0.0)) / rows / entropy
     reach = float(stdtrit(count - 1, 1.0 - level / 2.0)) * error  # Student's distribution
     return Difference(ne=difference, low=difference - reach, high=difference + reach, units=count)
 
 
-def paired(labels: Floats, ours: Floats, theirs: Floats, units: Integers | None = None) -> Pairs:
+def paired(
+    labels: Floats, ours: Floats, theirs: Floats, units: Integers | None = None, weights: Floats | None = None
+) -> Pairs:
     """The sums of rows at hand; units as numbers below 1,024.
 
     Shapes:
         labels, ours, theirs: float64 [N], probabilities of both models. units: int64 [N].
     """
-    pairs = Pairs()
+    pairs = Pairs(weighted=weights is not None)
     apart = losses(labels, ours) - losses(labels, theirs)
-    pairs.add(labels, apart, np.zeros(len(labels), np.int64) if units is None else units)
+    pairs.add(labels, apart, np.zeros(len(labels), np.int64) if units is None else units, weights=weights)
     return pairs
 
 

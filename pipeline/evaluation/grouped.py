@@ -22,13 +22,29 @@ WITH ranked AS (
 ), units AS (
     SELECT count(*) AS n, sum(label) AS p, sum((2 * first + ties - 1) * label) AS doubled FROM ranked GROUP BY unit
 )
-SELECT count(*), sum(n), sum(CAST(round((doubled / 2 - p * (p + 1) / 2) / (p * (n - p)) * ?) AS HUGEINT) * n)
+SELECT count(*), sum(n), sum(CAST(round((doubled / 2 - p * (p + 1) / 2) / (p * (n - p)) * ?) AS HUGEINT) * n), sum(n)
+FROM units WHERE p > 0 AND p < n
+"""
+WEIGHT_STEPS = 10_000
+"""Weights are whole numbers of 1 / WEIGHT_STEPS here, for the same reason."""
+WEIGHTED = """
+WITH ranked AS (
+    SELECT unit, label, weight, sum(weight * (1 - label)) OVER (PARTITION BY unit ORDER BY probability) AS upto,
+           sum(weight * (1 - label)) OVER (PARTITION BY unit, probability) AS ties
+    FROM read_parquet(?)
+), units AS (
+    SELECT count(*) AS n, sum(label) AS p, sum(weight) AS total, sum(weight * label) AS positive,
+           sum(label * weight * (2 * upto - ties)) AS doubled
+    FROM ranked GROUP BY unit
+)
+SELECT count(*), sum(n), sum(CAST(round(doubled / 2 / positive / (total - positive) * ?) AS HUGEINT) * total),
+       sum(total)
 FROM units WHERE p > 0 AND p < n
 """
 
 
 class GroupedAuc(BaseModel, frozen=True):
-    """Mean AUC over groups, each weighted by its rows."""
+    """Mean AUC over groups, each weighted by its rows, or by the sum of their weights."""
 
     gauc: float | None
     """None: no group has labels of both kinds."""
@@ -50,10 +66,16 @@ class Grouped:
         self.writer: pq.ParquetWriter | None = None
 
     def add(
-        self, groups: pa.ChunkedArray, labels: npt.NDArray[np.float64], probabilities: npt.NDArray[np.float64]
+        self,
+        groups: pa.ChunkedArray,
+        labels: npt.NDArray[np.float64],
+        probabilities: npt.NDArray[np.float64],
+        weights: npt.NDArray[np.float64] | None = None,
     ) -> None:
-        """Takes rows in; those without a group are left out."""
+        """Takes rows in, either all with weights or none; those without a group are left out."""
         rows = pa.table({"unit": groups, "label": labels.astype(np.int64), "probability": probabilities})
+        if weights is not None:
+            rows = rows.append_column("weight", pa.array(np.rint(weights * WEIGHT_STEPS).astype(np.int64)))
         if self.writer is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.writer = pq.ParquetWriter(self.folder / f"{uuid.uuid4().hex}.parquet", rows.schema)
@@ -72,9 +94,11 @@ class Grouped:
         try:
             with connect([self.folder] if self.folder.exists() else [], temporary, "1GB") as connection:
                 files = [str(path.resolve()) for path in self.folder.glob("*.parquet")]
-                found = connection.execute(QUERY, [files, STEPS]).fetchone() if files else None
+                weighted = bool(files) and "weight" in pq.read_schema(files[0]).names
+                query = WEIGHTED if weighted else QUERY
+                found = connection.execute(query, [files, STEPS]).fetchone() if files else None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(self.folder, ignore_errors=True)
-        groups, rows, total = found if found is not None else (0, 0, 0)
-        return GroupedAuc(gauc=int(total) / STEPS / int(rows) if rows else None, groups=groups, rows=int(rows or 0))
+        groups, rows, total, weight = found if found is not None else (0, 0, 0, 0)
+        return GroupedAuc(gauc=int(total) / STEPS / int(weight) if rows else None, groups=groups, rows=int(rows or 0))

@@ -49,6 +49,7 @@ class Study:
         seed: Of the permutations.
         level: Chance that an interval leaves out the truth.
         least_loss: Loss of NE that matters.
+        weighted: Whether rows have weights.
     Source:
         Breiman 2001, "Random forests", section 10; Fisher, Rudin and Dominici 2019, arXiv:1801.01489.
     """
@@ -60,10 +61,11 @@ class Study:
         seed: int,
         level: float,
         least_loss: float,
+        weighted: bool = False,
     ) -> None:
         self.plan, self.score, self.seed, self.level, self.least_loss = plan, score, seed, level, least_loss
         self.names = [*plan.dense, *(feature.name for feature in plan.sparse)]
-        self.pairs = Pairs(len(self.names))
+        self.pairs = Pairs(len(self.names), weighted)
         self.batches = self.rows = 0
         makers = {op.output: op for op in plan.ops}
         self.ends = {name: plan.direct.get(name, name) for name in self.names}
@@ -82,11 +84,19 @@ class Study:
         self.kept: Counter[str] = Counter()
         self.distinct: dict[str, list[list[np.ndarray]]] = {name: [[], []] for name in self.hashed}
 
-    def add(self, rows: pa.Table, labels: Floats, dense: torch.Tensor, vectors: torch.Tensor) -> None:
+    def add(
+        self,
+        rows: pa.Table,
+        labels: Floats,
+        dense: torch.Tensor,
+        vectors: torch.Tensor,
+        weights: Floats | None = None,
+    ) -> None:
         """Takes a batch in.
 
         Args:
             rows: The raw rows, of which `dense` and `vectors` were made.
+            weights: float64 [N], where rows have weights.
         """
         self._look_at(rows)
         before = losses(labels, self.score(dense, vectors))
@@ -98,7 +108,7 @@ class Study:
             column = number if own < 0 else own
             changed[:, column] = changed[order, column]
             after = self.score(changed, vectors) if own < 0 else self.score(dense, changed)
-            self.pairs.add(labels, np.nan_to_num(losses(labels, after) - before), none, none + number)
+            self.pairs.add(labels, np.nan_to_num(losses(labels, after) - before), none, none + number, weights)
         self.batches += 1
 
     def worths(self) -> list[FeatureWorth]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,8 @@ from pydantic import BaseModel
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
+Counts = Integers | Floats
+"""Rows, or the sums of their weights."""
 
 EPS = 1e-12
 """Probabilities are held in [EPS, 1 - EPS] for the logarithm."""
@@ -22,7 +24,7 @@ REACH = 28.0
 
 
 class Quality(BaseModel, frozen=True):
-    """How well probabilities fit labels."""
+    """How well probabilities fit labels; where rows have weights, each counts by its weight in all but `rows`."""
 
     rows: int
     label_rate: float | None
@@ -69,15 +71,23 @@ def log_odds_bins(probabilities: Floats, count: int) -> Integers:
 
 
 def quality(
-    rows: int, positives: int, predicted: float, loss: float, by_log_odds: Integers, by_width: Integers, broken: int = 0
+    rows: int,
+    positives: float,
+    predicted: float,
+    loss: float,
+    by_log_odds: Counts,
+    by_width: Counts,
+    broken: int = 0,
+    weight: float | None = None,
 ) -> Quality:
     """All metrics, from sums.
 
     Args:
         predicted, loss: Sums of probabilities and of losses.
-        by_log_odds: int64 [bins, 2]: rows and positive rows by log-odds. AUC and PR-AUC take rows of a bin for ties.
-        by_width: int64 [ECE_BINS, 3]: rows, positive rows and units of prediction by probability.
+        by_log_odds: [bins, 2]: rows and positive rows by log-odds. AUC and PR-AUC take rows of a bin for ties.
+        by_width: [ECE_BINS, 3]: rows, positive rows and units of prediction by probability.
         broken: Rows whose prediction is not a probability.
+        weight: Sum of the weights of the rows, by which positives, predicted, loss and bins count them then.
     Source:
         NE: He et al. 2014, "Practical lessons from predicting clicks on ads at Facebook", section 3.
     """
@@ -86,7 +96,8 @@ def quality(
     if rows == 0 or broken:
         reason = f"{broken} predictions are not probabilities" if broken else "no rows"
         return Quality(rows=rows, **dict.fromkeys(every), undefined=dict.fromkeys(every, reason))
-    rate, entropy = positives / rows, base_entropy(positives / rows)
+    total = rows if weight is None else weight
+    rate, entropy = positives / total, base_entropy(positives / total)
     if entropy == 0.0:
         undefined |= dict.fromkeys(("ne", "ne_recalibrated", "auc", "pr_auc"), "all labels are alike")
     if rate == 0.0:
@@ -94,9 +105,9 @@ def quality(
     return Quality(
         rows=rows,
         label_rate=rate,
-        ne=loss / rows / entropy if entropy else None,
-        ne_recalibrated=_recalibrated_loss(by_log_odds) / rows / entropy if entropy else None,
-        logloss=loss / rows,
+        ne=loss / total / entropy if entropy else None,
+        ne_recalibrated=_recalibrated_loss(by_log_odds) / total / entropy if entropy else None,
+        logloss=loss / total,
         auc=auc(by_log_odds) if entropy else None,
         pr_auc=average_precision(by_log_odds) if entropy else None,
         calibration=predicted / positives if rate else None,
@@ -105,11 +116,11 @@ def quality(
     )
 
 
-def auc(by_log_odds: Integers) -> float:
+def auc(by_log_odds: Counts) -> float:
     """Chance that a positive row is ranked above a negative one, ties counting half.
 
     Shapes:
-        by_log_odds: int64 [bins, 2]: rows and positive rows, predictions rising.
+        by_log_odds: [bins, 2]: rows and positive rows, predictions rising.
     Source:
         Mann and Whitney 1947: the U statistic over midranks.
     """
@@ -119,7 +130,7 @@ def auc(by_log_odds: Integers) -> float:
     return float((positives * below).sum() / (positives.sum() * negatives.sum()))
 
 
-def average_precision(by_log_odds: Integers) -> float:
+def average_precision(by_log_odds: Counts) -> float:
     """Area under the curve of precision over recall, as steps: the mean precision at the rows that are positive."""
     rows, hits = (np.cumsum(by_log_odds[::-1, column]) for column in (0, 1))
     gained = by_log_odds[::-1, 1]
@@ -127,31 +138,32 @@ def average_precision(by_log_odds: Integers) -> float:
     return float((gained[found] * (hits[found] / rows[found])).sum() / hits[-1])
 
 
-def ece(by_width: Integers) -> float:
+def ece(by_width: Counts) -> float:
     """Expected calibration error: mean gap between prediction and outcome over bins, weighted by rows."""
     return float(np.abs(by_width[:, 2] * UNIT - by_width[:, 1]).sum() / by_width[:, 0].sum())
 
 
-def equal_bins(by_log_odds: Integers, predicted: Integers, count: int = 20) -> list[Bin]:
+def equal_bins(by_log_odds: Counts, predicted: Integers, count: int = 20) -> list[Bin]:
     """Rows grouped by prediction into bins of about equally many.
 
     Shapes:
-        by_log_odds: int64 [bins, 2]: rows and positive rows. predicted: int64 [bins], units of prediction.
+        by_log_odds: [bins, 2]: rows and positive rows. predicted: int64 [bins], units of prediction.
     """
     rows = by_log_odds[:, 0]
     before = np.cumsum(rows) - rows
     group = np.minimum((before + 0.5 * rows) * count // max(rows.sum(), 1), count - 1).astype(np.int64)
     sums = [np.bincount(group, values, minlength=count) for values in (rows, by_log_odds[:, 1], predicted * UNIT)]
-    return [Bin(rows=int(n), predicted=float(p / n), observed=float(y / n)) for n, y, p in zip(*sums, strict=True) if n]
+    bins = zip(*sums, strict=True)
+    return [Bin(rows=round(n), predicted=float(p / n), observed=float(y / n)) for n, y, p in bins if n]
 
 
-def curves(by_log_odds: Integers, points: int = 200) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+def curves(by_log_odds: Counts, points: int = 200) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """(false positive rate, true positive rate) and (recall, precision), predictions falling; empty where undefined."""
     rows, hits = (np.cumsum(by_log_odds[::-1, column]) for column in (0, 1))
-    total, positives = int(rows[-1]), int(hits[-1])
+    total, positives = rows[-1], hits[-1]
     if not 0 < positives < total:
         return [], []
-    at = np.unique(np.searchsorted(rows, np.linspace(1, total, points)))
+    at = np.unique(np.searchsorted(rows, np.linspace(min(1, total), total, points)))
     roc = [((rows[i] - hits[i]) / (total - positives), hits[i] / positives) for i in at]
     precision = [(hits[i] / positives, hits[i] / rows[i]) for i in at]
     return [(0.0, 0.0), *_plain(roc)], _plain(precision)
@@ -159,6 +171,42 @@ def curves(by_log_odds: Integers, points: int = 200) -> tuple[list[tuple[float, 
 
 def _plain(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in pairs]
+
+
+class Moments(NamedTuple):
+    """Sums of squares and products over rows, each with its weight squared: what chance makes of a weighted mean."""
+
+    ones: float
+    """Of the weights alone; without weights, the rows."""
+    positives: float
+    values: float
+    of_positives: float
+    """Of the values of positive rows."""
+    squares: float
+    """Of the squared values."""
+
+    def spread(self, mean: float, rate: float, over: float) -> float:
+        """Sum of squares of (value - mean) - over * (label - rate), each by its weight."""
+        values = self.squares - 2.0 * mean * self.values + mean * mean * self.ones
+        products = self.of_positives - mean * self.positives - rate * self.values + mean * rate * self.ones
+        labels = (1.0 - 2.0 * rate) * self.positives + rate * rate * self.ones
+        return max(values - 2.0 * over * products + over * over * labels, 0.0)
+
+
+def weighted_ne_error(rows: int, weight: float, positives: float, loss: float, moments: Moments) -> float | None:
+    """As `ne_interval_error`, of rows with weights.
+
+    Args:
+        weight, positives, loss: Weighted sums.
+        moments: Of the losses.
+    """
+    rate = positives / weight if weight else 0.0
+    entropy = base_entropy(rate)
+    if entropy == 0.0 or rows < 2:
+        return None
+    mean, slope = loss / weight, math.log((1.0 - rate) / rate)
+    spread = moments.spread(mean, rate, mean / entropy * slope)
+    return math.sqrt(spread * rows / (rows - 1)) / weight / entropy
 
 
 def ne_interval_error(rows: int, positives: int, loss: float, squared: float, of_positives: float) -> float | None:
@@ -181,7 +229,7 @@ def ne_interval_error(rows: int, positives: int, loss: float, squared: float, of
     return math.sqrt(max(spread, 0.0) / (rows - 1)) / entropy
 
 
-def _recalibrated_loss(by_log_odds: Integers) -> float:
+def _recalibrated_loss(by_log_odds: Counts) -> float:
     """Sum of losses with all log-odds shifted so that predictions add up to the labels; rows stand in mid-bin."""
     count = len(by_log_odds)
     used = np.flatnonzero(by_log_odds[:, 0])

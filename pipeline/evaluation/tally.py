@@ -9,16 +9,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.errors import DataError
 from pipeline.evaluation.metrics import (
     ECE_BINS,
     UNIT,
+    Counts,
     Floats,
     Integers,
+    Moments,
     Quality,
     log_odds_bins,
     losses,
     ne_interval_error,
     quality,
+    weighted_ne_error,
 )
 
 FINE_BINS, COARSE_BINS = 1 << 16, 1 << 12
@@ -27,6 +31,8 @@ MOST_VALUES = 1_000
 """Values of a slice column; one with more of them is no slice column."""
 COARSE, FINE = 2.0**-20, 2.0**-50
 """Units of squares; sums of either hold 8 billion rows."""
+LARGE = 2.0**10
+"""Unit of what is too large for them where rows have weights."""
 UNIT_GROUPS = 1_024
 """Groups that the units of the gate, such as users, are put into where there are more of them."""
 
@@ -41,6 +47,18 @@ class Sums:
         at = np.arange(len(other.sums)) if members is None else np.array(members, np.int64)
         for name in vars(self):
             getattr(self, name)[at] += getattr(other, name)[: len(at)]
+
+    def fits(self) -> None:
+        """Refuses sums of weights that have become too large for whole numbers.
+
+        Raises:
+            DataError: If there are any.
+        """
+        if any((array < 0).any() for name, array in vars(self).items() if name in ("sums", "weights")):
+            raise DataError(
+                "weights of the evaluation rows", "less than 8 billion in all, losses by weight as well", "more",
+                "Scale the weight column down.",
+            )  # fmt: skip
 
     def grow(self, members: int) -> None:
         """Makes room for so many members."""
@@ -57,21 +75,38 @@ class Tally(Sums):
         loss of positive rows, and squared losses as two numbers (see `squares`).
         by_log_odds: int64 [K, bins, 2]: rows, positive rows. by_width: int64 [K, ECE_BINS, 3]: these, and units of
         prediction. predicted: int64 [K, bins], kept for all rows alone.
+        Where rows have weights, all sums and bins but the counts of rows are of units times weight, bins count units
+        of weight, and there are also weights: int64 [K, 2], units of weight of rows and of positive rows, and moments:
+        int64 [K, 5, 3] (see `Moments`), each as three numbers (see `limbs`). Products are rounded to 2^-30.
     """
 
-    def __init__(self, members: int = 1, bins: int = FINE_BINS) -> None:
+    def __init__(self, members: int = 1, bins: int = FINE_BINS, weighted: bool = False) -> None:
         self.sums = np.zeros((members, 8), np.int64)
+        self.weights = np.zeros((members, 2 if weighted else 0), np.int64)
+        self.moments = np.zeros((members, 5 if weighted else 0, 3), np.int64)
         self.by_log_odds = np.zeros((members, bins, 2), np.int64)
         self.by_width = np.zeros((members, ECE_BINS, 3), np.int64)
         self.predicted = np.zeros((members, bins if bins == FINE_BINS else 0), np.int64)
 
-    def add(self, labels: Floats, probabilities: Floats, members: Integers | None = None) -> None:
+    @property
+    def weighted(self) -> bool:
+        """Whether rows have weights."""
+        return self.weights.shape[1] > 0
+
+    def add(
+        self,
+        labels: Floats,
+        probabilities: Floats,
+        members: Integers | None = None,
+        weights: Floats | None = None,
+    ) -> None:
         """Takes rows in.
 
         Args:
             labels: 0 or 1, float64 [N].
             probabilities: float64 [N].
             members: int64 [N]: what each row belongs to. None: all to the first.
+            weights: float64 [N], where rows have weights.
         """
         at = np.zeros(len(labels), np.int64) if members is None else members
         probabilities = np.asarray(probabilities, np.float64)
@@ -79,29 +114,59 @@ class Tally(Sums):
         if not good.all():
             _add(self.sums, at[~good], (0, 0, 1))
             at, labels, probabilities = at[good], labels[good], probabilities[good]
+            weights = None if weights is None else weights[good]
         positive = labels.astype(np.int64)
         loss = losses(labels, probabilities)
+        if weights is not None:
+            self._add_weighted(at, positive, probabilities, loss, weights)
+            return
         units, predicted = in_units(loss), in_units(probabilities)
         _add(self.sums, at, (1, positive, 0, predicted, units, units * positive, *squares(loss)))
+        self._add_binned(at, probabilities, 1, positive, predicted)
+
+    def _add_weighted(
+        self, at: Integers, positive: Integers, probabilities: Floats, loss: Floats, weights: Floats
+    ) -> None:
+        units, predicted, weight = in_units(loss * weights), in_units(probabilities * weights), in_units(weights)
+        _add(self.sums, at, (1, positive, 0, predicted, units, units * positive))
+        _add(self.weights, at, (weight, weight * positive))
+        add_moments(self.moments, at, positive, loss, weights)
+        self._add_binned(at, probabilities, weight, weight * positive, predicted)
+        self.fits()
+
+    def _add_binned(
+        self, at: Integers, probabilities: Floats, ones: Integers | int, positive: Integers, predicted: Integers
+    ) -> None:
         count = self.by_log_odds.shape[1]
         bins = at * count + log_odds_bins(probabilities, count)
-        _add(self.by_log_odds, bins, (1, positive))
+        _add(self.by_log_odds, bins, (ones, positive))
         if self.predicted.shape[1]:
             _add(self.predicted[..., None], bins, (predicted,))
         widths = np.minimum((probabilities * ECE_BINS).astype(np.int64), ECE_BINS - 1)
-        _add(self.by_width, at * ECE_BINS + widths, (1, positive, predicted))
+        _add(self.by_width, at * ECE_BINS + widths, (ones, positive, predicted))
 
     def quality(self, member: int = 0) -> Quality:
         """All metrics of a member's rows."""
         rows, positives, broken, predicted, loss, *_ = self.sums[member].tolist()
+        by_width: Counts = self.by_width[member]
+        weight = None
+        if self.weighted:
+            weight, positives = (float(value) * UNIT for value in self.weights[member])
+            by_width = by_width * (UNIT, UNIT, 1.0)
         return quality(
-            rows + broken, positives, predicted * UNIT, loss * UNIT, self.by_log_odds[member], self.by_width[member],
-            broken,
-        )  # fmt: skip
+            rows + broken, positives, predicted * UNIT, loss * UNIT, self.binned(member), by_width, broken, weight
+        )
+
+    def binned(self, member: int = 0) -> Counts:
+        """[bins, 2]: rows and positive rows by log-odds; where rows have weights, the sums of these."""
+        return self.by_log_odds[member] * UNIT if self.weighted else self.by_log_odds[member]
 
     def ne_error(self, member: int = 0) -> float | None:
         """Standard error of a member's NE, rows taken as independent."""
         rows, positives, _, _, loss, of_positives, *squared = self.sums[member].tolist()
+        if self.weighted:
+            weight, positives = (float(value) * UNIT for value in self.weights[member])
+            return weighted_ne_error(rows, weight, positives, loss * UNIT, moments_of(self.moments[member]))
         return ne_interval_error(rows, positives, loss * UNIT, sum_of_squares(*squared), of_positives * UNIT)
 
 
@@ -112,22 +177,45 @@ class Pairs(Sums):
         sums: int64 [K, 3]: units of the difference of the losses where the label is 1, and the squares of all
         differences as two numbers (see `squares`).
         by_unit: int64 [K, UNIT_GROUPS, 3]: rows, positive rows and units of the difference of the losses.
+        Where rows have weights, these are units of weight, the difference times the weight, and there are also
+        counts: int64 [K, 1], the rows, and moments: int64 [K, 5, 3] of the difference, as in `Tally`.
     """
 
-    def __init__(self, members: int = 1) -> None:
+    def __init__(self, members: int = 1, weighted: bool = False) -> None:
         self.sums = np.zeros((members, 3), np.int64)
         self.by_unit = np.zeros((members, UNIT_GROUPS, 3), np.int64)
+        self.counts = np.zeros((members, 1 if weighted else 0), np.int64)
+        self.moments = np.zeros((members, 5 if weighted else 0, 3), np.int64)
 
-    def add(self, labels: Floats, apart: Floats, units: Integers, members: Integers | None = None) -> None:
+    @property
+    def weighted(self) -> bool:
+        """Whether rows have weights."""
+        return self.counts.shape[1] > 0
+
+    def add(
+        self,
+        labels: Floats,
+        apart: Floats,
+        units: Integers,
+        members: Integers | None = None,
+        weights: Floats | None = None,
+    ) -> None:
         """Takes rows in.
 
         Args:
             labels: 0 or 1, float64 [N].
             apart: Loss of the one model less that of the other, float64 [N].
             units: int64 [N], each below UNIT_GROUPS.
-            members: As of `Tally.add`.
+            members, weights: As of `Tally.add`.
         """
         at = np.zeros(len(labels), np.int64) if members is None else members
+        if weights is not None:
+            positive, weight = labels.astype(np.int64), in_units(weights)
+            values = (weight, weight * positive, in_units(apart * weights))
+            _add(self.by_unit, at * UNIT_GROUPS + units, values)
+            _add(self.counts, at, (1,))
+            add_moments(self.moments, at, positive, apart, weights)
+            return
         positive, difference = labels.astype(np.int64), in_units(apart)
         _add(self.sums, at, (difference * positive, *squares(apart)))
         _add(self.by_unit, at * UNIT_GROUPS + units, (1, positive, difference))
@@ -179,14 +267,36 @@ def in_units(values: Floats) -> Integers:
 
 def squares(values: Floats) -> tuple[Integers, Integers]:
     """Squares as whole numbers of COARSE and, for the rest, of FINE: models that hardly differ have tiny squares."""
-    square = np.square(values)
-    coarse = np.floor(square / COARSE)
-    return coarse.astype(np.int64), np.rint((square - coarse * COARSE) / FINE).astype(np.int64)
+    return _parts(np.square(values))
+
+
+def _parts(values: Floats) -> tuple[Integers, Integers]:
+    coarse = np.floor(values / COARSE)
+    return coarse.astype(np.int64), np.rint((values - coarse * COARSE) / FINE).astype(np.int64)
 
 
 def sum_of_squares(coarse: int, fine: int) -> float:
     """What sums of `squares` stand for."""
     return coarse * COARSE + fine * FINE
+
+
+def limbs(values: Floats) -> tuple[Integers, Integers, Integers]:
+    """Numbers of any size as whole numbers of 2^10, COARSE and FINE, so that sums of all three have room."""
+    large = np.floor(values / LARGE)
+    return (large.astype(np.int64), *_parts(values - large * LARGE))
+
+
+def add_moments(sums: Integers, at: Integers, positive: Integers, values: Floats, weights: Floats) -> None:
+    """Adds rows to moments, int64 [K, 5, 3]; see `Moments`."""
+    weight, weighted = np.square(weights), np.square(weights) * values
+    products = (weight, weight * positive, weighted, weighted * positive, weighted * values)
+    for number, product in enumerate(products):
+        _add(sums, at * len(products) + number, limbs(product))
+
+
+def moments_of(sums: Integers) -> Moments:
+    """What sums of `limbs`, int64 [5, 3], stand for."""
+    return Moments(*(large * LARGE + sum_of_squares(coarse, fine) for large, coarse, fine in sums.tolist()))
 
 
 def unit_groups(values: pa.ChunkedArray) -> Integers:

@@ -58,7 +58,7 @@ class _Part:
     lanes: Ids
     strides: Ids
     chunk: Arrays
-    """dense, labels, starts and ids; see `Worker.rows`."""
+    """dense, labels, starts and ids, maybe weights; see `Worker.rows`."""
 
 
 def deal_out(
@@ -85,10 +85,12 @@ def deal_out(
     )
     for name in ("dense", "labels", "weights", "lengths"):
         out[name][...] = 0  # what no row is dealt to is padding
+    if any("0.weights" in split for split in splits):
+        writer.add({"totals": ("float64", (len(work.batches),))})["totals"][...] = _totals(work, splits, order)
     parts = list(_parts(work, splits, order, shares, features))
     for part in parts:
         chunk = part.chunk
-        out["weights"][part.places] = 1.0
+        out["weights"][part.places] = chunk["weights"][part.rows] if "weights" in chunk else 1.0
         kernels.scatter_rows(part.rows, part.places, chunk["dense"], chunk["labels"], out["dense"], out["labels"])
         kernels.scatter_lengths(part.rows, part.lanes, part.strides, chunk["starts"], features, out["lengths"])
     starts = offsets_of(out["lengths"])
@@ -102,6 +104,19 @@ def deal_out(
                 part.rows, part.lanes, part.strides, part.chunk["starts"], part.chunk["ids"], features, feature, starts,
                 values,
             )  # fmt: skip
+
+
+def _totals(work: BatchWork, splits: Sequence[Arrays], order: Order) -> npt.NDArray[np.float64]:
+    """[batches]: the sum of the weights of each global batch; in one order, so the same bits for all ranks."""
+    totals = np.zeros(len(work.batches))
+    weights: dict[int, npt.NDArray[np.float64]] = {}
+    for b, batch in enumerate(work.batches):
+        for window in batch:
+            if window.number not in weights:
+                parts = [chunk["weights"] for i in window.splits for chunk in chunks_of(splits[i])]
+                weights[window.number] = np.concatenate(parts, dtype=np.float64)
+            totals[b] += weights[window.number][order(window)[window.start : window.stop]].sum()
+    return totals
 
 
 def _shares(work: BatchWork) -> Ids:
@@ -155,4 +170,5 @@ def chunks_of(split: Arrays) -> Iterator[dict[str, npt.NDArray[Any]]]:
     for number in itertools.count():
         if f"{number}.labels" not in split:
             return
-        yield {name: split[f"{number}.{name}"] for name in ("dense", "labels", "starts", "ids")}
+        names = ["dense", "labels", "starts", "ids"] + ["weights"] * (f"{number}.weights" in split)
+        yield {name: split[f"{number}.{name}"] for name in names}

@@ -200,4 +200,5 @@ class Client:
             position=note.position,
             global_rows=note.rows,
             times=Times(extract=note.extract_seconds, transform=note.transform_seconds, wait=waited),
+            global_weight=float(arrays["totals"][i]) if "totals" in arrays else None,
         )

@@ -20,12 +20,15 @@ from pipeline.preprocessing import kernels
 from pipeline.preprocessing.batches import BatchWork, Window, chunks_of, deal_out
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Writer
 from pipeline.preprocessing.splits import Split, permutation
+from pipeline.schema import LEAST_WEIGHT, MOST_WEIGHT
 from pipeline.selection import Selection
 from pipeline.transforms.column import Column, concatenated
 from pipeline.transforms.plan import Plan, TransformedRows
 from storage.errors import CorruptFileError
 from storage.reader import Fragment, SnapshotRef
 from storage.warehouse import Warehouse, WarehouseConfig
+
+Floats = npt.NDArray[np.float32]
 
 
 class DataSpec(BaseModel, frozen=True):
@@ -38,6 +41,8 @@ class DataSpec(BaseModel, frozen=True):
     selection: Selection
     plan: Plan
     label: str
+    weight: str | None = None
+    """Column of row weights."""
     extra: tuple[str, ...] = ()
     """Further columns handed through as they are, for evaluation."""
     joined: tuple[Pinned, ...] = ()
@@ -88,7 +93,8 @@ class Worker:
     def __init__(self, spec: DataSpec, warehouse: Warehouse | None = None) -> None:
         self.spec = spec
         warehouse = Warehouse(spec.warehouse, Path(spec.home)) if warehouse is None else warehouse
-        columns = dict.fromkeys([*spec.plan.columns, spec.label, *spec.extra, *spec.selection.key_columns()])
+        outcome = [spec.label] if spec.weight is None else [spec.label, spec.weight]
+        columns = dict.fromkeys([*spec.plan.columns, *outcome, *spec.extra, *spec.selection.key_columns()])
         self.reader = reader_of(warehouse, spec.snapshot, list(columns), spec.selection.expression(), spec.joined)
         rows = max((feature.rows for feature in spec.plan.sparse), default=0)
         self.id_type = "int32" if rows <= np.iinfo(np.int32).max else "int64"
@@ -98,7 +104,7 @@ class Worker:
         """Loads the compiled loops, so that the first split takes no longer than others."""
         transformed = self.spec.plan.apply(self.reader.empty())
         writer = PrivateWriter()
-        self._put(0, transformed, np.empty(0, np.float32), writer)
+        self._put(0, transformed, np.empty(0, np.float32), None, writer)
         none, chunk = np.empty(0, np.int64), writer.done()
         lengths, starts = np.empty(0, np.int32), chunk["0.starts"]
         kernels.scatter_rows(none, none, chunk["0.dense"], chunk["0.labels"], transformed.dense, chunk["0.labels"])
@@ -138,18 +144,19 @@ class Worker:
 
         Shapes:
             For chunk c of n rows: 'c.dense' float32 [n, D], 'c.labels' float32 [n], 'c.ids' int32 or int64 [V], the
-            lists of each feature one after the other, 'c.starts' int64 [F * n + 1], where each list begins.
+            lists of each feature one after the other, 'c.starts' int64 [F * n + 1], where each list begins; where
+            there is a weight column, 'c.weights' float32 [n].
         Raises:
-            DataError: If a label is neither 0 nor 1.
+            DataError: If a label is neither 0 nor 1, or a weight out of bounds.
         """
         costs = Costs(bytes_read=-self.reader.bytes_read, bytes_stored=-self.reader.bytes_stored)
         count, clock = 0, _Clock()
         for chunk, rows in enumerate(part for fragment in split.fragments for part in self._selected(fragment)):
             costs.read_seconds += clock.lap()
             transformed = self.spec.plan.apply(rows, costs.counts, costs.op_seconds)
-            labels = self.labels(rows, f"{split}")
+            labels, weights = self.labels(rows, f"{split}"), self.weights(rows, f"{split}")
             costs.transform_seconds += clock.lap()
-            self._put(chunk, transformed, labels, writer)
+            self._put(chunk, transformed, labels, weights, writer)
             count += len(labels)
             costs.batch_seconds += clock.lap()
         costs.read_seconds += clock.lap()
@@ -163,7 +170,7 @@ class Worker:
             if kept.num_rows:
                 yield kept
 
-    def _put(self, chunk: int, rows: TransformedRows, labels: npt.NDArray[np.float32], writer: Writer) -> None:
+    def _put(self, chunk: int, rows: TransformedRows, labels: Floats, weights: Floats | None, writer: Writer) -> None:
         total = sum(len(column.values) for column in rows.sparse)
         out = writer.add(
             {
@@ -175,6 +182,8 @@ class Worker:
         )
         out[f"{chunk}.dense"][...], out[f"{chunk}.labels"][...] = rows.dense, labels
         starts, ids = out[f"{chunk}.starts"], out[f"{chunk}.ids"]
+        if weights is not None:
+            writer.add({f"{chunk}.weights": ("float32", weights.shape)})[f"{chunk}.weights"][...] = weights
         at = 0
         for f, column in enumerate(rows.sparse):
             assert column.offsets is not None
@@ -190,7 +199,8 @@ class Worker:
         Shapes:
             shares: int64 [batches, ranks, 4]: first row, rows, first id and ids of each share; of all their rows and
             ids together dense: float32 [R, D], labels, weights: float32 [R], values: int64 [V], and lengths: int32
-            [R * F], where a share of B rows has F * B from F times its first row on, feature by feature.
+            [R * F], where a share of B rows has F * B from F times its first row on, feature by feature. Where there
+            is a weight column, totals: float64 [batches], the sum of the weights of each global batch.
         """
         clock = _Clock()
         plan = self.spec.plan
@@ -209,18 +219,37 @@ class Worker:
             self.orders[key] = permutation(*key)
         return self.orders[key]
 
-    def labels(self, rows: pa.RecordBatch | pa.Table, where: str) -> npt.NDArray[np.float32]:
+    def labels(self, rows: pa.RecordBatch | pa.Table, where: str) -> Floats:
         """The labels of rows, 0 or 1, float32 [N].
 
         Raises:
             DataError: If one is neither; names it, and where it is.
         """
-        labels: npt.NDArray[np.float32] = rows.column(self.spec.label).cast(pa.float32()).to_numpy(zero_copy_only=False)
+        labels: Floats = rows.column(self.spec.label).cast(pa.float32()).to_numpy(zero_copy_only=False)
         bad = labels[(labels != 0.0) & (labels != 1.0)]
         if len(bad):
             shown = "null" if np.isnan(bad[0]) else f"{bad[0]:g}"
             raise DataError(f"label '{self.spec.label}' in {where}", "0 or 1", shown, "Ingest the day with again=true.")
         return labels
+
+    def weights(self, rows: pa.RecordBatch | pa.Table, where: str) -> Floats | None:
+        """The weights of rows, float32 [N]; None where there is no weight column.
+
+        Raises:
+            DataError: If one is not a number inside the bounds; names it, and where it is.
+        """
+        if self.spec.weight is None:
+            return None
+        column = rows.column(self.spec.weight).cast(pa.float64(), safe=False)
+        weights: npt.NDArray[np.float64] = column.to_numpy(zero_copy_only=False)
+        bad = weights[~((weights >= LEAST_WEIGHT) & (weights <= MOST_WEIGHT))]
+        if len(bad):
+            shown = "null or NaN" if np.isnan(bad[0]) else f"{bad[0]:g}"
+            raise DataError(
+                f"weight '{self.spec.weight}' in {where}", f"a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:,.0f}",
+                shown, "Scale the weights, and ingest the day with again=true.",
+            )  # fmt: skip
+        return weights.astype(np.float32)
 
 
 class _Clock:

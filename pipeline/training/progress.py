@@ -8,7 +8,7 @@ from pipeline.batch import Batch, Position
 
 
 class Sums(BaseModel, frozen=True):
-    """What NE and calibration need of a stretch of rows."""
+    """What NE and calibration need of a stretch of rows; each counts by its weight, where rows have weights."""
 
     rows: float = 0.0
     loss: float = 0.0

@@ -137,6 +137,8 @@ class Trainer:
     def train_step(self, batch: Batch, coming: Batch | None = None) -> None:
         """Forward, backward, update. The loss is the mean over the GLOBAL batch, whatever share this rank has.
 
+        Where rows have weights it is the weighted mean, so that learning rates mean what they mean without.
+
         Args:
             batch: On this rank's device.
             coming: The one behind it, where its ids are to be sent meanwhile.
@@ -169,7 +171,7 @@ class Trainer:
     def update(self, losses: torch.Tensor, batch: Batch) -> None:
         """Backward pass, which updates the sharded tables, and the optimizers of all else."""
         # Gradients are averaged over the ranks, so the mean over all rows needs the factor world_size.
-        (losses.sum() * (dist.get_world_size() / batch.global_rows)).backward()  # type: ignore[no-untyped-call]
+        (losses.sum() * (dist.get_world_size() / batch.whole)).backward()  # type: ignore[no-untyped-call]
         if self.config.dense_gradient_norm is not None:
             dense = [parameter for _, parameter in dense_parameters(self.model)]
             torch.nn.utils.clip_grad_norm_(dense, self.config.dense_gradient_norm)
@@ -471,7 +473,7 @@ def logits_of(model: nn.Module, batch: Batch, config: TrainConfig) -> torch.Tens
 
 
 def loss_sums(logits: torch.Tensor, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """(rows, loss, labels, predictions) of a batch, float64 [4]."""
+    """(rows, loss, labels, predictions) of a batch, each row counted by its weight, float64 [4]."""
     weights = batch.weights.double()
     return torch.stack(
         [

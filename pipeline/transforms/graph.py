@@ -161,13 +161,14 @@ class Graph:
             raise ConfigError("features.derived", "each output once", f"twice: {twice}", "Rename one of them.")
 
     def _check_use(self) -> None:
-        if self.schema.label in self._raw:
-            raise ConfigError(
-                "features",
-                "features other than the label",
-                f"'{self.schema.label}'",
-                "Take the label out of the patterns.",
-            )
+        for what, column in (("label", self.schema.label), ("weight", self.schema.weight)):
+            if column in self._raw:
+                raise ConfigError(
+                    "features",
+                    f"features other than the {what}",
+                    f"'{column}'",
+                    f"Take the {what} out of the patterns.",
+                )
         unread = [output for output in self._derived if output not in self._made]
         if unread:
             raise ConfigError(

@@ -1,0 +1,161 @@
+"""Rows with weights: one of weight 3 is that row three times over; nothing depends on order or parts."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from scipy.stats import t as student
+from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
+
+from pipeline.errors import DataError
+from pipeline.evaluation.evaluate import Evaluation, EvaluationConfig, Scored
+from pipeline.evaluation.gate import GateConfig, compare, ne_difference, paired
+from pipeline.evaluation.metrics import Quality, base_entropy, losses
+from pipeline.evaluation.tally import FINE_BINS, Tally, limbs, sum_of_squares
+
+ROWS = 2_000
+CONFIG = EvaluationConfig(slices=("country",), group_by="user", true_probability="truth", small_slice_rows=0)
+
+
+@pytest.fixture
+def rows() -> dict[str, Any]:
+    random = np.random.default_rng(5)
+    truth = random.beta(2, 6, ROWS)
+    columns = pa.table(
+        {"country": ["AB"[i % 2] for i in range(ROWS)], "user": [i % 97 for i in range(ROWS)], "truth": truth}
+    )
+    return {
+        "labels": (random.random(ROWS) < truth).astype(float),
+        "ours": np.clip(truth + random.normal(0, 0.1, ROWS), 0.01, 0.99),
+        "theirs": np.clip(truth + random.normal(0, 0.15, ROWS), 0.01, 0.99),
+        "extra": columns,
+        "times": random.integers(1, 5, ROWS),
+    }
+
+
+def scored(rows: dict[str, Any], at: np.ndarray, weights: np.ndarray | None) -> Scored:
+    return Scored(
+        rows["labels"][at], rows["ours"][at], rows["extra"].take(pa.array(at)), rows["theirs"][at], weights=weights
+    )
+
+
+def evaluation(part: Scored, folder: Path) -> Evaluation:
+    found = Evaluation(CONFIG, "user", folder, weighted=part.weights is not None)
+    found.add(part)
+    return found
+
+
+def close(a: Quality, b: Quality) -> bool:
+    names = [name for name in Quality.model_fields if name not in ("rows", "undefined")]
+    assert all(getattr(b, name) is not None for name in names)
+    return all(getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-7) for name in names)
+
+
+def test_a_weight_is_that_many_rows(rows: dict[str, Any], tmp_path: Path) -> None:
+    every = np.arange(ROWS)
+    ours = evaluation(scored(rows, every, rows["times"].astype(float)), tmp_path / "a")
+    theirs = evaluation(scored(rows, np.repeat(every, rows["times"]), None), tmp_path / "b")
+    report, other = ours.report(), theirs.report()
+    assert close(report.overall, other.overall)
+    assert report.overall.rows == ROWS
+    assert report.ne_floor == pytest.approx(other.ne_floor, rel=1e-7)
+    assert [(part.value, part.quality.rows) for part in report.slices] == [("A", ROWS // 2), ("B", ROWS // 2)]
+    repeated = {part.value: part.quality for part in other.slices}
+    assert all(close(part.quality, repeated[part.value]) for part in report.slices)
+    assert report.calibration == pytest.approx(other.calibration) or len(report.calibration) == len(other.calibration)
+    assert [point[0] for point in report.roc] == sorted(point[0] for point in report.roc)
+    assert report.grouped is not None
+    assert other.grouped is not None
+    assert report.grouped.gauc == pytest.approx(other.grouped.gauc, abs=1e-8)
+    mine, repeats = (
+        ne_difference(found.pairs, False, 0.05) for found in (ours, theirs)
+    )  # by user: nothing else differs
+    assert mine is not None
+    assert repeats is not None
+    assert mine.model_dump() == pytest.approx(repeats.model_dump(), rel=1e-6)
+    assert compare(ours, report, GateConfig(resample_by="user"), 1).decision == "promote"
+
+
+def test_metrics_are_sklearns_with_weights(rows: dict[str, Any]) -> None:
+    weights = np.random.default_rng(1).uniform(0.3, 20.0, ROWS)
+    labels, ours = rows["labels"], rows["ours"]
+    tally = Tally(weighted=True)
+    tally.add(labels, ours, weights=weights)
+    found = tally.quality()
+    rate = np.average(labels, weights=weights)
+    expected = log_loss(labels, ours, sample_weight=weights)
+    assert found.logloss == pytest.approx(expected, rel=1e-9)
+    assert found.ne == pytest.approx(expected / base_entropy(rate), rel=1e-9)
+    assert found.label_rate == pytest.approx(rate, rel=1e-9)
+    assert found.calibration == pytest.approx((ours * weights).sum() / (labels * weights).sum(), rel=1e-9)
+    assert found.auc == pytest.approx(roc_auc_score(labels, ours, sample_weight=weights), abs=1e-4)
+    assert found.pr_auc == pytest.approx(average_precision_score(labels, ours, sample_weight=weights), abs=2e-4)
+
+
+def test_the_interval_of_rows_is_that_of_a_weighted_mean(rows: dict[str, Any]) -> None:
+    """Held against the sum written down with NumPy; the error of an NE is that of the difference to a model of loss 0."""
+    weights = np.random.default_rng(2).uniform(0.5, 50.0, ROWS)
+    labels = rows["labels"]
+    apart = losses(labels, rows["ours"]) - losses(labels, rows["theirs"])
+    rate, mean = np.average(labels, weights=weights), np.average(apart, weights=weights)
+    entropy = base_entropy(rate)
+    over = mean / entropy * np.log((1 - rate) / rate)
+    parts = weights * (apart - mean - over * (labels - rate))
+    error = np.sqrt(ROWS / (ROWS - 1) * np.square(parts).sum()) / weights.sum() / entropy
+    found = ne_difference(paired(labels, rows["ours"], rows["theirs"], weights=weights), True, 0.05)
+    assert found is not None
+    assert (found.units, found.ne) == (ROWS, pytest.approx(mean / entropy, rel=1e-7))
+    assert found.high - found.ne == pytest.approx(student.ppf(0.975, ROWS - 1) * error, rel=1e-6)
+    one, plain = Tally(weighted=True), Tally()
+    one.add(labels, rows["ours"], weights=np.ones(ROWS))
+    plain.add(labels, rows["ours"])
+    assert one.ne_error() == pytest.approx(plain.ne_error(), rel=1e-6)
+    assert close(one.quality(), plain.quality())
+
+
+def test_order_and_parts_change_no_bit(rows: dict[str, Any]) -> None:
+    weights = np.random.default_rng(3).uniform(1e-3, 5e3, ROWS)
+    whole, parts = Tally(weighted=True), Tally(weighted=True)
+    whole.add(rows["labels"], rows["ours"], weights=weights)
+    for at in np.array_split(np.random.default_rng(4).permutation(ROWS), 7):
+        part = Tally(weighted=True)
+        part.add(rows["labels"][at], rows["ours"][at], weights=weights[at])
+        parts.merge(part)
+    assert all(np.array_equal(getattr(whole, name), getattr(parts, name)) for name in vars(whole))
+    assert whole.by_log_odds.shape == (1, FINE_BINS, 2)
+
+
+def test_too_much_weight_is_refused() -> None:
+    tally = Tally(weighted=True)
+    heavy = np.full(200_000, 1e4)
+    for _ in range(4):
+        tally.add(np.zeros(200_000), np.full(200_000, 0.5), weights=heavy)
+    with pytest.raises(DataError, match="weights of the evaluation rows: expected less than 8 billion in all"):
+        tally.add(np.zeros(200_000), np.full(200_000, 0.5), weights=heavy)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-9, 0.37, 12.5, 1e8, 7.7e14])
+def test_numbers_of_any_size_are_kept(value: float) -> None:
+    large, coarse, fine = (int(part[0]) for part in limbs(np.array([value])))
+    assert large * 2.0**10 + sum_of_squares(coarse, fine) == pytest.approx(value, rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("labels", "probabilities", "reason"),
+    [
+        ([1, 1], [0.4, 0.5], "all labels are alike"),
+        ([0, 1], [0.4, float("nan")], "1 predictions are not probabilities"),
+    ],
+)
+def test_fault_13_undefined_with_a_reason(labels: list[int], probabilities: list[float], reason: str) -> None:
+    """Weighted or not."""
+    adds: list[Callable[[], Quality]] = []
+    for weights in (None, np.array([3.0, 0.5])):
+        tally = Tally(weighted=weights is not None)
+        tally.add(np.array(labels, float), np.array(probabilities), weights=weights)
+        adds.append(tally.quality)
+    assert [add().undefined["ne"] for add in adds] == [reason, reason]
+    assert [add().ne for add in adds] == [None, None]
