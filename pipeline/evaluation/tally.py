@@ -152,7 +152,7 @@ class Tally(Sums):
         weight = None
         if self.weighted:
             weight, positives = (float(value) * UNIT for value in self.weights[member])
-            by_width = by_width * (UNIT, UNIT, 1.0)
+            by_width = by_width * np.array([UNIT, UNIT, 1.0])
         return quality(
             rows + broken, positives, predicted * UNIT, loss * UNIT, self.binned(member), by_width, broken, weight
         )
