@@ -18,9 +18,15 @@ from pyiceberg.table import FileScanTask, Table
 from pyiceberg.table.snapshots import Snapshot
 
 from storage.errors import CorruptFileError, StorageError
+from storage.footer import SUFFIX, read_footer
 
 READ_ROWS = 8_192
 """Rows decoded at a time."""
+READ_OPTIONS: dict[str, Any] = {
+    "page_checksum_verification": True,
+    "list_type": pa.LargeListType,  # as Iceberg's types come as Arrow's
+    "binary_type": pa.large_binary(),
+}
 DAY = "day"
 """The partition column of every table, an Iceberg date."""
 
@@ -95,6 +101,8 @@ class SnapshotReader:
         for task in sorted(scan.plan_files(), key=_file_order):
             refuse_deletes(task)
             metadata = self._open(task.file.file_path).metadata
+            if metadata.num_rows != task.file.record_count:
+                raise self._corrupt(task.file.file_path, f"{metadata.num_rows} of {task.file.record_count} rows")
             found += [
                 Fragment(
                     path=task.file.file_path, row_group=i, rows=metadata.row_group(i).num_rows, day=day_of(task.file)
@@ -123,14 +131,18 @@ class SnapshotReader:
         """
         file = self._open(fragment.path)
         stored = {_field_id(field): field for field in file.schema_arrow}
+        rows = 0
         names = {name: stored[i].name for name, i in self._ids.items() if i in stored}
         self._count(file.metadata.row_group(fragment.row_group), set(names.values()))
         parts = file.iter_batches(READ_ROWS, [fragment.row_group], list(names.values()), use_threads=False)
         try:
             while (part := self._next(parts, fragment)) is not None:
+                rows += len(part)
                 yield self._kept(part, names)
         finally:
             file.close()
+        if rows != fragment.rows:
+            raise self._corrupt(fragment.path, f"{rows} of {fragment.rows} rows in row group {fragment.row_group}")
 
     def _next(self, parts: Iterator[pa.RecordBatch], fragment: Fragment) -> pa.RecordBatch | None:
         try:
@@ -160,13 +172,13 @@ class SnapshotReader:
     def _open(self, path: str) -> pq.ParquetFile:
         local = path.removeprefix("file://")
         try:
-            if local.startswith("/"):
-                return pq.ParquetFile(local, memory_map=True)
-            return pq.ParquetFile(self.table.io.new_input(path).open(), pre_buffer=True)
+            file = pa.memory_map(local) if local.startswith("/") else self.table.io.new_input(path).open()
+            metadata = read_footer(file, checked=path.endswith(SUFFIX))
+            return pq.ParquetFile(file, metadata=metadata, pre_buffer=not local.startswith("/"), **READ_OPTIONS)
         except (OSError, pa.ArrowException) as error:
             raise self._corrupt(path, error) from error
 
-    def _corrupt(self, path: str, error: Exception) -> CorruptFileError:
+    def _corrupt(self, path: str, error: Exception | str) -> CorruptFileError:
         return CorruptFileError(
             f"file '{path}' of snapshot {self.reference.snapshot_id} of table '{self.reference.table}'",
             "a whole Parquet file", str(error).split("\n")[0].rstrip("."), "Ingest its day with again=true.",

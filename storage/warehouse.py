@@ -2,10 +2,9 @@
 
 import datetime
 import hashlib
-import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
@@ -18,14 +17,15 @@ from pyiceberg.catalog import Catalog, load_catalog
 from pyiceberg.exceptions import CommitFailedException, NoSuchTableError, TableAlreadyExistsError, ValidationException
 from pyiceberg.expressions import BooleanExpression
 from pyiceberg.io import FileIO, InputFile, OutputFile
-from pyiceberg.io.pyarrow import _dataframe_to_data_files
 from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table, Transaction
 from pyiceberg.table.snapshots import Snapshot
 from pyiceberg.table.update.snapshot import _OverwriteFiles
 
 from storage.errors import ConflictError, StorageError
+from storage.layout import Layout
 from storage.reader import DAY, SnapshotReader, SnapshotRef, day_of, in_days, refuse_deletes, schema_at, snapshot_at
+from storage.writer import DataFileWriter, chunks
 
 NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")
 DAYS_PROPERTY = "dlrm.days"
@@ -42,11 +42,15 @@ class WarehouseConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     namespace: str = "dlrm"
     """Iceberg namespace that holds our tables."""
     codec: str = "zstd"
-    """Parquet compression."""
+    """Parquet compression of new tables; a table that is there keeps its own layout."""
     row_group_rows: PositiveInt = 65_536
-    """Rows of a Parquet row group: the unit of work of a reader."""
+    """Rows of a Parquet row group in new tables: the unit of work of a reader."""
     file_rows: PositiveInt = 262_144
-    """Rows held in memory while writing; a day of more rows becomes several files."""
+    """Rows held in memory while writing new tables; a day of more rows becomes several files."""
+
+    def layout(self) -> Layout:
+        """How the files of new tables are laid out."""
+        return Layout(codec=self.codec, row_group_rows=self.row_group_rows, file_rows=self.file_rows)
 
 
 class Warehouse:
@@ -116,12 +120,11 @@ class Warehouse:
         transaction, io = table.transaction(), _RecordingIO(table.io)
         overwrite = self._overwrite(table, transaction, days)
         try:
-            count, files = 0, itertools.count()
-            for chunk in _chunks(schema, batches, self.config.file_rows):
+            count = 0
+            writer = DataFileWriter(table.metadata, io, self.config.layout(), overwrite.commit_uuid)
+            for chunk in chunks(schema, batches, writer.layout.file_rows):
                 count += chunk.num_rows
-                for file in _dataframe_to_data_files(
-                    transaction.table_metadata, chunk, io, overwrite.commit_uuid, files
-                ):
+                for file in writer.write(chunk):
                     if day_of(file) not in days:
                         raise StorageError(
                             f"table '{name}'",
@@ -231,8 +234,7 @@ class Warehouse:
     def _properties(self) -> dict[str, str]:
         return {
             "format-version": "2",
-            "write.parquet.compression-codec": self.config.codec,
-            "write.parquet.row-group-limit": str(self.config.row_group_rows),
+            **self.config.layout().properties(),
             # Statistics of hundreds of columns cost more at every commit and plan than they ever save.
             "write.metadata.metrics.default": "none",
             f"write.metadata.metrics.column.{DAY}": "full",
@@ -328,20 +330,6 @@ class Warehouse:
             StorageError: If a column is not in the table or the filter does not fit it.
         """
         return SnapshotReader(self.table(reference.table), reference, columns, row_filter)
-
-
-def _chunks(schema: pa.Schema, batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
-    """Collects batches into tables of at least `rows` rows (the last one may be smaller)."""
-    pending: list[pa.RecordBatch] = []
-    count = 0
-    for batch in batches:
-        pending.append(batch)
-        count += batch.num_rows
-        if count >= rows:
-            yield pa.Table.from_batches(pending, schema)
-            pending, count = [], 0
-    if count:
-        yield pa.Table.from_batches(pending, schema)
 
 
 def _current(table: Table) -> Snapshot:

@@ -151,11 +151,10 @@ class Reference:
 
 
 def layout(path: Path) -> list[tuple[int, int, tuple[str, int]]]:
-    """(first row's number, rows, name) of each row group, from the footer alone."""
-    metadata = pq.ParquetFile(path).metadata
-    column = next(i for i in range(metadata.num_columns) if metadata.row_group(0).column(i).path_in_schema == "row")
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    return [(g.column(column).statistics.min, g.num_rows, (path.name, i)) for i, g in enumerate(groups)]
+    """(first row's number, rows, name) of each row group."""
+    file = pq.ParquetFile(path)
+    groups = [file.read_row_group(i, ["row"])["row"].to_pylist() for i in range(file.num_row_groups)]
+    return [(min(rows), len(rows), (path.name, i)) for i, rows in enumerate(groups)]
 
 
 def draws(seed: int, epoch: int, stream: int) -> np.random.Generator:
