@@ -171,7 +171,7 @@ class Warehouse:
         append = transaction.update_snapshot().fast_append()
         chunk = pa.Table.from_pylist(list(rows), schema)
         try:
-            for file in _dataframe_to_data_files(transaction.table_metadata, chunk, io, append.commit_uuid):
+            for file in DataFileWriter(table.metadata, io, self.config.layout(), append.commit_uuid).write(chunk):
                 append.append_data_file(file)
             append.commit()
             transaction.commit_transaction()
