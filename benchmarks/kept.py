@@ -26,7 +26,7 @@ def main(path: str) -> None:
     kept = [replace(batch, times=NO_TIMES) for batch in islice(reader.batches(), spec.training.max_steps)]
     folder = Path(spec.folder) / "checkpoints"
     trainer = Trainer(model, spec.training, lambda position: iter(kept), None, folder, emit, spec.seed, device)
-    emit(result_of(trainer.train(), device))
+    emit(result_of(trainer.train(), device) | {"step_milliseconds": [1e3 * trainer.step_median]})
     dist.destroy_process_group()
 
 

@@ -56,7 +56,7 @@ EXECUTION_KEYS = {
         "small_slice_rows",
         "slice_values",
     },
-    "preprocessing": set(PreprocessingConfig.model_fields) - {"shuffle_window_rows"},
+    "preprocessing": set(PreprocessingConfig.model_fields) - {"shuffle_window_rows", "session_column"},
 }
 """Keys that do not change what is learned, left out of a training's identity."""
 
@@ -176,6 +176,8 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
         if self.features.weight is None:  # a training without weights is the one it was before there were any
             del values["features"]["weight"]
+        if self.preprocessing.session_column is None:  # then rows have the order that they always had
+            del values["preprocessing"]["session_column"]
         if self.registration.weights != "fp32":  # another model than the one that stands in the registry
             values["weights"] = self.registration.weights
         return values | {"features": self._features(values["features"])}

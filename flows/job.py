@@ -23,6 +23,7 @@ from pipeline.rank import Start
 from pipeline.registration.register import IDENTITY, columns_of, find, whole
 from pipeline.registration.request import check_defaults
 from pipeline.registration.tracking import Tracker, answering
+from pipeline.schema import resolve
 from pipeline.selection import PARTS, Part, check_filter, check_sampling, select
 from pipeline.transforms.plan import Plan, build_plan
 from storage.artifacts import write_text
@@ -221,6 +222,8 @@ def specs(config: RunConfig, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
     needed += [(config.features.label, "features.label")]
     weight = config.features.weight
     needed += [] if weight is None else [(weight, "features.weight")]
+    session = config.preprocessing.session_column
+    needed += [(session, "preprocessing.session_column")] if session else []
     for name, where in needed:
         if name not in schema.names:
             raise ConfigError(f"{where} '{name}'", "a column of the table", "none of that name", "Correct the name.")
@@ -243,6 +246,11 @@ def specs(config: RunConfig, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
         check_sampling(config.sampling, schema)
     if config.model.interaction == "dot" and len(plan.sparse) + bool(plan.dense) < 2:
         raise ConfigError("model.interaction 'dot'", "at least two features", "one", "Add a feature, or choose cat.")
+    if session is not None and not _names_sessions(schema.field(session).type):
+        kind = f"{schema.field(session).type}"
+        raise ConfigError(f"preprocessing.session_column '{session}'", "integers or text", kind, "Name another.")
+    names = [feature.name for feature in plan.sparse]
+    once = resolve(config.preprocessing.deduplicate, names, "preprocessing.deduplicate", "a sparse feature")
     days = list(warehouse.day_rows(snapshot))
     found: dict[Part, DataSpec] = {}
     for part in PARTS:
@@ -258,12 +266,18 @@ def specs(config: RunConfig, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
                 weight=weight,
                 extra=tuple(dict.fromkeys([*extra, DAY, *resampled])) if part == "test" else (),
                 joined=joined,
+                session=session if part == "train" or (part == "valid" and once) else None,
+                deduplicate=() if part == "test" else tuple(once),
             )
     return found
 
 
 def _numeric(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def _names_sessions(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _with_fitted_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Warehouse) -> dict[Part, DataSpec]:

@@ -1,8 +1,9 @@
 """DLRM: dense numbers and bags of ids -> logits. Shape letters: B rows, D dense columns, F vectors, E width."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +25,35 @@ class Bag:
     pooling: Literal["sum", "mean"]
 
 
+class Shared(NamedTuple):
+    """Bags that several rows have in common: looked up once, their vectors go to all these rows.
+
+    Shapes:
+        inverse_B: int64 [B], for each row its bag among the first ones of these features.
+    """
+
+    inverse_B: torch.Tensor
+    features: tuple[int, ...]
+    """Numbers of the features, rising."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Shared":
+        """The same on another device."""
+        return Shared(self.inverse_B.to(device, non_blocking=non_blocking), self.features)
+
+    def expanded(self, vectors_BFE: torch.Tensor) -> torch.Tensor:
+        """The vectors of each row, of those of each bag; neighbouring features that are treated alike in one piece.
+
+        `gather`, because the gradient of `index_select` takes twice as long on CPU.
+        """
+        pieces, first = [], 0
+        for shared, alike in itertools.groupby(range(vectors_BFE.shape[1]), lambda number: number in self.features):
+            count = len(list(alike))
+            piece = vectors_BFE[:, first : first + count]
+            pieces.append(piece.gather(0, self.inverse_B[:, None, None].expand_as(piece)) if shared else piece)
+            first += count
+        return torch.cat(pieces, dim=1)
+
+
 class DLRM(nn.Module):
     """Deep learning recommendation model.
 
@@ -34,7 +64,8 @@ class DLRM(nn.Module):
         device: Where the tables live; `meta` where they are sharded later.
         table_type: Numbers of the tables.
     Shapes:
-        dense_BD float32 [B, D], sparse: F bags of B rows -> logits_B float32 [B].
+        dense_BD float32 [B, D], sparse: F bags of B rows, those of shared features first and then empty ones ->
+        logits_B float32 [B].
     Source:
         Naumov et al. 2019, arXiv:1906.00091.
     """
@@ -66,9 +97,10 @@ class DLRM(nn.Module):
         self.top = mlp(self.interaction.width_out, config.top_mlp, config.dropout)
         self.logit = nn.Linear(config.top_mlp[-1] if config.top_mlp else self.interaction.width_out, 1)
 
-    def forward(self, dense_BD: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
+    def forward(self, dense_BD: torch.Tensor, sparse: KeyedJaggedTensor, shared: Shared | None = None) -> torch.Tensor:
         """Logits of the rows."""
-        return self.score(dense_BD, self.pool(sparse))
+        vectors_BFE = self.pool(sparse)
+        return self.score(dense_BD, vectors_BFE if shared is None else shared.expanded(vectors_BFE))
 
     def pool(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """The tables alone: one vector for each bag, float32 [B, F, E]."""

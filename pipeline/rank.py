@@ -362,7 +362,7 @@ def probabilities(spec: RankSpec, model: DistributedModelParallel, rank: int, de
     batch = next(reader.batches()).to(device)
     model.eval()
     with torch.no_grad():
-        values = torch.sigmoid(model(batch.dense, batch.sparse).double())
+        values = torch.sigmoid(model(*batch.inputs).double())
     shares = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     kept = [torch.empty_like(batch.weights) for _ in shares]
     dist.all_gather(shares, values)

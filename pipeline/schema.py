@@ -123,8 +123,10 @@ class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     sparse: tuple[SparseGroup, ...] = Field(min_length=1)
 
 
-def resolve(patterns: Iterable[str], known: Iterable[str], where: str) -> list[str]:
-    """Columns that the patterns name, in the order of the patterns, then of the table, each once.
+def resolve(
+    patterns: Iterable[str], known: Iterable[str], where: str, what: str = "a column of the table"
+) -> list[str]:
+    """Columns (or what else) that the patterns name, in the order of the patterns, then of the table, each once.
 
     Raises:
         ConfigError: If a name is absent or a pattern takes nothing; names the closest columns.
@@ -137,14 +139,12 @@ def resolve(patterns: Iterable[str], known: Iterable[str], where: str) -> list[s
     for pattern in patterns:
         names = [name for name in known if fnmatch.fnmatchcase(name, pattern)]
         if not names:
-            raise absent(where, pattern, known)
+            raise absent(where, pattern, known, what)
         found |= dict.fromkeys(names)
     return list(found)
 
 
-def absent(where: str, name: str, known: Sequence[str]) -> ConfigError:
+def absent(where: str, name: str, known: Sequence[str], what: str = "a column of the table") -> ConfigError:
     """The complaint about a column that is not there; names the closest ones."""
     close = ", ".join(difflib.get_close_matches(name, known, n=3)) or ", ".join(known[:8])
-    return ConfigError(
-        f"{where} '{name}'", "a column of the table", "none of that name", f"Closest: {close}. Correct the name."
-    )
+    return ConfigError(f"{where} '{name}'", what, "none of that name", f"Closest: {close}. Correct the name.")

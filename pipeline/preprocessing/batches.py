@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,17 @@ class BatchWork(BaseModel, frozen=True):
     """For each global batch the windows that give it its rows, in order."""
 
 
+class Features(NamedTuple):
+    """Numbers of the features among all: int64 [F]."""
+
+    own: Ids
+    """Those of which each row has a list."""
+    shared: Ids
+    """Those of which neighbouring rows may have one in common."""
+
+
+NAMES = ("dense", "labels", "weights", "starts", "ids", "sessions", "runs", "shared_starts", "shared_ids")
+"""Arrays of a chunk; see `Worker.rows`."""
 Order = Callable[[Window], Ids]
 """Window -> the order of its rows."""
 
@@ -61,16 +72,26 @@ class _Part:
     """dense, labels, starts and ids, maybe weights; see `Worker.rows`."""
 
 
+class _Lists(NamedTuple):
+    """Lists of a chunk that some shares take, and where they go; see `_Part`."""
+
+    rows: Ids
+    lanes: Ids
+    strides: Ids
+    starts: npt.NDArray[Any]
+    ids: npt.NDArray[Any]
+
+
 def deal_out(
-    work: BatchWork, splits: Sequence[Arrays], order: Order, features: int, numbers: int, writer: Writer
+    work: BatchWork, splits: Sequence[Arrays], order: Order, numbered: Features, numbers: int, writer: Writer
 ) -> None:
     """Writes each rank's share of some global batches; see `Worker.batches`.
 
     Args:
-        features: Lists of a row.
+        numbered: Lists of a row.
         numbers: Dense values of a row.
     """
-    shares = _shares(work)
+    shares, features = _shares(work), len(numbered.own) + len(numbered.shared)
     rows = int(shares[-1, -1, :2].sum())
     out = dict(
         writer.add(
@@ -92,18 +113,47 @@ def deal_out(
         chunk = part.chunk
         out["weights"][part.places] = chunk["weights"][part.rows] if "weights" in chunk else 1.0
         kernels.scatter_rows(part.rows, part.places, chunk["dense"], chunk["labels"], out["dense"], out["labels"])
-        kernels.scatter_lengths(part.rows, part.lanes, part.strides, chunk["starts"], features, out["lengths"])
+    lists = [(numbered.own, [_own_lists(part) for part in parts])]
+    if len(numbered.shared):
+        inverse = writer.add({"inverse": ("int64", (rows,))})["inverse"]
+        lists.append((numbered.shared, _shared_lists(parts, shares, inverse)))
+    for these, taken in lists:
+        for one in taken:
+            kernels.scatter_lengths(one.rows, one.lanes, one.strides, one.starts, these, out["lengths"])
     starts = offsets_of(out["lengths"])
     shares[:, :, 2] = starts[features * shares[:, :, 0]]
     shares[:, :, 3] = starts[features * (shares[:, :, 0] + shares[:, :, 1])] - shares[:, :, 2]
     out["shares"][...] = shares
     values = writer.add({"values": ("int64", (int(starts[-1]),))})["values"]
-    for feature in range(features):  # a feature's values stay in the cache while all chunks add to them
-        for part in parts:
-            kernels.scatter_ids(
-                part.rows, part.lanes, part.strides, part.chunk["starts"], part.chunk["ids"], features, feature, starts,
-                values,
-            )  # fmt: skip
+    for these, taken in lists:
+        for i, feature in enumerate(these):  # a feature's values stay in the cache while all chunks add to them
+            for one in taken:
+                base = i * ((len(one.starts) - 1) // len(these))
+                kernels.scatter_ids(
+                    one.rows, one.lanes, one.strides, one.starts, one.ids, base, feature, starts, values
+                )
+
+
+def _own_lists(part: _Part) -> _Lists:
+    return _Lists(part.rows, part.lanes, part.strides, part.chunk["starts"], part.chunk["ids"])
+
+
+def _shared_lists(parts: Sequence[_Part], shares: Ids, inverse: Ids) -> list[_Lists]:
+    """The lists of the first row of each bag, which goes in front of the share's empty bags; fills in `inverse`."""
+    source = np.full(len(inverse), -1)  # a row of padding has an empty bag of its own
+    before = 0
+    for part in parts:
+        source[part.places] = part.chunk["runs"][part.rows] + before
+        before += len(part.chunk["runs"])
+    bounds = np.ascontiguousarray(shares[:, :, :2].reshape(-1, 2))
+    inverse[...], begins = kernels.number_bags(source, bounds)
+    back = np.arange(len(inverse)) - np.repeat(bounds[:, 0], bounds[:, 1]) - inverse
+    lists = []
+    for part in parts:
+        first = begins[part.places]
+        rows, lanes = part.chunk["runs"][part.rows[first]], part.lanes[first] - back[part.places[first]]
+        lists.append(_Lists(rows, lanes, part.strides[first], part.chunk["shared_starts"], part.chunk["shared_ids"]))
+    return lists
 
 
 def _totals(work: BatchWork, splits: Sequence[Arrays], order: Order) -> npt.NDArray[np.float64]:
@@ -170,5 +220,4 @@ def chunks_of(split: Arrays) -> Iterator[dict[str, npt.NDArray[Any]]]:
     for number in itertools.count():
         if f"{number}.labels" not in split:
             return
-        names = ["dense", "labels", "starts", "ids"] + ["weights"] * (f"{number}.weights" in split)
-        yield {name: split[f"{number}.{name}"] for name in names}
+        yield {name: split[f"{number}.{name}"] for name in NAMES if f"{number}.{name}" in split}

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from models.dlrm import Shared
 from pipeline.batch import Batch, Position, Times
 from pipeline.errors import ContractError, DataError
 from pipeline.preprocessing import wire
@@ -150,6 +151,7 @@ class Client:
         self.source, self.batch_rows, self.seed, self.window_rows = source, batch_rows, seed, window_rows
         self.name, spec = data
         self.keys = [feature.name for feature in spec.plan.sparse]
+        self.shared = spec.shared
         self.rank, self.world_size = rank, world_size
         self.asked = 0
 
@@ -201,4 +203,5 @@ class Client:
             global_rows=note.rows,
             times=Times(extract=note.extract_seconds, transform=note.transform_seconds, wait=waited),
             global_weight=float(arrays["totals"][i]) if "totals" in arrays else None,
+            shared=Shared(torch.from_numpy(arrays["inverse"][row : row + rows]), self.shared) if self.shared else None,
         )

@@ -118,6 +118,7 @@ def opened(
 
 
 def digest(batch: Batch, order: Any) -> None:
-    """Adds the bytes of a whole global batch to a hash."""
+    """Adds the bytes of a whole global batch to a hash, whether or not rows share bags."""
+    batch = batch.plain
     for tensor in (batch.dense, batch.labels, batch.weights, batch.sparse.lengths(), batch.sparse.values()):
         order.update(tensor.contiguous().numpy().data)

@@ -30,14 +30,20 @@ def append_lists(
 
 @_compiled
 def scatter_lengths(
-    rows: Ids, lanes: Ids, strides: Ids, starts: npt.NDArray[Any], features: int, out: npt.NDArray[np.int32]
+    rows: Ids, lanes: Ids, strides: Ids, starts: npt.NDArray[Any], features: Ids, out: npt.NDArray[np.int32]
 ) -> None:
-    """Lengths of the lists of some rows of a chunk, to `lanes + f * strides` of all batches' lengths."""
-    count = (len(starts) - 1) // features
-    for f in range(features):
+    """Lengths of the lists of some rows of a chunk, to `lanes + f * strides` of all batches' lengths.
+
+    Args:
+        features: The numbers f of the chunk's features.
+    """
+    if len(features) == 0:
+        return
+    count = (len(starts) - 1) // len(features)
+    for i in range(len(features)):
         for j in range(len(rows)):
-            at = f * count + rows[j]
-            out[lanes[j] + f * strides[j]] = starts[at + 1] - starts[at]
+            at = i * count + rows[j]
+            out[lanes[j] + features[i] * strides[j]] = starts[at + 1] - starts[at]
 
 
 @_compiled
@@ -47,16 +53,15 @@ def scatter_ids(
     strides: Ids,
     starts: npt.NDArray[Any],
     ids: npt.NDArray[Any],
-    features: int,
+    base: int,
     feature: int,
     out_starts: Ids,
     out: Ids,
 ) -> None:
-    """The ids of those lists of one feature, to where all batches' values have them.
+    """The ids of those lists of one feature, to where all batches' values have them; its lists begin at `base`.
 
     Four at a time, the last four over some of those before: short lists have no loop to be predicted.
     """
-    base = feature * ((len(starts) - 1) // features)
     for j in range(len(rows)):
         first = starts[base + rows[j]]
         count = starts[base + rows[j] + 1] - first
@@ -89,3 +94,24 @@ def scatter_rows(
         labels_out[places[j]] = labels[rows[j]]
         for d in range(dense.shape[1]):
             dense_out[places[j], d] = dense[rows[j], d]
+
+
+@_compiled
+def number_bags(source: Ids, shares: Ids) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    """The bag of each row where rows that follow each other in a share and come from one run have one in common.
+
+    Args:
+        source: int64 [R], run of each row of all shares. shares: int64 [S, 2], first row and rows of each.
+    Returns:
+        (bag among those of its share, int64 [R]; whether it is the first row of its bag, bool [R])
+    """
+    inverse, begins = np.zeros(len(source), np.int64), np.zeros(len(source), np.bool_)
+    for s in range(len(shares)):
+        first, rows = shares[s, 0], shares[s, 1]
+        bag = -1
+        for i in range(first, first + rows):
+            if i == first or source[i] != source[i - 1]:
+                bag += 1
+                begins[i] = True
+            inverse[i] = bag
+    return inverse, begins

@@ -68,6 +68,19 @@ def permutation(seed: int, epoch: int, window: int, rows: int) -> npt.NDArray[np
     return generator(seed, epoch, window + 1).permutation(rows)
 
 
+def session_permutation(seed: int, epoch: int, window: int, sessions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Order of the rows of a window in which sessions change places as a whole: rows of one stay together, in order.
+
+    Args:
+        sessions: Session of each row, int64 [N]; neighbouring rows with equal values are one.
+    """
+    borders = np.flatnonzero(np.diff(sessions, prepend=~sessions[:1])) if len(sessions) else np.empty(0, np.int64)
+    order = permutation(seed, epoch, window, len(borders))
+    lengths = np.diff(borders, append=len(sessions))[order]
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(borders[order] - before, lengths) + np.arange(len(sessions))
+
+
 def generator(seed: int, epoch: int, stream: int) -> np.random.Generator:
     """Counter-based random numbers: any part of the order can be made without what precedes it."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, stream])))

@@ -17,13 +17,15 @@ from pipeline.errors import DataError
 from pipeline.joined.reader import reader_of
 from pipeline.joined.source import Pinned
 from pipeline.preprocessing import kernels
-from pipeline.preprocessing.batches import BatchWork, Window, chunks_of, deal_out
+from pipeline.preprocessing.batches import BatchWork, Features, Ids, Window, chunks_of, deal_out
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Writer
-from pipeline.preprocessing.splits import Split, permutation
+from pipeline.preprocessing.splits import Split, permutation, session_permutation
 from pipeline.schema import LEAST_WEIGHT, MOST_WEIGHT
 from pipeline.selection import Selection
-from pipeline.transforms.column import Column, concatenated
+from pipeline.transforms.column import Column, concatenated, sparse_from_arrow
 from pipeline.transforms.plan import Plan, TransformedRows
+from pipeline.transforms.repeats import RepeatPlan, Runs
+from pipeline.transforms.schedule import whole
 from storage.errors import CorruptFileError
 from storage.reader import Fragment, SnapshotRef
 from storage.warehouse import Warehouse, WarehouseConfig
@@ -47,6 +49,15 @@ class DataSpec(BaseModel, frozen=True):
     """Further columns handed through as they are, for evaluation."""
     joined: tuple[Pinned, ...] = ()
     """Side sources of columns that the table does not have."""
+    session: str | None = None
+    """Column that says which neighbouring rows stay together when they are shuffled."""
+    deduplicate: tuple[str, ...] = ()
+    """Sparse features that are made and kept once for neighbouring rows of a session whose columns stay."""
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """Those features' numbers among the plan's."""
+        return tuple(i for i, feature in enumerate(self.plan.sparse) if feature.name in self.deduplicate)
 
 
 @dataclass
@@ -94,22 +105,27 @@ class Worker:
         self.spec = spec
         warehouse = Warehouse(spec.warehouse, Path(spec.home)) if warehouse is None else warehouse
         outcome = [spec.label] if spec.weight is None else [spec.label, spec.weight]
-        columns = dict.fromkeys([*spec.plan.columns, *outcome, *spec.extra, *spec.selection.key_columns()])
+        session = [] if spec.session is None else [spec.session]
+        columns = dict.fromkeys([*spec.plan.columns, *outcome, *spec.extra, *spec.selection.key_columns(), *session])
         self.reader = reader_of(warehouse, spec.snapshot, list(columns), spec.selection.expression(), spec.joined)
         rows = max((feature.rows for feature in spec.plan.sparse), default=0)
+        self.repeats = RepeatPlan(spec.plan, spec.deduplicate) if spec.deduplicate else None
         self.id_type = "int32" if rows <= np.iinfo(np.int32).max else "int64"
         self.orders: dict[tuple[int, int, int, int], npt.NDArray[np.int64]] = {}
 
     def warm_up(self) -> None:
         """Loads the compiled loops, so that the first split takes no longer than others."""
-        transformed = self.spec.plan.apply(self.reader.empty())
-        writer = PrivateWriter()
+        writer, none = PrivateWriter(), np.empty(0, np.int64)
+        rows = self.reader.empty()
+        transformed, runs = self._transformed(rows, none, Costs())
         self._put(0, transformed, np.empty(0, np.float32), None, writer)
-        none, chunk = np.empty(0, np.int64), writer.done()
-        lengths, starts = np.empty(0, np.int32), chunk["0.starts"]
-        kernels.scatter_rows(none, none, chunk["0.dense"], chunk["0.labels"], transformed.dense, chunk["0.labels"])
-        kernels.scatter_lengths(none, none, none, starts, 1, lengths)
-        kernels.scatter_ids(none, none, none, starts, chunk["0.ids"], 1, 0, none, none)
+        self._put_sessions(0, none, runs, writer)
+        chunk, lengths = writer.done(), np.empty(0, np.int32)
+        starts, dense = chunk["0.starts"], chunk["0.dense"]
+        kernels.scatter_rows(none, none, dense, chunk["0.labels"], dense, chunk["0.labels"])
+        kernels.scatter_lengths(none, none, none, starts, none, lengths)
+        kernels.scatter_ids(none, none, none, starts, chunk["0.ids"], 0, 0, none, none)
+        kernels.number_bags(none, none.reshape(0, 2))
 
     def fragments(self) -> list[Fragment]:
         """All fragments of the selection in table order."""
@@ -144,8 +160,10 @@ class Worker:
 
         Shapes:
             For chunk c of n rows: 'c.dense' float32 [n, D], 'c.labels' float32 [n], 'c.ids' int32 or int64 [V], the
-            lists of each feature one after the other, 'c.starts' int64 [F * n + 1], where each list begins; where
-            there is a weight column, 'c.weights' float32 [n].
+            lists of each feature one after the other, 'c.starts' int64 [F * n + 1], where each list begins. Features
+            that are made once for each of U runs of rows stand apart: 'c.shared_ids', 'c.shared_starts' int64
+            [F * U + 1] and 'c.runs' int64 [n], the run of each row. 'c.sessions' int64 [n], where they stay together.
+            Where there is a weight column, 'c.weights' float32 [n].
         Raises:
             DataError: If a label is neither 0 nor 1, or a weight out of bounds.
         """
@@ -153,10 +171,12 @@ class Worker:
         count, clock = 0, _Clock()
         for chunk, rows in enumerate(part for fragment in split.fragments for part in self._selected(fragment)):
             costs.read_seconds += clock.lap()
-            transformed = self.spec.plan.apply(rows, costs.counts, costs.op_seconds)
+            sessions = self.sessions(rows)
+            transformed, runs = self._transformed(rows, sessions, costs)
             labels, weights = self.labels(rows, f"{split}"), self.weights(rows, f"{split}")
             costs.transform_seconds += clock.lap()
             self._put(chunk, transformed, labels, weights, writer)
+            self._put_sessions(chunk, sessions, runs, writer)
             count += len(labels)
             costs.batch_seconds += clock.lap()
         costs.read_seconds += clock.lap()
@@ -170,25 +190,38 @@ class Worker:
             if kept.num_rows:
                 yield kept
 
+    def _transformed(
+        self, rows: pa.RecordBatch | pa.Table, sessions: Ids | None, costs: Costs
+    ) -> tuple[TransformedRows, Runs | None]:
+        """The features of each row, and what is made once for several."""
+        if self.repeats is None or sessions is None:
+            return self.spec.plan.apply(rows, costs.counts, costs.op_seconds), None
+        return self.repeats.apply(rows, sessions, costs.counts, costs.op_seconds)
+
     def _put(self, chunk: int, rows: TransformedRows, labels: Floats, weights: Floats | None, writer: Writer) -> None:
-        total = sum(len(column.values) for column in rows.sparse)
         out = writer.add(
-            {
-                f"{chunk}.dense": ("float32", rows.dense.shape),
-                f"{chunk}.labels": ("float32", labels.shape),
-                f"{chunk}.starts": ("int64", (len(rows.sparse) * len(labels) + 1,)),
-                f"{chunk}.ids": (self.id_type, (total,)),
-            }
+            {f"{chunk}.dense": ("float32", rows.dense.shape), f"{chunk}.labels": ("float32", labels.shape)}
+            | self._lists(f"{chunk}.", rows.sparse, len(labels))
         )
         out[f"{chunk}.dense"][...], out[f"{chunk}.labels"][...] = rows.dense, labels
-        starts, ids = out[f"{chunk}.starts"], out[f"{chunk}.ids"]
         if weights is not None:
             writer.add({f"{chunk}.weights": ("float32", weights.shape)})[f"{chunk}.weights"][...] = weights
-        at = 0
-        for f, column in enumerate(rows.sparse):
-            assert column.offsets is not None
-            at = kernels.append_lists(column.values, column.offsets, ids, starts, f * len(labels), at)
-        starts[-1] = at
+        _append(rows.sparse, out[f"{chunk}.starts"], out[f"{chunk}.ids"])
+
+    def _put_sessions(self, chunk: int, sessions: Ids | None, runs: Runs | None, writer: Writer) -> None:
+        if sessions is not None:
+            name = f"{chunk}.sessions"
+            writer.add({name: ("int64", sessions.shape)})[name][...] = sessions
+        if runs is not None:
+            count = len(runs.columns[0])
+            shapes = self._lists(f"{chunk}.shared_", runs.columns, count)
+            out = writer.add({f"{chunk}.runs": ("int64", runs.of_rows.shape)} | shapes)
+            out[f"{chunk}.runs"][...] = runs.of_rows
+            _append(runs.columns, out[f"{chunk}.shared_starts"], out[f"{chunk}.shared_ids"])
+
+    def _lists(self, prefix: str, columns: Sequence[Column], rows: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        ids = sum(len(column.values) for column in columns)
+        return {f"{prefix}starts": ("int64", (len(columns) * rows + 1,)), f"{prefix}ids": (self.id_type, (ids,))}
 
     def batches(self, work: BatchWork, splits: Sequence[Arrays], writer: Writer) -> Costs:
         """Each rank's share of some global batches.
@@ -200,11 +233,14 @@ class Worker:
             shares: int64 [batches, ranks, 4]: first row, rows, first id and ids of each share; of all their rows and
             ids together dense: float32 [R, D], labels, weights: float32 [R], values: int64 [V], and lengths: int32
             [R * F], where a share of B rows has F * B from F times its first row on, feature by feature. Where there
-            is a weight column, totals: float64 [batches], the sum of the weights of each global batch.
+            is a weight column, totals: float64 [batches], the sum of the weights of each global batch. Where features
+            are shared, inverse: int64 [R], the bag of each row among their bags, which stand first; the rest is empty.
         """
         clock = _Clock()
-        plan = self.spec.plan
-        deal_out(work, splits, lambda w: self.order(work, w, splits), len(plan.sparse), len(plan.dense), writer)
+        plan, shared = self.spec.plan, self.spec.shared
+        own = [number for number in range(len(plan.sparse)) if number not in shared]
+        features = Features(np.array(own, np.int64), np.array(shared, np.int64))
+        deal_out(work, splits, lambda w: self.order(work, w, splits), features, len(plan.dense), writer)
         return Costs(batch_seconds=clock.lap())
 
     def order(self, work: BatchWork, window: Window, splits: Sequence[Arrays]) -> npt.NDArray[np.int64]:
@@ -216,8 +252,28 @@ class Worker:
         if key not in self.orders:
             while len(self.orders) > 1:
                 self.orders.pop(next(iter(self.orders)))
-            self.orders[key] = permutation(*key)
+            chunks = [chunk for i in window.splits for chunk in chunks_of(splits[i])]
+            if chunks and "sessions" in chunks[0]:
+                sessions = np.concatenate([chunk["sessions"] for chunk in chunks])
+                self.orders[key] = session_permutation(*key[:3], sessions)
+            else:
+                self.orders[key] = permutation(*key)
         return self.orders[key]
+
+    def sessions(self, rows: pa.RecordBatch | pa.Table) -> Ids | None:
+        """The session of each row, int64 [N]; a row without one is alone. None: rows are not held together.
+
+        Raises:
+            DataError: If the column holds neither integers nor text.
+        """
+        name = self.spec.session
+        if name is None:
+            return None
+        column = sparse_from_arrow(name, whole(rows.column(name)))
+        assert column.offsets is not None
+        sessions = -1 - np.arange(len(column))
+        sessions[np.diff(column.offsets) > 0] = column.values
+        return sessions
 
     def labels(self, rows: pa.RecordBatch | pa.Table, where: str) -> Floats:
         """The labels of rows, 0 or 1, float32 [N].
@@ -262,6 +318,15 @@ class _Clock:
         """Seconds since the last call."""
         before, self.last = self.last, time.perf_counter()
         return self.last - before
+
+
+def _append(columns: Sequence[Column], starts: npt.NDArray[Any], ids: npt.NDArray[Any]) -> None:
+    """Puts the lists of features down, one after the other."""
+    at = 0
+    for f, column in enumerate(columns):
+        assert column.offsets is not None
+        at = kernels.append_lists(column.values, column.offsets, ids, starts, f * len(column), at)
+    starts[-1] = at
 
 
 def _table(rows: pa.RecordBatch) -> pa.Table:

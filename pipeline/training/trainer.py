@@ -468,7 +468,7 @@ class Trainer:
 def logits_of(model: nn.Module, batch: Batch, config: TrainConfig) -> torch.Tensor:
     """float32 [B], with the matrix products of everything but the tables in the precision that the config asks for."""
     with torch.autocast(batch.dense.device.type, torch.bfloat16, enabled=config.dense_precision == "bf16"):
-        logits: torch.Tensor = model(batch.dense, batch.sparse)
+        logits: torch.Tensor = model(*batch.inputs)
     return logits.float()
 
 

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import pyarrow as pa
 
@@ -89,20 +90,44 @@ class Schedule:
         """The column that is made in another one's place, being the same."""
         return self._same.get(column, column)
 
-    def run(self, rows: pa.Table | pa.RecordBatch, counts: Counts, seconds: Seconds) -> Mapping[str, Column]:
+    @property
+    def raw(self) -> list[str]:
+        """Raw columns that are read."""
+        made = {step.output for step in self.steps}
+        names = [*(name for step in self.steps for name in step.inputs), *map(self.stand_in, self.wanted)]
+        return [name for name in dict.fromkeys(names) if name not in made]
+
+    def read(self, rows: pa.Table | pa.RecordBatch, name: str, seconds: Seconds) -> Column:
+        """A raw column.
+
+        Raises:
+            DataError: If it holds values of a kind that cannot be read as declared.
+        """
+        began = time.perf_counter()
+        source, _, kind = name.rpartition(":")
+        column = from_arrow(source, whole(rows.column(source)), kind)  # type: ignore[arg-type]
+        seconds["arrow"] += time.perf_counter() - began  # type: ignore[assignment]
+        return column
+
+    def run(
+        self,
+        rows: pa.Table | pa.RecordBatch,
+        counts: Counts,
+        seconds: Seconds,
+        known: Mapping[str, Column] = MappingProxyType({}),
+    ) -> Mapping[str, Column]:
         """The wanted columns of the rows.
 
+        Args:
+            known: Raw columns that are not read from the rows.
         Raises:
             DataError: If a column holds values of a kind that cannot be read as declared.
         """
-        columns: dict[str, Column] = {}
+        columns = dict(known)
 
         def read(name: str) -> Column:
             if name not in columns:
-                began = time.perf_counter()
-                source, _, kind = name.rpartition(":")
-                columns[name] = from_arrow(source, _whole(rows.column(source)), kind)  # type: ignore[arg-type]
-                seconds["arrow"] += time.perf_counter() - began  # type: ignore[assignment]
+                columns[name] = self.read(rows, name, seconds)
             return columns[name]
 
         for step in self.steps:
@@ -161,7 +186,8 @@ def _with_spent(steps: list[Step], kept: set[str]) -> list[Step]:
     return done[::-1]
 
 
-def _whole(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+def whole(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    """A column as one array."""
     if isinstance(column, pa.Array):
         return column
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # which copies even a single one

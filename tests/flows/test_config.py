@@ -139,6 +139,7 @@ SEMANTIC = {
     "training.world_size": 1,
     "training.sharding": "table_wise",
     "preprocessing.shuffle_window_rows": 10,
+    "preprocessing.session_column": "user",
     "model.embedding_width": 8,
     "split.hash.shares.train": 0.25,
     "features.label": "click",
@@ -155,6 +156,12 @@ def test_identity_stays_when_only_execution_changes(key: str) -> None:
 @pytest.mark.parametrize("key", SEMANTIC)
 def test_identity_changes_with_what_is_learned(key: str) -> None:
     assert load(MINIMAL, {key: SEMANTIC[key]}).identity(5) != load(MINIMAL).identity(5)
+
+
+def test_identity_stays_when_repeated_lists_are_kept_once() -> None:
+    sessions = {"preprocessing.session_column": "user"}
+    once = load(MINIMAL, sessions | {"preprocessing.deduplicate": ["user"]})
+    assert once.identity(5) == load(MINIMAL, sessions).identity(5)
 
 
 def test_identity_names_the_snapshot_and_is_of_fixed_length() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from flows.config import load
 from flows.ingest import ingest
-from flows.job import alone, pinned, tracker_of, warehouse_of
+from flows.job import alone, pinned, selected, tracker_of, warehouse_of
+from pipeline.errors import ConfigError
 from pipeline.registration.register import find
 from storage.warehouse import DAYS_PROPERTY
 
@@ -52,6 +53,32 @@ def test_fault_27_two_ingests_at_once_write_each_day_once(ingested):
     assert sorted(result["status"] for result in results) == ["ok", "skipped"]
     snapshots = warehouse_of(load(CONFIG)).table("smoke").snapshots()
     assert len([one for one in snapshots if DAYS_PROPERTY in one.summary.additional_properties]) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"session_column": "sesion"}, "preprocessing.session_column 'sesion': expected a column of the table, got none of that name. Correct the name."),
+        ({"session_column": "num_price"}, "preprocessing.session_column 'num_price': expected integers or text, got double. Name another."),
+        ({"session_column": "list_interests"}, "preprocessing.session_column 'list_interests': expected integers or text, got "),
+        ({"session_column": "session_id", "deduplicate": ["lst_*"]}, "preprocessing.deduplicate 'lst_*': expected a sparse feature, got none of that name. Closest: "),
+    ],
+)  # fmt: skip
+def test_sessions_that_the_table_does_not_have(ingested, keys, sentence):
+    ingested()
+    config = load(CONFIG, {f"preprocessing.{key}": value for key, value in keys.items()})
+    with pytest.raises(ConfigError) as caught:
+        selected(config, None)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_rows_to_judge_by_have_lists_of_their_own(ingested):
+    ingested()
+    keys = {"preprocessing.session_column": "session_id", "preprocessing.deduplicate": ["list_*"]}
+    config = load(CONFIG, keys | {"split.days": {"train": ["2025-01-06"], "test": ["2025-01-07"]}})
+    _, data = selected(config, None)
+    assert [data[part].shared for part in ("train", "test")] == [(7, 8, 9, 10, 11), ()]
+    assert data["test"].session is None
 
 
 @pytest.mark.parametrize("harm", [lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-1])])

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.config import DLRMConfig
-from models.dlrm import DLRM, Bag, tables_of
+from models.dlrm import DLRM, Bag, Shared, tables_of
 
 BAGS = (
     Bag("user", "user", 11, "sum"),
@@ -95,3 +95,40 @@ def test_features_may_be_called_like_methods_of_modules() -> None:
     sparse = KeyedJaggedTensor([bag.name for bag in bags], torch.arange(4), lengths=torch.ones(4, dtype=torch.int32))
     assert model(torch.empty(1, 0), sparse).shape == (1,)
     assert "embeddings.embedding_bags.type_.weight" in model.state_dict()
+
+
+@pytest.mark.parametrize("features", [(1,), (0, 2), (0, 1, 2)])
+def test_bags_in_common_train_the_plain_model(features: tuple[int, ...]) -> None:
+    """25 steps of Adagrad: losses and weights, where rows have bags of their own and where they share them."""
+    random = torch.Generator().manual_seed(8)
+    torch.manual_seed(6)
+    models = [DLRM(DLRMConfig(embedding_width=4, bottom_mlp=(8,), top_mlp=(6,)), 3, BAGS) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.Adagrad(model.parameters(), 0.1) for model in models]
+    for _ in range(25):
+        inverse = torch.tensor([0, 0, 1, 1, 1, 2])
+        bags = [
+            [torch.randint(bag.rows, (int(n),), generator=random) for n in torch.randint(4, (6,), generator=random)]
+            for bag in BAGS
+        ]
+        none = torch.empty(0, dtype=torch.int64)
+        once = [[*bag[:3], none, none, none] if f in features else bag for f, bag in enumerate(bags)]
+        each = [[bag[i] for i in inverse] if f in features else bag for f, bag in enumerate(bags)]
+        dense, labels = torch.randn(6, 3, generator=random), torch.randint(2, (6,), generator=random).float()
+        losses = []
+        inputs = [(jagged(each),), (jagged(once), Shared(inverse, features))]
+        for model, optimizer, given in zip(models, optimizers, inputs, strict=True):
+            loss = F.binary_cross_entropy_with_logits(model(dense, *given), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+    for name, value in models[0].state_dict().items():
+        torch.testing.assert_close(models[1].state_dict()[name], value, atol=1e-5, rtol=0.0)
+
+
+def jagged(bags: list[list[torch.Tensor]]) -> KeyedJaggedTensor:
+    rows = [ids for feature in bags for ids in feature]
+    lengths = torch.tensor([len(ids) for ids in rows])
+    return KeyedJaggedTensor(keys=[bag.name for bag in BAGS], values=torch.cat(rows), lengths=lengths)

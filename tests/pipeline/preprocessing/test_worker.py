@@ -170,7 +170,7 @@ def worker_without_rows() -> Worker:
     """One that can do nothing but batch rows of two numbers and three lists."""
     worker = Worker.__new__(Worker)
     worker.orders = {}
-    worker.spec = SimpleNamespace(plan=SimpleNamespace(sparse=range(3), dense=range(2)))  # type: ignore[assignment]
+    worker.spec = SimpleNamespace(plan=SimpleNamespace(sparse=range(3), dense=range(2)), shared=())  # type: ignore[assignment]
     return worker
 
 

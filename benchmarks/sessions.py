@@ -1,0 +1,206 @@
+"""Rows of a session stored and trained together, and their lists kept once: bytes, preprocessing and training.
+
+    python -m benchmarks.sessions --json
+
+One generated log, stored and read in three ways: `plain` stores rows by time and shuffles them one by one; `ordered`
+stores and shuffles sessions as a whole (`ingest.order_by`, `preprocessing.session_column`); `deduplicated` also makes,
+keeps and looks up once what rows of a session have in common (`preprocessing.deduplicate`). Preprocessing is an epoch
+of batches in one thread, reading included; training is one rank with its batches in memory, the median of its steps.
+Every pass is a process of its own; a round takes each way once, in turn.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.machine import ROOT, in_words, machine, say
+from models.config import DLRMConfig
+from pipeline.extraction.extract import IngestConfig, SourceConfig, extract
+from pipeline.preprocessing.client import Client, Inline
+from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.worker import DataSpec
+from pipeline.rank import RankSpec
+from pipeline.schema import FeatureSchema
+from pipeline.selection import Selection
+from pipeline.training.config import TrainConfig
+from pipeline.training.launch import Limits, run_ranks
+from pipeline.transforms.plan import build_plan
+from storage.warehouse import Warehouse, WarehouseConfig
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ordered": {"session": "session_id"},
+    "deduplicated": {
+        "session": "session_id",
+        "deduplicate": (
+            "list_interests", "list_recent_items", "list_recent_categories", "list_recent_advertisers",
+            "list_search_terms",
+        ),
+    },
+}  # fmt: skip
+"""Name -> what is special about its DataSpec."""
+PARTS = ("preprocessing", "training")
+BATCH_ROWS, WINDOW_ROWS, WIDTH = 4_096, 65_536, 64
+FEATURES = FeatureSchema.model_validate(
+    {
+        "dense": [{"columns": ["num_*"], "transforms": [{"kind": "log"}, {"kind": "fill_null"}]}],
+        "sparse": [
+            {"columns": ["cat_*"], "transforms": [{"kind": "sigrid_hash", "size": 100_000}]},
+            {
+                "columns": ["list_*"],
+                "pooling": "mean",
+                "transforms": [{"kind": "first_x", "limit": 20}, {"kind": "sigrid_hash", "size": 100_000}],
+            },
+        ],
+    }
+)
+PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "pyarrow", "numba", "numpy", "duckdb")
+
+
+def main(words: Sequence[str]) -> None:
+    """Measures as the words say and prints a table, or one JSON object on the last line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sessions")
+    parser.add_argument("--json", action="store_true", help="all figures as one JSON object on the last line")
+    parser.add_argument("--rows", type=int, default=150_000, help="rows of the log")
+    parser.add_argument("--session-rows", type=float, default=10.0, help="mean rows of a session")
+    parser.add_argument("--rounds", type=int, default=5, help="passes of each way; the median counts")
+    parser.add_argument("--steps", type=int, default=24, help="steps of a pass of training")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is timed")
+    parser.add_argument("--folder", type=Path, help="keeps the tables for the next run; default: a temporary one")
+    parser.add_argument("--way", choices=WAYS, help="one pass of preprocessing of this one alone")
+    options = parser.parse_args(words)
+    with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
+        folder = (options.folder or Path(temporary)).resolve()
+        specs = tables(folder, options.rows, options.session_rows)
+        if options.way:
+            print(json.dumps(preprocessed(specs[options.way])))
+            return
+        figures = measured(specs, folder, options)
+    print(json.dumps(figures) if options.json else as_text(figures))
+
+
+def tables(folder: Path, rows: int, session_rows: float) -> dict[str, DataSpec]:
+    """The log in both orders, written if the folder does not hold it, and what each way reads."""
+    source = SourceConfig.model_validate(
+        {
+            "generator": {
+                "days": 1, "rows_per_day": rows, "session_mean_rows": session_rows, "lists_per": "session",
+                "list_length_exponent": 1.0,
+            },
+            "outcomes": {"window_seconds": 3_600},
+            "day_column": "event_time",
+        }
+    )  # fmt: skip
+    found: dict[str, DataSpec] = {}
+    for name, more in WAYS.items():
+        order = ("session_id", "event_time") if more else ()
+        home = folder / ("by_session" if order else "by_time")
+        warehouse = Warehouse(WarehouseConfig(), home)
+        config = IngestConfig(order_by=order)
+        made = extract(source, config, FEATURES, warehouse, "events", folder, folder / "logs")
+        found[name] = DataSpec(
+            warehouse=warehouse.config, home=str(home), snapshot=made.snapshot, label=FEATURES.label,
+            selection=Selection(days=tuple(warehouse.day_rows(made.snapshot))),
+            plan=build_plan(FEATURES, warehouse.schema(made.snapshot)), **more,
+        )  # fmt: skip
+    return found
+
+
+def measured(specs: dict[str, DataSpec], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """All ways, round by round, and what follows from their times."""
+    facts = machine(PACKAGES)
+    ways: dict[str, dict[str, Any]] = {
+        name: {"megabytes": round(stored(spec) / 1e6, 2)} for name, spec in specs.items()
+    }
+    passes: dict[tuple[str, str], list[dict[str, float]]] = {
+        (part, name): [] for part in options.parts for name in WAYS
+    }
+    for number in range(options.rounds):
+        for (part, name), done in passes.items():
+            say(f"round {number + 1} of {options.rounds}: {part}, {name}")
+            if part == "training":
+                done.append(trained(specs[name], options.steps))
+            else:
+                done.append(in_process(name, folder, options))
+    for (_, name), done in passes.items():
+        ways[name] |= {key: round(median(one[key] for one in done), 4) for key in done[0]}
+    names = [key for key in ("megabytes", "preprocessing_seconds", "step_milliseconds") if key in ways["plain"]]
+    gains = {f"{key}_gain": round(ways["plain"][key] / ways["deduplicated"][key], 3) for key in names}
+    sizes = {name: getattr(options, name) for name in ("rows", "session_rows", "rounds", "steps")}
+    return gains | {"ways": ways, "machine": facts} | sizes
+
+
+def stored(spec: DataSpec) -> int:
+    """Bytes of the data files."""
+    warehouse = Warehouse(spec.warehouse, Path(spec.home))
+    paths = {fragment.path for fragment in warehouse.reader(spec.snapshot, [spec.label]).fragments()}
+    return sum(Path(path.removeprefix("file://")).stat().st_size for path in paths)
+
+
+def in_process(name: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """One pass of preprocessing in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.sessions", "--way", name, "--folder", str(folder)]
+    command += ["--rows", str(options.rows), "--session-rows", str(options.session_rows)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
+
+
+def preprocessed(spec: DataSpec) -> dict[str, float]:
+    """Seconds of an epoch of batches, what the worker did in them, and the ids of all batches; in this process."""
+    epoch(spec, WINDOW_ROWS)  # loads the compiled loops, and the files into the page cache
+    begun = time.perf_counter()
+    ids, source = epoch(spec, WINDOW_ROWS)
+    seconds = time.perf_counter() - begun
+    costs = source.master.totals.costs
+    return {
+        "preprocessing_seconds": seconds, "read_seconds": costs.read_seconds,
+        "transform_seconds": costs.transform_seconds, "batch_seconds": costs.batch_seconds, "ids": ids,
+    }  # fmt: skip
+
+
+def epoch(spec: DataSpec, window_rows: int) -> tuple[int, Inline]:
+    """Ids of all batches of an epoch, and where they came from."""
+    source = Inline({"rows": spec}, PreprocessingConfig(executor="inline", workers=1))
+    client = Client(source, ("rows", spec), BATCH_ROWS, window_rows=window_rows)
+    return sum(len(batch.sparse.values()) for batch in client.batches()), source
+
+
+def trained(spec: DataSpec, steps: int) -> dict[str, float]:
+    """The median step of a short training, all cores, batches in memory."""
+    training = TrainConfig(
+        world_size=1, batch_rows=BATCH_ROWS, threads_per_rank=len(os.sched_getaffinity(0)), device="cpu",
+        checkpoint_every_steps=None, max_steps=steps,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
+        told = RankSpec(
+            train=spec, valid=None, probe=spec, training=training, seed=1, folder=temporary,
+            preprocessing=PreprocessingConfig(workers=1, shuffle_window_rows=WINDOW_ROWS),
+            model=DLRMConfig(embedding_width=WIDTH, bottom_mlp=(64,), top_mlp=(128, 64)),
+        )  # fmt: skip
+        result = run_ranks("benchmarks.kept", told, Path(temporary), 1, 1, Limits(), lambda event: None, ROOT)
+    milliseconds = result["step_milliseconds"][0]
+    return {"step_milliseconds": milliseconds, "training_rows_per_second": round(1e3 * BATCH_ROWS / milliseconds)}
+
+
+def as_text(figures: dict[str, Any]) -> str:
+    """The figures as a table of Markdown."""
+    ways = figures["ways"]
+    names = list(ways["deduplicated"])
+    lines = [f"| way | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    lines += [f"| {way} | {' | '.join(f'{one[name]:,}' for name in names)} |" for way, one in ways.items()]
+    lines.append("\n" + ", ".join(f"{name} {value}" for name, value in figures.items() if name.endswith("_gain")))
+    lines.append("\n" + in_words(figures["machine"]))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
