@@ -58,10 +58,10 @@ demo: setup  ## logs -> warehouse -> sharded training -> registered model, on ge
 	@echo "look at it: make ui"
 
 test: setup  ## the tests
-	@$(RUN) -m pytest -n $(TESTERS) --dist worksteal
+	@$(RUN) -m pytest -n $(TESTERS) --dist loadfile
 
 test-slow: setup  ## the long tests: servers, kills, whole runs
-	@$(RUN) -m pytest -n $(TESTERS) --dist worksteal -m 'slow and not gpu' --timeout=900
+	@$(RUN) -m pytest -n $(TESTERS) --dist loadfile -m 'slow and not gpu' --timeout=900
 
 test-gpu: setup  ## the tests that need CUDA devices, and those of the trainer on one
 	@DLRM_TEST_DEVICE=cuda $(RUN) -m pytest -m gpu --timeout=900
