@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvaluationConfig
 from pipeline.evaluation.gate import GateConfig
 from pipeline.extraction.extract import IngestConfig, SourceConfig
+from pipeline.extraction.outcomes import WEIGHT
 from pipeline.joined.source import contents, pin
 from pipeline.policy import Policy
 from pipeline.preprocessing.config import PreprocessingConfig
@@ -134,6 +135,18 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
                 expected = "process or inline: the ranks are all on this machine"
             where = "preprocessing.executor with training.launcher=ray"
             raise ConfigError(where, expected, executor, "Set preprocessing.executor.")
+        return self
+
+    @model_validator(mode="after")
+    def _negatives_keep_their_weight(self) -> Self:
+        outcomes = self.source.outcomes
+        if outcomes is not None:
+            outcomes.made(self.features.label)
+            if outcomes.keep_negatives is not None and self.features.weight != WEIGHT:
+                raise ConfigError(
+                    "features.weight with source.outcomes.keep_negatives", WEIGHT, f"{self.features.weight}",
+                    f"Set features.weight={WEIGHT}: a row kept stands for those left out.",
+                )  # fmt: skip
         return self
 
     @model_validator(mode="after")

@@ -50,6 +50,9 @@ def ingest(
         "quarantined": dict(result.quarantined),
         "quarantined_rows": sum(result.quarantined.values()),
         "unmatched_lookups": dict(result.unmatched),
+        "left_out_rows": sum(rows.left_out for rows in result.by_day.values()),
+        "by_day": {f"{day}": rows.model_dump() for day, rows in result.by_day.items()},
+        "outcomes": {label: joined.model_dump() for label, joined in result.outcomes.items()},
     }
 
 

@@ -16,6 +16,7 @@ from flows.config import ROOT, RunConfig
 from flows.progress import Logger
 from flows.record import commit, run_name
 from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.extraction.samples import refuse_outcomes
 from pipeline.joined.reader import filter_schema, schema_of
 from pipeline.joined.source import Pinned, pin
 from pipeline.preprocessing.worker import DataSpec, count_rows, fitted_plan
@@ -220,6 +221,8 @@ def specs(config: RunConfig, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
     needed += [(config.split.column.name, "split.column.name")] if config.split.column else []
     needed += [(name, "split.hash.key") for name in config.split.hash.columns] if config.split.hash else []
     needed += [(config.features.label, "features.label")]
+    if config.source.outcomes is not None:
+        refuse_outcomes(plan.columns, config.source.outcomes.columns(config.features.label))
     weight = config.features.weight
     needed += [] if weight is None else [(weight, "features.weight")]
     session = config.preprocessing.session_column

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,8 @@ from pydantic import BaseModel, Field, PositiveInt, model_validator
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction.generator import write_logs
 from pipeline.extraction.generator_config import GeneratorConfig
-from pipeline.extraction.join import Outcomes, add_labels
+from pipeline.extraction.join import KEY, LEFT_OUT, REASON, SHOWN, Join, Joined
+from pipeline.extraction.outcomes import Outcomes
 from pipeline.extraction.samples import add_types, count_rows
 from pipeline.extraction.sources import Format, Lookup, add_lookups, create_view, first_line
 from pipeline.files import files_of, stamp
@@ -87,6 +88,20 @@ class IngestResult(BaseModel, frozen=True):
     unmatched: Mapping[str, int]
     days_elsewhere: int
     """Days of the table that this source does not have; they stay."""
+    outcomes: Mapping[str, Joined] = {}
+    """Label -> what became of its outcomes, where logs were joined."""
+    by_day: Mapping[datetime.date, "DayRows"] = {}
+    """Of the days written."""
+
+
+class DayRows(BaseModel, frozen=True):
+    """Where the rows of a day went: `rows` is the sum of the others."""
+
+    rows: int
+    written: int
+    quarantined: int
+    left_out: int
+    """Negatives that were thinned out."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,13 @@ class Day:
     rows: int
     refused: int
     identity: str
+    left_out: int = 0
+    """Negatives that are thinned out."""
+
+    @property
+    def kept(self) -> int:
+        """Rows that are written."""
+        return self.rows - self.refused - self.left_out
 
 
 Report = Callable[[str, int, int], None]
@@ -131,34 +153,45 @@ def extract(
     lookups = [(lookup, files_of(lookup.path, root, "source.lookups path")) for lookup in source.lookups]
     every = [*files, *outcomes, *(path for _, paths in lookups for path in paths)]
     with _connection(every, warehouse.home / "tmp") as connection:
-        view, unmatched = _samples(connection, source, schema, files, outcomes, lookups, bool(config.order_by))
+        view, unmatched, join = _samples(connection, source, schema, files, outcomes, lookups, bool(config.order_by))
         order = _order(connection, view, config.order_by, bool(lookups or source.outcomes))
-        decides = [source.model_dump(mode="json"), schema.label, _stamps(every[len(files) :])]
-        shared = _fingerprint(decides + ([config.order_by] if config.order_by else []))
-        days = _survey(connection, view, shared, {str(path.resolve()): _stamps([path]) for path in files})
+        decides = [source.model_dump(mode="json"), schema.label, _stamps(every[len(files) + len(outcomes) :])]
+        decides += [config.order_by] if config.order_by else []
+        shared = _fingerprint(decides + ([schema.weight] if schema.weight else []))
+        stamps = {str(path.resolve()): _stamps([path]) for path in [*files, *outcomes]}
+        days = _survey(connection, view, shared, stamps, None if join is None else join.files_by_day(view))
         wanted = _wanted(days, set(only))
         _refuse_spoiled(connection, view, wanted, config)
         stored = warehouse.written_days(table)
         done = {} if again else stored
         todo = [day for day in wanted if done.get(day.day) != day.identity]
-        total = sum(day.rows - day.refused for day in todo)
+        if join is not None and todo:
+            join.attribute(view, _in(todo))
+            todo = _thinned(connection, view, todo)
+        total = sum(day.kept for day in todo)
         written = 0
         for group in _groups(todo, config.rows_per_commit):
             on_rows = partial(_report_from, report, written, total)
             _write(connection, view, warehouse, table, group, order, on_rows)
-            written += sum(day.rows - day.refused for day in group)
+            written += sum(day.kept for day in group)
         refused = _refused(connection, view, todo)
         missing = {
             path: count_rows(connection, view, f"{column} IS NULL AND {_in(todo)}") for path, column in unmatched
         }
+        counts = join.counts() if join is not None and todo else {}
     return IngestResult(
         snapshot=warehouse.current(table),
         rows=written,
         days_written=tuple(day.day for day in todo),
-        days_skipped=tuple(day.day for day in wanted if day not in todo),
+        days_skipped=tuple(day.day for day in wanted if day.day not in {one.day for one in todo}),
         quarantined=refused,
         unmatched=missing,
         days_elsewhere=len(stored.keys() - {day.day for day in days}),
+        outcomes=counts,
+        by_day={
+            day.day: DayRows(rows=day.rows, written=day.kept, quarantined=day.refused, left_out=day.left_out)
+            for day in todo
+        },
     )
 
 
@@ -176,7 +209,7 @@ def source_days(
     lookups = [(lookup, files_of(lookup.path, root, "source.lookups path")) for lookup in source.lookups]
     every = [*files, *outcomes, *(path for _, paths in lookups for path in paths)]
     with _connection(every, warehouse.home / "tmp") as connection:
-        view, _ = _samples(connection, source, schema, files, outcomes, lookups)
+        view, *_ = _samples(connection, source, schema, files, outcomes, lookups)
         stamps = {str(path.resolve()): "" for path in files}
         return [day.day for day in _survey(connection, view, "", stamps)]
 
@@ -225,8 +258,8 @@ def _samples(
     outcomes: list[Path],
     lookups: list[tuple[Lookup, list[Path]]],
     sorted_rows: bool = False,
-) -> tuple[str, list[tuple[str, str]]]:
-    """The view of typed, labelled samples, and (side table, its match column) pairs."""
+) -> tuple[str, list[tuple[str, str]], Join | None]:
+    """The view of typed, labelled samples, (side table, its match column) pairs, and the join with the outcomes."""
     joined = bool(lookups or source.outcomes or sorted_rows)
     create_view(connection, "source", files, source.format, numbered=joined)
     view = "source"
@@ -234,12 +267,15 @@ def _samples(
     if lookups:
         view = add_lookups(connection, view, lookups)
         unmatched = [(lookup.path, f"__matched_{i}") for i, (lookup, _) in enumerate(lookups)]
+    join, columns = None, [column for _, column in unmatched]
     if source.outcomes is not None:
-        view = add_labels(connection, view, source.outcomes, outcomes, schema.label)
-    matched = [column for _, column in unmatched]
+        join = Join(connection, view, source.outcomes, outcomes, schema.label)
+        join.set_repeated_aside()
+        view, columns = join.view, [*columns, KEY, SHOWN, REASON, LEFT_OUT]
+    made = source.outcomes.columns(schema.label) if source.outcomes is not None else []
     day = source.day or source.day_column
     assert day is not None  # SourceConfig has one of the two
-    return add_types(connection, view, schema, day, matched, numbered=joined), unmatched
+    return add_types(connection, view, schema, day, columns, made, numbered=joined), unmatched, join
 
 
 def _order(connection: duckdb.DuckDBPyConnection, view: str, wanted: Sequence[str], joined: bool) -> str:
@@ -255,16 +291,33 @@ def _order(connection: duckdb.DuckDBPyConnection, view: str, wanted: Sequence[st
     return f"ORDER BY {', '.join([DAY, *map(quoted, columns), '__file', '__row'])}"
 
 
-def _survey(connection: duckdb.DuckDBPyConnection, view: str, shared: str, stamps: Mapping[str, str]) -> list[Day]:
-    """Counts by day, and for each day an identity made of the files that hold its rows."""
+def _survey(
+    connection: duckdb.DuckDBPyConnection,
+    view: str,
+    shared: str,
+    stamps: Mapping[str, str],
+    outcomes: Mapping[datetime.date, list[str]] | None = None,
+) -> list[Day]:
+    """Counts by day, and for each day an identity made of the files that hold its rows and, where logs are joined, of
+    those that may hold outcomes of them."""
     rows = connection.sql(
         f"SELECT {DAY}, count(*), count(__reason), list(DISTINCT __file ORDER BY __file) FROM {view}"
         f" GROUP BY {DAY} ORDER BY {DAY}"
     ).fetchall()
-    return [
-        Day(day, count, bad, _fingerprint([shared, [stamps[file] for file in files]])[:16])
-        for day, count, bad, files in rows
-    ]
+    days = []
+    for day, count, bad, files in rows:
+        content = [shared, [stamps[file] for file in files]]
+        if outcomes is not None:  # a repeated impression may have its first row in the file of another day
+            content += [[stamps[file] for file in outcomes.get(day, [])], bad]
+        days.append(Day(day, count, bad, _fingerprint(content)[:16]))
+    return days
+
+
+def _thinned(connection: duckdb.DuckDBPyConnection, view: str, days: list[Day]) -> list[Day]:
+    """The days, with the negatives that are left out of them."""
+    query = f"SELECT {DAY}, count(*) FROM {view} WHERE {LEFT_OUT} AND __reason IS NULL AND {_in(days)} GROUP BY {DAY}"
+    left_out = dict(connection.sql(query).fetchall())
+    return [replace(day, left_out=left_out.get(day.day, 0)) for day in days]
 
 
 def _wanted(days: list[Day], only: set[datetime.date]) -> list[Day]:
@@ -332,11 +385,10 @@ def _write(
         reader = connection.sql(query).to_arrow_reader(65_536)
         warehouse.replace_days(spoiled, identities, reader.schema, reader, refused)
     kept = [name for name in connection.view(view).columns if not name.startswith("__")]
-    query = (
-        f"SELECT {', '.join(quoted(name) for name in kept)} FROM {view} WHERE __reason IS NULL AND {_in(days)} {order}"
-    )
+    columns = ", ".join(quoted(name) for name in kept)
+    query = f"SELECT {columns} FROM {view} WHERE __reason IS NULL AND NOT {LEFT_OUT} AND {_in(days)} {order}"
     reader = connection.sql(query).to_arrow_reader(65_536)
-    rows = sum(day.rows - day.refused for day in days)
+    rows = sum(day.kept for day in days)
     warehouse.replace_days(table, identities, reader.schema, _counted(reader, on_rows), rows)
 
 

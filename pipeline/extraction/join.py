@@ -1,73 +1,209 @@
-"""The feature log joined with its outcomes inside a time window."""
+"""The feature log joined with its outcomes inside a window: each impression is one sample, or it is counted why not."""
 
+import datetime
 from pathlib import Path
-from typing import Self
 
 import duckdb
-from pydantic import BaseModel, PositiveInt, model_validator
+from pydantic import BaseModel
 
 from pipeline.errors import ConfigError
+from pipeline.extraction.outcomes import WEIGHT, Outcome, Outcomes
 from pipeline.extraction.sources import FILE, ROW, create_view
 from storage.query import quoted
+from storage.reader import DAY
+
+KEY, SHOWN, REASON, LEFT_OUT = "__key", "__shown", "__unjoinable", "__left_out"
+"""Columns of the joined view: impression, its time, why it cannot be a sample, and whether it is thinned out."""
+REPEATED = "impression is repeated"
 
 
-class Outcomes(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """A log of outcomes; a feature row with one inside the window gets label 1, the others 0."""
+class Joined(BaseModel, frozen=True):
+    """What became of the outcomes of one label, over the impressions of the days written."""
 
-    path: str | tuple[str, ...] | None = None
-    """Files of the outcome log; None where the generator writes it."""
-    on: str = "impression_id"
-    """Column that names the impression in both logs."""
-    feature_time: str = "event_time"
-    """Timestamp column of the feature log."""
-    outcome_time: str = "outcome_time"
-    """Timestamp column of the outcome log."""
-    window_seconds: PositiveInt = 3_600
-    """Attribution window: an outcome counts from the feature row's time on, until this much later."""
-
-    @model_validator(mode="after")
-    def _apart(self) -> Self:
-        if self.feature_time == self.outcome_time == self.on:
-            raise ConfigError(
-                "source.outcomes", "key and time in different columns", f"'{self.on}' for all", "Correct them."
-            )
-        return self
+    matched: int = 0
+    """First outcomes inside the window: as many impressions are positive."""
+    repeated: int = 0
+    """Further ones of the same impression inside the window."""
+    late: int = 0
+    """After the window."""
+    early: int = 0
+    """Before the impression."""
+    unmatched: int = 0
+    """Of an impression that the feature log does not have, or without a time; of the whole outcome log."""
 
 
-def add_labels(
-    connection: duckdb.DuckDBPyConnection, source: str, outcomes: Outcomes, files: list[Path], label: str
-) -> str:
-    """A view of the feature log with a label column; returns its name.
+class Join:
+    """Tables and views that give each impression its labels.
 
-    An outcome logged twice counts once: each feature row stays exactly one row.
+    Only key, time and action of both logs are joined, and once; what is found, one row for each impression with an
+    outcome, is small and waits in a table until samples are written. DuckDB spills all of it where memory is short.
 
+    Args:
+        source: View of the feature log, numbered.
+        files: Of the outcome log.
+        label: `features.label`.
     Raises:
-        ConfigError: If a key or time column is absent, or the feature log has the label already.
+        ConfigError: If a column is absent or of the wrong kind, or the feature log has one that the join makes.
     """
-    create_view(connection, "outcomes", files, "auto", "source.outcomes.path")
-    for view, names in {
-        source: (outcomes.on, outcomes.feature_time),
-        "outcomes": (outcomes.on, outcomes.outcome_time),
-    }.items():
-        known = dict(zip(connection.view(view).columns, map(str, connection.view(view).types), strict=True))
-        where = f"source.outcomes, {'feature log' if view == source else 'outcome log'}"
-        absent = [name for name in names if name not in known]
-        if absent:
-            columns = ", ".join([name for name in known if name not in (FILE, ROW)][:8])
-            raise ConfigError(where, f"column '{absent[0]}'", columns, "Correct the names.")
-        if not known[names[1]].startswith(("TIMESTAMP", "DATE")):
-            kind = known[names[1]]
-            raise ConfigError(where, f"timestamps in column '{names[1]}'", kind, "Convert it, or name another column.")
-    if label in connection.view(source).columns:
-        raise ConfigError(
-            "source.outcomes", f"a feature log without '{label}'", "one that has it", "Leave out source.outcomes."
+
+    def __init__(
+        self, connection: duckdb.DuckDBPyConnection, source: str, outcomes: Outcomes, files: list[Path], label: str
+    ) -> None:
+        self.connection, self.source, self.config = connection, source, outcomes
+        self.made = outcomes.made(label)
+        create_view(connection, "outcomes", files, "auto", "source.outcomes.path")
+        self._check(label)
+        self.key, self.time = quoted(outcomes.on), quoted(outcomes.outcome_time)
+        self.shown = quoted(outcomes.feature_time)
+        self.view = "labelled"
+        self._create()
+
+    def _create(self) -> None:
+        """Tables of what is found out later, empty as yet, and the view over them."""
+        counts = [f"CAST(0 AS BIGINT) AS n{i}, CAST(0 AS DOUBLE) AS v{i}" for i in range(len(self.made))]
+        for table, columns in {
+            "repeated": f"{FILE} AS file, {ROW} AS row",
+            "found": ", ".join([f"{self.key} AS key", *counts]),
+        }.items():
+            self.connection.execute(f"CREATE TABLE {table} AS SELECT {columns} FROM {self.source} WITH NO DATA")
+        labels = [_value(made, i) + f" AS {quoted(name)}" for i, (name, made) in enumerate(self.made.items())]
+        share, out = self.config.keep_negatives, "false"
+        if share is not None:
+            labels.append(f"CASE WHEN f.key IS NULL THEN {1.0 / share!r} ELSE 1.0 END::DOUBLE AS {WEIGHT}")
+        if share is not None and share < 1.0:
+            hashed = f"md5_number_lower(concat('{self.config.keep_seed}:', s.{self.key}))"
+            out = f"f.key IS NULL AND {hashed} >= {int(share * 2**64)}::UBIGINT"
+        reason = (
+            f"CASE WHEN s.{self.key} IS NULL THEN {_text(f'{self.config.on} is null')}"
+            f" WHEN s.{self.shown} IS NULL THEN {_text(f'{self.config.feature_time} is null')}"
+            f" WHEN r.row IS NOT NULL THEN {_text(REPEATED)} END"
         )
-    key = quoted(outcomes.on)
-    shown, happened = quoted(outcomes.feature_time), quoted(outcomes.outcome_time)
-    window = f"to_seconds({int(outcomes.window_seconds)})"
-    connection.execute(
-        f"CREATE VIEW labelled AS SELECT s.*, CAST(EXISTS (SELECT 1 FROM outcomes o WHERE o.{key} = s.{key}"
-        f" AND o.{happened} >= s.{shown} AND o.{happened} < s.{shown} + {window}) AS INTEGER) AS {quoted(label)}"
-        f" FROM {source} s"
-    )
-    return "labelled"
+        self.connection.execute(
+            f"CREATE VIEW labelled AS SELECT s.*, {', '.join(labels)}, s.{self.key} AS {KEY},"
+            f" s.{self.shown} AS {SHOWN}, {reason} AS {REASON}, {out} AS {LEFT_OUT}"
+            f" FROM {self.source} s LEFT JOIN found f ON f.key = s.{self.key}"
+            f" LEFT JOIN repeated r ON r.file = s.{FILE} AND r.row = s.{ROW}"
+        )
+
+    def set_repeated_aside(self) -> None:
+        """Notes down the rows of an impression that stands in the feature log more than once, but the first in time."""
+        self.connection.execute(
+            f"INSERT INTO repeated SELECT file, row FROM (SELECT {FILE} AS file, {ROW} AS row, row_number() OVER"
+            f" (PARTITION BY {self.key} ORDER BY {self.shown}, {FILE}, {ROW}) AS number FROM {self.source} WHERE"
+            f" {self.key} IN (SELECT {self.key} FROM {self.source} GROUP BY 1 HAVING count(*) > 1)) WHERE number > 1"
+        )
+
+    def files_by_day(self, samples: str) -> dict[datetime.date, list[str]]:
+        """Day -> files of the outcome log that may hold an outcome of its impressions, by the times in them.
+
+        Args:
+            samples: View of the samples.
+        """
+        rows = self.connection.sql(
+            f"WITH files AS (SELECT {FILE} AS file, min({self.time}) AS first, max({self.time}) AS last FROM outcomes"
+            f" GROUP BY 1), days AS (SELECT {DAY} AS day, min({SHOWN}) AS first, max({SHOWN}) AS last FROM {samples}"
+            f" WHERE {REASON} IS NULL GROUP BY 1) SELECT d.day, list(f.file ORDER BY f.file) FROM days d JOIN files f"
+            f" ON f.last >= d.first AND f.first < d.last + to_seconds({self.config.longest_seconds}) GROUP BY 1"
+        ).fetchall()
+        return dict(rows)
+
+    def attribute(self, samples: str, days: str) -> None:
+        """Finds the outcomes of the impressions of some days; from here on the view has their labels.
+
+        Args:
+            days: Condition on the day, as SQL.
+        """
+        extra = [f"o.{quoted(self.config.action_column)} AS action"] if self._actions() else []
+        amounts = {made.amount for made in self.made.values() if made.amount is not None}
+        extra += [
+            f"TRY_CAST(o.{quoted(name)} AS DECIMAL(38, 6)) AS {quoted('amount ' + name)}" for name in sorted(amounts)
+        ]
+        self.connection.execute(
+            f"CREATE TABLE attributed AS SELECT {', '.join(['s.key', 's.shown', f'o.{self.time} AS happened', *extra])}"
+            f" FROM outcomes o LEFT JOIN (SELECT {KEY} AS key, {SHOWN} AS shown, {DAY} FROM {samples} WHERE {REASON} IS"
+            f" NULL) s ON s.key = o.{self.key} WHERE s.{DAY} IS NULL OR s.{days}"
+        )
+        found = []
+        for made in self.made.values():
+            inside = f"FILTER ({self._inside(made)})"
+            summed = f"CAST(sum({quoted(f'amount {made.amount}')}) {inside} AS DOUBLE)" if made.amount else "0.0"
+            found.append(f"count(*) {inside}, {summed}")
+        within = " OR ".join(f"({self._inside(made)})" for made in self.made.values())
+        self.connection.execute(
+            f"INSERT INTO found SELECT key, {', '.join(found)} FROM attributed WHERE {within} GROUP BY key"
+        )
+
+    def counts(self) -> dict[str, Joined]:
+        """What became of the outcomes of each label; they add up to all that were looked at."""
+        result = {}
+        for i, (name, made) in enumerate(self.made.items()):
+            end = f"shown + to_seconds({self.config.window_of(made)})"
+            inside, late, early, unmatched = self.connection.sql(
+                f"SELECT count(*) FILTER ({self._inside(made)}), count(*) FILTER (happened >= {end}),"
+                f" count(*) FILTER (happened < shown), count(*) FILTER (key IS NULL OR happened IS NULL)"
+                f" FROM attributed WHERE {_of(made)}"
+            ).fetchall()[0]
+            matched = int(self.connection.sql(f"SELECT count(*) FROM found WHERE n{i} > 0").fetchall()[0][0])
+            result[name] = Joined(
+                matched=matched, repeated=inside - matched, late=late, early=early, unmatched=unmatched
+            )
+        return result
+
+    def _actions(self) -> bool:
+        return any(made.action is not None for made in self.made.values())
+
+    def _inside(self, made: Outcome) -> str:
+        """Condition on an attributed outcome: it counts for the label."""
+        end = f"shown + to_seconds({self.config.window_of(made)})"
+        return f"{_of(made)} AND happened >= shown AND happened < {end}"
+
+    def _check(self, label: str) -> None:
+        config, source = self.config, self.source
+        needed = {
+            source: [config.on, config.feature_time],
+            "outcomes": [
+                config.on,
+                config.outcome_time,
+                *([config.action_column] if self._actions() else []),
+                *(made.amount for made in self.made.values() if made.amount is not None),
+            ],
+        }
+        for view, names in needed.items():
+            known = dict(
+                zip(self.connection.view(view).columns, map(str, self.connection.view(view).types), strict=True)
+            )
+            where = f"source.outcomes, {'feature log' if view == source else 'outcome log'}"
+            absent = [name for name in names if name not in known]
+            if absent:
+                columns = ", ".join([name for name in known if name not in (FILE, ROW)][:8])
+                raise ConfigError(where, f"column '{absent[0]}'", columns, "Correct the names.")
+            if not known[names[1]].startswith(("TIMESTAMP", "DATE")):
+                kind = known[names[1]]
+                raise ConfigError(
+                    where, f"timestamps in column '{names[1]}'", kind, "Convert it, or name another column."
+                )
+        taken = [name for name in config.columns(label) if name in self.connection.view(source).columns]
+        if taken:
+            raise ConfigError(
+                "source.outcomes",
+                f"a feature log without '{taken[0]}'",
+                "one that has it",
+                "Leave out source.outcomes.",
+            )
+
+
+def _of(made: Outcome) -> str:
+    """Condition on an outcome: its action is the label's."""
+    return "true" if made.action is None else f"CAST(action AS VARCHAR) = {_text(made.action)}"
+
+
+def _value(made: Outcome, number: int) -> str:
+    """The label of a row, from what was found of its impression."""
+    if made.take == "any":
+        return f"CAST(coalesce(f.n{number}, 0) > 0 AS INTEGER)"
+    return f"coalesce(f.n{number}, 0)" if made.take == "count" else f"coalesce(f.v{number}, 0.0)"
+
+
+def _text(value: str) -> str:
+    """A text as an SQL literal."""
+    return "'" + value.replace("'", "''") + "'"

@@ -2,13 +2,14 @@
 
 import datetime
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import duckdb
 
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
+from pipeline.extraction.join import LEFT_OUT, REASON
 from pipeline.extraction.sources import FILE, ROW
-from pipeline.schema import FeatureSchema, absent, input_kinds, resolve
+from pipeline.schema import LEAST_WEIGHT, MOST_WEIGHT, FeatureSchema, absent, input_kinds, resolve
 from storage.query import quoted
 from storage.reader import DAY
 
@@ -29,13 +30,15 @@ def add_types(
     schema: FeatureSchema,
     day: str | datetime.date,
     matched: Sequence[str],
+    made: Sequence[str],
     numbered: bool,
 ) -> str:
     """A view of the rows as they are stored, with their day, their label, and why a row is refused; returns its name.
 
     Args:
         day: Column that gives the day, or the one day of all rows.
-        matched: Columns to keep that say whether a side table had the row's key.
+        matched: Columns to keep that say whether a side table had the row's key, and what a join says of the row.
+        made: Columns that are outcomes, or made of them: no features.
         numbered: Whether the rows have the column ROW.
     Raises:
         ConfigError: If a column that the configuration names is not there.
@@ -43,10 +46,12 @@ def add_types(
     """
     names = [name for name in connection.view(view).columns if name not in (FILE, ROW) and not name.startswith("__")]
     resolve([schema.label], names, "features.label")
+    if schema.weight is not None:
+        resolve([schema.weight], names, "features.weight")
     if isinstance(day, str):
         resolve([day], names, "source.day_column")
     # The column `day` of the table is the partition; one of the source that means something else gives way to it.
-    dense = _dense_columns(schema, [name for name in names if name != DAY or day == DAY])
+    dense = _dense_columns(schema, [name for name in names if name != DAY or day == DAY], made)
     types = dict(zip(connection.view(view).columns, map(str, connection.view(view).types), strict=True))
     _check_text(connection, view, [name for name in dense if types[name] == "VARCHAR"])
     # A column of nulls without a type is left out: once its type is known, these rows read null all the same.
@@ -56,10 +61,21 @@ def add_types(
     date = f"TRY_CAST({quoted(day)} AS DATE)" if isinstance(day, str) else f"DATE '{day}'"
     label = quoted(schema.label)
     number = f"TRY_CAST({label} AS DOUBLE)"
-    reason = (
-        f"CASE WHEN {label} IS NULL THEN 'label is null' WHEN {number} IS NULL THEN 'label is not a number'"
-        f" WHEN {number} NOT IN (0, 1) THEN 'label is not 0 or 1' END"
-    )
+    reasons = [f"WHEN {REASON} IS NOT NULL THEN {REASON}"] if REASON in matched else []
+    if not made:  # a label that is made of outcomes is never bad
+        reasons += [
+            f"WHEN {label} IS NULL THEN 'label is null' WHEN {number} IS NULL THEN 'label is not a number'"
+            f" WHEN {number} NOT IN (0, 1) THEN 'label is not 0 or 1'"
+        ]
+    if schema.weight is not None and schema.weight not in made:
+        reasons.append(_bad_weight(quoted(schema.weight)))
+        if types[schema.weight] == "VARCHAR":  # what is no number is refused
+            typed = [
+                f"TRY_CAST({quoted(name)} AS DOUBLE) AS {quoted(name)}" if name == schema.weight else part
+                for name, part in zip(kept, typed, strict=True)
+            ]
+    reason = f"CASE {' '.join(reasons)} END" if reasons else "CAST(NULL AS VARCHAR)"
+    matched = matched if LEFT_OUT in matched else [*matched, f"false AS {LEFT_OUT}"]
     connection.execute(
         f"CREATE VIEW samples AS SELECT {', '.join([*typed, *matched])}, {date} AS {DAY}, {label} AS __raw_label,"
         f" TRY_CAST({number} AS INTEGER) AS {label}, {reason} AS __reason, {FILE} AS __file,"
@@ -74,16 +90,28 @@ def add_types(
     return "samples"
 
 
-def _dense_columns(schema: FeatureSchema, names: list[str]) -> list[str]:
-    """Columns that are read as numbers, all of the schema's columns checked to be there."""
+def _bad_weight(column: str) -> str:
+    weight = f"TRY_CAST({column} AS DOUBLE)"
+    return (
+        f"WHEN {column} IS NULL THEN 'weight is null' WHEN {weight} IS NULL THEN 'weight is not a number'"
+        f" WHEN {weight} NOT BETWEEN {LEAST_WEIGHT} AND {MOST_WEIGHT} THEN 'weight is not {LEAST_WEIGHT:g} to"
+        f" {MOST_WEIGHT:,.0f}'"
+    )
+
+
+def _dense_columns(schema: FeatureSchema, names: list[str], made: Sequence[str]) -> list[str]:
+    """Columns that are read as numbers, all of the schema's columns checked to be there and to be no outcomes."""
     derived = [op.output for op in schema.derived]
     known = [*names, *derived]
     found: list[str] = []
+    read: list[str] = []
     for dense in schema.dense:
         columns = _resolved(schema, dense.columns, known, "features.dense column")
+        read += columns
         found += columns if dense.kind_read("dense") == "dense" else []
     for sparse in schema.sparse:
         columns = _resolved(schema, sparse.columns, known, "features.sparse column")
+        read += columns
         found += columns if sparse.kind_read("sparse") == "dense" else []
     for op in schema.derived:
         for name, kind in zip(op.inputs, input_kinds(op), strict=False):
@@ -91,7 +119,9 @@ def _dense_columns(schema: FeatureSchema, names: list[str]) -> list[str]:
                 if _joined(schema, name):
                     continue
                 raise absent(f"{op.kind} of '{op.output}', input", name, known)
+            read.append(name)
             found += [name] if kind == "dense" else []
+    refuse_outcomes(read, made)
     return [name for name in dict.fromkeys(found) if name not in derived]
 
 
@@ -103,6 +133,19 @@ def _resolved(schema: FeatureSchema, patterns: Sequence[str], known: Sequence[st
 
 def _joined(schema: FeatureSchema, pattern: str) -> bool:
     return any(joined.may_add(pattern) for joined in schema.joined)
+
+
+def refuse_outcomes(columns: Iterable[str], made: Sequence[str]) -> None:
+    """Refuses features that are outcomes.
+
+    Raises:
+        ConfigError: If one is; nobody knows it when the row is to be scored.
+    """
+    taken = [name for name in columns if name in made]
+    if taken:
+        raise ConfigError(
+            "features", "features other than outcomes and weights", f"'{taken[0]}'", "Take it out of the patterns."
+        )
 
 
 def _check_text(connection: duckdb.DuckDBPyConnection, view: str, columns: list[str]) -> None:

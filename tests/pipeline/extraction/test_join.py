@@ -16,6 +16,13 @@ def seconds(values: list[float]) -> list[Any]:
     return [START + pd.Timedelta(seconds=value) for value in values]
 
 
+def seconds_or_null(values: list[float | None]) -> list[Any]:
+    return [None if value is None else seconds([value])[0] for value in values]
+
+
+COUNTS = {"matched": 0, "repeated": 0, "late": 0, "early": 0, "unmatched": 0}
+
+
 def source(**outcomes: Any) -> dict[str, Any]:
     return {
         "path": "features.parquet", "day_column": "event_time",
@@ -78,11 +85,15 @@ def test_many_impressions_equal_pandas_and_keep_their_order(ingest: Any, stored:
     assert 0.1 < frame["label"].mean() < 0.6
 
 
-def test_an_impression_logged_twice_is_two_samples_and_names_may_differ(ingest: Any, stored: Any, put: Any) -> None:
-    put("features.parquet", request=["a", "a", None], shown=seconds([0.0, 650.0, 0.0]), user=[1, 2, 3])
+def test_an_impression_logged_twice_is_one_sample_and_names_may_differ(ingest: Any, stored: Any, put: Any) -> None:
+    shown = [650.0, 0.0, 0.0, 0.0, None]
+    put("features.parquet", request=["a", "a", None, "b", "c"], shown=seconds_or_null(shown), user=[1, 2, 3, 4, 5])
     put("outcomes.parquet", request=["a", None], clicked=seconds([655.0, 1.0]))
-    ingest({**source(on="request", feature_time="shown", outcome_time="clicked"), "day_column": "shown"})
-    assert stored()[["user", "label"]].to_numpy().tolist() == [[1, 0], [2, 1], [3, 0]]
+    names = source(on="request", feature_time="shown", outcome_time="clicked")
+    result = ingest({**names, "day_column": None, "day": "2024-01-01"}, max_quarantined_share=0.6)
+    assert stored()[["user", "label"]].to_numpy().tolist() == [[2, 0], [4, 0]]
+    assert result.quarantined == {"impression is repeated": 1, "request is null": 1, "shown is null": 1}
+    assert {**result.outcomes["label"].model_dump()} == COUNTS | {"late": 1, "unmatched": 1}
 
 
 @pytest.mark.parametrize(
