@@ -1,8 +1,10 @@
 """What Prefect's pages show of a run beside its log: artifacts, and the tables and models that it made."""
 
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.assets import Asset, AssetProperties
 
 from flows.config import RunConfig
@@ -45,3 +47,9 @@ def show_result(config: RunConfig, version: str, text: str, tracker: Tracker, ru
     create_link_artifact(
         page, PAGE, key=artifact_key("html-report", config.name), description=f"{version}: the whole report"
     )
+
+
+def show_table(kind: str, name: str, rows: Sequence[Mapping[str, Any]], description: str) -> None:
+    """Rows as a table on the run's page."""
+    shown = [{key: "" if value is None else f"{value}" for key, value in row.items()} for row in rows]
+    create_table_artifact(shown, key=artifact_key(kind, name), description=description)

@@ -198,7 +198,9 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     def _features(self, values: dict[str, Any]) -> dict[str, Any]:
         """What decides the features: of side sources that are joined, what is in them; nothing where there are none."""
         joined = [source for source in self.features.joined if not source.stored]
-        others = {key: value for key, value in values.items() if key != "joined"}
+        others = {key: value for key, value in values.items() if key not in ("joined", "allow_deprecated")}
+        for group in (*others["dense"], *others["sparse"]):
+            del group["on_missing"]  # at one snapshot it decides whether there is a training, not what is learned
         if not joined:
             return others
         warehouse = Warehouse(self.warehouse, self.home_path / "warehouse")

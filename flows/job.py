@@ -15,7 +15,8 @@ from pydantic import BaseModel
 from flows.config import ROOT, RunConfig
 from flows.progress import Logger
 from flows.record import commit, run_name
-from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.catalog.events import events, refuse_deprecated
+from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.extraction.samples import refuse_outcomes
 from pipeline.joined.reader import filter_schema, schema_of
 from pipeline.joined.source import Pinned, pin
@@ -208,11 +209,20 @@ def columns_at(config: RunConfig, snapshot: SnapshotRef) -> pa.Schema:
     return schema_of(warehouse_of(config), snapshot, joined_of(config))
 
 
+def _plan_at(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> Plan:
+    try:
+        return build_plan(config.features, schema)
+    except ColumnError as error:
+        raise error.at(f"snapshot {snapshot.snapshot_id} of table '{snapshot.table}'") from None
+
+
 def specs(config: RunConfig, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
     """Selections of a snapshot's rows with the plan that is built for its columns."""
     warehouse, joined = warehouse_of(config), joined_of(config)
     schema = schema_of(warehouse, snapshot, joined)
-    plan = build_plan(config.features, schema)
+    plan = _plan_at(config, snapshot, schema)
+    if not config.features.allow_deprecated:
+        refuse_deprecated(events(warehouse, config.name), config.name, plan.columns)
     evaluation = config.evaluation
     extra = evaluation.columns
     needed = [(name, "evaluation") for name in extra]

@@ -43,7 +43,8 @@ def register(
     if (folder / JOB).exists():
         job = TrainingJob.model_validate_json((folder / JOB).read_text(encoding="utf-8"))
     else:
-        job = job_in(folder, settings, record.identity, selected(settings, record.snapshot.snapshot_id))
+        trained_on = load(settings, {"features.allow_deprecated": True})  # what is trained is finished
+        job = job_in(folder, settings, record.identity, selected(trained_on, record.snapshot.snapshot_id))
     trained = Trained.model_validate_json((folder / TRAINED).read_text(encoding="utf-8"))
     trained = trained.model_copy(update={"weights": str(folder / "weights.safetensors")})
     name = tracker_of(settings).client.get_run(run_id).info.run_name

@@ -16,6 +16,7 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel
 
 from flows.artifacts import show_result
+from flows.catalogue import warn_of_columns
 from flows.config import ROOT, RunConfig
 from flows.job import (
     REGISTERED,
@@ -116,6 +117,7 @@ def pin(config: RunConfig, snapshot_id: int | None, again: bool) -> TrainingJob:
     job = pinned(config, snapshot_id, again)
     parts = (f"{part} {rows:,} rows of {len(job.data[part].selection.days)} days" for part, rows in job.rows.items())
     get_run_logger().info("snapshot %s: %s", job.snapshot.snapshot_id, ", ".join(parts))
+    warn_of_columns(job.data["train"], warehouse_of(config), get_run_logger())
     return job
 
 

@@ -3,6 +3,7 @@
 from storage.errors import ContractError, EmptyDatasetError, StorageError
 
 __all__ = [
+    "ColumnError",
     "ConfigError",
     "ContractError",
     "DataError",
@@ -17,6 +18,14 @@ __all__ = [
 
 class ConfigError(ContractError):
     """The configuration contradicts itself or the data it is for."""
+
+
+class ColumnError(ConfigError):
+    """A column that the configuration names is not in the table, or of a type that cannot be read as declared."""
+
+    def at(self, snapshot: str) -> "ColumnError":
+        """The complaint with the snapshot, in words, that was looked at."""
+        return ColumnError(f"{self.where} at {snapshot}", self.expected, self.actual, self.remedy)
 
 
 class DataError(ContractError):

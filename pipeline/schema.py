@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ColumnError, ConfigError
 from pipeline.transforms.column import Kind
 from pipeline.transforms.op import Reads
 from pipeline.transforms.ops import AnyOp, FillNull, Standardise
@@ -77,6 +77,9 @@ class Group(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tru
     name: str = COLUMN
     """Feature name; `{column}` stands for the column, so that a column can be used more than once."""
     transforms: tuple[AnyOp, ...] = ()
+    on_missing: Literal["fail", "default"] = "fail"
+    """What a column becomes that is named, not meant by a pattern, and that the table does not have: fail refuses to
+    train, default reads it as null throughout and takes no notice of it when the model is served."""
 
     def kind_read(self, otherwise: Kind) -> Kind:
         """As what its columns are read: as the first op wants them that does not take any kind."""
@@ -121,6 +124,8 @@ class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     """Side sources whose columns the groups can name without their being in the table."""
     dense: tuple[DenseGroup, ...] = ()
     sparse: tuple[SparseGroup, ...] = Field(min_length=1)
+    allow_deprecated: bool = False
+    """Whether to train on features that `flows.features` has declared deprecated."""
 
 
 def resolve(
@@ -144,7 +149,7 @@ def resolve(
     return list(found)
 
 
-def absent(where: str, name: str, known: Sequence[str], what: str = "a column of the table") -> ConfigError:
+def absent(where: str, name: str, known: Sequence[str], what: str = "a column of the table") -> ColumnError:
     """The complaint about a column that is not there; names the closest ones."""
     close = ", ".join(difflib.get_close_matches(name, known, n=3)) or ", ".join(known[:8])
-    return ConfigError(f"{where} '{name}'", what, "none of that name", f"Closest: {close}. Correct the name.")
+    return ColumnError(f"{where} '{name}'", what, "none of that name", f"Closest: {close}. Correct the name.")

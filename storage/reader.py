@@ -100,7 +100,7 @@ class SnapshotReader:
         found: list[Fragment] = []
         for task in sorted(scan.plan_files(), key=_file_order):
             refuse_deletes(task)
-            metadata = self._open(task.file.file_path).metadata
+            metadata = self.open(task.file.file_path).metadata
             if metadata.num_rows != task.file.record_count:
                 raise self._corrupt(task.file.file_path, f"{metadata.num_rows} of {task.file.record_count} rows")
             found += [
@@ -129,8 +129,8 @@ class SnapshotReader:
         Raises:
             CorruptFileError: If the file cannot be read; names it and the snapshot.
         """
-        file = self._open(fragment.path)
-        stored = {_field_id(field): field for field in file.schema_arrow}
+        file = self.open(fragment.path)
+        stored = {field_id(field): field for field in file.schema_arrow}
         rows = 0
         names = {name: stored[i].name for name, i in self._ids.items() if i in stored}
         self._count(file.metadata.row_group(fragment.row_group), set(names.values()))
@@ -169,7 +169,12 @@ class SnapshotReader:
             if path in names or path.rsplit(".", 2)[0] in names:  # a list's values stand in name.list.element
                 self.bytes_read += chunk.total_compressed_size
 
-    def _open(self, path: str) -> pq.ParquetFile:
+    def open(self, path: str) -> pq.ParquetFile:
+        """A data file, its footer read.
+
+        Raises:
+            CorruptFileError: If it cannot be read; names it and the snapshot.
+        """
         local = path.removeprefix("file://")
         try:
             file = pa.memory_map(local) if local.startswith("/") else self.table.io.new_input(path).open()
@@ -229,6 +234,6 @@ def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
     return array if array.type == kind else array.cast(kind)
 
 
-def _field_id(field: pa.Field) -> int | None:
+def field_id(field: pa.Field) -> int | None:
     value = (field.metadata or {}).get(b"PARQUET:field_id")
     return int(value) if value is not None else None

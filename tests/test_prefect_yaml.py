@@ -26,6 +26,7 @@ def test_the_named_deployments_exist():
         "train/on-demand",
         "train/after-ingest",
         "checkpoint/on-demand",
+        "features/on-demand",
         "preprocess/on-demand",
         "placement/on-demand",
         "recurring/daily",

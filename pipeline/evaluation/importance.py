@@ -117,7 +117,7 @@ class Study:
         return sorted(found, key=lambda worth: -(worth.ne_loss or 0.0))
 
     def _look_at(self, rows: pa.Table) -> None:
-        columns = self.schedule.run(rows, Counter(), Counter())
+        columns = self.schedule.run(self.plan.completed(rows), Counter(), Counter())
         self.rows += rows.num_rows
         for name in self.names:
             start, end = columns[self.starts[name]], columns[self.ends[name]]

@@ -344,7 +344,7 @@ def count_rows(spec: DataSpec, warehouse: Warehouse) -> int:
 def fitted_plan(spec: DataSpec, warehouse: Warehouse) -> Plan:
     """The plan with the numbers its ops learn from the selected rows; only their columns are read."""
     columns = [name for name in spec.plan.columns if name in spec.plan.fit_columns()]
-    return spec.plan.fit(lambda: _chunks(spec, warehouse, columns))
+    return spec.plan.fit(lambda: _chunks(spec, warehouse, columns or [spec.label]))
 
 
 def _chunks(spec: DataSpec, warehouse: Warehouse, columns: Sequence[str]) -> Iterator[pa.Table]:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import pyarrow as pa
 from pydantic import BaseModel
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ColumnError, ConfigError
 from pipeline.schema import COLUMN, NAME, DenseGroup, FeatureSchema, SparseGroup, absent, input_kinds, resolve
 from pipeline.transforms.column import Kind
 from pipeline.transforms.ops import VALUE, AnyOp
@@ -48,6 +48,7 @@ class Graph:
         self.dense: list[str] = []
         self.sparse: list[SparseFeature] = []
         self.direct: dict[str, str] = {}
+        self.absent: dict[str, None] = {}
         self._raw: dict[str, set[Kind]] = {}
         self._made: dict[str, Made] = {}
         self._derived = {op.output: op for op in schema.derived}
@@ -67,7 +68,12 @@ class Graph:
         return {column: tuple(kind for kind in KINDS if kind in kinds) for column, kinds in self._raw.items()}
 
     def _resolved(self, group: DenseGroup | SparseGroup, where: str) -> list[str]:
-        return resolve(group.columns, [*self.table.names, *self._derived], where)
+        known = [*self.table.names, *self._derived]
+        if group.on_missing == "default":
+            lacking = [name for name in group.columns if name not in known and NAME.fullmatch(name)]
+            self.absent |= dict.fromkeys(lacking)
+            known += lacking
+        return resolve(group.columns, known, where)
 
     def _add_sparse(self, group: SparseGroup, column: str) -> None:
         name, limit = self._bind(group, column, "sparse")
@@ -101,7 +107,8 @@ class Graph:
 
     def _read(self, column: str, kind: Kind) -> Made:
         """A raw column."""
-        _check_type(column, self.table.field(column).type, kind)
+        if column not in self.absent:
+            _check_type(column, self.table.field(column).type, kind)
         self._raw.setdefault(column, set()).add(kind)
         return Made(raw_key(column, kind), kind)
 
@@ -230,21 +237,21 @@ def _check_type(column: str, kind: pa.DataType, use: Kind) -> None:
     time = pa.types.is_timestamp(kind) or pa.types.is_date(kind)
     single = pa.types.is_boolean(kind) or pa.types.is_decimal(kind)
     if use == "dense" and (listed or not (number or single or time)):
-        raise ConfigError(
+        raise ColumnError(
             f"column '{column}'",
             "numbers for a dense feature",
             f"{kind}",
             "Move it to features.sparse, or convert the column.",
         )
     if use == "sparse" and not (pa.types.is_integer(value) or text or pa.types.is_boolean(value)):
-        raise ConfigError(
+        raise ColumnError(
             f"column '{column}'",
             "integers or strings for a sparse feature",
             f"{kind}",
             "Bucketize it first, or convert the column.",
         )
     if use == "scores" and not (listed and number):
-        raise ConfigError(f"column '{column}'", "lists of numbers for scores", f"{kind}", "Name another column.")
+        raise ColumnError(f"column '{column}'", "lists of numbers for scores", f"{kind}", "Name another column.")
 
 
 def _check_name(what: str, name: str, remedy: str) -> None:

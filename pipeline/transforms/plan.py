@@ -46,6 +46,8 @@ class Plan(BaseModel, frozen=True):
     """Raw columns read, and as what: numbers, ids or scores."""
     direct: Mapping[str, str] = {}
     """Features without ops of their own -> the column they are."""
+    absent: tuple[str, ...] = ()
+    """Columns of `raw` that the table did not have: they are null throughout, whatever a table has later."""
 
     @model_validator(mode="after")
     def _one_size_per_table(self) -> Self:
@@ -71,12 +73,21 @@ class Plan(BaseModel, frozen=True):
     @property
     def columns(self) -> list[str]:
         """Raw columns to read."""
-        return list(self.raw)
+        return [name for name in self.raw if name not in self.absent]
+
+    def completed(self, rows: pa.Table | pa.RecordBatch) -> pa.Table | pa.RecordBatch:
+        """The rows with the absent columns, null throughout."""
+        for name in self.absent:
+            rows = rows.drop_columns([name]) if name in rows.schema.names else rows
+            kind = _type_of(self.raw[name])
+            rows = rows.append_column(pa.field(name, kind), pa.nulls(rows.num_rows, kind))
+        return rows
 
     @property
     def hash(self) -> str:
         """SHA-256 of the plan's content: equal plans make equal tensors."""
-        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+        values = self.model_dump(mode="json", exclude=None if self.absent else {"absent"})
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -95,7 +106,7 @@ class Plan(BaseModel, frozen=True):
             DataError: If a column holds values of a kind that cannot be read as declared.
         """
         counts = Counter() if counts is None else counts
-        columns = self.schedule.run(rows, counts, Counter() if seconds is None else seconds)
+        columns = self.schedule.run(self.completed(rows), counts, Counter() if seconds is None else seconds)
         dense = np.zeros((rows.num_rows, len(self.dense)), np.float32)
         for i, name in enumerate(self.dense):
             with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite here, 0 and counted below
@@ -127,7 +138,7 @@ class Plan(BaseModel, frozen=True):
         while unfitted := plan.unfitted():
             waiting = {op.output for op in unfitted}
             ready = [op for op in unfitted if not above(plan.ops, op.inputs) & waiting]
-            ops = learned(plan.ops, ready, chunks, temporary)
+            ops = learned(plan.ops, ready, lambda: map(self.completed, chunks()), temporary)
             plan = plan.model_copy(update={"ops": tuple(ops.get(op.output, op) for op in plan.ops)})
         return plan
 
@@ -158,4 +169,12 @@ def build_plan(schema: FeatureSchema, table: pa.Schema) -> Plan:
         sparse=tuple(graph.sparse),
         raw=graph.raw,
         direct=graph.direct,
+        absent=tuple(graph.absent),
     )
+
+
+def _type_of(uses: tuple[Kind, ...]) -> pa.DataType:
+    """A type that can be read in all these ways."""
+    if "dense" in uses:
+        return pa.int64() if len(uses) > 1 else pa.float64()
+    return pa.list_(pa.float64() if "scores" in uses else pa.int64())

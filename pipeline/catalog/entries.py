@@ -1,0 +1,154 @@
+"""The catalogue: all that is known of each feature of a table, in one entry."""
+
+import datetime
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+from pydantic import BaseModel
+
+from pipeline.catalog.events import Event, State, newest, since
+from pipeline.catalog.usage import Usage, Worth
+from storage.columns import StoredColumn
+
+RECENT_DAYS = 7
+"""Newest days of a profile that coverage and lengths are taken from."""
+
+
+class Day(BaseModel, frozen=True):
+    """A feature on one day, as the ingest has measured it."""
+
+    day: datetime.date
+    rows: int
+    present: int
+    mean_length: float | None
+    distinct: int | None
+    drift: float | None
+
+
+class Entry(BaseModel, frozen=True):
+    """A feature in the catalogue."""
+
+    name: str
+    kind: str
+    """number, id, ids, text or other."""
+    state: State
+    """As declared; a column of which nothing was ever declared is active."""
+    since: datetime.date | None
+    """Day of that state's first declaration; without one, the first day whose files have the column."""
+    owner: str | None = None
+    description: str | None = None
+    reason: str | None = None
+    alternatives: tuple[str, ...] = ()
+    stored: bool
+    """Whether the table has the column."""
+    bytes: int
+    """Compressed bytes in the files of the snapshot."""
+    models: tuple[str, ...]
+    """Versions that read it, with their aliases."""
+    served: bool
+    """Whether one of them has an alias, such as the champion."""
+    runs: int
+    """Trainings that read it."""
+    last_read: datetime.datetime | None
+    """Start of the newest of them."""
+    last_run: str | None
+    worth: Worth | None
+    """In the newest run that measured it."""
+    coverage: float | None
+    """Share of the rows of the newest days that have a value; None: not measured."""
+    mean_length: float | None
+    distinct: int | None
+    """Of the newest day."""
+    drift: float | None
+    """Of the newest day that has one: population stability index against the days before."""
+    days: tuple[Day, ...] = ()
+    """All days that are measured, oldest first."""
+
+
+def entries(
+    schema: pa.Schema,
+    leave_out: Collection[str],
+    log: Sequence[Event],
+    usage: Usage,
+    stored: Mapping[str, StoredColumn],
+    profile: pa.Table,
+    empty: Collection[str] = (),
+) -> list[Entry]:
+    """Every feature of a table, by name: its columns, and what was declared without being one.
+
+    Args:
+        schema: Columns of the table.
+        leave_out: Columns that are no features: day and label.
+        stored: What the columns take in the files.
+        profile: Statistics by day and column.
+        empty: Columns that are known to hold nothing where the profile says nothing.
+    """
+    declared = newest(log)
+    days = _days(profile)
+    kinds = dict(zip(profile["column"].to_pylist(), profile["kind"].to_pylist(), strict=True))
+    names = sorted(({*schema.names} - {*leave_out}) | {*declared})
+    found = []
+    for name in names:
+        event, runs, measured = declared.get(name), usage.runs_of(name), days.get(name, ())
+        column = stored.get(name)
+        kind = event.kind if event is not None else None
+        if kind is None:
+            kind = kinds.get(name) or (kind_of(schema.field(name).type) if name in schema.names else "other")
+        first = since(log, name) or (column.first_day if column is not None else None)
+        said = event.model_dump(include={"owner", "description", "reason", "alternatives"}) if event else {}
+        statistics = _statistics(measured)
+        if statistics["coverage"] is None and name in empty:
+            statistics["coverage"] = 0.0
+        found.append(
+            Entry(
+                name=name,
+                kind=kind,
+                state="active" if event is None else event.state,
+                since=first,
+                stored=name in schema.names,
+                bytes=column.bytes if column is not None else 0,
+                models=tuple(f"{version}" for version in usage.versions_of(name)),
+                served=bool(usage.served(name)),
+                runs=len(runs),
+                last_read=runs[0].at if runs else None,
+                last_run=runs[0].name if runs else None,
+                worth=next((run.worths[name] for run in runs if name in run.worths), None),
+                days=measured,
+                **said,
+                **statistics,
+            )
+        )
+    return found
+
+
+def kind_of(kind: pa.DataType) -> str:
+    """Kind of a column by its type alone."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return "ids" if pa.types.is_integer(kind.value_type) or kind_of(kind.value_type) == "text" else "other"
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return "text"
+    if pa.types.is_integer(kind):
+        return "id"
+    return "number" if pa.types.is_floating(kind) or pa.types.is_decimal(kind) else "other"
+
+
+def _days(profile: pa.Table) -> dict[str, tuple[Day, ...]]:
+    found: dict[str, list[Day]] = {}
+    for row in profile.sort_by([("day", "ascending")]).to_pylist():
+        found.setdefault(row["column"], []).append(Day.model_validate({key: row[key] for key in Day.model_fields}))
+    return {name: tuple(days) for name, days in found.items()}
+
+
+def _statistics(days: Sequence[Day]) -> dict[str, Any]:
+    """What the newest days say."""
+    recent = days[-RECENT_DAYS:]
+    rows, present = sum(day.rows for day in recent), sum(day.present for day in recent)
+    lengths = [(day.mean_length, day.present) for day in recent if day.mean_length is not None and day.present]
+    weight = sum(count for _, count in lengths)
+    return {
+        "coverage": present / rows if rows else None,
+        "mean_length": sum(length * count for length, count in lengths) / weight if weight else None,
+        "distinct": recent[-1].distinct if recent else None,
+        "drift": next((day.drift for day in reversed(days) if day.drift is not None), None),
+    }

@@ -1,0 +1,100 @@
+"""The catalogue as a table for the terminal: one line a feature, however many there are."""
+
+from collections.abc import Mapping, Sequence
+
+from pipeline.catalog.entries import Day, Entry
+from pipeline.catalog.retire import Candidate
+
+NUMBERS = {"since", "cover", "length", "distinct", "drift", "size", "runs", "read", "worth"}
+"""Columns that are set flush right."""
+
+
+def rows_of(entries: Sequence[Entry]) -> list[dict[str, str]]:
+    """What the list shows of each feature."""
+    return [
+        {
+            "feature": one.name,
+            "kind": one.kind,
+            "state": one.state if one.stored else f"{one.state}, no column",
+            "since": f"{one.since or ''}",
+            "cover": "" if one.coverage is None else f"{one.coverage:.1%}",
+            "length": "" if one.mean_length is None else f"{one.mean_length:.1f}",
+            "distinct": "" if one.distinct is None else f"{one.distinct:,}",
+            "drift": "" if one.drift is None else f"{one.drift:.3f}",
+            "size": size(one.bytes),
+            "runs": f"{one.runs}",
+            "read": "" if one.last_read is None else f"{one.last_read.date()}",
+            "worth": "" if one.worth is None else f"{one.worth.ne_loss:.5f}",
+            "models": shortened(one.models),
+            "owner": one.owner or "",
+        }
+        for one in entries
+    ]
+
+
+def rows_of_candidates(candidates: Sequence[Candidate]) -> list[dict[str, str]]:
+    """What the proposal shows of each feature."""
+    return [
+        {
+            "feature": one.name,
+            "state": one.state,
+            "size": size(one.bytes),
+            "why": "; ".join(one.reasons),
+            "models": shortened(one.models),
+        }
+        for one in candidates
+    ]
+
+
+def rows_of_days(days: Sequence[Day]) -> list[dict[str, str]]:
+    """What is known of a feature day by day."""
+    return [
+        {
+            "day": f"{one.day}",
+            "rows": f"{one.rows:,}",
+            "cover": f"{one.present / one.rows:.1%}" if one.rows else "",
+            "length": "" if one.mean_length is None else f"{one.mean_length:.1f}",
+            "distinct": "" if one.distinct is None else f"{one.distinct:,}",
+            "drift": "" if one.drift is None else f"{one.drift:.3f}",
+        }
+        for one in days
+    ]
+
+
+def aligned(rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows of equal keys as lines with one column a key; columns that are empty throughout are left out.
+
+    Example:
+        >>> print(aligned([{"feature": "age", "size": "9 B"}, {"feature": "city", "size": "1.2 kB"}]))
+        feature    size
+        age         9 B
+        city     1.2 kB
+    """
+    keys = [key for key in (rows[0] if rows else ()) if any(row[key] for row in rows)]
+    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in keys}
+    lines = [{key: key for key in keys}, *rows]
+    return "\n".join("  ".join(_set(key, line[key], widths[key]) for key in keys).rstrip() for line in lines)
+
+
+def size(count: int) -> str:
+    """Bytes for people.
+
+    Example:
+        >>> size(999), size(1_500), size(12_340_000)
+        ('999 B', '1.5 kB', '12.3 MB')
+    """
+    value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 1_000 and len(units) > 1:
+        value, units = value / 1_000, units[1:]
+    return f"{count} B" if units[0] == "B" else f"{value:,.1f} {units[0]}"
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The last of several names, and how many more there are; those in use come first."""
+    ordered = [name for name in names if name.endswith(")")] or list(names[-1:])
+    more = len(names) - len(ordered)
+    return ", ".join(ordered) + (f" and {more} more" if more else "")
+
+
+def _set(key: str, text: str, width: int) -> str:
+    return text.rjust(width) if key in NUMBERS | {"rows"} else text.ljust(width)

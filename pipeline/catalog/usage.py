@@ -1,0 +1,90 @@
+"""Who reads which column: runs and versions of models, and what their features were worth."""
+
+import datetime
+from collections.abc import Mapping, Sequence
+
+from pydantic import BaseModel
+
+from pipeline.transforms.plan import Plan
+from pipeline.transforms.schedule import above, raw_column
+
+
+class Worth(BaseModel, frozen=True):
+    """What a column was worth to a model: the most valuable of the features that are made of it."""
+
+    ne_loss: float
+    """By how much NE rises without its values."""
+    low: float
+    high: float
+    droppable: bool
+    """Whether even the upper bound is too small to matter."""
+
+
+class Run(BaseModel, frozen=True):
+    """A training and the raw columns that it read."""
+
+    run_id: str
+    name: str
+    at: datetime.datetime
+    """Its start, UTC."""
+    columns: frozenset[str]
+    worths: Mapping[str, Worth] = {}
+    """Column -> worth; empty: not measured."""
+
+
+class Version(BaseModel, frozen=True):
+    """A registered version of a model and the raw columns that it reads."""
+
+    model: str
+    version: int
+    aliases: tuple[str, ...] = ()
+    columns: frozenset[str]
+
+    def __str__(self) -> str:
+        shown = f" ({', '.join(self.aliases)})" if self.aliases else ""
+        return f"{self.model} version {self.version}{shown}"
+
+
+class Usage(BaseModel, frozen=True):
+    """Lineage of a table's columns."""
+
+    runs: tuple[Run, ...] = ()
+    """Newest first."""
+    versions: tuple[Version, ...] = ()
+
+    def runs_of(self, column: str) -> list[Run]:
+        """Runs that read a column, newest first."""
+        return [run for run in self.runs if column in run.columns]
+
+    def versions_of(self, column: str) -> list[Version]:
+        """Versions that read a column."""
+        return [version for version in self.versions if column in version.columns]
+
+    def served(self, column: str) -> list[Version]:
+        """Versions with an alias, such as the champion, that read a column."""
+        return [version for version in self.versions_of(column) if version.aliases]
+
+
+def columns_of_features(plan: Plan) -> dict[str, frozenset[str]]:
+    """Feature of a plan -> raw columns that it is made of."""
+    made = {op.output for op in plan.ops}
+    found = {}
+    for name in (*plan.dense, *(feature.name for feature in plan.sparse)):
+        keys = above(plan.ops, [plan.direct.get(name, name)])
+        found[name] = frozenset(raw_column(key) for key in keys - made)
+    return found
+
+
+def worths_of_columns(plan: Plan, worths: Sequence[tuple[str, Worth]]) -> dict[str, Worth]:
+    """Column -> the worth of the best feature that is made of it.
+
+    Args:
+        worths: Feature -> what it was worth, as far as it was measured.
+    """
+    made_of = columns_of_features(plan)
+    best: dict[str, Worth] = {}
+    for name, worth in worths:
+        for column in made_of.get(name, ()):
+            if column not in best or worth.ne_loss > best[column].ne_loss:
+                best[column] = worth
+    return best

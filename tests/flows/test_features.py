@@ -1,0 +1,200 @@
+"""The catalogue of the smoke run's table: who reads what, what is declared, and what a training does about it."""
+
+import datetime
+import re
+import shutil
+
+import pyarrow as pa
+import pytest
+
+from flows.config import ROOT, load
+from flows.features import features
+from flows.ingest import ingest
+from flows.job import pinned, selected, tracker_of, warehouse_of
+from flows.preprocess import preprocess
+from flows.train import train
+from pipeline.preprocessing.worker import Worker
+from pipeline.registration.register import columns_of, packed
+from pipeline.registration.scorer import LoadedModel
+
+CONFIG = "configs/smoke.yaml"
+
+
+@pytest.fixture
+def small(smoke, home, tmp_path, monkeypatch):
+    """The smoke run's table alone."""
+    shutil.copytree(home / "warehouse", tmp_path / "warehouse")
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+    return tmp_path
+
+
+def columns_of_plan(home, smoke) -> set[str]:
+    folder = home / "runs" / f"smoke-{smoke['identity'][:12]}-0" / "model"
+    return set(LoadedModel(folder).columns)
+
+
+def test_list_knows_who_reads_what(command, copied, home, smoke):
+    code, result, log = command(features, CONFIG, home=copied)
+    assert code == 0, log
+    assert (result["status"], result["action"], result["snapshot_id"]) == ("ok", "list", smoke["snapshot_id"])
+    found = {one["name"]: one for one in result["features"]}
+    schema = warehouse_of(load(CONFIG)).schema(warehouse_of(load(CONFIG)).current("smoke"))
+    assert set(found) == set(schema.names) - {"day", "label"}
+    read = columns_of_plan(home, smoke)
+    assert {name for name, one in found.items() if one["models"] == ["smoke version 1 (champion)"]} == read
+    assert {name for name, one in found.items() if one["runs"]} == read
+    assert {one["state"] for one in found.values()} == {"active"}
+    assert {one["since"] for one in found.values()} == {"2025-01-06"}
+    today = datetime.datetime.now(datetime.UTC).date()
+    ages = [today - datetime.date.fromisoformat(found[name]["last_read"][:10]) for name in read]
+    assert max(ages) <= datetime.timedelta(days=1)
+    assert all(found[name]["worth"] is not None for name in read)
+    assert result["bytes"] == sum(one["bytes"] for one in found.values())
+    assert all(one["bytes"] > 0 for one in found.values())
+
+
+def test_show_and_propose(command, copied, home, smoke):
+    code, result, log = command(features, CONFIG, "action=show", "name=cat_user", home=copied)
+    assert code == 0, log
+    assert (result["feature"]["name"], result["feature"]["kind"]) == ("cat_user", "id")
+    code, result, log = command(features, CONFIG, "action=propose", home=copied)
+    assert code == 0, log
+    unread = {one["name"] for one in result["candidates"] if any("never read" in why for why in one["reasons"])}
+    table = warehouse_of(load(CONFIG))
+    others = set(table.schema(table.current("smoke")).names) - columns_of_plan(home, smoke)
+    assert unread == others - {"day", "label", "cat_device", "true_probability"}
+    assert result["bytes"] == sum(one["bytes"] for one in result["candidates"])
+    code, result, _ = command(features, CONFIG, "action=show", "name=cat_usr", home=copied)
+    assert (code, result["error"]) == (
+        1, "feature 'cat_usr': expected a feature of the table, got none of that name. "
+        "Closest: cat_user, cat_country, cat_hour_slot. Correct the name.",
+    )  # fmt: skip
+
+
+def test_fault_4_a_deprecated_feature_is_refused_and_the_champion_is_named(command, copied):
+    identity = load(CONFIG).identity(5)
+    words = ["action=deprecate", "name=cat_user", "instead=cat_item", "reason=too many users"]
+    code, result, _ = command(features, CONFIG, *words, "only_unused=true", home=copied)
+    assert (code, result["error"]) == (
+        1, "feature 'cat_user': expected one that no serving version reads, got smoke version 1 (champion). "
+        "Train a model without it first, or leave out only_unused=true.",
+    )  # fmt: skip
+    code, result, log = command(features, CONFIG, *words, "by=ann", home=copied)
+    warning = "feature 'cat_user' is read by smoke version 1 (champion): new trainings on it are refused from now on"
+    assert (code, result["status"], result["warning"], result["event"]["by"]) == (0, "ok", warning, "ann")
+    assert warning in log
+    code, result, _ = command(features, CONFIG, *words, home=copied)
+    assert (code, result["status"]) == (0, "skipped")
+
+    snapshot = warehouse_of(load(CONFIG)).current("smoke").snapshot_id
+    today = datetime.datetime.now(datetime.UTC).date()
+    sentence = (
+        "features of table 'smoke': expected none that is deprecated, got 'cat_user', deprecated since "
+        f"{today}, too many users; instead: 'cat_item'. "
+        "Read the alternatives, or set features.allow_deprecated=true."
+    )
+    for flow in (train, preprocess):
+        code, result, _ = command(flow, CONFIG, home=copied)
+        assert (code, result["error"]) == (1, sentence)
+    assert not (copied / "preprocessing").exists()
+    assert not (copied / "runs").exists()
+    allowed = load(CONFIG, {"features.allow_deprecated": True})
+    assert allowed.identity(5) == identity
+    assert pinned(allowed, snapshot, False).done is not None  # the model that is there already
+
+    code, result, log = command(features, CONFIG, "action=set", "name=cat_user", "state=beta", home=copied)
+    assert (code, result["error"]) == (
+        1, "feature 'cat_user', which is deprecated: expected active as the next state, got beta. Name one of them.",
+    )  # fmt: skip
+    code, result, log = command(
+        features, CONFIG, "action=set", "name=cat_user", "state=active", "owner=ann", home=copied
+    )
+    assert code == 0, log
+    selected(load(CONFIG), None)
+    code, result, log = command(features, CONFIG, "action=history", "name=cat_user", home=copied)
+    assert [(one["state"], one["alternatives"], one["owner"]) for one in result["events"]] == [
+        ("deprecated", ["cat_item"], None),
+        ("active", [], "ann"),
+    ]
+
+
+def test_fault_4_a_feature_that_is_not_there_or_of_another_type_is_named_with_its_snapshot(command, small):
+    warehouse = warehouse_of(load(CONFIG))
+    snapshot = warehouse.current("smoke").snapshot_id
+    code, result, _ = command(train, CONFIG, "features.dense.1.columns=[num_click_shar]", home=small)
+    assert (code, result["error"]) == (
+        1, f"features.dense column 'num_click_shar' at snapshot {snapshot} of table 'smoke': expected a column of the "
+        "table, got none of that name. Closest: num_click_share. Correct the name.",
+    )  # fmt: skip
+    with warehouse.table("smoke").update_schema() as update:
+        update.delete_column("num_price")
+    with warehouse.table("smoke").update_schema() as update:
+        update.union_by_name(pa.schema([("num_price", pa.string())]))
+    code, result, _ = command(ingest, CONFIG, "source.generator.days=5", home=small)
+    assert "columns of table 'smoke'" in result["error"]  # the source's prices are numbers still
+    day = datetime.date(2025, 2, 1)
+    rows = pa.table({"day": pa.array([day], pa.date32()), "num_price": ["free"]})
+    newer = warehouse.replace_days("smoke", {day: "i"}, rows.schema, rows.to_batches(), 1)
+    code, result, _ = command(train, CONFIG, home=small)
+    assert (code, result["error"]) == (
+        1, f"column 'num_price' at snapshot {newer.snapshot_id} of table 'smoke': expected numbers for a dense feature, "
+        "got large_string. Move it to features.sparse, or convert the column.",
+    )  # fmt: skip
+    assert not (small / "runs").exists()
+
+
+def test_fault_3_a_feature_that_was_dropped_and_added_again_has_no_old_values(small, caplog):
+    config = load(CONFIG, {"features.dense.0.columns": ["num_price"], "features.dense.1.columns": ["num_quality"]})
+    warehouse = warehouse_of(config)
+    before = Worker(selected(config, None)[1]["train"], warehouse)
+    old = pa.concat_tables([before.raw(fragment) for fragment in before.fragments()])
+    assert old["num_price"].null_count < len(old)
+    with warehouse.table("smoke").update_schema() as update:
+        update.delete_column("num_price")
+    day = datetime.date(2025, 2, 1)
+    rows = pa.table({"day": pa.array([day], pa.date32()), "num_price": [1.5]})
+    warehouse.replace_days("smoke", {day: "i"}, rows.schema, rows.to_batches(), 1)
+
+    from prefect import flow
+
+    from flows import tasks
+
+    job = flow(lambda: tasks.pin(config, None, False), name="pin")()
+    assert "coverage 0 on the training days: num_price" in caplog.text
+    worker = Worker(job.data["train"], warehouse)
+    new = pa.concat_tables([worker.raw(fragment) for fragment in worker.fragments()])
+    assert new["num_price"].null_count == len(new) == len(old)
+    assert new["num_quality"].equals(old["num_quality"])
+
+
+ABSENT = {
+    "features.dense.1.columns": ["num_click_share", "num_new"],
+    "features.dense.1.on_missing": "default",
+    "features.sparse.1.columns": ["list_*", "list_new"],
+    "features.sparse.1.on_missing": "default",
+}
+
+
+@pytest.mark.slow
+def test_a_column_that_is_not_there_is_null_in_training_and_no_matter_to_the_model(command, copied):
+    code, result, log = command(
+        train, CONFIG, *(f"{key}={str(value).replace(chr(39), '')}" for key, value in ABSENT.items()), home=copied
+    )
+    assert code == 0, log
+    assert "table 'smoke' lacks num_new, list_new: read as null (on_missing: default)" in log
+    config = load(CONFIG, ABSENT)
+    model = LoadedModel(packed(tracker_of(config), "smoke", result["model"]["version"], copied / "fetched"))
+    assert not {"num_new", "list_new"} & set(model.columns)
+    assert {feature.name for feature in model.plan.sparse} >= {"list_new"}
+    row = {name: [None] for name in model.columns}
+    plain = model.probabilities(row)
+    assert model.probabilities(row | {"list_new": [[1, 2]], "num_new": [9.0]}) == plain
+    schema = warehouse_of(config).schema(warehouse_of(config).current("smoke"))
+    assert columns_of(model.plan, schema) == model.columns
+
+
+def test_the_readme_shows_actions_that_there_are():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"flows\.features \S+ action=(\w+)", readme))
+    assert shown <= {"list", "show", "propose", "set", "deprecate", "history"}
+    assert shown
