@@ -1,5 +1,6 @@
 """How the files of a table are laid out: its settings stand in the table, for every writer to see."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ class Layout(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
     """Compression of columns that `codecs` does not name."""
     codecs: Mapping[str, str] = {}
     """Column -> compression."""
+    first: tuple[str, ...] = ()
+    """Columns that stand first in the files, side by side; the table's schema keeps its order, which models go by."""
     plain: tuple[str, ...] = ()
     """Columns written without a dictionary."""
     row_group_rows: PositiveInt = 65_536
@@ -59,6 +62,7 @@ class Layout(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
             PAGE_BYTES: str(self.page_bytes),
             DICTIONARY_BYTES: str(self.dictionary_bytes),
             f"{OWN}codecs": json.dumps(columns),
+            f"{OWN}first": json.dumps(self.first),
             f"{OWN}plain": json.dumps(sorted(self.plain)),
             f"{OWN}file-rows": str(self.file_rows),
             f"{OWN}order-by": json.dumps(self.order_by),
@@ -76,7 +80,8 @@ class Layout(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
         keys |= {"dictionary_bytes": DICTIONARY_BYTES, "file_rows": f"{OWN}file-rows", "gap_bytes": f"{OWN}gap-bytes"}
         values: dict[str, Any] = {name: properties[key] for name, key in keys.items() if key in properties}
         try:
-            for name, key in {"plain": f"{OWN}plain", "order_by": f"{OWN}order-by"}.items():
+            for name in ("first", "plain", "order_by"):
+                key = OWN + name.replace("_", "-")
                 if key in properties:
                     values[name] = tuple(json.loads(properties[key]))
             if f"{OWN}codecs" in properties:
@@ -88,6 +93,23 @@ class Layout(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
                 "layout in the table's properties", "values as `flows.layout` writes them",
                 str(error).split("\n")[-1].strip().rstrip("."), "Correct the property, or apply a layout anew.",
             ) from error  # fmt: skip
+
+    def in_order(self, names: Sequence[str]) -> list[str]:
+        """Columns of a table as they follow one another in its files."""
+        there = set(names)
+        return list(dict.fromkeys([*(name for name in self.first if name in there), *names]))
+
+    def mark(self, names: Sequence[str], ordered: bool) -> str:
+        """Stands for the layout of files: equal marks, equal layouts.
+
+        Args:
+            names: Columns of the table.
+            ordered: Whether the rows were sorted as `order_by` says.
+        """
+        kept = self.properties() | {f"{OWN}gap-bytes": "", f"{OWN}first": ""}
+        kept[f"{OWN}order-by"] = json.dumps(self.order_by if ordered else ())
+        text = json.dumps([kept, self.in_order(names)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def parquet(self, schema: pa.Schema) -> dict[str, Any]:
         """What `pyarrow.parquet.ParquetWriter` is told about a file of this schema."""

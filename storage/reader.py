@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel
 from pyiceberg.expressions import And, BooleanExpression, In
 from pyiceberg.expressions.visitors import bind, extract_field_ids
+from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import expression_to_pyarrow
 from pyiceberg.manifest import DataFile
 from pyiceberg.schema import Schema
@@ -19,6 +20,8 @@ from pyiceberg.table.snapshots import Snapshot
 
 from storage.errors import CorruptFileError, StorageError
 from storage.footer import SUFFIX, read_footer
+from storage.layout import Layout
+from storage.ranges import Fetched, Range, chunks_of, merged
 
 READ_ROWS = 8_192
 """Rows decoded at a time."""
@@ -56,6 +59,7 @@ class SnapshotReader:
     Attributes:
         bytes_read: Size in the files of the columns read so far.
         bytes_stored: Size in the files of all columns of the row groups read so far.
+        reads: Stretches of files read so far; columns side by side are one, on an object store those in a gap, too.
     """
 
     def __init__(
@@ -86,7 +90,8 @@ class SnapshotReader:
                     f"column '{name}'", f"a column of table '{reference.table}'", "none of that name",
                     f"Closest: {close}. Correct the name.",
                 )  # fmt: skip
-        self.bytes_read, self.bytes_stored = 0, 0
+        self.bytes_read, self.bytes_stored, self.reads = 0, 0, 0
+        self._gap_bytes = Layout.of(table.properties, Layout()).gap_bytes
         self._ids = {name: self.schema.find_field(name).field_id for name in needed}
         self._types = {name: arrow.field(name).type for name in needed}
 
@@ -133,7 +138,11 @@ class SnapshotReader:
         stored = {field_id(field): field for field in file.schema_arrow}
         rows = 0
         names = {name: stored[i].name for name, i in self._ids.items() if i in stored}
-        self._count(file.metadata.row_group(fragment.row_group), set(names.values()))
+        group = file.metadata.row_group(fragment.row_group)
+        wanted = self._counted(group, set(names.values()), _is_local(fragment.path))
+        if not _is_local(fragment.path):
+            source = Fetched(self.table.io.new_input(fragment.path).open(), wanted)
+            file = pq.ParquetFile(pa.PythonFile(source, "r"), metadata=file.metadata, pre_buffer=False, **READ_OPTIONS)
         parts = file.iter_batches(READ_ROWS, [fragment.row_group], list(names.values()), use_threads=False)
         try:
             while (part := self._next(parts, fragment)) is not None:
@@ -162,12 +171,14 @@ class SnapshotReader:
         table = pa.Table.from_batches([rows]).filter(self._keep).select(self.columns).combine_chunks()
         return table.to_batches()[0] if len(table) else rows.slice(0, 0).select(self.columns)
 
-    def _count(self, group: pq.RowGroupMetaData, names: set[str]) -> None:
-        for chunk in (group.column(i) for i in range(group.num_columns)):
-            self.bytes_stored += chunk.total_compressed_size
-            path = chunk.path_in_schema
-            if path in names or path.rsplit(".", 2)[0] in names:  # a list's values stand in name.list.element
-                self.bytes_read += chunk.total_compressed_size
+    def _counted(self, group: pq.RowGroupMetaData, names: set[str], local: bool) -> list[Range]:
+        """The bytes that hold some columns of a row group, as they are read; they count as read."""
+        wanted = list(chunks_of(group, names))
+        ranges = merged(wanted, 0 if local else self._gap_bytes)
+        self.bytes_stored += sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+        self.bytes_read += sum(part.end - part.begin for part in ranges)
+        self.reads += len(ranges)
+        return ranges
 
     def open(self, path: str) -> pq.ParquetFile:
         """A data file, its footer read.
@@ -175,11 +186,11 @@ class SnapshotReader:
         Raises:
             CorruptFileError: If it cannot be read; names it and the snapshot.
         """
-        local = path.removeprefix("file://")
         try:
-            file = pa.memory_map(local) if local.startswith("/") else self.table.io.new_input(path).open()
-            metadata = read_footer(file, checked=path.endswith(SUFFIX))
-            return pq.ParquetFile(file, metadata=metadata, pre_buffer=not local.startswith("/"), **READ_OPTIONS)
+            return open_parquet(self.table.io, path)
+        except FileNotFoundError as error:
+            snapshot_at(self.table.refresh(), self.reference)
+            raise self._corrupt(path, error) from error
         except (OSError, pa.ArrowException) as error:
             raise self._corrupt(path, error) from error
 
@@ -188,6 +199,18 @@ class SnapshotReader:
             f"file '{path}' of snapshot {self.reference.snapshot_id} of table '{self.reference.table}'",
             "a whole Parquet file", str(error).split("\n")[0].rstrip("."), "Ingest its day with again=true.",
         )  # fmt: skip
+
+
+def open_parquet(io: FileIO, path: str) -> pq.ParquetFile:
+    """A data file, opened to be read column by column; checksums of its footer and pages are verified."""
+    local = _is_local(path)
+    file = pa.memory_map(path.removeprefix("file://")) if local else io.new_input(path).open()
+    metadata = read_footer(file, checked=path.endswith(SUFFIX))
+    return pq.ParquetFile(file, metadata=metadata, pre_buffer=not local, **READ_OPTIONS)
+
+
+def _is_local(path: str) -> bool:
+    return path.removeprefix("file://").startswith("/")
 
 
 def snapshot_at(table: Table, reference: SnapshotRef) -> Snapshot:

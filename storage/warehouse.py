@@ -4,7 +4,7 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
@@ -116,23 +116,12 @@ class Warehouse:
             ConflictError: If another writer changed one of these days meanwhile.
             StorageError: If the row counts do not agree, a row is of another day, or a column changed its type.
         """
-        table = self._evolved(name, schema)
-        transaction, io = table.transaction(), _RecordingIO(table.io)
-        overwrite = self._overwrite(table, transaction, days)
-        try:
+
+        def files(writer: DataFileWriter) -> Iterator[DataFile]:
             count = 0
-            writer = DataFileWriter(table.metadata, io, self.config.layout(), overwrite.commit_uuid)
             for chunk in chunks(schema, batches, writer.layout.file_rows):
                 count += chunk.num_rows
-                for file in writer.write(chunk):
-                    if day_of(file) not in days:
-                        raise StorageError(
-                            f"table '{name}'",
-                            f"rows of {_span(days)} only",
-                            f"rows of {day_of(file)}",
-                            "Pass all days of the rows.",
-                        )
-                    overwrite.append_data_file(file)
+                yield from writer.write(chunk)
             if count != rows:
                 raise StorageError(
                     f"table '{name}'",
@@ -140,6 +129,41 @@ class Warehouse:
                     f"{count}",
                     "The source changed while it was read; run again.",
                 )
+
+        reference = self.replace_files(self._evolved(name, schema), days, files)
+        self._assert_rows(reference, sorted(days), rows)
+        return reference
+
+    def replace_files(
+        self,
+        table: Table,
+        days: Mapping[datetime.date, str],
+        files: Callable[[DataFileWriter], Iterable[DataFile]],
+        ordered: bool = False,
+    ) -> SnapshotRef:
+        """Puts new files in the place of those of whole days, in one commit; one that fails leaves none.
+
+        Args:
+            table: As it was when the rows were read.
+            days: As in `replace_days`; a day without an identity keeps none.
+            files: Writes the new files; what it raises ends the commit.
+            ordered: See `DataFileWriter`.
+        Raises:
+            ConflictError: If another writer changed one of these days meanwhile.
+            StorageError: If a file is of another day.
+        """
+        name, transaction, io = table.name()[-1], table.transaction(), _RecordingIO(table.io)
+        overwrite = self._overwrite(table, transaction, days)
+        try:
+            for file in files(DataFileWriter(table.metadata, io, self.config.layout(), overwrite.commit_uuid, ordered)):
+                if day_of(file) not in days:
+                    raise StorageError(
+                        f"table '{name}'",
+                        f"rows of {_span(days)} only",
+                        f"rows of {day_of(file)}",
+                        "Pass all days of the rows.",
+                    )
+                overwrite.append_data_file(file)
             overwrite.commit()
             transaction.commit_transaction()
         except (CommitFailedException, ValidationException) as error:
@@ -152,9 +176,7 @@ class Warehouse:
             if self.table(name).snapshot_by_id(overwrite.snapshot_id) is None:
                 io.discard()
             raise
-        reference = SnapshotRef(table=name, snapshot_id=overwrite.snapshot_id)
-        self._assert_rows(reference, sorted(days), rows)
-        return reference
+        return SnapshotRef(table=name, snapshot_id=overwrite.snapshot_id)
 
     def append(self, name: str, schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> SnapshotRef:
         """Adds a few rows, such as events, in one commit; the table is made, or gains columns, as needed.
@@ -190,7 +212,8 @@ class Warehouse:
     def _overwrite(self, table: Table, transaction: Transaction, days: Mapping[datetime.date, str]) -> _OverwriteFiles:
         """One snapshot for the whole change: Table.append() would make one for every chunk of rows."""
         where = in_days(days)
-        summary = {DAYS_PROPERTY: json.dumps({day.isoformat(): identity for day, identity in sorted(days.items())})}
+        written = {day.isoformat(): identity for day, identity in sorted(days.items()) if identity}
+        summary = {DAYS_PROPERTY: json.dumps(written)}
         overwrite = transaction.update_snapshot(snapshot_properties=summary).overwrite()
         overwrite.delete_by_predicate(where)
         for task in table.scan(row_filter=where).plan_files():
@@ -253,25 +276,17 @@ class Warehouse:
 
     def written_days(self, name: str) -> dict[datetime.date, str]:
         """Day -> identity of what was last written to it, for days of the newest snapshot whose files are there."""
-        days: dict[datetime.date, str] = {}
         if not self.has_table(name):
-            return days
-        table = self.table(name)
-        if table.current_snapshot() is not None:
-            for snapshot in table.snapshots():
-                summary = snapshot.summary.additional_properties if snapshot.summary else {}
-                for day, identity in json.loads(summary.get(DAYS_PROPERTY, "{}")).items():
-                    days[datetime.date.fromisoformat(day)] = identity
-            there = self.whole_days(name)
-            days = {day: identity for day, identity in days.items() if day in there}
-        return days
+            return {}
+        there = self.whole_days(name)
+        return {day: identity for day, (_, identity) in identities(self.table(name)).items() if day in there}
 
     def whole_days(self, name: str) -> set[datetime.date]:
         """Days of the newest snapshot whose files are there as they were written, whoever wrote them."""
         newest = self.table(name).current_snapshot() if self.has_table(name) else None
         if newest is None:
             return set()
-        files, io = self._day_files(SnapshotRef(table=name, snapshot_id=newest.snapshot_id)), self.table(name).io
+        files, io = self.day_files(SnapshotRef(table=name, snapshot_id=newest.snapshot_id)), self.table(name).io
         with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
             whole = zip(files, pool.map(partial(_all_there, io), files.values()), strict=True)
             return {day for day, found in whole if found}
@@ -299,7 +314,7 @@ class Warehouse:
 
     def day_rows(self, reference: SnapshotRef) -> dict[datetime.date, int]:
         """Rows of each day at the snapshot, in order of the days; read from metadata alone."""
-        files = self._day_files(reference)
+        files = self.day_files(reference)
         return {day: sum(file.record_count for file in files[day]) for day in files}
 
     def day_contents(self, reference: SnapshotRef) -> dict[datetime.date, str]:
@@ -307,11 +322,11 @@ class Warehouse:
 
         It holds whoever wrote the day, and stays while only other days change.
         """
-        files = self._day_files(reference)
+        files = self.day_files(reference)
         names = {day: "\n".join(sorted(file.file_path for file in files[day])) for day in files}
         return {day: hashlib.sha256(names[day].encode()).hexdigest() for day in files}
 
-    def _day_files(self, reference: SnapshotRef) -> dict[datetime.date, list[DataFile]]:
+    def day_files(self, reference: SnapshotRef) -> dict[datetime.date, list[DataFile]]:
         """Data files of each day at the snapshot, in order of the days."""
         files: dict[datetime.date, list[DataFile]] = {}
         table = self.table(reference.table)
@@ -330,6 +345,19 @@ class Warehouse:
             StorageError: If a column is not in the table or the filter does not fit it.
         """
         return SnapshotReader(self.table(reference.table), reference, columns, row_filter)
+
+
+def identities(table: Table) -> dict[datetime.date, tuple[int, str]]:
+    """Day -> when it was last written (a sequence number) and as what; expired snapshots left theirs to the table."""
+    kept = json.loads(table.properties.get(DAYS_PROPERTY, "{}"))
+    found = {datetime.date.fromisoformat(day): (int(number), str(identity)) for day, (number, identity) in kept.items()}
+    for snapshot in table.snapshots():
+        summary = snapshot.summary.additional_properties if snapshot.summary else {}
+        for text, identity in json.loads(summary.get(DAYS_PROPERTY, "{}")).items():
+            day, number = datetime.date.fromisoformat(text), snapshot.sequence_number or 0
+            if day not in found or found[day][0] <= number:
+                found[day] = (number, identity)
+    return found
 
 
 def _current(table: Table) -> Snapshot:

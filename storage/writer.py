@@ -27,6 +27,8 @@ from storage.footer import SUFFIX, FooterSink
 from storage.layout import Layout
 from storage.reader import DAY
 
+MARK = b"dlrm.layout"
+"""Key in a file's footer: the layout it was written in."""
 FILES_AT_A_TIME = min(4, os.cpu_count() or 1)
 
 
@@ -41,11 +43,14 @@ class DataFileWriter:
         io: What the files are written through.
         defaults: The layout where the table's properties name none.
         commit: Part of the files' names, so that those of two writers differ.
+        ordered: Whether the rows come sorted as the layout wishes.
     Raises:
         StorageError: If the table is not partitioned by `day` alone.
     """
 
-    def __init__(self, metadata: TableMetadata, io: FileIO, defaults: Layout, commit: uuid.UUID) -> None:
+    def __init__(
+        self, metadata: TableMetadata, io: FileIO, defaults: Layout, commit: uuid.UUID, ordered: bool = False
+    ) -> None:
         fields = metadata.spec().fields
         self.schema = metadata.schema()
         self.day_id = self.schema.find_field(DAY).field_id
@@ -57,7 +62,9 @@ class DataFileWriter:
         self.io, self.commit, self.spec_id = io, commit, metadata.default_spec_id
         self.spec = metadata.spec()
         self.layout = Layout.of(metadata.properties, defaults)
-        self.arrow = schema_to_pyarrow(self.schema)
+        arrow = schema_to_pyarrow(self.schema)
+        self.arrow = pa.schema([arrow.field(name) for name in self.layout.in_order(arrow.names)])
+        self.mark = self.layout.mark(arrow.names, ordered or not self.layout.order_by)
         self.locations: LocationProvider = load_location_provider(metadata.location, metadata.properties)
         self._numbers = itertools.count()
 
@@ -77,7 +84,7 @@ class DataFileWriter:
         name = f"00000-{number}-{self.commit}{SUFFIX}"
         output = self.io.new_output(self.locations.new_data_location(name, key))
         with output.create(overwrite=True) as stream:
-            metadata = write_parquet(stream, rows, self.layout)
+            metadata = write_parquet(stream, rows, self.layout, self.mark)
         bound = to_bytes(DateType(), key.partition[0])
         return DataFile.from_args(
             content=DataFileContent.DATA,
@@ -100,7 +107,7 @@ class DataFileWriter:
         )
 
 
-def write_parquet(stream: Any, rows: pa.Table, layout: Layout) -> pq.FileMetaData:
+def write_parquet(stream: Any, rows: pa.Table, layout: Layout, mark: str = "") -> pq.FileMetaData:
     """Rows as one Parquet file: pages and footer with checksums, no statistics but of `day`.
 
     The Arrow schema is not stored beside Parquet's own: in tables of thousands of columns it is most of the footer.
@@ -117,6 +124,7 @@ def write_parquet(stream: Any, rows: pa.Table, layout: Layout) -> pq.FileMetaDat
     )
     with writer:
         writer.write_table(rows, row_group_size=layout.row_group_rows)
+        writer.add_key_value_metadata({MARK: mark.encode()})
         sink.hold()
     sink.finish()
     return writer.writer.metadata

@@ -153,6 +153,11 @@ class JoinedReader:
         """Size in the table's files of all columns of the row groups read so far."""
         return self.inner.bytes_stored
 
+    @property
+    def reads(self) -> int:
+        """Stretches of the table's files read so far."""
+        return self.inner.reads
+
     def fragments(self, days: Iterable[datetime.date] | None = None) -> list[Fragment]:
         """The row groups of the snapshot, ordered by day, file and position."""
         return self.inner.fragments(days)

@@ -41,6 +41,8 @@ class Drained(BaseModel, frozen=True):
     bytes_read: int
     bytes_stored: int
     """Of all columns of the row groups read."""
+    reads: int
+    """Stretches of files read: columns that lie side by side are one."""
     op_seconds: dict[str, float]
     """Worker time by op; `arrow` is the way from Arrow to plain buffers."""
     counts: dict[str, int]
@@ -95,6 +97,7 @@ def drain(
         batch_seconds=costs.batch_seconds,
         bytes_read=costs.bytes_read,
         bytes_stored=costs.bytes_stored,
+        reads=costs.reads,
         op_seconds=dict(costs.op_seconds),
         counts=dict(costs.counts),
         peak_rss_mb=totals.peak_rss_mb,

@@ -59,6 +59,13 @@ class DataSpec(BaseModel, frozen=True):
         """Those features' numbers among the plan's."""
         return tuple(i for i, feature in enumerate(self.plan.sparse) if feature.name in self.deduplicate)
 
+    @property
+    def columns(self) -> list[str]:
+        """Columns that are read, those of the row filter aside."""
+        outcome = [self.label] if self.weight is None else [self.label, self.weight]
+        session = [] if self.session is None else [self.session]
+        return list(dict.fromkeys([*self.plan.columns, *outcome, *self.extra, *self.selection.key_columns(), *session]))
+
 
 @dataclass
 class Costs:
@@ -75,6 +82,8 @@ class Costs:
     op_seconds: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     """Values changed by a declared rule."""
+    reads: int = 0
+    """Stretches of files read."""
 
     def add(self, other: "Costs") -> None:
         """Adds the costs of other work."""
@@ -83,6 +92,7 @@ class Costs:
         self.batch_seconds += other.batch_seconds
         self.bytes_read += other.bytes_read
         self.bytes_stored += other.bytes_stored
+        self.reads += other.reads
         self.op_seconds.update(other.op_seconds)
         self.counts.update(other.counts)
 
@@ -104,10 +114,7 @@ class Worker:
     def __init__(self, spec: DataSpec, warehouse: Warehouse | None = None) -> None:
         self.spec = spec
         warehouse = Warehouse(spec.warehouse, Path(spec.home)) if warehouse is None else warehouse
-        outcome = [spec.label] if spec.weight is None else [spec.label, spec.weight]
-        session = [] if spec.session is None else [spec.session]
-        columns = dict.fromkeys([*spec.plan.columns, *outcome, *spec.extra, *spec.selection.key_columns(), *session])
-        self.reader = reader_of(warehouse, spec.snapshot, list(columns), spec.selection.expression(), spec.joined)
+        self.reader = reader_of(warehouse, spec.snapshot, spec.columns, spec.selection.expression(), spec.joined)
         rows = max((feature.rows for feature in spec.plan.sparse), default=0)
         self.repeats = RepeatPlan(spec.plan, spec.deduplicate) if spec.deduplicate else None
         self.id_type = "int32" if rows <= np.iinfo(np.int32).max else "int64"
@@ -167,7 +174,8 @@ class Worker:
         Raises:
             DataError: If a label is neither 0 nor 1, or a weight out of bounds.
         """
-        costs = Costs(bytes_read=-self.reader.bytes_read, bytes_stored=-self.reader.bytes_stored)
+        reader = self.reader
+        costs = Costs(bytes_read=-reader.bytes_read, bytes_stored=-reader.bytes_stored, reads=-reader.reads)
         count, clock = 0, _Clock()
         for chunk, rows in enumerate(part for fragment in split.fragments for part in self._selected(fragment)):
             costs.read_seconds += clock.lap()
@@ -180,8 +188,9 @@ class Worker:
             count += len(labels)
             costs.batch_seconds += clock.lap()
         costs.read_seconds += clock.lap()
-        costs.bytes_read += self.reader.bytes_read
-        costs.bytes_stored += self.reader.bytes_stored
+        costs.bytes_read += reader.bytes_read
+        costs.bytes_stored += reader.bytes_stored
+        costs.reads += reader.reads
         return count, costs
 
     def _selected(self, fragment: Fragment) -> Iterator[pa.RecordBatch | pa.Table]:

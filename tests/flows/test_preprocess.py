@@ -46,6 +46,7 @@ KEYS = [
     "batch_seconds",
     "bytes_read",
     "bytes_stored",
+    "reads",
     "op_seconds",
     "counts",
     "peak_rss_mb",

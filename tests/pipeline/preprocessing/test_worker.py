@@ -254,7 +254,7 @@ def test_costs_add_up_and_travel() -> None:
     b.add(a)
     assert vars(b) == {
         "read_seconds": 2.0, "transform_seconds": 4.0, "batch_seconds": 6.0, "bytes_read": 8, "bytes_stored": 10,
-        "op_seconds": {"x": 2.0}, "counts": {"n": 4},
+        "op_seconds": {"x": 2.0}, "counts": {"n": 4}, "reads": 0,
     }  # fmt: skip
     assert b.seconds == 12.0
     assert a.seconds == 6.0

@@ -1,0 +1,277 @@
+"""Writers that die leave orphans and nothing else; what a tag names stays; what nobody names goes."""
+
+import datetime
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyiceberg.io.pyarrow import PyArrowFileIO
+
+from storage.errors import ConflictError, CorruptFileError, StorageError
+from storage.maintenance import Expired, expire, vacuum
+from storage.reader import SnapshotRef
+from storage.warehouse import Warehouse, WarehouseConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+DAY1, DAY2 = datetime.date(2024, 1, 1), datetime.date(2024, 1, 2)
+NOW = datetime.timedelta(0)
+
+
+def rows(day: datetime.date, count: int, first: int = 0) -> pa.Table:
+    return pa.table({"day": pa.array([day] * count, pa.date32()), "id": pa.array(range(first, first + count))})
+
+
+def write(warehouse: Warehouse, *tables: pa.Table, identity: str = "i") -> SnapshotRef:
+    table = pa.concat_tables(tables)
+    days = dict.fromkeys(table["day"].to_pylist(), identity)
+    return warehouse.replace_days("events", days, table.schema, table.to_batches(max_chunksize=5), table.num_rows)
+
+
+def ids(warehouse: Warehouse, snapshot: SnapshotRef | None = None) -> list[int]:
+    reader = warehouse.reader(snapshot or warehouse.current("events"), ["id"])
+    return [i for fragment in reader.fragments() for i in reader.read(fragment)["id"].to_pylist()]
+
+
+def on_disk(home: Path) -> set[str]:
+    return {str(path) for path in home.rglob("*") if path.is_file() and "catalog.db" not in path.name}
+
+
+# A writer that is killed at a call of its storage or catalog: each run counts its calls, and dies at a given one
+
+
+KILLED = """
+import datetime, os, pathlib, signal, sys
+import pyarrow as pa
+import pyiceberg.catalog.sql
+from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
+from storage.warehouse import Warehouse, WarehouseConfig
+
+DAY = datetime.date(2024, 1, 1)
+calls = 0
+
+def counted(owner, name, point):
+    plain = getattr(owner, name)
+    def call(*arguments, **named):
+        global calls
+        calls += 1
+        if calls == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*arguments, **named)
+    setattr(owner, name, call)
+
+def write(point):
+    warehouse = Warehouse(WarehouseConfig(row_group_rows=4, file_rows=10), pathlib.Path(sys.argv[1]))
+    for owner, name in ((PyArrowFile, "create"), (PyArrowFile, "__len__"), (PyArrowFileIO, "new_output"),
+                        (PyArrowFileIO, "delete"), (type(warehouse.catalog), "commit_table"),
+                        (type(warehouse.catalog), "load_table")):
+        counted(owner, name, point)
+    table = pa.table({"day": pa.array([DAY] * 40, pa.date32()), "id": pa.array(range(100, 140))})
+    warehouse.replace_days("events", {DAY: "new"}, table.schema, table.to_batches(max_chunksize=5), 40)
+
+for point in [int(word) for word in sys.argv[2:]]:
+    child = os.fork()
+    if child == 0:
+        write(point)
+        print(calls, flush=True)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    print("killed" if os.WIFSIGNALED(status) else "whole", flush=True)
+"""
+
+
+def written_and_killed(home: Path, *points: int) -> list[str]:
+    command = [sys.executable, "-c", KILLED, str(home), *map(str, points)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, check=True, env=environment, timeout=120, capture_output=True, text=True)
+    return done.stdout.split()
+
+
+@pytest.mark.slow
+def test_fault_1_a_killed_writer_leaves_a_whole_day_and_its_orphans_are_removed(
+    warehouse: Warehouse, home: Path
+) -> None:
+    write(warehouse, rows(DAY1, 5), rows(DAY2, 2, 50), identity="old")
+    calls, end = written_and_killed(home, 0)
+    assert end == "whole"
+    write(warehouse, rows(DAY1, 5), identity="old")
+    seen = set()
+    for point in sorted(random.Random(1).sample(range(1, int(calls) + 1), 10)):
+        assert written_and_killed(home, point) == ["killed"]
+        first = ids(warehouse)
+        assert first in ([0, 1, 2, 3, 4, 50, 51], [*range(100, 140), 50, 51])
+        assert warehouse.written_days("events")[DAY1] == ("old" if len(first) == 7 else "new")
+        seen.add(len(first))
+    assert 7 in seen
+    last = write(warehouse, rows(DAY1, 3, 7))
+    assert ids(warehouse) == [7, 8, 9, 50, 51]
+    before = on_disk(home)
+    counted = vacuum(warehouse, "events", NOW)
+    assert (counted.dry_run, on_disk(home)) == (True, before)
+    removed = vacuum(warehouse, "events", NOW, dry_run=False)
+    assert removed.files == counted.files == len(before) - len(on_disk(home)) > 0
+    assert vacuum(warehouse, "events", NOW).files == 0
+    assert ids(warehouse, last) == [7, 8, 9, 50, 51]
+    for snapshot in warehouse.table("events").snapshots():  # history reads as before
+        assert ids(warehouse, SnapshotRef(table="events", snapshot_id=snapshot.snapshot_id))
+
+
+def raced(home: Path, mine: pa.Table, theirs: pa.Table) -> Warehouse:
+    """Writes `mine`; `theirs` is committed by another writer between its batches."""
+    warehouse, other = Warehouse(WarehouseConfig(file_rows=10), home), Warehouse(WarehouseConfig(), home)
+    write(warehouse, rows(DAY1, 5), rows(DAY2, 5))
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield from mine.to_batches(max_chunksize=10)
+        write(other, theirs, identity="theirs")
+
+    days = dict.fromkeys(mine["day"].to_pylist(), "mine")
+    warehouse.replace_days("events", days, mine.schema, batches(), mine.num_rows)
+    return warehouse
+
+
+def test_fault_2_of_two_writers_of_a_day_one_wins_and_leaves_no_files_of_the_other(home: Path) -> None:
+    with pytest.raises(ConflictError, match=r"^table 'events': expected no other writer of 2024-01-01"):
+        raced(home, rows(DAY1, 25, 100), rows(DAY1, 3, 200))
+    warehouse = Warehouse(WarehouseConfig(), home)
+    assert ids(warehouse) == [200, 201, 202, *range(5)]
+    kept = {path for path in on_disk(home) if path.endswith(".parquet")}
+    vacuum(warehouse, "events", NOW, dry_run=False)
+    assert {path for path in on_disk(home) if path.endswith(".parquet")} == kept
+
+
+def test_fault_2_two_writers_of_different_days_both_land(home: Path) -> None:
+    warehouse = raced(home, rows(DAY1, 25, 100), rows(DAY2, 3, 200))
+    assert ids(warehouse) == [*range(100, 125), 200, 201, 202]
+    assert warehouse.written_days("events") == {DAY1: "mine", DAY2: "theirs"}
+
+
+def test_fault_7_rows_in_a_wrong_partition_are_noticed_after_the_commit(
+    warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `add_files`, which left the partition of a file without metrics NULL."""
+    from pyiceberg.manifest import DataFile
+    from pyiceberg.typedef import Record
+
+    write(warehouse, rows(DAY1, 3), rows(DAY2, 4))
+    made = DataFile.from_args
+    day2 = (DAY2 - datetime.date(1970, 1, 1)).days
+
+    def misplaced(**arguments: Any) -> DataFile:
+        return made(**{**arguments, "partition": Record(day2)} if arguments["record_count"] == 9 else arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DataFile, "from_args", misplaced)
+        with pytest.raises(StorageError, match="rows of 2024-01-01 only, got rows of 2024-01-02"):
+            write(warehouse, rows(DAY1, 9))
+        patch.setattr("storage.warehouse.day_of", lambda file: DAY1)  # past the check before the commit
+        patch.setattr(Warehouse, "day_rows", lambda *_: {DAY2: 13})
+        with pytest.raises(StorageError) as error:
+            write(warehouse, rows(DAY1, 9))
+    assert str(error.value) == (
+        "table 'events': expected 9 rows in 1 days after the commit, got 0. "
+        "Do not train on this snapshot; ingest the days again."
+    )
+
+
+def test_fault_8_a_tag_keeps_a_snapshot_and_its_files(warehouse: Warehouse, home: Path) -> None:
+    pinned = write(warehouse, rows(DAY1, 23), rows(DAY2, 3, 100), identity="old")
+    warehouse.tag(pinned, "train-a")
+    between = write(warehouse, rows(DAY1, 4, 200), identity="between")
+    newest = write(warehouse, rows(DAY1, 2, 500), identity="new")
+    assert expire(warehouse, "events", NOW, dry_run=True) == Expired(snapshots=1, kept=2, tagged=1)
+    assert len(warehouse.table("events").snapshots()) == 3
+    assert expire(warehouse, "events", NOW) == Expired(snapshots=1, kept=2, tagged=1)
+    assert vacuum(warehouse, "events", NOW, dry_run=False).files > 0
+    assert ids(warehouse, pinned) == [*range(23), 100, 101, 102]
+    assert ids(warehouse, newest) == [500, 501, 100, 101, 102]
+    assert warehouse.written_days("events") == {DAY1: "new", DAY2: "old"}
+    with pytest.raises(StorageError) as error:
+        warehouse.reader(between, ["id"])
+    assert str(error.value) == (
+        f"snapshot {between.snapshot_id} of table 'events': expected a snapshot of the table, got none of that id. "
+        "It may have expired; train on the current snapshot."
+    )
+
+
+def test_fault_8_a_reader_whose_snapshot_expires_meanwhile_says_so(warehouse: Warehouse) -> None:
+    pinned = write(warehouse, rows(DAY1, 23))
+    reader = warehouse.reader(pinned, ["id"])
+    fragments = reader.fragments()
+    write(warehouse, rows(DAY1, 2, 500))
+    expire(warehouse, "events", NOW)
+    assert reader.read(fragments[0]).num_rows == 4  # its files are there until the vacuum
+    vacuum(warehouse, "events", NOW, dry_run=False)
+    with pytest.raises(StorageError, match="It may have expired; train on the current snapshot") as error:
+        reader.read(fragments[1])
+    assert not isinstance(error.value, CorruptFileError)  # which a quarantine would pass over
+
+
+def test_what_was_written_stays_known_when_snapshots_expire_in_any_order(warehouse: Warehouse) -> None:
+    first = write(warehouse, rows(DAY1, 3), rows(DAY2, 3), identity="a")
+    warehouse.tag(first, "kept")  # older than what expires, and with another identity of the day
+    write(warehouse, rows(DAY1, 4), identity="b")
+    write(warehouse, rows(DAY2, 5), identity="c")
+    expire(warehouse, "events", NOW)
+    assert warehouse.written_days("events") == {DAY1: "b", DAY2: "c"}
+    write(warehouse, rows(DAY1, 2), identity="d")
+    assert warehouse.written_days("events") == {DAY1: "d", DAY2: "c"}
+    expire(warehouse, "events", NOW)
+    assert warehouse.written_days("events") == {DAY1: "d", DAY2: "c"}
+
+
+def test_young_snapshots_and_files_stay(warehouse: Warehouse, home: Path) -> None:
+    write(warehouse, rows(DAY1, 3))
+    write(warehouse, rows(DAY1, 4))
+    hour = datetime.timedelta(hours=1)
+    assert expire(warehouse, "events", hour).snapshots == 0
+    expire(warehouse, "events", NOW)
+    left = vacuum(warehouse, "events", hour, dry_run=False)
+    assert (left.files, left.young_files > 0) == (0, True)
+    for path in on_disk(home):
+        os.utime(path, (0, 0))
+    assert vacuum(warehouse, "events", hour, dry_run=False).files == left.young_files
+    assert ids(warehouse) == [0, 1, 2, 3]
+
+
+def test_a_link_out_of_the_table_is_refused(warehouse: Warehouse, home: Path, tmp_path: Path) -> None:
+    write(warehouse, rows(DAY1, 3))
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious.txt").write_text("mine")
+    root = Path(warehouse.table("events").location().removeprefix("file://"))
+    (root / "data" / "link").symlink_to(outside)
+    with pytest.raises(StorageError, match=r"expected a place below .*, got a link out of it\. Take the link away\.$"):
+        vacuum(warehouse, "events", NOW, dry_run=False)
+    assert (outside / "precious.txt").exists()
+
+
+def test_expiry_does_not_expire_what_another_writer_just_committed(
+    warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(warehouse, rows(DAY1, 3))
+    write(warehouse, rows(DAY1, 4))
+    catalog = type(warehouse.catalog)
+    commit, late = catalog.commit_table, [rows(DAY1, 5)]
+
+    def then_theirs(*arguments: Any) -> Any:
+        if late:
+            write(Warehouse(WarehouseConfig(), warehouse.home), late.pop())
+        return commit(*arguments)
+
+    monkeypatch.setattr(catalog, "commit_table", then_theirs)
+    expire(warehouse, "events", NOW)
+    assert ids(warehouse) == [0, 1, 2, 3, 4]
+    assert len(warehouse.table("events").snapshots()) == 1
+
+
+def test_files_of_another_io_are_not_guessed_at(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(warehouse, rows(DAY1, 3))
+    monkeypatch.setattr("storage.maintenance.PyArrowFileIO", type("Other", (PyArrowFileIO,), {}))
+    with pytest.raises(StorageError, match="expected pyiceberg's PyArrowFileIO, got PyArrowFileIO"):
+        vacuum(warehouse, "events", NOW)

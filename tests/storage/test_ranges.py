@@ -1,0 +1,82 @@
+"""Columns are found where they lie, and what is read in few pieces is the same."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from storage import reader as reader_module
+from storage.layout import Layout
+from storage.ranges import MOST_BYTES, Range, merged
+from storage.reads import Read, keep, known
+from storage.rewrite import set_layout
+from storage.warehouse import Warehouse, WarehouseConfig
+
+DAY = datetime.date(2024, 1, 1)
+
+
+def test_ranges_are_joined_over_gaps_but_not_without_end() -> None:
+    parts = [Range(50, 60), Range(0, 10), Range(10, 20), Range(25, 30)]
+    assert merged(parts, 0) == [Range(0, 20), Range(25, 30), Range(50, 60)]
+    assert merged(parts, 5) == [Range(0, 30), Range(50, 60)]
+    assert merged(parts, 20) == [Range(0, 60)]
+    assert merged([], 5) == []
+    large = [Range(0, MOST_BYTES), Range(MOST_BYTES, MOST_BYTES + 1)]
+    assert merged(large, 0) == large
+
+
+@pytest.mark.parametrize("gap_bytes", [0, 1_000_000])
+def test_an_object_store_is_read_in_the_pieces_that_are_counted(
+    home: Path, gap_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A local file stands for the store: each read of it is seen."""
+    warehouse = Warehouse(WarehouseConfig(row_group_rows=500), home)
+    columns = {f"c{i}": pa.array([i * j % 97 for j in range(1_000)]) for i in range(12)}
+    rows = pa.table(
+        {"day": pa.array([DAY] * 1_000, pa.date32()), **columns, "tags": [[i, i + 1] for i in range(1_000)]}
+    )
+    snapshot = warehouse.replace_days("events", {DAY: "i"}, rows.schema, rows.to_batches(), 1_000)
+    set_layout(warehouse.table("events"), Layout(row_group_rows=500, gap_bytes=gap_bytes))
+    names = ["c1", "tags", "c2", "c7"]
+    local = warehouse.reader(snapshot, names)
+    expected = pa.concat_tables([local.read(fragment) for fragment in local.fragments()])
+    assert local.reads == 2 * 3  # c1 and c2 lie side by side
+    seen: list[int] = []
+    fetched = reader_module.Fetched
+
+    class Seen(fetched):  # type: ignore[misc, valid-type]
+        def __init__(self, file: Any, ranges: Any) -> None:
+            super().__init__(
+                type("File", (), {"size": file.size, "close": file.close, "read_at": self.one(file)})(), ranges
+            )
+
+        def one(self, file: Any) -> Any:
+            def read_at(self: Any, size: int, offset: int) -> bytes:
+                seen.append(size)
+                return file.read_at(size, offset)
+
+            return read_at
+
+    monkeypatch.setattr(reader_module, "_is_local", lambda path: False)
+    monkeypatch.setattr(reader_module, "Fetched", Seen)
+    remote = warehouse.reader(snapshot, names)
+    got = pa.concat_tables([remote.read(fragment) for fragment in remote.fragments()])
+    assert got.equals(expected)
+    assert len(seen) == remote.reads == (6 if gap_bytes == 0 else 2)
+    assert sum(seen) == remote.bytes_read >= local.bytes_read
+    assert (remote.bytes_read == local.bytes_read) == (gap_bytes == 0)
+
+
+def test_runs_are_known_by_table_and_time(tmp_path: Path) -> None:
+    def read(day: int, table: str = "events") -> Read:
+        at = datetime.datetime(2024, 1, day, tzinfo=datetime.UTC)
+        return Read(table=table, by="train", at=at, columns=("a",), rows=1, bytes_read=1, bytes_stored=2, reads=1, seconds=1.0)  # fmt: skip
+
+    for one in (read(3), read(1), read(2, "other")):
+        keep(tmp_path, one)
+    (tmp_path / "events" / "20240102-torn.json").write_text('{"table": ')
+    assert known(tmp_path, "events", read(1).at) == [read(1), read(3)]
+    assert known(tmp_path, "events", read(2).at) == [read(3)]
+    assert known(tmp_path, "none", read(1).at) == []
