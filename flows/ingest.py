@@ -8,8 +8,10 @@ from prefect import flow, get_run_logger
 
 from flows import tasks
 from flows.artifacts import table_asset
+from flows.checking import checks_result
 from flows.config import RunConfig, load
 from flows.record import flow_run_name
+from pipeline.extraction.intake import held_name
 
 
 @flow(name="ingest", flow_run_name=flow_run_name)
@@ -35,9 +37,11 @@ def ingest(
         logger.info("skipped: %s days stand in the warehouse from the same input", len(result.days_skipped))
     if result.days_elsewhere:
         logger.info("%s other days stay in the table: this source does not have them", result.days_elsewhere)
+    if result.days_held:
+        logger.warning("%s days broke a rule and are held in table %s", len(result.days_held), held_name(settings.name))
     for reason, rows in result.quarantined.items():
         logger.warning("quarantined: %s rows, %s; see table %s_quarantine", f"{rows:,}", reason, settings.name)
-    touched = sorted([*result.days_written, *result.days_skipped])
+    touched = sorted([*result.days_written, *result.days_skipped, *result.days_held])
     return {
         "status": "ok" if result.days_written else "skipped",
         "table": result.snapshot.table,
@@ -45,6 +49,7 @@ def ingest(
         "rows": result.rows,
         "days_written": len(result.days_written),
         "days_skipped": len(result.days_skipped),
+        "days_held": len(result.days_held),
         "first_day": str(touched[0]),
         "last_day": str(touched[-1]),
         "quarantined": dict(result.quarantined),
@@ -53,6 +58,7 @@ def ingest(
         "left_out_rows": sum(rows.left_out for rows in result.by_day.values()),
         "by_day": {f"{day}": rows.model_dump() for day, rows in result.by_day.items()},
         "outcomes": {label: joined.model_dump() for label, joined in result.outcomes.items()},
+        "checks": checks_result(settings, result.checked),
     }
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from flows.artifacts import show_result
 from flows.catalogue import warn_of_columns
+from flows.checking import show_checks
 from flows.config import ROOT, RunConfig
 from flows.job import (
     REGISTERED,
@@ -108,6 +109,7 @@ def write_days(
         days,
         again,
         report,
+        partial(show_checks, config),
     )
 
 

@@ -78,7 +78,12 @@ def store(warehouse: Warehouse, table: str, measured: pa.Table, days: Mapping[da
     return warehouse.replace_days(profile_name(table), days, SCHEMA, rows.to_batches(), rows.num_rows)
 
 
-def measure(connection: duckdb.DuckDBPyConnection, view: str, numbers: Collection[str] = ()) -> pa.Table:
+def measure(
+    connection: duckdb.DuckDBPyConnection,
+    view: str,
+    numbers: Collection[str] = (),
+    counts: Mapping[datetime.date, int] | None = None,
+) -> pa.Table:
     """Statistics of all columns of a view, by day; `drift` is left open.
 
     Memory holds sketches, not rows. Columns are measured in groups, each in one pass over the view.
@@ -86,10 +91,12 @@ def measure(connection: duckdb.DuckDBPyConnection, view: str, numbers: Collectio
     Args:
         view: Has the column `day`; columns whose names begin with `__` are passed over.
         numbers: Integer columns that are counts or the label, not ids.
+        counts: Day -> its rows, where that is known.
     """
     types = dict(zip(connection.view(view).columns, map(str, connection.view(view).types), strict=True))
     columns = {name: kind for name, kind in types.items() if name != DAY and not name.startswith("__")}
-    counts = dict(connection.sql(f"SELECT {DAY}, count(*) FROM {quoted(view)} GROUP BY {DAY}").fetchall())
+    if counts is None:
+        counts = dict(connection.sql(f"SELECT {DAY}, count(*) FROM {quoted(view)} GROUP BY {DAY}").fetchall())
     return _measured(connection, lambda needed: quoted(view), columns, counts, numbers)
 
 

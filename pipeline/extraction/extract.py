@@ -17,11 +17,13 @@ import pyarrow as pa
 from pydantic import BaseModel, Field, PositiveInt, model_validator
 
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
+from pipeline.extraction.checks import Checked, ChecksConfig
 from pipeline.extraction.generator import write_logs
 from pipeline.extraction.generator_config import GeneratorConfig
+from pipeline.extraction.intake import Intake, held_name, hold_back, inspect, keep_profile, refuse_none
 from pipeline.extraction.join import KEY, LEFT_OUT, REASON, SHOWN, Join, Joined
 from pipeline.extraction.outcomes import Outcomes
-from pipeline.extraction.samples import add_types, count_rows
+from pipeline.extraction.samples import add_types, count_rows, dense_columns
 from pipeline.extraction.sources import Format, Lookup, add_lookups, create_view, first_line
 from pipeline.files import files_of, stamp
 from pipeline.schema import FeatureSchema, resolve
@@ -75,6 +77,9 @@ class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """Days are written together until this many rows; each group is one commit."""
     order_by: tuple[str, ...] = ()
     """Columns that a day's rows are sorted by when they are written, such as a session and a time; none: not sorted."""
+    profile: bool = True
+    """Whether new days are measured before they are written. The checks need it."""
+    checks: ChecksConfig = ChecksConfig()
 
 
 class IngestResult(BaseModel, frozen=True):
@@ -92,6 +97,9 @@ class IngestResult(BaseModel, frozen=True):
     """Label -> what became of its outcomes, where logs were joined."""
     by_day: Mapping[datetime.date, "DayRows"] = {}
     """Of the days written."""
+    days_held: tuple[datetime.date, ...] = ()
+    """Days that broke a rule and stand in the table of held days instead."""
+    checked: Checked = Checked()
 
 
 class DayRows(BaseModel, frozen=True):
@@ -136,6 +144,7 @@ def extract(
     only: Iterable[datetime.date] = (),
     again: bool = False,
     report: Report = lambda what, done, total: None,
+    on_checked: Callable[[Checked], None] = lambda checked: None,
 ) -> IngestResult:
     """Writes the days of a source into the warehouse; days that stand there from the same input are left alone.
 
@@ -143,11 +152,12 @@ def extract(
         root: Folder that relative paths start from.
         logs: Folder the generator writes its logs into.
         only: Days to write; none means all.
-        again: Writes days that stand there already, too.
+        again: Writes days that stand there already, too, and looks again at those that were held back.
+        on_checked: Called with what the rules say of the new days, before anything is written.
     Raises:
         ConfigError: If the source does not have the columns that the configuration names.
-        DataError: If values are of the wrong kind, or too many labels of a day are bad.
-        EmptyDatasetError: If there are no rows, or a day asked for has none.
+        DataError: If values are of the wrong kind, too many labels of a day are bad, or a day breaks a rule that fails.
+        EmptyDatasetError: If there are no rows, a day asked for has none, or no day may be written and none is.
     """
     files, outcomes = _files(source, root, logs, table, report)
     lookups = [(lookup, files_of(lookup.path, root, "source.lookups path")) for lookup in source.lookups]
@@ -164,26 +174,39 @@ def extract(
         _refuse_spoiled(connection, view, wanted, config)
         stored = warehouse.written_days(table)
         done = {} if again else stored
-        todo = [day for day in wanted if done.get(day.day) != day.identity]
+        held = {} if again else warehouse.written_days(held_name(table))
+        todo = [day for day in wanted if day.identity not in (done.get(day.day), held.get(day.day))]
         if join is not None and todo:
             join.attribute(view, _in(todo))
             todo = _thinned(connection, view, todo)
+        intake = None
+        if config.profile and todo:
+            intake = _inspected(connection, view, todo, warehouse, table, config.checks, schema, source)
+            on_checked(intake.checked)
+            intake.checked.refuse()
+        broken = [day for day in todo if intake is not None and day.day in intake.checked.held]
+        left = [day for day in wanted if held.get(day.day) == day.identity != done.get(day.day)]
+        todo = [day for day in todo if day not in broken]
+        into_held = partial(_write, connection, view, warehouse, table, broken, order, lambda rows: None)
+        hold_back(warehouse, table, [day.day for day in todo], into_held, bool(broken))
+        refuse_none(warehouse, table, [] if todo else [day.day for day in [*broken, *left]])
         total = sum(day.kept for day in todo)
         written = 0
         for group in _groups(todo, config.rows_per_commit):
             on_rows = partial(_report_from, report, written, total)
-            _write(connection, view, warehouse, table, group, order, on_rows)
+            _write(connection, view, warehouse, table, group, order, on_rows, table)
+            keep_profile(warehouse, table, intake, {day.day: day.identity for day in group})
             written += sum(day.kept for day in group)
-        refused = _refused(connection, view, todo)
+        refused = _refused(connection, view, [*todo, *broken])
         missing = {
             path: count_rows(connection, view, f"{column} IS NULL AND {_in(todo)}") for path, column in unmatched
         }
-        counts = join.counts() if join is not None and todo else {}
+        counts = join.counts() if join is not None and [*todo, *broken] else {}
     return IngestResult(
         snapshot=warehouse.current(table),
         rows=written,
         days_written=tuple(day.day for day in todo),
-        days_skipped=tuple(day.day for day in wanted if day.day not in {one.day for one in todo}),
+        days_skipped=tuple(day.day for day in wanted if day.day not in {one.day for one in [*todo, *broken, *left]}),
         quarantined=refused,
         unmatched=missing,
         days_elsewhere=len(stored.keys() - {day.day for day in days}),
@@ -192,6 +215,8 @@ def extract(
             day.day: DayRows(rows=day.rows, written=day.kept, quarantined=day.refused, left_out=day.left_out)
             for day in todo
         },
+        days_held=tuple(sorted(day.day for day in [*broken, *left])),
+        checked=intake.checked if intake is not None else Checked(),
     )
 
 
@@ -347,6 +372,27 @@ def _refuse_spoiled(connection: duckdb.DuckDBPyConnection, view: str, days: list
         )
 
 
+def _inspected(
+    connection: duckdb.DuckDBPyConnection,
+    view: str,
+    days: list[Day],
+    warehouse: Warehouse,
+    table: str,
+    config: ChecksConfig,
+    schema: FeatureSchema,
+    source: SourceConfig,
+) -> Intake:
+    """The rows of days that are to be written, measured and held against the rules."""
+    which = f"__reason IS NULL AND NOT {LEFT_OUT} AND {_in(days)}"
+    connection.execute(f"CREATE VIEW good AS SELECT * FROM {view} WHERE {which}")
+    columns = [name for name in connection.view("good").columns if not name.startswith("__")]
+    made = source.outcomes.columns(schema.label) if source.outcomes is not None else []
+    numbers = {schema.label, *made, *dense_columns(schema, columns, made)}
+    return inspect(
+        connection, "good", {day.day: day.kept for day in days}, warehouse, table, config, schema.label, numbers
+    )
+
+
 def _refused(connection: duckdb.DuckDBPyConnection, view: str, days: list[Day]) -> dict[str, int]:
     bad = [day for day in days if day.refused]
     if not bad:
@@ -374,8 +420,9 @@ def _write(
     days: list[Day],
     order: str,
     on_rows: Callable[[int], None],
+    into: str,
 ) -> None:
-    """Bad rows first: if the second commit fails, running again replaces them."""
+    """Bad rows first: if the second commit, into the table of that name, fails, running again replaces them."""
     identities = {day.day: day.identity for day in days}
     refused = sum(day.refused for day in days)
     spoiled = f"{table}_{SPOILED}"
@@ -389,7 +436,7 @@ def _write(
     query = f"SELECT {columns} FROM {view} WHERE __reason IS NULL AND NOT {LEFT_OUT} AND {_in(days)} {order}"
     reader = connection.sql(query).to_arrow_reader(65_536)
     rows = sum(day.kept for day in days)
-    warehouse.replace_days(table, identities, reader.schema, _counted(reader, on_rows), rows)
+    warehouse.replace_days(into, identities, reader.schema, _counted(reader, on_rows), rows)
 
 
 def _counted(batches: Iterable[pa.RecordBatch], on_rows: Callable[[int], None]) -> Iterator[pa.RecordBatch]:

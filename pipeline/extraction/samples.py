@@ -51,7 +51,7 @@ def add_types(
     if isinstance(day, str):
         resolve([day], names, "source.day_column")
     # The column `day` of the table is the partition; one of the source that means something else gives way to it.
-    dense = _dense_columns(schema, [name for name in names if name != DAY or day == DAY], made)
+    dense = dense_columns(schema, [name for name in names if name != DAY or day == DAY], made)
     types = dict(zip(connection.view(view).columns, map(str, connection.view(view).types), strict=True))
     _check_text(connection, view, [name for name in dense if types[name] == "VARCHAR"])
     # A column of nulls without a type is left out: once its type is known, these rows read null all the same.
@@ -99,7 +99,7 @@ def _bad_weight(column: str) -> str:
     )
 
 
-def _dense_columns(schema: FeatureSchema, names: list[str], made: Sequence[str]) -> list[str]:
+def dense_columns(schema: FeatureSchema, names: list[str], made: Sequence[str]) -> list[str]:
     """Columns that are read as numbers, all of the schema's columns checked to be there and to be no outcomes."""
     derived = [op.output for op in schema.derived]
     known = [*names, *derived]

@@ -34,13 +34,16 @@ def ingest(tmp_path: Path, warehouse: Warehouse) -> Ingest:
         derived: Iterable[dict[str, Any]] = (),
         only: Iterable[datetime.date] = (),
         into: Warehouse = warehouse,
+        again: bool = False,
         **config: Any,
     ) -> IngestResult:
         groups = {"dense": [{"columns": list(dense)}] if dense else [], "derived": list(derived)}
         hashed = [{"kind": "sigrid_hash", "size": 100}]
         schema = FeatureSchema.model_validate({**groups, "sparse": [{"columns": list(sparse), "transforms": hashed}]})
         settings = SourceConfig.model_validate(source)
-        return extract(settings, IngestConfig(**config), schema, into, "events", tmp_path, tmp_path / "logs", only)
+        return extract(
+            settings, IngestConfig(**config), schema, into, "events", tmp_path, tmp_path / "logs", only, again
+        )
 
     return run
 

@@ -1,0 +1,318 @@
+"""The rules a day has to keep before it is written, held against the days before it."""
+
+import datetime
+import fnmatch
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import pyarrow as pa
+from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from pipeline.errors import DataError
+from pipeline.profile import TRAILING_DAYS, with_drift
+from storage.reader import DAY
+
+Outcome = Literal["fail", "quarantine", "warn", "off"]
+"""fail: the ingest is refused. quarantine: the day goes into a table of its own. warn: a line in the log."""
+Rule = Literal[
+    "vanished", "appeared", "changed_type", "coverage", "length", "label_rate", "rows", "duplicates", "drift"
+]
+SEVERITY = ("fail", "quarantine", "warn")
+NOISE = 38.0
+"""Of 16 buckets of equally distributed values, the drift times n m / (n + m) stays below this in 999 of 1,000 cases."""
+
+
+class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """What becomes of a day that is not like the days before it; each rule takes fail, quarantine, warn or off."""
+
+    vanished: Outcome = "warn"
+    """A column that had values has none, or is gone."""
+    appeared: Outcome = "warn"
+    """A column has values that had none, or was not there."""
+    changed_type: Outcome = "fail"
+    """A column of numbers or ids becomes text or lists, or the other way round."""
+    coverage: Outcome = "warn"
+    """The share of rows in which a column has a value."""
+    length: Outcome = "warn"
+    """The mean length of a column's lists."""
+    label_rate: Outcome = "warn"
+    """The share of rows with label 1."""
+    rows: Outcome = "warn"
+    """The number of rows."""
+    duplicates: Outcome = "warn"
+    """Rows whose key another row of the day has; see `key`."""
+    drift: Outcome = "warn"
+    """The population stability index of a column's values."""
+
+    key: str | None = None
+    """Column that no two rows of a day share; None: no such rule. A log join sets repeated impressions aside anyway."""
+    skip: tuple[str, ...] = ()
+    """Columns, or patterns, that are not checked."""
+    trailing_days: PositiveInt = TRAILING_DAYS
+    """Days before a day that it is compared with."""
+    minimum_days: PositiveInt = 3
+    """With fewer of them, a day is not compared."""
+    spread: PositiveFloat = 4.0
+    """Robust standard deviations (1.48 times the median distance from the median) off the median that are accepted."""
+    coverage_change: NonNegativeFloat = 0.1
+    """Change that is always accepted, of the share itself."""
+    length_change: NonNegativeFloat = 0.3
+    """Change that is always accepted, relative to the median."""
+    label_rate_change: NonNegativeFloat = 0.3
+    """Change that is always accepted, relative to the median."""
+    rows_change: NonNegativeFloat = 0.5
+    """Change that is always accepted, relative to the median."""
+    duplicate_share: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of a day's rows that may be duplicates."""
+    drift_limit: PositiveFloat = 0.25
+    """Index that is always accepted; what chance alone would give is added."""
+
+    def outcome(self, rule: Rule) -> Outcome:
+        """What a day that breaks the rule meets with."""
+        found: Outcome = getattr(self, rule)
+        return found
+
+
+class Finding(BaseModel, frozen=True):
+    """A rule that a day breaks."""
+
+    day: datetime.date
+    rule: Rule
+    outcome: Outcome
+    column: str | None = None
+    expected: str
+    got: str
+
+    @property
+    def where(self) -> str:
+        """Day, rule and column, in words."""
+        column = f", column '{self.column}'" if self.column else ""
+        return f"day {self.day}, rule {self.rule}{column}"
+
+
+class DayCheck(BaseModel, frozen=True):
+    """A day in numbers, with the bounds it was held against; a day before those of the ingest has none."""
+
+    day: datetime.date
+    outcome: Literal["stored", "ok", "warn", "quarantine", "fail"]
+    rows: int
+    rows_band: tuple[float, float] | None = None
+    label_rate: float | None = None
+    label_rate_band: tuple[float, float] | None = None
+    coverage: Mapping[str, float] = {}
+
+
+class Checked(BaseModel, frozen=True):
+    """What the rules say of the days of an ingest."""
+
+    days: tuple[DayCheck, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def held(self) -> set[datetime.date]:
+        """Days that are not to stand in the table."""
+        return {day.day for day in self.days if day.outcome == "quarantine"}
+
+    def counts(self) -> dict[str, int]:
+        """Outcome -> days that it was given to."""
+        return dict(Counter(day.outcome for day in self.days if day.outcome != "stored"))
+
+    def refuse(self) -> None:
+        """Ends the ingest if a day fails.
+
+        Raises:
+            DataError: Names the first day, its rule and column, and counts the other findings that fail.
+        """
+        failed = [finding for finding in self.findings if finding.outcome == "fail"]
+        if failed:
+            first, more = failed[0], len(failed) - 1
+            others = f" ({more} more)" if more else ""
+            remedy = f"Mend the source, or set ingest.checks.{first.rule} to quarantine, warn or off."
+            raise DataError(first.where, first.expected, f"{first.got}{others}", remedy)
+
+
+Columns = dict[str, dict[str, Any]]
+"""Column -> its statistics on one day."""
+
+
+def check(
+    measured: pa.Table,
+    earlier: pa.Table,
+    config: ChecksConfig,
+    label: str,
+    duplicates: Mapping[datetime.date, int],
+) -> tuple[pa.Table, Checked]:
+    """Holds each new day against the days before it, which are stored or new and not held back themselves.
+
+    Args:
+        measured: Statistics of the new days.
+        earlier: Stored statistics of other days.
+        duplicates: New day -> rows whose key another row has; a day that is absent has none.
+    Returns:
+        The statistics of the new days with their drift, and what the rules say.
+    """
+    fresh = sorted(set(measured[DAY].to_pylist()))
+    tables = {day: _of(earlier, day) for day in sorted(set(earlier[DAY].to_pylist()) - set(fresh))}
+    days = {day: _by_column(table) for day, table in tables.items()}
+    checked = [_day(day, "stored", days[day], label) for day in days if fresh and day < fresh[-1]]
+    findings: list[Finding] = []
+    drifted: list[pa.Table] = []
+    for day in fresh:
+        past = [other for other in sorted(tables) if other < day][-config.trailing_days :]
+        before = pa.concat_tables([measured.slice(0, 0), *(tables[other] for other in past)])
+        table = with_drift(_of(measured, day), before, config.trailing_days)
+        new, history = _by_column(table), [days[other] for other in past]
+        found = list(_findings(day, new, history, config, label, duplicates.get(day, 0)))
+        worst = next((one for one in SEVERITY if any(finding.outcome == one for finding in found)), "ok")
+        bands = bounds(new, history, config, label) if len(history) >= config.minimum_days else {}
+        checked.append(_day(day, worst, new, label, bands))
+        findings += found
+        drifted.append(table)
+        if worst != "quarantine":  # a day that is held back is no measure of others
+            tables[day], days[day] = table, new
+    whole = pa.concat_tables([measured.slice(0, 0), *drifted])
+    return whole, Checked(days=tuple(sorted(checked, key=lambda one: one.day)), findings=tuple(findings))
+
+
+def bounds(new: Columns, past: Sequence[Columns], config: ChecksConfig, label: str) -> dict[str, tuple[float, float]]:
+    """Bounds of the number of rows and of the label rate."""
+    sizes = [float(_rows(day)) for day in past]
+    middle = statistics.median(sizes)
+    found = {"rows": band(sizes, config.rows_change * middle, math.sqrt(middle), config.spread)}
+    rates = [rate for day in past if (rate := _rate(day, label)) is not None]
+    if rates:
+        middle = statistics.median(rates)
+        noise = _noise(middle, _rows(new))
+        low, high = band(rates, config.label_rate_change * middle, noise, config.spread)
+        found["label_rate"] = (low, min(1.0, high))
+    return found
+
+
+def band(past: Sequence[float], accepted: float, noise: float, spread: float) -> tuple[float, float]:
+    """Lowest and highest value that is like those of the past, none below zero.
+
+    Args:
+        accepted: Distance from the median that is always accepted.
+        noise: Standard deviation that chance alone would give.
+    Example:
+        >>> band([10.0, 11.0, 10.0, 30.0, 10.0], 1.5, 0.0, 4.0)
+        (8.5, 11.5)
+    """
+    middle = statistics.median(past)
+    scatter = 1.4826 * statistics.median([abs(value - middle) for value in past])
+    half = max(accepted, spread * scatter, spread * noise)
+    return max(0.0, middle - half), middle + half
+
+
+def _findings(
+    day: datetime.date, new: Columns, past: Sequence[Columns], config: ChecksConfig, label: str, duplicates: int
+) -> Iterator[Finding]:
+    def finding(rule: Rule, expected: str, got: str, column: str | None = None) -> Iterator[Finding]:
+        outcome = config.outcome(rule)
+        if outcome != "off":
+            yield Finding(day=day, rule=rule, outcome=outcome, column=column, expected=expected, got=got)
+
+    rows = _rows(new)
+    if duplicates > config.duplicate_share * rows:
+        allowed = math.floor(config.duplicate_share * rows)
+        yield from finding("duplicates", f"at most {allowed} rows whose key another has", f"{duplicates} of {rows}")
+    if len(past) < config.minimum_days:
+        return
+    span = f"on the {len(past)} days before it"
+    limits = bounds(new, past, config, label)
+    low, high = limits["rows"]
+    if not low <= rows <= high:
+        yield from finding("rows", f"{math.ceil(low)} to {math.floor(high)} as {span}", f"{rows}")
+    rate = _rate(new, label)
+    if rate is not None and "label_rate" in limits and not limits["label_rate"][0] <= rate <= limits["label_rate"][1]:
+        low, high = limits["label_rate"]
+        yield from finding("label_rate", f"{low:.4f} to {high:.4f} as {span}", f"{rate:.4f}")
+    for name in sorted({*new, *(name for before in past for name in before)} - {label}):
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in config.skip):
+            known = [before[name] for before in past if name in before and before[name]["present"]]
+            for rule, expected, got in _of_column(new.get(name), known, config, span):
+                yield from finding(rule, expected, got, name)
+
+
+def _of_column(
+    new: dict[str, Any] | None, known: Sequence[dict[str, Any]], config: ChecksConfig, span: str
+) -> Iterator[tuple[Rule, str, str]]:
+    """What a column breaks: (rule, expected, got).
+
+    Args:
+        known: Its statistics on the days before on which it had values.
+    """
+    there = new is not None and new["present"] > 0
+    if not known or not there or new is None:
+        if there:
+            yield "appeared", f"no values, as {span}", "values"
+        elif known:
+            yield "vanished", f"values, as {span}", "a column of nulls" if new else "no such column"
+        return
+    if _family(new["kind"]) != _family(known[-1]["kind"]):
+        yield "changed_type", f"{known[-1]['kind']}, as {span}", new["kind"]
+        return
+    if len(known) < config.minimum_days:
+        return
+    past = [row["present"] / row["rows"] for row in known]
+    middle, got = statistics.median(past), new["present"] / new["rows"]
+    low, high = band(past, config.coverage_change, _noise(middle, new["rows"]), config.spread)
+    if not low <= got <= high:
+        yield "coverage", f"{low:.1%} to {min(1.0, high):.1%} of the rows, as {span}", f"{got:.1%}"
+    lengths = [row["mean_length"] for row in known if row["mean_length"] is not None]
+    if lengths and new["mean_length"] is not None:
+        middle = statistics.median(lengths)
+        noise = 2.0 * middle / math.sqrt(new["present"])  # lists vary by about twice their mean at most
+        low, high = band(lengths, config.length_change * middle, noise, config.spread)
+        if not low <= new["mean_length"] <= high:
+            yield "length", f"{low:.2f} to {high:.2f} ids a list, as {span}", f"{new['mean_length']:.2f}"
+    if new["drift"] is not None:
+        chance = NOISE * (1.0 / new["present"] + 1.0 / sum(row["present"] for row in known))
+        if new["drift"] > config.drift_limit + chance:
+            yield "drift", f"an index of at most {config.drift_limit + chance:.3f}, {span}", f"{new['drift']:.3f}"
+
+
+def _day(
+    day: datetime.date,
+    outcome: Any,
+    columns: Columns,
+    label: str,
+    bands: Mapping[str, tuple[float, float]] | None = None,
+) -> DayCheck:
+    limits = bands or {}
+    return DayCheck(
+        day=day,
+        outcome=outcome,
+        rows=_rows(columns),
+        rows_band=limits.get("rows"),
+        label_rate=_rate(columns, label),
+        label_rate_band=limits.get("label_rate"),
+        coverage={name: row["present"] / row["rows"] for name, row in columns.items() if name != label},
+    )
+
+
+def _of(table: pa.Table, day: datetime.date) -> pa.Table:
+    return table.filter(pa.compute.equal(table[DAY], pa.scalar(day, pa.date32())))
+
+
+def _by_column(table: pa.Table) -> Columns:
+    return {row["column"]: row for row in table.to_pylist()}
+
+
+def _rows(columns: Columns) -> int:
+    return next((int(row["rows"]) for row in columns.values()), 0)
+
+
+def _rate(columns: Columns, label: str) -> float | None:
+    return columns[label]["mean"] if label in columns else None
+
+
+def _noise(share: float, rows: int) -> float:
+    return math.sqrt(share * (1.0 - share) / rows)
+
+
+def _family(kind: str) -> str:
+    return "id" if kind == "number" else kind

@@ -1,0 +1,130 @@
+"""Days between the source and the table: measured, held against the rules, held back where these say so."""
+
+import datetime
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import duckdb
+import pyarrow as pa
+
+from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.extraction.checks import Checked, ChecksConfig, check
+from pipeline.profile import SCHEMA, measure, profile_name, profiles, store
+from storage.query import quoted
+from storage.reader import DAY
+from storage.warehouse import Warehouse
+
+HELD = "held"
+"""Suffix of the table that holds days which broke a rule."""
+
+
+@dataclass(frozen=True)
+class Intake:
+    """What is known of new days before any is written."""
+
+    profile: pa.Table
+    checked: Checked
+
+
+def held_name(table: str) -> str:
+    """Name of the table with the days of `table` that were held back."""
+    return f"{table}_{HELD}"
+
+
+def inspect(
+    connection: duckdb.DuckDBPyConnection,
+    rows: str,
+    counts: Mapping[datetime.date, int],
+    warehouse: Warehouse,
+    table: str,
+    config: ChecksConfig,
+    label: str,
+    numbers: Collection[str],
+) -> Intake:
+    """Measures new days and holds them against the rules; nothing is written.
+
+    Args:
+        rows: View of the rows to be written.
+        counts: New day -> its rows.
+        numbers: Integer columns that are counts or labels, not ids.
+    Raises:
+        ConfigError: If there is no column `config.key`.
+    """
+    measured = measure(connection, rows, numbers, counts)
+    earlier = profiles(warehouse, table, _before(warehouse, table, counts, config.trailing_days))
+    asked = config.key is not None and config.duplicates != "off"
+    repeated = _repeated(connection, rows, config.key or "") if asked else {}
+    profile, checked = check(measured, earlier, config, label, repeated)
+    return Intake(profile, checked)
+
+
+def keep_profile(warehouse: Warehouse, table: str, intake: Intake | None, days: Mapping[datetime.date, str]) -> None:
+    """Stores the statistics of days that were written; where none were taken, those of older rows are dropped.
+
+    Args:
+        days: Day -> identity of what was written.
+    """
+    if intake is not None:
+        wanted = pa.array(list(days), pa.date32())
+        rows = intake.profile.filter(pa.compute.is_in(intake.profile[DAY], wanted))
+        store(warehouse, table, rows, days)
+    elif warehouse.has_table(profile_name(table)):
+        store(warehouse, table, SCHEMA.empty_table(), days)
+
+
+def hold_back(
+    warehouse: Warehouse, table: str, passed: Collection[datetime.date], write: Callable[[str], None], held: bool
+) -> None:
+    """Days that broke a rule go into the table of held days; those that pass leave it.
+
+    Args:
+        passed: New days that are to stand in the table.
+        write: Writes the held days into the table of that name.
+        held: Whether there are any.
+    """
+    name = held_name(table)
+    if held:
+        write(name)
+    gone = dict.fromkeys(set(passed) & warehouse.written_days(name).keys(), "passed")
+    if gone:
+        schema = warehouse.table(name).schema().as_arrow()
+        warehouse.replace_days(name, gone, schema, [], 0)
+
+
+def refuse_none(warehouse: Warehouse, table: str, held: Sequence[datetime.date]) -> None:
+    """Ends an ingest after which there is no table at all.
+
+    Raises:
+        EmptyDatasetError: If all days were held back, and none was ever written.
+    """
+    if held and not warehouse.has_table(table):
+        raise EmptyDatasetError(
+            f"table '{table}'", "a day that keeps the rules of ingest.checks",
+            f"{len(held)} day(s), all held in table '{held_name(table)}'",
+            "Mend the source, or relax the rule and run again with again=true.",
+        )  # fmt: skip
+
+
+def _before(warehouse: Warehouse, table: str, days: Collection[datetime.date], trailing: int) -> set[datetime.date]:
+    """Days with statistics that new days are compared with."""
+    name = profile_name(table)
+    if not warehouse.has_table(name) or warehouse.table(name).current_snapshot() is None:
+        return set()
+    stored = sorted(warehouse.day_rows(warehouse.current(name)).keys() - set(days))
+    return {other for day in days for other in [one for one in stored if one < day][-trailing:]}
+
+
+def _repeated(connection: duckdb.DuckDBPyConnection, rows: str, key: str) -> dict[datetime.date, int]:
+    """Day -> rows whose key another row of the day has, one of each key not counted."""
+    columns = connection.view(rows).columns
+    if key not in columns:
+        known = ", ".join([name for name in columns if not name.startswith("__")][:8])
+        raise ConfigError("ingest.checks.key", "a column of the rows", f"'{key}', known: {known}", "Correct the name.")
+    column = quoted(key)
+    return dict(
+        connection.sql(
+            f"SELECT {DAY}, CAST(sum(times - 1) AS BIGINT) FROM (SELECT {DAY}, {column}, count(*) AS times"
+            f" FROM {quoted(rows)} WHERE {column} IS NOT NULL GROUP BY {DAY}, {column} HAVING count(*) > 1)"
+            f" GROUP BY {DAY}"
+        ).fetchall()
+    )

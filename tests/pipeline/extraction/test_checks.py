@@ -1,0 +1,269 @@
+"""Each rule of the gate: a day that breaks it and no other, a quiet day, and what becomes of such days."""
+
+import datetime
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import ConfigError, DataError, EmptyDatasetError
+from pipeline.extraction.checks import Checked, ChecksConfig, Rule, band, check
+from pipeline.extraction.plots import day_figure
+from pipeline.profile import SCHEMA, measure, profiles
+from storage.query import connect
+from storage.reader import DAY
+from storage.warehouse import Warehouse
+
+DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(6)]
+LAST = DAYS[-1]
+
+
+def rows(day: datetime.date, count: int = 1_000, seed: int | None = None) -> pa.Table:
+    """A day like any other; equal seeds give equal rows."""
+    draw = np.random.default_rng(day.toordinal() if seed is None else seed)
+    return pa.table(
+        {
+            "date": pa.array([day] * count),
+            "key": draw.permutation(count),
+            "label": (draw.random(count) < 0.2).astype(np.int64),
+            "price": pa.array(draw.lognormal(size=count), mask=draw.random(count) < 0.1),
+            "user": draw.zipf(1.5, count) % 1_000,
+            "items": pa.array([draw.integers(0, 50, n) for n in draw.poisson(3.0, count)], pa.list_(pa.int64())),
+            "old": draw.random(count),
+            "new": pa.nulls(count, pa.float64()),
+        }
+    )
+
+
+def put(table: pa.Table, name: str, values: Any) -> pa.Table:
+    return table.set_column(table.schema.get_field_index(name), name, pa.array(values))
+
+
+def nulled(share: float, name: str, table: pa.Table) -> pa.Table:
+    mask = np.arange(len(table)) < share * len(table)
+    return put(
+        table,
+        name,
+        pa.array(table[name].to_pylist(), table[name].type).filter(pa.array(~mask)).to_pylist()
+        + [None] * int(mask.sum()),
+    )
+
+
+BREAKS: dict[Rule, tuple[Callable[[pa.Table], pa.Table], str]] = {
+    "rows": (lambda table: table.slice(0, 450), "day 2025-03-06, rule rows: expected 500 to 1500 as on the 5 days before it, got 450"),
+    "label_rate": (lambda table: put(table, "label", [1] * 500 + [0] * 500), "day 2025-03-06, rule label_rate: expected 0."),
+    "coverage": (partial(nulled, 0.4, "price"), "day 2025-03-06, rule coverage, column 'price': expected "),
+    "length": (lambda table: put(table, "items", [[i % 50, (i + 9) % 50, (7 * i) % 50, (3 * i) % 50, (11 * i) % 50] if i % 20 else [] for i in range(1_000)]), "day 2025-03-06, rule length, column 'items': expected 2."),
+    "vanished": (lambda table: table.drop_columns(["old"]), "day 2025-03-06, rule vanished, column 'old': expected values, as on the 5 days before it, got no such column"),
+    "appeared": (lambda table: put(table, "new", np.ones(len(table))), "day 2025-03-06, rule appeared, column 'new': expected no values, as on the 5 days before it, got values"),
+    "changed_type": (lambda table: put(table, "user", [f"u{i}" for i in table["user"].to_pylist()]), "day 2025-03-06, rule changed_type, column 'user': expected id, as on the 5 days before it, got text"),
+    "duplicates": (lambda table: put(table, "key", [7] * 3 + list(range(10, 1_007))), "day 2025-03-06, rule duplicates: expected at most 0 rows whose key another has, got 2 of 1000"),
+    "drift": (lambda table: put(table, "old", 10.0 * table["old"].to_numpy()), "day 2025-03-06, rule drift, column 'old': expected an index of at most 0."),
+}  # fmt: skip
+
+
+def measured(folder: Path, tables: list[pa.Table]) -> pa.Table:
+    with connect([], folder / "tmp", "512MB") as connection:
+        found = []
+        for table in tables:
+            connection.register("rows", table.rename_columns([DAY, *table.column_names[1:]]))
+            found.append(measure(connection, "rows", {"label"}))
+    return pa.concat_tables(found)
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
+    """Statistics of five quiet days."""
+    return measured(tmp_path_factory.mktemp("before"), [rows(day) for day in DAYS[:-1]])
+
+
+def told(checked: Checked) -> list[str]:
+    return [f"{one.where}: expected {one.expected}, got {one.got}" for one in checked.findings]
+
+
+def test_every_rule_has_a_day_that_breaks_it() -> None:
+    assert set(get_args(Rule)) == BREAKS.keys()
+
+
+@pytest.mark.parametrize("rule", BREAKS)
+def test_a_day_that_breaks_one_rule(rule: Rule, before: pa.Table, tmp_path: Path) -> None:
+    change, expected = BREAKS[rule]
+    new = measured(tmp_path, [change(rows(LAST))])
+    repeated = {LAST: 2} if rule == "duplicates" else {}
+    profile, checked = check(new, before, ChecksConfig(), "label", repeated)
+    assert [finding.rule for finding in checked.findings] == [rule]
+    assert told(checked)[0].startswith(expected)
+    outcome = ChecksConfig().outcome(rule)
+    assert checked.counts() == {outcome: 1}
+    assert (profile.schema, profile.num_rows) == (SCHEMA, new.num_rows)
+    off = ChecksConfig.model_validate({rule: "off"})
+    assert check(new, before, off, "label", repeated)[1].counts() == {"ok": 1}
+
+
+def test_a_quiet_day_breaks_none(before: pa.Table, tmp_path: Path) -> None:
+    checked = check(measured(tmp_path, [rows(LAST)]), before, ChecksConfig(), "label", {})[1]
+    assert (checked.findings, checked.counts(), checked.held) == ((), {"ok": 1}, set())
+    assert [day.outcome for day in checked.days] == ["stored"] * 5 + ["ok"]
+
+
+def test_with_few_days_before_it_a_day_is_not_compared(before: pa.Table, tmp_path: Path) -> None:
+    new = measured(tmp_path, [BREAKS["rows"][0](rows(LAST))])
+    two = before.filter(pa.compute.greater_equal(before[DAY], pa.scalar(DAYS[3])))
+    assert check(new, two, ChecksConfig(), "label", {})[1].findings == ()
+    assert len(check(new, two, ChecksConfig(minimum_days=2), "label", {})[1].findings) == 1
+
+
+def test_columns_may_be_left_out(before: pa.Table, tmp_path: Path) -> None:
+    new = measured(tmp_path, [BREAKS["coverage"][0](rows(LAST))])
+    assert check(new, before, ChecksConfig(skip=("pri*",)), "label", {})[1].findings == ()
+
+
+def test_days_that_are_held_back_are_no_measure_of_the_next(before: pa.Table, tmp_path: Path) -> None:
+    """Four days of half the rows: each is held, so the last of them still is."""
+    days = [LAST + datetime.timedelta(days=i) for i in range(4)]
+    new = measured(tmp_path, [rows(day, count=450) for day in days])
+    held = check(new, before, ChecksConfig(rows="quarantine", trailing_days=3), "label", {})[1]
+    assert held.held == set(days)
+    warned = check(new, before, ChecksConfig(rows="warn", trailing_days=3), "label", {})[1]
+    assert [finding.day for finding in warned.findings] == days[:2]
+
+
+@settings(max_examples=15, deadline=None)
+@given(count=st.integers(1, 60), seed=st.integers(0, 2**32), days=st.integers(2, 8))
+def test_identical_days_break_no_rule(
+    tmp_path_factory: pytest.TempPathFactory, count: int, seed: int, days: int
+) -> None:
+    one = measured(tmp_path_factory.mktemp("same"), [rows(DAYS[0], count, seed)])
+    same = [
+        one.set_column(0, DAY, pa.array([DAYS[0] + datetime.timedelta(days=i)] * len(one), pa.date32()))
+        for i in range(days)
+    ]
+    strict = ChecksConfig(
+        minimum_days=1,
+        spread=0.1,
+        coverage_change=0,
+        length_change=0,
+        label_rate_change=0,
+        rows_change=0,
+        drift_limit=1e-9,
+    )
+    assert check(pa.concat_tables(same), SCHEMA.empty_table(), strict, "label", {})[1].findings == ()
+
+
+def test_a_band_is_as_wide_as_the_widest_of_its_reasons() -> None:
+    past = [1.0, 2.0, 3.0, 4.0, 100.0]
+    assert band(past, 0.0, 0.0, 2.0) == pytest.approx((3 - 2 * 1.4826, 3 + 2 * 1.4826))
+    assert band(past, 2.5, 0.0, 0.1) == (0.5, 5.5)
+    assert band([3.0, 3.0, 5.0], 0.0, 1.0, 10.0) == (0.0, 13.0)
+
+
+# Through the ingest
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Writes each day as a file of its own; the last one is changed."""
+
+    def write(change: Callable[[pa.Table], pa.Table] = lambda table: table) -> dict[str, Any]:
+        for day in DAYS:
+            path = tmp_path / f"{day}.parquet"
+            if day == LAST or not path.exists():  # a file that is written anew makes its day a new one
+                pq.write_table(change(rows(day)) if day == LAST else rows(day), path)
+        return {"path": "*.parquet", "day_column": "date"}
+
+    return write
+
+
+def days_of(warehouse: Warehouse, table: str = "events") -> dict[datetime.date, int]:
+    return warehouse.day_rows(warehouse.current(table))
+
+
+def test_statistics_are_stored_with_their_days(ingest: Any, source: Any, warehouse: Warehouse) -> None:
+    result = ingest(source(), dense=["price"])
+    assert result.checked.counts() == {"ok": 6}
+    found = profiles(warehouse, "events", [LAST])
+    kinds = dict(zip(found["column"].to_pylist(), found["kind"].to_pylist(), strict=True))
+    assert kinds == {"date": "other", "key": "id", "label": "number", "price": "number", "user": "id", "items": "ids", "old": "number", "new": "number"}  # fmt: skip
+    assert set(profiles(warehouse, "events")[DAY].to_pylist()) == set(DAYS)
+    put_again = source(lambda table: table.slice(0, 700))
+    ingest(put_again, profile=False, dense=["price"])
+    assert profiles(warehouse, "events", [LAST]).num_rows == 0
+    assert profiles(warehouse, "events").num_rows == 40
+
+
+def test_a_day_that_fails_is_not_written_and_the_sentence_says_why(
+    ingest: Any, source: Any, warehouse: Warehouse
+) -> None:
+    with pytest.raises(DataError) as error:
+        ingest(source(BREAKS["rows"][0]), checks={"rows": "fail"})
+    assert str(error.value) == (
+        "day 2025-03-06, rule rows: expected 500 to 1500 as on the 5 days before it, got 450. "
+        "Mend the source, or set ingest.checks.rows to quarantine, warn or off."
+    )
+    assert not warehouse.has_table("events")
+    assert ingest(source(), checks={"rows": "fail"}).rows == 6_000
+
+
+def test_a_day_in_quarantine_is_held_and_can_be_let_in(ingest: Any, source: Any, warehouse: Warehouse) -> None:
+    changed = source(BREAKS["rows"][0])
+    first = ingest(changed, checks={"rows": "quarantine"})
+    assert (first.days_held, first.rows, first.days_written) == ((LAST,), 5_000, tuple(DAYS[:-1]))
+    assert (days_of(warehouse), days_of(warehouse, "events_held")) == (dict.fromkeys(DAYS[:-1], 1_000), {LAST: 450})
+    assert profiles(warehouse, "events", [LAST]).num_rows == 0
+    again = ingest(changed, checks={"rows": "quarantine"})
+    assert (again.days_held, again.days_written, again.days_skipped) == ((LAST,), (), tuple(DAYS[:-1]))
+    assert again.snapshot == first.snapshot
+    relaxed = ingest(changed, checks={"rows": "warn"})
+    assert (relaxed.days_held, relaxed.days_written) == ((LAST,), ()), "only again=true lets it in"
+    let_in = ingest(changed, checks={"rows": "warn"}, again=True)
+    assert (let_in.days_held, let_in.rows) == ((), 5_450)
+    assert (days_of(warehouse)[LAST], days_of(warehouse, "events_held")) == (450, {})
+
+
+def test_a_mended_day_leaves_the_held_ones(ingest: Any, source: Any, warehouse: Warehouse) -> None:
+    ingest(source(BREAKS["rows"][0]), checks={"rows": "quarantine"})
+    assert ingest(source(), checks={"rows": "quarantine"}).days_written == (LAST,)
+    assert (days_of(warehouse)[LAST], days_of(warehouse, "events_held")) == (1_000, {})
+
+
+def test_an_older_version_of_a_held_day_stays(ingest: Any, source: Any, warehouse: Warehouse) -> None:
+    ingest(source())
+    result = ingest(source(BREAKS["rows"][0]), checks={"rows": "quarantine"})
+    assert result.days_held == (LAST,)
+    assert days_of(warehouse)[LAST] == 1_000
+    assert ingest(source(BREAKS["rows"][0]), checks={"rows": "quarantine"}).days_held == (LAST,)
+
+
+def test_duplicates_are_counted_by_the_key(ingest: Any, source: Any, warehouse: Warehouse) -> None:
+    changed = source(BREAKS["duplicates"][0])
+    assert ingest(changed).checked.findings == (), "no key, no rule"
+    result = ingest(changed, checks={"key": "key"}, again=True)
+    assert told(result.checked) == [BREAKS["duplicates"][1]]
+    with pytest.raises(ConfigError, match=r"ingest.checks.key: expected a column of the rows, got 'kye'"):
+        ingest(changed, checks={"key": "kye"}, again=True)
+
+
+def test_where_no_day_passes_there_is_no_table(ingest: Any, source: Any) -> None:
+    with pytest.raises(EmptyDatasetError) as error:
+        ingest(source(), checks={"duplicates": "quarantine", "key": "label"})
+    assert str(error.value) == (
+        "table 'events': expected a day that keeps the rules of ingest.checks, got 6 day(s), all held in table "
+        "'events_held'. Mend the source, or relax the rule and run again with again=true."
+    )
+
+
+def test_the_figure_shows_days_and_findings(before: pa.Table, tmp_path: Path) -> None:
+    new = measured(tmp_path, [BREAKS["coverage"][0](rows(LAST, count=1_600))])
+    checked = check(new, before, ChecksConfig(), "label", {})[1]
+    assert {finding.rule for finding in checked.findings} >= {"rows", "coverage"}
+    figure = day_figure("New days", checked)
+    assert [axes.get_ylabel() for axes in figure.axes] == ["rows", "label rate", "coverage, % of rows"]
+    assert "price" in [text.get_text() for text in figure.axes[2].get_legend().get_texts()]
+    figure.savefig(tmp_path / "figure.png")
