@@ -53,6 +53,7 @@ class RepeatPlan:
         Raises:
             DataError: If a column holds values of a kind that cannot be read as declared.
         """
+        rows = self.others.completed(rows)
         read = {name: self.repeated.read(rows, name, seconds) for name in self.repeated.raw}
         begins = begins_of(sessions, read)
         first = np.flatnonzero(begins)

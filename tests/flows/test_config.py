@@ -123,6 +123,8 @@ EXECUTION = {
     "registration.model_name": "other",
     "registration.defaults": {"age": 30},
     "scoring.keep": ["user"],
+    "features.allow_deprecated": True,
+    "features.sparse.0.on_missing": "default",
     "sweep.trials": 5,
     "release.keep": 3,
     "warehouse.codec": "lz4",

@@ -208,7 +208,7 @@ def test_a_bad_config_is_refused_before_anything_runs(command, tmp_path, words, 
         (["split.days.test=[2030-01-01]"], "split.days.test '2030-01-01': expected days of the table, 2025-01-06 to 2025-01-09, got no such day. Ingest the day, or name another."),
         (["filter=num_price < -5"], "split, part 'train': expected at least one row, got none. Change split or filter."),
         (["filter=nothing = 1"], "filter 'nothing = 1': expected columns of the table, got 'nothing'. Closest: impression_id, session_id, event_time, num_tenure_days, num_click_share, num_relevance, num_quality, num_price. Correct the name."),
-        (["features.dense=[{columns: [num_prise]}]"], "features.dense column 'num_prise': expected a column of the table, got none of that name. Closest: num_price. Correct the name."),
+        (["features.dense=[{columns: [num_prise]}]"], "features.dense column 'num_prise' at snapshot SNAPSHOT of table 'smoke': expected a column of the table, got none of that name. Closest: num_price. Correct the name."),
         (["evaluation.slices=[contry]"], "evaluation 'contry': expected a column of the table, got none of that name. Correct the name."),
         (["gate.resample_by=contry"], "gate.resample_by 'contry': expected a column of the table, got none of that name. Correct the name."),
         (["gate.resample_by=list_interests"], "gate.resample_by 'list_interests': expected one value a row, got large_list<element: int64>. Name another."),
@@ -220,6 +220,7 @@ def test_a_bad_config_is_refused_before_anything_runs(command, tmp_path, words, 
 def test_what_does_not_fit_the_data_is_refused_before_training(smoke, command, home, at_home, words, sentence):
     runs, versions = sorted((home / "runs").iterdir()), _versions()
     code, result, log = command(train, CONFIG, *words, home=home)
+    sentence = sentence.replace("SNAPSHOT", f"{smoke['snapshot_id']}")
     assert (code, result) == (1, {"status": "failed", "error": sentence})
     assert "Traceback" not in log
     assert sorted((home / "runs").iterdir()) == runs
