@@ -24,7 +24,7 @@ from pipeline.extraction.intake import Intake, held_name, hold_back, inspect, ke
 from pipeline.extraction.join import KEY, LEFT_OUT, REASON, SHOWN, Join, Joined
 from pipeline.extraction.outcomes import Outcomes
 from pipeline.extraction.samples import add_types, count_rows, dense_columns
-from pipeline.extraction.sources import Format, Lookup, add_lookups, create_view, first_line
+from pipeline.extraction.sources import Format, Lookup, add_lookups, create_view, first_line, not_utf8
 from pipeline.files import files_of, stamp
 from pipeline.schema import FeatureSchema, resolve
 from storage.query import connect, quoted
@@ -250,6 +250,9 @@ def _connection(files: Iterable[Path], temporary: Path) -> Iterator[duckdb.DuckD
         try:
             yield connection
         except duckdb.Error as error:
+            if "Invalid string encoding" in str(error) and (found := not_utf8(list(files))) is not None:
+                where = f"column '{found[1]}' of '{found[0].name}'"
+                raise DataError(where, "text in UTF-8", "bytes that are none", "Write the file anew.") from error
             raise DataError("rows of the source", "readable values", first_line(error), "Mend the files.") from error
 
 

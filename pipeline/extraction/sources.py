@@ -1,10 +1,13 @@
 """Parquet, CSV, Criteo TSV and side tables as DuckDB views of one shape."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
 from pydantic import BaseModel
 
 from pipeline.errors import ConfigError, DataError
@@ -66,8 +69,26 @@ def create_view(
 
 
 def first_line(error: Exception) -> str:
-    """What an error of a library says, without its details."""
-    return str(error).split("\n")[0].rstrip(".")
+    """What an error of a library says, without its details; of a line of CSV also the file and the reason."""
+    lines = str(error).split("\n")
+    file = next((line.partition(" = ")[2] for line in lines if line.startswith("  file = ")), None)
+    if "CSV Error" not in lines[0] or file is None:
+        return lines[0].rstrip(".")
+    reason = next((line for line in lines[1:] if line and not line.startswith("Original Line")), "")
+    return f"{lines[0]} of '{Path(file).name}', {reason.rstrip('.')}"
+
+
+def not_utf8(files: Sequence[Path]) -> tuple[Path, str] | None:
+    """The first Parquet file, and column of it, with text that is not UTF-8; None: there is none."""
+    for path in (path for path in files if not CSV.search(path.name)):
+        with contextlib.suppress(pa.ArrowInvalid, OSError), pq.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                for name, column in zip(file.schema_arrow.names, file.read_row_group(group).columns, strict=True):
+                    try:
+                        column.validate(full=True)
+                    except pa.ArrowInvalid:
+                        return path, name
+    return None
 
 
 def _relation(

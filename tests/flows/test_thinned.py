@@ -1,0 +1,53 @@
+"""A fifth of the negatives with their weight: the model is that of the whole population."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from flows import tasks
+from flows.config import load
+from flows.end_to_end import end_to_end
+from pipeline.errors import ConfigError
+from pipeline.registration.register import packed
+from pipeline.registration.scorer import LoadedModel
+from tests.quality import quality
+
+CONFIG = "configs/smoke.yaml"
+THINNED = {"source.outcomes.keep_negatives": 0.2, "features.weight": "sample_weight"}
+
+
+@pytest.mark.slow
+def test_a_thinned_model_is_calibrated_on_all_rows(smoke, home, tmp_path, monkeypatch):
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path / "home"))
+    result = end_to_end(config=CONFIG, overrides=THINNED)
+    counts = result["ingest"]["by_day"]["2025-01-09"]
+    assert counts["rows"] == 5_000 == counts["written"] + counts["left_out"]
+    judged = result["eval"]
+    assert judged["rows"] == counts["written"] < 3_000
+    assert judged["label_rate"] == pytest.approx(smoke["eval"]["label_rate"], abs=0.03)
+    assert judged["ne"] == pytest.approx(smoke["eval"]["ne"], abs=0.06)
+    files = sorted((home / "warehouse" / "dlrm" / "smoke" / "data" / "day=2025-01-09").glob("*.parquet"))
+    rows = pa.concat_tables([pq.read_table(file, partitioning=None) for file in files])
+    model = LoadedModel(packed(tasks.tracker_of(load(CONFIG)), "smoke", 1, Path(tmp_path / "model")))
+    assert "sample_weight" not in model.columns
+    found = quality(rows.column("label").to_numpy(), model.score(rows))
+    assert found.rows == 5_000
+    assert 0.85 < found.calibration < 1.15  # 2 and more without the weights
+    assert found.ne == pytest.approx(smoke["eval"]["ne"], abs=0.03)
+
+
+def test_thinned_rows_want_their_weight():
+    with pytest.raises(ConfigError) as error:
+        load(CONFIG, {"source.outcomes.keep_negatives": 0.2})
+    assert str(error.value) == (
+        "features.weight with source.outcomes.keep_negatives: expected sample_weight, got None. "
+        "Set features.weight=sample_weight: a row kept stands for those left out."
+    )
+
+
+def test_an_identity_without_weights_is_the_one_it_was():
+    config = load(CONFIG)
+    assert "weight" not in config.semantics()["features"]
+    assert config.identity(1) != load(CONFIG, {"features.weight": "num_price"}).identity(1)
