@@ -10,6 +10,7 @@ from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from flows import tasks
+from flows.catalogue import warn_of_columns
 from flows.config import RunConfig, load
 from flows.daily import (
     DAY_TAG,
@@ -155,6 +156,8 @@ def prepare(config: RunConfig, today: Today, scratch: bool, folder: Path) -> tup
     }
     training = config.training if decision.training == "scratch" else config.further
     job = job_of_day(config.model_copy(update={"training": training}), today, decision, plan_of(model), notes)
+    if decision.training != "none":
+        warn_of_columns(job.data["train"], warehouse_of(config), logger)
     write_text(Path(job.folder) / JOB, job.model_dump_json(), mode=0o600)  # it holds the catalog's credentials
     return report, decision, job
 

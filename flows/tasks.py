@@ -130,6 +130,7 @@ def preprocess(config: RunConfig, snapshot_id: int | None, epoch: int) -> dict[s
     logger = get_run_logger()
     with own_folder(config.home_path / "preprocessing" / config.name) as folder, Progress(logger) as progress:
         logger.info("snapshot %s, %s rows", snapshot.snapshot_id, f"{rows:,}")
+        warn_of_columns(data, warehouse_of(config), logger)
         if config.preprocessing.executor != "inline":
             logger.info("preprocessing workers: process ids in %s", folder / WORKERS_FILE)
 
