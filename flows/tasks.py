@@ -32,6 +32,7 @@ from flows.job import (
     warehouse_of,
 )
 from flows.judging import Judged, in_a_line, judge, moved, worths
+from flows.laying import keep_read
 from flows.placing import place_tables
 from flows.progress import Logger, Progress
 from flows.provenance import RECORD, recorded
@@ -43,7 +44,7 @@ from pipeline.extraction.extract import IngestResult, extract
 from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.master import WORKERS_FILE, Totals
 from pipeline.preprocessing.service import Service
-from pipeline.preprocessing.worker import DataSpec, Worker
+from pipeline.preprocessing.worker import Costs, DataSpec, Worker
 from pipeline.rank import RankSpec
 from pipeline.registration.aliases import CHAMPION, holder
 from pipeline.registration.journal import Journal
@@ -140,6 +141,8 @@ def preprocess(config: RunConfig, snapshot_id: int | None, epoch: int) -> dict[s
         drained = drain(
             data, config.preprocessing, config.training.batch_rows, config.seed, folder, epoch, logger.warning, show
         )
+    costs = {name: getattr(drained, name) for name in ("read_seconds", "bytes_read", "bytes_stored", "reads")}
+    keep_read(config, "preprocess", data, drained.rows, Costs(**costs))
     return {"status": "ok", "snapshot_id": snapshot.snapshot_id, "plan_hash": data.plan.hash} | drained.model_dump()
 
 
@@ -193,6 +196,7 @@ def train(
         )
     if service is not None:
         summary = summary | {"preprocessing": _account(folder, config, service.totals)}
+        keep_read(config, "train", job.data["train"], service.totals.rows, service.totals.costs)
     probe = json.loads((folder / "probe.json").read_text(encoding="utf-8"))
     trained = Trained(
         weights=f"{job.folder}/weights.safetensors", probe=tuple(probe), summary=summary, placement=tuple(placement)

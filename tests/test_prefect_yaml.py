@@ -27,6 +27,7 @@ def test_the_named_deployments_exist():
         "train/after-ingest",
         "checkpoint/on-demand",
         "features/on-demand",
+        "layout/on-demand",
         "preprocess/on-demand",
         "placement/on-demand",
         "recurring/daily",

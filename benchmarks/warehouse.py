@@ -1,0 +1,143 @@
+"""Commits, plans and reads of the warehouse: how they grow with columns and with days.
+
+python -m benchmarks.warehouse [--columns 200 1000 3000] [--days 10 100] [--rows 2000] [--json]
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.machine import in_words, machine, say
+from storage.warehouse import Warehouse, WarehouseConfig
+
+FIRST = datetime.date(2024, 1, 1)
+PACKAGES = ("pyarrow", "pyiceberg")
+TABLE = "measured"
+
+
+def main(words: Sequence[str]) -> None:
+    """Measures, and prints a table or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--columns", type=int, nargs="+", default=[200, 1_000, 3_000])
+    parser.add_argument("--days", type=int, nargs="+", default=[10, 100])
+    parser.add_argument("--rows", type=int, default=2_000, help="rows of a day")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    chosen = parser.parse_args(words)
+    figures = {
+        "columns": {n: by_columns(n, chosen.rows, chosen.rounds) for n in chosen.columns},
+        "days": by_days(sorted(chosen.days), chosen.rounds),
+        "rows": chosen.rows,
+        "machine": machine(PACKAGES),
+    }
+    print(json.dumps(figures) if chosen.json else as_text(figures))
+
+
+def by_columns(columns: int, rows: int, rounds: int) -> dict[str, float]:
+    """Seconds of the steps of one day's life in a table of so many columns."""
+    with _warehouse() as warehouse:
+        write = _writer(warehouse, columns, rows)
+        write(0)
+        figures = {"commit_new_day": _median(rounds, lambda i: write(i + 1))}
+        figures["commit_same_day"] = _median(rounds, lambda _: write(0))
+        figures |= _reading(warehouse, [f"c{i}" for i in range(0, columns, 10)], rounds)
+    say(f"{columns} columns: {figures}")
+    return figures
+
+
+def by_days(days: Sequence[int], rounds: int) -> dict[int, dict[str, float]]:
+    """The same for a table of 20 columns that has so many days of 20 rows, each a commit."""
+    found: dict[int, dict[str, float]] = {}
+    with _warehouse() as warehouse:
+        write = _writer(warehouse, 20, 20)
+        done = 0
+        for count in days:
+            for day in range(done, count):
+                write(day)
+                if day % 50 == 49:
+                    say(f"{day + 1} days")
+            done = count
+            figures = {"commit_same_day": _median(rounds, lambda i, last=count: write(last - 1 - i))}  # type: ignore[misc]
+            found[count] = figures | _reading(warehouse, ["c0", "c10"], rounds)
+            say(f"{count} days: {found[count]}")
+    return found
+
+
+def _reading(warehouse: Warehouse, names: list[str], rounds: int) -> dict[str, float]:
+    """Seconds to plan all days, to plan one, to read a tenth of the columns of a day, and to know what was written."""
+    reference = warehouse.current(TABLE)
+
+    def fragments(days: list[datetime.date] | None = None) -> Any:
+        return warehouse.reader(reference, names).fragments(days)
+
+    reader = warehouse.reader(reference, names)
+    [fragment, *_] = reader.fragments([FIRST])
+    return {
+        "plan_all_days": _median(rounds, lambda _: fragments()),
+        "plan_one_day": _median(rounds, lambda _: fragments([FIRST])),
+        "read_a_day": _median(rounds, lambda _: reader.read(fragment)),
+        "days_written": _median(rounds, lambda _: warehouse.written_days(TABLE)),
+    }
+
+
+@contextmanager
+def _warehouse() -> Iterator[Warehouse]:
+    with tempfile.TemporaryDirectory(prefix="dlrm-warehouse-") as folder:
+        yield Warehouse(WarehouseConfig(), Path(folder))
+
+
+def _writer(warehouse: Warehouse, columns: int, rows: int) -> Callable[[int], object]:
+    """Writes a day by its number: half of the columns numbers, half of them lists of three ids."""
+    draw = np.random.default_rng(1)
+    offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * 3)
+    arrays: dict[str, pa.Array] = {}
+    for i in range(columns):
+        ids = pa.array(draw.integers(0, 1_000, 3 * rows))
+        arrays[f"c{i}"] = pa.array(draw.random(rows).round(2)) if i % 2 else pa.ListArray.from_arrays(offsets, ids)
+
+    def write(number: int) -> object:
+        day = FIRST + datetime.timedelta(days=number)
+        batch = pa.record_batch({"day": pa.array([day] * rows, pa.date32()), **arrays})
+        return warehouse.replace_days(TABLE, {day: "i"}, batch.schema, [batch], rows)
+
+    return write
+
+
+def _median(rounds: int, work: Callable[[int], object]) -> float:
+    seconds = []
+    for i in range(rounds):
+        began = time.perf_counter()
+        work(i)
+        seconds.append(time.perf_counter() - began)
+    return round(statistics.median(seconds), 4)
+
+
+def as_text(figures: dict[str, Any]) -> str:
+    """The figures as tables of Markdown."""
+    lines = []
+    for what in ("columns", "days"):
+        names = list(next(iter(figures[what].values())))
+        lines += [
+            f"| {what} | {' | '.join(name.replace('_', ' ') for name in names)} |",
+            "|---" * (len(names) + 1) + "|",
+        ]
+        lines += [
+            f"| {size} | {' | '.join(f'{one[name]:.3f}' for name in names)} |" for size, one in figures[what].items()
+        ]
+        lines.append("")
+    return "\n".join([*lines, in_words(figures["machine"])])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,86 @@
+"""From what was read to files laid out for it, by the command; rows, days and models stay as they are."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from flows.ingest import ingest
+from flows.layout import layout
+from flows.preprocess import preprocess
+from storage.rewrite import layout_of
+from storage.warehouse import Warehouse, WarehouseConfig
+
+CONFIG = "configs/smoke.yaml"
+INLINE = "preprocessing.executor=inline"
+pytestmark = pytest.mark.slow
+
+
+def rows(home: Path) -> list[str]:
+    warehouse = Warehouse(WarehouseConfig(), home / "warehouse")
+    reader = warehouse.reader(warehouse.current("smoke"), warehouse.schema(warehouse.current("smoke")).names)
+    table = pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+    return [str(row) for row in table.to_pylist()]
+
+
+def test_a_table_is_laid_out_for_those_who_read_it(command, tmp_path):
+    assert command(ingest, CONFIG, home=tmp_path)[0] == 0
+    before = rows(tmp_path)
+    code, epoch, _ = command(preprocess, CONFIG, INLINE, home=tmp_path)
+    assert (code, epoch["reads"] > 0) == (0, True)
+    [record] = (tmp_path / "reads" / "smoke").glob("*.json")
+    kept = json.loads(record.read_text())
+    assert {key: kept[key] for key in ("by", "rows", "bytes_read", "reads")} == {
+        "by": "preprocess", "rows": epoch["rows"], "bytes_read": epoch["bytes_read"], "reads": epoch["reads"]
+    }  # fmt: skip
+
+    code, proposal, said = command(layout, CONFIG, INLINE, home=tmp_path)
+    assert (code, proposal["action"], proposal["runs"]) == (0, "propose", 1)
+    assert set(proposal["layout"]["first"]) == set(kept["columns"]) == set(proposal["wanted"])
+    assert proposal["after"]["reads"] <= proposal["before"]["reads"]
+    assert proposal["before"]["bytes_stored"] > proposal["before"]["bytes_read"] > 0
+    assert "columns were read by one of 1 runs or the config" in said
+    assert rows(tmp_path) == before
+
+    measured = command(layout, CONFIG, "action=measure", home=tmp_path)[1]
+    assert (measured["rows"], measured["columns"]) == (len(before), len(kept["columns"]))
+    code, applied, _ = command(layout, CONFIG, "action=apply", home=tmp_path)
+    assert (code, applied["status"], applied["rows"]) == (0, "ok", len(before))
+    assert rows(tmp_path) == before
+    assert command(layout, CONFIG, "action=measure", home=tmp_path)[1]["reads"] < measured["reads"]
+    assert command(layout, CONFIG, "action=apply", home=tmp_path)[1]["status"] == "skipped"
+    assert command(ingest, CONFIG, home=tmp_path)[1]["status"] == "skipped"  # days are known as they were written
+    again = command(preprocess, CONFIG, INLINE, home=tmp_path)[1]
+    assert again["order_hash"] != "" and again["rows"] == epoch["rows"]  # noqa: PT018
+
+
+def test_old_snapshots_and_their_files_go_by_the_command(command, tmp_path):
+    assert command(ingest, CONFIG, home=tmp_path)[0] == 0
+    assert command(ingest, CONFIG, "again=true", "warehouse.file_rows=100", home=tmp_path)[0] == 0
+    before = rows(tmp_path)
+    words = ("action=expire", "older_than_days=0")
+    counted = command(layout, CONFIG, *words, home=tmp_path)[1]
+    assert (counted["dry_run"], counted["snapshots"] > 0) == (True, True)
+    done = command(layout, CONFIG, *words, "dry_run=false", home=tmp_path)[1]
+    assert (done["snapshots"], done["kept"]) == (counted["snapshots"], 1)
+    words = ("action=vacuum", "older_than_hours=0")
+    assert command(layout, CONFIG, "action=vacuum", home=tmp_path)[1]["files"] == 0  # all of them are young
+    counted = command(layout, CONFIG, *words, home=tmp_path)[1]
+    done = command(layout, CONFIG, *words, "dry_run=false", home=tmp_path)[1]
+    assert (done["files"], done["bytes"]) == (counted["files"], counted["bytes"])
+    assert done["files"] > 0
+    assert command(layout, CONFIG, "action=compact", home=tmp_path)[1]["status"] in ("ok", "skipped")
+    assert sorted(rows(tmp_path)) == sorted(before)
+    assert command(ingest, CONFIG, home=tmp_path)[1]["status"] == "skipped"
+
+
+def test_what_cannot_be_is_said(command, tmp_path):
+    assert command(ingest, CONFIG, home=tmp_path)[0] == 0
+    code, result, _ = command(layout, CONFIG, "order_by=[no_such]", home=tmp_path)
+    assert code == 1
+    assert result["error"].startswith("column 'no_such': expected a column of table 'smoke'")
+    code, result, _ = command(layout, CONFIG, "action=destroy", home=tmp_path)
+    assert (code, "action" in result["error"]) == (1, True)
+    warehouse = Warehouse(WarehouseConfig(), tmp_path / "warehouse")
+    assert layout_of(warehouse, "smoke").first == ()
