@@ -210,10 +210,15 @@ def columns_at(config: RunConfig, snapshot: SnapshotRef) -> pa.Schema:
 
 
 def _plan_at(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> Plan:
+    """The plan, once it is clear that its columns are there as they are read, and that none is deprecated."""
+    where = f"snapshot {snapshot.snapshot_id} of table '{snapshot.table}'"
     try:
-        return build_plan(config.features, schema)
+        plan = build_plan(config.features, schema)
     except ColumnError as error:
-        raise error.at(f"snapshot {snapshot.snapshot_id} of table '{snapshot.table}'") from None
+        raise error.at(where) from None
+    if not config.features.allow_deprecated:
+        refuse_deprecated(events(warehouse_of(config), config.name), where, plan.columns)
+    return plan
 
 
 def specs(config: RunConfig, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
@@ -221,8 +226,6 @@ def specs(config: RunConfig, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
     warehouse, joined = warehouse_of(config), joined_of(config)
     schema = schema_of(warehouse, snapshot, joined)
     plan = _plan_at(config, snapshot, schema)
-    if not config.features.allow_deprecated:
-        refuse_deprecated(events(warehouse, config.name), config.name, plan.columns)
     evaluation = config.evaluation
     extra = evaluation.columns
     needed = [(name, "evaluation") for name in extra]

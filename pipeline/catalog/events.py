@@ -130,16 +130,19 @@ def unknown_feature(feature: str, known: Collection[str], remedy: str) -> Config
     )
 
 
-def refuse_deprecated(log: Sequence[Event], table: str, columns: Collection[str]) -> None:
+def refuse_deprecated(log: Sequence[Event], where: str, columns: Collection[str]) -> None:
     """Refuses to train on deprecated features.
 
+    Args:
+        where: Snapshot and table, in words.
+        columns: That the training reads.
     Raises:
         ConfigError: Names them, since when and why they are deprecated, and what to read instead.
     """
     found = [event for event in newest(log).values() if event.state == "deprecated" and event.feature in columns]
     if found:
         raise ConfigError(
-            f"features of table '{table}'",
+            f"features at {where}",
             "none that is deprecated",
             "; ".join(_in_words(log, event) for event in sorted(found, key=lambda event: event.feature)),
             "Read the alternatives, or set features.allow_deprecated=true.",

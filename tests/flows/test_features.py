@@ -89,7 +89,7 @@ def test_fault_4_a_deprecated_feature_is_refused_and_the_champion_is_named(comma
     snapshot = warehouse_of(load(CONFIG)).current("smoke").snapshot_id
     today = datetime.datetime.now(datetime.UTC).date()
     sentence = (
-        "features of table 'smoke': expected none that is deprecated, got 'cat_user', deprecated since "
+        f"features at snapshot {snapshot} of table 'smoke': expected none that is deprecated, got 'cat_user', deprecated since "
         f"{today}, too many users; instead: 'cat_item'. "
         "Read the alternatives, or set features.allow_deprecated=true."
     )

@@ -93,11 +93,11 @@ def test_deprecated_features_are_refused_with_all_that_helps() -> None:
         event(2, "z", "deprecated"),
         event(3, "c", "beta"),
     ]
-    refuse_deprecated(log, "t", ["c", "d"])
+    refuse_deprecated(log, "snapshot 5 of table 't'", ["c", "d"])
     with pytest.raises(ConfigError) as error:
-        refuse_deprecated(log, "t", ["a", "b", "c"])
+        refuse_deprecated(log, "snapshot 5 of table 't'", ["a", "b", "c"])
     assert str(error.value) == (
-        "features of table 't': expected none that is deprecated, got 'a', deprecated since 2024-01-02; instead: nothing; "
+        "features at snapshot 5 of table 't': expected none that is deprecated, got 'a', deprecated since 2024-01-02; instead: nothing; "
         "'b', deprecated since 2024-01-01, the sensor is gone; instead: 'c', 'd'. "
         "Read the alternatives, or set features.allow_deprecated=true."
     )
