@@ -10,6 +10,7 @@ Every pass is a process of its own; a round takes each way once, in turn.
 """
 
 import argparse
+import io
 import json
 import os
 import subprocess
@@ -20,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import pyarrow.parquet as pq
 
 from benchmarks.machine import ROOT, in_words, machine, say
 from models.config import DLRMConfig
@@ -33,35 +36,24 @@ from pipeline.selection import Selection
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch import Limits, run_ranks
 from pipeline.transforms.plan import build_plan
+from storage.layout import Layout
 from storage.warehouse import Warehouse, WarehouseConfig
 
+LISTS = (
+    "list_interests", "list_recent_items", "list_recent_categories", "list_recent_advertisers", "list_search_terms",
+)  # fmt: skip
+GAINS = (
+    "megabytes", "list_megabytes", "list_megabytes_without_dictionary", "preprocessing_seconds", "step_milliseconds",
+)  # fmt: skip
+"""What is to be small."""
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ordered": {"session": "session_id"},
-    "deduplicated": {
-        "session": "session_id",
-        "deduplicate": (
-            "list_interests", "list_recent_items", "list_recent_categories", "list_recent_advertisers",
-            "list_search_terms",
-        ),
-    },
-}  # fmt: skip
+    "deduplicated": {"session": "session_id", "deduplicate": LISTS},
+}
 """Name -> what is special about its DataSpec."""
 PARTS = ("preprocessing", "training")
 BATCH_ROWS, WINDOW_ROWS, WIDTH = 4_096, 65_536, 64
-FEATURES = FeatureSchema.model_validate(
-    {
-        "dense": [{"columns": ["num_*"], "transforms": [{"kind": "log"}, {"kind": "fill_null"}]}],
-        "sparse": [
-            {"columns": ["cat_*"], "transforms": [{"kind": "sigrid_hash", "size": 100_000}]},
-            {
-                "columns": ["list_*"],
-                "pooling": "mean",
-                "transforms": [{"kind": "first_x", "limit": 20}, {"kind": "sigrid_hash", "size": 100_000}],
-            },
-        ],
-    }
-)
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "pyarrow", "numba", "numpy", "duckdb")
 
 
@@ -69,8 +61,9 @@ def main(words: Sequence[str]) -> None:
     """Measures as the words say and prints a table, or one JSON object on the last line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sessions")
     parser.add_argument("--json", action="store_true", help="all figures as one JSON object on the last line")
-    parser.add_argument("--rows", type=int, default=150_000, help="rows of the log")
+    parser.add_argument("--rows", type=int, default=400_000, help="rows of the log")
     parser.add_argument("--session-rows", type=float, default=10.0, help="mean rows of a session")
+    parser.add_argument("--list-ids", type=int, default=100, help="longest list; nothing is cut off")
     parser.add_argument("--rounds", type=int, default=5, help="passes of each way; the median counts")
     parser.add_argument("--steps", type=int, default=24, help="steps of a pass of training")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is timed")
@@ -79,7 +72,7 @@ def main(words: Sequence[str]) -> None:
     options = parser.parse_args(words)
     with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
         folder = (options.folder or Path(temporary)).resolve()
-        specs = tables(folder, options.rows, options.session_rows)
+        specs = tables(folder, options.rows, options.session_rows, options.list_ids)
         if options.way:
             print(json.dumps(preprocessed(specs[options.way])))
             return
@@ -87,29 +80,44 @@ def main(words: Sequence[str]) -> None:
     print(json.dumps(figures) if options.json else as_text(figures))
 
 
-def tables(folder: Path, rows: int, session_rows: float) -> dict[str, DataSpec]:
+def features(list_ids: int) -> FeatureSchema:
+    """All columns, lists cut to so many ids."""
+    hashed = {"kind": "sigrid_hash", "size": 100_000}
+    cut = {"kind": "first_x", "limit": list_ids}
+    groups = {
+        "dense": [{"columns": ["num_*"], "transforms": [{"kind": "log"}, {"kind": "fill_null"}]}],
+        "sparse": [
+            {"columns": ["cat_*"], "transforms": [hashed]},
+            {"columns": ["list_*"], "pooling": "mean", "transforms": [cut, hashed]},
+        ],
+    }
+    return FeatureSchema.model_validate(groups)
+
+
+def tables(folder: Path, rows: int, session_rows: float, list_ids: int) -> dict[str, DataSpec]:
     """The log in both orders, written if the folder does not hold it, and what each way reads."""
     source = SourceConfig.model_validate(
         {
             "generator": {
                 "days": 1, "rows_per_day": rows, "session_mean_rows": session_rows, "lists_per": "session",
-                "list_length_exponent": 1.0,
+                "list_length_exponent": 1.0, "list_limit_ids": list_ids,
             },
             "outcomes": {"window_seconds": 3_600},
             "day_column": "event_time",
         }
     )  # fmt: skip
+    schema = features(list_ids)
     found: dict[str, DataSpec] = {}
     for name, more in WAYS.items():
         order = ("session_id", "event_time") if more else ()
         home = folder / ("by_session" if order else "by_time")
         warehouse = Warehouse(WarehouseConfig(), home)
         config = IngestConfig(order_by=order)
-        made = extract(source, config, FEATURES, warehouse, "events", folder, folder / "logs")
+        made = extract(source, config, schema, warehouse, "events", folder, folder / "logs")
         found[name] = DataSpec(
-            warehouse=warehouse.config, home=str(home), snapshot=made.snapshot, label=FEATURES.label,
+            warehouse=warehouse.config, home=str(home), snapshot=made.snapshot, label=schema.label,
             selection=Selection(days=tuple(warehouse.day_rows(made.snapshot))),
-            plan=build_plan(FEATURES, warehouse.schema(made.snapshot)), **more,
+            plan=build_plan(schema, warehouse.schema(made.snapshot)), **more,
         )  # fmt: skip
     return found
 
@@ -117,9 +125,7 @@ def tables(folder: Path, rows: int, session_rows: float) -> dict[str, DataSpec]:
 def measured(specs: dict[str, DataSpec], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All ways, round by round, and what follows from their times."""
     facts = machine(PACKAGES)
-    ways: dict[str, dict[str, Any]] = {
-        name: {"megabytes": round(stored(spec) / 1e6, 2)} for name, spec in specs.items()
-    }
+    ways: dict[str, dict[str, Any]] = {name: dict(stored(spec)) for name, spec in specs.items()}
     passes: dict[tuple[str, str], list[dict[str, float]]] = {
         (part, name): [] for part in options.parts for name in WAYS
     }
@@ -132,23 +138,36 @@ def measured(specs: dict[str, DataSpec], folder: Path, options: argparse.Namespa
                 done.append(in_process(name, folder, options))
     for (_, name), done in passes.items():
         ways[name] |= {key: round(median(one[key] for one in done), 4) for key in done[0]}
-    names = [key for key in ("megabytes", "preprocessing_seconds", "step_milliseconds") if key in ways["plain"]]
+    names = [key for key in GAINS if key in ways["plain"]]
     gains = {f"{key}_gain": round(ways["plain"][key] / ways["deduplicated"][key], 3) for key in names}
-    sizes = {name: getattr(options, name) for name in ("rows", "session_rows", "rounds", "steps")}
+    sizes = {name: getattr(options, name) for name in ("rows", "session_rows", "list_ids", "rounds", "steps")}
     return gains | {"ways": ways, "machine": facts} | sizes
 
 
-def stored(spec: DataSpec) -> int:
-    """Bytes of the data files."""
+def stored(spec: DataSpec) -> dict[str, float]:
+    """Megabytes of the data files, of the lists in them, and of these lists if written without dictionaries."""
     warehouse = Warehouse(spec.warehouse, Path(spec.home))
-    paths = {fragment.path for fragment in warehouse.reader(spec.snapshot, [spec.label]).fragments()}
-    return sum(Path(path.removeprefix("file://")).stat().st_size for path in paths)
+    fragments = warehouse.reader(spec.snapshot, [spec.label]).fragments()
+    paths = [path.removeprefix("file://") for path in dict.fromkeys(fragment.path for fragment in fragments)]
+    groups = [file.row_group(i) for file in map(pq.read_metadata, paths) for i in range(file.num_row_groups)]
+    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+    lists = sum(one.total_compressed_size for one in columns if one.path_in_schema.startswith("list_"))
+    without = 0
+    for path in paths:
+        table = pq.ParquetFile(path).read(columns=list(LISTS))
+        layout = Layout(plain=LISTS)
+        memory = io.BytesIO()
+        pq.write_table(table, memory, row_group_size=layout.row_group_rows, **layout.parquet(table.schema))
+        without += memory.tell()
+    sizes = sum(Path(path).stat().st_size for path in paths), lists, without
+    return dict(zip(GAINS[:3], [round(size / 1e6, 2) for size in sizes], strict=True))
 
 
 def in_process(name: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """One pass of preprocessing in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.sessions", "--way", name, "--folder", str(folder)]
     command += ["--rows", str(options.rows), "--session-rows", str(options.session_rows)]
+    command += ["--list-ids", str(options.list_ids)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
     figures: dict[str, float] = json.loads(done.stdout)
     return figures

@@ -40,18 +40,18 @@ class Shared(NamedTuple):
         """The same on another device."""
         return Shared(self.inverse_B.to(device, non_blocking=non_blocking), self.features)
 
-    def expanded(self, vectors_BFE: torch.Tensor) -> torch.Tensor:
-        """The vectors of each row, of those of each bag; neighbouring features that are treated alike in one piece.
+    def expanded(self, vectors_BFE: torch.Tensor) -> list[torch.Tensor]:
+        """The vectors of each row, of those of each bag: pieces of neighbouring features, side by side all of them.
 
-        `gather`, because the gradient of `index_select` takes twice as long on CPU.
+        `gather` and `split`, because the gradients of `index_select` and of slices take several times as long on CPU.
         """
-        pieces, first = [], 0
-        for shared, alike in itertools.groupby(range(vectors_BFE.shape[1]), lambda number: number in self.features):
-            count = len(list(alike))
-            piece = vectors_BFE[:, first : first + count]
-            pieces.append(piece.gather(0, self.inverse_B[:, None, None].expand_as(piece)) if shared else piece)
-            first += count
-        return torch.cat(pieces, dim=1)
+        alike = itertools.groupby(number in self.features for number in range(vectors_BFE.shape[1]))
+        kinds = [(shared, len(list(members))) for shared, members in alike]
+        pieces = vectors_BFE.split([count for _, count in kinds], dim=1)
+        return [
+            piece.gather(0, self.inverse_B[:, None, None].expand_as(piece)) if shared else piece
+            for piece, (shared, _) in zip(pieces, kinds, strict=True)
+        ]
 
 
 class DLRM(nn.Module):
@@ -100,7 +100,7 @@ class DLRM(nn.Module):
     def forward(self, dense_BD: torch.Tensor, sparse: KeyedJaggedTensor, shared: Shared | None = None) -> torch.Tensor:
         """Logits of the rows."""
         vectors_BFE = self.pool(sparse)
-        return self.score(dense_BD, vectors_BFE if shared is None else shared.expanded(vectors_BFE))
+        return self.score(dense_BD, *([vectors_BFE] if shared is None else shared.expanded(vectors_BFE)))
 
     def pool(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """The tables alone: one vector for each bag, float32 [B, F, E]."""
@@ -110,11 +110,13 @@ class DLRM(nn.Module):
         by_name = pooled.to_dict()  # a sharded collection may give another order
         return torch.stack([by_name[name] for name in self.names], dim=1)
 
-    def score(self, dense_BD: torch.Tensor, vectors_BFE: torch.Tensor) -> torch.Tensor:
-        """Logits of the rows whose bags are pooled already: everything but the tables."""
+    def score(self, dense_BD: torch.Tensor, *pooled_BFE: torch.Tensor) -> torch.Tensor:
+        """Logits of the rows whose bags are pooled already, in one piece or several: everything but the tables."""
+        pieces = list(pooled_BFE)
         if self.bottom is not None:
             dense_BE = self.bottom(dense_BD)
-            vectors_BFE = torch.cat([dense_BE.unsqueeze(1), vectors_BFE.to(dense_BE.dtype)], dim=1)
+            pieces = [dense_BE.unsqueeze(1), *(piece.to(dense_BE.dtype) for piece in pieces)]
+        vectors_BFE = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
         logits_B1: torch.Tensor = self.logit(self.top(self.dropout(self.interaction(vectors_BFE))))
         return logits_B1.squeeze(1)
 
