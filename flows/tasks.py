@@ -40,6 +40,8 @@ from flows.record import commit, in_words, lock_hash, page, shown
 from flows.reporting import CURVES, DATA, FEATURES, PAGE, PLAN, REPORT, STALL_CURVES, data_in_words, page_of
 from flows.scoring import Scores, score_days
 from pipeline.evaluation import plots
+from pipeline.extraction.enrich import Enriched
+from pipeline.extraction.enrich import enrich as write_columns
 from pipeline.extraction.extract import IngestResult, extract
 from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.master import WORKERS_FILE, Totals
@@ -88,6 +90,15 @@ def ingest(config: RunConfig, days: tuple[datetime.date, ...] = (), again: bool 
     logger = get_run_logger()
     with alone(config, ingest_of(config), logger), Progress(logger) as progress:
         return write_days(config, days, again, progress)
+
+
+@materialize("iceberg://dlrm/table", by="dlrm-pipeline", cache_policy=NO_CACHE, task_run_name="enrich")
+def enrich(config: RunConfig, start: datetime.date | None, end: datetime.date | None, again: bool) -> Enriched:
+    """Columns of side sources -> days of the warehouse. Safe to repeat: days that are done are skipped."""
+    logger, joined = get_run_logger(), config.features.joined
+    with alone(config, ingest_of(config), logger), Progress(logger) as progress:
+        show = partial(progress, "enrich")
+        return write_columns(joined, warehouse_of(config), config.name, ROOT, start, end, again, show)
 
 
 def ingest_of(config: RunConfig) -> str:

@@ -13,7 +13,7 @@ from pyiceberg.table import Table
 from pyiceberg.table.update import AssertRefSnapshotId, AssertTableUUID, RemoveSnapshotsUpdate, SetPropertiesUpdate
 
 from storage.errors import ConflictError, StorageError
-from storage.warehouse import DAYS_PROPERTY, Warehouse, identities
+from storage.warehouse import DAYS_PROPERTY, NOTES_PROPERTY, Warehouse, identities, notes
 
 MAIN = "main"
 
@@ -62,6 +62,7 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
         if dry_run or not gone:
             return result
         written = {day.isoformat(): value for day, value in sorted(identities(table).items())}
+        noted = {day.isoformat(): value for day, value in sorted(notes(table).items())}
         try:
             table.catalog.commit_table(
                 table,
@@ -70,7 +71,9 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
                     AssertRefSnapshotId(ref=MAIN, snapshot_id=current.snapshot_id if current else None),
                 ),
                 (
-                    SetPropertiesUpdate(updates={DAYS_PROPERTY: json.dumps(written)}),
+                    SetPropertiesUpdate(
+                        updates={DAYS_PROPERTY: json.dumps(written), NOTES_PROPERTY: json.dumps(noted)}
+                    ),
                     RemoveSnapshotsUpdate(snapshot_ids=sorted(gone)),
                 ),
             )

@@ -16,7 +16,7 @@ from storage.errors import StorageError
 from storage.layout import Layout
 from storage.query import connect, quoted
 from storage.reader import READ_ROWS, SnapshotReader, SnapshotRef, open_parquet
-from storage.warehouse import Warehouse, identities
+from storage.warehouse import Warehouse, identities, notes
 from storage.writer import MARK, DataFileWriter, chunks
 
 PLACE = "__place"
@@ -107,7 +107,8 @@ def rewrite_day(warehouse: Warehouse, name: str, day: datetime.date, temporary: 
         yield from after
 
     identity = identities(table).get(day, (0, ""))[1]
-    warehouse.replace_files(table, {day: identity}, files, ordered=True)
+    note = notes(table).get(day, (0, None))[1]
+    warehouse.replace_files(table, {day: identity}, files, ordered=True, notes={} if note is None else {day: note})
     return Rewritten(
         day=day,
         rows=sum(file.record_count for file in before),

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -30,6 +31,8 @@ from storage.writer import DataFileWriter, chunks
 NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")
 DAYS_PROPERTY = "dlrm.days"
 """Snapshot summary: JSON of day -> identity of what was written, so that finished work is recognised."""
+NOTES_PROPERTY = "dlrm.joined"
+"""Snapshot summary: JSON of day -> column -> identity of the side source that a back-fill wrote it from."""
 FILES_AT_A_TIME = 16
 """Files whose sizes are asked for at once; on an object store each takes a round trip."""
 
@@ -102,6 +105,8 @@ class Warehouse:
         schema: pa.Schema,
         batches: Iterable[pa.RecordBatch],
         rows: int,
+        notes: Mapping[datetime.date, Any] = MappingProxyType({}),
+        made_of: SnapshotRef | None = None,
     ) -> SnapshotRef:
         """Replaces whole days of a table in one commit; the table is made, or gains columns, as needed.
 
@@ -112,6 +117,8 @@ class Warehouse:
             schema: Arrow schema of the batches; holds the column `day`.
             batches: The rows; all of them in `days`.
             rows: How many rows there will be; checked before the commit, and the table's count after it.
+            notes: Day -> a JSON value about what is written, until the day is written again; `day_notes` reads them.
+            made_of: The snapshot whose rows of these days the new ones are made of.
         Raises:
             ConflictError: If another writer changed one of these days meanwhile.
             StorageError: If the row counts do not agree, a row is of another day, or a column changed its type.
@@ -130,7 +137,10 @@ class Warehouse:
                     "The source changed while it was read; run again.",
                 )
 
-        reference = self.replace_files(self._evolved(name, schema), days, files)
+        table = self._evolved(name, schema)
+        if made_of is not None:
+            self._refuse_changed(table, made_of, days)
+        reference = self.replace_files(table, days, files, notes=notes)
         self._assert_rows(reference, sorted(days), rows)
         return reference
 
@@ -140,6 +150,7 @@ class Warehouse:
         days: Mapping[datetime.date, str],
         files: Callable[[DataFileWriter], Iterable[DataFile]],
         ordered: bool = False,
+        notes: Mapping[datetime.date, Any] = MappingProxyType({}),
     ) -> SnapshotRef:
         """Puts new files in the place of those of whole days, in one commit; one that fails leaves none.
 
@@ -148,12 +159,13 @@ class Warehouse:
             days: As in `replace_days`; a day without an identity keeps none.
             files: Writes the new files; what it raises ends the commit.
             ordered: See `DataFileWriter`.
+            notes: As in `replace_days`.
         Raises:
             ConflictError: If another writer changed one of these days meanwhile.
             StorageError: If a file is of another day.
         """
         name, transaction, io = table.name()[-1], table.transaction(), _RecordingIO(table.io)
-        overwrite = self._overwrite(table, transaction, days)
+        overwrite = self._overwrite(table, transaction, days, notes)
         try:
             for file in files(DataFileWriter(table.metadata, io, self.config.layout(), overwrite.commit_uuid, ordered)):
                 if day_of(file) not in days:
@@ -209,11 +221,29 @@ class Warehouse:
             raise
         return SnapshotRef(table=name, snapshot_id=append.snapshot_id)
 
-    def _overwrite(self, table: Table, transaction: Transaction, days: Mapping[datetime.date, str]) -> _OverwriteFiles:
+    def _refuse_changed(self, table: Table, made_of: SnapshotRef, days: Iterable[datetime.date]) -> None:
+        """Whether days are still what a snapshot says; a change from here on is found by the commit itself."""
+        before, now = self.day_contents(made_of), self.day_contents(_reference(table))
+        changed = [day for day in days if before.get(day) != now.get(day)]
+        if changed:
+            raise ConflictError(
+                f"table '{made_of.table}'", f"{_span(changed)} as in snapshot {made_of.snapshot_id}",
+                "rows that were written meanwhile", "Run the command again.",
+            )  # fmt: skip
+
+    def _overwrite(
+        self,
+        table: Table,
+        transaction: Transaction,
+        days: Mapping[datetime.date, str],
+        notes: Mapping[datetime.date, Any],
+    ) -> _OverwriteFiles:
         """One snapshot for the whole change: Table.append() would make one for every chunk of rows."""
         where = in_days(days)
         written = {day.isoformat(): identity for day, identity in sorted(days.items()) if identity}
         summary = {DAYS_PROPERTY: json.dumps(written)}
+        if notes:
+            summary[NOTES_PROPERTY] = json.dumps({day.isoformat(): notes[day] for day in sorted(notes)})
         overwrite = transaction.update_snapshot(snapshot_properties=summary).overwrite()
         overwrite.delete_by_predicate(where)
         for task in table.scan(row_filter=where).plan_files():
@@ -272,7 +302,7 @@ class Warehouse:
         Raises:
             StorageError: If the table is absent or was never written.
         """
-        return SnapshotRef(table=name, snapshot_id=_current(self.table(name)).snapshot_id)
+        return _reference(self.table(name))
 
     def written_days(self, name: str) -> dict[datetime.date, str]:
         """Day -> identity of what was last written to it, for days of the newest snapshot whose files are there."""
@@ -280,6 +310,19 @@ class Warehouse:
             return {}
         there = self.whole_days(name)
         return {day: identity for day, (_, identity) in identities(self.table(name)).items() if day in there}
+
+    def day_notes(self, name: str) -> dict[datetime.date, Any]:
+        """Day -> what was noted of it when it was last written; days without a note are left out."""
+        return {day: note for day, (_, note) in notes(self.table(name)).items() if note is not None}
+
+    def property_of(self, name: str, key: str) -> str | None:
+        """A property of a table; None where it has none of that name."""
+        return self.table(name).properties.get(key)
+
+    def set_property(self, name: str, key: str, value: str) -> None:
+        """Sets a property of a table."""
+        with self.table(name).transaction() as transaction:
+            transaction.set_properties({key: value})
 
     def whole_days(self, name: str) -> set[datetime.date]:
         """Days of the newest snapshot whose files are there as they were written, whoever wrote them."""
@@ -358,6 +401,24 @@ def identities(table: Table) -> dict[datetime.date, tuple[int, str]]:
             if day not in found or found[day][0] <= number:
                 found[day] = (number, identity)
     return found
+
+
+def notes(table: Table) -> dict[datetime.date, tuple[int, Any]]:
+    """Day -> when it was last written (a sequence number) and what was noted of it, None for nothing."""
+    kept = json.loads(table.properties.get(NOTES_PROPERTY, "{}"))
+    found = {datetime.date.fromisoformat(day): (int(number), note) for day, (number, note) in kept.items()}
+    for snapshot in table.snapshots():
+        summary = snapshot.summary.additional_properties if snapshot.summary else {}
+        noted, number = json.loads(summary.get(NOTES_PROPERTY, "{}")), snapshot.sequence_number or 0
+        for text in {*noted, *json.loads(summary.get(DAYS_PROPERTY, "{}"))}:
+            day = datetime.date.fromisoformat(text)
+            if day not in found or found[day][0] <= number:
+                found[day] = (number, noted.get(text))
+    return found
+
+
+def _reference(table: Table) -> SnapshotRef:
+    return SnapshotRef(table=table.name()[-1], snapshot_id=_current(table).snapshot_id)
 
 
 def _current(table: Table) -> Snapshot:

@@ -23,6 +23,7 @@ def test_the_named_deployments_exist():
     assert set(DEPLOYMENTS) == {
         "ingest/daily",
         "ingest/on-demand",
+        "enrich/on-demand",
         "train/on-demand",
         "train/after-ingest",
         "checkpoint/on-demand",

@@ -80,12 +80,17 @@ class Keyed:
 
 
 class Side:
-    """A side source as some columns of it are joined; keeps what it has read, up to KEPT_BYTES."""
+    """A side source as some columns of it are joined; keeps what it has read, up to KEPT_BYTES.
+
+    Attributes:
+        rows, matched: Rows that were given to `add`, and those whose key the source has.
+    """
 
     def __init__(self, source: SideSource, names: Sequence[str]) -> None:
         self.source, self.names = source, list(names)
         self.on = source.source.on
         self.kept: dict[datetime.date | None, Keyed] = {}
+        self.rows = self.matched = 0
 
     def add(self, keys: Sequence[pa.Array], day: datetime.date) -> list[pa.Array]:
         """The columns for rows of a day with these keys; null for a key that the source does not have."""
@@ -93,6 +98,7 @@ class Side:
         where = self.source.pinned.where
         asked = [in_key_form(f"{where}, key '{name}'", key) for name, key in zip(self.on, keys, strict=True)]
         places = keyed.places(asked)
+        self.rows, self.matched = self.rows + len(places), self.matched + len(places) - places.null_count
         return [values.take(places) for values in keyed.values]
 
     def of_day(self, day: datetime.date | None) -> Keyed:
@@ -220,12 +226,13 @@ def filter_schema(warehouse: Warehouse, reference: SnapshotRef, joined: Sequence
 
 def with_columns(table: pa.Schema, added: pa.Schema) -> Schema:
     """Both as one Iceberg schema, for filters; its field ids are those of no table."""
-    fields = [pa.field(field.name, _bare(field.type)) for field in [*table, *added]]
+    fields = [pa.field(field.name, bare(field.type)) for field in [*table, *added]]
     return assign_fresh_schema_ids(_pyarrow_to_schema_without_ids(pa.schema(fields)))
 
 
-def _bare(kind: pa.DataType) -> pa.DataType:
-    return pa.list_(_bare(kind.value_type)) if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
+def bare(kind: pa.DataType) -> pa.DataType:
+    """The type without field ids, which mean columns of one table."""
+    return pa.list_(bare(kind.value_type)) if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
 
 
 def _parted(

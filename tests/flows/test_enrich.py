@@ -1,0 +1,114 @@
+"""A beta feature: tried by joining it, then written into the days; one model either way."""
+
+import datetime
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from flows.config import load
+from flows.enrich import enrich
+from flows.ingest import ingest
+from flows.score import score
+from flows.train import train
+from storage.warehouse import Warehouse, WarehouseConfig
+
+DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]
+ROWS = 400
+CONFIG: dict[str, Any] = {
+    "name": "beta",
+    "source": {"path": "samples.parquet", "day_column": "day"},
+    "features": {
+        "dense": [{"columns": ["num", "score"]}],
+        "sparse": [{"columns": ["user", "liked"], "transforms": [{"kind": "sigrid_hash", "size": 100}]}],
+        "joined": [{"path": "side/*.parquet", "on": "user", "day_column": "day"}],
+    },
+    "filter": "score > -2.5 or num > -3",
+    "split": {"days": {"train": ["2025-03-01..2025-03-02"], "valid": ["2025-03-03"], "test": ["2025-03-04"]}},
+    "warehouse": {"row_group_rows": 150},
+    "model": {"embedding_width": 4, "bottom_mlp": [8], "top_mlp": [8]},
+    "training": {"batch_rows": 64, "epochs": 8, "dense_learning_rate": 0.02, "world_size": 1, "threads_per_rank": 1},
+    "preprocessing": {"workers": 1},
+    "evaluation": {"workers": 1, "importance_rows": 800},
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    """Four days of samples, and for each a score and a list of most users."""
+    random = np.random.default_rng(3)
+    users, days = random.integers(0, 30, ROWS * 4), np.repeat(np.arange(4), ROWS)
+    worth = random.normal(size=(4, 30))
+    truth = random.random(ROWS * 4) < 1.0 / (1.0 + np.exp(-2.0 * worth[days, users]))
+    samples = {"day": [DAYS[i] for i in days], "user": users, "num": random.normal(size=ROWS * 4), "label": truth.astype(int)}  # fmt: skip
+    pq.write_table(pa.table(samples), tmp_path / "samples.parquet")
+    (tmp_path / "side").mkdir()
+    for number, day in enumerate(DAYS):
+        some = random.permutation(30)[:25]
+        side = {"day": [day] * 25, "user": some, "score": worth[number, some], "liked": [[int(i), 7] for i in some]}
+        pq.write_table(pa.table(side), tmp_path / "side" / f"{number}.parquet")
+    values = CONFIG | {"source": CONFIG["source"] | {"path": str(tmp_path / "samples.parquet")}}
+    joined = values["features"]["joined"][0] | {"path": str(tmp_path / "side/*.parquet")}
+    values |= {"features": values["features"] | {"joined": [joined]}}
+    (tmp_path / "beta.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    return str(tmp_path / "beta.yaml")
+
+
+@pytest.mark.slow
+def test_a_joined_feature_and_the_same_one_back_filled_train_one_model(config, command, tmp_path):
+    home = tmp_path / "home"
+    code, _, log = command(ingest, config, home=home)
+    assert code == 0, log
+    code, tried, log = command(train, config, home=home)
+    assert code == 0, log
+    assert tried["eval"]["ne"] < 0.95  # what the side source knows is learned
+    code, scored, log = command(score, config, home=home)
+    assert (code, scored["rows"]) == (0, 4 * ROWS), log
+    code, skipped, log = command(train, config, home=home)
+    assert skipped["status"] == "skipped", log
+
+    code, done, log = command(enrich, config, home=home)
+    assert (code, done["status"], done["days_written"], done["rows"]) == (0, "ok", 4, 4 * ROWS), log
+    assert (done["columns"], 0.5 < done["matched_share"] < 1.0) == (["score", "liked"], True)
+    code, refused, _ = command(train, config, home=home)
+    assert code == 1
+    assert "Set `stored: true` if flows.enrich wrote them" in refused["error"]
+    stored = "features.joined.0.stored=true"
+    code, final, log = command(train, config, stored, home=home)
+    assert code == 0, log
+    assert final["snapshot_id"] != tried["snapshot_id"]
+    assert final["train"]["weights_sha256"] == tried["train"]["weights_sha256"]
+    assert (final["train"]["best_valid_ne"], final["eval"]) == (tried["train"]["best_valid_ne"], tried["eval"])
+
+    code, skipped, log = command(ingest, config, home=home)
+    assert (code, skipped["status"]) == (0, "skipped"), log
+    code, skipped, log = command(enrich, config, stored, home=home)
+    assert (code, skipped["status"], skipped["days_skipped"]) == (0, "skipped", 4), log
+
+
+def test_a_changed_side_file_is_another_training(config, monkeypatch, tmp_path):
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path / "home"))
+    settings = load(config)
+    before, side = settings.identity(1), tmp_path / "side" / "0.parquet"
+    assert load(config).identity(1) == before
+    os.utime(side, ns=(1, 1))
+    assert settings.identity(1) != before
+    stored = load(config, {"features.joined.0.stored": True})
+    without = load(config, {"features.joined": []})
+    assert stored.identity(1) == without.identity(1) != settings.identity(1)
+
+
+def test_the_feature_is_not_in_the_table_until_it_is_written(config, command, tmp_path):
+    code, result, log = command(ingest, config, home=tmp_path / "home")
+    assert code == 0, log
+    warehouse = Warehouse(WarehouseConfig(), tmp_path / "home" / "warehouse")
+    assert set(warehouse.schema(warehouse.current("beta")).names) == {"day", "user", "num", "label"}
+    code, result, _ = command(enrich, config, "features.joined.0.on=usr", home=tmp_path / "home")
+    assert (code, "column 'usr'" in result["error"]) == (1, True)
+    code, result, _ = command(enrich, config, "features.joined=[]", home=tmp_path / "home")
+    assert (code, result["error"]) == (1, "features.joined: expected a side source to back-fill from, got none. Add one.")  # fmt: skip

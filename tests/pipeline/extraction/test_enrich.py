@@ -1,0 +1,236 @@
+"""Columns of side sources in days that stand there already: all else stays, whatever happens in between."""
+
+import datetime
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.errors import ConfigError, ContractError, DataError, EmptyDatasetError
+from pipeline.extraction.enrich import Enriched, enrich
+from pipeline.joined.reader import reader_of
+from pipeline.joined.source import pin
+from pipeline.schema import Joined
+from storage.errors import ConflictError
+from storage.maintenance import expire
+from storage.reader import SnapshotRef
+from storage.rewrite import rewrite_day
+from storage.warehouse import Warehouse, WarehouseConfig
+
+DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]
+CONFIG = WarehouseConfig(row_group_rows=40, file_rows=100)
+SOURCE = Joined(path="side/*.parquet", on="user", day_column="day")
+
+
+def day_of(number: int, rows: int = 230) -> pa.Table:
+    random = np.random.default_rng(number)
+    return pa.table(
+        {
+            "day": pa.array([DAYS[number]] * rows, pa.date32()),
+            "user": pa.array(random.integers(0, 50, rows), mask=random.random(rows) < 0.1),
+            "num": pa.array(random.normal(size=rows), mask=random.random(rows) < 0.2),
+            "text": pa.array([f"t{i}" for i in random.integers(0, 9, rows)]),
+            "ids": pa.array([list(range(i)) for i in random.integers(0, 4, rows)], pa.list_(pa.int64())),
+            "at": pa.array(random.integers(0, 1 << 50, rows), pa.timestamp("us")),
+        }
+    )
+
+
+def ingest(warehouse: Warehouse, number: int, identity: str = "first", **columns: Any) -> SnapshotRef:
+    rows = day_of(number)
+    return warehouse.replace_days("t", {DAYS[number]: identity}, rows.schema, rows.to_batches(), rows.num_rows)
+
+
+def save_side(root: Path, number: int, seed: int = 0) -> None:
+    random = np.random.default_rng([number, seed])
+    users = random.permutation(60)[:40]
+    (root / "side").mkdir(exist_ok=True)
+    side = {
+        "day": [DAYS[number]] * 40,
+        "user": users,
+        "score": random.normal(size=40),
+        "liked": [[int(i)] * 2 for i in users],
+    }
+    pq.write_table(pa.table(side), root / "side" / f"{number}.parquet")
+
+
+@pytest.fixture
+def warehouse(tmp_path: Path) -> Warehouse:
+    """Four days; the side source has rows of the first three."""
+    warehouse = Warehouse(CONFIG, tmp_path / "home")
+    for number in range(4):
+        ingest(warehouse, number)
+        if number < 3:
+            save_side(tmp_path, number)
+    return warehouse
+
+
+def run(warehouse: Warehouse, *sources: Joined, **more: Any) -> Enriched:
+    return enrich(sources or (SOURCE,), warehouse, "t", warehouse.home.parent, **more)
+
+
+def read(warehouse: Warehouse, snapshot: SnapshotRef, columns: list[str] | None = None) -> pa.Table:
+    reader = warehouse.reader(snapshot, columns or warehouse.schema(snapshot).names)
+    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+
+
+def files(warehouse: Warehouse, snapshot: SnapshotRef) -> dict[datetime.date, str]:
+    return warehouse.day_contents(snapshot)
+
+
+def on_disk(home: Path) -> set[str]:
+    return {str(path) for path in home.rglob("*.parquet")}
+
+
+def test_a_back_fill_writes_what_the_reader_joins_and_nothing_else(warehouse):
+    before = warehouse.current("t")
+    joined = pin([SOURCE], warehouse.home.parent, warehouse)
+    wanted = reader_of(warehouse, before, ["score", "liked"], None, joined)
+    expected = pa.concat_tables([wanted.read(fragment) for fragment in wanted.fragments()])
+    old = read(warehouse, before)
+    done = run(warehouse)
+    assert (done.days_written, done.days_without, done.rows) == (tuple(DAYS[:3]), (DAYS[3],), 690)
+    after = warehouse.current("t")
+    assert read(warehouse, after, old.column_names).equals(old)  # values and order
+    assert read(warehouse, after, ["score", "liked"]).cast(expected.schema).equals(expected)
+    assert files(warehouse, after)[DAYS[3]] == files(warehouse, before)[DAYS[3]]
+    assert read(warehouse, before).equals(old)  # pinned
+    assert warehouse.written_days("t") == dict.fromkeys(DAYS, "first")  # so that an ingest skips them
+    found = [
+        value for value in read(warehouse, after, ["liked"]).column("liked")[:690].to_pylist() if value is not None
+    ]
+    assert done.matched_share == pytest.approx(len(found) / 690)
+    assert done.bytes_written == sum(
+        file.file_size_in_bytes for day in DAYS[:3] for file in warehouse.day_files(after)[day]
+    )
+    assert len(warehouse.table("t").snapshots()) == 4 + 3  # a commit for each day
+
+
+def test_days_are_due_once_for_each_side_input_and_each_ingest(warehouse, tmp_path):
+    run(warehouse, end=DAYS[1])
+    assert run(warehouse).days_written == (DAYS[2],)
+    again = run(warehouse)
+    assert (again.days_written, again.days_skipped, again.days_without) == ((), tuple(DAYS[:3]), (DAYS[3],))
+    assert again.matched_share is None
+    save_side(tmp_path, 1, seed=1)
+    assert run(warehouse).days_written == (DAYS[1],)
+    ingest(warehouse, 0, "second")
+    assert set(read(warehouse, warehouse.current("t"), ["score"])["score"][:230].to_pylist()) == {None}
+    assert run(warehouse).days_written == (DAYS[0],)
+    assert warehouse.written_days("t")[DAYS[0]] == "second"
+    assert run(warehouse, again=True).days_written == tuple(DAYS[:3])
+    (tmp_path / "side" / "2.parquet").unlink()
+    assert run(warehouse).days_written == (DAYS[2],)  # what was taken back is null again
+    assert set(read(warehouse, warehouse.current("t"), ["score"])["score"][460:690].to_pylist()) == {None}
+    assert run(warehouse).days_without == (DAYS[2], DAYS[3])
+
+
+def test_a_second_side_source_leaves_the_first_ones_columns(warehouse, tmp_path):
+    run(warehouse)
+    first = read(warehouse, warehouse.current("t"), ["score", "liked"])
+    pq.write_table(pa.table({"text": [f"t{i}" for i in range(9)], "weight": range(9)}), tmp_path / "w.parquet")
+    whole = Joined(path="w.parquet", on="text")
+    assert run(warehouse, whole).days_written == tuple(DAYS)
+    rows = read(warehouse, warehouse.current("t"))
+    assert rows.select(["score", "liked"]).equals(first)
+    assert [f"t{i}" for i in rows["weight"].to_pylist()] == rows["text"].to_pylist()
+    assert run(warehouse, SOURCE, whole).days_written == ()
+
+
+KILL = """
+import os, signal, sys
+from pathlib import Path
+from pipeline.extraction.enrich import enrich
+from storage.warehouse import Warehouse
+from tests.pipeline.extraction.test_enrich import CONFIG, SOURCE
+from pyiceberg.table import Transaction
+home, at, when = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+plain, commits = Transaction.commit_transaction, []
+def commit(self):
+    files = [update for update in self._updates if type(update).__name__ == "AddSnapshotUpdate"]
+    commits.extend(files)
+    if files and len(commits) == at and when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    table = plain(self)
+    if files and len(commits) == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return table
+Transaction.commit_transaction = commit
+enrich((SOURCE,), Warehouse(CONFIG, home), "t", home.parent)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("at", "when"), [(1, "before"), (2, "after"), (3, "before")])
+def test_a_back_fill_that_is_killed_goes_on(at, when, warehouse):
+    home, undisturbed = warehouse.home, on_disk(warehouse.home)
+    old = read(warehouse, warehouse.current("t"))
+    arguments = [sys.executable, "-c", KILL, str(home), str(at), when]
+    done = subprocess.run(arguments, cwd=Path(__file__).resolve().parents[3], capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr[-2000:]
+    whole = at if when == "after" else at - 1
+    after = warehouse.current("t")
+    assert read(warehouse, after, old.column_names).equals(old)
+    changed = [day for day in DAYS if files(warehouse, after)[day] not in _first_files(warehouse)]
+    assert changed == DAYS[:whole]
+    assert on_disk(home) >= undisturbed
+    assert run(warehouse).days_written == tuple(DAYS[whole:3])
+    assert run(warehouse).days_written == ()
+
+
+def _first_files(warehouse: Warehouse) -> list[str]:
+    """Contents of the days as they were ingested."""
+    snapshots = warehouse.table("t").snapshots()[:4]
+    return [
+        files(warehouse, SnapshotRef(table="t", snapshot_id=one.snapshot_id))[day]
+        for one, day in zip(snapshots, DAYS, strict=True)
+    ]
+
+
+def test_neither_expiry_nor_another_layout_makes_days_due_again(warehouse, tmp_path):
+    run(warehouse)
+    rewrite_day(warehouse, "t", DAYS[0], tmp_path / "tmp")
+    assert expire(warehouse, "t", datetime.timedelta(0)).snapshots > 0
+    assert len(warehouse.table("t").snapshots()) == 1
+    assert run(warehouse).days_skipped == tuple(DAYS[:3])
+    ingest(warehouse, 1, "second")
+    assert run(warehouse).days_written == (DAYS[1],)
+
+
+def test_a_day_that_is_ingested_meanwhile_is_not_written_over(warehouse):
+    first = run(warehouse, end=DAYS[0]).snapshot
+    rows = read(warehouse, first)
+    ingest(warehouse, 1, "second")
+    days = {DAYS[1]: "first"}
+    with pytest.raises(ConflictError, match="rows that were written meanwhile"):
+        warehouse.replace_days("t", days, rows.schema, rows.to_batches(), 230, made_of=first)
+    assert warehouse.written_days("t")[DAYS[1]] == "second"
+
+
+def refused(warehouse: Warehouse, *sources: Joined, **more: Any) -> str:
+    with pytest.raises(ContractError) as error:
+        run(warehouse, *sources, **more)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_what_is_refused(warehouse, tmp_path):
+    before, there = warehouse.current("t"), on_disk(warehouse.home)
+    with pytest.raises(ConfigError, match=r"features.joined: expected a side source to back-fill from, got none"):
+        enrich((), warehouse, "t", tmp_path)
+    assert refused(warehouse, start=datetime.date(2026, 1, 1)) == (
+        f"{EmptyDatasetError.__name__}: days to back-fill: expected days among 2025-03-01 to 2025-03-04, "
+        "got none from 2026-01-01 to the last. Change start and end."
+    )
+    pq.write_table(pa.table({"user": [1], "num": [1.0]}), tmp_path / "own.parquet")
+    assert "expected columns that the table does not have, got again num" in refused(warehouse, Joined(path="own.parquet", on="user"))  # fmt: skip
+    pq.write_table(pa.table({"user": [1, 1], "x": [1.0, 2.0]}), tmp_path / "twice.parquet")
+    said = refused(warehouse, Joined(path="twice.parquet", on="user"))
+    assert said.startswith(f"{DataError.__name__}: features.joined 'twice.parquet': expected each key once, got key 1")
+    assert (warehouse.current("t"), on_disk(warehouse.home)) == (before, there)
+    assert not [path for path in os.listdir(tmp_path) if path.endswith(".tmp")]
