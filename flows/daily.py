@@ -23,6 +23,7 @@ from pipeline.registration.register import find, packed
 from pipeline.selection import Part
 from pipeline.transforms.inherit import inherited
 from pipeline.transforms.plan import Plan
+from storage.artifacts import inside
 from storage.reader import SnapshotRef
 
 DAY_TAG, TRAINING_TAG = "dlrm.day", "dlrm.training"
@@ -144,7 +145,7 @@ def has_champion(config: RunConfig) -> bool:
 def champion_folder(config: RunConfig) -> Path | None:
     """Folder of the run that made the champion; None: there is none, or its version does not say."""
     tags = _holder(config)[1]
-    return config.home_path / "runs" / tags["run_folder"] if "run_folder" in tags else None
+    return inside(config.home_path / "runs", tags["run_folder"]) if "run_folder" in tags else None
 
 
 def _holder(config: RunConfig) -> tuple[int | None, Mapping[str, str]]:
@@ -177,7 +178,7 @@ def start_of(config: RunConfig, champion: Champion, plan: Plan) -> Start:
         RegistryError: If the checkpoint is gone.
         CheckpointError: If it is damaged.
     """
-    root = config.home_path / "runs" / champion.run_folder / CHECKPOINTS
+    root = inside(config.home_path / "runs", champion.run_folder) / CHECKPOINTS
     found = checkpoint.served(root)
     if found is None:
         where = f"model '{config.model_name}', version {champion.version}"

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import platform
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,8 @@ from storage.reader import SnapshotRef
 RECORD = "record.json"
 """Artifact of a run, and its file in the run's folder; a version's tag `record` says where it is."""
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numba", "numpy", "pyarrow", "duckdb")
+PLACE = re.compile(rf"runs:/[0-9a-f]{{32}}/{re.escape(RECORD)}")
+"""Where a version may say that its record is."""
 HERE = ("home", "warehouse")
 """Where things are: taken from the config at hand, not from the record."""
 
@@ -116,6 +119,8 @@ def fetched(tracker: Tracker, name: str, version: int) -> Record:
     if place is None:
         remedy = "It was made before there were records, or not by flows.train; train anew."
         raise RegistryError(where, "a record of its training", "none", remedy)
+    if not PLACE.fullmatch(place):
+        raise RegistryError(where, f"a record at {PLACE.pattern}", f"'{place}'", "Do not trust this version.")
     with tempfile.TemporaryDirectory() as folder:
         path = mlflow.artifacts.download_artifacts(place, dst_path=folder, tracking_uri=tracker.uri)
         return Record.model_validate_json(Path(path).read_text(encoding="utf-8"))

@@ -12,7 +12,7 @@ from flows.reporting import PAGE, page_of
 from pipeline.errors import ConfigError
 from pipeline.registration.aliases import CHAMPION, holder
 from pipeline.registration.tracking import Tracker
-from storage.artifacts import write_text
+from storage.artifacts import inside, write_text
 
 
 @flow(name="report", flow_run_name=flow_run_name)
@@ -34,7 +34,7 @@ def report(
     tracker, name = tracker_of(settings), settings.model_name
     asked = [run or holder(tracker, name), *([against] if against else [])]
     runs = [_run_id(tracker, name, one) for one in asked]
-    path = settings.home_path / "reports" / f"{name}-{'-'.join(str(one) for one in asked)}.html"
+    path = inside(settings.home_path / "reports", f"{name}-{'-'.join(str(one) for one in asked)}.html")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page_of(tracker, *runs))
     get_run_logger().info("%s: %s", PAGE, path)

@@ -21,8 +21,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from pipeline.errors import ContractError, TrainingError
-from storage.artifacts import seal_folder, sha256, write_json
+from storage.artifacts import inside, seal_folder, sha256, write_json
+from storage.errors import StorageError
 
+CUT_SHORT = re.compile("unexpected pos|failed writing")
+"""What torch.save says where the file takes no more: it hides the error that it was given."""
 MANIFEST = "manifest.json"
 BEST = "best"
 """Name of the checkpoint with the lowest validation NE."""
@@ -78,6 +81,11 @@ class _SafeReader(FileSystemReader):
                 f"{error}", "Do not use this checkpoint.",
             ) from None  # fmt: skip
         metadata.storage_meta.load_id = self.load_id
+        for place in (metadata.storage_data or {}).values():
+            try:
+                inside(folder, place.relative_path)
+            except StorageError as error:
+                raise _damaged(folder, "shards among its files", f"{error}") from None
         return metadata
 
 
@@ -127,7 +135,10 @@ def save(
 
 
 def _cause(error: OSError | CheckpointException) -> BaseException:
-    return error if isinstance(error, OSError) else next(iter(error.failures.values()))[0]
+    cause = error if isinstance(error, OSError) else next(iter(error.failures.values()))[0]
+    if isinstance(cause, RuntimeError) and CUT_SHORT.search(str(cause)):
+        return OSError("a file cut short, as by a full disk")
+    return cause
 
 
 def require_finite(tensors: Mapping[str, Any], where: str, group: dist.ProcessGroup | None = None) -> None:
@@ -169,6 +180,8 @@ def verify(folder: Path) -> None:
     except (OSError, ValueError, TypeError):
         raise _damaged(folder, "a readable manifest", "none") from None
     present = {path.name for path in folder.iterdir()} - {MANIFEST}
+    if linked := sorted(path.name for path in folder.iterdir() if path.is_symlink()):
+        raise _damaged(folder, "files of its own", f"links: {', '.join(linked)}")
     if present != manifest.keys():
         raise _damaged(folder, f"files {sorted(manifest)}", f"{sorted(present)}")
     for name, digest in manifest.items():

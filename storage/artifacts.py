@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from storage.errors import StorageError
+
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
@@ -40,6 +42,23 @@ def write_text(path: Path, text: str, mode: int | None = None) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Writes `value` as readable JSON, keys sorted, so that equal values give equal files."""
     write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False, default=str) + "\n")
+
+
+def inside(root: Path, name: str) -> Path:
+    """The file or folder of a name that came from elsewhere, directly below a root.
+
+    Raises:
+        StorageError: If the name leads anywhere else, by its parts or by a link.
+    Example:
+        >>> inside(Path("runs"), "../secrets")
+        Traceback (most recent call last):
+        storage.errors.StorageError: name '../secrets': expected one below 'runs', got another place. Do not trust it.
+    """
+    path = root / name
+    plain = name not in ("", ".", "..") and "/" not in name and "\\" not in name and "\0" not in name
+    if not plain or path.is_symlink():
+        raise StorageError(f"name '{name}'", f"one below '{root}'", "another place", "Do not trust it.")
+    return path
 
 
 def seal_folder(temporary: Path, path: Path) -> None:

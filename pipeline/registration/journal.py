@@ -1,6 +1,7 @@
 """Metrics of a run on their way to MLflow: written down first, sent by a thread, kept until they have arrived."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -73,8 +74,13 @@ class Journal:
         if not new:
             return
         line = json.dumps({"step": step, "time": int(1e3 * time.time()), "metrics": new})
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        whole = self.path.stat().st_size
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError:  # a full disk takes part of a line, and the next one would be added to that
+            os.truncate(self.path, whole)
+            raise
         self.last |= dict.fromkeys(new, step)
         self.wake.set()
 

@@ -1,7 +1,9 @@
 """The whole chain on a small sample: what it leaves behind, what it skips, what it refuses."""
 
+import datetime
 import json
 import math
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -11,16 +13,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from prefect.exceptions import ParameterTypeError
 
 from flows import tasks
 from flows.config import load
 from flows.end_to_end import end_to_end
 from flows.ingest import ingest
 from flows.job import pinned, tracked_run
+from flows.score import score
 from flows.train import train
+from pipeline.errors import ConfigError
 from pipeline.registration.aliases import versions
 from pipeline.registration.register import raw_frame
 from pipeline.registration.scorer import LoadedModel
+from storage.warehouse import Warehouse, WarehouseConfig
 from tests.quality import quality
 
 CONFIG = "configs/smoke.yaml"
@@ -225,6 +231,52 @@ def test_what_does_not_fit_the_data_is_refused_before_training(smoke, command, h
     assert "Traceback" not in log
     assert sorted((home / "runs").iterdir()) == runs
     assert _versions() == versions
+
+
+@pytest.mark.parametrize(
+    ("flow", "words", "sentence"),
+    [
+        (train, ["split.days.test=[2030-01-01]"], "split.days.test '2030-01-01': expected days of the table, 2025-01-06 to 2025-01-09, got no such day. Ingest the day, or name another."),
+        (train, ["filter=num_price < -5"], "split, part 'train': expected at least one row, got none. Change split or filter."),
+        (train, ["filter=event_time < '2025-01-09T00:00:00'"], "split, part 'test': expected at least one row, got none. Change split or filter."),
+        (ingest, ["day=2030-01-01"], "day 2030-01-01: expected a day of the source, 2025-01-06 to 2025-01-09, got no row of it. Name another day."),
+        (score, ["start=2030-01-01"], "days to score: expected days among 2025-01-06 to 2025-01-09, got none from 2030-01-01 to the last. Change start and end."),
+    ],
+)  # fmt: skip
+def test_fault_6_nothing_to_read_ends_the_run(command, copied, flow, words, sentence):
+    versions = _versions()
+    code, result, log = command(flow, CONFIG, *words, home=copied)
+    assert (code, result) == (1, {"status": "failed", "error": sentence})
+    assert "Traceback" not in log
+    assert _versions() == versions
+    assert not (copied / "runs").exists()
+
+
+def test_fault_6_an_empty_day_ends_the_run(command, copied):
+    """The day that judges has been emptied."""
+    warehouse, versions = Warehouse(WarehouseConfig(), copied / "warehouse"), _versions()
+    schema = warehouse.schema(warehouse.current("smoke"))
+    warehouse.replace_days("smoke", {datetime.date(2025, 1, 9): "gone"}, schema, [], 0)
+    code, result, _ = command(train, CONFIG, home=copied)
+    sentence = "split.days.test '2025-01-09': expected days of the table, 2025-01-06 to 2025-01-08, got no such day. Ingest the day, or name another."  # fmt: skip
+    assert (code, result) == (1, {"status": "failed", "error": sentence})
+    assert (_versions(), (copied / "runs").exists()) == (versions, False)
+
+
+FILTERS = ("1=1; drop table x", "num_price in (select 1)", "lower(cat_device) = 'x'", "num_price = 1 --")
+
+
+@pytest.mark.parametrize("text", FILTERS)
+def test_fault_10_a_deployments_overrides_are_checked_before_anything_runs(prefect, tmp_path, monkeypatch, text):
+    """As a worker calls the flow: once by `overrides`, once by the whole config as a parameter."""
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path / "home"))
+    said = re.escape(f"filter '{text}': expected comparisons of columns with constants")
+    with pytest.raises(ConfigError, match=said):
+        train(config=CONFIG, overrides={"filter": text})
+    values = load(CONFIG).model_dump(mode="json") | {"filter": text}
+    with pytest.raises((ConfigError, ParameterTypeError), match=said):
+        train(config=values)
+    assert not (tmp_path / "home").exists()
 
 
 def _versions() -> int:

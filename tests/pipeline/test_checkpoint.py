@@ -413,3 +413,30 @@ def test_admitted_is_what_dcp_writes(root: Path, monkeypatch: pytest.MonkeyPatch
         Listing(file).load()
     dtypes = {("torch", "float32"), ("torch", "bfloat16"), ("torch", "int64")}
     assert seen == checkpoint._ADMITTED | dtypes
+
+
+@pytest.mark.parametrize("place", ["../other/__0_0.distcp", "/tmp/x", "..", "linked"])
+def test_fault_11_shards_outside_the_checkpoint_are_not_read(root: Path, tmp_path: Path, place: str) -> None:
+    """Metadata that name another place, under a manifest that agrees with them."""
+    folder = root / "step-0000000010"
+    shutil.copytree(folder, root / "other")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = place
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    seal(folder)
+    (folder / "linked").symlink_to(root / "other" / "__0_0.distcp")
+    for read in (checkpoint.stored_tensors, lambda path: checkpoint.read_whole(path, "model/")):
+        with pytest.raises(CheckpointError, match="expected shards among its files, got name"):
+            read(folder)
+
+
+def test_fault_11_a_checkpoint_of_links_is_passed_over(root: Path) -> None:
+    folder, other = root / "step-0000000010", root / "elsewhere"
+    other.mkdir()
+    for path in list(folder.iterdir()):
+        path.rename(other / path.name)
+        path.symlink_to(other / path.name)
+    with pytest.raises(CheckpointError, match="expected files of its own, got links: "):
+        checkpoint.verify(folder)
+    assert name(checkpoint.latest(root)) == "step-0000000002"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from storage import artifacts
-from storage.artifacts import atomic_file, seal_folder, sha256, write_json, write_text
+from storage.artifacts import atomic_file, inside, seal_folder, sha256, write_json, write_text
+from storage.errors import StorageError
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -110,3 +111,21 @@ def test_a_secret_file_is_one_before_it_has_content(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Path, "write_text", watched)
     write_text(tmp_path / "spec.json", "password", mode=0o600)
     assert (modes, stat.S_IMODE((tmp_path / "spec.json").stat().st_mode)) == ([0o600], 0o600)
+
+
+NAMES = ("", ".", "..", "../a", "a/../../b", "/etc/passwd", "a/b", "a\\b", "a\0b")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fault_11_a_name_that_leads_out_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StorageError, match="expected one below"):
+        inside(tmp_path, name)
+
+
+def test_fault_11_a_name_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert inside(tmp_path, "real") == tmp_path / "real"
+    assert inside(tmp_path, "new") == tmp_path / "new"
+    with pytest.raises(StorageError, match="name 'link'"):
+        inside(tmp_path, "link")

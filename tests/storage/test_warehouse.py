@@ -240,7 +240,7 @@ def test_an_absent_and_an_empty_table(warehouse: Warehouse) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "1a", "a-b", "a b", "a.b", "../a", "a\n", 'a"', "ä", "a" * 129])
-def test_names_of_another_form_are_refused(warehouse: Warehouse, name: str) -> None:
+def test_fault_11_names_of_another_form_are_refused(warehouse: Warehouse, name: str) -> None:
     sentence = f"name {name!r}: expected a name like ^[A-Za-z_][A-Za-z0-9_]{{0,127}}$, got another form. Rename it."
     with pytest.raises(StorageError) as error:
         write(warehouse, rows(DAY1, 1), name=name)

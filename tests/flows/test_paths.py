@@ -1,0 +1,68 @@
+"""Names that come from outside and become paths: none of them leads out of its folder."""
+
+import pytest
+
+from flows import tasks
+from flows.checkpoint import checkpoint
+from flows.config import load
+from flows.daily import Champion, champion_folder, start_of
+from flows.enrich import enrich
+from flows.provenance import fetched
+from flows.register import register
+from flows.report import report
+from flows.train import train
+from pipeline.errors import ConfigError, RegistryError, StorageError
+
+CONFIG = "configs/smoke.yaml"
+
+
+@pytest.mark.parametrize("key", ["name", "features.sparse.0.name", "features.sparse.0.table"])
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "a\n", "a.b"])
+def test_fault_11_names_of_tables_and_features(copied, command, key, name):
+    code, result, _ = command(train, CONFIG, f"{key}={name!r}", home=copied)
+    assert (code, result["status"]) == (1, "failed")
+    assert "letters" in result["error"] or "name" in result["error"], result
+    assert not (copied / "runs").exists()
+
+
+def test_fault_11_a_side_table_by_a_path(copied, command):
+    words = ["features.joined=[{table: ../../x, on: cat_user}]"]
+    code, result, _ = command(enrich, CONFIG, *words, home=copied)
+    assert (code, result["error"].startswith("name '../../x': expected a name like")) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "place", ["/etc/passwd", "file:///etc/passwd", "runs:/../x/record.json", "http://x/record.json"]
+)
+def test_fault_11_a_record_elsewhere_is_not_fetched(copied, place):
+    tracker = tasks.tracker_of(load(CONFIG))
+    tracker.client.set_model_version_tag("smoke", "1", "record", place)
+    with pytest.raises(RegistryError, match="expected a record at runs:"):
+        fetched(tracker, "smoke", 1)
+
+
+@pytest.mark.parametrize("name", ["../mlflow", "/tmp", "..", "link"])
+def test_fault_11_the_champions_folder_is_one_of_the_runs(copied, name):
+    config = load(CONFIG)
+    (copied / "runs").mkdir()
+    (copied / "runs" / "link").symlink_to(copied / "mlflow")
+    tasks.tracker_of(config).client.set_model_version_tag("smoke", "1", "run_folder", name)
+    with pytest.raises(StorageError, match="expected one below"):
+        champion_folder(config)
+    champion = Champion(version=1, trained_to="2025-01-01", scratch_day="2025-01-01", run_folder=name)
+    with pytest.raises(StorageError, match="expected one below"):
+        start_of(config, champion, None)
+
+
+@pytest.mark.parametrize("flow", [checkpoint, register, report])
+@pytest.mark.parametrize("run", ["../../x", "/etc/passwd", ".."])
+def test_fault_11_runs_by_a_path(copied, command, flow, run):
+    before = sorted(path for path in copied.parent.rglob("*") if path.suffix in (".html", ".safetensors"))
+    code, result, _ = command(flow, CONFIG, f"run={run}", home=copied)
+    assert (code, result["status"]) == (1, "failed")
+    assert sorted(path for path in copied.parent.rglob("*") if path.suffix in (".html", ".safetensors")) == before
+
+
+def test_fault_11_the_name_of_the_run_is_no_path():
+    with pytest.raises(ConfigError, match="expected letters, digits and _"):
+        load(CONFIG, {"name": "../x"})

@@ -1,0 +1,136 @@
+"""A disk that fills up: what was there before stays as it was, and nothing half-written is left.
+
+The kernel refuses files beyond a size, as it refuses any on a full disk: the same error at the same places.
+"""
+
+import datetime
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from pipeline import checkpoint
+from pipeline.checkpoint import CheckpointError
+from pipeline.extraction.extract import IngestConfig, SourceConfig, extract
+from pipeline.registration.journal import POINTS, Journal
+from pipeline.registration.tracking import RegistrationConfig, Tracker
+from pipeline.schema import FeatureSchema
+from storage.artifacts import sha256, write_json
+from storage.reader import SnapshotRef
+from storage.warehouse import Warehouse, WarehouseConfig
+
+DAYS = [datetime.date(2025, 3, 1), datetime.date(2025, 3, 2)]
+
+
+@contextmanager
+def full_beyond(size: int) -> Iterator[None]:
+    """No file of this process can grow beyond a size."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def day_of(number: int, rows: int = 60_000) -> pa.Table:
+    random = np.random.default_rng(number)
+    values = {
+        "num": random.normal(size=rows),
+        "user": random.integers(0, 99, rows),
+        "label": random.integers(0, 2, rows),
+    }
+    return pa.table({"day": pa.array([DAYS[number]] * rows, pa.date32()), **values})
+
+
+def everything(home: Path) -> dict[str, str]:
+    """Files that hold rows or say what there is, by content; those of SQLite and DuckDB come and go."""
+    return {
+        str(path): sha256(path) for path in home.rglob("*") if path.suffix in (".parquet", ".json", ".avro", ".tmp")
+    }
+
+
+@pytest.mark.parametrize("size", [400_000, 3_000], ids=["data file", "metadata"])
+def test_fault_9_an_ingest_on_a_full_disk_leaves_the_table_as_it_was(tmp_path: Path, size: int) -> None:
+    warehouse = Warehouse(WarehouseConfig(), tmp_path / "home")
+    features = FeatureSchema.model_validate(
+        {"sparse": [{"columns": ["user"], "transforms": [{"kind": "sigrid_hash", "size": 9}]}]}
+    )
+    source = SourceConfig.model_validate({"path": "*.parquet", "day_column": "day"})
+
+    def ingest() -> SnapshotRef:
+        return extract(source, IngestConfig(), features, warehouse, "t", tmp_path, tmp_path / "logs").snapshot
+
+    pq.write_table(day_of(0), tmp_path / "0.parquet")
+    before = ingest()
+    rows = read(warehouse, before)
+    pq.write_table(day_of(1), tmp_path / "1.parquet")
+    files = everything(tmp_path / "home")
+    with full_beyond(size), pytest.raises(OSError, match="File too large"):
+        ingest()
+    assert everything(tmp_path / "home") == files
+    assert not list((tmp_path / "home" / "tmp").iterdir())
+    assert (warehouse.current("t"), warehouse.day_rows(before)) == (before, {DAYS[0]: 60_000})
+    assert read(warehouse, before).equals(rows)
+    assert warehouse.day_rows(ingest()) == dict.fromkeys(DAYS, 60_000)  # once there is room
+
+
+def read(warehouse: Warehouse, snapshot: SnapshotRef) -> pa.Table:
+    reader = warehouse.reader(snapshot, ["user", "num"])
+    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("lacking", "got"),
+    [(100_000, "a file cut short, as by a full disk"), (50, "File too large")],
+    ids=["middle", "end"],
+)
+def test_fault_9_a_checkpoint_on_a_full_disk_leaves_the_earlier_ones(tmp_path: Path, lacking: int, got: str) -> None:
+    def save(step: int) -> None:
+        tensors: dict[str, Any] = {"model/table": torch.full((1_000, 64), float(step))}
+        checkpoint.save(tmp_path / f"step-{step:010d}", tensors, {"steps": step})
+
+    save(1)
+    size = max(path.stat().st_size for path in (tmp_path / "step-0000000001").iterdir())
+    with full_beyond(size - lacking), pytest.raises(CheckpointError) as caught:
+        save(2)
+    assert str(caught.value) == (
+        f"checkpoint 'step-0000000002': expected to be written, got {got}. "
+        f"Make room, or mend '{tmp_path}'; earlier checkpoints are kept."
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
+    checkpoint.verify(tmp_path / "step-0000000001")
+    save(2)
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
+    assert newest.name == "step-0000000002"
+
+
+def test_fault_9_a_log_on_a_full_disk_ends_in_a_whole_line(tmp_path: Path) -> None:
+    """Metrics on their way to MLflow, and a file of the run's record."""
+    tracker = Tracker(RegistrationConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db"), tmp_path, "full")
+    run_id = tracker.start("run", {}, {}, None)
+    journal = Journal(tracker, run_id, tmp_path, print)
+    journal.log(5, {"ne": 0.5})
+    write_json(tmp_path / "record.json", {"a": 1})
+    whole = (tmp_path / POINTS).read_bytes()
+    with full_beyond(len(whole) + 20):
+        with pytest.raises(OSError, match="File too large"):
+            journal.log(10, {"ne": 0.4})
+        with pytest.raises(OSError, match="File too large"):
+            write_json(tmp_path / "record.json", {"a": "x" * 500})
+    assert (tmp_path / POINTS).read_bytes() == whole
+    assert (tmp_path / "record.json").read_text() == '{\n  "a": 1\n}\n'
+    assert not list(tmp_path.glob(".*"))
+    journal.log(10, {"ne": 0.4})
+    Journal(tracker, run_id, tmp_path, print).deliver()
+    points = tracker.client.get_metric_history(run_id, "ne")
+    assert [(point.step, point.value) for point in points] == [(5, 0.5), (10, 0.4)]
