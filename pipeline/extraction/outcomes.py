@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
 
 from pipeline.errors import ConfigError
-from pipeline.schema import NAME
+from pipeline.schema import MOST_WEIGHT, NAME
 from storage.reader import DAY
 
 WEIGHT = "sample_weight"
@@ -50,7 +50,7 @@ class Outcomes(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=
     """Column of the outcome log that tells kinds of outcomes apart."""
     labels: Mapping[str, Outcome] = {}
     """Column -> the outcomes it is made of, `features.label` among them; none: any outcome makes `features.label` 1."""
-    keep_negatives: float | None = Field(default=None, gt=0.0, le=1.0)
+    keep_negatives: float | None = Field(default=None, ge=1.0 / MOST_WEIGHT, le=1.0)
     """Share of the impressions without any outcome that is kept; each then stands for several, as column
     `sample_weight` says, which `features.weight` must name. A hash of the key chooses. None: all, without weights."""
     keep_seed: NonNegativeInt = 0

@@ -15,7 +15,7 @@ from pipeline.registration.scorer import LoadedModel
 from tests.quality import quality
 
 CONFIG = "configs/smoke.yaml"
-THINNED = {"source.outcomes.keep_negatives": 0.2, "features.weight": "sample_weight"}
+THINNED = {"source.outcomes.keep_negatives": 0.2, "features.weight": "sample_weight", "training.epochs": 3}
 
 
 @pytest.mark.slow

@@ -224,7 +224,7 @@ def test_labels_that_contradict_themselves(changed: dict[str, Any], sentence: st
     assert sentence in str(error.value)
 
 
-@pytest.mark.parametrize("share", [0.0, -0.1, 1.5])
+@pytest.mark.parametrize("share", [0.0, -0.1, 1e-5, 1.5])
 def test_shares_of_negatives(share: float) -> None:
     with pytest.raises(ValidationError, match="keep_negatives"):
         SourceConfig.model_validate(source(keep_negatives=share))
