@@ -72,23 +72,17 @@ def proposed(config: RunConfig, known: Catalogue, unused_days: int) -> list[Cand
     return candidates(known.entries, known.usage, roles_of(config), unused_days, now)
 
 
-def roles_of(config: RunConfig) -> dict[str, str]:
-    """Columns that the config reads for something else than features -> the key that names them."""
-    named = {config.features.label: "features.label"}
-    named |= dict.fromkeys(config.evaluation.columns, "evaluation")
-    named |= dict.fromkeys(config.scoring.keep, "scoring.keep") | dict.fromkeys(
-        config.ingest.order_by, "ingest.order_by"
-    )
-    named |= dict.fromkeys(re.findall(r"[A-Za-z_]\w*", config.filter or ""), "filter")
-    if config.split.column is not None:
-        named[config.split.column.name] = "split.column.name"
-    if config.split.hash is not None:
-        named |= dict.fromkeys(config.split.hash.columns, "split.hash.key")
-    if config.sampling is not None:
-        named |= dict.fromkeys(config.sampling.inputs, "sampling.inputs")
-    if config.gate.resample_by is not None:
-        named[config.gate.resample_by] = "gate.resample_by"
-    return named
+def roles_of(config: RunConfig) -> set[str]:
+    """Columns that the config reads for something else than features."""
+    source, split, sampling, joined = config.source, config.split, config.sampling, config.features.joined
+    single = [config.features.label, config.features.weight, config.gate.resample_by, source.day_column]
+    single += [config.preprocessing.session_column, split.column.name if split.column else None]
+    single += [source.outcomes.on, source.outcomes.feature_time] if source.outcomes is not None else []
+    several = [config.evaluation.columns, config.scoring.keep, config.ingest.order_by, *(side.on for side in joined)]
+    several += [split.hash.columns] if split.hash is not None else []
+    several += [sampling.inputs] if sampling is not None else []
+    words = re.findall(r"[A-Za-z_]\w*", config.filter or "")  # its columns among them
+    return {name for name in single if name is not None} | {name for names in (*several, words) for name in names}
 
 
 def change(config: RunConfig, feature: str, by: str | None, changes: Mapping[str, Any], write: bool = True) -> Event:

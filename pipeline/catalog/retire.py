@@ -1,7 +1,7 @@
 """Which features could be retired, why, and what that would save."""
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from pydantic import BaseModel
 
@@ -24,7 +24,7 @@ class Candidate(BaseModel, frozen=True):
 
 
 def candidates(
-    found: Sequence[Entry], usage: Usage, roles: Mapping[str, str], unused_days: int, now: datetime.datetime
+    found: Sequence[Entry], usage: Usage, roles: Collection[str], unused_days: int, now: datetime.datetime
 ) -> list[Candidate]:
     """Features that nobody reads, that hold next to nothing or that no model gains from; the largest first.
 
@@ -32,7 +32,7 @@ def candidates(
     something else. Without any run in the last `unused_days` nothing is called unused: nobody may have trained at all.
 
     Args:
-        roles: Column -> what the config reads it for, beside features.
+        roles: Columns that the config reads for something else.
         now: UTC.
     """
     start = now - datetime.timedelta(days=unused_days)

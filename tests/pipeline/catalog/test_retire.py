@@ -71,7 +71,7 @@ def catalogue(table: tuple[Warehouse, pa.Schema], usage: Usage = USAGE, profile:
 
 
 def test_candidates_are_unused_empty_or_worthless_and_come_by_size(table):
-    found = candidates(catalogue(table), USAGE, {"key": "split.hash.key"}, 30, NOW)
+    found = candidates(catalogue(table), USAGE, {"key"}, 30, NOW)
     assert next(one.name for one in found) == "unread"
     by_name = {one.name: one for one in found}
     assert by_name["unread"].reasons == ("no run of the last 30 days reads it: last read on 2024-04-12",)
@@ -82,7 +82,7 @@ def test_candidates_are_unused_empty_or_worthless_and_come_by_size(table):
 
 def test_worth_nothing_in_each_of_the_last_measured_runs(table):
     usage = USAGE.model_copy(update={"runs": USAGE.runs[:3]})
-    found = {one.name: one.reasons for one in candidates(catalogue(table, usage), usage, {}, 30, NOW)}
+    found = {one.name: one.reasons for one in candidates(catalogue(table, usage), usage, (), 30, NOW)}
     assert found["worthless"] == ("NE rises by at most 0.00020 without it in 2 run(s)",)
     assert "used" not in found
     assert "tried" not in found  # beta
@@ -91,13 +91,13 @@ def test_worth_nothing_in_each_of_the_last_measured_runs(table):
 
 def test_nothing_is_unused_where_nobody_trains_or_what_serves_reads_it_or_it_is_new(table):
     old = Usage(runs=(run(90, "used"),))
-    assert {one.name for one in candidates(catalogue(table, old), old, {}, 30, NOW)} == {"null"}
+    assert {one.name for one in candidates(catalogue(table, old), old, (), 30, NOW)} == {"null"}
     champion = Version(model="m", version=2, aliases=("champion",), columns=frozenset({"unread"}))
     served = USAGE.model_copy(update={"versions": (champion,)})
-    assert "unread" not in {one.name for one in candidates(catalogue(table, served), served, {}, 30, NOW)}
+    assert "unread" not in {one.name for one in candidates(catalogue(table, served), served, (), 30, NOW)}
     early = datetime.datetime.combine(DAY, datetime.time(), datetime.UTC) + datetime.timedelta(days=3)
     fresh = Usage(runs=(Run(run_id="1", name="r", at=early, columns=frozenset({"used"})),))
-    assert {one.name for one in candidates(catalogue(table, fresh), fresh, {}, 30, early)} == {"null"}
+    assert {one.name for one in candidates(catalogue(table, fresh), fresh, (), 30, early)} == {"null"}
 
 
 def test_an_entry_says_what_log_runs_and_profile_say(table):
