@@ -1,15 +1,29 @@
 """Flow: columns of side sources -> days that stand in the warehouse already."""
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prefect import flow, get_run_logger
+from prefect import flow, get_run_logger, task
+from prefect.cache_policies import NO_CACHE
 
 from flows import tasks
 from flows.artifacts import table_asset
 from flows.config import RunConfig, load
+from flows.job import warehouse_of
 from flows.record import flow_run_name
+from pipeline.catalog.events import Event, events, newest, record
+
+
+@task(cache_policy=NO_CACHE, task_run_name="declare")
+def declare(config: RunConfig, columns: Sequence[str]) -> None:
+    """Columns of which nothing was declared -> beta in the catalogue. Safe to repeat: what was declared stays."""
+    warehouse, now = warehouse_of(config), datetime.datetime.now(datetime.UTC)
+    known = newest(events(warehouse, config.name))
+    for name in columns:
+        if name not in known:
+            event = Event(at=now, feature=name, state="beta", by="flows.enrich", reason="back-filled")
+            record(warehouse, config.name, event)
 
 
 @flow(name="enrich", flow_run_name=flow_run_name)
@@ -34,6 +48,7 @@ def enrich(
     """
     settings = load(config, overrides)
     result = tasks.enrich.with_options(assets=[table_asset(settings)])(settings, start, end, again)
+    declare(settings, result.columns)
     logger = get_run_logger()
     if result.days_skipped:
         logger.info("skipped: %s days have these columns from the same side source", len(result.days_skipped))

@@ -16,6 +16,7 @@ from flows.enrich import enrich
 from flows.ingest import ingest
 from flows.score import score
 from flows.train import train
+from pipeline.catalog.events import events
 from storage.warehouse import Warehouse, WarehouseConfig
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]
@@ -110,5 +111,11 @@ def test_the_feature_is_not_in_the_table_until_it_is_written(config, command, tm
     assert set(warehouse.schema(warehouse.current("beta")).names) == {"day", "user", "num", "label"}
     code, result, _ = command(enrich, config, "features.joined.0.on=usr", home=tmp_path / "home")
     assert (code, "column 'usr'" in result["error"]) == (1, True)
+    code, result, log = command(enrich, config, "end=2025-03-02", home=tmp_path / "home")
+    assert (code, result["days_written"]) == (0, 2), log
+    code, result, log = command(enrich, config, home=tmp_path / "home")
+    assert (code, result["days_written"], result["days_skipped"]) == (0, 2, 2), log
+    declared = [(event.feature, event.state, event.by) for event in events(warehouse, "beta")]
+    assert sorted(declared) == [(name, "beta", "flows.enrich") for name in ("liked", "score")]
     code, result, _ = command(enrich, config, "features.joined=[]", home=tmp_path / "home")
     assert (code, result["error"]) == (1, "features.joined: expected a side source to back-fill from, got none. Add one.")  # fmt: skip
