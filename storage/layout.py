@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
-from pydantic import BaseModel, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from storage.errors import StorageError
 
@@ -39,7 +39,7 @@ class Layout(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
     dictionary_bytes: PositiveInt = 2_097_152
     """A column chunk whose dictionary grows beyond this goes on without one."""
     order_by: tuple[str, ...] = ()
-    """Columns that the rows of a day are sorted by when the layout is applied, such as a session."""
+    """Columns that the rows of a file are sorted by, such as a session; of a day with several files, each of them."""
     gap_bytes: NonNegativeInt = 65_536
     """On an object store, columns that lie no further apart than this are read together."""
 
@@ -79,6 +79,9 @@ class Layout(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
         keys = {"codec": CODEC, "row_group_rows": ROW_GROUP_ROWS, "page_bytes": PAGE_BYTES}
         keys |= {"dictionary_bytes": DICTIONARY_BYTES, "file_rows": f"{OWN}file-rows", "gap_bytes": f"{OWN}gap-bytes"}
         values: dict[str, Any] = {name: properties[key] for name, key in keys.items() if key in properties}
+        values["codec"] = values.get("codec", defaults.codec).lower()
+        if values["codec"] not in CODECS:  # that of another engine, which we have no name for
+            values["codec"] = defaults.codec
         try:
             for name in ("first", "plain", "order_by"):
                 key = OWN + name.replace("_", "-")
@@ -89,27 +92,28 @@ class Layout(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
                 values["codecs"] = {name: codec for codec, names in columns.items() for name in names}
             return Layout.model_validate({**defaults.model_dump(), **values})
         except (ValueError, TypeError, AttributeError) as error:
+            found = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
             raise StorageError(
                 "layout in the table's properties", "values as `flows.layout` writes them",
-                str(error).split("\n")[-1].strip().rstrip("."), "Correct the property, or apply a layout anew.",
+                found.removeprefix("Value error, ").rstrip("."), "Correct the property, or apply a layout anew.",
             ) from error  # fmt: skip
+
+    @staticmethod
+    def gap_of(properties: Mapping[str, str]) -> int:
+        """`gap_bytes` of a table: all that its readers need to know."""
+        given = properties.get(f"{OWN}gap-bytes", "")
+        return int(given) if given.isdecimal() else Layout().gap_bytes
 
     def in_order(self, names: Sequence[str]) -> list[str]:
         """Columns of a table as they follow one another in its files."""
         there = set(names)
         return list(dict.fromkeys([*(name for name in self.first if name in there), *names]))
 
-    def mark(self, names: Sequence[str], ordered: bool) -> str:
-        """Stands for the layout of files: equal marks, equal layouts.
-
-        Args:
-            names: Columns of the table.
-            ordered: Whether the rows were sorted as `order_by` says.
-        """
-        kept = self.properties() | {f"{OWN}gap-bytes": "", f"{OWN}first": ""}
-        kept[f"{OWN}order-by"] = json.dumps(self.order_by if ordered else ())
-        text = json.dumps([kept, self.in_order(names)], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+    @property
+    def mark(self) -> str:
+        """Stands for the layout of files: equal marks, equal layouts. A table may gain columns under the same one."""
+        kept = self.properties() | {f"{OWN}gap-bytes": ""}
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
     def parquet(self, schema: pa.Schema) -> dict[str, Any]:
         """What `pyarrow.parquet.ParquetWriter` is told about a file of this schema."""

@@ -4,18 +4,42 @@ import datetime
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import pyarrow.fs as fs
 from pydantic import BaseModel
+from pyiceberg.catalog.rest import RestCatalog
 from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.table import Table
-from pyiceberg.table.update import AssertRefSnapshotId, AssertTableUUID, RemoveSnapshotsUpdate, SetPropertiesUpdate
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.update import (
+    AssertRefSnapshotId,
+    AssertTableUUID,
+    RemoveSnapshotsUpdate,
+    SetPropertiesUpdate,
+    ValidatableTableRequirement,
+)
 
 from storage.errors import ConflictError, StorageError
 from storage.warehouse import DAYS_PROPERTY, NOTES_PROPERTY, Warehouse, identities, notes
 
 MAIN = "main"
+
+
+class AssertSameRefs(ValidatableTableRequirement):
+    """Nobody has set a tag or a branch meanwhile: with their snapshots they would go unnoticed.
+
+    Catalogs that check commits here look at it; a REST server is not told, for its protocol has no such requirement.
+    """
+
+    type: Literal["assert-same-refs"] = "assert-same-refs"
+    known: frozenset[tuple[str, int]]
+
+    def validate(self, base_metadata: TableMetadata | None) -> None:  # type: ignore[override]  # pydantic has another
+        """See the class."""
+        if base_metadata is None or _refs(base_metadata) != self.known:
+            raise CommitFailedException("Requirement failed: tags or branches have changed")
 
 
 class Expired(BaseModel, frozen=True):
@@ -61,6 +85,8 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
         )
         if dry_run or not gone:
             return result
+        remote = isinstance(table.catalog, RestCatalog)
+        local: list[Any] = [] if remote else [AssertSameRefs(known=_refs(table.metadata))]
         written = {day.isoformat(): value for day, value in sorted(identities(table).items())}
         noted = {day.isoformat(): value for day, value in sorted(notes(table).items())}
         try:
@@ -69,6 +95,7 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
                 (
                     AssertTableUUID(uuid=table.metadata.table_uuid),
                     AssertRefSnapshotId(ref=MAIN, snapshot_id=current.snapshot_id if current else None),
+                    *local,
                 ),
                 (
                     SetPropertiesUpdate(
@@ -84,6 +111,10 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
     raise ConflictError(
         f"table '{name}'", "a moment without writers", "a faster one each time", "Run the command again."
     ) from conflict
+
+
+def _refs(metadata: TableMetadata) -> frozenset[tuple[str, int]]:
+    return frozenset((name, reference.snapshot_id) for name, reference in metadata.refs.items())
 
 
 def vacuum(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_run: bool = True) -> Vacuumed:

@@ -63,10 +63,15 @@ class SnapshotReader:
     """
 
     def __init__(
-        self, table: Table, reference: SnapshotRef, columns: Sequence[str], row_filter: BooleanExpression | None
+        self,
+        table: Table,
+        reference: SnapshotRef,
+        columns: Sequence[str],
+        row_filter: BooleanExpression | None,
+        schema: Schema | None = None,
     ) -> None:
         self.table, self.reference, self.row_filter = table, reference, row_filter
-        self.schema = schema_at(table, reference)
+        self.schema = schema or schema_at(table, reference)
         self.columns = list(columns)
         self._keep = None
         needed = dict.fromkeys(columns)
@@ -91,7 +96,7 @@ class SnapshotReader:
                     f"Closest: {close}. Correct the name.",
                 )  # fmt: skip
         self.bytes_read, self.bytes_stored, self.reads = 0, 0, 0
-        self._gap_bytes = Layout.of(table.properties, Layout()).gap_bytes
+        self._gap_bytes = Layout.gap_of(table.properties)
         self._ids = {name: self.schema.find_field(name).field_id for name in needed}
         self._types = {name: arrow.field(name).type for name in needed}
 

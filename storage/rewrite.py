@@ -2,7 +2,7 @@
 
 import datetime
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import duckdb
@@ -14,13 +14,10 @@ from pyiceberg.table import Table
 
 from storage.errors import StorageError
 from storage.layout import Layout
-from storage.query import connect, quoted
-from storage.reader import READ_ROWS, SnapshotReader, SnapshotRef, open_parquet
+from storage.query import connect
+from storage.reader import SnapshotReader, SnapshotRef, open_parquet
 from storage.warehouse import Warehouse, identities, notes
 from storage.writer import MARK, DataFileWriter, chunks
-
-PLACE = "__place"
-"""Column that keeps rows of equal order in their old order while they are sorted; no name of a table's column."""
 
 
 class Rewritten(BaseModel, frozen=True):
@@ -40,7 +37,7 @@ class Sum(BaseModel, frozen=True):
 
     def plus(self, connection: duckdb.DuckDBPyConnection, rows: pa.Table) -> "Sum":
         """With further rows."""
-        connection.register("rows_to_sum", rows)
+        connection.register("rows_to_sum", rows.rename_columns([f"c{i}" for i in range(rows.num_columns)]))
         [(count, hashes)] = connection.execute(
             "SELECT count(*), coalesce(sum(hash(*COLUMNS(*))::HUGEINT), 0) FROM rows_to_sum"
         ).fetchall()
@@ -55,11 +52,10 @@ def layout_of(warehouse: Warehouse, name: str) -> Layout:
 def days_of_another_layout(warehouse: Warehouse, reference: SnapshotRef) -> list[datetime.date]:
     """Days with a file that was not written in the table's layout."""
     table, layout = warehouse.table(reference.table), layout_of(warehouse, reference.table)
-    mark = layout.mark(table.schema().as_arrow().names, ordered=True)
     return [
         day
         for day, files in warehouse.day_files(reference).items()
-        if any(_mark(table.io, file.file_path) != mark for file in files)
+        if any(_mark(table.io, file.file_path) != layout.mark for file in files)
     ]
 
 
@@ -74,25 +70,21 @@ def rewrite_day(warehouse: Warehouse, name: str, day: datetime.date, temporary: 
     """Writes the rows of a day anew in the table's layout, in one commit, under the identity that the day has.
 
     What was written is read back before the commit: the same rows, as often, or nothing changes. Memory holds
-    `file_rows` rows; sorting spills into a temporary folder.
+    `file_rows` rows. Rows are read and written by the columns that the table has now, whatever it had when they came.
 
     Raises:
         ConflictError: If another writer changed the day meanwhile.
         StorageError: If the rows that were written are not those that were read.
     """
     table, reference = warehouse.table(name), warehouse.current(name)
-    reader = SnapshotReader(table, reference, table.schema().as_arrow().names, None)
+    reader = SnapshotReader(table, reference, table.schema().as_arrow().names, None, table.schema())
     before = warehouse.day_files(reference)[day]
     sums = connect([], temporary, "1GB")
-    order = layout_of(warehouse, name).order_by
     after: list[DataFile] = []
 
     def files(writer: DataFileWriter) -> Iterator[DataFile]:
         read, written = Sum(), Sum()
-        batches = _rows(reader, day)
-        for chunk in chunks(
-            reader.empty().schema, _sorted(batches, order, temporary) if order else batches, writer.layout.file_rows
-        ):
+        for chunk in chunks(reader.empty().schema, _rows(reader, day), writer.layout.file_rows):
             read = read.plus(sums, chunk)
             after.extend(writer.write(chunk))
         for file in after:
@@ -108,7 +100,7 @@ def rewrite_day(warehouse: Warehouse, name: str, day: datetime.date, temporary: 
 
     identity = identities(table).get(day, (0, ""))[1]
     note = notes(table).get(day, (0, None))[1]
-    warehouse.replace_files(table, {day: identity}, files, ordered=True, notes={} if note is None else {day: note})
+    warehouse.replace_files(table, {day: identity}, files, notes={} if note is None else {day: note})
     return Rewritten(
         day=day,
         rows=sum(file.record_count for file in before),
@@ -120,28 +112,6 @@ def rewrite_day(warehouse: Warehouse, name: str, day: datetime.date, temporary: 
 def _rows(reader: SnapshotReader, day: datetime.date) -> Iterator[pa.RecordBatch]:
     for fragment in reader.fragments([day]):
         yield from reader.batches(fragment)
-
-
-def _sorted(batches: Iterable[pa.RecordBatch], order: tuple[str, ...], temporary: Path) -> Iterator[pa.RecordBatch]:
-    """The rows by some columns, else in their order."""
-
-    def numbered() -> Iterator[pa.RecordBatch]:
-        count = 0
-        for batch in batches:
-            yield batch.append_column(PLACE, pa.array(range(count, count + len(batch)), pa.int64()))
-            count += len(batch)
-
-    stream = numbered()
-    first = next(stream, None)
-    if first is None:
-        return
-    rows = (batch for part in ([first], stream) for batch in part)
-    relation = connect([], temporary, "1GB").from_arrow(pa.RecordBatchReader.from_batches(first.schema, rows))
-    ordered = relation.order(", ".join([*map(quoted, order), PLACE])).to_arrow_reader(READ_ROWS)
-    schema = first.schema.remove(first.schema.get_field_index(PLACE))
-    for batch in ordered:
-        arrays = [batch.column(field.name).cast(field.type) for field in schema]
-        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def _stored(io: FileIO, file: DataFile, names: list[str]) -> Iterator[pa.Table]:

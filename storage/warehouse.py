@@ -149,7 +149,6 @@ class Warehouse:
         table: Table,
         days: Mapping[datetime.date, str],
         files: Callable[[DataFileWriter], Iterable[DataFile]],
-        ordered: bool = False,
         notes: Mapping[datetime.date, Any] = MappingProxyType({}),
     ) -> SnapshotRef:
         """Puts new files in the place of those of whole days, in one commit; one that fails leaves none.
@@ -158,7 +157,6 @@ class Warehouse:
             table: As it was when the rows were read.
             days: As in `replace_days`; a day without an identity keeps none.
             files: Writes the new files; what it raises ends the commit.
-            ordered: See `DataFileWriter`.
             notes: As in `replace_days`.
         Raises:
             ConflictError: If another writer changed one of these days meanwhile.
@@ -167,7 +165,7 @@ class Warehouse:
         name, transaction, io = table.name()[-1], table.transaction(), _RecordingIO(table.io)
         overwrite = self._overwrite(table, transaction, days, notes)
         try:
-            for file in files(DataFileWriter(table.metadata, io, self.config.layout(), overwrite.commit_uuid, ordered)):
+            for file in files(DataFileWriter(table.metadata, io, self.config.layout(), overwrite.commit_uuid)):
                 if day_of(file) not in days:
                     raise StorageError(
                         f"table '{name}'",

@@ -43,14 +43,11 @@ class DataFileWriter:
         io: What the files are written through.
         defaults: The layout where the table's properties name none.
         commit: Part of the files' names, so that those of two writers differ.
-        ordered: Whether the rows come sorted as the layout wishes.
     Raises:
         StorageError: If the table is not partitioned by `day` alone.
     """
 
-    def __init__(
-        self, metadata: TableMetadata, io: FileIO, defaults: Layout, commit: uuid.UUID, ordered: bool = False
-    ) -> None:
+    def __init__(self, metadata: TableMetadata, io: FileIO, defaults: Layout, commit: uuid.UUID) -> None:
         fields = metadata.spec().fields
         self.schema = metadata.schema()
         self.day_id = self.schema.find_field(DAY).field_id
@@ -64,12 +61,12 @@ class DataFileWriter:
         self.layout = Layout.of(metadata.properties, defaults)
         arrow = schema_to_pyarrow(self.schema)
         self.arrow = pa.schema([arrow.field(name) for name in self.layout.in_order(arrow.names)])
-        self.mark = self.layout.mark(arrow.names, ordered or not self.layout.order_by)
+        self.order = [(name, "ascending") for name in self.layout.order_by if _sortable(self.arrow, name)]
         self.locations: LocationProvider = load_location_provider(metadata.location, metadata.properties)
         self._numbers = itertools.count()
 
     def write(self, rows: pa.Table) -> list[DataFile]:
-        """One file for each day of the rows, in order of the days; rows of a day keep their order."""
+        """One file for each day of the rows, in order of the days; its rows by `order_by`, else in their order."""
         whole = pa.table([_column(rows, field) for field in self.arrow], schema=self.arrow)
         if whole[DAY].null_count:
             raise StorageError("column 'day'", "a day in each row", "none in some", "Give the source's rows a day.")
@@ -83,8 +80,10 @@ class DataFileWriter:
         key = PartitionKey([PartitionFieldValue(self.spec.fields[0], day)], self.spec, self.schema)
         name = f"00000-{number}-{self.commit}{SUFFIX}"
         output = self.io.new_output(self.locations.new_data_location(name, key))
+        if self.order:
+            rows = rows.take(pc.sort_indices(rows, sort_keys=self.order))  # equal ones stay in their order
         with output.create(overwrite=True) as stream:
-            metadata = write_parquet(stream, rows, self.layout, self.mark)
+            metadata = write_parquet(stream, rows, self.layout)
         bound = to_bytes(DateType(), key.partition[0])
         return DataFile.from_args(
             content=DataFileContent.DATA,
@@ -107,7 +106,7 @@ class DataFileWriter:
         )
 
 
-def write_parquet(stream: Any, rows: pa.Table, layout: Layout, mark: str = "") -> pq.FileMetaData:
+def write_parquet(stream: Any, rows: pa.Table, layout: Layout) -> pq.FileMetaData:
     """Rows as one Parquet file: pages and footer with checksums, no statistics but of `day`.
 
     The Arrow schema is not stored beside Parquet's own: in tables of thousands of columns it is most of the footer.
@@ -124,10 +123,15 @@ def write_parquet(stream: Any, rows: pa.Table, layout: Layout, mark: str = "") -
     )
     with writer:
         writer.write_table(rows, row_group_size=layout.row_group_rows)
-        writer.add_key_value_metadata({MARK: mark.encode()})
+        writer.add_key_value_metadata({MARK: layout.mark.encode()})
         sink.hold()
     sink.finish()
     return writer.writer.metadata
+
+
+def _sortable(schema: pa.Schema, name: str) -> bool:
+    """Whether files can be sorted by a column: it may have been dropped since the layout was chosen."""
+    return name in schema.names and not pa.types.is_nested(schema.field(name).type)
 
 
 def _column(rows: pa.Table, field: pa.Field) -> pa.ChunkedArray:

@@ -270,6 +270,25 @@ def test_expiry_does_not_expire_what_another_writer_just_committed(
     assert len(warehouse.table("events").snapshots()) == 1
 
 
+def test_a_tag_that_is_set_while_snapshots_expire_keeps_its_snapshot(
+    warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = write(warehouse, rows(DAY1, 3))
+    write(warehouse, rows(DAY1, 4))
+    catalog = type(warehouse.catalog)
+    commit, late = catalog.commit_table, ["mine"]
+
+    def then_theirs(*arguments: Any) -> Any:
+        if late:
+            Warehouse(WarehouseConfig(), warehouse.home).tag(old, late.pop())
+        return commit(*arguments)
+
+    monkeypatch.setattr(catalog, "commit_table", then_theirs)
+    expire(warehouse, "events", NOW)
+    assert ids(warehouse, old) == [0, 1, 2]
+    assert set(warehouse.table("events").refs()) == {"main", "mine"}
+
+
 def test_files_of_another_io_are_not_guessed_at(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
     write(warehouse, rows(DAY1, 3))
     monkeypatch.setattr("storage.maintenance.PyArrowFileIO", type("Other", (PyArrowFileIO,), {}))

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyiceberg.types import DoubleType, StringType
 
 from storage.errors import ConflictError, StorageError
 from storage.layout import Layout
@@ -16,7 +17,7 @@ from storage.rewrite import days_in_small_files, days_of_another_layout, layout_
 from storage.warehouse import Warehouse, WarehouseConfig
 
 DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
-LAYOUT = Layout(codec="lz4", first=("tags", "x"), row_group_rows=16, file_rows=64, order_by=("session",))
+LAYOUT = Layout(codec="lz4", first=("tags", "x"), row_group_rows=16, file_rows=96, order_by=("session",))
 
 
 def table(day: datetime.date, count: int, seed: int = 1) -> pa.Table:
@@ -58,7 +59,7 @@ def test_rewritten_days_have_their_rows_their_order_and_their_identity(warehouse
     assert layout_of(warehouse, "events") == LAYOUT
     assert days_of_another_layout(warehouse, warehouse.current("events")) == [DAY1, DAY2, DAY3]
     done = rewrite_day(warehouse, "events", DAY1, tmp_path)
-    assert (done.rows, done.files[1]) == (90, 1)  # a file ends with the batch that fills it
+    assert (done.rows, done.files[1]) == (90, 1)
     assert done.files[0] > 5
     assert days_of_another_layout(warehouse, warehouse.current("events")) == [DAY2, DAY3]
     rewrite_day(warehouse, "events", DAY2, tmp_path)
@@ -82,6 +83,32 @@ def test_files_have_the_popular_columns_first(warehouse: Warehouse, tmp_path: Pa
         assert file.metadata.row_group(0).column(0).compression == "LZ4"
 
 
+def test_columns_of_today_are_written_whatever_the_rows_came_with(warehouse: Warehouse, tmp_path: Path) -> None:
+    write(warehouse, table(DAY1, 40))
+    events = warehouse.table("events")
+    with events.update_schema() as update:
+        update.delete_column("x").rename_column("text", "words")
+    with events.update_schema() as update:
+        update.add_column("x", DoubleType()).add_column("late", StringType())
+    set_layout(warehouse.table("events"), LAYOUT)
+    rewrite_day(warehouse, "events", DAY1, tmp_path)
+    names = ["words", "x", "late"]
+    rows = warehouse.table("events").scan(selected_fields=("session", *names)).to_arrow()
+    assert rows["x"].null_count == rows["late"].null_count == 40  # never the values of the column that went
+    assert sorted(map(str, rows["words"].to_pylist())) == sorted(map(str, table(DAY1, 40)["text"].to_pylist()))
+
+
+def test_a_table_that_gains_a_column_keeps_its_layout(warehouse: Warehouse, tmp_path: Path) -> None:
+    write(warehouse, table(DAY1, 40))
+    set_layout(warehouse.table("events"), LAYOUT.model_copy(update={"order_by": ("session", "gone")}))
+    rewrite_day(warehouse, "events", DAY1, tmp_path)  # what is no column cannot order anything
+    wider = table(DAY2, 20).append_column("new", pa.array(range(20)))
+    write(warehouse, wider)
+    assert days_of_another_layout(warehouse, warehouse.current("events")) == []
+    sessions = warehouse.table("events").scan(row_filter="day = '2024-01-02'").to_arrow()["session"].to_pylist()
+    assert sessions == sorted(sessions)  # days that come later, too
+
+
 def test_small_files_become_few(tmp_path: Path, home: Path) -> None:
     small, large = Warehouse(WarehouseConfig(file_rows=7), home), WarehouseConfig(file_rows=50)
     write(small, table(DAY1, 90), table(DAY2, 4))
@@ -101,13 +128,12 @@ def test_rows_that_come_out_differently_stop_the_commit(
     before = set(home.rglob("*.parquet"))
     from storage import rewrite
 
-    stored = rewrite._stored
+    plain = rewrite.DataFileWriter.write
 
-    def altered(*arguments: Any) -> Any:
-        for part in stored(*arguments):
-            yield part.set_column(1, "session", pa.array([0] * len(part), pa.int64()))
+    def altered(self: Any, rows: pa.Table) -> Any:
+        return plain(self, rows.set_column(1, "session", pa.array([0] * len(rows), pa.int64())))
 
-    monkeypatch.setattr(rewrite, "_stored", altered)
+    monkeypatch.setattr(rewrite.DataFileWriter, "write", altered)
     with pytest.raises(StorageError, match=r"^day 2024-01-01 of table 'events': expected the 90 rows that it had, got"):
         rewrite_day(warehouse, "events", DAY1, tmp_path)
     assert warehouse.current("events") == old
