@@ -207,7 +207,8 @@ def train(
         )
     if service is not None:
         summary = summary | {"preprocessing": _account(folder, config, service.totals)}
-        keep_read(config, "train", job.data["train"], service.totals.rows, service.totals.costs)
+        with cosmetic("record of what was read"):
+            keep_read(config, "train", job.data["train"], service.totals.rows, service.totals.costs)
     probe = json.loads((folder / "probe.json").read_text(encoding="utf-8"))
     trained = Trained(
         weights=f"{job.folder}/weights.safetensors", probe=tuple(probe), summary=summary, placement=tuple(placement)
