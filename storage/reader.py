@@ -88,8 +88,9 @@ class SnapshotReader:
             self._keep = expression_to_pyarrow(bound, self.schema)
             needed |= dict.fromkeys(str(self.schema.find_column_name(i)) for i in sorted(extract_field_ids(bound)))
         arrow = self.schema.as_arrow()
+        known = set(arrow.names)
         for name in needed:
-            if name not in arrow.names:
+            if name not in known:
                 close = ", ".join(difflib.get_close_matches(name, arrow.names, n=3)) or ", ".join(arrow.names[:8])
                 raise StorageError(
                     f"column '{name}'", f"a column of table '{reference.table}'", "none of that name",

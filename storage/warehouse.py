@@ -20,11 +20,11 @@ from pyiceberg.expressions import BooleanExpression
 from pyiceberg.io import FileIO, InputFile, OutputFile
 from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table, Transaction
-from pyiceberg.table.snapshots import Snapshot
-from pyiceberg.table.update.snapshot import _OverwriteFiles
+from pyiceberg.table.snapshots import Operation, Snapshot
 
 from storage.errors import ConflictError, StorageError
 from storage.layout import Layout
+from storage.overwrite import ReplacedDays
 from storage.reader import DAY, SnapshotReader, SnapshotRef, day_of, in_days, refuse_deletes, schema_at, snapshot_at
 from storage.writer import DataFileWriter, chunks
 
@@ -235,14 +235,15 @@ class Warehouse:
         transaction: Transaction,
         days: Mapping[datetime.date, str],
         notes: Mapping[datetime.date, Any],
-    ) -> _OverwriteFiles:
+    ) -> ReplacedDays:
         """One snapshot for the whole change: Table.append() would make one for every chunk of rows."""
         where = in_days(days)
         written = {day.isoformat(): identity for day, identity in sorted(days.items()) if identity}
         summary = {DAYS_PROPERTY: json.dumps(written)}
         if notes:
             summary[NOTES_PROPERTY] = json.dumps({day.isoformat(): notes[day] for day in sorted(notes)})
-        overwrite = transaction.update_snapshot(snapshot_properties=summary).overwrite()
+        kind = Operation.APPEND if table.current_snapshot() is None else Operation.OVERWRITE
+        overwrite = ReplacedDays(kind, transaction, table.io, snapshot_properties=summary)
         overwrite.delete_by_predicate(where)
         for task in table.scan(row_filter=where).plan_files():
             overwrite.delete_data_file(task.file)
@@ -273,8 +274,9 @@ class Warehouse:
                         spec.add_identity(DAY)
                 table = self.table(name)
                 _check_types(name, table.schema().as_arrow(), schema)
-                with table.update_schema() as update:
-                    update.union_by_name(schema)
+                if not _holds_all(table.schema().as_arrow(), schema):
+                    with table.update_schema() as update:
+                        update.union_by_name(schema)  # takes the square of the number of columns
                 return table
             except (CommitFailedException, TableAlreadyExistsError) as error:
                 conflict = error
@@ -453,7 +455,8 @@ def _checked_columns(schema: pa.Schema) -> None:
 
 
 def _check_types(table: str, old: pa.Schema, new: pa.Schema) -> None:
-    pairs = {name: (old.field(name).type, new.field(name).type) for name in new.names if name in old.names}
+    known = set(old.names)
+    pairs = {name: (old.field(name).type, new.field(name).type) for name in new.names if name in known}
     changed = {name: pair for name, pair in pairs.items() if _family(pair[0]) != _family(pair[1])}
     if changed:
         raise StorageError(
@@ -461,6 +464,21 @@ def _check_types(table: str, old: pa.Schema, new: pa.Schema) -> None:
             ", ".join(f"{name} {_family(pair[1])}" for name, pair in changed.items()),
             "A column keeps its type: give the source that type, or write to a table of another name.",
         )  # fmt: skip
+
+
+def _holds_all(old: pa.Schema, new: pa.Schema) -> bool:
+    """Whether a table has all columns of a schema, as they are."""
+    known = {field.name: field.type for field in old}
+    return all(field.name in known and _same(known[field.name], field.type) for field in new)
+
+
+def _same(old: pa.DataType, new: pa.DataType) -> bool:
+    """Whether two types are one to Iceberg, to which large lists and texts are lists and texts."""
+    lists = [pa.types.is_list(kind) or pa.types.is_large_list(kind) for kind in (old, new)]
+    if any(lists):
+        return all(lists) and _same(old.value_type, new.value_type)
+    texts = [pa.types.is_string(kind) or pa.types.is_large_string(kind) for kind in (old, new)]
+    return all(texts) or old == new
 
 
 def _family(kind: pa.DataType) -> str:

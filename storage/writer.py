@@ -67,7 +67,8 @@ class DataFileWriter:
 
     def write(self, rows: pa.Table) -> list[DataFile]:
         """One file for each day of the rows, in order of the days; its rows by `order_by`, else in their order."""
-        whole = pa.table([_column(rows, field) for field in self.arrow], schema=self.arrow)
+        given = set(rows.schema.names)
+        whole = pa.table([_column(rows, field, given) for field in self.arrow], schema=self.arrow)
         if whole[DAY].null_count:
             raise StorageError("column 'day'", "a day in each row", "none in some", "Give the source's rows a day.")
         days = sorted(pc.unique(whole[DAY]).to_pylist())
@@ -134,9 +135,9 @@ def _sortable(schema: pa.Schema, name: str) -> bool:
     return name in schema.names and not pa.types.is_nested(schema.field(name).type)
 
 
-def _column(rows: pa.Table, field: pa.Field) -> pa.ChunkedArray:
+def _column(rows: pa.Table, field: pa.Field, given: set[str]) -> pa.ChunkedArray:
     """A column in the table's type; null where the rows have none of that name."""
-    if field.name not in rows.schema.names:
+    if field.name not in given:
         return pa.chunked_array([pa.nulls(rows.num_rows, field.type)], field.type)
     column = rows[field.name]
     return column if column.type == field.type else column.cast(field.type)

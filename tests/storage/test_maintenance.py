@@ -294,3 +294,30 @@ def test_files_of_another_io_are_not_guessed_at(warehouse: Warehouse, monkeypatc
     monkeypatch.setattr("storage.maintenance.PyArrowFileIO", type("Other", (PyArrowFileIO,), {}))
     with pytest.raises(StorageError, match="expected pyiceberg's PyArrowFileIO, got PyArrowFileIO"):
         vacuum(warehouse, "events", NOW)
+
+
+def manifests(warehouse: Warehouse) -> int:
+    table = warehouse.table("events")
+    snapshot = table.current_snapshot()
+    assert snapshot is not None
+    return len(snapshot.manifests(table.io))
+
+
+def test_manifests_stay_few(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = write(warehouse, rows(DAY1, 3))
+    for number in range(6):
+        write(warehouse, rows(DAY1, 2, 10 * number))
+    assert manifests(warehouse) == 2  # what is there, and what this snapshot deleted
+    monkeypatch.setattr("storage.overwrite.MOST_MANIFESTS", 5)
+    days = [DAY1 + datetime.timedelta(days=number) for number in range(1, 13)]
+    for number, day in enumerate(days):
+        write(warehouse, rows(day, 1, 100 + number), identity=str(day))
+        assert manifests(warehouse) <= 5
+    assert ids(warehouse) == [50, 51, *range(100, 112)]
+    write(warehouse, rows(days[3], 2, 200), identity="new")
+    assert ids(warehouse) == [50, 51, 100, 101, 102, 200, 201, *range(104, 112)]
+    assert warehouse.written_days("events") == {DAY1: "i"} | {day: str(day) for day in days} | {days[3]: "new"}
+    assert ids(warehouse, first) == [0, 1, 2]
+    expire(warehouse, "events", NOW)
+    assert vacuum(warehouse, "events", NOW, dry_run=False).files > 0
+    assert ids(warehouse) == [50, 51, 100, 101, 102, 200, 201, *range(104, 112)]
