@@ -32,10 +32,13 @@ USAGE = "Usage: python -m flows.{name} CONFIG.yaml [key=value ...] [--debug]"
 Result = dict[str, Any]
 
 
-def main(flow: Any, arguments: Sequence[str] | None = None) -> NoReturn:
+def main(flow: Any, arguments: Sequence[str] | None = None, read: Callable[..., RunConfig] = load) -> NoReturn:
     """Runs a flow from the command line and ends the process.
 
     The last line of standard output is one JSON object with the result. Exit code 0 for ok and skipped, else 1.
+
+    Args:
+        read: Makes a config of a file and overrides.
     """
     modules_are_in()
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -44,7 +47,7 @@ def main(flow: Any, arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         if not debug:
             hide_tracebacks()
-        result = run(flow, [word for word in words if word != "--debug"])
+        result = run(flow, [word for word in words if word != "--debug"], read)
     except KeyboardInterrupt:
         result = {"status": "failed", "error": "interrupted; run the same command again to go on."}
     except Exception as error:  # whatever went wrong, the caller gets one sentence and a result line
@@ -58,14 +61,14 @@ def main(flow: Any, arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(0 if result["status"] in ("ok", "skipped") else 1)
 
 
-def run(flow: Any, words: Sequence[str]) -> Result:
+def run(flow: Any, words: Sequence[str], read: Callable[..., RunConfig] = load) -> Result:
     """Parses the words, checks the config, runs the flow with Prefect's data below `home`."""
     if not words or "=" in words[0]:
         raise ConfigError(
             "command line", "a config file first", " ".join(words) or "nothing", USAGE.format(name=_module(flow))
         )
     overrides, parameters = parse(words[1:], flow.fn)
-    config = load(words[0], overrides)
+    config = read(words[0], overrides)
     if "overrides" in inspect.signature(flow.fn).parameters:  # the config has them, too; a replay asks for them
         parameters = {"overrides": overrides, **parameters}
     with prefect_at_home(config):

@@ -95,9 +95,8 @@ def measure(
     """
     types = dict(zip(connection.view(view).columns, map(str, connection.view(view).types), strict=True))
     columns = {name: kind for name, kind in types.items() if name != DAY and not name.startswith("__")}
-    if counts is None:
-        counts = dict(connection.sql(f"SELECT {DAY}, count(*) FROM {quoted(view)} GROUP BY {DAY}").fetchall())
-    return _measured(connection, lambda needed: quoted(view), columns, counts, numbers)
+    counts = rows_of(connection, view) if counts is None else counts
+    return measure_columns(connection, lambda needed: quoted(view), columns, counts, numbers)
 
 
 def measure_days(
@@ -116,18 +115,38 @@ def measure_days(
     stored = warehouse.day_rows(snapshot)
     counts = {day: stored[day] for day in days if day in stored}
     names = [name for name in columns or warehouse.schema(snapshot).names if name != DAY]
-    reader = warehouse.reader(snapshot, names)
-    connection.register("no_rows", reader.empty())
-    types = dict(zip(names, map(str, connection.view("no_rows").types), strict=True))
+    types = types_of(connection, warehouse.reader(snapshot, names).empty())
+    rows = stored_rows(connection, warehouse, snapshot, counts)
+    return measure_columns(connection, rows, types, counts, numbers)
+
+
+def rows_of(connection: duckdb.DuckDBPyConnection, view: str) -> dict[datetime.date, int]:
+    """Day -> its rows in a view."""
+    return dict(connection.sql(f"SELECT {DAY}, count(*) FROM {quoted(view)} GROUP BY {DAY}").fetchall())
+
+
+def types_of(connection: duckdb.DuckDBPyConnection, table: pa.Table) -> dict[str, str]:
+    """Column -> its type, as DuckDB calls it."""
+    connection.register("types_of_a_table", table)
+    return dict(zip(table.column_names, map(str, connection.view("types_of_a_table").types), strict=True))
+
+
+Rows = Callable[[Collection[str]], str]
+"""Columns -> a relation that has them and `day`, in SQL; it is read once."""
+
+
+def stored_rows(
+    connection: duckdb.DuckDBPyConnection, warehouse: Warehouse, snapshot: SnapshotRef, days: Collection[datetime.date]
+) -> Rows:
+    """Days of a table as relations; by field id, for a name may have had another column before."""
 
     def rows(needed: Collection[str]) -> str:
-        """The columns as a relation that can be read once; by field id: a name may have had another column before."""
         reader = warehouse.reader(snapshot, [DAY, *needed])
-        batches = (batch for fragment in reader.fragments(counts) for batch in reader.batches(fragment))
+        batches = (batch for fragment in reader.fragments(days) for batch in reader.batches(fragment))
         connection.register("stored_rows", pa.RecordBatchReader.from_batches(reader.empty().schema, batches))
         return "stored_rows"
 
-    return _measured(connection, rows, types, counts, numbers)
+    return rows
 
 
 def with_drift(measured: pa.Table, earlier: pa.Table, trailing_days: int = TRAILING_DAYS) -> pa.Table:
@@ -161,17 +180,19 @@ def stability(histogram: Sequence[int] | None, earlier: Sequence[Sequence[int] |
     return float(np.sum((new - old) * np.log(new / old)))
 
 
-Rows = Callable[[Collection[str]], str]
-"""Columns -> a relation that has them and `day`, in SQL."""
-
-
-def _measured(
+def measure_columns(
     connection: duckdb.DuckDBPyConnection,
     rows: Rows,
     columns: Mapping[str, str],
     counts: Mapping[datetime.date, int],
     numbers: Collection[str],
 ) -> pa.Table:
+    """As `measure`.
+
+    Args:
+        columns: Column -> its type, as DuckDB calls it.
+        counts: Day -> its rows.
+    """
     kinds = {name: _kind(kind, name in numbers) for name, kind in columns.items()}
     found: list[Row] = []
     for names in _groups([name for name in columns if not columns[name].endswith("[]")], len(counts)):

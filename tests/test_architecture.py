@@ -24,7 +24,17 @@ GROUND = {
     "joined",
 }
 """Modules of pipeline/ that all stages may import; none of them imports a stage."""
-STAGES = {"catalog", "extraction", "preprocessing", "training", "evaluation", "registration", "scoring", "search"}
+STAGES = {
+    "catalog",
+    "extraction",
+    "suggestion",
+    "preprocessing",
+    "training",
+    "evaluation",
+    "registration",
+    "scoring",
+    "search",
+}
 COMPOSITION_ROOTS = {"rank", "rehearsal"}
 """Modules of pipeline/ that may import several stages: they build a rank process, which trains once or day after day."""
 ORCHESTRATION = {"prefect"}

@@ -24,6 +24,7 @@ def test_the_named_deployments_exist():
         "ingest/daily",
         "ingest/on-demand",
         "enrich/on-demand",
+        "suggest/on-demand",
         "train/on-demand",
         "train/after-ingest",
         "checkpoint/on-demand",

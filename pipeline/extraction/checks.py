@@ -269,7 +269,8 @@ def _of_column(
         low, high = band(lengths, config.length_change * middle, noise, config.spread)
         if not low <= new["mean_length"] <= high:
             yield "length", f"{low:.2f} to {high:.2f} ids a list, as {span}", f"{new['mean_length']:.2f}"
-    if new["drift"] is not None:
+    alike = all(row["distinct"] <= 1 for row in [new, *known])  # such as a weekday: another value each day
+    if new["drift"] is not None and not alike:
         chance = NOISE * (1.0 / new["present"] + 1.0 / sum(row["present"] for row in known))
         if new["drift"] > config.drift_limit + chance:
             yield "drift", f"an index of at most {config.drift_limit + chance:.3f}, {span}", f"{new['drift']:.3f}"

@@ -240,6 +240,22 @@ def source_days(
 
 
 @contextmanager
+def open_samples(
+    source: SourceConfig, schema: FeatureSchema, warehouse: Warehouse, table: str, root: Path, logs: Path
+) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
+    """The rows that an ingest of all days would write, as a view. Arguments and errors as in `extract`."""
+    files, outcomes = _files(source, root, logs, table, lambda what, done, total: None)
+    lookups = [(lookup, files_of(lookup.path, root, "source.lookups path")) for lookup in source.lookups]
+    every = [*files, *outcomes, *(path for _, paths in lookups for path in paths)]
+    with _connection(every, warehouse.home / "tmp") as connection:
+        view, _, join = _samples(connection, source, schema, files, outcomes, lookups)
+        if join is not None:
+            join.attribute(view, f"{DAY} IS NOT NULL")
+        connection.execute(f"CREATE VIEW good AS SELECT * FROM {view} WHERE __reason IS NULL AND NOT {LEFT_OUT}")
+        yield connection, "good"
+
+
+@contextmanager
 def _connection(files: Iterable[Path], temporary: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     """DuckDB with a temporary folder of its own; what it finds wrong in the rows is our kind of error."""
     temporary.mkdir(parents=True, exist_ok=True)

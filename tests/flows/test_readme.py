@@ -49,7 +49,7 @@ def test_deployments_named_are_declared():
     assert (
         set(
             re.findall(
-                r"`((?:ingest|enrich|train|recurring|backfill|compare|preprocess|placement|checkpoint|features|layout|promote|rollback|register|replay|report|score|sweep|release|end-to-end)/[\w-]+)`",
+                r"`((?:ingest|enrich|suggest|train|recurring|backfill|compare|preprocess|placement|checkpoint|features|layout|promote|rollback|register|replay|report|score|sweep|release|end-to-end)/[\w-]+)`",
                 README,
             )
         )

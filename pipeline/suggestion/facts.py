@@ -1,0 +1,114 @@
+"""What a suggestion knows of a column: its statistics over all days, and how it goes with the label."""
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+
+from pipeline.profile import Rows, measure_columns
+from storage.query import quoted
+from storage.reader import DAY
+
+ALL = datetime.date(1970, 1, 1)
+"""The day that all rows are given where they are measured together."""
+AT_A_TIME = 200
+"""Columns whose correlation is taken in one pass."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One column over all rows."""
+
+    name: str
+    type: str
+    """As DuckDB calls it."""
+    kind: str
+    rows: int
+    present: int
+    distinct: int = 0
+    mean_length: float | None = None
+    p99_length: int | None = None
+    max_length: int | None = None
+    mean: float | None = None
+    deviation: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    correlation: float | None = None
+    """Of its values with the label; None where it has no numbers, or is constant."""
+    presence: float | None = None
+    """Of having a value with the label."""
+
+    @property
+    def coverage(self) -> float:
+        """Share of rows with a value."""
+        return self.present / self.rows if self.rows else 0.0
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A table or source, looked at as a whole."""
+
+    facts: tuple[Fact, ...]
+    days: tuple[tuple[datetime.date, int], ...]
+    """Days and their rows, in order."""
+
+
+def observe(
+    connection: duckdb.DuckDBPyConnection,
+    rows: Rows,
+    types: Mapping[str, str],
+    days: Mapping[datetime.date, int],
+    label: str,
+) -> Observed:
+    """Measures all columns over all days at once.
+
+    Args:
+        types: Column -> its type, as DuckDB calls it.
+        days: Day -> its rows.
+    """
+    columns = {name: kind for name, kind in types.items() if name != DAY and not name.startswith("__")}
+    total = {ALL: sum(days.values())}
+    as_one = f"SELECT * REPLACE (DATE '{ALL}' AS {DAY}) FROM"
+    measured = measure_columns(connection, lambda names: f"({as_one} {rows(names)})", columns, total, {label})
+    pairs = correlations(connection, rows, columns, label)
+    found = {row["column"]: row for row in measured.to_pylist()}
+    return Observed(
+        facts=tuple(_fact(found[name], kind, *pairs.get(name, (None, None))) for name, kind in columns.items()),
+        days=tuple(sorted(days.items())),
+    )
+
+
+def _fact(row: Mapping[str, Any], kind: str, correlation: float | None, presence: float | None) -> Fact:
+    shared = {key: row[key] for key in Fact.__dataclass_fields__ if row.get(key) is not None}
+    return Fact(**shared, name=row["column"], type=kind, correlation=correlation, presence=presence)
+
+
+def correlations(
+    connection: duckdb.DuckDBPyConnection, rows: Rows, types: Mapping[str, str], label: str
+) -> dict[str, tuple[float | None, float | None]]:
+    """Column -> correlation with the label of its values, and of there being one."""
+    names = [name for name in types if name not in (label, DAY)]
+    found: dict[str, tuple[float | None, float | None]] = {}
+    for start in range(0, len(names), AT_A_TIME):
+        part = names[start : start + AT_A_TIME]
+        pairs = [f"{{'value': {_value(name, types[name], label)}, 'there': {_there(name, label)}}}" for name in part]
+        (row,) = connection.sql(f"SELECT {', '.join(pairs)} FROM {rows([label, *part])}").fetchall()
+        found |= {name: (_number(one["value"]), _number(one["there"])) for name, one in zip(part, row, strict=True)}
+    return found
+
+
+def _value(name: str, kind: str, label: str) -> str:
+    if kind.endswith("[]") or kind.startswith(("TIMESTAMP", "DATE")):
+        return "NULL"
+    value = f"TRY_CAST({quoted(name)} AS DOUBLE)"
+    return f"corr(CASE WHEN abs({value}) < 1e100 THEN {value} END, {quoted(label)})"
+
+
+def _there(name: str, label: str) -> str:
+    return f"corr(CAST({quoted(name)} IS NOT NULL AS INTEGER), {quoted(label)})"
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None or value != value else value

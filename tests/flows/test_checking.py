@@ -1,0 +1,62 @@
+"""What an ingest says of the rules: its result, the run's page, and files below home."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+
+from flows.ingest import ingest
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Five days; on the last of them half of the rows are missing."""
+    draw = np.random.default_rng(3)
+    sizes = [200, 200, 200, 200, 60]
+    days = np.repeat([f"2025-01-0{day}" for day in range(1, 6)], sizes)
+    rows = pd.DataFrame({"date": days, "user": draw.integers(0, 20, len(days)), "label": np.arange(len(days)) % 2})
+    rows.to_parquet(tmp_path / "rows.parquet")
+    values = {
+        "name": "checked",
+        "source": {"path": str(tmp_path / "rows.parquet"), "day_column": "date"},
+        "features": {"sparse": [{"columns": "user", "transforms": [{"kind": "sigrid_hash", "size": 64}]}]},
+        "split": {"hash": {"key": "user", "shares": {"train": 0.5, "test": 0.5}}},
+    }
+    path = tmp_path / "checked.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def test_findings_are_in_the_result_on_the_page_and_in_files(command, config, tmp_path):
+    home = tmp_path / "home"
+    code, result, log = command(ingest, config, "ingest.checks.rows=quarantine", home=home)
+    assert (code, result["status"], result["days_written"], result["days_held"], result["rows"]) == (0, "ok", 4, 1, 800)
+    checks = result["checks"]
+    assert (checks["ok"], checks["quarantine"]) == (4, 1)
+    assert [(one["day"], one["rule"], one["got"]) for one in checks["findings"]] == [("2025-01-05", "rows", "60")]
+    assert "quarantine: day 2025-01-05, rule rows: expected 100 to 300 as on the 4 days before it, got 60" in log
+    assert "1 days broke a rule and are held in table checked_held" in log
+    folder = home / "reports" / "ingest-checked-2025-01-01-2025-01-05"
+    assert checks["report"] == str(folder)
+    assert (folder / "checks.png").stat().st_size > 10_000
+    saved = json.loads((folder / "checks.json").read_text())
+    assert [day["outcome"] for day in saved["days"]] == ["ok"] * 4 + ["quarantine"]
+    with get_client(sync_client=True) as client:
+        found = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["checks-checked"])))
+    assert json.loads(found[-1].data)[0]["rule"] == "rows"
+    code, again, _ = command(ingest, config, "ingest.checks.rows=quarantine", home=home)
+    assert (again["status"], again["days_held"], again["days_skipped"]) == ("skipped", 1, 4)
+
+
+def test_a_day_that_fails_ends_the_ingest_and_the_report_is_there(command, config, tmp_path):
+    code, result, _ = command(ingest, config, "ingest.checks.rows=fail", home=tmp_path / "home")
+    assert (code, result["status"]) == (1, "failed")
+    assert result["error"] == (
+        "day 2025-01-05, rule rows: expected 100 to 300 as on the 4 days before it, got 60. "
+        "Mend the source, or set ingest.checks.rows to quarantine, warn or off."
+    )
+    assert (tmp_path / "home" / "reports" / "ingest-checked-2025-01-01-2025-01-05" / "checks.png").exists()

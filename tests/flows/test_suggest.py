@@ -1,0 +1,66 @@
+"""A config suggested from a table or from files, and a training that runs on it as it is."""
+
+import pandas as pd
+import pytest
+
+from flows import suggesting
+from flows.config import load
+from flows.suggest import suggest
+from flows.train import train
+from pipeline.errors import ConfigError
+
+CONFIG = "configs/smoke.yaml"
+
+
+def test_a_draft_needs_a_source_and_nothing_else(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: own\nsource: {path: rows.csv, day: 2025-01-01}\nfeatures: {label: clicked}\n")
+    assert suggesting.draft(path).features.label == "clicked"
+    assert suggesting.draft(CONFIG, {"features.label": "y"}).features.label == "y"
+    with pytest.raises(ConfigError, match=r"suggest: expected a config with a source, or path=FILES, got neither"):
+        suggesting.given_source(suggesting.draft(""), None, None, None)
+    given = suggesting.given_source(suggesting.draft(""), "rows.csv", "clicked", "date")
+    assert (given.source.path, given.source.day_column, given.source.day) == ("rows.csv", "date", None)
+    assert given.features.label == "clicked"
+
+
+def test_files_alone_give_a_whole_config(command, tmp_path):
+    rows = pd.DataFrame({"user": [i % 40 for i in range(600)], "age": [float(i * i % 1_000) for i in range(600)]})
+    rows["clicked"], rows["date"] = (rows.index % 7 < 2).astype(int), pd.Timestamp("2025-01-06") + pd.to_timedelta(rows.index // 200, unit="D")  # fmt: skip
+    rows.to_parquet(tmp_path / "rows.parquet")
+    words = ("name=own", f"path={tmp_path}/rows.parquet", "label=clicked", "day_column=date")
+    code, result, _ = run(command, *words, home=tmp_path / "home")
+    assert (code, result["dense"], result["sparse"], result["rows"], result["days"]) == (0, 1, 1, 600, 3)
+    config = load(result["config_path"])
+    assert (config.name, config.features.label, config.source.day_column) == ("own", "clicked", "date")
+    assert config.split.days.test == ("2025-01-08",)
+
+
+def test_a_source_is_looked_at_where_there_is_no_table(command, tmp_path):
+    code, result, _ = command(suggest, CONFIG, "source.generator.rows_per_day=1_000", home=tmp_path / "home")
+    assert (code, result["looked_at"], result["rows"], result["days"]) == (0, "files of the source", 4_000, 4)
+    assert load(result["config_path"]).features.label == "label"
+
+
+def run(command, *words, home):
+    """As `python -m flows.suggest` without a config."""
+    with pytest.MonkeyPatch.context() as patch:
+        from flows import cli
+
+        real = cli.main
+        patch.setattr(cli, "main", lambda flow, arguments: real(flow, ["", *arguments], suggesting.draft))
+        return command(suggest, *words, home=home)
+
+
+@pytest.mark.slow
+def test_a_suggested_config_trains_as_it_is(copied, smoke, tmp_path):
+    """From the table that the smoke run wrote: no worse than the config that was written by hand."""
+    found = suggest(config=CONFIG)
+    assert found["looked_at"] == "table smoke"
+    uses = {row["column"]: row["use"] for row in found["columns"]}
+    assert all(uses[name] == "ignored" for name in ("impression_id", "session_id", "event_time", "true_probability"))
+    assert all(use == "sparse" for name, use in uses.items() if name.startswith(("cat_", "list_")))
+    assert all(use == "dense" for name, use in uses.items() if name.startswith("num_"))
+    result = train(config=found["config_path"])
+    assert result["eval"]["ne"] < 1.0, "better than the base rate"
+    assert result["eval"]["ne"] < smoke["eval"]["ne"] + 0.02
