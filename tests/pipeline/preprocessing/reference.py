@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -150,8 +151,9 @@ class Reference:
         )
 
 
+@cache
 def layout(path: Path) -> list[tuple[int, int, tuple[str, int]]]:
-    """(first row's number, rows, name) of each row group."""
+    """(first row's number, rows, name) of each row group, as it was when it was first asked for."""
     file = pq.ParquetFile(path)
     groups = [file.read_row_group(i, ["row"])["row"].to_pylist() for i in range(file.num_row_groups)]
     return [(min(rows), len(rows), (path.name, i)) for i, rows in enumerate(groups)]
@@ -274,7 +276,8 @@ def files_of(spec: DataSpec) -> list[Path]:
 
 
 def corrupt(path: Path) -> None:
-    """Overwrites the pages of the first row group; the footer stays readable."""
+    """Overwrites the pages of the first row group; the footer stays readable, and so does the file's `layout`."""
+    layout(path)
     content = bytearray(path.read_bytes())
     content[4:2000] = bytes(1996)
     path.write_bytes(bytes(content))
