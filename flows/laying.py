@@ -60,7 +60,8 @@ def applied(
 ) -> Result:
     """A layout -> days written in it. Safe to repeat: days that are in it are left, each other one is one commit."""
     warehouse, figures = warehouse_of(config), {}
-    if layout_of(warehouse, name).first and not again:
+    stands = layout_of(warehouse, name)
+    if stands.first and not again and tuple(order_by) in ((), stands.order_by):
         get_run_logger().info("the table has a layout, in which its other days are written; again=true proposes anew")
     else:
         proposal = _proposal(config, name, order_by, recent_days, megabytes_per_second)
@@ -115,7 +116,8 @@ def expired(config: RunConfig, name: str, older_than_days: float, dry_run: bool)
 @task(cache_policy=NO_CACHE, task_run_name="vacuum")
 def vacuumed(config: RunConfig, name: str, older_than_hours: float, dry_run: bool) -> Result:
     """Files that no snapshot names -> none. Safe to repeat: what is gone is gone."""
-    done = vacuum(warehouse_of(config), name, datetime.timedelta(hours=older_than_hours), dry_run)
+    with alone(config, f"ingest of table '{name}'", get_run_logger()):  # whose files are of no snapshot as yet
+        done = vacuum(warehouse_of(config), name, datetime.timedelta(hours=older_than_hours), dry_run)
     verb = "would be deleted; dry_run=false deletes them" if dry_run else "deleted"
     get_run_logger().info("%s files of %s bytes %s", done.files, f"{done.bytes:,}", verb)
     return {"status": "ok", "action": "vacuum", "table": name} | done.model_dump()

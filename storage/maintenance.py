@@ -124,9 +124,11 @@ def vacuum(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
     snapshot until its commit, so `older_than` has to be longer than any write takes.
 
     Raises:
-        StorageError: If the files cannot be listed, or one of them lies outside the table's location.
+        StorageError: If the files cannot be listed, one of them lies outside the table's location, or another table of
+            the catalog has its files there, too.
     """
     table = warehouse.table(name)
+    _refuse_shared_location(warehouse, table)
     limit = datetime.datetime.now(datetime.UTC) - older_than
     found = list(_listed(table))  # before the table is looked at: what is committed meanwhile is named there
     named = _named(warehouse.table(name))
@@ -141,11 +143,25 @@ def vacuum(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
     return result
 
 
+def _refuse_shared_location(warehouse: Warehouse, table: Table) -> None:
+    """A table that was renamed keeps its place; the next of the old name is put there, too."""
+    place = f"{table.location().rstrip('/')}/"
+    for namespace in warehouse.catalog.list_namespaces():
+        for identifier in warehouse.catalog.list_tables(namespace):
+            other = warehouse.catalog.load_table(identifier)
+            there = f"{other.location().rstrip('/')}/"
+            if other.name() != table.name() and (there.startswith(place) or place.startswith(there)):
+                raise StorageError(
+                    f"location of table '{table.name()[-1]}'", "no files of other tables",
+                    f"those of '{'.'.join(other.name())}'", "Copy one of the two to a place of its own.",
+                )  # fmt: skip
+
+
 def _named(table: Table) -> Collection[str]:
     """Paths of all files that the table's metadata and snapshots name."""
     io, metadata = table.io, table.metadata
     paths = {table.metadata_location, *(entry.metadata_file for entry in metadata.metadata_log)}
-    paths |= {entry.statistics_path for entry in metadata.statistics}
+    paths |= {entry.statistics_path for entry in (*metadata.statistics, *metadata.partition_statistics)}
     seen: set[str] = set()
     for snapshot in table.snapshots():
         paths.add(snapshot.manifest_list)

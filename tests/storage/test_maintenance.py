@@ -289,6 +289,18 @@ def test_a_tag_that_is_set_while_snapshots_expire_keeps_its_snapshot(
     assert set(warehouse.table("events").refs()) == {"main", "mine"}
 
 
+def test_a_place_that_two_tables_share_is_left_alone(warehouse: Warehouse, home: Path) -> None:
+    write(warehouse, rows(DAY1, 3))
+    warehouse.catalog.rename_table(("dlrm", "events"), ("dlrm", "old"))
+    write(warehouse, rows(DAY1, 4))
+    before = on_disk(home)
+    with pytest.raises(
+        StorageError, match=r"^location of table 'events': expected no files of other tables, got those"
+    ):
+        vacuum(warehouse, "events", NOW, dry_run=False)
+    assert on_disk(home) == before
+
+
 def test_files_of_another_io_are_not_guessed_at(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
     write(warehouse, rows(DAY1, 3))
     monkeypatch.setattr("storage.maintenance.PyArrowFileIO", type("Other", (PyArrowFileIO,), {}))
