@@ -122,6 +122,7 @@ def write_days(
         again,
         report,
         partial(show_checks, config),
+        get_run_logger().warning,
     )
 
 

@@ -17,8 +17,9 @@ PROFILE = "profile"
 TRAILING_DAYS = 7
 """Days before a day that it is compared with."""
 BUCKETS = 16
-AT_A_TIME = 1_500
-"""Sketches held at once, days times columns; more columns take several passes over the rows."""
+AT_A_TIME = 200
+"""Sketches held at once, days times columns; more columns take several passes over the rows.
+Each takes up to 300 kB, which DuckDB cannot spill."""
 SCHEMA = pa.schema(
     {
         DAY: pa.date32(),

@@ -151,7 +151,8 @@ def equal_bins(by_log_odds: Counts, predicted: Integers, count: int = 20) -> lis
     """
     rows = by_log_odds[:, 0]
     before = np.cumsum(rows) - rows
-    group = np.minimum((before + 0.5 * rows) * count // max(rows.sum(), 1), count - 1).astype(np.int64)
+    total = rows.sum() or 1  # weights may sum to less than 1
+    group = np.minimum((before + 0.5 * rows) * count // total, count - 1).astype(np.int64)
     sums = [np.bincount(group, values, minlength=count) for values in (rows, by_log_odds[:, 1], predicted * UNIT)]
     bins = zip(*sums, strict=True)
     return [Bin(rows=round(n), predicted=float(p / n), observed=float(y / n)) for n, y, p in bins if n]

@@ -47,6 +47,11 @@ class Sums:
         at = np.arange(len(other.sums)) if members is None else np.array(members, np.int64)
         for name in vars(self):
             getattr(self, name)[at] += getattr(other, name)[: len(at)]
+        self.fits()
+
+    def of_weights(self) -> list[Integers]:
+        """Sums that are never negative unless they became too large; none where rows have no weights."""
+        return []
 
     def fits(self) -> None:
         """Refuses sums of weights that have become too large for whole numbers.
@@ -54,7 +59,7 @@ class Sums:
         Raises:
             DataError: If there are any.
         """
-        if any((array < 0).any() for name, array in vars(self).items() if name in ("sums", "weights")):
+        if any((array < 0).any() for array in self.of_weights()):
             raise DataError(
                 "weights of the evaluation rows", "less than 8 billion in all, losses by weight as well", "more",
                 "Scale the weight column down.",
@@ -92,6 +97,9 @@ class Tally(Sums):
     def weighted(self) -> bool:
         """Whether rows have weights."""
         return self.weights.shape[1] > 0
+
+    def of_weights(self) -> list[Integers]:
+        return [self.sums, self.weights] if self.weighted else []
 
     def add(
         self,
@@ -192,6 +200,9 @@ class Pairs(Sums):
         """Whether rows have weights."""
         return self.counts.shape[1] > 0
 
+    def of_weights(self) -> list[Integers]:
+        return [self.by_unit[..., :2]] if self.weighted else []
+
     def add(
         self,
         labels: Floats,
@@ -215,6 +226,7 @@ class Pairs(Sums):
             _add(self.by_unit, at * UNIT_GROUPS + units, values)
             _add(self.counts, at, (1,))
             add_moments(self.moments, at, positive, apart, weights)
+            self.fits()
             return
         positive, difference = labels.astype(np.int64), in_units(apart)
         _add(self.sums, at, (difference * positive, *squares(apart)))

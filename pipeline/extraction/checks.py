@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pyarrow as pa
 from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -74,6 +74,11 @@ class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
         """What a day that breaks the rule meets with."""
         found: Outcome = getattr(self, rule)
         return found
+
+    @property
+    def strict(self) -> list[Rule]:
+        """Rules that keep a day out of the table."""
+        return [rule for rule in get_args(Rule) if self.outcome(rule) in ("fail", "quarantine")]
 
 
 class Finding(BaseModel, frozen=True):

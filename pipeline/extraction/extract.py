@@ -4,13 +4,13 @@ import datetime
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Self
+from typing import Any, Self
 
 import duckdb
 import pyarrow as pa
@@ -20,7 +20,16 @@ from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction.checks import Checked, ChecksConfig
 from pipeline.extraction.generator import write_logs
 from pipeline.extraction.generator_config import GeneratorConfig
-from pipeline.extraction.intake import Intake, held_name, hold_back, inspect, keep_profile, refuse_none
+from pipeline.extraction.intake import (
+    Intake,
+    Warn,
+    held_name,
+    hold_back,
+    inspect,
+    keep_profile,
+    mend_profile,
+    refuse_none,
+)
 from pipeline.extraction.join import KEY, LEFT_OUT, REASON, SHOWN, Join, Joined
 from pipeline.extraction.outcomes import Outcomes
 from pipeline.extraction.samples import add_types, count_rows, dense_columns
@@ -35,6 +44,11 @@ SPOILED = "quarantine"
 """Suffix of the table that holds refused rows."""
 MEMORY = "512MB"
 """What DuckDB may hold; joins and sorts beyond it are spilled to disk."""
+LATER = {
+    "outcomes": ("action_column", "labels", "keep_negatives", "keep_seed"),
+    "generator": ("lists_per",),
+}
+"""Keys of parts of the source that older versions did not have."""
 
 
 class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -145,6 +159,7 @@ def extract(
     again: bool = False,
     report: Report = lambda what, done, total: None,
     on_checked: Callable[[Checked], None] = lambda checked: None,
+    warn: Warn = lambda sentence: None,
 ) -> IngestResult:
     """Writes the days of a source into the warehouse; days that stand there from the same input are left alone.
 
@@ -154,6 +169,7 @@ def extract(
         only: Days to write; none means all.
         again: Writes days that stand there already, too, and looks again at those that were held back.
         on_checked: Called with what the rules say of the new days, before anything is written.
+        warn: Called with what went wrong and does not end the ingest.
     Raises:
         ConfigError: If the source does not have the columns that the configuration names.
         DataError: If values are of the wrong kind, too many labels of a day are bad, or a day breaks a rule that fails.
@@ -165,7 +181,7 @@ def extract(
     with _connection(every, warehouse.home / "tmp") as connection:
         view, unmatched, join = _samples(connection, source, schema, files, outcomes, lookups, bool(config.order_by))
         order = _order(connection, view, config.order_by, bool(lookups or source.outcomes))
-        decides = [source.model_dump(mode="json"), schema.label, _stamps(every[len(files) + len(outcomes) :])]
+        decides = [_said(source), schema.label, _stamps(every[len(files) + len(outcomes) :])]
         decides += [config.order_by] if config.order_by else []
         shared = _fingerprint(decides + ([schema.weight] if schema.weight else []))
         stamps = {str(path.resolve()): _stamps([path]) for path in [*files, *outcomes]}
@@ -178,10 +194,15 @@ def extract(
         todo = [day for day in wanted if day.identity not in (done.get(day.day), held.get(day.day))]
         if join is not None and todo:
             join.attribute(view, _in(todo))
-            todo = _thinned(connection, view, todo)
+            todo = [day for day in _thinned(connection, view, todo) if day.kept or day.day in stored]
         intake = None
+        if config.profile:
+            numbers = _numbers(connection, view, schema, source)
+            standing = {day.day: day.identity for day in wanted if day.identity == done.get(day.day)}
+            mend_profile(connection, warehouse, table, standing, numbers, warn)
         if config.profile and todo:
-            intake = _inspected(connection, view, todo, warehouse, table, config.checks, schema, source)
+            intake = _inspected(connection, view, todo, warehouse, table, config.checks, schema.label, numbers, warn)
+        if intake is not None:
             on_checked(intake.checked)
             intake.checked.refuse()
         broken = [day for day in todo if intake is not None and day.day in intake.checked.held]
@@ -190,6 +211,7 @@ def extract(
         into_held = partial(_write, connection, view, warehouse, table, broken, order, lambda rows: None)
         hold_back(warehouse, table, [day.day for day in todo], into_held, bool(broken))
         refuse_none(warehouse, table, [] if todo else [day.day for day in [*broken, *left]])
+        _refuse_nothing(wanted, bool(todo) or warehouse.has_table(table))
         total = sum(day.kept for day in todo)
         written = 0
         for group in _groups(todo, config.rows_per_commit):
@@ -269,6 +291,11 @@ def _connection(files: Iterable[Path], temporary: Path) -> Iterator[duckdb.DuckD
             if "Invalid string encoding" in str(error) and (found := not_utf8(list(files))) is not None:
                 where = f"column '{found[1]}' of '{found[0].name}'"
                 raise DataError(where, "text in UTF-8", "bytes that are none", "Write the file anew.") from error
+            if isinstance(error, duckdb.OutOfMemoryException):
+                raise DataError(
+                    "memory of the ingest", f"at most {MEMORY} at a time", first_line(error),
+                    "Ingest fewer days at once.",
+                ) from error  # fmt: skip
             raise DataError("rows of the source", "readable values", first_line(error), "Mend the files.") from error
 
 
@@ -279,7 +306,7 @@ def _files(source: SourceConfig, root: Path, logs: Path, table: str, report: Rep
         files = files_of(source.path, root, "source.path")
         logged = source.outcomes.path if source.outcomes else None
         return files, files_of(logged, root, "source.outcomes.path") if logged else []
-    content = [source.generator.model_dump(mode="json"), source.outcomes.window_seconds]
+    content = [_said(source)["generator"], source.outcomes.window_seconds]
     folder = logs / f"{table}-{_fingerprint(content)[:12]}"
     if not (folder / "complete").exists():
         total = source.generator.days * source.generator.rows_per_day
@@ -344,15 +371,16 @@ def _survey(
 ) -> list[Day]:
     """Counts by day, and for each day an identity made of the files that hold its rows and, where logs are joined, of
     those that may hold outcomes of them."""
+    which = f"sum(md5_number_lower(concat_ws(':', {KEY}, parse_filename(__file), __row))) FILTER (__reason IS NOT NULL)"
     rows = connection.sql(
-        f"SELECT {DAY}, count(*), count(__reason), list(DISTINCT __file ORDER BY __file) FROM {view}"
-        f" GROUP BY {DAY} ORDER BY {DAY}"
+        f"SELECT {DAY}, count(*), count(__reason), list(DISTINCT __file ORDER BY __file),"
+        f" {'NULL' if outcomes is None else which} FROM {view} GROUP BY {DAY} ORDER BY {DAY}"
     ).fetchall()
     days = []
-    for day, count, bad, files in rows:
+    for day, count, bad, files, aside in rows:
         content = [shared, [stamps[file] for file in files]]
         if outcomes is not None:  # a repeated impression may have its first row in the file of another day
-            content += [[stamps[file] for file in outcomes.get(day, [])], bad]
+            content += [[stamps[file] for file in outcomes.get(day, [])], str(aside or 0)]
         days.append(Day(day, count, bad, _fingerprint(content)[:16]))
     return days
 
@@ -391,6 +419,14 @@ def _refuse_spoiled(connection: duckdb.DuckDBPyConnection, view: str, days: list
         )
 
 
+def _refuse_nothing(days: list[Day], something: bool) -> None:
+    if not something:
+        raise EmptyDatasetError(
+            f"{len(days)} day(s) of the source", "rows to keep", "only negatives that are thinned out",
+            "Raise source.outcomes.keep_negatives.",
+        )  # fmt: skip
+
+
 def _inspected(
     connection: duckdb.DuckDBPyConnection,
     view: str,
@@ -398,18 +434,22 @@ def _inspected(
     warehouse: Warehouse,
     table: str,
     config: ChecksConfig,
-    schema: FeatureSchema,
-    source: SourceConfig,
-) -> Intake:
+    label: str,
+    numbers: Collection[str],
+    warn: Warn,
+) -> Intake | None:
     """The rows of days that are to be written, measured and held against the rules."""
     which = f"__reason IS NULL AND NOT {LEFT_OUT} AND {_in(days)}"
     connection.execute(f"CREATE VIEW good AS SELECT * FROM {view} WHERE {which}")
-    columns = [name for name in connection.view("good").columns if not name.startswith("__")]
+    counts = {day.day: day.kept for day in days}
+    return inspect(connection, "good", counts, warehouse, table, config, label, numbers, warn)
+
+
+def _numbers(connection: duckdb.DuckDBPyConnection, view: str, schema: FeatureSchema, source: SourceConfig) -> set[str]:
+    """Columns whose integers are counts or labels, not ids."""
+    columns = [name for name in connection.view(view).columns if not name.startswith("__")]
     made = source.outcomes.columns(schema.label) if source.outcomes is not None else []
-    numbers = {schema.label, *made, *dense_columns(schema, columns, made)}
-    return inspect(
-        connection, "good", {day.day: day.kept for day in days}, warehouse, table, config, schema.label, numbers
-    )
+    return {schema.label, *made, *dense_columns(schema, columns, made)}
 
 
 def _refused(connection: duckdb.DuckDBPyConnection, view: str, days: list[Day]) -> dict[str, int]:
@@ -474,6 +514,17 @@ def _in(days: list[Day]) -> str:
     if not days:
         return "false"
     return f"{DAY} IN ({', '.join(f'DATE {chr(39)}{day.day.isoformat()}{chr(39)}' for day in days)})"
+
+
+def _said(source: SourceConfig) -> dict[str, Any]:
+    """What the source is, without keys that came later and say nothing: days of older versions keep their identity."""
+    content = source.model_dump(mode="json")
+    for part, keys in LATER.items():
+        model = getattr(source, part)
+        for key in keys if model is not None else ():
+            if getattr(model, key) == type(model).model_fields[key].default:
+                del content[part][key]
+    return content
 
 
 def _stamps(files: Iterable[Path]) -> str:

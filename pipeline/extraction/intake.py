@@ -7,15 +7,21 @@ from dataclasses import dataclass
 import duckdb
 import pyarrow as pa
 
-from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction.checks import Checked, ChecksConfig, check
-from pipeline.profile import SCHEMA, measure, profile_name, profiles, store
+from pipeline.extraction.sources import first_line
+from pipeline.profile import SCHEMA, TRAILING_DAYS, measure, measure_days, profile_name, profiles, store, with_drift
 from storage.query import quoted
 from storage.reader import DAY
-from storage.warehouse import Warehouse
+from storage.warehouse import Warehouse, identities
 
 HELD = "held"
 """Suffix of the table that holds days which broke a rule."""
+DAYS_AT_ONCE = 30
+"""Days that are measured together where they stand in the table already."""
+
+Warn = Callable[[str], None]
+"""Called with a sentence for the log."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +46,34 @@ def inspect(
     config: ChecksConfig,
     label: str,
     numbers: Collection[str],
-) -> Intake:
+    warn: Warn,
+) -> Intake | None:
     """Measures new days and holds them against the rules; nothing is written.
 
     Args:
         rows: View of the rows to be written.
         counts: New day -> its rows.
         numbers: Integer columns that are counts or labels, not ids.
+        warn: Hears of a measurement that failed.
+    Returns:
+        None where they could not be measured.
     Raises:
         ConfigError: If there is no column `config.key`.
+        DataError: If they could not be measured, and a rule fails days or holds them back.
     """
-    measured = measure(connection, rows, numbers, counts)
+    try:
+        measured = measure(connection, rows, numbers, counts)
+    except duckdb.Error as error:
+        said = first_line(error)
+        if config.strict and not isinstance(error, duckdb.OutOfMemoryException):
+            raise
+        if config.strict:
+            raise DataError(
+                "statistics of the new days", f"a measurement, which {', '.join(config.strict)} of ingest.checks need",
+                said, "Ingest fewer days at once, or set these rules to warn.",
+            ) from error  # fmt: skip
+        warn(f"days are written without statistics, and unchecked: {said}")
+        return None
     earlier = profiles(warehouse, table, _before(warehouse, table, counts, config.trailing_days))
     asked = config.key is not None and config.duplicates != "off"
     repeated = _repeated(connection, rows, config.key or "") if asked else {}
@@ -70,6 +93,35 @@ def keep_profile(warehouse: Warehouse, table: str, intake: Intake | None, days: 
         store(warehouse, table, rows, days)
     elif warehouse.has_table(profile_name(table)):
         store(warehouse, table, SCHEMA.empty_table(), days)
+
+
+def mend_profile(
+    connection: duckdb.DuckDBPyConnection,
+    warehouse: Warehouse,
+    table: str,
+    standing: Mapping[datetime.date, str],
+    numbers: Collection[str],
+    warn: Warn,
+) -> None:
+    """Measures days whose stored statistics are not of what stands in the table: an ingest ended between the two.
+
+    Args:
+        standing: Day of the table -> identity of what was written.
+        numbers, warn: As of `inspect`.
+    """
+    name = profile_name(table)
+    known = identities(warehouse.table(name)) if warehouse.has_table(name) else {}
+    stale = sorted(day for day, identity in standing.items() if known.get(day, (0, ""))[1] != identity)
+    for start in range(0, len(stale), DAYS_AT_ONCE):
+        days = {day: standing[day] for day in stale[start : start + DAYS_AT_ONCE]}
+        try:
+            measured = measure_days(connection, warehouse, warehouse.current(table), days, numbers)
+        except duckdb.Error as error:
+            warn(f"days that stand in table '{table}' could not be measured: {first_line(error)}")
+            keep_profile(warehouse, table, None, days)
+            continue
+        earlier = profiles(warehouse, table, _before(warehouse, table, days, TRAILING_DAYS))
+        store(warehouse, table, with_drift(measured, earlier), days)
 
 
 def hold_back(

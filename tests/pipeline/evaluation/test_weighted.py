@@ -13,7 +13,7 @@ from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 from pipeline.errors import DataError
 from pipeline.evaluation.evaluate import Evaluation, EvaluationConfig, Scored
 from pipeline.evaluation.gate import GateConfig, compare, ne_difference, paired
-from pipeline.evaluation.metrics import Quality, base_entropy, losses
+from pipeline.evaluation.metrics import Quality, base_entropy, equal_bins, losses
 from pipeline.evaluation.tally import FINE_BINS, Tally, limbs, sum_of_squares
 
 ROWS = 2_000
@@ -135,6 +135,19 @@ def test_too_much_weight_is_refused() -> None:
         tally.add(np.zeros(200_000), np.full(200_000, 0.5), weights=heavy)
     with pytest.raises(DataError, match="weights of the evaluation rows: expected less than 8 billion in all"):
         tally.add(np.zeros(200_000), np.full(200_000, 0.5), weights=heavy)
+    halves = [Tally(weighted=True), Tally(weighted=True)]
+    for half in halves:
+        half.add(np.zeros(500_000), np.full(500_000, 0.5), weights=np.full(500_000, 1e4))
+    with pytest.raises(DataError, match="weights of the evaluation rows"):
+        halves[0].merge(halves[1])
+
+
+def test_weights_that_sum_to_little_fill_all_bins(rows: dict[str, Any]) -> None:
+    small, plain = Tally(weighted=True), Tally()
+    small.add(rows["labels"], rows["ours"], weights=np.full(ROWS, 2.0**-14))
+    plain.add(rows["labels"], rows["ours"])
+    found, expected = (equal_bins(one.binned(), one.predicted[0]) for one in (small, plain))
+    assert [one.predicted for one in found] == pytest.approx([one.predicted for one in expected], rel=1e-3)
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-9, 0.37, 12.5, 1e8, 7.7e14])

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
+from pipeline.extraction import extract, intake
 from pipeline.extraction.checks import Checked, ChecksConfig, Rule, band, check
 from pipeline.extraction.plots import day_figure
 from pipeline.profile import SCHEMA, measure, profiles
@@ -267,3 +270,33 @@ def test_the_figure_shows_days_and_findings(before: pa.Table, tmp_path: Path) ->
     assert [axes.get_ylabel() for axes in figure.axes] == ["rows", "label rate", "coverage, % of rows"]
     assert "price" in [text.get_text() for text in figure.axes[2].get_legend().get_texts()]
     figure.savefig(tmp_path / "figure.png")
+
+
+def test_statistics_lost_between_two_commits_are_taken_by_the_next_ingest(
+    ingest: Any, source: Any, warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows_of = source()
+    with monkeypatch.context() as killed:
+        killed.setattr(extract, "keep_profile", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            ingest(rows_of, dense=["price"])
+    assert profiles(warehouse, "events").num_rows == 0
+    again = ingest(rows_of, dense=["price"])
+    assert (again.days_written, profiles(warehouse, "events").num_rows) == ((), 48)
+    taken = Mock()
+    monkeypatch.setattr(intake, "measure_days", taken)
+    ingest(rows_of, dense=["price"])
+    taken.assert_not_called()
+
+
+def test_days_that_cannot_be_measured(
+    ingest: Any, source: Any, warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "measure", Mock(side_effect=duckdb.OutOfMemoryException("Out of Memory Error: all")))
+    with pytest.raises(DataError) as error:
+        ingest(source())
+    assert str(error.value) == (
+        "statistics of the new days: expected a measurement, which changed_type of ingest.checks need, "
+        "got Out of Memory Error: all. Ingest fewer days at once, or set these rules to warn."
+    )
+    assert ingest(source(), checks={"changed_type": "warn"}).rows == 6_000

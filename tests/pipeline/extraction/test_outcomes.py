@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 from pydantic import ValidationError
 
-from pipeline.errors import ConfigError
-from pipeline.extraction.extract import SourceConfig
+from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.extraction.extract import SourceConfig, _said
 from storage.warehouse import Warehouse
 
 DAYS = [datetime.date(2024, 1, day) for day in (1, 2, 3, 4)]
@@ -228,3 +228,43 @@ def test_labels_that_contradict_themselves(changed: dict[str, Any], sentence: st
 def test_shares_of_negatives(share: float) -> None:
     with pytest.raises(ValidationError, match="keep_negatives"):
         SourceConfig.model_validate(source(keep_negatives=share))
+
+
+def test_another_repeat_makes_the_day_another(ingest: Any, stored: Any, put: Any) -> None:
+    when = [MIDNIGHT + pd.Timedelta(hours=hours) for hours in (1, 2, 30, 31, 32)]
+    put("features/2.parquet", impression_id=["x", "y", "z"], event_time=when[2:], user=[1, 2, 3])
+    put("outcomes/1.parquet", impression_id=["q"], outcome_time=when[:1], action=["click"], price=[1.0])
+    for first in ("x", "y"):
+        put("features/1.parquet", impression_id=[first, "w"], event_time=when[:2], user=[1, 2])
+        assert ingest(source(), max_quarantined_share=0.5).days_written == tuple(DAYS[:2])
+        assert sorted(stored()["impression_id"]) == ["w", "x", "y", "z"]
+
+
+def test_a_day_that_keeps_no_row_makes_no_snapshot(ingest: Any, put: Any) -> None:
+    when = [MIDNIGHT + pd.Timedelta(hours=hours) for hours in (1, 30, 31)]
+    put("features/1.parquet", impression_id=[1, 2, 3], event_time=when, user=[1, 2, 3])
+    put("outcomes/1.parquet", impression_id=[1], outcome_time=when[:1], action=["click"], price=[1.0])
+    first, second = (ingest(source(keep_negatives=1e-4)) for _ in range(2))
+    assert (first.days_written, second.days_written) == ((DAYS[0],), ())
+    assert first.snapshot == second.snapshot
+
+
+def test_a_source_of_negatives_that_are_all_thinned_out(ingest: Any, put: Any) -> None:
+    put("features/1.parquet", impression_id=[2], event_time=[MIDNIGHT], user=[1])
+    put("outcomes/1.parquet", impression_id=[1], outcome_time=[MIDNIGHT], action=["click"], price=[1.0])
+    with pytest.raises(EmptyDatasetError) as error:
+        ingest(source(keep_negatives=1e-4))
+    assert str(error.value) == (
+        "1 day(s) of the source: expected rows to keep, got only negatives that are thinned out. "
+        "Raise source.outcomes.keep_negatives."
+    )
+
+
+def test_keys_that_came_later_do_not_change_what_a_source_is() -> None:
+    plain = SourceConfig.model_validate({"generator": {}, "outcomes": {}, "day_column": "date"})
+    assert not {"labels", "keep_negatives", "keep_seed", "action_column"} & _said(plain)["outcomes"].keys()
+    assert "lists_per" not in _said(plain)["generator"]
+    changed = SourceConfig.model_validate(
+        {"generator": {"lists_per": "session"}, "outcomes": {"keep_seed": 3}, "day_column": "date"}
+    )
+    assert (_said(changed)["generator"]["lists_per"], _said(changed)["outcomes"]["keep_seed"]) == ("session", 3)
