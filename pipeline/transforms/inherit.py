@@ -3,7 +3,7 @@
 from pipeline.transforms.fit import learns
 from pipeline.transforms.ops import AnyOp, Bucketize, MapId, Standardise
 from pipeline.transforms.plan import Plan
-from pipeline.transforms.schedule import above
+from pipeline.transforms.schedule import above, raw_column
 
 LEARNED: dict[type[AnyOp], dict[str, None]] = {
     Bucketize: {"borders": None},
@@ -16,9 +16,11 @@ LEARNED: dict[type[AnyOp], dict[str, None]] = {
 def inherited(plan: Plan, old: Plan) -> Plan:
     """The plan with the numbers that the same ops have learned in an older one; new ops still have to learn theirs.
 
-    A model that is trained further needs its inputs on the scale that it knows.
+    A model that is trained further needs its inputs on the scale that it knows. What was learned from a column that
+    the older plan's table did not have, and this one's has, is not taken over: nothing was learned.
     """
-    taught = {op.output: op for op in old.ops}
+    new = set(old.absent) - set(plan.absent)
+    taught = {op.output: op for op in old.ops if not new & _raw_of(old, op.output)}
     known: dict[str, AnyOp] = {}
     for op in plan.ops:
         before = taught.get(op.output)
@@ -48,6 +50,8 @@ def kept(plan: Plan, old: Plan) -> set[str]:
 def _same(plan: Plan, old: Plan, feature: str) -> bool:
     if plan.direct.get(feature) != old.direct.get(feature):
         return False
+    if _raw_of(plan, feature) & (set(old.absent) - set(plan.absent)):
+        return False
     ours, theirs = _ops_of(plan, feature), _ops_of(old, feature)
     if ours.keys() != theirs.keys():
         return False
@@ -58,6 +62,12 @@ def _ops_of(plan: Plan, feature: str) -> dict[str, AnyOp]:
     """Output -> op, of all that a feature is made by."""
     names = above(plan.ops, [plan.direct.get(feature, feature)])
     return {op.output: op for op in plan.ops if op.output in names}
+
+
+def _raw_of(plan: Plan, name: str) -> set[str]:
+    """Raw columns that a feature, or the output of an op, is made of."""
+    keys = above(plan.ops, [plan.direct.get(name, name)]) - {op.output for op in plan.ops}
+    return {raw_column(key) or key for key in keys}
 
 
 def _extends(op: AnyOp, old: AnyOp) -> bool:

@@ -71,3 +71,23 @@ def test_quantiles_are_taken_over():
     ops = {"a": (Bucketize(quantiles=3),)}
     old = plan(OLD, [], ops)
     assert inherited(plan(None, [], ops), old) == old
+
+
+def test_nothing_is_taken_over_from_a_column_that_was_absent():
+    """The older plan has learned a mean of 0 from nulls; the column is there now."""
+    schema = FeatureSchema.model_validate(
+        {
+            "dense": [{"columns": "a"}, {"columns": "new", "on_missing": "default"}],
+            "sparse": [{"columns": "u", "transforms": [{"kind": "clamp", "low": 0, "high": 9}]}],
+        }
+    )
+    before = pa.table({"a": [1.0, 2.0, 3.0], "u": [1, 2, 3], "label": [0, 1, 0]})
+    after = before.append_column("new", pa.array([1e6, 1.1e6, 1.2e6]))
+    old = build_plan(schema, before.schema).fit(lambda: [before])
+    assert old.absent == ("new",)
+    half = inherited(build_plan(schema, after.schema), old)
+    assert kept(half, old) == {"a", "u"}
+    fresh = build_plan(schema, after.schema)
+    assert half.fit(lambda: [after]) == fresh.fit(lambda: [after])  # `a` has learned the same from the same rows
+    assert inherited(build_plan(schema, before.schema), old) == old
+    assert kept(old, old) == {"a", "u", "new"}
