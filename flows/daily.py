@@ -224,7 +224,7 @@ def job_of_day(
     from_scratch = decision.training == "scratch"
     days = today.scratch_days if from_scratch else today.new_days
     # Another champion, other rows or another kind of training do not go on from the checkpoints of this one.
-    contents = warehouse_of(config).day_contents(today.snapshot)
+    contents = warehouse_of(config).day_names(today.snapshot)  # a checkpoint goes on at a place in files
     work = [decision.training, today.champion.version, *(contents[day] for day in (*days, today.day))]
     digest = hashlib.sha256(json.dumps(work).encode()).hexdigest()[:8]
     name = f"{config.name}-{today.day}-{today.identity[:12]}-{digest}"

@@ -22,7 +22,7 @@ from pyiceberg.table.update import (
 )
 
 from storage.errors import ConflictError, StorageError
-from storage.warehouse import DAYS_PROPERTY, NOTES_PROPERTY, Warehouse, identities, notes
+from storage.warehouse import CONTENTS_PROPERTY, DAYS_PROPERTY, NOTES_PROPERTY, Warehouse, contents, identities, notes
 
 MAIN = "main"
 
@@ -89,6 +89,7 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
         local: list[Any] = [] if remote else [AssertSameRefs(known=_refs(table.metadata))]
         written = {day.isoformat(): value for day, value in sorted(identities(table).items())}
         noted = {day.isoformat(): value for day, value in sorted(notes(table).items())}
+        rows = {day.isoformat(): value for day, value in sorted(contents(table).items())}
         try:
             table.catalog.commit_table(
                 table,
@@ -99,7 +100,11 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
                 ),
                 (
                     SetPropertiesUpdate(
-                        updates={DAYS_PROPERTY: json.dumps(written), NOTES_PROPERTY: json.dumps(noted)}
+                        updates={
+                            DAYS_PROPERTY: json.dumps(written),
+                            NOTES_PROPERTY: json.dumps(noted),
+                            CONTENTS_PROPERTY: json.dumps(rows),
+                        }
                     ),
                     RemoveSnapshotsUpdate(snapshot_ids=sorted(gone)),
                 ),

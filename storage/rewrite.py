@@ -16,7 +16,7 @@ from storage.errors import StorageError
 from storage.layout import Layout
 from storage.query import connect
 from storage.reader import SnapshotReader, SnapshotRef, open_parquet
-from storage.warehouse import Warehouse, identities, notes
+from storage.warehouse import Warehouse, identities
 from storage.writer import MARK, DataFileWriter, chunks
 
 
@@ -99,8 +99,9 @@ def rewrite_day(warehouse: Warehouse, name: str, day: datetime.date, temporary: 
         yield from after
 
     identity = identities(table).get(day, (0, ""))[1]
-    note = notes(table).get(day, (0, None))[1]
-    warehouse.replace_files(table, {day: identity}, files, notes={} if note is None else {day: note})
+    noted = {found: note for found, note in warehouse.day_notes(name).items() if found == day}
+    same = {day: warehouse.day_contents(reference)[day]}
+    warehouse.replace_files(table, {day: identity}, files, notes=noted, same=same)
     return Rewritten(
         day=day,
         rows=sum(file.record_count for file in before),

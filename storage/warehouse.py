@@ -33,6 +33,8 @@ DAYS_PROPERTY = "dlrm.days"
 """Snapshot summary: JSON of day -> identity of what was written, so that finished work is recognised."""
 NOTES_PROPERTY = "dlrm.joined"
 """Snapshot summary: JSON of day -> column -> identity of the side source that a back-fill wrote it from."""
+CONTENTS_PROPERTY = "dlrm.contents"
+"""Snapshot summary: JSON of day -> its files as they were written (a hash), and what `day_contents` says of them."""
 FILES_AT_A_TIME = 16
 """Files whose sizes are asked for at once; on an object store each takes a round trip."""
 
@@ -150,6 +152,7 @@ class Warehouse:
         days: Mapping[datetime.date, str],
         files: Callable[[DataFileWriter], Iterable[DataFile]],
         notes: Mapping[datetime.date, Any] = MappingProxyType({}),
+        same: Mapping[datetime.date, str] = MappingProxyType({}),
     ) -> SnapshotRef:
         """Puts new files in the place of those of whole days, in one commit; one that fails leaves none.
 
@@ -158,12 +161,14 @@ class Warehouse:
             days: As in `replace_days`; a day without an identity keeps none.
             files: Writes the new files; what it raises ends the commit.
             notes: As in `replace_days`.
+            same: Day -> what `day_contents` says of the rows that its new files hold again.
         Raises:
             ConflictError: If another writer changed one of these days meanwhile.
             StorageError: If a file is of another day.
         """
         name, transaction, io = table.name()[-1], table.transaction(), _RecordingIO(table.io)
         overwrite = self._overwrite(table, transaction, days, notes)
+        paths: dict[datetime.date, list[str]] = {day: [] for day in days}
         try:
             for file in files(DataFileWriter(table.metadata, io, self.config.layout(), overwrite.commit_uuid)):
                 if day_of(file) not in days:
@@ -174,6 +179,10 @@ class Warehouse:
                         "Pass all days of the rows.",
                     )
                 overwrite.append_data_file(file)
+                paths[day_of(file)].append(file.file_path)
+            hashes = {day: _hash_of(paths[day]) for day in sorted(paths)}
+            contents = {day.isoformat(): [one, same.get(day, one)] for day, one in hashes.items()}
+            overwrite.snapshot_properties |= {CONTENTS_PROPERTY: json.dumps(contents)}
             overwrite.commit()
             transaction.commit_transaction()
         except (CommitFailedException, ValidationException) as error:
@@ -221,7 +230,7 @@ class Warehouse:
 
     def _refuse_changed(self, table: Table, made_of: SnapshotRef, days: Iterable[datetime.date]) -> None:
         """Whether days are still what a snapshot says; a change from here on is found by the commit itself."""
-        before, now = self.day_contents(made_of), self.day_contents(_reference(table))
+        before, now = self.day_names(made_of), self.day_names(_reference(table))
         changed = [day for day in days if before.get(day) != now.get(day)]
         if changed:
             raise ConflictError(
@@ -312,8 +321,17 @@ class Warehouse:
         return {day: identity for day, (_, identity) in identities(self.table(name)).items() if day in there}
 
     def day_notes(self, name: str) -> dict[datetime.date, Any]:
-        """Day -> what was noted of it when it was last written; days without a note are left out."""
-        return {day: note for day, (_, note) in notes(self.table(name)).items() if note is not None}
+        """Day -> what was noted of it when it was last written.
+
+        Days without a note are left out, and those that another engine has written since.
+        """
+        table = self.table(name)
+        known, files = contents(table), self.day_names(_reference(table))
+        return {
+            day: note
+            for day, (_, note) in notes(table).items()
+            if note is not None and (day not in known or known[day][1][0] == files.get(day))
+        }
 
     def property_of(self, name: str, key: str) -> str | None:
         """A property of a table; None where it has none of that name."""
@@ -361,13 +379,16 @@ class Warehouse:
         return {day: sum(file.record_count for file in files[day]) for day in files}
 
     def day_contents(self, reference: SnapshotRef) -> dict[datetime.date, str]:
-        """Day -> what tells its rows from those of another snapshot: a hash of the names of its data files.
+        """Day -> what tells its rows from those of another snapshot, in whatever files and order they stand.
 
-        It holds whoever wrote the day, and stays while only other days change.
+        It holds whoever wrote the day, and stays while only other days change, or the day's layout.
         """
-        files = self.day_files(reference)
-        names = {day: "\n".join(sorted(file.file_path for file in files[day])) for day in files}
-        return {day: hashlib.sha256(names[day].encode()).hexdigest() for day in files}
+        known = dict(_pairs(self.table(reference.table)))
+        return {day: known.get(name, name) for day, name in self.day_names(reference).items()}
+
+    def day_names(self, reference: SnapshotRef) -> dict[datetime.date, str]:
+        """Day -> a hash of the names of its data files: equal ones have equal rows at equal places."""
+        return {day: _hash_of([file.file_path for file in files]) for day, files in self.day_files(reference).items()}
 
     def day_files(self, reference: SnapshotRef) -> dict[datetime.date, list[DataFile]]:
         """Data files of each day at the snapshot, in order of the days."""
@@ -392,15 +413,40 @@ class Warehouse:
 
 def identities(table: Table) -> dict[datetime.date, tuple[int, str]]:
     """Day -> when it was last written (a sequence number) and as what; expired snapshots left theirs to the table."""
-    kept = json.loads(table.properties.get(DAYS_PROPERTY, "{}"))
-    found = {datetime.date.fromisoformat(day): (int(number), str(identity)) for day, (number, identity) in kept.items()}
+    return _newest(table, DAYS_PROPERTY)
+
+
+def contents(table: Table) -> dict[datetime.date, tuple[int, list[str]]]:
+    """Day -> when it was last written (a sequence number); hash of its files, and what `day_contents` says of them."""
+    return _newest(table, CONTENTS_PROPERTY)
+
+
+def _newest(table: Table, key: str) -> dict[datetime.date, tuple[int, Any]]:
+    kept = json.loads(table.properties.get(key, "{}"))
+    found = {datetime.date.fromisoformat(day): (int(number), value) for day, (number, value) in kept.items()}
     for snapshot in table.snapshots():
-        summary = snapshot.summary.additional_properties if snapshot.summary else {}
-        for text, identity in json.loads(summary.get(DAYS_PROPERTY, "{}")).items():
+        for text, value in json.loads(_summary(snapshot).get(key, "{}")).items():
             day, number = datetime.date.fromisoformat(text), snapshot.sequence_number or 0
             if day not in found or found[day][0] <= number:
-                found[day] = (number, identity)
+                found[day] = (number, value)
     return found
+
+
+def _pairs(table: Table) -> Iterator[tuple[str, str]]:
+    """(hash of files, what `day_contents` says of them) of all days ever written that are still known."""
+    for _, (name, same) in json.loads(table.properties.get(CONTENTS_PROPERTY, "{}")).values():
+        yield name, same
+    for snapshot in table.snapshots():
+        for name, same in json.loads(_summary(snapshot).get(CONTENTS_PROPERTY, "{}")).values():
+            yield name, same
+
+
+def _summary(snapshot: Snapshot) -> Mapping[str, str]:
+    return snapshot.summary.additional_properties if snapshot.summary else {}
+
+
+def _hash_of(paths: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(paths)).encode()).hexdigest()
 
 
 def notes(table: Table) -> dict[datetime.date, tuple[int, Any]]:
@@ -408,7 +454,7 @@ def notes(table: Table) -> dict[datetime.date, tuple[int, Any]]:
     kept = json.loads(table.properties.get(NOTES_PROPERTY, "{}"))
     found = {datetime.date.fromisoformat(day): (int(number), note) for day, (number, note) in kept.items()}
     for snapshot in table.snapshots():
-        summary = snapshot.summary.additional_properties if snapshot.summary else {}
+        summary = _summary(snapshot)
         noted, number = json.loads(summary.get(NOTES_PROPERTY, "{}")), snapshot.sequence_number or 0
         for text in {*noted, *json.loads(summary.get(DAYS_PROPERTY, "{}"))}:
             day = datetime.date.fromisoformat(text)

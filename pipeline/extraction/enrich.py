@@ -16,7 +16,7 @@ from pipeline.joined.reader import Side, bare
 from pipeline.joined.source import SideSource, added_columns, contents, pin
 from pipeline.schema import Joined
 from storage.reader import SnapshotReader, SnapshotRef
-from storage.warehouse import Warehouse
+from storage.warehouse import Warehouse, notes
 
 COLUMNS = "dlrm.joined.columns"
 """Property of a table: JSON list of the columns that back-fills have written."""
@@ -57,9 +57,10 @@ def enrich(
         root: Folder that relative paths start from.
         start: First day; None: the table's.
         end: Last day; None: the table's.
-        again: Writes days that are done, too.
+        again: Writes days that are done, too, and over values that no back-fill wrote.
     Raises:
-        ConfigError: If there is no side source, or its columns or keys do not fit the table.
+        ConfigError: If there is no side source, its columns or keys do not fit the table, or a day has values in the
+            columns that no back-fill wrote.
         ConflictError: If a day was written by others meanwhile; the days before stay done.
         DataError: If a side source has a key twice; the days before stay done.
         EmptyDatasetError: If the table has no day in the range.
@@ -69,11 +70,15 @@ def enrich(
     snapshot, columns = warehouse.current(table), _columns(joined, warehouse, table, root)
     days = _in_range(warehouse.day_rows(snapshot), start, end)
     noted, wanted = warehouse.day_notes(table), _identities(columns.sources, days, warehouse)
-    names = columns.added.names
+    names, lacking = columns.added.names, not set(columns.added.names).issubset(columns.there)
     without = [day for day in days if not wanted[day] and not set(noted.get(day, {})) & set(names)]
-    todo = [day for day in days if day not in without and (again or _due(noted.get(day, {}), wanted[day], names))]
+    todo = [
+        day for day in days if day not in without and (again or lacking or _due(noted.get(day, {}), wanted[day], names))
+    ]
+    if not again:
+        _refuse_values(warehouse, snapshot, columns, todo)
     sides = [Side(source, source.schema.names) for source in columns.sources]
-    reader, identities = warehouse.reader(snapshot, columns.kept.names), warehouse.written_days(table)
+    reader, identities = _reader(warehouse, snapshot, columns.kept.names), warehouse.written_days(table)
     done, total = 0, sum(days[day] for day in todo)
     for day in todo:
         note = {name: value for name, value in noted.get(day, {}).items() if name not in names} | wanted[day]
@@ -105,6 +110,8 @@ class _Columns:
     added: pa.Schema
     kept: pa.Schema
     """The table's other columns."""
+    there: tuple[str, ...]
+    """All columns that the table has."""
 
     @property
     def written(self) -> pa.Schema:
@@ -114,13 +121,38 @@ class _Columns:
 def _columns(joined: Sequence[Joined], warehouse: Warehouse, table: str, root: Path) -> _Columns:
     """Checked against the table: a column that an ingest wrote is not written over."""
     sources = [SideSource(pinned, warehouse) for pinned in pin(joined, root, warehouse)]
-    stored = warehouse.schema(warehouse.current(table))
+    stored = warehouse.table(table).schema().as_arrow()  # a column may be gone, or renamed, since the last commit
     ours = set(json.loads(warehouse.property_of(table, COLUMNS) or "[]"))
     added = added_columns(sources, pa.schema([field for field in stored if field.name not in ours]))
     if not ours.issuperset(added.names):
         warehouse.set_property(table, COLUMNS, json.dumps(sorted(ours.union(added.names))))
     kept = [pa.field(field.name, bare(field.type)) for field in stored if field.name not in added.names]
-    return _Columns(sources, pa.schema([pa.field(field.name, bare(field.type)) for field in added]), pa.schema(kept))
+    plain = pa.schema([pa.field(field.name, bare(field.type)) for field in added])
+    return _Columns(sources, plain, pa.schema(kept), tuple(stored.names))
+
+
+def _refuse_values(
+    warehouse: Warehouse, snapshot: SnapshotRef, columns: _Columns, days: Iterable[datetime.date]
+) -> None:
+    """Values that no back-fill wrote, as of an ingest whose source has the column by now, are not written over."""
+    noted = notes(warehouse.table(snapshot.table))
+    for day in days:
+        names = [name for name in columns.added.names if name not in (noted.get(day, (0, None))[1] or {})]
+        names = [name for name in names if name in columns.there]
+        reader = _reader(warehouse, snapshot, names)
+        batches = (batch for fragment in reader.fragments([day]) for batch in reader.batches(fragment))
+        found = {name for batch in batches for name in names if batch.column(name).null_count < len(batch)}
+        if found:
+            raise ConfigError(
+                f"day {day} of table '{snapshot.table}'", f"no values in {', '.join(sorted(found))}",
+                "some that no back-fill wrote", "Set `prefix`, or write over them with again=true.",
+            )  # fmt: skip
+
+
+def _reader(warehouse: Warehouse, snapshot: SnapshotRef, names: Sequence[str]) -> SnapshotReader:
+    """Rows by the columns that the table has now, for it is these that are written."""
+    table = warehouse.table(snapshot.table)
+    return SnapshotReader(table, snapshot, names, None, table.schema())
 
 
 def _joined(

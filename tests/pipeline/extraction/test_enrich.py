@@ -81,7 +81,7 @@ def read(warehouse: Warehouse, snapshot: SnapshotRef, columns: list[str] | None 
 
 
 def files(warehouse: Warehouse, snapshot: SnapshotRef) -> dict[datetime.date, str]:
-    return warehouse.day_contents(snapshot)
+    return warehouse.day_names(snapshot)
 
 
 def on_disk(home: Path) -> set[str]:
@@ -234,3 +234,57 @@ def test_what_is_refused(warehouse, tmp_path):
     assert said.startswith(f"{DataError.__name__}: features.joined 'twice.parquet': expected each key once, got key 1")
     assert (warehouse.current("t"), on_disk(warehouse.home)) == (before, there)
     assert not [path for path in os.listdir(tmp_path) if path.endswith(".tmp")]
+
+
+def test_a_day_that_another_engine_has_written_is_due_again(warehouse):
+    run(warehouse)
+    more = day_of(1, 5)
+    warehouse.append("t", more.schema, more.to_pylist())
+    assert run(warehouse).days_written == (DAYS[1],)
+    assert run(warehouse).days_written == ()
+
+
+def test_a_column_that_was_dropped_is_written_again(warehouse):
+    run(warehouse)
+    with warehouse.table("t").update_schema() as update:
+        update.delete_column("score")
+    assert run(warehouse).days_written == tuple(DAYS[:3])
+    assert "score" in warehouse.schema(warehouse.current("t")).names
+
+
+def test_values_of_an_ingest_are_not_written_over(warehouse):
+    run(warehouse)
+    rows = day_of(1).append_column("score", pa.array([-1.0] * 230))
+    warehouse.replace_days("t", {DAYS[1]: "second"}, rows.schema, rows.to_batches(), 230)
+    assert refused(warehouse) == (
+        "ConfigError: day 2025-03-02 of table 't': expected no values in score, got some that no back-fill wrote. "
+        "Set `prefix`, or write over them with again=true."
+    )
+    assert run(warehouse, again=True).days_written == tuple(DAYS[:3])
+    assert run(warehouse).days_written == ()
+
+
+def test_equal_rows_in_another_layout_have_equal_contents(warehouse, tmp_path):
+    """And stay so when the snapshots have expired; their places in files do not."""
+    before = warehouse.day_contents(warehouse.current("t"))
+    names = warehouse.day_names(warehouse.current("t"))
+    rewrite_day(warehouse, "t", DAYS[0], tmp_path / "tmp")
+    rewrite_day(warehouse, "t", DAYS[0], tmp_path / "tmp")
+    assert warehouse.day_contents(warehouse.current("t")) == before
+    expire(warehouse, "t", datetime.timedelta(0))
+    assert warehouse.day_contents(warehouse.current("t")) == before
+    after = warehouse.day_names(warehouse.current("t"))
+    assert [day for day in DAYS if after[day] != names[day]] == [DAYS[0]]
+    ingest(warehouse, 0, "second")
+    assert warehouse.day_contents(warehouse.current("t"))[DAYS[0]] != before[DAYS[0]]
+
+
+def test_columns_that_were_dropped_or_renamed_since_the_last_commit_stay_so(warehouse):
+    numbers = read(warehouse, warehouse.current("t"), ["num"])["num"].to_pylist()
+    with warehouse.table("t").update_schema() as update:
+        update.delete_column("text")
+        update.rename_column("num", "number")
+    run(warehouse)
+    after = warehouse.current("t")
+    assert set(warehouse.schema(after).names) == {"day", "user", "number", "ids", "at", "score", "liked"}
+    assert read(warehouse, after, ["number"])["number"].to_pylist() == numbers
