@@ -326,7 +326,7 @@ def test_a_damaged_day_is_mended_by_ingesting_it_again(command, tmp_path):
     """A file of the same size passes for whole until it is read; `again` writes its day anew."""
     words, home = _source(tmp_path), tmp_path / "home"
     first = command(ingest, CONFIG, *words, home=home)[1]
-    [file] = home.rglob("day=2025-01-06/*.parquet")
+    [file] = home.rglob("smoke/data/day=2025-01-06/*.parquet")
     file.write_bytes(bytes(file.stat().st_size))
     assert command(ingest, CONFIG, *words, home=home)[1]["status"] == "skipped"
     code, result, _ = command(ingest, CONFIG, *words, "again=true", home=home)
@@ -418,7 +418,7 @@ def corrupt_file(prefect, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(folder))
         ingest(config=CONFIG, overrides=dict(word.split("=") for word in QUARANTINE))
-    file = sorted((folder / "warehouse").rglob("day=2025-01-07/*.parquet"))[0]
+    file = sorted((folder / "warehouse").rglob("smoke/data/day=2025-01-07/*.parquet"))[0]
     group = pq.ParquetFile(file).metadata.row_group(3)
     assert group.num_rows == 500
     chunk = next(c for c in map(group.column, range(group.num_columns)) if c.path_in_schema == "cat_item")
