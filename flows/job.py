@@ -3,7 +3,7 @@
 import datetime
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,12 @@ def train_tag(job: TrainingJob) -> str:
 def snapshot_tag(identity: str, snapshot: SnapshotRef) -> str:
     """Tag that keeps a snapshot for the work of an identity, which may be done on another one later."""
     return f"train-{identity[:12]}-{snapshot.snapshot_id}"
+
+
+def keep_inputs(warehouse: Warehouse, identity: str, snapshot: SnapshotRef, joined: Iterable[Pinned]) -> None:
+    """Tags the snapshots that some work reads, also those of side sources: they stay until their tags go."""
+    for one in [snapshot, *(side.snapshot for side in joined if side.snapshot is not None)]:
+        warehouse.tag(one, snapshot_tag(identity, one))
 
 
 def warehouse_of(config: RunConfig) -> Warehouse:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mlflow.entities import Run as MlflowRun
 from mlflow.exceptions import MlflowException
+from pydantic import ValidationError
 
 from flows.reporting import FEATURES
 from pipeline.catalog.usage import Run, Usage, Version, Worth, worths_of_columns
@@ -66,8 +67,11 @@ class _Plans:
             self.known[key] = _read(partial(self._fetched, str(run.info.run_id)))
         return self.known[key]
 
-    def _fetched(self, run_id: str) -> Plan:
-        return Plan.model_validate(self.tracker.read_json(run_id, PLAN))
+    def _fetched(self, run_id: str) -> Plan | None:
+        try:
+            return Plan.model_validate(self.tracker.read_json(run_id, PLAN))
+        except ValidationError:  # of an older version, or not ours
+            return None
 
 
 def _runs(tracker: Tracker) -> list[MlflowRun]:
@@ -106,7 +110,7 @@ def _worths(tracker: Tracker, run_id: str) -> list[tuple[str, Worth]]:
     return [
         (one["name"], Worth.model_validate({key: one[key] for key in Worth.model_fields}))
         for one in measured
-        if None not in (one["ne_loss"], one["low"], one["high"])
+        if None not in [one.get(key) for key in ("name", *Worth.model_fields)]
     ]
 
 

@@ -24,11 +24,11 @@ from flows.job import (
     TrainingJob,
     alone,
     columns_at,
+    keep_inputs,
     own_folder,
     pinned,
     prepared,
     tracker_of,
-    train_tag,
     warehouse_of,
 )
 from flows.judging import Judged, in_a_line, judge, moved, worths
@@ -175,7 +175,7 @@ def train(
         watch: Sees each event of the ranks, and None several times a second; what it raises ends them.
     """
     tracker, folder = tracker_of(config), Path(job.folder)
-    warehouse_of(config).tag(job.snapshot, train_tag(job))
+    keep_inputs(warehouse_of(config), job.identity, job.snapshot, job.data["train"].joined)
     spec = rank_spec(config, job)
     placement: list[dict[str, Any]] = []
     total = job.rows["train"] * config.training.epochs

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from flows.candidate import StoppedEarly, candidate_job, train_candidate
 from flows.config import RunConfig
-from flows.job import own_folder, run_of, snapshot_tag, tracker_of, warehouse_of
+from flows.job import joined_of, keep_inputs, own_folder, run_of, tracker_of, warehouse_of
 from flows.judging import in_a_line
 from flows.record import commit
 from pipeline.errors import (
@@ -136,9 +136,8 @@ def search_run(
         params: Beside those of the config.
     """
     with own_folder(Path(job.folder)) as folder:
-        warehouse_of(config).tag(
-            job.snapshot, snapshot_tag(job.identity, job.snapshot)
-        )  # once, not by trials side by side
+        # Once, not by trials side by side.
+        keep_inputs(warehouse_of(config), job.identity, job.snapshot, joined_of(config))
         if not (folder / PINNED).exists():
             for other in unfinished(job):
                 get_run_logger().info(

@@ -20,6 +20,8 @@ BUCKETS = 16
 AT_A_TIME = 200
 """Sketches held at once, days times columns; more columns take several passes over the rows.
 Each takes up to 300 kB, which DuckDB cannot spill."""
+COLUMNS_AT_A_TIME = 50
+"""A column costs memory however few days there are."""
 SCHEMA = pa.schema(
     {
         DAY: pa.date32(),
@@ -215,7 +217,7 @@ def measure_columns(
 
 def _groups(columns: list[str], days: int) -> Iterator[list[str]]:
     """Columns that are measured together."""
-    size = max(1, AT_A_TIME // max(1, days))
+    size = max(1, min(COLUMNS_AT_A_TIME, AT_A_TIME // max(1, days)))
     return (columns[start : start + size] for start in range(0, len(columns), size))
 
 

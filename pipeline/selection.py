@@ -2,7 +2,7 @@
 
 import datetime
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -254,6 +254,26 @@ def select(
         hash_range=span,
         sampling=sampling if part == "train" else None,
     )
+
+
+def days_between(
+    rows: Mapping[datetime.date, int], start: datetime.date | None, end: datetime.date | None, what: str
+) -> dict[datetime.date, int]:
+    """Days of a table, both ends included, with their rows.
+
+    Args:
+        start: None: the first day.
+        end: None: the last one.
+        what: The days as an error names them.
+    Raises:
+        EmptyDatasetError: If there is none.
+    """
+    found = {day: rows[day] for day in rows if (start is None or start <= day) and (end is None or day <= end)}
+    if not found:
+        span = f"days among {min(rows)} to {max(rows)}" if rows else "a table with days"
+        asked = f"{start or 'the first'} to {end or 'the last'}"
+        raise EmptyDatasetError(what, span, f"none from {asked}", "Change start and end.")
+    return found
 
 
 def share_rows(one: Selection, other: Selection) -> bool:

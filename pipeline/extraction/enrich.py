@@ -11,10 +11,11 @@ from pathlib import Path
 import pyarrow as pa
 from pydantic import BaseModel
 
-from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.errors import ConfigError
 from pipeline.joined.reader import Side, bare
 from pipeline.joined.source import SideSource, added_columns, contents, pin
 from pipeline.schema import Joined
+from pipeline.selection import days_between
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse, notes
 
@@ -68,7 +69,7 @@ def enrich(
     if not joined:
         raise ConfigError("features.joined", "a side source to back-fill from", "none", "Add one.")
     snapshot, columns = warehouse.current(table), _columns(joined, warehouse, table, root)
-    days = _in_range(warehouse.day_rows(snapshot), start, end)
+    days = days_between(warehouse.day_rows(snapshot), start, end, "days to back-fill")
     noted, wanted = warehouse.day_notes(table), _identities(columns.sources, days, warehouse)
     names, lacking = columns.added.names, not set(columns.added.names).issubset(columns.there)
     without = [day for day in days if not wanted[day] and not set(noted.get(day, {})) & set(names)]
@@ -196,14 +197,3 @@ def _identities(
 
 def _due(noted: Mapping[str, str], wanted: Mapping[str, str], names: Sequence[str]) -> bool:
     return any(noted.get(name) != wanted.get(name) for name in names)
-
-
-def _in_range(
-    rows: Mapping[datetime.date, int], start: datetime.date | None, end: datetime.date | None
-) -> dict[datetime.date, int]:
-    found = {day: rows[day] for day in rows if (start is None or start <= day) and (end is None or day <= end)}
-    if not found:
-        span = f"days among {min(rows)} to {max(rows)}" if rows else "a table with days"
-        asked = f"{start or 'the first'} to {end or 'the last'}"
-        raise EmptyDatasetError("days to back-fill", span, f"none from {asked}", "Change start and end.")
-    return found

@@ -5,6 +5,8 @@ import pyarrow.compute as pc
 
 from pipeline.errors import ConfigError, DataError
 
+ZONED = r"^.{10}.*([Zz]|[+-]\d{2}(:?\d{2})?)$"
+"""A text that goes on behind its day and ends in a time zone."""
 SMALL = {pa.int8(): pa.int32(), pa.int16(): pa.int32(), pa.uint8(): pa.int32(), pa.uint16(): pa.int32()}
 WIDER = {**SMALL, pa.uint32(): pa.int64(), pa.uint64(): pa.int64(), pa.float16(): pa.float32()}
 KEPT = {pa.bool_(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.date32()}
@@ -74,12 +76,14 @@ def day_of(where: str, array: pa.Array) -> pa.Array:
     """The day of each value of a date, a timestamp (in UTC) or an ISO text.
 
     Raises:
-        DataError: If a value is none of these.
+        DataError: If a value is none of these, or a text names a zone: its first ten characters need not be the day.
     """
     kind = array.type
     if pa.types.is_timestamp(kind) and kind.tz:
         array = array.cast(pa.timestamp(kind.unit, "UTC")).cast(pa.timestamp(kind.unit))
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        if pc.any(pc.match_substring_regex(array, ZONED)).as_py():
+            raise DataError(where, "text without a time zone", "some with one", "Convert it to timestamps.")
         array = pc.utf8_slice_codeunits(array, 0, 10)
     elif not (pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
         raise DataError(where, "dates, timestamps or ISO text", f"{kind}", "Name another column.")

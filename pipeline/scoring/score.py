@@ -16,7 +16,7 @@ from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.joined.reader import Reader, filter_schema, reader_of, schema_of
 from pipeline.joined.source import Pinned, contents
 from pipeline.schema import absent
-from pipeline.selection import Selection, check_filter
+from pipeline.selection import Selection, check_filter, days_between
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 
@@ -107,7 +107,7 @@ def planned(
             raise absent("scoring.keep", name, schema.names)
     if row_filter is not None:
         check_filter(row_filter, filter_schema(warehouse, source, joined))
-    days = _in_range(warehouse.day_rows(source), start, end)
+    days = days_between(warehouse.day_rows(source), start, end, "days to score")
     stands, beside = warehouse.day_contents(source), [contents(pinned, warehouse) for pinned in joined]
     taken = [config.keep, row_filter, *beside]
     identities = {day: _fingerprint([model, stands[day], *taken]) for day in days}
@@ -181,17 +181,6 @@ def score(
         rows = sum(work.rows[day] for day in days)
         warehouse.replace_days(work.table, identities, written, scored(days), rows)
     return Scored(rows=count, mean_probability=sum_of_scores / count if count else None)
-
-
-def _in_range(
-    rows: Mapping[datetime.date, int], start: datetime.date | None, end: datetime.date | None
-) -> dict[datetime.date, int]:
-    found = {day: rows[day] for day in rows if (start is None or start <= day) and (end is None or day <= end)}
-    if not found:
-        span = f"days among {min(rows)} to {max(rows)}" if rows else "a table with days"
-        asked = f"{start or 'the first'} to {end or 'the last'}"
-        raise EmptyDatasetError("days to score", span, f"none from {asked}", "Change start and end.")
-    return found
 
 
 def _counted(

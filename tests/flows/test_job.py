@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from flows.config import load
+from flows.config import ROOT, load
 from flows.ingest import ingest
-from flows.job import alone, pinned, selected, tracker_of, warehouse_of
+from flows.job import alone, keep_inputs, pinned, selected, tracker_of, warehouse_of
 from pipeline.errors import ConfigError
+from pipeline.joined.source import pin
 from pipeline.registration.register import find
+from pipeline.schema import Joined
 from storage.warehouse import DAYS_PROPERTY
 
 CONFIG = "configs/smoke.yaml"
@@ -70,6 +72,17 @@ def test_sessions_that_the_table_does_not_have(ingested, keys, sentence):
     with pytest.raises(ConfigError) as caught:
         selected(config, None)
     assert str(caught.value).startswith(sentence)
+
+
+def test_fault_8_side_tables_are_tagged_like_the_samples(ingested):
+    snapshot, config = ingested()["snapshot_id"], load(CONFIG)
+    warehouse, side = warehouse_of(config), Joined(table="smoke_profile", on=("column",))
+    for _ in range(2):
+        keep_inputs(warehouse, "1234567890abcdef", warehouse.current("smoke"), pin([side], ROOT, warehouse))
+    held = {name: warehouse.current(name).snapshot_id for name in ("smoke", "smoke_profile")}
+    assert held["smoke"] == snapshot
+    for name, number in held.items():
+        assert warehouse.table(name).refs()[f"train-1234567890ab-{number}"].snapshot_id == number
 
 
 def test_rows_to_judge_by_have_lists_of_their_own(ingested):

@@ -216,10 +216,13 @@ def test_stability_grows_with_the_shift() -> None:
     assert stability(None, [base]) is stability(base, []) is stability(base, [None]) is None
 
 
-def test_many_columns_and_days_are_measured_in_little_memory(connection: duckdb.DuckDBPyConnection) -> None:
-    """With sketches of 1,500 days times columns, 15 days of 103 columns took more than 512 MB."""
-    days = [DAYS[0] + datetime.timedelta(days=i) for i in range(15)]
+@pytest.mark.parametrize(("count", "wide"), [(15, 103), (1, 250)])
+def test_many_columns_and_days_are_measured_in_little_memory(
+    connection: duckdb.DuckDBPyConnection, count: int, wide: int
+) -> None:
+    """With sketches of 1,500 days times columns, these took more than 512 MB."""
+    days = [DAYS[0] + datetime.timedelta(days=i) for i in range(count)]
     draw = np.random.default_rng(1)
-    columns = {f"n{i}": draw.random(15 * 100) for i in range(103)}
+    columns = {f"n{i}": draw.random(count * 100) for i in range(wide)}
     connection.register("wide", pa.table({DAY: pa.array(days * 100), **columns}))
-    assert measure(connection, "wide").num_rows == 15 * 103
+    assert measure(connection, "wide").num_rows == count * wide
