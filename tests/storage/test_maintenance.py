@@ -1,16 +1,19 @@
 """Writers that die leave orphans and nothing else; what a tag names stays; what nobody names goes."""
 
 import datetime
+import itertools
 import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from pyiceberg.expressions.visitors import _ManifestEvalVisitor
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
 from storage.errors import ConflictError, CorruptFileError, StorageError
@@ -308,6 +311,30 @@ def test_files_of_another_io_are_not_guessed_at(warehouse: Warehouse, monkeypatc
     monkeypatch.setattr("storage.maintenance.PyArrowFileIO", type("Other", (PyArrowFileIO,), {}))
     with pytest.raises(StorageError, match="expected pyiceberg's PyArrowFileIO, got PyArrowFileIO"):
         vacuum(warehouse, "events", NOW)
+
+
+def test_threads_that_look_for_a_file_to_replace_do_not_miss_it(
+    warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pyiceberg looks through manifests on several threads; here one looks at another day's before the first has done."""
+    write(warehouse, rows(DAY1, 3))
+    write(warehouse, rows(DAY2, 4))
+    first, both, looks = threading.Event(), threading.Barrier(2), itertools.count()
+
+    def look(self: Any, fields: Any) -> None:
+        together = threading.current_thread() is not threading.main_thread() and next(looks) < 2
+        if together and int.from_bytes(fields[0].lower_bound, "little") != (DAY1 - datetime.date(1970, 1, 1)).days:
+            first.wait(30)
+        self.__dict__["looked at"] = fields
+        if together:
+            first.set()
+            both.wait(30)
+
+    watched = property(lambda self: self.__dict__["looked at"], look)
+    monkeypatch.setattr(_ManifestEvalVisitor, "partition_fields", watched, raising=False)
+    write(warehouse, rows(DAY1, 5))
+    assert next(looks) >= 2
+    assert len(ids(warehouse)) == 9
 
 
 def manifests(warehouse: Warehouse) -> int:
