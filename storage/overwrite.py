@@ -18,7 +18,7 @@ class ReplacedDays(_OverwriteFiles):
     """
 
     def _build_manifest_evaluator(self, spec_id: int) -> Callable[[ManifestFile], bool]:
-        """Makes one for each manifest: it remembers what it looks at, and pyiceberg asks a single one from many threads.
+        """Makes one for each manifest: it remembers what it looks at, and pyiceberg asks one from several threads.
 
         A file to replace could be missed so, and the commit was refused as if another writer had been there.
         """
