@@ -34,7 +34,7 @@ def layout(
             was cut short; measure: reads the config's columns; compact: days of small files; expire: old snapshots
             without tag or branch; vacuum: files that no snapshot names.
         table: Table of the warehouse; None: that of the config.
-        order_by: Columns to sort the rows of a day by, such as a session; for propose and apply.
+        order_by: Columns to sort the rows of each file by, such as a session; for propose and apply.
         recent_days: Runs as young as this count for the proposal.
         megabytes_per_second: Speed of the storage, which weighs bytes against time to decode.
         older_than_days: Age of the snapshots that expire.

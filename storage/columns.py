@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pyiceberg.table import Table
 
 from storage.errors import CorruptFileError
-from storage.reader import SnapshotReader, SnapshotRef, day_of, field_id, in_days, refuse_deletes
+from storage.reader import SnapshotReader, SnapshotRef, data_files, day_of, field_id, in_days
 
 FILES_AT_A_TIME = 8
 """Files whose footers are read at once; on an object store each takes a round trip or two."""
@@ -87,14 +87,8 @@ class Footers:
         return Search(left, looked_at, len(files))
 
     def _files(self, days: Collection[datetime.date] | None) -> list[tuple[datetime.date, str]]:
-        scan = self.table.scan(snapshot_id=self.reference.snapshot_id)
-        if days is not None:
-            scan = scan.filter(in_days(days))
-        found = []
-        for task in scan.plan_files():
-            refuse_deletes(task)
-            found.append((day_of(task.file), task.file.file_path))
-        return sorted(found)
+        filters = [] if days is None else [in_days(days)]
+        return sorted((day_of(file), file.file_path) for file in data_files(self.table, self.reference, *filters))
 
     def _bytes(self, path: str) -> dict[str, int]:
         sums: dict[str, int] = {}

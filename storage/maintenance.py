@@ -1,7 +1,6 @@
 """What keeps a table small: snapshots that nobody needs expire, files that no snapshot names are deleted."""
 
 import datetime
-import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -21,8 +20,9 @@ from pyiceberg.table.update import (
     ValidatableTableRequirement,
 )
 
+from storage.days import remembered
 from storage.errors import ConflictError, StorageError
-from storage.warehouse import CONTENTS_PROPERTY, DAYS_PROPERTY, NOTES_PROPERTY, Warehouse, contents, identities, notes
+from storage.warehouse import Warehouse
 
 MAIN = "main"
 
@@ -87,9 +87,6 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
             return result
         remote = isinstance(table.catalog, RestCatalog)
         local: list[Any] = [] if remote else [AssertSameRefs(known=_refs(table.metadata))]
-        written = {day.isoformat(): value for day, value in sorted(identities(table).items())}
-        noted = {day.isoformat(): value for day, value in sorted(notes(table).items())}
-        rows = {day.isoformat(): value for day, value in sorted(contents(table).items())}
         try:
             table.catalog.commit_table(
                 table,
@@ -99,13 +96,7 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
                     *local,
                 ),
                 (
-                    SetPropertiesUpdate(
-                        updates={
-                            DAYS_PROPERTY: json.dumps(written),
-                            NOTES_PROPERTY: json.dumps(noted),
-                            CONTENTS_PROPERTY: json.dumps(rows),
-                        }
-                    ),
+                    SetPropertiesUpdate(updates=remembered(table)),
                     RemoveSnapshotsUpdate(snapshot_ids=sorted(gone)),
                 ),
             )

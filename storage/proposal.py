@@ -69,14 +69,15 @@ def propose(
         current: The layout that the table has.
         reads: What runs have read.
         wanted: Columns of the model that counts most; they count as a run more, and the figures are of them.
-        order_by: Columns to sort the rows of a day by; none: as they are.
+        order_by: Columns to sort the rows of each file by; none: as the layout that the table has.
         bytes_per_second: Speed of the storage; weighs bytes against time to decode.
     """
     names = warehouse.schema(reference).names
     popular = popularity([*(read.columns for read in reads), wanted], names)
     sample = _sample(warehouse, reference, names)
     codecs, tried = _codecs(sample, popular, bytes_per_second)
-    rows = _group_rows(sample, [name for name in wanted if name in names], current)
+    kept = [name for name in wanted if name in names]
+    rows = _group_rows(sample, kept, current)
     layout = current.model_copy(
         update={
             "first": tuple(popular),
@@ -91,7 +92,6 @@ def propose(
         "codecs": tried,
         "row_group_rows": f"column chunks of {CHUNK_BYTES:,} bytes where decoded columns stay below {GROUP_BYTES:,}",
     }
-    kept = [name for name in wanted if name in names]
     return Proposal(
         layout=layout, reasons=reasons, wanted=tuple(kept), runs=len(reads),
         before=figures(sample, current, kept), after=figures(sample, layout, kept),

@@ -9,13 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel
-from pyiceberg.expressions import And, BooleanExpression, In
+from pyiceberg.expressions import BooleanExpression, In
 from pyiceberg.expressions.visitors import bind, extract_field_ids
 from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import expression_to_pyarrow
 from pyiceberg.manifest import DataFile
 from pyiceberg.schema import Schema
-from pyiceberg.table import FileScanTask, Table
+from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
 from storage.errors import CorruptFileError, StorageError
@@ -105,19 +105,13 @@ class SnapshotReader:
         """The row groups of the snapshot, ordered by day, file and position; `rows` counts before the row filter."""
         where = None if days is None else in_days(days)
         filters = [part for part in (self.row_filter, where) if part is not None]
-        scan = self.table.scan(snapshot_id=self.reference.snapshot_id)
-        if filters:
-            scan = scan.filter(filters[0] if len(filters) == 1 else And(*filters))
         found: list[Fragment] = []
-        for task in sorted(scan.plan_files(), key=_file_order):
-            refuse_deletes(task)
-            metadata = self.open(task.file.file_path).metadata
-            if metadata.num_rows != task.file.record_count:
-                raise self._corrupt(task.file.file_path, f"{metadata.num_rows} of {task.file.record_count} rows")
+        for file in sorted(data_files(self.table, self.reference, *filters), key=_file_order):
+            metadata = self.open(file.file_path).metadata
+            if metadata.num_rows != file.record_count:
+                raise self._corrupt(file.file_path, f"{metadata.num_rows} of {file.record_count} rows")
             found += [
-                Fragment(
-                    path=task.file.file_path, row_group=i, rows=metadata.row_group(i).num_rows, day=day_of(task.file)
-                )
+                Fragment(path=file.file_path, row_group=i, rows=metadata.row_group(i).num_rows, day=day_of(file))
                 for i in range(metadata.num_row_groups)
             ]
         return found
@@ -245,18 +239,28 @@ def in_days(days: Iterable[datetime.date]) -> BooleanExpression:
     return In(DAY, [day.isoformat() for day in sorted(days)])  # type: ignore[call-arg, arg-type]
 
 
-def _file_order(task: FileScanTask) -> tuple[datetime.date, list[str | int]]:
+def _file_order(file: DataFile) -> tuple[datetime.date, list[str | int]]:
     """By day, then in order of writing: numbers in file names compare as numbers."""
-    parts = re.split(r"(\d+)", task.file.file_path.rsplit("/", 1)[-1])
-    return day_of(task.file), [int(part) if part.isdigit() else part for part in parts]
+    parts = re.split(r"(\d+)", file.file_path.rsplit("/", 1)[-1])
+    return day_of(file), [int(part) if part.isdigit() else part for part in parts]
 
 
-def refuse_deletes(task: FileScanTask) -> None:
-    if task.delete_files:
-        raise StorageError(
-            f"file '{task.file.file_path}'", "no row-level delete files", f"{len(task.delete_files)}",
-            "Rewrite the table in copy-on-write mode with the engine that wrote the deletes.",
-        )  # fmt: skip
+def data_files(table: Table, reference: SnapshotRef, *filters: BooleanExpression) -> Iterator[DataFile]:
+    """Data files of a snapshot that may hold rows which all filters keep.
+
+    Raises:
+        StorageError: If another engine has deleted rows of one: our readers would show them.
+    """
+    scan = table.scan(snapshot_id=reference.snapshot_id)
+    for row_filter in filters:
+        scan = scan.filter(row_filter)
+    for task in scan.plan_files():
+        if task.delete_files:
+            raise StorageError(
+                f"file '{task.file.file_path}'", "no row-level delete files", f"{len(task.delete_files)}",
+                "Rewrite the table in copy-on-write mode with the engine that wrote the deletes.",
+            )  # fmt: skip
+        yield task.file
 
 
 def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -12,11 +12,12 @@ from pyiceberg.io import FileIO
 from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table
 
+from storage.days import identities
 from storage.errors import StorageError
 from storage.layout import Layout
 from storage.query import connect
 from storage.reader import SnapshotReader, SnapshotRef, open_parquet
-from storage.warehouse import Warehouse, identities
+from storage.warehouse import Warehouse
 from storage.writer import MARK, DataFileWriter, chunks
 
 
@@ -98,7 +99,7 @@ def rewrite_day(warehouse: Warehouse, name: str, day: datetime.date, temporary: 
             )  # fmt: skip
         yield from after
 
-    identity = identities(table).get(day, (0, ""))[1]
+    identity = identities(table).get(day, "")
     noted = {found: note for found, note in warehouse.day_notes(name).items() if found == day}
     same = {day: warehouse.day_contents(reference)[day]}
     warehouse.replace_files(table, {day: identity}, files, notes=noted, same=same)

@@ -1,12 +1,10 @@
 """The Iceberg warehouse: tables in day partitions, replaced by the day."""
 
 import datetime
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -22,19 +20,14 @@ from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table, Transaction
 from pyiceberg.table.snapshots import Operation, Snapshot
 
+from storage.days import CONTENTS, IDENTITIES, NOTES, as_written, hash_of, identities, notes, same_rows, summary
 from storage.errors import ConflictError, StorageError
 from storage.layout import Layout
 from storage.overwrite import ReplacedDays
-from storage.reader import DAY, SnapshotReader, SnapshotRef, day_of, in_days, refuse_deletes, schema_at, snapshot_at
+from storage.reader import DAY, SnapshotReader, SnapshotRef, data_files, day_of, in_days, schema_at, snapshot_at
 from storage.writer import DataFileWriter, chunks
 
 NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")
-DAYS_PROPERTY = "dlrm.days"
-"""Snapshot summary: JSON of day -> identity of what was written, so that finished work is recognised."""
-NOTES_PROPERTY = "dlrm.joined"
-"""Snapshot summary: JSON of day -> column -> identity of the side source that a back-fill wrote it from."""
-CONTENTS_PROPERTY = "dlrm.contents"
-"""Snapshot summary: JSON of day -> its files as they were written (a hash), and what `day_contents` says of them."""
 FILES_AT_A_TIME = 16
 """Files whose sizes are asked for at once; on an object store each takes a round trip."""
 
@@ -167,9 +160,10 @@ class Warehouse:
             StorageError: If a file is of another day.
         """
         name, transaction, io = table.name()[-1], table.transaction(), _RecordingIO(table.io)
-        overwrite = self._overwrite(table, transaction, days, notes)
+        overwrite = self._overwrite(table, transaction, days)
+        written = {day: identity for day, identity in days.items() if identity}
         paths: dict[datetime.date, list[str]] = {day: [] for day in days}
-        try:
+        with self._landed_or_gone(name, io, overwrite.snapshot_id, f"no other writer of {_span(days)}"):
             for file in files(DataFileWriter(table.metadata, io, self.config.layout(), overwrite.commit_uuid)):
                 if day_of(file) not in days:
                     raise StorageError(
@@ -180,22 +174,32 @@ class Warehouse:
                     )
                 overwrite.append_data_file(file)
                 paths[day_of(file)].append(file.file_path)
-            hashes = {day: _hash_of(paths[day]) for day in sorted(paths)}
-            contents = {day.isoformat(): [one, same.get(day, one)] for day, one in hashes.items()}
-            overwrite.snapshot_properties |= {CONTENTS_PROPERTY: json.dumps(contents)}
+            contents = {day: [as_now := hash_of(paths[day]), same.get(day, as_now)] for day in paths}
+            overwrite.snapshot_properties = summary({IDENTITIES: written, NOTES: notes, CONTENTS: contents})
             overwrite.commit()
             transaction.commit_transaction()
-        except (CommitFailedException, ValidationException) as error:
-            io.discard()
-            raise ConflictError(
-                f"table '{name}'", f"no other writer of {_span(days)}", "one that was faster", "Run the command again."
-            ) from error
-        except BaseException:
-            # An interrupt may come when the commit has taken place already; then the files are part of the table.
-            if self.table(name).snapshot_by_id(overwrite.snapshot_id) is None:
-                io.discard()
-            raise
         return SnapshotRef(table=name, snapshot_id=overwrite.snapshot_id)
+
+    @contextmanager
+    def _landed_or_gone(self, name: str, io: "_RecordingIO", snapshot_id: int, alone: str) -> Iterator[None]:
+        """A commit that fails leaves no file.
+
+        Args:
+            alone: What is expected of other writers, in words.
+        Raises:
+            ConflictError: If one of them was faster.
+        """
+        try:
+            yield
+        except BaseException as error:
+            # An interrupt may come when the commit has taken place already; then the files are part of the table.
+            if self.table(name).snapshot_by_id(snapshot_id) is None:
+                io.discard()
+            if isinstance(error, CommitFailedException | ValidationException):
+                raise ConflictError(
+                    f"table '{name}'", alone, "one that was faster", "Run the command again."
+                ) from error
+            raise
 
     def append(self, name: str, schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> SnapshotRef:
         """Adds a few rows, such as events, in one commit; the table is made, or gains columns, as needed.
@@ -211,21 +215,11 @@ class Warehouse:
         transaction, io = table.transaction(), _RecordingIO(table.io)
         append = transaction.update_snapshot().fast_append()
         chunk = pa.Table.from_pylist(list(rows), schema)
-        try:
+        with self._landed_or_gone(name, io, append.snapshot_id, "no other writer meanwhile"):
             for file in DataFileWriter(table.metadata, io, self.config.layout(), append.commit_uuid).write(chunk):
                 append.append_data_file(file)
             append.commit()
             transaction.commit_transaction()
-        except BaseException as error:
-            # As above: what was interrupted may have taken place.
-            if self.table(name).snapshot_by_id(append.snapshot_id) is None:
-                io.discard()
-            if isinstance(error, CommitFailedException | ValidationException):
-                remedy = "Run the command again."
-                raise ConflictError(
-                    f"table '{name}'", "a moment without writers", "a faster one each time", remedy
-                ) from error
-            raise
         return SnapshotRef(table=name, snapshot_id=append.snapshot_id)
 
     def _refuse_changed(self, table: Table, made_of: SnapshotRef, days: Iterable[datetime.date]) -> None:
@@ -238,21 +232,11 @@ class Warehouse:
                 "rows that were written meanwhile", "Run the command again.",
             )  # fmt: skip
 
-    def _overwrite(
-        self,
-        table: Table,
-        transaction: Transaction,
-        days: Mapping[datetime.date, str],
-        notes: Mapping[datetime.date, Any],
-    ) -> ReplacedDays:
+    def _overwrite(self, table: Table, transaction: Transaction, days: Iterable[datetime.date]) -> ReplacedDays:
         """One snapshot for the whole change: Table.append() would make one for every chunk of rows."""
         where = in_days(days)
-        written = {day.isoformat(): identity for day, identity in sorted(days.items()) if identity}
-        summary = {DAYS_PROPERTY: json.dumps(written)}
-        if notes:
-            summary[NOTES_PROPERTY] = json.dumps({day.isoformat(): notes[day] for day in sorted(notes)})
         kind = Operation.APPEND if table.current_snapshot() is None else Operation.OVERWRITE
-        overwrite = ReplacedDays(kind, transaction, table.io, snapshot_properties=summary)
+        overwrite = ReplacedDays(kind, transaction, table.io)
         overwrite.delete_by_predicate(where)
         for task in table.scan(row_filter=where).plan_files():
             overwrite.delete_data_file(task.file)
@@ -318,7 +302,7 @@ class Warehouse:
         if not self.has_table(name):
             return {}
         there = self.whole_days(name)
-        return {day: identity for day, (_, identity) in identities(self.table(name)).items() if day in there}
+        return {day: identity for day, identity in identities(self.table(name)).items() if day in there}
 
     def day_notes(self, name: str) -> dict[datetime.date, Any]:
         """Day -> what was noted of it when it was last written.
@@ -326,12 +310,8 @@ class Warehouse:
         Days without a note are left out, and those that another engine has written since.
         """
         table = self.table(name)
-        known, files = contents(table), self.day_names(_reference(table))
-        return {
-            day: note
-            for day, (_, note) in notes(table).items()
-            if note is not None and (day not in known or known[day][1][0] == files.get(day))
-        }
+        written, there = as_written(table), self.day_names(_reference(table))
+        return {day: note for day, note in notes(table).items() if written.get(day) == there.get(day)}
 
     def property_of(self, name: str, key: str) -> str | None:
         """A property of a table; None where it has none of that name."""
@@ -383,21 +363,20 @@ class Warehouse:
 
         It holds whoever wrote the day, and stays while only other days change, or the day's layout.
         """
-        known = dict(_pairs(self.table(reference.table)))
+        known = same_rows(self.table(reference.table))
         return {day: known.get(name, name) for day, name in self.day_names(reference).items()}
 
     def day_names(self, reference: SnapshotRef) -> dict[datetime.date, str]:
         """Day -> a hash of the names of its data files: equal ones have equal rows at equal places."""
-        return {day: _hash_of([file.file_path for file in files]) for day, files in self.day_files(reference).items()}
+        return {day: hash_of([file.file_path for file in files]) for day, files in self.day_files(reference).items()}
 
     def day_files(self, reference: SnapshotRef) -> dict[datetime.date, list[DataFile]]:
         """Data files of each day at the snapshot, in order of the days."""
         files: dict[datetime.date, list[DataFile]] = {}
         table = self.table(reference.table)
         snapshot_at(table, reference)
-        for task in table.scan(snapshot_id=reference.snapshot_id).plan_files():
-            refuse_deletes(task)
-            files.setdefault(day_of(task.file), []).append(task.file)
+        for file in data_files(table, reference):
+            files.setdefault(day_of(file), []).append(file)
         return dict(sorted(files.items()))
 
     def reader(
@@ -409,58 +388,6 @@ class Warehouse:
             StorageError: If a column is not in the table or the filter does not fit it.
         """
         return SnapshotReader(self.table(reference.table), reference, columns, row_filter)
-
-
-def identities(table: Table) -> dict[datetime.date, tuple[int, str]]:
-    """Day -> when it was last written (a sequence number) and as what; expired snapshots left theirs to the table."""
-    return _newest(table, DAYS_PROPERTY)
-
-
-def contents(table: Table) -> dict[datetime.date, tuple[int, list[str]]]:
-    """Day -> when it was last written (a sequence number); hash of its files, and what `day_contents` says of them."""
-    return _newest(table, CONTENTS_PROPERTY)
-
-
-def _newest(table: Table, key: str) -> dict[datetime.date, tuple[int, Any]]:
-    kept = json.loads(table.properties.get(key, "{}"))
-    found = {datetime.date.fromisoformat(day): (int(number), value) for day, (number, value) in kept.items()}
-    for snapshot in table.snapshots():
-        for text, value in json.loads(_summary(snapshot).get(key, "{}")).items():
-            day, number = datetime.date.fromisoformat(text), snapshot.sequence_number or 0
-            if day not in found or found[day][0] <= number:
-                found[day] = (number, value)
-    return found
-
-
-def _pairs(table: Table) -> Iterator[tuple[str, str]]:
-    """(hash of files, what `day_contents` says of them) of all days ever written that are still known."""
-    for _, (name, same) in json.loads(table.properties.get(CONTENTS_PROPERTY, "{}")).values():
-        yield name, same
-    for snapshot in table.snapshots():
-        for name, same in json.loads(_summary(snapshot).get(CONTENTS_PROPERTY, "{}")).values():
-            yield name, same
-
-
-def _summary(snapshot: Snapshot) -> Mapping[str, str]:
-    return snapshot.summary.additional_properties if snapshot.summary else {}
-
-
-def _hash_of(paths: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(sorted(paths)).encode()).hexdigest()
-
-
-def notes(table: Table) -> dict[datetime.date, tuple[int, Any]]:
-    """Day -> when it was last written (a sequence number) and what was noted of it, None for nothing."""
-    kept = json.loads(table.properties.get(NOTES_PROPERTY, "{}"))
-    found = {datetime.date.fromisoformat(day): (int(number), note) for day, (number, note) in kept.items()}
-    for snapshot in table.snapshots():
-        summary = _summary(snapshot)
-        noted, number = json.loads(summary.get(NOTES_PROPERTY, "{}")), snapshot.sequence_number or 0
-        for text in {*noted, *json.loads(summary.get(DAYS_PROPERTY, "{}"))}:
-            day = datetime.date.fromisoformat(text)
-            if day not in found or found[day][0] <= number:
-                found[day] = (number, noted.get(text))
-    return found
 
 
 def _reference(table: Table) -> SnapshotRef:

@@ -16,8 +16,9 @@ from pipeline.joined.reader import Side, bare
 from pipeline.joined.source import SideSource, added_columns, contents, pin
 from pipeline.schema import Joined
 from pipeline.selection import days_between
+from storage.days import notes
 from storage.reader import SnapshotReader, SnapshotRef
-from storage.warehouse import Warehouse, notes
+from storage.warehouse import Warehouse
 
 COLUMNS = "dlrm.joined.columns"
 """Property of a table: JSON list of the columns that back-fills have written."""
@@ -138,7 +139,7 @@ def _refuse_values(
     """Values that no back-fill wrote, as of an ingest whose source has the column by now, are not written over."""
     noted = notes(warehouse.table(snapshot.table))
     for day in days:
-        names = [name for name in columns.added.names if name not in (noted.get(day, (0, None))[1] or {})]
+        names = [name for name in columns.added.names if name not in noted.get(day, {})]
         names = [name for name in names if name in columns.there]
         reader = _reader(warehouse, snapshot, names)
         batches = (batch for fragment in reader.fragments([day]) for batch in reader.batches(fragment))

@@ -11,9 +11,10 @@ from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction.checks import Checked, ChecksConfig, check
 from pipeline.extraction.sources import first_line
 from pipeline.profile import SCHEMA, TRAILING_DAYS, measure, measure_days, profile_name, profiles, store, with_drift
+from storage.days import identities
 from storage.query import quoted
 from storage.reader import DAY
-from storage.warehouse import Warehouse, identities
+from storage.warehouse import Warehouse
 
 HELD = "held"
 """Suffix of the table that holds days which broke a rule."""
@@ -111,7 +112,7 @@ def mend_profile(
     """
     name = profile_name(table)
     known = identities(warehouse.table(name)) if warehouse.has_table(name) else {}
-    stale = sorted(day for day, identity in standing.items() if known.get(day, (0, ""))[1] != identity)
+    stale = sorted(day for day, identity in standing.items() if known.get(day) != identity)
     for start in range(0, len(stale), DAYS_AT_ONCE):
         days = {day: standing[day] for day in stale[start : start + DAYS_AT_ONCE]}
         try:

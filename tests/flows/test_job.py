@@ -14,7 +14,7 @@ from pipeline.errors import ConfigError
 from pipeline.joined.source import pin
 from pipeline.registration.register import find
 from pipeline.schema import Joined
-from storage.warehouse import DAYS_PROPERTY
+from storage.days import IDENTITIES
 
 CONFIG = "configs/smoke.yaml"
 SMALL = {"source.generator.rows_per_day": 200, "source.generator.days": 2}
@@ -54,7 +54,7 @@ def test_fault_27_two_ingests_at_once_write_each_day_once(ingested):
         results = list(pool.map(lambda context: context.run(ingested), [contextvars.copy_context() for _ in range(2)]))
     assert sorted(result["status"] for result in results) == ["ok", "skipped"]
     snapshots = warehouse_of(load(CONFIG)).table("smoke").snapshots()
-    assert len([one for one in snapshots if DAYS_PROPERTY in one.summary.additional_properties]) == 1
+    assert len([one for one in snapshots if IDENTITIES in one.summary.additional_properties]) == 1
 
 
 @pytest.mark.parametrize(

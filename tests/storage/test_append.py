@@ -78,6 +78,6 @@ def test_a_conflict_without_end_leaves_nothing(warehouse: Warehouse, home: Path,
     with pytest.raises(ConflictError) as error:
         event(warehouse, "a", 1)
     assert str(error.value) == (
-        "table 'log': expected a moment without writers, got a faster one each time. Run the command again."
+        "table 'log': expected no other writer meanwhile, got one that was faster. Run the command again."
     )
     assert sorted(home.rglob("*.parquet")) == files

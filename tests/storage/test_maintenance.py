@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from pyiceberg.expressions.visitors import _ManifestEvalVisitor
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
-from storage.errors import ConflictError, CorruptFileError, StorageError
+from storage.errors import CorruptFileError, StorageError
 from storage.maintenance import Expired, expire, vacuum
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse, WarehouseConfig
@@ -124,36 +123,6 @@ def test_fault_1_a_killed_writer_leaves_a_whole_day_and_its_orphans_are_removed(
     assert ids(warehouse, last) == [7, 8, 9, 50, 51]
     for snapshot in warehouse.table("events").snapshots():  # history reads as before
         assert ids(warehouse, SnapshotRef(table="events", snapshot_id=snapshot.snapshot_id))
-
-
-def raced(home: Path, mine: pa.Table, theirs: pa.Table) -> Warehouse:
-    """Writes `mine`; `theirs` is committed by another writer between its batches."""
-    warehouse, other = Warehouse(WarehouseConfig(file_rows=10), home), Warehouse(WarehouseConfig(), home)
-    write(warehouse, rows(DAY1, 5), rows(DAY2, 5))
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        yield from mine.to_batches(max_chunksize=10)
-        write(other, theirs, identity="theirs")
-
-    days = dict.fromkeys(mine["day"].to_pylist(), "mine")
-    warehouse.replace_days("events", days, mine.schema, batches(), mine.num_rows)
-    return warehouse
-
-
-def test_fault_2_of_two_writers_of_a_day_one_wins_and_leaves_no_files_of_the_other(home: Path) -> None:
-    with pytest.raises(ConflictError, match=r"^table 'events': expected no other writer of 2024-01-01"):
-        raced(home, rows(DAY1, 25, 100), rows(DAY1, 3, 200))
-    warehouse = Warehouse(WarehouseConfig(), home)
-    assert ids(warehouse) == [200, 201, 202, *range(5)]
-    kept = {path for path in on_disk(home) if path.endswith(".parquet")}
-    vacuum(warehouse, "events", NOW, dry_run=False)
-    assert {path for path in on_disk(home) if path.endswith(".parquet")} == kept
-
-
-def test_fault_2_two_writers_of_different_days_both_land(home: Path) -> None:
-    warehouse = raced(home, rows(DAY1, 25, 100), rows(DAY2, 3, 200))
-    assert ids(warehouse) == [*range(100, 125), 200, 201, 202]
-    assert warehouse.written_days("events") == {DAY1: "mine", DAY2: "theirs"}
 
 
 def test_fault_7_rows_in_a_wrong_partition_are_noticed_after_the_commit(

@@ -379,7 +379,7 @@ def race(home: Path, mine: pa.Table, theirs: pa.Table) -> tuple[Warehouse, Snaps
     return warehouse, warehouse.replace_days("events", days, mine.schema, batches(), mine.num_rows)
 
 
-def test_of_two_writers_of_one_day_exactly_one_wins(home: Path) -> None:
+def test_fault_2_of_two_writers_of_one_day_exactly_one_wins(home: Path) -> None:
     with pytest.raises(ConflictError) as error:
         race(home, rows(DAY1, 25, 100), rows(DAY1, 3, 200))
     assert str(error.value) == (
@@ -391,13 +391,13 @@ def test_of_two_writers_of_one_day_exactly_one_wins(home: Path) -> None:
     assert warehouse.written_days("events") == {DAY1: "theirs", DAY2: "i"}
 
 
-def test_two_writers_of_a_new_day_do_not_both_land(home: Path) -> None:
+def test_fault_2_two_writers_of_a_new_day_do_not_both_land(home: Path) -> None:
     with pytest.raises(ConflictError):
         race(home, rows(DAY3, 25, 100), rows(DAY3, 3, 200))
     assert ids(Warehouse(WarehouseConfig(), home)) == [*range(5), *range(5), 200, 201, 202]
 
 
-def test_two_writers_of_different_days_both_land(home: Path) -> None:
+def test_fault_2_two_writers_of_different_days_both_land(home: Path) -> None:
     warehouse, mine = race(home, rows(DAY1, 25, 100), rows(DAY2, 3, 200))
     assert ids(warehouse) == ids(warehouse, mine) == [*range(100, 125), 200, 201, 202]
     assert warehouse.written_days("events") == {DAY1: "mine", DAY2: "theirs"}
