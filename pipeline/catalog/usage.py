@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pydantic import BaseModel
 
 from pipeline.transforms.plan import Plan
-from pipeline.transforms.schedule import above, raw_column
 
 
 class Worth(BaseModel, frozen=True):
@@ -65,26 +64,15 @@ class Usage(BaseModel, frozen=True):
         return [version for version in self.versions_of(column) if version.aliases]
 
 
-def columns_of_features(plan: Plan) -> dict[str, frozenset[str]]:
-    """Feature of a plan -> raw columns that it is made of."""
-    made = {op.output for op in plan.ops}
-    found = {}
-    for name in (*plan.dense, *(feature.name for feature in plan.sparse)):
-        keys = above(plan.ops, [plan.direct.get(name, name)])
-        found[name] = frozenset(raw_column(key) for key in keys - made)
-    return found
-
-
 def worths_of_columns(plan: Plan, worths: Sequence[tuple[str, Worth]]) -> dict[str, Worth]:
     """Column -> the worth of the best feature that is made of it.
 
     Args:
         worths: Feature -> what it was worth, as far as it was measured.
     """
-    made_of = columns_of_features(plan)
     best: dict[str, Worth] = {}
     for name, worth in worths:
-        for column in made_of.get(name, ()):
+        for column in plan.columns_of(name):
             if column not in best or worth.ne_loss > best[column].ne_loss:
                 best[column] = worth
     return best

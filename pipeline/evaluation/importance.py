@@ -64,7 +64,7 @@ class Study:
         weighted: bool = False,
     ) -> None:
         self.plan, self.score, self.seed, self.level, self.least_loss = plan, score, seed, level, least_loss
-        self.names = [*plan.dense, *(feature.name for feature in plan.sparse)]
+        self.names = plan.features
         self.pairs = Pairs(len(self.names), weighted)
         self.batches = self.rows = 0
         makers = {op.output: op for op in plan.ops}

@@ -3,7 +3,7 @@
 from pipeline.transforms.fit import learns
 from pipeline.transforms.ops import AnyOp, Bucketize, MapId, Standardise
 from pipeline.transforms.plan import Plan
-from pipeline.transforms.schedule import above, raw_column
+from pipeline.transforms.schedule import above
 
 LEARNED: dict[type[AnyOp], dict[str, None]] = {
     Bucketize: {"borders": None},
@@ -20,7 +20,7 @@ def inherited(plan: Plan, old: Plan) -> Plan:
     the older plan's table did not have, and this one's has, is not taken over: nothing was learned.
     """
     new = set(old.absent) - set(plan.absent)
-    taught = {op.output: op for op in old.ops if not new & _raw_of(old, op.output)}
+    taught = {op.output: op for op in old.ops if not new & old.columns_of_op(op)}
     known: dict[str, AnyOp] = {}
     for op in plan.ops:
         before = taught.get(op.output)
@@ -40,17 +40,13 @@ def kept(plan: Plan, old: Plan) -> set[str]:
 
     Ids keep their rows where a vocabulary has only been added to at its end.
     """
-    return {
-        name
-        for name in (*plan.dense, *(feature.name for feature in plan.sparse))
-        if name in (*old.dense, *(feature.name for feature in old.sparse)) and _same(plan, old, name)
-    }
+    return {name for name in {*plan.features} & {*old.features} if _same(plan, old, name)}
 
 
 def _same(plan: Plan, old: Plan, feature: str) -> bool:
     if plan.direct.get(feature) != old.direct.get(feature):
         return False
-    if _raw_of(plan, feature) & (set(old.absent) - set(plan.absent)):
+    if plan.columns_of(feature) & (set(old.absent) - set(plan.absent)):
         return False
     ours, theirs = _ops_of(plan, feature), _ops_of(old, feature)
     if ours.keys() != theirs.keys():
@@ -62,12 +58,6 @@ def _ops_of(plan: Plan, feature: str) -> dict[str, AnyOp]:
     """Output -> op, of all that a feature is made by."""
     names = above(plan.ops, [plan.direct.get(feature, feature)])
     return {op.output: op for op in plan.ops if op.output in names}
-
-
-def _raw_of(plan: Plan, name: str) -> set[str]:
-    """Raw columns that a feature, or the output of an op, is made of."""
-    keys = above(plan.ops, [plan.direct.get(name, name)]) - {op.output for op in plan.ops}
-    return {raw_column(key) or key for key in keys}
 
 
 def _extends(op: AnyOp, old: AnyOp) -> bool:

@@ -18,7 +18,7 @@ from pipeline.transforms.column import Column, Kind
 from pipeline.transforms.fit import Learner, learned, learns
 from pipeline.transforms.graph import Graph, SparseFeature
 from pipeline.transforms.ops import AnyOp, Counts
-from pipeline.transforms.schedule import Schedule, Seconds, above, raw_column
+from pipeline.transforms.schedule import Schedule, Seconds, above
 
 
 class TransformedRows(BaseModel, frozen=True, arbitrary_types_allowed=True):
@@ -71,6 +71,11 @@ class Plan(BaseModel, frozen=True):
         return self
 
     @property
+    def features(self) -> list[str]:
+        """Names of the features, dense ones first."""
+        return [*self.dense, *self._sparse_names]
+
+    @property
     def columns(self) -> list[str]:
         """Raw columns to read."""
         return [name for name in self.raw if name not in self.absent]
@@ -92,7 +97,7 @@ class Plan(BaseModel, frozen=True):
     @cached_property
     def schedule(self) -> Schedule:
         """How the ops are run; not part of what the plan says, so it is neither saved nor hashed."""
-        return Schedule(self.ops, [self._key(name) for name in (*self.dense, *self._sparse_names)])
+        return Schedule(self.ops, [self._key(name) for name in self.features])
 
     def apply(
         self, rows: pa.Table | pa.RecordBatch, counts: Counts | None = None, seconds: Seconds | None = None
@@ -122,11 +127,17 @@ class Plan(BaseModel, frozen=True):
         """Ops that still have to learn their numbers."""
         return [op for op in self.ops if learns(op)]
 
-    def fit_columns(self) -> set[str]:
+    def columns_of(self, feature: str) -> frozenset[str]:
+        """Raw columns that a feature is made of."""
+        return self._raw_of([self._key(feature)])
+
+    def columns_of_op(self, op: AnyOp) -> frozenset[str]:
+        """Raw columns that an op reads, directly or through other ops."""
+        return self._raw_of(op.inputs)
+
+    def fit_columns(self) -> frozenset[str]:
         """Raw columns that the unfitted ops read, directly or through other ops."""
-        made = {op.output for op in self.ops}
-        names = above(self.ops, [name for op in self.unfitted() for name in op.inputs])
-        return {raw_column(name) for name in names - made}
+        return self._raw_of(name for op in self.unfitted() for name in op.inputs)
 
     def fit(self, chunks: Callable[[], Iterable[pa.Table]], temporary: Path | None = None) -> "Plan":
         """A plan whose ops carry the numbers they learned from the chunks; one pass for each level of chained fits.
@@ -151,6 +162,10 @@ class Plan(BaseModel, frozen=True):
     @property
     def _sparse_names(self) -> list[str]:
         return [feature.name for feature in self.sparse]
+
+    def _raw_of(self, names: Iterable[str]) -> frozenset[str]:
+        keys = [name.rpartition(":") for name in above(self.ops, names)]
+        return frozenset(column for column, _, kind in keys if kind in self.raw.get(column, ()))
 
     def _key(self, feature: str) -> str:
         return self.direct.get(feature, feature)

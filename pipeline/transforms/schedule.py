@@ -21,11 +21,6 @@ def raw_key(column: str, kind: str) -> str:
     return f"{column}:{kind}"
 
 
-def raw_column(key: str) -> str:
-    """The raw column of such a name."""
-    return key.rpartition(":")[0]
-
-
 @dataclass(frozen=True)
 class Step:
     """Ops that run in one pass; each stands for all the ops that do the same to the same columns."""

@@ -9,7 +9,7 @@ from pipeline.catalog.entries import Entry, entries
 from pipeline.catalog.events import Event
 from pipeline.catalog.retire import candidates
 from pipeline.catalog.text import aligned, rows_of
-from pipeline.catalog.usage import Run, Usage, Version, Worth, columns_of_features, worths_of_columns
+from pipeline.catalog.usage import Run, Usage, Version, Worth, worths_of_columns
 from pipeline.profile import SCHEMA as PROFILE
 from pipeline.schema import FeatureSchema
 from pipeline.transforms.plan import build_plan
@@ -142,6 +142,8 @@ def test_a_column_is_worth_what_the_best_of_its_features_is():
         ),
         schema,
     )
-    assert columns_of_features(plan) == {"x": {"x"}, "y": {"y"}, "yy": {"y"}, "x_bucket": {"x"}}
+    assert {name: plan.columns_of(name) for name in plan.features} == {
+        "x": {"x"}, "y": {"y"}, "yy": {"y"}, "x_bucket": {"x"},
+    }  # fmt: skip
     worths = [(name, Worth(ne_loss=loss, low=0, high=1, droppable=False)) for name, loss in [("x", 0.1), ("x_bucket", 0.3), ("y", 0.2), ("yy", 0.1)]]  # fmt: skip
     assert {name: one.ne_loss for name, one in worths_of_columns(plan, worths).items()} == {"x": 0.3, "y": 0.2}
