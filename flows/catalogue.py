@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flows.config import RunConfig
-from flows.job import tracker_of, warehouse_of
+from flows.job import roles_of, tracker_of, warehouse_of
 from flows.lineage import usage_of
 from flows.progress import Logger
 from pipeline.catalog.entries import Entry, entries
@@ -69,20 +69,19 @@ def entry_of(known: Catalogue, feature: str) -> Entry:
 def proposed(config: RunConfig, known: Catalogue, unused_days: int) -> list[Candidate]:
     """Features that could be retired."""
     now = datetime.datetime.now(datetime.UTC)
-    return candidates(known.entries, known.usage, roles_of(config), unused_days, now)
+    return candidates(known.entries, known.usage, _not_features(config), unused_days, now)
 
 
-def roles_of(config: RunConfig) -> set[str]:
-    """Columns that the config reads for something else than features."""
-    source, split, sampling, joined = config.source, config.split, config.sampling, config.features.joined
-    single = [config.features.label, config.features.weight, config.gate.resample_by, source.day_column]
-    single += [config.preprocessing.session_column, split.column.name if split.column else None]
+def _not_features(config: RunConfig) -> set[str]:
+    """Columns that the config reads for something else than features, in any flow."""
+    source, sampling, joined = config.source, config.sampling, config.features.joined
+    single = [source.day_column]
     single += [source.outcomes.on, source.outcomes.feature_time] if source.outcomes is not None else []
-    several = [config.evaluation.columns, config.scoring.keep, config.ingest.order_by, *(side.on for side in joined)]
-    several += [split.hash.columns] if split.hash is not None else []
+    several = [config.scoring.keep, config.ingest.order_by, *(side.on for side in joined)]
     several += [sampling.inputs] if sampling is not None else []
     words = re.findall(r"[A-Za-z_]\w*", config.filter or "")  # its columns among them
-    return {name for name in single if name is not None} | {name for names in (*several, words) for name in names}
+    named = {name for name in single if name is not None} | {name for names in (*several, words) for name in names}
+    return named | {name for name, _ in roles_of(config)}
 
 
 def change(config: RunConfig, feature: str, by: str | None, changes: Mapping[str, Any], write: bool = True) -> Event:

@@ -32,12 +32,12 @@ from storage.artifacts import write_text
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 
+PLAN = "plan.json"
+"""File in a run's folder, and artifact of its MLflow run: its transforms, and so the raw columns that it reads."""
 RUN_ID = "mlflow_run_id"
 """File in a run's folder with the id of its MLflow run."""
 REGISTERED = "registered"
 """File in a run's folder once its model is in the registry; a run without it is resumed."""
-
-
 JOB = "job.json"
 """File in a run's folder with the job itself, where it cannot be made again from config and snapshot."""
 
@@ -232,25 +232,60 @@ def specs(config: RunConfig, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
     warehouse, joined = warehouse_of(config), joined_of(config)
     schema = schema_of(warehouse, snapshot, joined)
     plan = _plan_at(config, snapshot, schema)
-    evaluation = config.evaluation
-    extra = evaluation.columns
-    needed = [(name, "evaluation") for name in extra]
-    resampled = [config.gate.resample_by] if config.gate.resample_by not in (None, "row") else []
-    needed += [(name, "gate.resample_by") for name in resampled]
-    needed += [(config.split.column.name, "split.column.name")] if config.split.column else []
-    needed += [(name, "split.hash.key") for name in config.split.hash.columns] if config.split.hash else []
-    needed += [(config.features.label, "features.label")]
+    _check_columns(config, schema, plan)
+    session = config.preprocessing.session_column
+    names = [feature.name for feature in plan.sparse]
+    once = resolve(config.preprocessing.deduplicate, names, "preprocessing.deduplicate", "a sparse feature")
+    extra = tuple(dict.fromkeys([*config.evaluation.columns, DAY, *_resampled(config)]))
+    days = list(warehouse.day_rows(snapshot))
+    found: dict[Part, DataSpec] = {}
+    for part in PARTS:
+        selection = select(config.split, part, days, config.filter, config.sampling)
+        if selection is not None:
+            found[part] = DataSpec(
+                warehouse=config.warehouse,
+                home=str(warehouse.home),
+                snapshot=snapshot,
+                selection=selection,
+                plan=plan,
+                label=config.features.label,
+                weight=config.features.weight,
+                extra=extra if part == "test" else (),
+                joined=joined,
+                session=session if part == "train" or (part == "valid" and once) else None,
+                deduplicate=() if part == "test" else tuple(once),
+            )
+    return found
+
+
+def roles_of(config: RunConfig) -> list[tuple[str, str]]:
+    """(column, key of the config) of what a training reads for something else than features."""
+    split, weight, session = config.split, config.features.weight, config.preprocessing.session_column
+    found = [(name, "evaluation") for name in config.evaluation.columns]
+    found += [(name, "gate.resample_by") for name in _resampled(config)]
+    found += [(split.column.name, "split.column.name")] if split.column else []
+    found += [(name, "split.hash.key") for name in split.hash.columns] if split.hash else []
+    found += [(config.features.label, "features.label")]
+    found += [(weight, "features.weight")] if weight is not None else []
+    found += [(session, "preprocessing.session_column")] if session else []
+    return found
+
+
+def _resampled(config: RunConfig) -> list[str]:
+    by = config.gate.resample_by
+    return [] if by is None or by == "row" else [by]
+
+
+def _check_columns(config: RunConfig, schema: pa.Schema, plan: Plan) -> None:
+    """Refuses columns that are not there, or not of a kind to do what the config reads them for."""
+    evaluation, weight, session = config.evaluation, config.features.weight, config.preprocessing.session_column
     if config.source.outcomes is not None:
         refuse_outcomes(plan.columns, config.source.outcomes.columns(config.features.label))
-    weight = config.features.weight
-    needed += [] if weight is None else [(weight, "features.weight")]
-    session = config.preprocessing.session_column
-    needed += [(session, "preprocessing.session_column")] if session else []
-    for name, where in needed:
+    for name, where in roles_of(config):
         if name not in schema.names:
             raise ConfigError(f"{where} '{name}'", "a column of the table", "none of that name", "Correct the name.")
     grouped = [(name, "evaluation.slices") for name in evaluation.slices]
-    grouped += [(name, "gate.resample_by") for name in resampled]
+    grouped += [(name, "gate.resample_by") for name in _resampled(config)]
     grouped += [(evaluation.group_by, "evaluation.group_by")] if evaluation.group_by else []
     for name, where in grouped:
         if pa.types.is_nested(schema.field(name).type):
@@ -271,27 +306,6 @@ def specs(config: RunConfig, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
     if session is not None and not _names_sessions(schema.field(session).type):
         kind = f"{schema.field(session).type}"
         raise ConfigError(f"preprocessing.session_column '{session}'", "integers or text", kind, "Name another.")
-    names = [feature.name for feature in plan.sparse]
-    once = resolve(config.preprocessing.deduplicate, names, "preprocessing.deduplicate", "a sparse feature")
-    days = list(warehouse.day_rows(snapshot))
-    found: dict[Part, DataSpec] = {}
-    for part in PARTS:
-        selection = select(config.split, part, days, config.filter, config.sampling)
-        if selection is not None:
-            found[part] = DataSpec(
-                warehouse=config.warehouse,
-                home=str(warehouse.home),
-                snapshot=snapshot,
-                selection=selection,
-                plan=plan,
-                label=config.features.label,
-                weight=weight,
-                extra=tuple(dict.fromkeys([*extra, DAY, *resampled])) if part == "test" else (),
-                joined=joined,
-                session=session if part == "train" or (part == "valid" and once) else None,
-                deduplicate=() if part == "test" else tuple(once),
-            )
-    return found
 
 
 def _numeric(kind: pa.DataType) -> bool:
@@ -304,7 +318,7 @@ def _names_sessions(kind: pa.DataType) -> bool:
 
 def _with_fitted_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Warehouse) -> dict[Part, DataSpec]:
     """Learns the plan's numbers from the training rows, or takes those a run that was cut short has learned."""
-    path = folder / "plan.json"
+    path = folder / PLAN
     if path.exists():
         plan = Plan.model_validate_json(path.read_text(encoding="utf-8"))
     else:
@@ -342,7 +356,7 @@ def tracked_run(
             with answering(again):
                 tracker.log_snapshot(run_id, job.snapshot.table, job.snapshot.snapshot_id, job.rows["train"])
                 tracker.log_json(run_id, config.shareable(), "config.json")
-                tracker.log_json(run_id, job.plan.model_dump(mode="json"), "plan.json")
+                tracker.log_json(run_id, job.plan.model_dump(mode="json"), PLAN)
         yield run_id
 
 

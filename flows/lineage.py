@@ -9,6 +9,7 @@ from mlflow.entities import Run as MlflowRun
 from mlflow.exceptions import MlflowException
 from pydantic import ValidationError
 
+from flows.job import PLAN
 from flows.reporting import FEATURES
 from pipeline.catalog.usage import Run, Usage, Version, Worth, worths_of_columns
 from pipeline.errors import RegistryError
@@ -16,8 +17,6 @@ from pipeline.registration.aliases import versions
 from pipeline.registration.tracking import Tracker, absent
 from pipeline.transforms.plan import Plan
 
-PLAN = "plan.json"
-"""Artifact of a run: its transforms, and so the raw columns that it reads."""
 MEASURED_RUNS = 20
 """Newest finished runs of which the worth of the features is looked up."""
 
