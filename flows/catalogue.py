@@ -11,7 +11,7 @@ from flows.job import roles_of, tracker_of, warehouse_of
 from flows.lineage import usage_of
 from flows.progress import Logger
 from pipeline.catalog.entries import Entry, entries
-from pipeline.catalog.events import Event, declared, events, newest, record, unknown_feature
+from pipeline.catalog.events import Event, declared, events, newest, unknown_feature
 from pipeline.catalog.retire import Candidate, candidates
 from pipeline.catalog.usage import Usage
 from pipeline.errors import ConfigError
@@ -84,23 +84,19 @@ def _not_features(config: RunConfig) -> set[str]:
     return named | {name for name, _ in roles_of(config)}
 
 
-def change(config: RunConfig, feature: str, by: str | None, changes: Mapping[str, Any], write: bool = True) -> Event:
-    """Declares something of a feature.
+def declaration(config: RunConfig, log: list[Event], feature: str, by: str | None, changes: Mapping[str, Any]) -> Event:
+    """The event that declares something of a feature; nothing is written.
 
     Args:
-        write: False looks only whether it could be declared.
+        log: All events of the table's features.
     Raises:
         ConfigError: If there is no such feature, or its state cannot change so.
     """
     warehouse = warehouse_of(config)
     names = warehouse.schema(warehouse.current(config.name)).names
     columns = [name for name in names if name not in (DAY, config.features.label)]
-    log = events(warehouse, config.name)
     _check_alternatives(feature, changes.get("alternatives", ()), {*columns, *newest(log)}, log)
-    event = declared(log, columns, feature, by or _user(), changes)
-    if write:
-        record(warehouse, config.name, event)
-    return event
+    return declared(log, columns, feature, by or _user(), changes)
 
 
 def champion_warning(config: RunConfig, feature: str, only_unused: bool) -> str | None:

@@ -13,7 +13,7 @@ from flows.config import RunConfig, load
 from flows.job import warehouse_of
 from flows.record import flow_run_name
 from pipeline.catalog import text
-from pipeline.catalog.events import State, events, newest
+from pipeline.catalog.events import State, events, newest, record
 from pipeline.errors import ConfigError
 
 Action = Literal["list", "show", "propose", "set", "deprecate", "history"]
@@ -70,11 +70,14 @@ def features(
         changes |= {"state": "deprecated"} if action == "deprecate" else {}
         return _declared(settings, name, by, changes, only_unused, again) | {"action": action}
     known = catalogue.catalogue(settings)
-    made = {"list": _listed, "show": _shown, "propose": _proposed}[action](settings, known, name, unused_days)
+    if name is not None and action == "show":
+        made = _shown(known, name)
+    else:
+        made = _proposed(settings, known, unused_days) if action == "propose" else _listed(settings, known)
     return {"status": "ok", "action": action, "table": settings.name, "snapshot_id": known.snapshot.snapshot_id} | made
 
 
-def _listed(config: RunConfig, known: Catalogue, name: str | None, unused_days: int) -> dict[str, Any]:
+def _listed(config: RunConfig, known: Catalogue) -> dict[str, Any]:
     rows = text.rows_of(known.entries)
     print(text.aligned(rows))
     total = sum(entry.bytes for entry in known.entries)
@@ -85,8 +88,8 @@ def _listed(config: RunConfig, known: Catalogue, name: str | None, unused_days: 
     return {"features": listed, "bytes": total}
 
 
-def _shown(config: RunConfig, known: Catalogue, name: str | None, unused_days: int) -> dict[str, Any]:
-    entry = catalogue.entry_of(known, name or "")
+def _shown(known: Catalogue, name: str) -> dict[str, Any]:
+    entry = catalogue.entry_of(known, name)
     for key, value in entry.model_dump(mode="json", exclude={"days"}).items():
         print(f"{key:<12} {', '.join(value) if isinstance(value, list) else '' if value is None else value}".rstrip())
     if entry.days:
@@ -94,7 +97,7 @@ def _shown(config: RunConfig, known: Catalogue, name: str | None, unused_days: i
     return {"feature": entry.model_dump(mode="json")}
 
 
-def _proposed(config: RunConfig, known: Catalogue, name: str | None, unused_days: int) -> dict[str, Any]:
+def _proposed(config: RunConfig, known: Catalogue, unused_days: int) -> dict[str, Any]:
     found = catalogue.proposed(config, known, unused_days)
     total = sum(one.bytes for one in found)
     if found:
@@ -108,19 +111,20 @@ def _proposed(config: RunConfig, known: Catalogue, name: str | None, unused_days
 def _declared(
     config: RunConfig, name: str, by: str | None, changes: Mapping[str, Any], only_unused: bool, again: bool
 ) -> dict[str, Any]:
-    before = newest(events(warehouse_of(config), config.name)).get(name)
     if not changes:
         raise ConfigError("argument 'set'", f"one of {', '.join(DECLARED)}", "none", "Say what changes.")
-    warning = None
-    if changes.get("state") == "deprecated":
-        if before is not None and before.state == "deprecated" and not again:
-            get_run_logger().info("skipped: '%s' is deprecated already; again=true changes the words", name)
-            return {"status": "skipped", "event": before.model_dump(mode="json"), "warning": None}
-        catalogue.change(config, name, by, changes, write=False)
+    warehouse, warning = warehouse_of(config), None
+    log = events(warehouse, config.name)
+    before, deprecated = newest(log).get(name), changes.get("state") == "deprecated"
+    if deprecated and before is not None and before.state == "deprecated" and not again:
+        get_run_logger().info("skipped: '%s' is deprecated already; again=true changes the words", name)
+        return {"status": "skipped", "event": before.model_dump(mode="json"), "warning": None}
+    event = catalogue.declaration(config, log, name, by, changes)
+    if deprecated:
         warning = catalogue.champion_warning(config, name, only_unused)
         if warning is not None:
             get_run_logger().warning("%s", warning)
-    event = catalogue.change(config, name, by, changes)
+    record(warehouse, config.name, event)
     get_run_logger().info("feature '%s' of table %s is %s", name, config.name, event.state)
     return {"status": "ok", "event": event.model_dump(mode="json"), "warning": warning}
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pipeline.catalog.entries import Day, Entry
 from pipeline.catalog.retire import Candidate
 
-NUMBERS = {"since", "cover", "length", "distinct", "drift", "size", "runs", "read", "worth"}
+NUMBERS = {"since", "cover", "length", "distinct", "drift", "size", "rows", "runs", "read", "worth"}
 """Columns that are set flush right."""
 
 
@@ -97,4 +97,4 @@ def shortened(names: Sequence[str]) -> str:
 
 
 def _set(key: str, text: str, width: int) -> str:
-    return text.rjust(width) if key in NUMBERS | {"rows"} else text.ljust(width)
+    return text.rjust(width) if key in NUMBERS else text.ljust(width)

@@ -3,12 +3,13 @@
 import datetime
 import re
 import shutil
+from typing import get_args
 
 import pyarrow as pa
 import pytest
 
 from flows.config import ROOT, load
-from flows.features import features
+from flows.features import Action, features
 from flows.ingest import ingest
 from flows.job import pinned, selected, tracker_of, warehouse_of
 from flows.preprocess import preprocess
@@ -196,5 +197,5 @@ def test_a_column_that_is_not_there_is_null_in_training_and_no_matter_to_the_mod
 def test_the_readme_shows_actions_that_there_are():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"flows\.features \S+ action=(\w+)", readme))
-    assert shown <= {"list", "show", "propose", "set", "deprecate", "history"}
+    assert shown <= {*get_args(Action)}
     assert shown
