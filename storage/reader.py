@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel
 from pyiceberg.expressions import BooleanExpression, In
@@ -165,11 +166,7 @@ class SnapshotReader:
             _cast(part.column(names[name]), kind) if name in names else pa.nulls(len(part), kind)
             for name, kind in self._types.items()
         ]
-        rows = pa.RecordBatch.from_arrays(arrays, list(self._types))
-        if self._keep is None:
-            return rows.select(self.columns)
-        table = pa.Table.from_batches([rows]).filter(self._keep).select(self.columns).combine_chunks()
-        return table.to_batches()[0] if len(table) else rows.slice(0, 0).select(self.columns)
+        return kept(pa.RecordBatch.from_arrays(arrays, list(self._types)), self._keep, self.columns)
 
     def _counted(self, group: pq.RowGroupMetaData, names: set[str], local: bool) -> list[Range]:
         """The bytes that hold some columns of a row group, as they are read; they count as read."""
@@ -199,6 +196,14 @@ class SnapshotReader:
             f"file '{path}' of snapshot {self.reference.snapshot_id} of table '{self.reference.table}'",
             "a whole Parquet file", str(error).split("\n")[0].rstrip("."), "Ingest its day with again=true.",
         )  # fmt: skip
+
+
+def kept(rows: pa.RecordBatch, keep: pc.Expression | None, columns: list[str]) -> pa.RecordBatch:
+    """Some columns of the rows that a filter keeps; None keeps all."""
+    if keep is None:
+        return rows.select(columns)
+    table = pa.Table.from_batches([rows]).filter(keep).select(columns).combine_chunks()
+    return table.to_batches()[0] if len(table) else rows.slice(0, 0).select(columns)
 
 
 def open_parquet(io: FileIO, path: str) -> pq.ParquetFile:

@@ -18,7 +18,7 @@ from pipeline.joined.source import Pinned, SideSource, added_columns
 from pipeline.joined.stored import in_key_form, key_type
 from pipeline.transforms.column import sparse_from_arrow
 from pipeline.transforms.sampling import row_hashes
-from storage.reader import Fragment, SnapshotReader, SnapshotRef
+from storage.reader import Fragment, SnapshotReader, SnapshotRef, kept
 from storage.warehouse import Warehouse
 
 KEPT_BYTES = 256 << 20
@@ -146,7 +146,7 @@ class JoinedReader:
         self.types = {name: types[name] for name in self.columns}
         self._keep = None
         if late is not None:
-            schema = with_columns(table, added)
+            schema = for_filters([*table, *added])
             self._keep = expression_to_pyarrow(bind(schema, late, case_sensitive=True), schema)
 
     @property
@@ -184,11 +184,7 @@ class JoinedReader:
                 added = side.add([columns[name] for name in side.on], fragment.day)
                 columns |= dict(zip(side.names, added, strict=True))
             rows = pa.RecordBatch.from_arrays(list(columns.values()), list(columns))
-            yield rows.select(self.columns) if self._keep is None else self._kept(rows)
-
-    def _kept(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        table = pa.Table.from_batches([rows]).filter(self._keep).select(self.columns).combine_chunks()
-        return table.to_batches()[0] if len(table) else rows.slice(0, 0).select(self.columns)
+            yield kept(rows, self._keep, self.columns)
 
 
 Reader = SnapshotReader | JoinedReader
@@ -221,17 +217,17 @@ def filter_schema(warehouse: Warehouse, reference: SnapshotRef, joined: Sequence
     """The columns that a filter can name."""
     if not joined:
         return warehouse.table(reference.table).schema()
-    return with_columns(schema_of(warehouse, reference, joined), pa.schema([]))
+    return for_filters(schema_of(warehouse, reference, joined))
 
 
-def with_columns(table: pa.Schema, added: pa.Schema) -> Schema:
-    """Both as one Iceberg schema, for filters; its field ids are those of no table."""
-    fields = [pa.field(field.name, bare(field.type)) for field in [*table, *added]]
+def for_filters(columns: Iterable[pa.Field]) -> Schema:
+    """Columns as an Iceberg schema whose field ids are those of no table."""
+    fields = [pa.field(field.name, bare(field.type)) for field in columns]
     return assign_fresh_schema_ids(_pyarrow_to_schema_without_ids(pa.schema(fields)))
 
 
 def bare(kind: pa.DataType) -> pa.DataType:
-    """The type without field ids, which mean columns of one table."""
+    """The type without field ids, which mean other columns in another table."""
     return pa.list_(bare(kind.value_type)) if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
 
 
