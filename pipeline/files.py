@@ -1,6 +1,8 @@
 """Files that a configuration names, and what tells one that was read before from one that has changed."""
 
 import glob
+import hashlib
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,3 +36,8 @@ def stamp(path: Path) -> Stamp:
     """What tells that a file is the one already read."""
     status = path.stat()
     return path.name, status.st_size, status.st_mtime_ns
+
+
+def fingerprint(value: object) -> str:
+    """What tells a value from others, by its JSON: 16 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

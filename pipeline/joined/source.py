@@ -1,8 +1,6 @@
 """Side sources: files or tables of the warehouse whose columns are joined to rows, read a day at a time."""
 
 import datetime
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel
 
 from pipeline.errors import ConfigError, ContractError, DataError
-from pipeline.files import CSV, Stamp, files_of, stamp
+from pipeline.files import CSV, Stamp, files_of, fingerprint, stamp
 from pipeline.joined.stored import day_of, in_key_form, in_stored_form, key_type, stored_type
 from pipeline.schema import Joined, absent, resolve
 from storage.reader import DAY, SnapshotRef
@@ -63,9 +61,9 @@ def pin(sources: Sequence[Joined], root: Path, warehouse: Warehouse) -> tuple[Pi
 def contents(pinned: Pinned, warehouse: Warehouse) -> str:
     """What tells a source from the same one with other rows."""
     if pinned.snapshot is None:
-        return _fingerprint(pinned.stamps)
+        return fingerprint(pinned.stamps)
     days = warehouse.day_contents(pinned.snapshot)
-    return _fingerprint({f"{day}": days[day] for day in days})
+    return fingerprint({f"{day}": days[day] for day in days})
 
 
 class SideSource:
@@ -123,7 +121,7 @@ class SideSource:
                 seen.update(self._days_of(batch).unique().drop_null().to_pylist())
             for day in seen:
                 found.setdefault(day, []).append(status)
-        return {day: _fingerprint(found[day]) for day in sorted(found)}
+        return {day: fingerprint(found[day]) for day in sorted(found)}
 
     def _raw_schema(self) -> pa.Schema:
         if self.pinned.snapshot is not None:
@@ -252,7 +250,3 @@ def _day(value: Any) -> Any:
         return datetime.date.fromisoformat(value[:10])
     except (TypeError, ValueError):
         return None
-
-
-def _fingerprint(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,8 +1,6 @@
 """Stage entry: warehouse days in, a probability for each of their rows out, in a table of its own."""
 
 import datetime
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Protocol
 
@@ -13,7 +11,8 @@ from pydantic import AfterValidator, BaseModel, PositiveInt
 from pyiceberg.expressions import BooleanExpression
 
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
-from pipeline.joined.reader import Reader, filter_schema, reader_of, schema_of
+from pipeline.files import fingerprint
+from pipeline.joined.reader import Reader, bare, filter_schema, reader_of, schema_of
 from pipeline.joined.source import Pinned, contents
 from pipeline.schema import absent
 from pipeline.selection import Selection, check_filter, days_between
@@ -110,7 +109,7 @@ def planned(
     days = days_between(warehouse.day_rows(source), start, end, "days to score")
     stands, beside = warehouse.day_contents(source), [contents(pinned, warehouse) for pinned in joined]
     taken = [config.keep, row_filter, *beside]
-    identities = {day: _fingerprint([model, stands[day], *taken]) for day in days}
+    identities = {day: fingerprint([model, stands[day], *taken]) for day in days}
     stored = warehouse.written_days(table)
     stale = [day for day in days if again or stored.get(day) != identities[day]]
     rows = _counted(warehouse, source, row_filter, {day: days[day] for day in stale}, joined)
@@ -156,7 +155,7 @@ def score(
     columns = list(dict.fromkeys([*model.columns, *work.keep]))
     read = [DAY, *(name for name in columns if name != DAY)]
     reader = reader_of(warehouse, work.source, read, _expression(work.filter), work.joined)
-    kept = [pa.field(name, _plain(schema.field(name).type)) for name in work.keep]
+    kept = [pa.field(name, bare(schema.field(name).type)) for name in work.keep]
     written = pa.schema(
         [pa.field(DAY, pa.date32()), *kept, pa.field(PROBABILITY, pa.float64()), pa.field(VERSION, pa.int64())]
     )
@@ -219,12 +218,3 @@ def _groups(rows: Mapping[datetime.date, int], limit: int) -> Iterator[list[date
 
 def _expression(row_filter: str | None) -> BooleanExpression | None:
     return Selection(days=(), filter=row_filter).expression()
-
-
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type without the source table's field ids, which mean other columns in another table."""
-    return pa.list_(_plain(kind.value_type)) if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
-
-
-def _fingerprint(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
