@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger
-from prefect.artifacts import create_table_artifact
 
+from flows.artifacts import show_table
 from flows.config import RunConfig
-from flows.record import artifact_key
-from pipeline.extraction.checks import Checked, Finding
+from pipeline.extraction.checks import Checked
 from pipeline.extraction.plots import day_figure
 from storage.artifacts import atomic_file, write_json
 
@@ -27,11 +26,9 @@ def show_checks(config: RunConfig, checked: Checked) -> None:
         logger.warning("%s more findings; see %s", len(checked.findings) - MOST_LINES, report_folder(config, checked))
     try:
         _write(config, checked)
-        create_table_artifact(
-            [_row(finding) for finding in checked.findings[:MOST_ROWS]] or [{"findings": "none"}],
-            key=artifact_key("checks", config.name),
-            description=f"Rules that new days of table {config.name} break: {len(checked.findings)} findings",
-        )
+        rows = [finding.model_dump() for finding in checked.findings[:MOST_ROWS]] or [{"findings": "none"}]
+        about = f"Rules that new days of table {config.name} break: {len(checked.findings)} findings"
+        show_table("checks", config.name, rows, about)
     except Exception as error:
         logger.warning("the checks are not shown on the run's page: %s", error)
 
@@ -55,7 +52,3 @@ def _write(config: RunConfig, checked: Checked) -> None:
     write_json(folder / "checks.json", checked.model_dump(mode="json"))
     with atomic_file(folder / "checks.png") as path:
         day_figure(f"New days of table {config.name}", checked).savefig(path, format="png")
-
-
-def _row(finding: Finding) -> dict[str, str]:
-    return {key: str(value if value is not None else "") for key, value in finding.model_dump().items()}
