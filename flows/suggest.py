@@ -49,7 +49,7 @@ def suggested(config: RunConfig, files: bool) -> dict[str, Any]:
         "status": "ok",
         "config_path": str(path),
         "looked_at": source,
-        "rows": sum(rows for _, rows in observed.days),
+        "rows": observed.rows,
         "days": len(observed.days),
         **counts,
         "embedding_width": suggestion.embedding_width,

@@ -60,7 +60,7 @@ def given_source(config: RunConfig, path: str | None, label: str | None, day_col
     if path is not None:
         changes["source"] = {"path": path, "day": None if day_column else "2000-01-01"}
         changes["features"]["sparse"] = _some("*")
-    elif config.source.path == (NOWHERE,) or config.source.path == NOWHERE:
+    elif config.source.path == NOWHERE:
         raise ConfigError("suggest", "a config with a source, or path=FILES", "neither", "Name one of them.")
     if day_column is not None:
         changes.setdefault("source", config.source.model_dump(mode="json"))
@@ -110,8 +110,7 @@ def write(config: RunConfig, observed: Observed, source: str) -> tuple[Path, Sug
         apart[config.source.day_column] = f"gives the column {DAY}"
     suggestion = suggest(observed, config.features.label, apart)
     kept = {"name": config.name} | config.model_dump(mode="json", exclude_defaults=True, exclude=OWN)
-    rows = sum(rows for _, rows in observed.days)
-    text = written(suggestion, kept, rows, len(observed.days), source, config.features.weight)
+    text = written(suggestion, kept, observed.rows, len(observed.days), source, config.features.weight)
     path = config.home_path / "suggested" / f"{config.name}.yaml"
     write_text(path, text, 0o600)  # the catalog's properties may hold a password
     load(path)

@@ -72,16 +72,16 @@ def suggest(observed: Observed, label: str, apart: Mapping[str, str] | None = No
         got = "a constant" if label in known else f"columns {', '.join(list(known)[:8])}"
         raise ConfigError(f"label '{label}'", "a column of 0 and 1", got, "Name another: label=COLUMN.")
     choices = [choose(fact, apart) for fact in observed.facts if fact.name not in (label, DAY)]
-    if not any(choice.use == "sparse" for choice in choices):
-        dense = [choice for choice in choices if choice.use == "dense"]
+    sparse = [choice for choice in choices if choice.use == "sparse"]
+    if not sparse:
+        numbers = sum(choice.use == "dense" for choice in choices)
         raise ConfigError(
-            "suggestion", "a column of ids, text or lists of ids", f"{len(dense)} columns of numbers alone",
+            "suggestion", "a column of ids, text or lists of ids", f"{numbers} columns of numbers alone",
             "Add one, or declare it by hand, with bucketize before it.",
         )  # fmt: skip
-    rows = sum(rows for _, rows in observed.days)
-    split, split_why = _split(observed, [choice for choice in choices if choice.use == "sparse"])
-    width, width_why = _width([choice for choice in choices if choice.use == "sparse"])
-    batch = min(4_096, max(256, 1 << round(math.log2(max(1, rows / 40)))))
+    split, split_why = _split(observed, sparse)
+    width, width_why = _width(sparse)
+    batch = min(4_096, max(256, 1 << round(math.log2(max(1, observed.rows / 40)))))
     groups = _groups(choices, [*known, DAY])
     return Suggestion(label, tuple(choices), split, split_why, width, width_why, batch, groups)
 
@@ -194,13 +194,12 @@ def _split(observed: Observed, used: Sequence[Choice]) -> tuple[dict[str, Any], 
     days = [day for day, _ in observed.days]
     if len(days) >= 2:
         *train, last = days
-        parts: dict[str, Any] = {"train": [f"{train[0]}..{train[-1]}"], "test": [str(last)]}
+        valid: dict[str, Any] = {}
+        why = f"{len(days)} days: the last one judges"
         if len(train) >= 2:
             *train, before = train
-            parts = {"train": [f"{train[0]}..{train[-1]}"], "valid": [str(before)], "test": [str(last)]}
-        return {"days": parts}, f"{len(days)} days: the last one judges" + (
-            ", the one before it stops" * (len(days) > 2)
-        )
+            valid, why = {"valid": [str(before)]}, f"{why}, the one before it stops"
+        return {"days": {"train": [f"{train[0]}..{train[-1]}"], **valid, "test": [str(last)]}}, why
     keys = [choice for choice in used if choice.fact.kind in ("id", "text") and choice.fact.coverage > 0.99]
     if not keys:
         raise ConfigError("suggestion", "two days, or a column of ids in every row", "neither", "Name day_column=.")

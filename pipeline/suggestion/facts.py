@@ -54,6 +54,11 @@ class Observed:
     days: tuple[tuple[datetime.date, int], ...]
     """Days and their rows, in order."""
 
+    @property
+    def rows(self) -> int:
+        """Of all days."""
+        return sum(rows for _, rows in self.days)
+
 
 def observe(
     connection: duckdb.DuckDBPyConnection,
