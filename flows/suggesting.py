@@ -15,7 +15,7 @@ from pipeline.suggestion.choose import Suggestion, suggest
 from pipeline.suggestion.facts import Observed, observe
 from pipeline.suggestion.write import written
 from storage.artifacts import write_text
-from storage.query import connect, quoted
+from storage.query import column_types, connect, quoted
 from storage.reader import DAY
 
 NOWHERE = "no path yet"
@@ -94,8 +94,7 @@ def look(config: RunConfig, files: bool) -> tuple[Observed, str]:
         opened = open_samples(source, features, warehouse, config.name, ROOT, logs)
         connection, view = stack.enter_context(opened)
         days = rows_of(connection, view)
-        relation = connection.view(view)
-        types = dict(zip(relation.columns, map(str, relation.types), strict=True))
+        types = column_types(connection, view)
         return observe(connection, lambda names: quoted(view), types, days, label), "files of the source"
 
 

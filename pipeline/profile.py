@@ -8,7 +8,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from storage.query import quoted
+from storage.query import column_types, quoted
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 
@@ -96,7 +96,7 @@ def measure(
         numbers: Integer columns that are counts or the label, not ids.
         counts: Day -> its rows, where that is known.
     """
-    types = dict(zip(connection.view(view).columns, map(str, connection.view(view).types), strict=True))
+    types = column_types(connection, view)
     columns = {name: kind for name, kind in types.items() if name != DAY and not name.startswith("__")}
     counts = rows_of(connection, view) if counts is None else counts
     return measure_columns(connection, lambda needed: quoted(view), columns, counts, numbers)
@@ -108,16 +108,11 @@ def measure_days(
     snapshot: SnapshotRef,
     days: Collection[datetime.date],
     numbers: Collection[str] = (),
-    columns: Collection[str] | None = None,
 ) -> pa.Table:
-    """Statistics of days that are written already; else as `measure`.
-
-    Args:
-        columns: Those to measure; None: all. No others are read.
-    """
+    """Statistics of days that are written already; else as `measure`."""
     stored = warehouse.day_rows(snapshot)
     counts = {day: stored[day] for day in days if day in stored}
-    names = [name for name in columns or warehouse.schema(snapshot).names if name != DAY]
+    names = [name for name in warehouse.schema(snapshot).names if name != DAY]
     types = types_of(connection, warehouse.reader(snapshot, names).empty())
     rows = stored_rows(connection, warehouse, snapshot, counts)
     return measure_columns(connection, rows, types, counts, numbers)
@@ -131,7 +126,7 @@ def rows_of(connection: duckdb.DuckDBPyConnection, view: str) -> dict[datetime.d
 def types_of(connection: duckdb.DuckDBPyConnection, table: pa.Table) -> dict[str, str]:
     """Column -> its type, as DuckDB calls it."""
     connection.register("types_of_a_table", table)
-    return dict(zip(table.column_names, map(str, connection.view("types_of_a_table").types), strict=True))
+    return column_types(connection, "types_of_a_table")
 
 
 Rows = Callable[[Collection[str]], str]

@@ -40,6 +40,12 @@ def connect(
     return connection
 
 
+def column_types(connection: "duckdb.DuckDBPyConnection", view: str) -> dict[str, str]:
+    """Column of a view -> its type, as DuckDB calls it."""
+    relation = connection.view(view)
+    return dict(zip(relation.columns, map(str, relation.types), strict=True))
+
+
 def quoted(name: str) -> str:
     """A column name as an SQL identifier."""
     return '"' + name.replace('"', '""') + '"'

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pipeline.errors import ConfigError
 from pipeline.extraction.outcomes import WEIGHT, Outcome, Outcomes
 from pipeline.extraction.sources import FILE, ROW, create_view
-from storage.query import quoted
+from storage.query import column_types, quoted
 from storage.reader import DAY
 
 KEY, SHOWN, REASON, LEFT_OUT = "__key", "__shown", "__unjoinable", "__left_out"
@@ -169,9 +169,7 @@ class Join:
             ],
         }
         for view, names in needed.items():
-            known = dict(
-                zip(self.connection.view(view).columns, map(str, self.connection.view(view).types), strict=True)
-            )
+            known = column_types(self.connection, view)
             where = f"source.outcomes, {'feature log' if view == source else 'outcome log'}"
             absent = [name for name in names if name not in known]
             if absent:

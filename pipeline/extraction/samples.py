@@ -10,7 +10,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.join import LEFT_OUT, REASON
 from pipeline.extraction.sources import FILE, ROW
 from pipeline.schema import LEAST_WEIGHT, MOST_WEIGHT, FeatureSchema, absent, input_kinds, resolve
-from storage.query import quoted
+from storage.query import column_types, quoted
 from storage.reader import DAY
 
 _INTS = {
@@ -44,7 +44,8 @@ def add_types(
         ConfigError: If a column that the configuration names is not there.
         DataError: If a column is of a kind that cannot be stored, or a row has no day.
     """
-    names = [name for name in connection.view(view).columns if name not in (FILE, ROW) and not name.startswith("__")]
+    types = column_types(connection, view)
+    names = [name for name in types if name not in (FILE, ROW) and not name.startswith("__")]
     resolve([schema.label], names, "features.label")
     if schema.weight is not None:
         resolve([schema.weight], names, "features.weight")
@@ -52,7 +53,6 @@ def add_types(
         resolve([day], names, "source.day_column")
     # The column `day` of the table is the partition; one of the source that means something else gives way to it.
     dense = dense_columns(schema, [name for name in names if name != DAY or day == DAY], made)
-    types = dict(zip(connection.view(view).columns, map(str, connection.view(view).types), strict=True))
     _check_text(connection, view, [name for name in dense if types[name] == "VARCHAR"])
     # A column of nulls without a type is left out: once its type is known, these rows read null all the same.
     untyped = {name for name in names if types[name] == _NULLS and name not in dense}
