@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import pyarrow as pa
@@ -170,9 +171,9 @@ def check(
         before = pa.concat_tables([measured.slice(0, 0), *(tables[other] for other in past)])
         table = with_drift(_of(measured, day), before, config.trailing_days)
         new, history = _by_column(table), [days[other] for other in past]
-        found = list(_findings(day, new, history, config, label, duplicates.get(day, 0)))
-        worst = next((one for one in SEVERITY if any(finding.outcome == one for finding in found)), "ok")
         bands = bounds(new, history, config, label) if len(history) >= config.minimum_days else {}
+        found = list(_findings(day, new, history, bands, config, label, duplicates.get(day, 0)))
+        worst = next((one for one in SEVERITY if any(finding.outcome == one for finding in found)), "ok")
         checked.append(_day(day, worst, new, label, bands))
         findings += found
         drifted.append(table)
@@ -213,8 +214,20 @@ def band(past: Sequence[float], accepted: float, noise: float, spread: float) ->
 
 
 def _findings(
-    day: datetime.date, new: Columns, past: Sequence[Columns], config: ChecksConfig, label: str, duplicates: int
+    day: datetime.date,
+    new: Columns,
+    past: Sequence[Columns],
+    limits: Mapping[str, tuple[float, float]],
+    config: ChecksConfig,
+    label: str,
+    duplicates: int,
 ) -> Iterator[Finding]:
+    """What a day breaks.
+
+    Args:
+        limits: As of `bounds`; none where there are too few days to compare with.
+    """
+
     def finding(rule: Rule, expected: str, got: str, column: str | None = None) -> Iterator[Finding]:
         outcome = config.outcome(rule)
         if outcome != "off":
@@ -224,10 +237,9 @@ def _findings(
     if duplicates > config.duplicate_share * rows:
         allowed = math.floor(config.duplicate_share * rows)
         yield from finding("duplicates", f"at most {allowed} rows whose key another has", f"{duplicates} of {rows}")
-    if len(past) < config.minimum_days:
+    if not limits:
         return
     span = f"on the {len(past)} days before it"
-    limits = bounds(new, past, config, label)
     low, high = limits["rows"]
     if not low <= rows <= high:
         yield from finding("rows", f"{math.ceil(low)} to {math.floor(high)} as {span}", f"{rows}")
@@ -286,9 +298,8 @@ def _day(
     outcome: Any,
     columns: Columns,
     label: str,
-    bands: Mapping[str, tuple[float, float]] | None = None,
+    limits: Mapping[str, tuple[float, float]] = MappingProxyType({}),
 ) -> DayCheck:
-    limits = bands or {}
     return DayCheck(
         day=day,
         outcome=outcome,
