@@ -57,28 +57,22 @@ def add_types(
     # A column of nulls without a type is left out: once its type is known, these rows read null all the same.
     untyped = {name for name in names if types[name] == _NULLS and name not in dense}
     kept = [name for name in names if name not in (schema.label, *untyped) and name.lower() != DAY]
-    typed = [f"{_cast(name, types[name], name in dense)} AS {quoted(name)}" for name in kept]
+    weight = None if schema.weight in made else schema.weight
+    loose = weight if weight is not None and types[weight] == "VARCHAR" else None  # what is no number is refused
+    typed = [
+        f"{_number(name) if name == loose else _cast(name, types[name], name in dense)} AS {quoted(name)}"
+        for name in kept
+    ]
     date = f"TRY_CAST({quoted(day)} AS DATE)" if isinstance(day, str) else f"DATE '{day}'"
-    label = quoted(schema.label)
-    number = f"TRY_CAST({label} AS DOUBLE)"
     reasons = [f"WHEN {REASON} IS NOT NULL THEN {REASON}"] if REASON in matched else []
-    if not made:  # a label that is made of outcomes is never bad
-        reasons += [
-            f"WHEN {label} IS NULL THEN 'label is null' WHEN {number} IS NULL THEN 'label is not a number'"
-            f" WHEN {number} NOT IN (0, 1) THEN 'label is not 0 or 1'"
-        ]
-    if schema.weight is not None and schema.weight not in made:
-        reasons.append(_bad_weight(quoted(schema.weight)))
-        if types[schema.weight] == "VARCHAR":  # what is no number is refused
-            typed = [
-                f"TRY_CAST({quoted(name)} AS DOUBLE) AS {quoted(name)}" if name == schema.weight else part
-                for name, part in zip(kept, typed, strict=True)
-            ]
+    reasons += [] if made else [_bad_label(schema.label)]  # one that is made of outcomes is never bad
+    reasons += [] if weight is None else [_bad_weight(weight)]
     reason = f"CASE {' '.join(reasons)} END" if reasons else "CAST(NULL AS VARCHAR)"
+    label = quoted(schema.label)
     matched = matched if LEFT_OUT in matched else [*matched, f"false AS {LEFT_OUT}"]
     connection.execute(
         f"CREATE VIEW samples AS SELECT {', '.join([*typed, *matched])}, {date} AS {DAY}, {label} AS __raw_label,"
-        f" TRY_CAST({number} AS INTEGER) AS {label}, {reason} AS __reason, {FILE} AS __file,"
+        f" TRY_CAST({_number(schema.label)} AS INTEGER) AS {label}, {reason} AS __reason, {FILE} AS __file,"
         f" {ROW if numbered else 0} AS __row FROM {view}"
     )
     undated = count_rows(connection, "samples", f"{DAY} IS NULL")
@@ -90,10 +84,23 @@ def add_types(
     return "samples"
 
 
-def _bad_weight(column: str) -> str:
-    weight = f"TRY_CAST({column} AS DOUBLE)"
+def _number(name: str) -> str:
+    """The column as numbers, null where it is none."""
+    return f"TRY_CAST({quoted(name)} AS DOUBLE)"
+
+
+def _bad_label(name: str) -> str:
+    label = _number(name)
     return (
-        f"WHEN {column} IS NULL THEN 'weight is null' WHEN {weight} IS NULL THEN 'weight is not a number'"
+        f"WHEN {quoted(name)} IS NULL THEN 'label is null' WHEN {label} IS NULL THEN 'label is not a number'"
+        f" WHEN {label} NOT IN (0, 1) THEN 'label is not 0 or 1'"
+    )
+
+
+def _bad_weight(name: str) -> str:
+    weight = _number(name)
+    return (
+        f"WHEN {quoted(name)} IS NULL THEN 'weight is null' WHEN {weight} IS NULL THEN 'weight is not a number'"
         f" WHEN {weight} NOT BETWEEN {LEAST_WEIGHT} AND {MOST_WEIGHT} THEN 'weight is not {LEAST_WEIGHT:g} to"
         f" {MOST_WEIGHT:,.0f}'"
     )
@@ -151,7 +158,7 @@ def refuse_outcomes(columns: Iterable[str], made: Sequence[str]) -> None:
 def _check_text(connection: duckdb.DuckDBPyConnection, view: str, columns: list[str]) -> None:
     """Text in a dense column is fine as long as it reads as numbers."""
     for name in columns:
-        bad = f"{quoted(name)} IS NOT NULL AND TRY_CAST({quoted(name)} AS DOUBLE) IS NULL"
+        bad = f"{quoted(name)} IS NOT NULL AND {_number(name)} IS NULL"
         row = connection.sql(f"SELECT count(*), min({quoted(name)}) FROM {view} WHERE {bad}").fetchall()[0]
         if row[0]:
             raise DataError(
