@@ -26,7 +26,8 @@ import pyarrow.parquet as pq
 
 from benchmarks.machine import ROOT, in_words, machine, say
 from models.config import DLRMConfig
-from pipeline.extraction.extract import IngestConfig, SourceConfig, extract
+from pipeline.extraction.extract import IngestConfig, extract
+from pipeline.extraction.opening import SourceConfig
 from pipeline.preprocessing.client import Client, Inline
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.worker import DataSpec

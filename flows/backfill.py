@@ -18,7 +18,8 @@ from flows.progress import Progress
 from flows.record import flow_run_name
 from flows.recurring import recurring
 from pipeline.errors import ConfigError, EmptyDatasetError
-from pipeline.extraction.extract import IngestResult, source_days
+from pipeline.extraction.extract import IngestResult
+from pipeline.extraction.opening import source_days
 
 PORTIONS = 4
 """Parts that each writer's days are cut into, so that progress is seen and none waits long for another."""

@@ -16,7 +16,8 @@ from models.config import DLRMConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvaluationConfig
 from pipeline.evaluation.gate import GateConfig
-from pipeline.extraction.extract import IngestConfig, SourceConfig
+from pipeline.extraction.extract import IngestConfig
+from pipeline.extraction.opening import SourceConfig
 from pipeline.extraction.outcomes import WEIGHT
 from pipeline.joined.source import contents, pin
 from pipeline.policy import Policy

@@ -12,6 +12,7 @@ from flows.checking import checks_result
 from flows.config import RunConfig, load
 from flows.record import flow_run_name
 from pipeline.extraction.intake import held_name
+from pipeline.extraction.writing import spoiled_name
 
 
 @flow(name="ingest", flow_run_name=flow_run_name)
@@ -40,7 +41,7 @@ def ingest(
     if result.days_held:
         logger.warning("%s days broke a rule and are held in table %s", len(result.days_held), held_name(settings.name))
     for reason, rows in result.quarantined.items():
-        logger.warning("quarantined: %s rows, %s; see table %s_quarantine", f"{rows:,}", reason, settings.name)
+        logger.warning("quarantined: %s rows, %s; see table %s", f"{rows:,}", reason, spoiled_name(settings.name))
     touched = sorted([*result.days_written, *result.days_skipped, *result.days_held])
     return {
         "status": "ok" if result.days_written else "skipped",

@@ -1,13 +1,13 @@
 """Days between the source and the table: measured, held against the rules, held back where these say so."""
 
 import datetime
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import duckdb
 import pyarrow as pa
 
-from pipeline.errors import ConfigError, DataError, EmptyDatasetError
+from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.checks import Checked, ChecksConfig, check
 from pipeline.extraction.sources import first_line
 from pipeline.profile import SCHEMA, TRAILING_DAYS, measure, measure_days, profile_name, profiles, store, with_drift
@@ -125,37 +125,13 @@ def mend_profile(
         store(warehouse, table, with_drift(measured, earlier), days)
 
 
-def hold_back(
-    warehouse: Warehouse, table: str, passed: Collection[datetime.date], write: Callable[[str], None], held: bool
-) -> None:
-    """Days that broke a rule go into the table of held days; those that pass leave it.
-
-    Args:
-        passed: New days that are to stand in the table.
-        write: Writes the held days into the table of that name.
-        held: Whether there are any.
-    """
+def release(warehouse: Warehouse, table: str, days: Collection[datetime.date]) -> None:
+    """Days that are to stand in the table leave that of held days."""
     name = held_name(table)
-    if held:
-        write(name)
-    gone = dict.fromkeys(set(passed) & warehouse.written_days(name).keys(), "passed")
+    gone = dict.fromkeys(set(days) & warehouse.written_days(name).keys(), "passed")
     if gone:
         schema = warehouse.table(name).schema().as_arrow()
         warehouse.replace_days(name, gone, schema, [], 0)
-
-
-def refuse_none(warehouse: Warehouse, table: str, held: Sequence[datetime.date]) -> None:
-    """Ends an ingest after which there is no table at all.
-
-    Raises:
-        EmptyDatasetError: If all days were held back, and none was ever written.
-    """
-    if held and not warehouse.has_table(table):
-        raise EmptyDatasetError(
-            f"table '{table}'", "a day that keeps the rules of ingest.checks",
-            f"{len(held)} day(s), all held in table '{held_name(table)}'",
-            "Mend the source, or relax the rule and run again with again=true.",
-        )  # fmt: skip
 
 
 def _before(warehouse: Warehouse, table: str, days: Collection[datetime.date], trailing: int) -> set[datetime.date]:

@@ -21,6 +21,8 @@ _INTS = {
     "UINTEGER": "BIGINT",
 }
 _NULLS = '"NULL"'
+GOOD = f"__reason IS NULL AND NOT {LEFT_OUT}"
+"""Condition on rows of the typed view: they are to be written."""
 _KEPT = ("BOOLEAN", "INTEGER", "BIGINT", "FLOAT", "DOUBLE", "VARCHAR", "DATE")
 
 

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import DataError
-from pipeline.extraction.extract import IngestConfig, IngestResult, SourceConfig, extract
+from pipeline.extraction.extract import IngestConfig, IngestResult, extract
+from pipeline.extraction.opening import SourceConfig
 from pipeline.preprocessing.memory import Arrays, PrivateWriter
 from pipeline.preprocessing.worker import DataSpec, Worker, fitted_plan
 from pipeline.schema import FeatureSchema

@@ -18,7 +18,8 @@ import torch
 
 from pipeline import checkpoint
 from pipeline.checkpoint import CheckpointError
-from pipeline.extraction.extract import IngestConfig, SourceConfig, extract
+from pipeline.extraction.extract import IngestConfig, extract
+from pipeline.extraction.opening import SourceConfig
 from pipeline.registration.journal import POINTS, Journal
 from pipeline.registration.tracking import RegistrationConfig, Tracker
 from pipeline.schema import FeatureSchema

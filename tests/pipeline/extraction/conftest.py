@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.extraction.extract import IngestConfig, IngestResult, SourceConfig, extract
+from pipeline.extraction.extract import IngestConfig, IngestResult, extract
+from pipeline.extraction.opening import SourceConfig
 from pipeline.schema import FeatureSchema
 from storage.warehouse import Warehouse, WarehouseConfig
 

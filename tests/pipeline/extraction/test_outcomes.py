@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.errors import ConfigError, EmptyDatasetError
-from pipeline.extraction.extract import SourceConfig, _said
+from pipeline.extraction.opening import SourceConfig
 from storage.warehouse import Warehouse
 
 DAYS = [datetime.date(2024, 1, day) for day in (1, 2, 3, 4)]
@@ -262,9 +262,9 @@ def test_a_source_of_negatives_that_are_all_thinned_out(ingest: Any, put: Any) -
 
 def test_keys_that_came_later_do_not_change_what_a_source_is() -> None:
     plain = SourceConfig.model_validate({"generator": {}, "outcomes": {}, "day_column": "date"})
-    assert not {"labels", "keep_negatives", "keep_seed", "action_column"} & _said(plain)["outcomes"].keys()
-    assert "lists_per" not in _said(plain)["generator"]
+    assert not {"labels", "keep_negatives", "keep_seed", "action_column"} & plain.said()["outcomes"].keys()
+    assert "lists_per" not in plain.said()["generator"]
     changed = SourceConfig.model_validate(
         {"generator": {"lists_per": "session"}, "outcomes": {"keep_seed": 3}, "day_column": "date"}
     )
-    assert (_said(changed)["generator"]["lists_per"], _said(changed)["outcomes"]["keep_seed"]) == ("session", 3)
+    assert (changed.said()["generator"]["lists_per"], changed.said()["outcomes"]["keep_seed"]) == ("session", 3)
