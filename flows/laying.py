@@ -8,7 +8,7 @@ from typing import Any
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from flows.config import RunConfig
+from flows.config import RunConfig, load
 from flows.job import alone, own_folder, selected, warehouse_of
 from flows.progress import Progress
 from pipeline.preprocessing.worker import Costs, DataSpec
@@ -141,7 +141,8 @@ def _wanted(config: RunConfig, name: str) -> list[str]:
     there = warehouse.schema(warehouse.current(name)).names
     if name != config.name:
         return there
-    return [column for column in selected(config, None)[1]["train"].columns if column in there]
+    read = load(config, {"features.allow_deprecated": True})  # files hold them as long as they are read
+    return [column for column in selected(read, None)[1]["train"].columns if column in there]
 
 
 def _rewritten(config: RunConfig, name: str, days: Sequence[datetime.date]) -> list[Rewritten]:
