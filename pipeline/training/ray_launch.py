@@ -188,7 +188,8 @@ def _cluster(address: str | None, processors: int, root: Path) -> Iterator[None]
             variables |= {"PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}
             ray.init(
                 address="local", num_cpus=processors, include_dashboard=False, object_store_memory=STORE_BYTES,
-                runtime_env={"env_vars": variables}, _temp_dir=temporary, _node_ip_address="127.0.0.1", **quiet,
+                runtime_env={"env_vars": variables}, _temp_dir=temporary, _node_ip_address="127.0.0.1",
+                _system_config={"worker_niceness": 0}, **quiet,  # Ray's 15 would starve ranks beside other work
             )  # fmt: skip
         yield
     finally:

@@ -27,6 +27,7 @@ def test_fault_14_and_15_actors_are_killed_and_stopped(data: DataSpec, tmp_path:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     with Service({"days": data}, config, tmp_path) as service:
         pids = eventually(lambda: two_workers(tmp_path), 90.0)
+        assert [psutil.Process(pid).nice() for pid in pids] == [psutil.Process().nice()] * 2
 
         def batches():
             for number, batch in enumerate(client(Connection(service.address), data).batches()):
