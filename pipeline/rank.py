@@ -93,6 +93,38 @@ class RankSpec(BaseModel, frozen=True):
     start: Start | None = None
     """The training that this one goes on from; None: from initial weights."""
 
+    @property
+    def plan(self) -> Plan:
+        """What the model reads."""
+        return self.train.plan
+
+
+class ModelSpec(Protocol):
+    """What a model and its batches are made from."""
+
+    @property
+    def model(self) -> DLRMConfig: ...
+
+    @property
+    def training(self) -> TrainConfig: ...
+
+    @property
+    def preprocessing(self) -> PreprocessingConfig: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def placement(self) -> Placement | None: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self: ...
+
+
+Described = TypeVar("Described", bound=ModelSpec)
+
 
 class GroupSpec(Protocol):
     """What a rank has to be told to join its group."""
@@ -295,23 +327,29 @@ def identity_of(spec: RankSpec) -> dict[str, str]:
 
 
 def build_model(
-    spec: RankSpec, world_size: int, device: torch.device
+    spec: ModelSpec, world_size: int, device: torch.device, drawn: bool = True
 ) -> tuple[DistributedModelParallel, list[dict[str, Any]]]:
-    """The sharded model in its initial state, the same for every placement and world size, and its plan as rows."""
+    """The sharded model in its initial state, the same for every placement and world size, and its plan as rows.
+
+    Args:
+        drawn: See `sharded`.
+    """
     torch.manual_seed(spec.seed)
     training = spec.training.model_copy(update={"world_size": world_size})
-    model, placement = sharded(unsharded(spec), training, device, spec.seed, spec.model.embedding_init, spec.placement)
+    model, placement = sharded(
+        unsharded(spec), training, device, spec.seed, spec.model.embedding_init, spec.placement, drawn
+    )
     kind = {} if training.sync == "synchronous" else {"sharding": "shared"}
     return model, [row | kind for row in describe(placement)]
 
 
-def unsharded(spec: RankSpec) -> DLRM:
+def unsharded(spec: ModelSpec) -> DLRM:
     """The model with tables that take no memory yet."""
     kind = DataType.FP16 if spec.training.table_precision == "fp16" else DataType.FP32
-    return DLRM(spec.model, len(spec.train.plan.dense), bags_of(spec.train.plan), "meta", kind)
+    return DLRM(spec.model, len(spec.plan.dense), bags_of(spec.plan), "meta", kind)
 
 
-def placed(spec: RankSpec, uses: Mapping[str, TableUse]) -> RankSpec:
+def placed(spec: Described, uses: Mapping[str, TableUse]) -> Described:
     """The spec with the placement of its tables; made once, before ranks start, so that all have the same.
 
     Raises:
@@ -346,7 +384,7 @@ def bags_of(plan: Plan) -> list[Bag]:
     return [Bag(feature.name, feature.table, feature.rows, feature.pooling) for feature in plan.sparse]
 
 
-def client(spec: RankSpec, source: Source, name: str, data: DataSpec, rank: int, shuffled: bool) -> Client:
+def client(spec: ModelSpec, source: Source, name: str, data: DataSpec, rank: int, shuffled: bool) -> Client:
     """This rank's iterator over a selection."""
     window = spec.preprocessing.shuffle_window_rows if shuffled else None
     return Client(

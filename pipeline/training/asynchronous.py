@@ -152,6 +152,10 @@ class AsyncTrainer(Trainer):
                 self.own[name].copy_(value)
         dist.barrier()
 
+    def close(self) -> None:
+        """Lets go of the shared memory, as the end of the process would."""
+        os.close(self.lock)
+
     def state(self) -> dict[str, Any]:
         """See `Trainer`; of the dense part, what is shared."""
         return super().state() | self.common

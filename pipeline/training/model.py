@@ -10,7 +10,7 @@ from models.dlrm import DLRM
 from pipeline.training.asynchronous import SharedBags
 from pipeline.training.bags import NumbaBags, table_kernel
 from pipeline.training.config import TrainConfig
-from pipeline.training.optim import fuse_table_optimizer, init_tables
+from pipeline.training.optim import fill_tables, fuse_table_optimizer, init_tables
 from pipeline.training.planner import place
 from pipeline.training.sharding import Placement, shard, sharding_plan
 
@@ -22,6 +22,7 @@ def sharded(
     seed: int,
     half_width: float | None,
     placement: Placement | None = None,
+    drawn: bool = True,
 ) -> tuple[DistributedModelParallel, Placement]:
     """The model on this rank, ready to train, and where its tables lie; called by all ranks together.
 
@@ -29,9 +30,12 @@ def sharded(
         model: Its tables on the device `meta`. It is used up.
         half_width: Initial numbers of tables lie in [-this, this]; None: 1 / sqrt(rows of the table).
         placement: None places without knowing how tables are used.
+        drawn: Whether initial numbers of tables are drawn; where only time counts they are all alike, which is sooner.
     """
     # The planner leaves marks on the model that it is given.
     placement = placement or place(copy.deepcopy(model), config.for_placement, device.type)
+    for table in model.embeddings.embedding_bag_configs():
+        table.init_fn = _left_alone  # TorchRec would draw numbers that are drawn again below
     fuse_table_optimizer(model, config, sharding_plan(placement, device))
     lockstep = config.sync == "synchronous"
     group = None if lockstep else dist.new_subgroups(1)[0]  # each rank has all tables, in memory that all share
@@ -40,5 +44,12 @@ def sharded(
     if config.compile:
         inner = get_unwrapped_module(whole)
         inner.score = torch.compile(inner.score)
-    init_tables(whole, seed, half_width)
+    if drawn:
+        init_tables(whole, seed, half_width)
+    else:
+        fill_tables(whole)
     return whole, placement
+
+
+def _left_alone(weight: torch.Tensor) -> None:
+    """An initialisation that does nothing."""

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from pipeline.training.bags import set_update
 from pipeline.training.config import TrainConfig
 from pipeline.training.sharding import lookups
 
+SOME = 0.01
+"""A number for tables whose content does not matter."""
 INIT_BLOCK_ROWS = 65_536
 """Rows of a table drawn from one stream, so that a shard can be made without the rest of its table."""
 
@@ -120,11 +123,11 @@ class ReplicatedTables(torch.optim.Optimizer):
 def dense_optimizer(model: DistributedModelParallel, config: TrainConfig) -> torch.optim.Optimizer:
     """Optimizer of the parameters that every rank holds a copy of, tables apart."""
     parameters = [parameter for _, parameter in dense_parameters(model)]
-    kinds: dict[str, Any] = {
-        "adam": torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
+    kinds: dict[str, Any] = {  # fused: one pass over weight, gradient and moments instead of one for each operator
+        "adam": partial(torch.optim.Adam, fused=True),
+        "adamw": partial(torch.optim.AdamW, fused=True),
         "adagrad": torch.optim.Adagrad,
-        "sgd": torch.optim.SGD,
+        "sgd": partial(torch.optim.SGD, fused=True),
     }
     optimizer: torch.optim.Optimizer = kinds[config.dense_optimizer](
         parameters, lr=config.dense_learning_rate, weight_decay=config.dense_weight_decay
@@ -160,33 +163,46 @@ def schedule(config: TrainConfig, step: int) -> float:
     return factor
 
 
-def set_learning_rates(
-    model: DistributedModelParallel,
-    optimizer: torch.optim.Optimizer,
-    config: TrainConfig,
-    step: int,
-    replicated: ReplicatedTables | None = None,
-    steps_before: int = 0,
-) -> None:
-    """Puts the schedule's rates for update number `step`, counted from 0, into all optimizers.
+class Rates:
+    """Puts the schedule's rates into all optimizers of a model.
 
-    Args:
-        steps_before: Updates that the optimizers' state has seen in earlier trainings.
+    Kernels are looked for once, and rates that stay are not handed on again: both take Python longer than small layers.
     """
-    factor = schedule(config, step)
-    for group in optimizer.param_groups:
-        group["lr"] = config.dense_learning_rate * factor
-    fused = model.fused_optimizer
-    for group in fused.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-    fused.step()  # updates nothing: it hands the rates to the kernels, which update in the backward pass
-    for kernel in (module for lookup in lookups(model) for module in lookup.modules()):
-        if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
+
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        optimizer: torch.optim.Optimizer,
+        config: TrainConfig,
+        replicated: ReplicatedTables | None = None,
+    ) -> None:
+        self.dense, self.fused, self.replicated, self.config = optimizer, model.fused_optimizer, replicated, config
+        modules = (module for lookup in lookups(model) for module in lookup.modules())
+        self.kernels = [module for module in modules if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen)]
+        self.factor: float | None = None
+        """Of the rates that the optimizers have."""
+
+    def set(self, step: int, steps_before: int = 0) -> None:
+        """Those of update number `step`, counted from 0.
+
+        Args:
+            steps_before: Updates that the optimizers' state has seen in earlier trainings.
+        """
+        for kernel in self.kernels:
             set_update(kernel, steps_before + step + 1)
-    if replicated is not None:
-        replicated.steps = steps_before + step + 1
-        for group in replicated.param_groups:
-            group["lr"] = table_rate(config, group["table"]) * factor
+        if self.replicated is not None:
+            self.replicated.steps = steps_before + step + 1
+        factor = schedule(self.config, step)
+        if factor == self.factor:
+            return
+        self.factor = factor
+        for group in self.dense.param_groups:
+            group["lr"] = self.config.dense_learning_rate * factor
+        for group in self.fused.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        self.fused.step()  # updates nothing: it hands the rates to the kernels, which update in the backward pass
+        for group in self.replicated.param_groups if self.replicated is not None else ():
+            group["lr"] = table_rate(self.config, group["table"]) * factor
 
 
 def init_tables(model: DistributedModelParallel, seed: int, half_width: float | None) -> None:
@@ -209,6 +225,14 @@ def init_tables(model: DistributedModelParallel, seed: int, half_width: float | 
                 drawn = values[low - start : high - start, column : column + columns]
                 with torch.no_grad():
                     part[low - first : high - first].copy_(torch.from_numpy(drawn))
+
+
+def fill_tables(model: DistributedModelParallel) -> None:
+    """Writes a number into every place of the tables: memory that nobody has written to is read at another speed."""
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            for part, _, _ in _parts(tensor) if name.startswith(TABLES) else ():
+                part.fill_(SOME)
 
 
 def _parts(tensor: Any) -> list[tuple[torch.Tensor, int, int]]:

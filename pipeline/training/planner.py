@@ -192,7 +192,11 @@ def _constraints(
     kind: str, table: EmbeddingBagConfig, config: TrainConfig, device: str, use: TableUse | None
 ) -> ParameterConstraints:
     cached = config.table_memory == "uvm_caching"
-    choice = [kind for kind in AUTO if kind not in ROW_KINDS or _row_for_each(table.num_embeddings, config.world_size)]
+    alone = config.world_size == 1  # then a cut only adds work: on the demo's tables a step took twice as long
+    choice = [
+        kind for kind in AUTO
+        if kind not in ROW_KINDS or (not alone and _row_for_each(table.num_embeddings, config.world_size))
+    ]  # fmt: skip
     if device == "cpu" or _why_no_copies(config):  # on CPU they are an order of magnitude slower
         choice.remove("data_parallel")
     width = table.embedding_dim

@@ -27,11 +27,11 @@ from pipeline.training.cached import forget
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import (
     TABLES,
+    Rates,
     ReplicatedTables,
     dense_optimizer,
     dense_parameters,
     replicated_tables,
-    set_learning_rates,
 )
 from pipeline.training.progress import Progress, Sums
 
@@ -72,6 +72,8 @@ class Trainer:
         self.optimizer = dense_optimizer(model, config)
         replicated = replicated_tables(model)
         self.replicated = ReplicatedTables(replicated, config) if replicated else None
+        self.rates = Rates(model, self.optimizer, config, self.replicated)
+        self.draws = any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())
         several = config.sync == "synchronous" and dist.get_world_size() > 1
         self.ahead = Ahead(model) if config.send_ids_ahead and several else None
         self.identity, self.begin = identity or {}, begin
@@ -144,14 +146,10 @@ class Trainer:
             coming: The one behind it, where its ids are to be sent meanwhile.
         """
         start = time.perf_counter()
-        # A function of the step alone: dropout repeats after a resume.
-        torch.manual_seed(
-            int(np.random.SeedSequence([self.seed, self.progress.steps, dist.get_rank()]).generate_state(1)[0])
-        )
-        progress = self.progress
-        set_learning_rates(
-            self.model, self.optimizer, self.config, progress.steps, self.replicated, progress.steps_before
-        )
+        if self.draws:  # a function of the step alone: dropout repeats after a resume
+            words = [self.seed, self.progress.steps, dist.get_rank()]
+            torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
+        self.rates.set(self.progress.steps, self.progress.steps_before)
         self.optimizer.zero_grad()
         if self.replicated is not None:
             self.replicated.zero_grad()

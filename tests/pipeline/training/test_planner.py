@@ -223,3 +223,12 @@ def test_a_plan_that_does_not_fit_names_the_memory() -> None:
 def test_other_values_are_refused(sharding: Any) -> None:
     with pytest.raises(ValidationError):
         TrainConfig(sharding=sharding)
+
+
+@pytest.mark.parametrize("rows", [1_000, 100_000])
+def test_auto_cuts_no_table_on_one_rank(rows: int) -> None:
+    """There is nobody to share it with."""
+    bags = [Bag(f"f{i}", f"t{i}", rows, pooling) for i, pooling in enumerate(["sum", "mean"] * 3)]
+    assert {table.kind for table in placed(sharding="auto", world_size=1, bags=bags, batch_rows=8_192)} == {
+        "table_wise"
+    }
