@@ -10,8 +10,10 @@ PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11;
 EXTRAS ?=
 INSTALLED = $(patsubst $(VENV)/.extra-%,%,$(wildcard $(VENV)/.extra-*))
 RUN = $(VENV)/bin/python
-# Processes that share the tests.
+INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check --no-deps
+# Processes that share the tests; files go to them in the order of conftest.py.
 TESTERS ?= 2
+TEST = $(RUN) -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 PREFECT_PORT ?= 4200
 MLFLOW_PORT ?= 5000
 MODEL ?= demo
@@ -26,7 +28,7 @@ export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export RAY_USAGE_STATS_ENABLED = 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint check ui serve worker deploy doctor lock clean
+.PHONY: help setup demo paper test test-slow test-all test-gpu lint check ui serve worker deploy doctor lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | column -t -s@
@@ -41,27 +43,36 @@ $(VENV)/.complete: $(LOCK)
 	@# The torch index is asked for torch alone, and only where no local wheels are named: other packages come from the usual index.
 	@if [ "$(LOCK)" = requirements/cpu.lock ]; then \
 		grep '^torch==' $(LOCK) > $(VENV)/torch.txt; \
-		$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -r $(VENV)/torch.txt \
+		$(INSTALL) --no-compile -r $(VENV)/torch.txt \
 			$(if $(PIP_FIND_LINKS),,--index-url $(TORCH_INDEX)); \
 	fi
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK)
+	@$(INSTALL) --no-compile -r $(LOCK)
+	@# Bytecode by all cores, where pip takes one. Packages have a few files for other Pythons, which do not compile.
+	@$(RUN) -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 	@echo "ready: $(VENV)"
 
 $(VENV)/.extra-ray $(VENV)/.extra-postgres: $(VENV)/.extra-%: requirements/%.lock $(VENV)/.complete
 	@echo "adding $* to $(VENV)"
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@$(INSTALL) -r $<
 	@touch $@
 
 demo: setup  ## logs -> warehouse -> sharded training -> registered model, on generated data
 	@$(RUN) -m flows.end_to_end configs/demo.yaml
 	@echo "look at it: make ui"
 
+paper: setup  ## the efficiency study: the experiments of configs/paper on this machine, reports in docs/efficiency
+	@$(RUN) -m flows.ingest configs/paper/e6_quality.yaml
+	@for config in configs/paper/e[1-8]_*.yaml; do $(RUN) -m flows.characterize $$config report=docs/efficiency || exit 1; done
+
 test: setup  ## the tests
-	@$(RUN) -m pytest -n $(TESTERS) --dist loadfile
+	@$(TEST)
 
 test-slow: setup  ## the long tests: servers, kills, whole runs
-	@$(RUN) -m pytest -n $(TESTERS) --dist loadfile -m 'slow and not gpu' --timeout=900
+	@$(TEST) -m 'slow and not gpu' --timeout=900
+
+test-all: setup  ## both in one go, which starts their processes and makes what they share once
+	@$(TEST) -m 'not gpu' --timeout=900
 
 test-gpu: setup  ## the tests that need CUDA devices, and those of the trainer on one
 	@DLRM_TEST_DEVICE=cuda $(RUN) -m pytest -m gpu --timeout=900

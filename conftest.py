@@ -1,5 +1,39 @@
-"""Modules that need an extra are looked through for examples only where it is installed."""
+"""Modules that need an extra are looked through for examples only where it is installed; long files come first."""
 
 from importlib.util import find_spec
 
+import pytest
+
 collect_ignore = [] if find_spec("ray") else ["pipeline/preprocessing/ray_executor.py"]
+
+LONGEST = (
+    "tests/flows/test_servers.py",
+    "tests/pipeline/test_rank.py",
+    "tests/flows/test_train.py",
+    "tests/pipeline/preprocessing/test_chaos.py",
+    "tests/pipeline/training/test_ray_launch.py",
+    "tests/flows/test_preprocess.py",
+    "tests/flows/test_checkpoint.py",
+    "tests/flows/test_characterize.py",
+    "tests/flows/test_size.py",
+    "tests/flows/test_quality.py",
+    "tests/flows/test_sweep.py",
+    "tests/pipeline/training/test_asynchronous.py",
+    "tests/flows/test_recurring.py",
+    "tests/pipeline/preprocessing/test_client.py",
+    "tests/flows/test_placement.py",
+    "tests/benchmarks/test_training.py",
+    "tests/flows/test_outage.py",
+    "tests/flows/test_release.py",
+    "tests/flows/test_gate.py",
+    "tests/flows/test_replay.py",
+    "tests/pipeline/training/test_sharding.py",
+    "tests/flows/test_doctor.py",
+)
+"""Files whose tests take longest, the longest first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A long file that comes last leaves the other processes idle."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.location[0], len(LONGEST)))

@@ -60,7 +60,7 @@ class Progress:
         began = self.started.setdefault(what, now)
         if done >= total or now - self.said.get(what, began) >= SECONDS_BETWEEN_LINES:
             self.said[what] = now
-            speed = f", {done / (now - began):,.0f} {self.unit}/s" if now - began > 0.5 else ""
+            speed = f", {done / (now - began):,.0f} {self.unit}/s" if done > now - began > 0.5 else ""
             self.logger.info(
                 "%s: %s of %s %s%s%s", what, f"{done:,}", f"{total:,}", self.unit, speed, f", {note}" if note else ""
             )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from pydantic import BaseModel
-from scipy.stats import t as student  # type: ignore[import-untyped]
+from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from pipeline.errors import ConfigError
 from pipeline.evaluation.metrics import Floats, base_entropy
@@ -83,7 +83,7 @@ def _over_days(days: Sequence[DaySums], losses: Floats, level: float) -> Interva
     over = value * math.log((1.0 - rate) / rate)  # the change of the entropy with the rate
     apart = losses - rows * mean - over * (labels - rows * rate)
     error = math.sqrt(len(days) / (len(days) - 1) * float(np.square(apart).sum())) / float(rows.sum()) / entropy
-    reach = float(student.ppf(1.0 - level / 2.0, len(days) - 1)) * error
+    reach = float(stdtrit(len(days) - 1, 1.0 - level / 2.0)) * error
     return Interval(value=value, low=value - reach, high=value + reach)
 
 

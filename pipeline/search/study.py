@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.pruners import BasePruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.storages import RDBStorage
@@ -211,6 +210,9 @@ class Study:
         Source:
             Watanabe, Bansal, Hutter 2023, PED-ANOVA, arXiv:2304.10255.
         """
+        # Not above: scikit-learn comes with it, and every command would wait for that.
+        from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+
         values = [trial.valid_ne for trial in self.records() if trial.valid_ne is not None]
         if len(values) < FEWEST_FOR_IMPORTANCES or len(set(values)) == 1:
             return {}

@@ -31,8 +31,9 @@ def test_the_page_has_quality_and_the_ways_to_mlflow_and_the_report(smoke):
 
 @pytest.mark.parametrize("stage", ["generate", "ingest", "train", "evaluate"])
 def test_long_stages_show_their_progress(smoke, stage):
-    assert 100.0 in [float(one.data) for one in shown(f"progress-{stage}")]
-    assert all(one.flow_run_id and one.task_run_id for one in shown(f"progress-{stage}"))
+    """Others of the same server may have been made outside of a flow, by tests of parts of one."""
+    whole = [one for one in shown(f"progress-{stage}") if float(one.data) == 100.0]
+    assert any(one.flow_run_id and one.task_run_id for one in whole)
 
 
 def test_a_server_that_is_away_holds_up_no_work(prefect, caplog):

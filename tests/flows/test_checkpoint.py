@@ -11,6 +11,7 @@ import time
 
 import psutil
 import pytest
+from prefect.settings import PREFECT_API_URL
 from safetensors.torch import load_file
 
 from flows.checkpoint import checkpoint
@@ -154,6 +155,7 @@ def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_goes_on(smoke, hom
         assert time.monotonic() < limit
         time.sleep(0.05)
     assert not list((tmp_path / "temporary").glob("dlrm-*"))
+    environment["PREFECT_API_URL"] = str(PREFECT_API_URL.value())  # the others need no server of their own
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as flow:

@@ -173,6 +173,8 @@ ABSENT = {
     "features.dense.1.on_missing": "default",
     "features.sparse.1.columns": ["list_*", "list_new"],
     "features.sparse.1.on_missing": "default",
+    "training.world_size": 1,
+    "preprocessing.executor": "inline",
 }
 
 

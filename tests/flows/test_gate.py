@@ -15,18 +15,20 @@ from pipeline.registration.aliases import CHAMPION, holder, move, moves
 from pipeline.registration.scorer import LoadedModel
 
 CONFIG = "configs/smoke.yaml"
+LIGHT = ("training.world_size=1", "training.threads_per_rank=1", "preprocessing.executor=inline")
+"""A training of one process."""
 
 
 @pytest.mark.slow
 def test_fault_31_a_worse_model_is_rejected_and_a_better_one_promoted(copied, command):
     """Hardly trained at all; then trained for two more epochs."""
-    code, worse, log = command(train, CONFIG, "training.max_steps=1", "seed=2", home=copied)
+    code, worse, log = command(train, CONFIG, "training.max_steps=1", "seed=2", *LIGHT, home=copied)
     assert code == 0, log
     assert (worse["gate"]["decision"], worse["gate"]["champion"], worse["model"]["alias"]) == ("reject", 1, None)
     assert worse["gate"]["reason"].startswith("NE is higher than that of version 1, ")
     assert worse["gate"]["champion_ne"] < worse["eval"]["ne"]
     assert f"gate: reject. {worse['gate']['reason']}" in log
-    code, better, log = command(train, CONFIG, "training.epochs=3", home=copied)
+    code, better, log = command(train, CONFIG, "training.epochs=3", *LIGHT, home=copied)
     assert code == 0, log
     assert better["eval"]["ne"] < worse["gate"]["champion_ne"]
     assert (better["gate"]["decision"], better["model"]["alias"]) == ("promote", "champion")

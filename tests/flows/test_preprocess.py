@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 from filelock import FileLock
+from prefect.settings import PREFECT_API_URL
 
 from flows.config import RunConfig, load
 from flows.ingest import ingest
@@ -282,12 +284,20 @@ def long_home(prefect: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 class Command:
-    """`python -m flows.preprocess` as a process of its own, in a group of its own."""
+    """`python -m flows.preprocess` as a process of its own, in a group of its own.
 
-    def __init__(self, home: Path, over: dict[str, Any] | None = None, open_files: int = 4096) -> None:
+    Args:
+        server: Address of Prefect's server; none: the command starts one.
+    """
+
+    def __init__(
+        self, home: Path, over: dict[str, Any] | None = None, open_files: int = 4096, server: str | None = None
+    ) -> None:
         self.note = home / "preprocessing" / "smoke" / WORKERS_FILE
         self.note.unlink(missing_ok=True)
         outside = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
+        if server is not None:
+            outside["PREFECT_API_URL"] = server
         words = [f"{key}={value}" for key, value in (LONG | (over or {})).items()]
         self.process = subprocess.Popen(
             ["prlimit", f"--nofile={open_files}", sys.executable, "-m", "flows.preprocess", CONFIG, *words],
@@ -316,13 +326,20 @@ class Command:
         return self.process.returncode, json.loads(out.strip().splitlines()[-1]), err
 
 
+@contextmanager
+def running(command: Command) -> Iterator[Command]:
+    try:
+        yield command
+    finally:
+        if command.process.poll() is None:
+            command.process.kill()
+            command.process.communicate()
+
+
 @pytest.fixture
 def started(long_home: Path) -> Iterator[Command]:
-    command = Command(long_home)
-    yield command
-    if command.process.poll() is None:
-        command.process.kill()
-        command.process.communicate()
+    with running(Command(long_home)) as command:
+        yield command
 
 
 @pytest.mark.slow
@@ -347,12 +364,13 @@ def test_an_interrupted_epoch_leaves_nothing(started: Command, how: str) -> None
 
 
 @pytest.mark.slow
-def test_killed_workers_do_not_change_the_order(started: Command, long_home: Path) -> None:
+def test_killed_workers_do_not_change_the_order(long_home: Path) -> None:
     seen: set[int] = set()
-    for _ in range(2):
-        seen.add(worker := started.new_worker(seen))
-        os.kill(worker, signal.SIGKILL)
-    code, result, log = started.ended()
+    with running(Command(long_home, server=PREFECT_API_URL.value())) as command:
+        for _ in range(2):
+            seen.add(worker := command.new_worker(seen))
+            os.kill(worker, signal.SIGKILL)
+        code, result, log = command.ended()
     assert code == 0, log
     assert result["restarts"] >= 1
     assert log.count("is replaced: its process ended") == result["restarts"]
@@ -365,7 +383,8 @@ def test_killed_workers_do_not_change_the_order(started: Command, long_home: Pat
 @pytest.mark.slow
 def test_too_few_open_files_are_named(long_home: Path) -> None:
     """Each split that is held is one; here all 160 are shuffled together."""
-    code, result, log = Command(long_home, {"preprocessing.shuffle_window_rows": 100_000}, open_files=100).ended()
+    whole = {"preprocessing.shuffle_window_rows": 100_000}
+    code, result, log = Command(long_home, whole, open_files=100, server=PREFECT_API_URL.value()).ended()
     assert (code, result) == (
         1,
         {

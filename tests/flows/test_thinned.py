@@ -15,7 +15,13 @@ from pipeline.registration.scorer import LoadedModel
 from tests.quality import quality
 
 CONFIG = "configs/smoke.yaml"
-THINNED = {"source.outcomes.keep_negatives": 0.2, "features.weight": "sample_weight", "training.epochs": 6}
+THINNED = {
+    "source.outcomes.keep_negatives": 0.2,
+    "features.weight": "sample_weight",
+    "training.epochs": 6,
+    "training.world_size": 1,
+    "preprocessing.executor": "inline",
+}
 
 
 @pytest.mark.slow

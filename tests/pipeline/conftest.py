@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from models.config import DLRMConfig
+from pipeline import rank
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.worker import DataSpec, fitted_plan
 from pipeline.rank import RankSpec
@@ -135,6 +137,13 @@ def start(spec: RankSpec, on_event: Callable[[Event], object], deadline: int = 2
 def completed(spec: RankSpec) -> Run:
     events: list[Event] = []
     return Run(spec, start(spec, events.append), events)
+
+
+def completed_here(spec: RankSpec, device: torch.device) -> Run:
+    """A training of one rank in this process."""
+    events: list[Event] = []
+    rank.train(spec, 0, device, events.append)
+    return Run(spec, events[-1], events)
 
 
 SETTINGS: dict[str, Any] = {"world_size": 2, "validate_every_steps": 5}

@@ -29,7 +29,7 @@ from pipeline.rank import RankSpec
 from pipeline.training.launch import Event, Limits, run_ranks
 from pipeline.training.trainer import Trainer
 from storage.warehouse import Warehouse
-from tests.pipeline.conftest import ROOT, SETTINGS, Run, completed, start
+from tests.pipeline.conftest import ROOT, SETTINGS, Run, completed, completed_here, start
 
 
 def test_ids_sent_ahead_change_no_bit(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
@@ -61,13 +61,6 @@ def by_rows(rank_spec: Callable[..., RankSpec], tmp_path_factory: pytest.TempPat
 def alone(rank_spec: Callable[..., RankSpec], device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One rank, in this process."""
     return completed_here(rank_spec(tmp_path_factory.mktemp("alone"), **SETTINGS | {"world_size": 1}), device)
-
-
-def completed_here(spec: RankSpec, device: torch.device) -> Run:
-    """A training of one rank in this process."""
-    events: list[Event] = []
-    rank.train(spec, 0, device, events.append)
-    return Run(spec, events[-1], events)
 
 
 def ranks_below(process: psutil.Process) -> dict[int, psutil.Process]:

@@ -15,6 +15,7 @@ from pipeline.rank import RankSpec, Start
 from pipeline.rehearsal import RehearsalSpec, on, with_plan
 from pipeline.training.launch import Event, Limits, run_ranks
 from pipeline.transforms.plan import Plan
+from tests.pipeline.conftest import completed_here
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRATCH = {"world_size": 2, "epochs": 2, "validate_every_steps": 2, "average_from_step": 2, "average_every_steps": 2}
@@ -82,13 +83,13 @@ def test_a_rehearsal_makes_the_weights_of_daily_trainings(
 
 
 def test_a_training_goes_on_with_what_was_exported(
-    first: tuple[RankSpec, Event], rank_spec: Specs, tmp_path: Path
+    first: tuple[RankSpec, Event], rank_spec: Specs, device: torch.device, tmp_path: Path
 ) -> None:
     """With rates of nearly nothing the weights stay, and the optimizers' moments are the old ones and more."""
     spec, _ = first
     still = {"table_learning_rate": 1e-30, "dense_learning_rate": 1e-30, "dense_weight_decay": 0.0}
-    after = going_on(rank_spec, tmp_path, served(spec), 1, spec.train.plan, **still)
-    run("pipeline.rank", after, tmp_path)
+    after = going_on(rank_spec, tmp_path, served(spec), 1, spec.train.plan, **still | {"world_size": 1})
+    completed_here(after, device)
     old, new = (load_file(Path(one.folder) / "weights.safetensors") for one in (spec, after))
     assert all(torch.equal(old[name], new[name]) for name in old)
     moments = [checkpoint.read_whole(served(one), "tables/", "dense/") for one in (spec, after)]
@@ -101,7 +102,7 @@ def test_a_training_goes_on_with_what_was_exported(
 
 
 def test_a_model_that_has_grown_keeps_what_it_knew(
-    first: tuple[RankSpec, Event], rank_spec: Specs, tmp_path: Path
+    first: tuple[RankSpec, Event], rank_spec: Specs, device: torch.device, tmp_path: Path
 ) -> None:
     """The first model is one without the lists of items; at rates of nearly nothing the grown one says the same."""
     spec, _ = first
@@ -110,7 +111,7 @@ def test_a_model_that_has_grown_keeps_what_it_knew(
     fewer = Plan.model_validate(fewer.model_dump() | {"raw": {k: v for k, v in plan.raw.items() if k != "list_items"}})
     small = with_plan(rank_spec(tmp_path / "small", max_steps=3), fewer)
     small = small.model_copy(update={"valid": None})
-    run("pipeline.rank", small, tmp_path / "small")
+    completed_here(small, device)
     still = {"table_learning_rate": 1e-30, "dense_learning_rate": 1e-30, "dense_weight_decay": 0.0}
     large = going_on(rank_spec, tmp_path / "large", served(small), 1, fewer, **still)
     _, events = run("pipeline.rank", large, tmp_path / "large")
@@ -121,9 +122,11 @@ def test_a_model_that_has_grown_keeps_what_it_knew(
     assert not (tmp_path / "large" / "checkpoints" / "grown").exists()
 
 
-def test_another_model_is_refused(first: tuple[RankSpec, Event], rank_spec: Specs, tmp_path: Path) -> None:
+def test_another_model_is_refused(
+    first: tuple[RankSpec, Event], rank_spec: Specs, device: torch.device, tmp_path: Path
+) -> None:
     spec, _ = first
-    other = going_on(rank_spec, tmp_path, served(spec), 1, spec.train.plan, dense_optimizer="sgd")
+    other = going_on(rank_spec, tmp_path, served(spec), 1, spec.train.plan, dense_optimizer="sgd", world_size=1)
     with pytest.raises(ContractError) as refused:
-        run("pipeline.rank", other, tmp_path)
+        completed_here(other, device)
     assert str(refused.value).startswith("checkpoint 'best', training.dense_optimizer: expected sgd, got adam.")

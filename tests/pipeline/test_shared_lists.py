@@ -9,7 +9,7 @@ import torch
 
 from pipeline.preprocessing.worker import DataSpec
 from pipeline.rank import RankSpec
-from tests.pipeline.conftest import Run, completed
+from tests.pipeline.conftest import Run, completed, completed_here
 from tests.pipeline.preprocessing.test_sessions import in_sessions
 
 
@@ -19,6 +19,7 @@ def test_lists_in_common_give_the_weights_of_lists_for_each_row(
     rank_spec: Callable[..., RankSpec],
     days: list[pa.Table],
     make_warehouse: Callable[[Path, list[pa.Table]], DataSpec],
+    device: torch.device,
     tmp_path: Path,
     settings: dict[str, object],
 ) -> None:
@@ -32,7 +33,8 @@ def test_lists_in_common_give_the_weights_of_lists_for_each_row(
         parts = {part: getattr(spec, part).model_copy(update=given) for part in ("train", "valid", "probe")}
         for part in ("train", "valid"):
             parts[part] = parts[part].model_copy(update={"deduplicate": features})
-        return completed(spec.model_copy(update=parts))
+        spec = spec.model_copy(update=parts)
+        return completed_here(spec, device) if spec.training.world_size == 1 else completed(spec)
 
     plain, once = trained("plain", ()), trained("once", ("list_items", "cat_user"))
     assert once.result["steps"] == plain.result["steps"] == 28

@@ -454,13 +454,15 @@ def test_fault_17_too_little_memory_is_an_error(
     assert text.endswith(" of it in use. Raise it, or lower preprocessing.shuffle_window_rows.")
 
 
-@pytest.mark.parametrize("executor", ["inline", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("executor", "apart"), [("inline", 4_000), pytest.param("process", 16_000, marks=pytest.mark.slow)]
+)
 def test_fault_17_memory_that_becomes_too_little_is_an_error_too(
-    executor: str, serve: Serve, tight: dict[str, Any], data: DataSpec
+    executor: str, apart: int, serve: Serve, tight: dict[str, Any], data: DataSpec
 ) -> None:
     """After the first batches: the bound takes a window and its batches, but not what is left of it and another one."""
     late = 0
-    for memory_bytes in range(16_000, 60_000, 4_000):
+    for memory_bytes in range(16_000, 80_000, apart):
         service = serve(1, executor=executor, memory_bytes=memory_bytes)
         found: list[Batch] = []
         said = ""
