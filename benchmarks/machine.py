@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from pipeline.characterization.machine import processor
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -21,7 +23,7 @@ def machine(packages: tuple[str, ...]) -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return {
-        "cpu": _cpu(),
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 2),
         "versions": versions,
@@ -38,11 +40,6 @@ def in_words(facts: Mapping[str, Any]) -> str:
 def say(text: str) -> None:
     """Progress, beside the result."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _git(*words: str) -> str:

@@ -15,7 +15,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -23,13 +22,13 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.machine import ROOT, in_words, machine, say
 from benchmarks.service import wait_for
 from benchmarks.trainers import BOTTOM, CONTESTANTS, DENSE, ON_RANKS, SHAPES, TOP, Shape, batches, in_processes, pairs
 from benchmarks.wide_table import WideTable, wide_table
 from models.config import DLRMConfig
+from pipeline.characterization.machine import measured as ceilings
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.master import WORKERS_FILE
 from pipeline.preprocessing.service import Service
@@ -44,6 +43,8 @@ FIRST = "lists"
 TRIAL = "tiny"
 """The shape that tells nothing but that all runs."""
 SOME = (*BY_HAND, "ours", "ours_bf16_compiled")
+RATES = ("fp32_gflops", "bf16_gflops", "read_gb_per_second")
+"""Ceilings of the machine that the floor of a step is made of."""
 FILE_STEPS = 140
 FILE_WINDOW_ROWS = 65_536
 """Read before the first batch comes: nothing in a run of hours, here it is to be no more than a few percent."""
@@ -91,7 +92,7 @@ def measured(shapes: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
     figures: dict[str, Any] = {"slowest_speedup": min(speedups.values()), "speedups": speedups}
     if FIRST in shapes:
         figures |= {"fp32_speedup": speedups[FIRST], "bf16_speedup": speedup(rows, FIRST, SOME[-1])}
-    rates = machine_rates(cores)
+    rates = ceilings(cores).model_dump(include=set(RATES))
     floors = {shape: floor(SHAPES[shape], rates) for shape in shapes}
     return figures | {"passes": rows, "floors_ms": floors, "rates": rates, "rounds": rounds, "machine": facts}
 
@@ -100,28 +101,6 @@ def speedup(rows: Sequence[dict[str, Any]], shape: str, name: str, ranks: int = 
     """The better of TorchRec's pipelines by hand over a contestant."""
     times = {row["contestant"]: row["median_ms"] for row in rows if (row["shape"], row["ranks"]) == (shape, ranks)}
     return round(min(times[by_hand] for by_hand in BY_HAND) / times[name], 3)
-
-
-def machine_rates(threads: int) -> dict[str, float]:
-    """Matrix products in GFLOP/s by precision, and reading of memory in GB/s: the best of some tries, all cores."""
-    torch.set_num_threads(threads)
-    rates = {}
-    for precision in (torch.float32, torch.bfloat16):
-        a, b = torch.randn(4096, 1024).to(precision), torch.randn(1024, 1024).to(precision)
-        seconds = _least(lambda a=a, b=b: torch.mm(a, b))
-        rates[f"{str(precision).removeprefix('torch.')}_gflops"] = 2e-9 * 4096 * 1024 * 1024 / seconds
-    memory = torch.ones(2**27)
-    rates["read_gb_per_second"] = 1e-9 * memory.nbytes / _least(memory.sum)
-    return {name: round(value, 1) for name, value in rates.items()}
-
-
-def _least(action: Any, tries: int = 7) -> float:
-    times = []
-    for _ in range(tries):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def floor(shape: Shape, rates: dict[str, float]) -> dict[str, float]:
@@ -138,10 +117,7 @@ def floor(shape: Shape, rates: dict[str, float]) -> dict[str, float]:
     distinct = sum(len(np.unique(one.sparse[name].values().numpy())) for name in one.sparse.keys())  # noqa: SIM118
     read = distinct * shape.width * 4 * 3
     memory = 1e-6 * read / rates["read_gb_per_second"]
-    return {
-        name: round(1e-6 * operations / rates[f"{kind}_gflops"] + memory, 2)
-        for name, kind in (("fp32", "float32"), ("bf16", "bfloat16"))
-    }
+    return {name: round(1e-6 * operations / rates[f"{name}_gflops"] + memory, 2) for name in ("fp32", "bf16")}
 
 
 def from_files(table: WideTable, rounds: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from models.config import DLRMConfig
+from pipeline.characterization.config import CharacterizeConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvaluationConfig
 from pipeline.evaluation.gate import GateConfig
@@ -126,6 +127,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     recurring: RecurringConfig = RecurringConfig()
     sweep: SweepConfig = SweepConfig()
     release: ReleaseConfig = ReleaseConfig()
+    characterize: CharacterizeConfig = CharacterizeConfig()
 
     @model_validator(mode="after")
     def _rows_reach_the_ranks(self) -> Self:
@@ -166,6 +168,15 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
                 raise ConfigError(f"{where}.{key}", expected, f"{getattr(further, key)}", "Leave it out.")
         return self
 
+    @model_validator(mode="after")
+    def _workload_has_pairs(self) -> Self:
+        workload = self.characterize.workload
+        alone = workload is not None and workload.sparse_features + bool(workload.dense_features) < 2
+        if alone and self.model.interaction == "dot":
+            where = "characterize.workload with model.interaction=dot"
+            raise ConfigError(where, "at least two features", "one", "Raise sparse_features, or choose cat.")
+        return self
+
     @property
     def further(self) -> TrainConfig:
         """How a champion is trained on new days."""
@@ -184,7 +195,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     def semantics(self) -> dict[str, Any]:
         """What decides the trained model, beside its data: two configs with equal semantics are one training."""
         elsewhere = {"home", "source", "ingest", "warehouse", "gate", "registration", "scoring", "recurring"}
-        elsewhere |= {"sweep", "release"}
+        elsewhere |= {"sweep", "release", "characterize"}
         values = self.model_dump(mode="json", exclude=elsewhere)
         for section, keys in EXECUTION_KEYS.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
@@ -220,7 +231,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     def flat(self) -> dict[str, Any]:
         """Dotted key -> value of everything that was chosen, for MLflow's parameter table."""
         hidden: Any = {"warehouse": {"catalog"}, "registration": {"tracking_uri"}}
-        hidden |= dict.fromkeys(("source", "features", "sweep", "release"), True)
+        hidden |= dict.fromkeys(("source", "features", "sweep", "release", "characterize"), True)
         values = self.model_dump(mode="json", exclude_defaults=True, exclude=hidden)
         return dict(_flattened(values | self.model_dump(mode="json", include={"training", "model"})))
 

@@ -34,9 +34,11 @@ STAGES = {
     "registration",
     "scoring",
     "search",
+    "characterization",
 }
-COMPOSITION_ROOTS = {"rank", "rehearsal"}
-"""Modules of pipeline/ that may import several stages: they build a rank process, which trains once or day after day."""
+COMPOSITION_ROOTS = {"rank", "rehearsal", "measuring"}
+"""Modules of pipeline/ that may import several stages: they build a rank process, which trains once, day after day, or
+one configuration after the other."""
 ORCHESTRATION = {"prefect"}
 """Libraries that only flows/ may import."""
 

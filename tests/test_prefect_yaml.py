@@ -32,6 +32,8 @@ def test_the_named_deployments_exist():
         "layout/on-demand",
         "preprocess/on-demand",
         "placement/on-demand",
+        "characterize/on-demand",
+        "size/on-demand",
         "recurring/daily",
         "backfill/on-demand",
         "compare/on-demand",
@@ -71,7 +73,19 @@ def test_no_path_of_a_machine():
     assert 'directory: "{{ $PWD }}"' in (ROOT / "prefect.yaml").read_text(encoding="utf-8")
 
 
-TRAIN = {"train", "end-to-end", "recurring", "backfill", "compare", "sweep", "placement", "replay", "release"}
+TRAIN = {
+    "train",
+    "end-to-end",
+    "recurring",
+    "backfill",
+    "compare",
+    "sweep",
+    "placement",
+    "characterize",
+    "size",
+    "replay",
+    "release",
+}
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)

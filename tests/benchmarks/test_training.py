@@ -11,6 +11,7 @@ import torch
 from benchmarks import trainers, training
 from benchmarks.trainers import CONTESTANTS, Shape, batches
 from benchmarks.wide_table import wide_table
+from pipeline.characterization.machine import Machine
 
 SMALL = Shape(tables=3, rows=50, width=8, batch_rows=32, ids=3)
 
@@ -53,7 +54,7 @@ def test_contestants_learn(name: str, device: torch.device, monkeypatch: pytest.
 
 def test_the_floor_by_hand() -> None:
     shape = Shape(tables=1, rows=4, width=2, batch_rows=3, ids=1)
-    rates = {"float32_gflops": 1e-6, "bfloat16_gflops": 2e-6, "read_gb_per_second": 1e-6}
+    rates = {"fp32_gflops": 1e-6, "bf16_gflops": 2e-6, "read_gb_per_second": 1e-6}
     weights = 13 * 512 + 512 * 256 + 256 * 2 + (1 + 2) * 512 + 512 * 256 + 256 * 1
     operations = 3 * (6 * weights + 4 * 2 * 2 * 2)
     distinct = len(set(batches(shape, count=1)[0].sparse.values().tolist()))
@@ -79,7 +80,11 @@ def test_the_command_measures_every_contestant(
     monkeypatch.setattr(training, "SOME", tuple(contestants))
     monkeypatch.setattr(training, "FIRST", training.TRIAL)
     monkeypatch.setattr(training, "FILE_STEPS", 3)
-    monkeypatch.setattr(training, "machine_rates", lambda threads: dict.fromkeys(("float32_gflops", "bfloat16_gflops", "read_gb_per_second"), 10.0))  # fmt: skip
+    ceilings = Machine(
+        cpu="some", cores=1, memory_bytes=1, threads=1, fp32_gflops=10.0, bf16_gflops=10.0, read_gb_per_second=10.0,
+        random_gb_per_second=10.0,
+    )  # fmt: skip
+    monkeypatch.setattr(training, "ceilings", lambda threads: ceilings)
     wide_table(tmp_path, 13_000)
     words = ["--rounds", "1", "--steps", "1", "--shapes", "tiny", "--rows", "13000", "--folder", str(tmp_path)]
     training.main([*words, "--json"])

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from flows.config import ROOT, RunConfig, home_path, load, read_yaml
+from pipeline.characterization.points import points
 from pipeline.errors import ConfigError
 from pipeline.transforms.ops import known_kinds
 
@@ -38,12 +39,24 @@ def ops(*transforms: dict[str, Any]) -> dict[str, Any]:
     return MINIMAL | {"features": {"sparse": [{"columns": "user", "transforms": list(transforms)}]}}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    sorted({*(ROOT / "configs").rglob("*.yaml")} - {*(ROOT / "configs" / "machines").iterdir()}),
+    ids=lambda path: path.name,
+)
 def test_each_config_of_the_project_loads(path: Path) -> None:
     config = load(path)
     assert load(config) == config
-    assert load(f"configs/{path.name}") == config
+    assert load(str(path.relative_to(ROOT))) == config
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "paper").glob("*.yaml")), ids=lambda path: path.name)
+def test_each_point_of_the_papers_experiments_is_a_config(path: Path) -> None:
+    at_scale = points(load(path).characterize)
+    assert len({point.key for point in at_scale}) == len(at_scale) <= 24
+    for point in at_scale:
+        load(path, dict(point.settings))
 
 
 def test_a_path_is_looked_up_here_then_in_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +290,11 @@ def test_one_sentence_for_a_bad_value(values: dict[str, Any], said: str) -> None
             {"filter": "1=1; drop table x"},
             "filter '1=1; drop table x': expected comparisons of columns with constants, joined by and, or, not, "
             "got '1=1; drop table x' at character 1. Write it like \"country = 'DE' and age >= 18\".",
+        ),
+        (
+            {"characterize": {"workload": {"sparse_features": 1, "dense_features": 0}}},
+            "characterize.workload with model.interaction=dot: expected at least two features, got one. Raise "
+            "sparse_features, or choose cat.",
         ),
         ({"split": {}}, "split: expected one of days, every_nth_day, column, hash, got none. Give exactly one."),
         *(

@@ -31,7 +31,7 @@ def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     named = set(re.findall(r"`?make ([a-z-]+)`?", README))
     assert named <= targets, named - targets
-    assert {"demo", "test", "test-slow", "setup", "ui", "check", "help"} <= targets
+    assert {"demo", "test", "test-slow", "test-all", "setup", "ui", "check", "help"} <= targets
 
 
 def test_modules_and_files_exist():
@@ -49,7 +49,7 @@ def test_deployments_named_are_declared():
     assert (
         set(
             re.findall(
-                r"`((?:ingest|enrich|suggest|train|recurring|backfill|compare|preprocess|placement|checkpoint|features|layout|promote|rollback|register|replay|report|score|sweep|release|end-to-end)/[\w-]+)`",
+                r"`((?:ingest|enrich|suggest|train|recurring|backfill|compare|preprocess|placement|characterize|size|checkpoint|features|layout|promote|rollback|register|replay|report|score|sweep|release|end-to-end)/[\w-]+)`",
                 README,
             )
         )

@@ -1,0 +1,224 @@
+"""What a step asks of a machine, counted from the model and its batches: operations, bytes, lookups, memory.
+
+All counts are of one step of the global batch, over all ranks. Formula letters: B rows, D dense columns, F vectors of a
+row (the dense one first), E width, P pairs, W ranks, n x m a matrix.
+
+Source:
+    Naumov et al. 2019, arXiv:1906.00091, section 2 (the parts of the model); Acun et al. 2021, arXiv:2011.05497,
+    section III (lookups and bytes of tables beside operations of MLPs); Williams, Waterman, Patterson 2009, "Roofline"
+    (operations and bytes held against the ceilings of a machine).
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import numpy as np
+from pydantic import BaseModel
+
+from models.config import DLRMConfig
+from models.dlrm import Bag
+from pipeline.batch import Batch
+from pipeline.characterization.results import Load
+
+BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+ID_BYTES, LENGTH_BYTES = 8, 4
+MOMENTS = {"sgd": 0, "adagrad": 1, "adam": 2, "adamw": 2}
+"""Numbers that a dense optimizer keeps for each parameter."""
+CUT_ROWS = ("row_wise", "table_row_wise", "grid_shard")
+"""Kinds of placement that cut the rows of a table."""
+
+
+class Setup(BaseModel, frozen=True, from_attributes=True):
+    """What a load depends on beside the model; `Setup.model_validate(training)` takes it from a TrainConfig."""
+
+    batch_rows: int
+    world_size: int = 1
+    sync: str = "synchronous"
+    table_optimizer: Literal["rowwise_adagrad", "adagrad", "sgd", "adam"] = "rowwise_adagrad"
+    table_precision: Literal["fp32", "fp16"] = "fp32"
+    dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
+    dense_precision: Literal["fp32", "bf16"] = "fp32"
+    vector_communication: Literal["fp32", "fp16", "bf16"] = "fp32"
+    gradient_communication: Literal["fp32", "fp16", "bf16"] = "fp32"
+
+
+class Use(NamedTuple):
+    """A table and its use in a step."""
+
+    rows: int
+    lookups_per_row: float
+    """Ids that a row of the batch has for it, over all its features."""
+    distinct_rows: float
+    """Of the table, in a global batch."""
+    features: int = 1
+    kind: str = "table_wise"
+    """How it is placed."""
+
+
+class Layer(NamedTuple):
+    """A matrix that all rows are multiplied by."""
+
+    inputs: int
+    outputs: int
+    learns_inputs: bool = True
+    """Whether a gradient goes on to its inputs: not to the dense columns."""
+    bias: bool = True
+    results: int = 2
+    """Vectors as long as its outputs that it makes: with what ReLU or the rest of a cross layer makes of them."""
+
+    @property
+    def parameters(self) -> int:
+        """Weights and biases."""
+        return self.inputs * self.outputs + self.outputs * self.bias
+
+
+def load_of_batches(
+    model: DLRMConfig,
+    dense_features: int,
+    bags: Sequence[Bag],
+    batches: Sequence[Batch],
+    setup: Setup,
+    kinds: Mapping[str, str] | None = None,
+) -> Load:
+    """The mean load of these batches.
+
+    Args:
+        batches: Of the global batch or of a rank's share; shares are put together until they have `batch_rows` rows.
+        kinds: Table -> its placement; table_wise where it is not named.
+    """
+    return load_of_uses(model, dense_features, list(uses_of(bags, batches, setup, kinds or {}).values()), setup)
+
+
+def uses_of(bags: Sequence[Bag], batches: Sequence[Batch], setup: Setup, kinds: Mapping[str, str]) -> dict[str, Use]:
+    """How these batches use each table."""
+    together = max(round(setup.batch_rows / max(len(batches[0].labels), 1)), 1)
+    steps = [batches[i : i + together] for i in range(0, max(len(batches) // together, 1) * together, together)]
+    rows = sum(len(batch.labels) for step in steps for batch in step)
+    members: dict[str, list[Bag]] = {}
+    for bag in bags:
+        members.setdefault(bag.table, []).append(bag)
+    ids = [[{name: one.values().numpy() for name, one in batch.sparse.to_dict().items()} for batch in s] for s in steps]
+    uses = {}
+    for table, features in members.items():
+        looked_up = [np.concatenate([batch[bag.name] for batch in step for bag in features]) for step in ids]
+        uses[table] = Use(
+            rows=features[0].rows,
+            lookups_per_row=sum(map(len, looked_up)) / max(rows, 1),
+            distinct_rows=float(np.mean([len(np.unique(one)) for one in looked_up])),
+            features=len(features),
+            kind=kinds.get(table, "table_wise"),
+        )
+    return uses
+
+
+def load_of_uses(model: DLRMConfig, dense_features: int, uses: Sequence[Use], setup: Setup) -> Load:
+    """The load of a model whose tables are used so."""
+    rows, width = setup.batch_rows, model.embedding_width
+    features = sum(use.features for use in uses)
+    vectors = features + (1 if dense_features else 0)
+    layers = layers_of(model, dense_features, vectors)
+    parameters = sum(layer.parameters for layer in layers)
+    lookups = rows * sum(use.lookups_per_row for use in uses)
+    distinct = sum(use.distinct_rows for use in uses)
+    row_bytes, state_bytes = row_sizes(width, setup.table_precision, setup.table_optimizer)
+    activations = activation_bytes(layers, vectors * width, setup)
+    return Load(
+        rows=rows,
+        mlp_flop=sum((6 if one.learns_inputs else 4) * rows * one.inputs * one.outputs for one in layers),
+        interaction_flop=4 * rows * vectors**2 * width if model.interaction == "dot" else 0,
+        lookups=lookups,
+        distinct_rows=distinct,
+        embedding_bytes=row_bytes * lookups + 2 * (row_bytes + state_bytes) * distinct,
+        dense_bytes=parameter_bytes(parameters, setup) + activations,
+        communication_bytes=communication_bytes(uses, parameters, width, setup),
+        dense_parameters=parameters,
+        sparse_features=features,
+        layers=len(layers),
+        sample_bytes=4 * (dense_features + 1) + LENGTH_BYTES * features + ID_BYTES * lookups / rows,
+        embedding_width=width,
+        activation_bytes=activations,
+    )
+
+
+def layers_of(model: DLRMConfig, dense_features: int, vectors: int) -> list[Layer]:
+    """Linear layers and matrices of cross layers, first to last.
+
+    Args:
+        vectors: F.
+    Example:
+        >>> [layer[:2] for layer in layers_of(DLRMConfig(embedding_width=4, bottom_mlp=(8,), top_mlp=(16,)), 3, 3)]
+        [(3, 8), (8, 4), (7, 16), (16, 1)]
+    """
+    width = model.embedding_width
+    bottom = [dense_features, *model.bottom_mlp, width] if dense_features else []
+    side_by_side = vectors * width
+    cross: list[Layer] = []
+    if model.interaction == "dcn":
+        rank = model.cross_rank
+        thin = [] if rank is None else [Layer(side_by_side, rank, bias=False, results=1)]
+        cross = [*thin, Layer(rank or side_by_side, side_by_side, results=4)] * model.cross_layers
+    out = width + vectors * (vectors - 1) // 2 if model.interaction == "dot" else side_by_side
+    return [
+        *(Layer(a, b, number > 0) for number, (a, b) in enumerate(pairwise(bottom))),
+        *cross,
+        *(Layer(a, b) for a, b in pairwise([out, *model.top_mlp, 1])),
+    ]
+
+
+def row_sizes(width: int, precision: str, optimizer: str) -> tuple[int, int]:
+    """Bytes of a row of a table, and of the optimizer's state for it (float32, whatever the table has).
+
+    Example:
+        >>> row_sizes(16, "fp32", "rowwise_adagrad"), row_sizes(16, "fp16", "adam")
+        ((64, 4), (32, 128))
+    """
+    state = {"rowwise_adagrad": 4, "adagrad": 4 * width, "adam": 8 * width, "sgd": 0}
+    return BYTES[precision] * width, state[optimizer]
+
+
+def parameter_bytes(parameters: int, setup: Setup) -> float:
+    """Bytes of everything but the tables and activations, on every rank.
+
+    Parameters are read forward and backward, their gradients written, and in the update gradients are read, parameters
+    and moments read and written: 6 + 2 moments numbers each.
+    """
+    return BYTES["fp32"] * (6.0 + 2 * MOMENTS[setup.dense_optimizer]) * parameters * setup.world_size
+
+
+def activation_bytes(layers: Sequence[Layer], side_by_side: int, setup: Setup) -> float:
+    """Bytes of what layers and the interaction hand on.
+
+    What goes into the first layer, what each layer makes, and the vectors of the interaction are written and read
+    forward, read once more backward, and their gradients written and read: 5 numbers each.
+    """
+    of_a_row = side_by_side + layers[0].inputs + sum(layer.results * layer.outputs for layer in layers)
+    return 5.0 * BYTES[setup.dense_precision] * setup.batch_rows * of_a_row
+
+
+def communication_bytes(uses: Sequence[Use], parameters: int, width: int, setup: Setup) -> float:
+    """Bytes that ranks send one another.
+
+    Ids and lengths go to the ranks that hold the rows: (W - 1) / W of them. Vectors of whole tables come back, and
+    their gradients go: (W - 1) / W each. Of tables cut by rows each rank has a share of every vector: a reduce-scatter
+    forward and an all-gather backward, W - 1 times all vectors. Gradients of replicated tables and of the dense part
+    are summed up by all ranks: a ring all-reduce, 2 (W - 1) times their size.
+
+    Source:
+        Mudigere et al. 2022, arXiv:2104.05158, section 3 (kinds of placement); Thakur, Rabenseifner, Gropp 2005 (volume
+        of the collectives).
+    """
+    ranks, rows = setup.world_size, setup.batch_rows
+    if ranks == 1 or setup.sync != "synchronous":
+        return 0.0
+    sent = 2.0 * (ranks - 1) * BYTES["fp32"] * parameters
+    numbers = BYTES[setup.vector_communication] + BYTES[setup.gradient_communication]
+    for use in uses:
+        if use.kind == "data_parallel":
+            sent += 2.0 * (ranks - 1) * BYTES[setup.table_precision] * width * use.rows
+            continue
+        cut = use.kind in CUT_ROWS
+        sent += ID_BYTES * rows * use.lookups_per_row * (ranks - 1) / ranks
+        every = ranks - 1 if cut else (ranks - 1) / ranks
+        sent += (LENGTH_BYTES + numbers * width) * rows * use.features * every
+    return sent

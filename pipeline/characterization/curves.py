@@ -1,0 +1,124 @@
+"""Points of a study as curves: throughput along one axis, one curve for each combination of the others."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pipeline.characterization.results import Result, Spread
+
+LAYERS = re.compile(r"(\d+)\^(\d+)")
+"""A point named `512^3` has three layers of 512 units."""
+
+
+class Spot(NamedTuple):
+    """One point on a curve."""
+
+    x: Any
+    rows_per_second: Spread
+
+
+class Ratio(NamedTuple):
+    """A quotient of two medians, and the least and the most that their spreads allow."""
+
+    median: float
+    low: float
+    high: float
+
+
+class Curve(NamedTuple):
+    """What one axis does while the others stay."""
+
+    others: Mapping[str, Any]
+    spots: Sequence[Spot]
+
+    @property
+    def label(self) -> str:
+        """What stays.
+
+        Example:
+            >>> Curve({"training.batch_rows": 1_600, "mlp layers": 3}, []).label
+            'batch_rows 1600, mlp layers 3'
+        """
+        return ", ".join(f"{short(axis)} {shown(value)}" for axis, value in self.others.items())
+
+
+def short(axis: str) -> str:
+    """The last part of a dotted key."""
+    return axis.rsplit(".", 1)[-1]
+
+
+def shown(value: Any) -> str:
+    """A value of an axis, as people read it.
+
+    Example:
+        >>> shown(3_500_000), shown(16_384), shown("row_wise"), shown(0.5)
+        ('3.5M', '16384', 'row_wise', '0.5')
+    """
+    if is_number(value):
+        for unit, sign in ((1_000_000, "M"), (1_000, "k")):
+            if abs(value) >= max(unit, 10_000) and value == float(f"{value:.3g}"):
+                return f"{value / unit:g}{sign}"
+    return str(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether an axis with this value has a scale."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def coordinates(result: Result) -> dict[str, Any]:
+    """Axis -> value of a point; an axis of names such as `512^3` is two axes, of widths and of layers."""
+    found: dict[str, Any] = {}
+    for axis, value in result.point.values.items():
+        layers = LAYERS.fullmatch(value) if isinstance(value, str) else None
+        found |= (
+            {axis: value} if layers is None else {f"{axis} width": int(layers[1]), f"{axis} layers": int(layers[2])}
+        )
+    return found
+
+
+def axes_of(results: Sequence[Result]) -> dict[str, list[Any]]:
+    """Axis -> its different values, in order, of all results."""
+    found: dict[str, dict[str, Any]] = {}
+    for result in results:
+        for axis, value in coordinates(result).items():
+            found.setdefault(axis, {}).setdefault(json.dumps(value), value)
+    return {axis: list(values.values()) for axis, values in found.items()}
+
+
+def curves(results: Sequence[Result], axis: str) -> list[Curve]:
+    """Throughput along an axis. Points that were not measured are missing; numbers are in ascending order."""
+    found: dict[str, tuple[dict[str, Any], list[Spot]]] = {}
+    for result in results:
+        others = coordinates(result)
+        if result.measurement is not None and axis in others:
+            spot = Spot(others.pop(axis), result.measurement.rows_per_second)
+            found.setdefault(json.dumps(others), (others, []))[1].append(spot)
+    for _, spots in found.values():
+        if all(is_number(spot.x) for spot in spots):
+            spots.sort(key=lambda spot: spot.x)
+    return [Curve(others, spots) for others, spots in found.values()]
+
+
+def ratio(after: Spread, before: Spread) -> Ratio:
+    """How many times as fast.
+
+    Example:
+        >>> ratio(Spread(median=4.0, low=3.0, high=5.0), Spread(median=8.0, low=6.0, high=10.0))
+        Ratio(median=0.5, low=0.3, high=0.8333333333333334)
+    """
+    return Ratio(after.median / before.median, after.low / before.high, after.high / before.low)
+
+
+def slope(before: Spot, after: Spot) -> Ratio:
+    """Of a line between two spots where both axes are logarithmic: 1 is proportional, 0 flat, -1 inversely so.
+
+    Example:
+        >>> half = Spread(median=4.0, low=4.0, high=4.0)
+        >>> slope(Spot(10, Spread(median=8.0, low=8.0, high=8.0)), Spot(20, half)).median
+        -1.0
+    """
+    decades = math.log(after.x / before.x)
+    return Ratio(*(math.log(one) / decades for one in ratio(after.rows_per_second, before.rows_per_second)))

@@ -1,0 +1,183 @@
+"""The ceilings of a machine, measured in a few seconds, and the power it takes."""
+
+import importlib
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+from pydantic import BaseModel
+
+ROWS, WIDTH, LOOKUPS = 1 << 21, 64, 1 << 17
+"""Of the table that rows are gathered from: 512 MiB, more than most caches hold."""
+TRIES = 7
+
+
+class Machine(BaseModel, frozen=True, use_attribute_docstrings=True):
+    """What a machine has and can do at best, with all the threads asked for; on CUDA, of one device.
+
+    Source:
+        Williams, Waterman, Patterson 2009, "Roofline": ceilings are measured, not taken from data sheets.
+    """
+
+    cpu: str
+    cores: int
+    """That this process may use."""
+    memory_bytes: int
+    """That this process may use, of the host."""
+    threads: int
+    """With which the ceilings were measured."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    device_name: str | None = None
+    """Of the CUDA device."""
+    device_memory_bytes: int | None = None
+    fp32_gflops: float
+    """Matrix products of float32 numbers."""
+    bf16_gflops: float
+    """Matrix products of bfloat16 numbers."""
+    read_gb_per_second: float
+    """Memory read from end to end."""
+    random_gb_per_second: float
+    """Rows of 64 float32 numbers read at random and added up."""
+
+
+def measured(threads: int, device: str = "cpu") -> Machine:
+    """This machine, its ceilings the best of some tries.
+
+    Args:
+        threads: Of tensor arithmetic meanwhile.
+        device: `cpu` or `cuda`; of several CUDA devices the current one.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ceilings = {
+            "fp32_gflops": product_gflops(torch.float32, device),
+            "bf16_gflops": product_gflops(torch.bfloat16, device),
+            "read_gb_per_second": read_gb_per_second(device),
+            "random_gb_per_second": random_gb_per_second(device),
+        }
+    finally:
+        torch.set_num_threads(before)
+    accelerator: dict[str, Any] = {}
+    if device == "cuda":
+        found = torch.cuda.get_device_properties(torch.cuda.current_device())
+        accelerator = {"device": "cuda", "device_name": found.name, "device_memory_bytes": found.total_memory}
+    return Machine(
+        cpu=processor(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=memory_bytes(),
+        threads=threads,
+        **accelerator,
+        **{name: round(value, 1) for name, value in ceilings.items()},
+    )
+
+
+def product_gflops(precision: torch.dtype, device: str = "cpu") -> float:
+    """GFLOP/s of a product of matrices as large as those of a wide MLP."""
+    rows, size = (4_096, 1_024) if device == "cpu" else (16_384, 4_096)
+    a, b = (torch.randn(shape, device=device).to(precision) for shape in ((rows, size), (size, size)))
+    return 2e-9 * rows * size * size / _least(lambda: torch.mm(a, b), device)
+
+
+def read_gb_per_second(device: str = "cpu") -> float:
+    """GB/s of the sum of half a gibibyte."""
+    memory = torch.ones(2**27, device=device)
+    return 1e-9 * memory.nbytes / _least(memory.sum, device)
+
+
+def random_gb_per_second(device: str = "cpu") -> float:
+    """GB/s of rows of a table, picked at random and added up in bags of 8."""
+    table = torch.ones(ROWS, WIDTH, device=device)
+    ids = torch.randint(ROWS, (LOOKUPS // 8, 8), device=device)
+    read = LOOKUPS * WIDTH * table.element_size()
+    return 1e-9 * read / _least(lambda: torch.nn.functional.embedding_bag(ids, table, mode="sum"), device)
+
+
+def _least(action: Callable[[], Any], device: str) -> float:
+    """Seconds of the fastest try; the first ones find memory and caches as they will be."""
+    times = []
+    for _ in range(TRIES):
+        start = time.perf_counter()
+        action()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def processor() -> str:
+    """Name of the processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """Memory of the host, or what its control group is allowed of it."""
+    total = psutil.virtual_memory().total
+    allowed = limit.read_text(encoding="utf-8").strip() if limit.is_file() else "max"
+    return min(total, int(allowed)) if allowed.isdigit() else total
+
+
+class Power:
+    """Watts of the processors, or of the CUDA devices, from their counters of energy.
+
+    Processors are read from RAPL, which most systems show to root alone; devices from NVML, where its package
+    `nvidia-ml-py` is installed.
+
+    Args:
+        device: `cpu` or `cuda`.
+        root: Where Linux shows RAPL.
+    """
+
+    def __init__(self, device: str = "cpu", root: Path = Path("/sys/class/powercap")) -> None:
+        # A package is `intel-rapl:0`, a part of it `intel-rapl:0:1`, which it has counted already.
+        packages = sorted(path for path in root.glob("intel-rapl:*") if path.name.count(":") == 1)
+        self._read = _nvml if device == "cuda" else lambda: _rapl(packages)
+        self._last = self._read()
+        self._since = time.perf_counter()
+
+    def watts(self) -> float | None:
+        """The mean since this was last asked, or since the beginning; None: it cannot be read."""
+        before, since = self._last, self._since
+        self._last, self._since = self._read(), time.perf_counter()
+        if not before or self._last.keys() != before.keys() or self._since <= since:
+            return None
+        joules = 0.0
+        for name, (now, wraps_at) in self._last.items():
+            used = now - before[name][0]
+            joules += used if used >= 0 else used + wraps_at
+        return joules / (self._since - since)
+
+
+Energy = dict[str, tuple[float, float]]
+"""Counter -> joules so far, and at how many it begins again; empty: none can be read."""
+
+
+def _rapl(packages: list[Path]) -> Energy:
+    try:
+        return {
+            path.name: tuple(1e-6 * int((path / name).read_text()) for name in ("energy_uj", "max_energy_range_uj"))  # type: ignore[misc]
+            for path in packages
+        }
+    except (OSError, ValueError):
+        return {}
+
+
+def _nvml() -> Energy:
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+        return {
+            str(number): (1e-3 * nvml.nvmlDeviceGetTotalEnergyConsumption(handle), 0.0)
+            for number, handle in enumerate(handles)
+        }
+    except Exception:  # not installed, no driver, or a device without a counter: NVML has an error of its own for each
+        return {}

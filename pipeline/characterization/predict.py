@@ -1,0 +1,204 @@
+"""How long a step takes on a machine, predicted from steps of other models that were measured there.
+
+A step is a sum of terms: work counted in `cost.py`, each times what a unit of it costs on this machine. Those costs are
+fitted; they cannot be negative, so each part of a prediction can be read. On another machine a term costs as much more
+or less as the ceiling that it belongs to is lower or higher there.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel
+from scipy.optimize import nnls  # type: ignore[import-untyped]
+
+from pipeline.characterization.results import Load
+from pipeline.errors import ConfigError
+
+ROUNDS = 12
+"""Of fitting: each weighs the samples anew."""
+FOLDS = 4
+"""Each quarter of the samples is predicted from the other three."""
+LEAST_ERROR = 0.02
+"""Relative errors below are alike: noise of the measurement."""
+PULL = 0.01
+"""How much a cost is drawn to what is typical, beside a sample: few samples cannot tell kinds of work apart that mostly
+come together."""
+
+
+class Ceilings(BaseModel, frozen=True, from_attributes=True):
+    """What a machine can do at best; `Ceilings.model_validate(machine)` takes it from a `machine.Machine`."""
+
+    fp32_gflops: float
+    bf16_gflops: float
+    read_gb_per_second: float
+    random_gb_per_second: float
+    cores: int
+
+
+class Sample(BaseModel, frozen=True):
+    """A measured step."""
+
+    key: str
+    """Names the point; decides in which fold it is judged."""
+    load: Load
+    world_size: int
+    """Ranks, which share the machine's cores."""
+    step_ms: float
+
+
+Ceiling = Literal["products", "arithmetic", "read", "random", "core"]
+"""products: matrix products in the precision asked for. arithmetic: other work that all cores share. read, random:
+memory. core: work of one core, most of it Python and the starting of operators."""
+
+
+class Term(NamedTuple):
+    """A part of a step."""
+
+    ceiling: Ceiling
+    typical: float
+    """Milliseconds of a unit where the ceiling is 1, about, on a Xeon. At the ceiling itself an operation of a matrix
+    product and a byte from memory take 1e-6."""
+    amount: Callable[[Load, int], float]
+    """(load, ranks) -> how much of it a step has."""
+
+
+TERMS: dict[str, Term] = {
+    "step": Term("core", 3e2, lambda load, ranks: 1.0),
+    "layers": Term("core", 6.0, lambda load, ranks: load.layers),
+    "features": Term("core", 6.0, lambda load, ranks: load.sparse_features / ranks),
+    "products": Term("products", 1.3e-6, lambda load, ranks: load.mlp_flop),
+    "interaction": Term("products", 2e-6, lambda load, ranks: load.interaction_flop),
+    "pairs": Term("arithmetic", 2e-4, lambda load, ranks: load.interaction_flop / load.embedding_width),
+    "bags": Term("arithmetic", 2e-2, lambda load, ranks: load.rows * load.sparse_features),
+    "rows added up": Term("arithmetic", 5e-5, lambda load, ranks: load.lookups * load.embedding_width),
+    "parameters": Term("read", 1.5e-6, lambda load, ranks: load.dense_bytes - load.activation_bytes),
+    "activations": Term("read", 8e-7, lambda load, ranks: load.activation_bytes),
+    "rows found": Term("random", 5e-4, lambda load, ranks: load.distinct_rows),
+    "rows updated": Term("random", 6e-6, lambda load, ranks: load.distinct_rows * load.embedding_width),
+    "ranks meet": Term("core", 3e2, lambda load, ranks: float(ranks > 1)),
+    "bytes between ranks": Term("read", 1.2e-5, lambda load, ranks: load.communication_bytes),
+}
+
+
+class Errors(BaseModel, frozen=True):
+    """Relative errors |predicted / measured - 1|, each at a point that its fit had not seen (cross-validation)."""
+
+    points: int
+    median: float
+    ninth_decile: float
+
+
+class Prediction(BaseModel, frozen=True):
+    """Of a step."""
+
+    step_ms: float
+    terms_ms: Mapping[str, float]
+    """TERMS -> milliseconds, without those that take none; they add up to the step."""
+
+
+class Fit(BaseModel, frozen=True):
+    """What work costs on a machine."""
+
+    ceilings: Ceilings
+    dense_precision: Literal["fp32", "bf16"]
+    unit_ms: Mapping[str, float]
+    """TERMS -> milliseconds of a unit."""
+    fitted: int
+    """Samples that it was fitted on."""
+    unseen_ms: Mapping[str, float] = {}
+    """Key of a sample -> the step that was predicted for it from samples of the other folds."""
+    errors: Errors | None = None
+    """Of these; None: there are no other folds."""
+
+    def predict(self, load: Load, world_size: int, on: Ceilings | None = None) -> Prediction:
+        """The step of a load.
+
+        Args:
+            on: Another machine; None: the one measured.
+        """
+        slower = dict.fromkeys(TERMS, 1.0) if on is None else self._slower(on)
+        terms = {
+            name: self.unit_ms[name] * term.amount(load, world_size) * slower[name] for name, term in TERMS.items()
+        }
+        found = {name: value for name, value in terms.items() if value > 0.0}
+        return Prediction(step_ms=sum(terms.values()), terms_ms=found)
+
+    def _slower(self, on: Ceilings) -> dict[str, float]:
+        here, there = (_rates(ceilings, self.dense_precision) for ceilings in (self.ceilings, on))
+        return {name: here[term.ceiling] / there[term.ceiling] for name, term in TERMS.items()}
+
+
+def _rates(ceilings: Ceilings, dense_precision: str) -> dict[Ceiling, float]:
+    """How fast each kind of work goes. A core's speed at its own work is taken from its share of matrix products."""
+    return {
+        "products": ceilings.bf16_gflops if dense_precision == "bf16" else ceilings.fp32_gflops,
+        "arithmetic": ceilings.fp32_gflops,
+        "read": ceilings.read_gb_per_second,
+        "random": ceilings.random_gb_per_second,
+        "core": ceilings.fp32_gflops / ceilings.cores,
+    }
+
+
+def fold_of(key: str) -> int:
+    """Which of the FOLDS a point is judged in, by its key alone.
+
+    Example:
+        >>> [fold_of(key) for key in "abcde"]
+        [2, 2, 2, 0, 3]
+    """
+    return hashlib.sha256(key.encode()).digest()[0] % FOLDS
+
+
+def fit(samples: Sequence[Sample], ceilings: Ceilings, dense_precision: Literal["fp32", "bf16"] = "fp32") -> Fit:
+    """What units of work cost, by all samples; and how far each sample is off a fit of the other folds' alone.
+
+    Args:
+        samples: Of one machine, device, precision and choice of compiling.
+        ceilings: Of that machine.
+    Raises:
+        ConfigError: If there is no sample to fit.
+    """
+    if not samples:
+        raise ConfigError("samples", "at least one to fit", "none", "Measure some points.")
+    rates = _rates(ceilings, dense_precision)
+
+    def fitted(seen: Sequence[Sample]) -> Fit:
+        units = dict(zip(TERMS, _units(seen, rates).tolist(), strict=True))
+        return Fit(ceilings=ceilings, dense_precision=dense_precision, unit_ms=units, fitted=len(seen))
+
+    unseen: dict[str, float] = {}
+    for fold in range(FOLDS):
+        seen = [one for one in samples if fold_of(one.key) != fold]
+        judged = [one for one in samples if fold_of(one.key) == fold]
+        if seen and judged:
+            judge = fitted(seen)
+            unseen |= {one.key: judge.predict(one.load, one.world_size).step_ms for one in judged}
+    whole = fitted(samples)
+    if not unseen:
+        return whole
+    off = [abs(unseen[one.key] / one.step_ms - 1.0) for one in samples if one.key in unseen]
+    found = Errors(points=len(off), median=float(np.median(off)), ninth_decile=float(np.quantile(off, 0.9)))
+    return whole.model_copy(update={"unseen_ms": unseen, "errors": found})
+
+
+def _units(samples: Sequence[Sample], rates: Mapping[Ceiling, float]) -> npt.NDArray[np.float64]:
+    """Non-negative costs with the least sum of relative errors: squares are weighed by 1 / error, round by round.
+
+    Source:
+        Lawson, Hanson 1974 (non-negative least squares); Holland, Welsch 1977 (least absolute errors by reweighting);
+        Hoerl, Kennard 1970 (ridge).
+    """
+    typical = np.array([term.typical / rates[term.ceiling] for term in TERMS.values()])
+    amounts = np.array([[term.amount(one.load, one.world_size) for term in TERMS.values()] for one in samples])
+    relative = amounts * typical / np.array([[one.step_ms] for one in samples])
+    drawn = np.sqrt(PULL * len(samples))
+    pull, goal = drawn * np.eye(len(typical)), np.full(len(typical), drawn)
+    weights = np.ones(len(samples))
+    for _ in range(ROUNDS):
+        times, _ = nnls(np.vstack([relative * weights[:, None], pull]), np.concatenate([weights, goal]))
+        weights = 1.0 / np.sqrt(np.maximum(np.abs(relative @ times - 1.0), LEAST_ERROR))
+    found: npt.NDArray[np.float64] = times * typical
+    return found

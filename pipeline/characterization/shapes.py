@@ -1,0 +1,238 @@
+"""The shapes that the paper reports of its experiments, and how each is looked for in a study."""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Literal, NamedTuple
+
+from pipeline.characterization.curves import Curve, Ratio, curves, ratio, short, shown, slope
+from pipeline.characterization.results import Study
+
+Verdict = Literal["agrees", "disagrees", "cannot tell"]
+NOTICEABLE = 1.1
+"""Throughputs that differ by less than this factor count as equal."""
+HARDLY = 1.5
+"""An axis hardly matters if its fastest point is at most so many times as fast as its slowest."""
+SATURATED = 0.5
+"""A curve saturates if its slope over the second half of the axis is below this share of that over the first."""
+CHANCE_NE = 0.002
+"""Differences in NE up to this are taken for chance: each training is made with one seed."""
+
+
+Judge = Callable[[Study], tuple[Verdict, str]]
+"""The verdict, and the figure it rests on."""
+
+
+class Judged(NamedTuple):
+    """One curve or one pair of points, held against a claim."""
+
+    verdict: Verdict
+    figure: float
+
+
+class Claim(NamedTuple):
+    """A shape, and how it is looked for."""
+
+    source: str
+    text: str
+    judge: Judge
+
+
+def _within(found: Ratio, low: float | None = None, high: float | None = None) -> Verdict:
+    """Whether a figure lies above `low` or below `high` wherever its spread puts it."""
+    if low is not None:
+        return "agrees" if found.low > low else "disagrees" if found.high <= low else "cannot tell"
+    assert high is not None
+    return "agrees" if found.high < high else "disagrees" if found.low >= high else "cannot tell"
+
+
+def _falls(curve: Curve) -> Judged:
+    found = ratio(curve.spots[-1].rows_per_second, curve.spots[0].rows_per_second)
+    return Judged(_within(found, high=1 / NOTICEABLE), found.median)
+
+
+def _rises(curve: Curve) -> Judged:
+    found = ratio(curve.spots[-1].rows_per_second, curve.spots[0].rows_per_second)
+    return Judged(_within(found, low=NOTICEABLE), found.median)
+
+
+def _hardly_matters(curve: Curve) -> Judged:
+    ordered = sorted((spot.rows_per_second for spot in curve.spots), key=lambda one: one.median)
+    found = ratio(ordered[0], ordered[-1])
+    return Judged(_within(found, low=1 / HARDLY), found.median)
+
+
+def _halves(curve: Curve) -> tuple[Ratio, Ratio]:
+    """Slopes of the first and of the second half."""
+    middle = curve.spots[(len(curve.spots) - 1) // 2]
+    return slope(curve.spots[0], middle), slope(middle, curve.spots[-1])
+
+
+def _saturates(curve: Curve) -> Judged:
+    early, late = _halves(curve)
+    share = late.median / early.median if early.median > 0 else float("nan")
+    if early.low > 0 and late.high < SATURATED * early.low:
+        return Judged("agrees", share)
+    return Judged("disagrees" if late.low >= SATURATED * max(early.high, 0.0) > 0 else "cannot tell", share)
+
+
+def _steepens(curve: Curve) -> Judged:
+    early, late = _halves(curve)
+    verdict: Verdict = "agrees" if late.high < early.low else "disagrees" if late.low >= early.high else "cannot tell"
+    return Judged(verdict, late.median - early.median)
+
+
+def _along(axis: str, rule: Callable[[Curve], Judged], figure: str, spots: int = 2) -> Judge:
+    """Looks for a shape in each curve along an axis that has enough points."""
+
+    def judge(study: Study) -> tuple[Verdict, str]:
+        found = [curve for curve in curves(study.results, axis) if len(curve.spots) >= spots]
+        if not found:
+            return "cannot tell", f"fewer than {spots} points along {short(axis)}"
+        ends = sorted({(curve.spots[0].x, curve.spots[-1].x) for curve in found})
+        span = "; ".join(f"{short(axis)} {shown(low)} to {shown(high)}" for low, high in ends)
+        return _together([rule(curve) for curve in found], f"{span}: {figure}")
+
+    return judge
+
+
+def _in_order(axis: str, pairs: Sequence[tuple[str, str]]) -> Judge:
+    """Looks whether the first of each pair of named points is faster than the second."""
+
+    def judge(study: Study) -> tuple[Verdict, str]:
+        found, names = [], []
+        for curve in curves(study.results, axis):
+            at = {spot.x: spot.rows_per_second for spot in curve.spots}
+            for faster, slower in pairs:
+                if faster in at and slower in at:
+                    one = ratio(at[slower], at[faster])
+                    found.append(Judged(_within(one, high=1.0), one.median))
+                    names.append(f"{slower} / {faster} {one.median:.2f}")
+        if not found:
+            return "cannot tell", "none of " + ", ".join(f"{slower} beside {faster}" for faster, slower in pairs)
+        verdicts = {one.verdict for one in found}  # an order is whole or none
+        verdict: Verdict = (
+            "disagrees" if "disagrees" in verdicts else "agrees" if "agrees" in verdicts else "cannot tell"
+        )
+        return verdict, ", ".join(names)
+
+    return judge
+
+
+def _together(judged: Sequence[Judged], figure: str) -> tuple[Verdict, str]:
+    """One verdict of several curves: those that can tell must all say the same, and one of them must be able to."""
+    telling = [one for one in judged if one.verdict != "cannot tell"]
+    verdicts = {one.verdict for one in telling}
+    figures = sorted(one.figure for one in judged)
+    text = f"{figure} {median(figures):.2f}"
+    if len(judged) > 1:
+        agreeing = sum(one.verdict == "agrees" for one in telling)
+        text += f" ({figures[0]:.2f} to {figures[-1]:.2f}); {agreeing} of {len(judged)} curves agree"
+        text += f", {len(telling) - agreeing} disagree" if agreeing < len(telling) else ""
+        text += f", {len(judged) - len(telling)} cannot tell" if len(telling) < len(judged) else ""
+    return (verdicts.pop() if len(verdicts) == 1 else "cannot tell"), text
+
+
+def _qualities(study: Study) -> list[tuple[float, float, float]]:
+    """(rows of a batch, NE with the config's rates, NE with tuned ones), in order."""
+    found = [
+        (result.point.values["training.batch_rows"], result.quality["ne"], result.quality["tuned_ne"])
+        for result in study.results
+        if result.quality is not None and "training.batch_rows" in result.point.values
+    ]
+    return sorted(found)
+
+
+def _ne_grows(study: Study) -> tuple[Verdict, str]:
+    found = _qualities(study)
+    if len(found) < 2:
+        return "cannot tell", "fewer than 2 batch sizes"
+    (small, base, _), (large, ne, _) = found[0], found[-1]
+    verdict: Verdict = "cannot tell" if abs(ne - base) <= CHANCE_NE else "agrees" if ne > base else "disagrees"
+    return verdict, f"batch_rows {shown(small)} to {shown(large)}: NE {base:.4f} to {ne:.4f}"
+
+
+def _tuning_helps(study: Study) -> tuple[Verdict, str]:
+    found = _qualities(study)
+    if len(found) < 2 or found[-1][1] - found[0][1] <= CHANCE_NE:
+        return "cannot tell", "no loss to win back"
+    (_, base, _), (large, ne, tuned) = found[0], found[-1]
+    text = f"batch_rows {shown(large)}: NE {ne:.4f}, tuned {tuned:.4f}: {(ne - tuned) / (ne - base):.0%} of the loss"
+    return ("agrees" if ne - tuned > CHANCE_NE else "disagrees"), text
+
+
+def _a_gap_stays(study: Study) -> tuple[Verdict, str]:
+    found = _qualities(study)
+    if len(found) < 2:
+        return "cannot tell", "fewer than 2 batch sizes"
+    gap = found[-1][2] - found[0][2]
+    text = f"tuned NE {found[0][2]:.4f} at {shown(found[0][0])}, {found[-1][2]:.4f} at {shown(found[-1][0])}"
+    return ("agrees" if gap > CHANCE_NE else "disagrees" if gap <= 0 else "cannot tell"), text
+
+
+DENSE, SPARSE, HASH = "workload.dense_features", "workload.sparse_features", "workload.hash_size"
+BATCH, LOOKUPS = "training.batch_rows", "workload.lookups"
+RATIO = "throughput times"
+CLAIMS: dict[str, tuple[Claim, ...]] = {
+    "E1": (
+        Claim("figure 10", "throughput falls with the number of sparse features", _along(SPARSE, _falls, RATIO)),
+        Claim("figure 10", "throughput falls with the number of dense features", _along(DENSE, _falls, RATIO)),
+    ),
+    "E2": (
+        Claim("figure 11", "larger batches raise throughput", _along(BATCH, _rises, RATIO)),
+        Claim(
+            "figure 11",
+            "throughput saturates as batches grow further",
+            _along(BATCH, _saturates, "late slope over early slope", spots=3),
+        ),
+    ),
+    "E3": (
+        Claim(
+            "figure 12",
+            "the hash size hardly matters to throughput while tables fit into memory",
+            _along(HASH, _hardly_matters, "slowest over fastest"),
+        ),
+    ),
+    "E4": (
+        Claim("figure 13", "wider MLPs cost throughput", _along("mlp width", _falls, RATIO)),
+        Claim(
+            "figure 13",
+            "narrow MLPs cost little, and the wider they are the more a wider one costs",
+            _along("mlp width", _steepens, "late slope less early slope", spots=3),
+        ),
+        Claim("figure 13", "deeper MLPs cost throughput", _along("mlp layers", _falls, RATIO)),
+    ),
+    "E5": (
+        Claim(
+            "figure 14",
+            "tables in the memory of the device train faster than tables in the host's",
+            _in_order("placement", [("one rank", "uvm_caching"), ("one rank", "uvm")]),
+        ),
+        Claim(
+            "figure 14",
+            "tables at hand train faster than tables that are reached from afar",
+            _in_order("placement", [("one rank", kind) for kind in ("table_wise", "row_wise")]),
+        ),
+    ),
+    "E6": (
+        Claim("figure 15", "with the same learning rates NE grows with the batch", _ne_grows),
+        Claim("figure 15", "tuning them anew wins back some of what a large batch loses", _tuning_helps),
+        Claim("figure 15", "tuning them anew does not win back all of it", _a_gap_stays),
+    ),
+    "E7": (
+        Claim(
+            "table II",
+            "the fewer ids a row looks up in all, the faster: M2, then M1, then M3",
+            _in_order("model", [("M2", "M1"), ("M1", "M3")]),
+        ),
+    ),
+    "E8": (
+        Claim("figures 6 and 7", "a feature costs the more the longer its lists are", _along(LOOKUPS, _falls, RATIO)),
+        Claim(
+            "figures 6 and 7",
+            "what a feature costs hardly depends on its hash size",
+            _along(HASH, _hardly_matters, "slowest over fastest"),
+        ),
+    ),
+}
+"""Experiment -> shapes of the paper, in our words: no more of its figures than that is repeated here, and no number was
+read off them. That of E7 has no figure: the table leads one to expect it."""

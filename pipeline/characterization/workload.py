@@ -1,0 +1,138 @@
+"""Batches of any shape, drawn in memory: which ids are looked up how often, and how long their lists are."""
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from pipeline.batch import Batch, Position
+from pipeline.characterization.config import Workload
+from pipeline.transforms.graph import SparseFeature
+from pipeline.transforms.plan import Plan
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+HEAD = 256
+"""Ranks whose chances stand in a table; those of later ones follow a curve that is at most 1e-5 of them away."""
+LONGEST = 20
+"""Times the mean: the longest list of a power law before it is cut."""
+POSITIVES = 0.1
+"""Share of the rows with label 1."""
+GOLDEN = (5**0.5 - 1) / 2
+
+
+def plan_of(workload: Workload) -> Plan:
+    """Its features, which no op has to make: `dense_0` and so on, and `sparse_0` and so on with a table each."""
+    sparse = [f"sparse_{number}" for number in range(workload.sparse_features)]
+    return Plan(
+        ops=(),
+        dense=tuple(f"dense_{number}" for number in range(workload.dense_features)),
+        sparse=tuple(SparseFeature(name=name, table=name, rows=workload.hash_size, pooling="sum") for name in sparse),
+        raw={},
+    )
+
+
+def batches(
+    workload: Workload, batch_rows: int, count: int, seed: int, rank: int = 0, world_size: int = 1
+) -> list[Batch]:
+    """A rank's share of the first global batches; all ranks together have the same rows at every world size.
+
+    Args:
+        batch_rows: Rows of the global batch.
+    """
+    return [_batch(workload, batch_rows, number, seed, rank, world_size) for number in range(count)]
+
+
+def _batch(workload: Workload, rows: int, number: int, seed: int, rank: int, world_size: int) -> Batch:
+    """Rows are dealt out as the preprocessing service does it: a rank that gets one less has one of padding."""
+    random = np.random.default_rng((seed, number))
+    begin, end, padded = rank * rows // world_size, (rank + 1) * rows // world_size, -(-rows // world_size)
+    held, features = end - begin, workload.sparse_features
+    dense, labels, weights = np.zeros((padded, workload.dense_features), np.float32), np.zeros(padded), np.zeros(padded)
+    dense[:held] = random.standard_normal((rows, workload.dense_features), np.float32)[begin:end]
+    labels[:held] = (random.random(rows) < POSITIVES)[begin:end]
+    weights[:held] = 1.0
+    whole = draw_lengths(workload, random, (features, rows))
+    lengths = np.zeros((features, padded), np.int32)
+    lengths[:, :held] = whole[:, begin:end]
+    ends = np.cumsum(whole).reshape(features, rows)
+    bounds = (ends - whole)[:, begin], ends[:, end - 1]
+    chances = random.random(int(ends[-1, -1]))
+    kept = np.concatenate([chances[low:high] for low, high in zip(*bounds, strict=True)]) if held else chances[:0]
+    ids = ids_of(ranks_of(kept, workload.hash_size, workload.popularity), lengths.sum(axis=1), workload.hash_size)
+    return Batch(
+        dense=torch.from_numpy(dense),
+        sparse=KeyedJaggedTensor(
+            keys=[f"sparse_{feature}" for feature in range(features)],
+            values=torch.from_numpy(ids),
+            lengths=torch.from_numpy(lengths.reshape(-1)),
+        ),
+        labels=torch.from_numpy(labels.astype(np.float32)),
+        weights=torch.from_numpy(weights.astype(np.float32)),
+        position=Position(batches=number + 1, row=(number + 1) * rows),
+        global_rows=rows,
+    )
+
+
+def ranks_of(chances: Floats, ids: int, exponent: float) -> Ids:
+    """Draws by Zipf's law: rank r of `ids`, from 0 on, has a chance proportional to (r + 1) ** -exponent.
+
+    Args:
+        chances: Uniform in [0, 1); each becomes a rank, the popular ones first.
+    Example:
+        >>> ranks_of(np.array([0.0, 0.4, 0.99]), 3, 1.0).tolist()
+        [0, 0, 2]
+    """
+    head = np.cumsum(np.arange(1, min(ids, HEAD) + 1, dtype=np.float64) ** -exponent)
+    tail = float(_area(ids + 0.5, exponent) - _area(HEAD + 0.5, exponent)) if ids > HEAD else 0.0
+    heights = chances * (head[-1] + tail)
+    ranks = np.searchsorted(head, heights, side="right")
+    later = np.flatnonzero(ranks >= len(head))
+    if ids <= HEAD:
+        ranks[later] = ids - 1  # by rounding alone
+        return ranks
+    areas = heights[later] - head[-1] + _area(HEAD + 0.5, exponent)
+    found = np.exp(areas) if exponent == 1.0 else (areas * (1.0 - exponent)) ** (1.0 / (1.0 - exponent))
+    ranks[later] = np.clip(np.rint(found).astype(np.int64) - 1, HEAD, ids - 1)
+    return ranks
+
+
+def _area(x: float, exponent: float) -> np.float64:
+    """An integral of x ** -exponent: over [r - 1/2, r + 1/2] it is nearly the chance of rank r."""
+    return np.float64(np.log(x) if exponent == 1.0 else x ** (1.0 - exponent) / (1.0 - exponent))
+
+
+def ids_of(ranks: Ids, counts: Ids, hash_size: int) -> Ids:
+    """Rows of the tables: ranks that follow each other lie far apart, and elsewhere in each table.
+
+    Args:
+        ranks: Of all features, one after the other.
+        counts: How many each feature has.
+    """
+    stride = next(step for step in range(round(GOLDEN * hash_size) or 1, 2 * hash_size) if np.gcd(step, hash_size) == 1)
+    first = (np.arange(len(counts)) * GOLDEN % 1.0 * hash_size).astype(np.int64)
+    return (ranks * stride + np.repeat(first, counts)) % hash_size
+
+
+def draw_lengths(workload: Workload, random: np.random.Generator, shape: tuple[int, int]) -> npt.NDArray[np.int32]:
+    """Lengths of lists, cut."""
+    if workload.lengths == "fixed":
+        return np.full(shape, min(workload.lookups, workload.truncation), np.int32)
+    drawn = np.searchsorted(np.cumsum(length_chances(workload.lookups)), random.random(shape), side="right") + 1
+    return np.minimum(drawn, workload.truncation).astype(np.int32)
+
+
+@cache
+def length_chances(mean: int) -> Floats:
+    """Chances of lists of 1, 2, ... ids before they are cut: n ** -a with the a that makes the mean what it is."""
+    lengths = np.arange(1, LONGEST * mean + 1, dtype=np.float64)
+    low, high = 0.0, 64.0
+    for _ in range(64):
+        exponent = (low + high) / 2
+        weights = lengths**-exponent
+        low, high = (exponent, high) if lengths @ weights > mean * weights.sum() else (low, exponent)
+    found: Floats = weights / weights.sum()
+    return found

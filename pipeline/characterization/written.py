@@ -1,0 +1,63 @@
+"""The rows of a workload in a table, raw: a reader has to hash and cut them, as it has to with rows of logs."""
+
+import datetime
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.characterization.config import Workload
+from pipeline.characterization.workload import batches
+from pipeline.schema import DenseGroup, FeatureSchema, SparseGroup
+from pipeline.transforms.ops import FillNull, FirstX, SigridHash, Standardise
+from storage.reader import SnapshotRef
+from storage.warehouse import Warehouse, WarehouseConfig
+
+DAY = datetime.date(2025, 1, 6)
+LABEL = "label"
+LAYOUT = 1
+"""Counts up when rows are made in another way, so that those of older ones are not taken for them."""
+CHUNK_VALUES = 1 << 22
+"""Numbers and ids that are made at a time, and in a row group."""
+MOST_ROWS = 65_536
+"""Of a row group, as in other tables."""
+
+
+def write(workload: Workload, rows: int, folder: Path, seed: int) -> tuple[Warehouse, SnapshotRef]:
+    """One day of so many rows in an embedded catalog below the folder; those that are there are taken."""
+    inputs = f"{LAYOUT} {rows} {seed} {workload.model_dump_json()}"
+    identity = hashlib.sha256(inputs.encode()).hexdigest()[:16]
+    table = f"workload_{identity}"
+    width = workload.dense_features + workload.sparse_features * workload.lookups
+    group = max(min(CHUNK_VALUES // max(width, 1), MOST_ROWS), 1)
+    warehouse = Warehouse(WarehouseConfig(row_group_rows=group, file_rows=4 * group), folder)
+    if warehouse.written_days(table).get(DAY) == identity:
+        return warehouse, warehouse.current(table)
+    uncut = workload.model_copy(update={"truncation": 2**31 - 1})
+    schema = next(_chunks(uncut, 1, 1, seed)).schema
+    return warehouse, warehouse.replace_days(table, {DAY: identity}, schema, _chunks(uncut, rows, group, seed), rows)
+
+
+def features_of(workload: Workload) -> FeatureSchema:
+    """What a reader makes of the columns: the features of `plan_of`, lists cut before they are hashed."""
+    scaled = (Standardise(mean=0.0, std=1.0), FillNull())  # as they are, but at the usual cost
+    cut = (FirstX(limit=workload.truncation), SigridHash(size=workload.hash_size))
+    dense = (DenseGroup(columns=("dense_*",), transforms=scaled),) if workload.dense_features else ()
+    return FeatureSchema(label=LABEL, dense=dense, sparse=(SparseGroup(columns=("sparse_*",), transforms=cut),))
+
+
+def _chunks(workload: Workload, rows: int, chunk_rows: int, seed: int) -> Iterator[pa.RecordBatch]:
+    for number, start in enumerate(range(0, rows, chunk_rows)):
+        yield _chunk(workload, min(chunk_rows, rows - start), seed + number)
+
+
+def _chunk(workload: Workload, rows: int, seed: int) -> pa.RecordBatch:
+    (batch,) = batches(workload, rows, 1, seed)
+    columns: dict[str, pa.Array] = {"day": pa.array([DAY] * rows, pa.date32())}
+    columns[LABEL] = pa.array(batch.labels.numpy().astype(np.int32))
+    columns |= {f"dense_{i}": pa.array(column) for i, column in enumerate(batch.dense.T.contiguous().numpy())}
+    for name, lists in batch.sparse.to_dict().items():
+        columns[name] = pa.ListArray.from_arrays(pa.array(lists.offsets().numpy(), pa.int32()), lists.values().numpy())
+    return pa.record_batch(columns)

@@ -1,0 +1,110 @@
+"""A machine is measured once: what is known of it is used again, what is not is measured and no more."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.logging import disable_run_logger
+
+from flows import calibrating
+from flows.calibrating import Calibration, Speed, calibrated
+from flows.config import load
+from pipeline.characterization.advice import Described
+from pipeline.characterization.cost import Setup, Use, load_of_uses
+from pipeline.characterization.machine import Machine
+from pipeline.characterization.points import Point
+from pipeline.characterization.results import Load, Measurement, Result, Spread
+from pipeline.characterization.spread import spread
+from pipeline.errors import TrainingError
+
+CEILINGS = {"fp32_gflops": 100.0, "bf16_gflops": 200.0, "read_gb_per_second": 20.0, "random_gb_per_second": 10.0}
+MACHINE = Machine(cpu="test", cores=2, memory_bytes=1 << 34, threads=2, **CEILINGS)
+
+
+def load_at(point: Point) -> Load:
+    config = load("configs/smoke.yaml", dict(point.settings))
+    shape = config.characterize.workload
+    assert shape is not None
+    lookups = shape.lookups * config.training.batch_rows
+    uses = [Use(shape.hash_size, shape.lookups, min(lookups, shape.hash_size))] * shape.sparse_features
+    return load_of_uses(config.model, shape.dense_features, uses, Setup.model_validate(config.training))
+
+
+def law(one: Load) -> float:
+    """Milliseconds of a step on a machine that the fit can know all about."""
+    return 1.0 + 0.2 * one.layers + one.mlp_flop / 5e7 + 2e-5 * one.rows * one.sparse_features
+
+
+def result(point: Point) -> Result:
+    found = load_at(point)
+    step, speed = Spread.of([law(found)]), Spread.of([1e3 * found.rows / law(found)])
+    measurement = Measurement(
+        rows_per_second=speed, step_ms=step, split_ms={}, outside_share=None, peak_bytes=900, model_bytes=200,
+        load=found, watts=None, rows_per_second_per_core=1.0, device="cpu",
+        repeats=1,
+    )  # fmt: skip
+    return Result(point=point, state="measured", measurement=measurement)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Keys of the points that had to be measured."""
+    keys: list[str] = []
+
+    def measure(config: Any, points: list[Point], folder: Path, tell: Callable[..., Result]) -> list[Result]:
+        new = [point for point in points if not (folder / "points" / point.key).exists()]
+        for point in new:
+            (folder / "points").mkdir(exist_ok=True)
+            (folder / "points" / point.key).touch()
+            keys.append(point.key)
+        return [tell(result(point), point not in new) for point in points]
+
+    monkeypatch.setattr(calibrating, "measure", measure)
+    monkeypatch.setattr(calibrating, "BUSY_SECONDS", 0.01)
+    monkeypatch.setattr(calibrating, "measured", lambda threads, device: MACHINE)
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+    return keys
+
+
+def made(count: int, again: bool = False, **settings: Any) -> Calibration:
+    with disable_run_logger():
+        return calibrated.fn(load("configs/smoke.yaml", settings), count, again)
+
+
+def test_a_machine_is_measured_once(asked: list[str]) -> None:
+    first = made(12)
+    assert len(asked) == 12
+    assert made(12, **{"training.batch_rows": 64, "model.embedding_width": 32}) == first
+    assert made(8) == first
+    assert len(asked) == 12
+    assert len(made(16).results) == 16
+    assert len(asked) == 16
+    assert len(made(12, again=True).results) == 12
+    assert len(asked) == 28
+    made(12, **{"training.dense_precision": "bf16"})
+    assert len(asked) == 40, "another precision is another machine"
+    assert first.process_bytes == 700
+
+
+def test_points_that_cannot_be_measured(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    left_out = [Result(point=point, state="left out", reason="too large") for point in spread(12, [1])]
+    monkeypatch.setattr(calibrating, "measure", lambda *arguments: left_out)
+    with pytest.raises(TrainingError, match="calibration: expected at least 6 points measured, got 0: too large"):
+        made(12)
+
+
+def test_points_are_predicted_from_others_and_what_lies_beyond_is_told(asked: list[str]) -> None:
+    speed = Speed(made(48))
+    assert speed.fit.errors is not None
+    assert speed.fit.errors.median < 0.05
+    assert len(speed.table) == speed.fit.errors.points == speed.fit.fitted == 48
+    known = load_at(spread(1, [1])[0])
+    assert speed.step_ms(known, 1) == pytest.approx(law(known), rel=0.1)
+    assert speed.beyond(known, 1) == []
+    large = known.model_copy(update={"mlp_flop": 1e13})
+    ((term, times),) = speed.beyond(large, 1)
+    assert term == "products"
+    assert times > calibrating.FAR
+    twice = Described(cpu="x", cores=2, memory_bytes=1, **{name: 2 * value for name, value in CEILINGS.items()})
+    assert speed.on(twice)(known, 1) == pytest.approx(speed.step_ms(known, 1) / 2)

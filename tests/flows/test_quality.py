@@ -1,0 +1,86 @@
+"""Quality of a point: its own values come first, and what was swept is not swept again."""
+
+import pytest
+from prefect.logging import disable_run_logger
+
+from flows import quality
+from flows.candidate import candidate_job, train_candidate
+from flows.config import load
+from flows.job import tracker_of
+from flows.study_job import pinned_study
+from pipeline.characterization.points import Point, points
+from pipeline.errors import ConfigError
+
+CONFIG = "configs/smoke.yaml"
+RATE, BATCH = "training.table_learning_rate", "training.batch_rows"
+LIGHT = {"training.world_size": 1, "preprocessing.executor": "inline", "training.threads_per_rank": 1}
+"""A trial in a few seconds: one process."""
+SWEEP = {"strategy": "random", "trials": 2, "space": {RATE: {"low": 0.01, "high": 0.2, "log": True}}}
+POINT = Point(values={BATCH: 512}, settings={BATCH: 512})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            {"strategy": "grid", "space": {RATE: {"choices": [0.05]}}},
+            "sweep: expected a first trial with the config's own values, got strategy=grid. Leave it out.",
+        ),
+        (
+            {"begin_with_config": False},
+            "sweep: expected a first trial with the config's own values, got begin_with_config=false. Leave it out.",
+        ),
+        (
+            {"prune": {}, "parallel": 2},
+            "sweep.parallel: expected 1 with `prune`: trials beside it may stop the one with the config's own values, "
+            "got 2. Set it to 1, or sweep.prune to null.",
+        ),
+        (
+            {"space": {RATE: {"low": 0.1, "high": 0.2}}},
+            f"sweep.space '{RATE}' at batch_rows 512: expected the config's own value among its values, got others. "
+            "Widen it.",
+        ),
+        (
+            {"space": {}},
+            "sweep.space: expected at least one key with its values, got none. Add one: `training.table_learning_rate: "
+            "{low: .01, ...}`.",
+        ),
+    ],
+)
+def test_a_sweep_without_the_configs_own_values_is_refused(overrides, said):
+    with pytest.raises(ConfigError) as error:
+        quality.with_own_values(load(CONFIG, {"sweep": SWEEP | overrides}), POINT)
+    assert str(error.value) == said
+
+
+def test_a_study_of_quality_is_refused_before_its_first_point():
+    axes = {RATE: {"own": {RATE: 0.05}, "outside": {RATE: 0.5}}}
+    config = load(CONFIG, {"sweep": SWEEP, "characterize": {"axes": axes, "measure": "quality"}})
+    with pytest.raises(ConfigError) as error:
+        pinned_study(config, None, False)
+    assert str(error.value) == (
+        f"sweep.space '{RATE}' at table_learning_rate outside: expected the config's own value among its values, got "
+        "others. Widen it."
+    )
+
+
+@pytest.mark.slow
+def test_a_point_is_judged_by_its_own_values_and_by_tuned_ones_once(smoke, copied, monkeypatch):
+    config = load(CONFIG, LIGHT | {"sweep": SWEEP, "characterize.axes": {BATCH: [512, 1_024]}})
+    point = points(config.characterize)[1]
+    tracker = tracker_of(config)
+    parent = tracker.start("study", {}, {}, None)
+    found = quality.judged(config, point, parent)
+    run = tracker.client.get_run(found["mlflow_run_id"])
+    assert (run.info.run_name, run.data.tags["mlflow.parentRunId"]) == ("batch_rows 1024", parent)
+    trials = tracker.read_json(found["mlflow_run_id"], "trials.json")
+    assert [trial["params"] == {RATE: config.training.table_learning_rate} for trial in trials] == [True, False]
+    assert (found["ne"], found["tuned_ne"]) == (trials[0]["valid_ne"], min(trial["valid_ne"] for trial in trials))
+
+    plain = load(config, point.settings)  # a training of the same config, by no sweep
+    job = candidate_job(plain, "x" * 32, smoke["snapshot_id"], copied / "candidate", copied / "plans")
+    with disable_run_logger():
+        assert train_candidate(plain, job, "candidate", {}).valid_ne == found["ne"]
+
+    monkeypatch.setattr("flows.sweep.run_trials", lambda work: pytest.fail("trained again"))
+    assert quality.judged(config, point, parent) == found

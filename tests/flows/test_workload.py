@@ -1,0 +1,67 @@
+"""Rows of a workload in a table: what a reader makes of them is what batches in memory are."""
+
+import numpy as np
+import pytest
+
+from flows.characterizing import measure
+from flows.config import load
+from flows.workload import written
+from pipeline.characterization import written as rows_of
+from pipeline.characterization.config import Workload
+from pipeline.characterization.points import Point
+from pipeline.characterization.workload import batches, plan_of
+from pipeline.preprocessing.client import Client, Inline
+from pipeline.preprocessing.config import PreprocessingConfig
+from storage.warehouse import Warehouse
+
+SHAPE = Workload(dense_features=3, sparse_features=4, hash_size=500, lookups=6, lengths="power_law", truncation=9)
+
+
+def read(workload: Workload, rows: int, folder, monkeypatch) -> list:
+    monkeypatch.setattr(rows_of, "CHUNK_VALUES", 8_000)  # several row groups and files
+    spec = written(workload, rows, folder, seed=3)
+    plan = plan_of(workload)
+    assert (spec.plan.dense, spec.plan.sparse) == (plan.dense, plan.sparse)
+    source = Inline({"train": spec}, PreprocessingConfig())
+    return list(Client(source, ("train", spec), batch_rows=700).batches())
+
+
+def test_rows_are_hashed_and_cut_by_the_reader(tmp_path, monkeypatch):
+    found = read(SHAPE, 2_000, tmp_path, monkeypatch)
+    assert [batch.global_rows for batch in found] == [700, 700, 600]
+    lengths = np.concatenate([batch.sparse.lengths().numpy() for batch in found])
+    assert lengths.max() == SHAPE.truncation
+    (drawn,) = batches(SHAPE, 2_000, 1, seed=4)
+    assert lengths.mean() == pytest.approx(drawn.sparse.lengths().numpy().mean(), rel=0.1)
+    ids = np.concatenate([batch.sparse.values().numpy() for batch in found])
+    assert (ids.min() >= 0, ids.max() < SHAPE.hash_size) == (True, True)
+    numbers = np.concatenate([batch.dense.numpy() for batch in found])
+    assert (numbers.mean(), numbers.std()) == pytest.approx((0.0, 1.0), abs=0.05)
+    assert len(np.unique(numbers)) > 0.99 * numbers.size  # no chunk is another's copy
+
+
+def test_a_workload_without_numbers_can_be_read(tmp_path, monkeypatch):
+    found = read(SHAPE.model_copy(update={"dense_features": 0}), 10, tmp_path, monkeypatch)
+    assert [batch.dense.shape for batch in found] == [(10, 0)]
+
+
+def test_a_table_that_is_there_is_taken(tmp_path, monkeypatch):
+    first = written(SHAPE, 50, tmp_path, seed=3)
+    others = [written(SHAPE, 51, tmp_path, 3), written(SHAPE, 50, tmp_path, 4)]
+    monkeypatch.setattr(Warehouse, "replace_days", lambda *_: pytest.fail("written again"))
+    assert written(SHAPE, 50, tmp_path, seed=3) == first
+    assert len({spec.snapshot.table for spec in (first, *others)}) == 3
+
+
+@pytest.mark.slow
+def test_a_study_of_a_workload_reads_files_through_the_service(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+    settings = {
+        "characterize": {"workload": SHAPE, "data": "files", "steps": 2, "repeats": 1, "warm_up_steps": 1},
+        "training.world_size": 1, "training.batch_rows": 128, "preprocessing.workers": 1,
+    }  # fmt: skip
+    (result,) = measure(load("configs/smoke.yaml", settings), [Point(values={}, settings={})], tmp_path / "study")
+    assert result.reason is None
+    assert result.measurement is not None
+    assert result.measurement.load.rows == 128
+    assert result.measurement.split_ms["wait"] > 0.0

@@ -1,0 +1,66 @@
+"""Studies whose answer is known."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline.characterization.points import Point
+from pipeline.characterization.results import PHASES, Load, Measurement, Result, Spread, Study
+
+MACHINE = {"cpu": "Toy 9000", "cores": 2, "memory_bytes": 24 * 2**30, "fp32_gflops": 100.0, "read_gb_per_second": 20.0, "random_gb_per_second": 5.0}  # fmt: skip
+
+
+def load(rows: int = 100) -> Load:
+    """Of a small model."""
+    return Load(
+        rows=rows,
+        mlp_flop=1e9,
+        interaction_flop=1e8,
+        lookups=1e4,
+        distinct_rows=5e3,
+        embedding_bytes=1e7,
+        dense_bytes=4e7,
+        communication_bytes=0.0,
+        dense_parameters=1_000,
+        sparse_features=4,
+        embedding_width=16,
+        layers=6,
+        sample_bytes=1_234.0,
+    )
+
+
+def measured(values: Mapping[str, Any], speed: float, noise: float = 0.01, watts: float | None = None) -> Result:
+    """A point of this many samples per second, its repeats up to `noise` of it apart to both sides."""
+    spread = Spread(median=speed, low=speed * (1 - noise), high=speed * (1 + noise))
+    found = Measurement(
+        rows_per_second=spread,
+        step_ms=Spread(median=5.0, low=4.9, high=5.1),
+        split_ms={phase: float(number) for number, phase in enumerate(PHASES)},
+        outside_share=None,
+        peak_bytes=300_000_000,
+        model_bytes=200_000_000,
+        load=load(),
+        watts=watts,
+        rows_per_second_per_core=speed / 2,
+        device="cpu",
+        repeats=5,
+    )
+    return Result(point=Point(values=values, settings=dict(values)), state="measured", measurement=found)
+
+
+def judged(batch_rows: int, ne: float, tuned_ne: float) -> Result:
+    """A point of a study of quality."""
+    point = Point(values={"training.batch_rows": batch_rows}, settings={"training.batch_rows": batch_rows})
+    return Result(point=point, state="measured", quality={"ne": ne, "tuned_ne": tuned_ne})
+
+
+def study(experiment: str | None, results: Sequence[Result]) -> Study:
+    """On the toy machine."""
+    return Study(
+        name="toy",
+        experiment=experiment,
+        config={},
+        machine=MACHINE,
+        commit="c0ffee",
+        versions={"torch": "2.0"},
+        results=tuple(results),
+    )

@@ -1,0 +1,51 @@
+"""What a study cannot be made of is refused before anything runs."""
+
+import pytest
+
+from pipeline.characterization.config import CharacterizeConfig
+from pipeline.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"axes": {"training.batch_rows": []}},
+            "characterize.axes 'training.batch_rows': expected at least one value, got none. Add one.",
+        ),
+        (
+            {"axes": {"workload.lookups": [1, 2]}},
+            "characterize.axes 'workload.lookups': expected characterize.workload, which it changes, got none. Add the "
+            "section, if only `workload: {}`.",
+        ),
+        (
+            {"axes": {"model": {"M1": {"workload.lookups": 28}}}},
+            "characterize.axes 'model', key 'workload.lookups': expected characterize.workload, which it changes, got "
+            "none. Add the section, if only `workload: {}`.",
+        ),
+        (
+            {"axes": {"characterize.steps": [1, 2]}},
+            "characterize.axes 'characterize.steps': expected `workload.` and a key of it, `characterize.data`, or a "
+            "key of another section, got 'characterize.steps'. Correct the key.",
+        ),
+        (
+            {"axes": {"model.dropout": [0.1], "mlp": {"64": {"model.bottom_mlp": [64], "model.dropout": 0.2}}}},
+            "characterize.axes 'mlp', key 'model.dropout': expected a key of one axis alone, got also a key of "
+            "'model.dropout'. Take it out of one.",
+        ),
+        (
+            {"measure": "quality", "workload": {}},
+            "characterize.workload with measure=quality: expected the config's own table: labels that are drawn cannot "
+            "be learned, got a workload. Set it to null.",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(settings, said):
+    with pytest.raises(ConfigError) as error:
+        CharacterizeConfig.model_validate(settings)
+    assert str(error.value) == said
+
+
+def test_what_can_work_is_not():
+    axes = {"characterize.data": ["memory", "files"], "M": {"M1": {"workload.lookups": 28}, "as it is": {}}}
+    assert CharacterizeConfig.model_validate({"axes": axes, "workload": {}}).workload is not None

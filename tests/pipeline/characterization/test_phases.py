@@ -1,0 +1,126 @@
+"""Where the time of a step goes, held against steps whose parts are timed by a clock of their own."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from pipeline.characterization.phases import BACKWARD, Part, Span, Timeline, noted, split
+from pipeline.characterization.results import PHASES
+
+CPU = torch.device("cpu")
+STEPS = 5
+
+
+def timed(work: Callable[[], Any], taken: list[float]) -> Callable[[], None]:
+    """The work, whose milliseconds are noted."""
+
+    def call() -> None:
+        start = time.perf_counter()
+        work()
+        taken.append(1e3 * (time.perf_counter() - start))
+
+    return call
+
+
+def interpreted() -> None:
+    """A few milliseconds of Python."""
+    sum(i * i for i in range(60_000))
+
+
+def test_python_and_kernels_of_known_length() -> None:
+    matrix = torch.rand(400, 400)
+    loop, kernel = list[float](), list[float]()
+    step = SimpleNamespace(
+        loop=timed(interpreted, loop), kernel=timed(lambda: [matrix @ matrix for _ in range(4)], kernel)
+    )
+    parts = [Part(step, "loop", "embedding"), Part(step, "kernel", "mlp")]
+
+    def both() -> None:
+        step.loop()
+        step.kernel()
+
+    both()
+    found = split(both, parts, STEPS, loop[-1] + kernel[-1], CPU)
+    loops, kernels = min(zip(loop[-STEPS:], kernel[-STEPS:], strict=True), key=sum)  # the fastest step is split
+    assert found.outside_ms == pytest.approx(median(loop[-STEPS:]), rel=0.1, abs=0.5)
+    assert found.shares["embedding"] == pytest.approx(loops / (loops + kernels), abs=0.1)
+    assert found.shares["mlp"] == pytest.approx(kernels / (loops + kernels), abs=0.1)
+    assert sum(found.shares.values()) == pytest.approx(1.0)
+    assert tuple(found.shares) == PHASES
+
+
+@pytest.mark.parametrize(("each_us", "longer_us", "optimizer"), [(7, 5, 0.35), (1, 5, (600 - 295) / (1_000 - 295))])
+def test_the_profilers_own_time_is_taken_off(each_us: int, longer_us: int, optimizer: float) -> None:
+    """A hundred operators beside a long one; looked at, each takes longer. Of short ones half stays."""
+    apart = 1_000 * (each_us + longer_us)
+    small = [Span(apart * i, apart * (i + 1) - 100, None, compiled=True, noted=True) for i in range(100)]
+    middle = 100 * apart
+    stop = {7: 2_500_000, 1: 1_000_000}[each_us]
+    step = Span(0, stop, "other")
+    timeline = Timeline([step, Span(0, middle, "optimizer"), Span(middle, stop, "mlp"), *small])
+    shares = timeline.shares([step], step_ms=1e-6 * stop - 0.1 * longer_us)
+    assert (shares["optimizer"], shares["mlp"]) == pytest.approx((optimizer, 1.0 - optimizer))
+
+
+class Slow(torch.autograd.Function):
+    """Its backward pass is Python."""
+
+    taken: ClassVar[list[float]] = []
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return values * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        timed(interpreted, Slow.taken)()
+        return gradient
+
+
+def test_a_backward_pass_belongs_to_the_phase_of_its_forward_pass() -> None:
+    weight = torch.rand(300, 300, requires_grad=True)
+    model = SimpleNamespace(layers=lambda values: values @ weight @ weight @ weight @ weight, tables=Slow.apply)
+    parts = [
+        Part(model, "layers", "mlp"), Part(model, "tables", "embedding"), Part(torch.autograd, "backward", BACKWARD)
+    ]  # fmt: skip
+    rows = torch.rand(2_000, 300)
+
+    def step() -> None:
+        model.layers(model.tables(rows * weight.sum())).sum().backward()
+
+    step()
+    found = split(step, parts, STEPS, 1e6, CPU)
+    assert found.outside_ms == pytest.approx(median(Slow.taken[-STEPS:]), rel=0.3, abs=1.0)
+    assert found.shares["mlp"] > found.shares["other"]
+    assert found.shares["embedding"] > 0.02
+
+
+def test_calls_are_as_they_were_once_they_are_noted() -> None:
+    module = torch.nn.Linear(2, 2)
+    spans: list[Span] = []
+    before = dict(vars(module)), torch.autograd.backward
+    with noted([Part(module, "forward", "mlp"), Part(torch.autograd, "backward", BACKWARD)], spans):
+        module(torch.ones(1, 2)).sum().backward()
+    assert (dict(vars(module)), torch.autograd.backward) == before
+    assert [span.phase for span in spans] == ["mlp", BACKWARD]
+
+
+def test_of_spans_inside_one_another_the_innermost_counts() -> None:
+    spans = [
+        Span(0, 100, "other"), Span(10, 60, "embedding"), Span(20, 30, "communication", compiled=True),
+        Span(40, 50, None, compiled=True), Span(42, 45, "mlp"), Span(70, 90, BACKWARD),
+    ]  # fmt: skip
+    timeline = Timeline(spans)
+    shares = timeline.shares([spans[0]], step_ms=1.0)
+    assert {phase: round(100 * share) for phase, share in shares.items() if share} == {
+        "embedding": 37, "communication": 10, "mlp": 3, "other": 50,
+    }  # fmt: skip
+    assert timeline.outside(spans[0]) == 80
+    assert [timeline.phase(at) for at in (5, 15, 25, 43, 75, 95)] == [
+        "other", "embedding", "communication", "mlp", BACKWARD, "other",
+    ]  # fmt: skip

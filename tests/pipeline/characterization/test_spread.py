@@ -1,0 +1,30 @@
+"""Points of a calibration span the space, and none is so large that it takes as long as all others."""
+
+from pipeline.characterization.spread import MOST_HELD, MOST_LOOKED_UP, SPANS, spread
+
+
+def test_more_points_go_on_from_fewer():
+    points = spread(48, [1, 2])
+    assert points[:10] == spread(10, [1, 2])
+    assert len({point.key for point in points}) == 48
+
+
+def test_values_lie_in_their_spans_and_span_them():
+    points = [{key.rsplit(".", 1)[1]: value for key, value in p.settings.items()} for p in spread(48, [1, 2])]
+    for name in ("dense_features", "sparse_features", "lookups", "batch_rows", "embedding_width"):
+        low, high = SPANS[name]
+        values = [point[name] for point in points]
+        assert low <= min(values) <= 1.5 * low
+        assert max(values) >= high / 2, name
+        assert max(values) <= high
+    assert {point["interaction"] for point in points} == {"dot", "cat", "dcn"}
+    assert {len(point["top_mlp"]) for point in points} == {1, 2, 3}
+    assert {point["world_size"] for point in points} == {1, 2}
+
+
+def test_no_point_is_too_large():
+    for point in spread(64, [1]):
+        one = {key.rsplit(".", 1)[1]: value for key, value in point.settings.items()}
+        width = one["sparse_features"] * one["embedding_width"]
+        assert width * one["hash_size"] <= 1.01 * MOST_HELD
+        assert width * one["lookups"] * one["batch_rows"] <= max(1.01 * MOST_LOOKED_UP, 128 * 100 * 32 * 128)
