@@ -46,6 +46,7 @@ from models.dlrm import DLRM, Bag
 from pipeline.batch import Batch, Position
 from pipeline.training.ahead import with_next
 from pipeline.training.config import TrainConfig
+from pipeline.training.launch import SPINS
 from pipeline.training.model import sharded
 from pipeline.training.trainer import Trainer
 
@@ -302,6 +303,7 @@ def in_processes(contestant: str, shape: str, ranks: int, threads: int, steps: i
             environment = os.environ | {
                 "OMP_NUM_THREADS": str(threads), "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "DLRM_MEETING": f"{folder}/store",
+                "GOMP_SPINCOUNT": str(SPINS),
             }  # fmt: skip
             words = ["--contestant", contestant, "--shape", shape, "--ranks", str(ranks), "--steps", str(steps)]
             command = [sys.executable, "-W", "ignore", "-m", "benchmarks.trainers", *words]

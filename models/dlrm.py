@@ -93,7 +93,7 @@ class DLRM(nn.Module):
             self.interaction = CatInteraction(num_features, width)
         else:
             self.interaction = CrossInteraction(num_features, width, config.cross_layers, config.cross_rank)
-        self.dropout = nn.Dropout(config.interaction_dropout)
+        self.dropout = nn.Dropout(config.interaction_dropout) if config.interaction_dropout else nn.Identity()
         self.top = mlp(self.interaction.width_out, config.top_mlp, config.dropout)
         self.logit = nn.Linear(config.top_mlp[-1] if config.top_mlp else self.interaction.width_out, 1)
 

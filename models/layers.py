@@ -41,6 +41,9 @@ class DotInteraction(nn.Module):
         torch.Size([2, 7])
     """
 
+    pair_P: torch.Tensor
+    both: torch.Tensor
+
     def __init__(self, num_features: int, width: int) -> None:
         super().__init__()
         if num_features < 2:
@@ -55,7 +58,7 @@ class DotInteraction(nn.Module):
 
     def forward(self, features_BFE: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        out: torch.Tensor = _PairDots.apply(features_BFE, self.get_buffer("pair_P"), self.get_buffer("both"))  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _PairDots.apply(features_BFE, self.pair_P, self.both)  # type: ignore[no-untyped-call]
         return out
 
 

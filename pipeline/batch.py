@@ -88,6 +88,8 @@ class Batch:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """The same batch on another device."""
+        if self.dense.device == device:
+            return self
         moved = [tensor.to(device, non_blocking=non_blocking) for tensor in (self.dense, self.labels, self.weights)]
         sparse = self.sparse.to(device, non_blocking=non_blocking)
         shared = self.shared and self.shared.to(device, non_blocking)

@@ -107,9 +107,11 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         super().__init__(embedding_specs, **settings)
         if self.pooling_mode == PoolingMode.NONE:
             raise NotImplementedError("lookups without pooling")
+        self.arrays: dict[str, tuple[int | None, np.ndarray]] = {}
+        """Address and array of tensors; an array keeps its memory, so no other tensor gets the address."""
         self.steps = 0
         """Updates made, this one included; see `set_update`."""
-        self.second = torch.zeros_like(self._flat("weights")) if self.kind == kernels.ADAM else torch.empty(0)
+        self.second = torch.zeros_like(self.weights_host.detach()) if self.kind == kernels.ADAM else torch.empty(0)
         rows, widths = np.array([spec[0] for spec in embedding_specs]), np.array([spec[1] for spec in embedding_specs])
         origin = np.array(self.weights_physical_offsets)
         first_row = np.concatenate([[0], np.cumsum(rows)])
@@ -122,6 +124,8 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         self.tables = np.zeros((len(rows) + 1, 5), np.int64)
         self.tables[:-1, :4] = np.stack([origin, first_row[:-1], rows, widths], 1)
         self.tables[:, 4] = first_member
+        self.all_tables = np.array([(table, 0, 0) for table in range(len(rows))], np.int64).reshape(-1, 3)
+        """A share of the update, for one thread."""
         self.place = np.full(int(first_row[-1]), kernels.NEW, np.int32)
         self.threads = torch.get_num_threads()
         room = min(int(rows.max(initial=1)), SUMS_BYTES // (4 * int(widths.max(initial=1))))
@@ -142,7 +146,7 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         """The pooled vectors of a batch."""
         bags = (len(offsets) - 1) // len(self.features)
         out = np.empty((bags, self.total_D), np.float32)
-        weights, mean = self._flat("weights").numpy(), self.pooling_mode == PoolingMode.MEAN
+        weights, mean = self._numbers("weights_host"), self.pooling_mode == PoolingMode.MEAN
         bounds = [bags * n // self.threads for n in range(self.threads + 1)]
         outside = self._side_by_side(
             kernels.pool,
@@ -154,8 +158,8 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
 
     def update(self, indices: np.ndarray, offsets: np.ndarray, gradient: torch.Tensor) -> None:
         """One optimizer step with the gradient of the pooled vectors, float32 [B, sum of widths]."""
-        weights, mean = self._flat("weights").numpy(), self.pooling_mode == PoolingMode.MEAN
-        moment = NOTHING if self.kind == kernels.SGD else self._flat("momentum1").numpy()
+        weights, mean = self._numbers("weights_host"), self.pooling_mode == PoolingMode.MEAN
+        moment = NOTHING if self.kind == kernels.SGD else self._numbers("momentum1_host")
         given = self.optimizer_args
         numbers = [self.get_learning_rate(), given.eps, given.weight_decay, self.limit, given.beta1, given.beta2]
         corrections = [1.0 - given.beta1**self.steps, 1.0 - given.beta2**self.steps]
@@ -163,7 +167,7 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         flat = gradient if gradient.stride(1) == 1 else gradient.contiguous()
         stride = flat.stride(0)
         numbers_in_memory = (len(flat) - 1) * stride + flat.shape[1] if len(flat) else 0
-        common = (self.kind, weights, moment, self.second.numpy(), settings, self.tables, self.members)
+        common = (self.kind, weights, moment, self._numbers("second"), settings, self.tables, self.members)
         batch = (mean, indices, offsets, flat.as_strided((numbers_in_memory,), (1,)).numpy(), stride, self.place)
         shares = zip(self._tasks(offsets), self.rows_seen, self.sums, strict=True)
         self._side_by_side(kernels.update, [(*common, tasks, *batch, *scratch) for tasks, *scratch in shares])
@@ -181,6 +185,8 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
 
         A table that is too large a share for one thread is cut into parts, 2, 4, ..., by the last bits of the row.
         """
+        if self.threads == 1:
+            return [self.all_tables]
         bags = (len(offsets) - 1) // len(self.features)
         ends = offsets[:: bags or 1]
         per_feature = np.diff(ends)[self.members[:, 0]] + bags
@@ -195,9 +201,14 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
                 loads[thread] += work[table] / parts
         return [np.array(share, np.int64).reshape(-1, 3) for share in shares]
 
-    def _flat(self, name: str) -> torch.Tensor:
-        flat: torch.Tensor = getattr(self, f"{name}_host").detach()
-        return flat
+    def _numbers(self, name: str) -> np.ndarray:
+        """A tensor of this module as an array, made again where the tensor has got other memory."""
+        tensor: torch.Tensor = getattr(self, name)
+        place, numbers = self.arrays.get(name, (None, NOTHING))
+        if place != tensor.data_ptr():
+            numbers = tensor.detach().numpy()
+            self.arrays[name] = tensor.data_ptr(), numbers
+        return numbers
 
     def _side_by_side(self, kernel: Any, calls: list[tuple[Any, ...]]) -> list[Any]:
         """One call on this thread, the others on the pool's."""

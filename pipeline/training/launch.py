@@ -22,6 +22,9 @@ from pipeline.training.pulse import WAITING
 from storage.artifacts import write_text
 
 POLL_SECONDS = 0.2
+SPINS = 20_000
+"""Turns that a waiting thread of OpenMP holds its processor for, about half a millisecond: longer than from one layer to the
+next, shorter than the tables' kernel works. Its threads are others, which find none free for OpenMP's own 300,000."""
 GRACE_SECONDS = 5.0
 """How long ranks have to end themselves before they are killed."""
 KILLED_EXIT_CODE = 137
@@ -225,6 +228,7 @@ def _environment(rank: int, world_size: int, threads: int, attempt: int, events:
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": str(threads),
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", str(SPINS)),
         "DLRM_ATTEMPT": str(attempt),
         "DLRM_MEETING": str(meeting / "store"),
         "DLRM_PARENT": str(os.getpid()),

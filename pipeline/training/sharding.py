@@ -23,6 +23,7 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 from torchrec.modules.embedding_configs import PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 Kind = Literal[
     "data_parallel",
@@ -149,6 +150,7 @@ def shard(
         group: Ranks that the placement is for; None: all.
     """
     plan = sharding_plan(placement, device)
+    alone = dist.get_world_size(group) == 1
     if group is not None:
         for table in plan.plan["embeddings"].values():  # type: ignore[attr-defined]
             for part in table.sharding_spec.shards:  # where memory lies is said by the rank among all
@@ -161,11 +163,33 @@ def shard(
         device=device,
         plan=plan,
         sharders=[BagSharder(codecs=get_qcomm_codecs_registry(sent, device=device))],  # type: ignore[list-item]
+        init_data_parallel=not alone,  # there is nobody to take the mean of gradients with
     )
+    if alone:
+        sharded.module.to(device)
     for module in sharded.modules():
         if isinstance(module, ShardedEmbeddingBagCollection):
             _divide_lengths_once(module, placement)
+            if alone and {table.kind for table in placement} == {"table_wise"}:
+                _look_up_here(module)
     return sharded
+
+
+def _look_up_here(module: ShardedEmbeddingBagCollection) -> None:
+    """The forward pass of tables that one rank has all of: as TorchRec's, which sends ids and vectors to itself.
+
+    That takes Python longer than the lookup where batches are small.
+    """
+    (sharding,), (lookup,) = module._embedding_shardings, module._lookups
+    look_up = lookup._emb_modules[0] if len(lookup._emb_modules) == 1 else lookup  # which splits ids by kernels
+    features, names, widths = sharding.feature_names(), module._embedding_names, module._embedding_dims
+
+    def forward(sparse: KeyedJaggedTensor) -> KeyedTensor:
+        given = sparse.keys()
+        ids = sparse if given == features else sparse.permute([given.index(name) for name in features])
+        return KeyedTensor(names, widths, look_up(ids))
+
+    module.forward = forward
 
 
 def _divide_lengths_once(module: ShardedEmbeddingBagCollection, placement: Placement) -> None:

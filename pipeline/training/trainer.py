@@ -73,6 +73,7 @@ class Trainer:
         replicated = replicated_tables(model)
         self.replicated = ReplicatedTables(replicated, config) if replicated else None
         self.rates = Rates(model, self.optimizer, config, self.replicated)
+        self.dense = [parameter for _, parameter in dense_parameters(model)]
         self.draws = any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())
         several = config.sync == "synchronous" and dist.get_world_size() > 1
         self.ahead = Ahead(model) if config.send_ids_ahead and several else None
@@ -150,7 +151,8 @@ class Trainer:
             words = [self.seed, self.progress.steps, dist.get_rank()]
             torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
         self.rates.set(self.progress.steps, self.progress.steps_before)
-        self.optimizer.zero_grad()
+        for parameter in self.dense:
+            parameter.grad = None
         if self.replicated is not None:
             self.replicated.zero_grad()
         if self.ahead is not None:
@@ -169,10 +171,9 @@ class Trainer:
     def update(self, losses: torch.Tensor, batch: Batch) -> None:
         """Backward pass, which updates the sharded tables, and the optimizers of all else."""
         # Gradients are averaged over the ranks, so the mean over all rows needs the factor world_size.
-        (losses.sum() * (dist.get_world_size() / batch.whole)).backward()  # type: ignore[no-untyped-call]
+        losses.backward(torch.full_like(losses, dist.get_world_size() / batch.whole))  # type: ignore[no-untyped-call]
         if self.config.dense_gradient_norm is not None:
-            dense = [parameter for _, parameter in dense_parameters(self.model)]
-            torch.nn.utils.clip_grad_norm_(dense, self.config.dense_gradient_norm)
+            torch.nn.utils.clip_grad_norm_(self.dense, self.config.dense_gradient_norm)
         self.optimizer.step()
         if self.replicated is not None:
             self.replicated.step()
@@ -453,7 +454,7 @@ class Trainer:
 
     def make_dense_state(self) -> None:
         """Dense optimizers make their state at the first step: a step with zero gradients and rates makes it."""
-        for _, parameter in dense_parameters(self.model):
+        for parameter in self.dense:
             parameter.grad = torch.zeros_like(parameter)
         rates = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
@@ -465,8 +466,11 @@ class Trainer:
 
 def logits_of(model: nn.Module, batch: Batch, config: TrainConfig) -> torch.Tensor:
     """float32 [B], with the matrix products of everything but the tables in the precision that the config asks for."""
-    with torch.autocast(batch.dense.device.type, torch.bfloat16, enabled=config.dense_precision == "bf16"):
+    if config.dense_precision != "bf16":
         logits: torch.Tensor = model(*batch.inputs)
+        return logits
+    with torch.autocast(batch.dense.device.type, torch.bfloat16):
+        logits = model(*batch.inputs)
     return logits.float()
 
 

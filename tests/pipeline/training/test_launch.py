@@ -114,6 +114,7 @@ def test_result_and_events(run: Callable[..., Event], tmp_path: Path) -> None:
         ("3", "1", str(os.getpid()))
     }
     assert ["DLRM_EVENTS_FD" in env for env in environments] == [True, False, False]
+    assert {env["GOMP_SPINCOUNT"] for env in environments} == {"20000"}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from models.dlrm import DLRM
+from models.dlrm import DLRM, Bag
 from pipeline.training.launch import Limits, run_ranks
+from pipeline.training.model import sharded
 from pipeline.training.optim import INIT_BLOCK_ROWS, _block
 from tests.pipeline.training.placements import BAGS, DENSE, MODEL, SEED, Cases, batches, trained, training
 
@@ -179,6 +182,18 @@ def test_one_rank_trains_like_plain_pytorch(one: Result, unsharded: dict[str, An
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_like_plain_pytorch(two: Result, unsharded: dict[str, Any], case: str) -> None:
     check(two, case, unsharded)
+
+
+@pytest.mark.parametrize("bags", [BAGS, BAGS[:2]], ids=["sums and means", "sums"])
+def test_one_rank_looks_up_what_torchrec_sends_to_itself(device: torch.device, bags: list[Bag]) -> None:
+    """Bit for bit, whatever the order of the ids."""
+    whole = DLRM(MODEL, DENSE, bags, device="meta")
+    model, _ = sharded(whole, training(1, sharding="table_wise"), device, SEED, MODEL.embedding_init)
+    tables = get_unwrapped_module(model).embeddings
+    sparse = next(batches()).sparse.permute(list(reversed(range(len(bags))))).to(device)
+    found, expected = tables(sparse).to_dict(), ShardedEmbeddingBagCollection.forward(tables, sparse).to_dict()
+    assert sorted(found) == sorted(expected) == sorted(bag.name for bag in bags)
+    assert all(found[name].equal(expected[name]) for name in expected)
 
 
 @pytest.mark.slow
