@@ -23,8 +23,8 @@ from storage.artifacts import write_text
 
 POLL_SECONDS = 0.2
 SPINS = 20_000
-"""Turns that a waiting thread of OpenMP holds its processor for, about half a millisecond: longer than from one layer to the
-next, shorter than the tables' kernel works. Its threads are others, which find none free for OpenMP's own 300,000."""
+"""Turns for which a waiting thread of OpenMP holds its processor, some tenths of a millisecond: longer than between
+layers, shorter than the tables' kernel, whose own threads find none free for OpenMP's default of 300,000."""
 GRACE_SECONDS = 5.0
 """How long ranks have to end themselves before they are killed."""
 KILLED_EXIT_CODE = 137
