@@ -42,9 +42,9 @@ def run_name(config: RunConfig) -> str:
 
 
 def commit() -> str:
-    """The code's commit; `+` where the working tree differs, `unknown` outside git."""
+    """The code's commit; `+` where the working tree differs, docs apart, which no run reads; `unknown` outside git."""
     try:
-        return _git("rev-parse", "HEAD")[:12] + ("+" if _git("status", "--porcelain") else "")
+        return _git("rev-parse", "HEAD")[:12] + ("+" if _git("status", "--porcelain", ":!docs") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
