@@ -151,7 +151,7 @@ class Trainer:
             words = [self.seed, self.progress.steps, dist.get_rank()]
             torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
         self.rates.set(self.progress.steps, self.progress.steps_before)
-        for parameter in self.dense:
+        for parameter in self.dense:  # what the optimizer's zero_grad does behind its hooks
             parameter.grad = None
         if self.replicated is not None:
             self.replicated.zero_grad()
