@@ -233,9 +233,18 @@ class Point:
     def split(self, step_ms: float) -> Split:
         """Where the time of a step of this rank goes."""
         assert self.trainer is not None
-        several = dist.get_world_size() > 1 and self.task.training.sync == "synchronous"
+        config = self.task.training
+        several = dist.get_world_size() > 1 and config.sync == "synchronous"
         parts = [Part(self, "next", "wait"), *parts_of(self.trainer)]
-        return phases.split(self.step, parts, LOOKED_AT_STEPS, step_ms, self.device, meet=several)
+        alike = config.easgd_period_steps if config.sync == "easgd" else 1  # so many in a row are like the next so many
+
+        def steps() -> None:
+            for _ in range(alike):
+                self.step()
+
+        times = max(LOOKED_AT_STEPS // alike, 2)
+        found = phases.split(steps, parts, times, alike * step_ms, self.device, meet=several)
+        return found._replace(outside_ms=found.outside_ms / alike)
 
     def slowest(self, values: Sequence[float]) -> list[float]:
         """The largest of all ranks, number by number."""

@@ -142,7 +142,7 @@ def test_a_slow_point_has_shorter_repeats(device: torch.device) -> None:
 def test_two_ranks(tmp_path: Path) -> None:
     """In lock-step or not, one group for all; a point that one shape refuses is left out by both ranks together."""
     ways: dict[str, dict[str, Any]] = {
-        "synchronous": {}, "easgd": {"sync": "easgd", "easgd_period_steps": 2}, "hogwild": {"sync": "hogwild"},
+        "synchronous": {}, "easgd": {"sync": "easgd", "easgd_period_steps": 4}, "hogwild": {"sync": "hogwild"},
         "rows": {"sharding": "row_wise", "send_ids_ahead": True}, "copies": {"sharding": "data_parallel"},
     }  # fmt: skip
     tasks = [a_task(key, world_size=2, **settings) for key, settings in ways.items()]
