@@ -138,6 +138,8 @@ def calibrated(config: RunConfig, count: int, again: bool) -> Calibration:
         points = spread(count, world_sizes_of(most_ranks(base)))
         if found is not None and {point.key for point in points} <= {one.point.key for one in found.results}:
             logger.info("calibration of this machine: %s points, of commit %s", len(found.results), found.commit)
+            if found.commit != (now := commit()):
+                logger.warning("the code is %s now: its steps may take another time; again=true calibrates anew", now)
             return found
         logger.info("this machine is calibrated: %s models of all shapes are trained for some steps each", count)
         busy = psutil.cpu_percent(interval=BUSY_SECONDS) / 100.0

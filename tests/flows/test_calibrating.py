@@ -1,5 +1,6 @@
 """A machine is measured once: what is known of it is used again, what is not is measured and no more."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,21 @@ def test_a_machine_is_measured_once(asked: list[str]) -> None:
     made(12, **{"training.dense_precision": "bf16"})
     assert len(asked) == 40, "another precision is another machine"
     assert first.process_bytes == 700
+
+
+def test_a_calibration_of_other_code_says_so(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(calibrating, "commit", lambda: "before")
+    made(12)
+    monkeypatch.setattr(calibrating, "get_run_logger", lambda: logging.getLogger("calibrating"))
+    calibrated.fn(load("configs/smoke.yaml", {}), 12, False)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    monkeypatch.setattr(calibrating, "commit", lambda: "after")
+    calibrated.fn(load("configs/smoke.yaml", {}), 12, False)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "the code is after now: its steps may take another time; again=true calibrates anew"
+    ]
 
 
 def test_points_that_cannot_be_measured(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
