@@ -46,7 +46,7 @@ from models.dlrm import DLRM, Bag
 from pipeline.batch import Batch, Position
 from pipeline.training.ahead import with_next
 from pipeline.training.config import TrainConfig
-from pipeline.training.launch import SPINS
+from pipeline.training.launch import SPIN
 from pipeline.training.model import sharded
 from pipeline.training.trainer import Trainer
 
@@ -300,10 +300,9 @@ def in_processes(contestant: str, shape: str, ranks: int, threads: int, steps: i
     with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as folder:
         processes = []
         for rank in range(ranks):
-            environment = os.environ | {
+            environment = os.environ | SPIN | {
                 "OMP_NUM_THREADS": str(threads), "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "DLRM_MEETING": f"{folder}/store",
-                "GOMP_SPINCOUNT": str(SPINS),
             }  # fmt: skip
             words = ["--contestant", contestant, "--shape", shape, "--ranks", str(ranks), "--steps", str(steps)]
             command = [sys.executable, "-W", "ignore", "-m", "benchmarks.trainers", *words]

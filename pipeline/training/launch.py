@@ -22,7 +22,7 @@ from pipeline.training.pulse import WAITING
 from storage.artifacts import write_text
 
 POLL_SECONDS = 0.2
-SPINS = 20_000
+SPIN = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "20000")}
 """Turns for which a waiting thread of OpenMP holds its processor, some tenths of a millisecond: longer than between
 layers, shorter than the tables' kernel, whose own threads find none free for OpenMP's default of 300,000."""
 GRACE_SECONDS = 5.0
@@ -228,7 +228,7 @@ def _environment(rank: int, world_size: int, threads: int, attempt: int, events:
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": str(threads),
-        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", str(SPINS)),
+        **SPIN,
         "DLRM_ATTEMPT": str(attempt),
         "DLRM_MEETING": str(meeting / "store"),
         "DLRM_PARENT": str(os.getpid()),
