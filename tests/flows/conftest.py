@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,16 @@ def smoke(prefect: None, home: Path) -> dict[str, Any]:
         return end_to_end(config="configs/smoke.yaml")
     finally:
         os.environ.pop("DLRM_HOME") if before is None else os.environ.update(DLRM_HOME=before)
+
+
+@pytest.fixture(autouse=True)
+def untouched(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test registers beside the smoke run's version, another test would find or not, as they come in turn."""
+    yield
+    if "smoke" in request.fixturenames:
+        with closing(sqlite3.connect(request.getfixturevalue("home") / "mlflow" / "mlflow.db")) as registry:
+            found = registry.execute("SELECT version FROM model_versions WHERE name = 'smoke'").fetchall()
+        assert found == [(1,)], "a version was registered beside the smoke run's: let the test use `copied`"
 
 
 @pytest.fixture

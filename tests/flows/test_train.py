@@ -342,8 +342,7 @@ def test_a_file_named_twice_is_read_once(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_died_before_its_record_is_finished_by_the_next(smoke, home, monkeypatch):
-    monkeypatch.setenv("DLRM_HOME", str(home))
+def test_a_run_that_died_before_its_record_is_finished_by_the_next(copied, monkeypatch):
     over = {"training.world_size": 1, "preprocessing.executor": "inline", "seed": 7}
     with monkeypatch.context() as broken:
         broken.setattr(tasks.publish, "fn", lambda *_: 1 / 0)
