@@ -46,7 +46,7 @@ from models.dlrm import DLRM, Bag
 from pipeline.batch import Batch, Position
 from pipeline.training.ahead import with_next
 from pipeline.training.config import TrainConfig
-from pipeline.training.launch import SPIN
+from pipeline.training.launch import RANK_ENVIRONMENT
 from pipeline.training.model import sharded
 from pipeline.training.trainer import Trainer
 
@@ -300,7 +300,7 @@ def in_processes(contestant: str, shape: str, ranks: int, threads: int, steps: i
     with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as folder:
         processes = []
         for rank in range(ranks):
-            environment = os.environ | SPIN | {
+            environment = os.environ | RANK_ENVIRONMENT | {
                 "OMP_NUM_THREADS": str(threads), "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "DLRM_MEETING": f"{folder}/store",
             }  # fmt: skip

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ContractError, DataError
+from pipeline.lifetime import KEPT_MEMORY
 from pipeline.preprocessing import wire
 from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs, Writer, share, size_of
@@ -23,9 +24,7 @@ from pipeline.preprocessing.worker import Costs, DataSpec, Worker
 ROOT = Path(__file__).resolve().parents[2]
 WORKER_ENVIRONMENT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "ARROW_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-    # Memory that is given back to the system has to be cleared when it is taken again: a third of a transform.
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    **KEPT_MEMORY,
 }
 
 

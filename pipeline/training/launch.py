@@ -18,13 +18,18 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.errors import ContractError, TrainingError
+from pipeline.lifetime import KEPT_MEMORY
 from pipeline.training.pulse import WAITING
 from storage.artifacts import write_text
 
 POLL_SECONDS = 0.2
-SPIN = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "20000")}
-"""Turns for which a waiting thread of OpenMP holds its processor, some tenths of a millisecond: longer than between
-layers, shorter than the tables' kernel, whose own threads find none free for OpenMP's default of 300,000."""
+RANK_ENVIRONMENT = {
+    # Turns for which a waiting thread of OpenMP holds its processor, some tenths of a millisecond: longer than between
+    # layers, shorter than the tables' kernel, whose own threads find none free for OpenMP's default of 300,000.
+    "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "20000"),
+    **KEPT_MEMORY,
+}
+"""What libraries read as a rank starts."""
 GRACE_SECONDS = 5.0
 """How long ranks have to end themselves before they are killed."""
 KILLED_EXIT_CODE = 137
@@ -228,7 +233,7 @@ def _environment(rank: int, world_size: int, threads: int, attempt: int, events:
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": str(threads),
-        **SPIN,
+        **RANK_ENVIRONMENT,
         "DLRM_ATTEMPT": str(attempt),
         "DLRM_MEETING": str(meeting / "store"),
         "DLRM_PARENT": str(os.getpid()),

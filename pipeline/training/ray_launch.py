@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.errors import ConfigError, ContractError, TrainingError
-from pipeline.training.launch import POLL_SECONDS, SPIN, Event, Group, Limits, RankLostError, run_ranks
+from pipeline.training.launch import POLL_SECONDS, RANK_ENVIRONMENT, Event, Group, Limits, RankLostError, run_ranks
 
 STORE_BYTES = 128 << 20
 """Object store of a cluster of our own: ranks keep nothing there."""
@@ -178,7 +178,7 @@ def _cluster(address: str | None, processors: int, root: Path) -> Iterator[None]
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))  # else Ray keeps one in the user's home
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    variables = SPIN | {"PYTHONWARNINGS": "ignore"}
+    variables = RANK_ENVIRONMENT | {"PYTHONWARNINGS": "ignore"}
     temporary = tempfile.mkdtemp(prefix="dlrm-ray-")
     try:
         if address is not None:
