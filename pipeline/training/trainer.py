@@ -476,15 +476,9 @@ def logits_of(model: nn.Module, batch: Batch, config: TrainConfig) -> torch.Tens
 
 def loss_sums(logits: torch.Tensor, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
     """(rows, loss, labels, predictions) of a batch, each row counted by its weight, float64 [4]."""
-    weights = batch.weights.double()
-    return torch.stack(
-        [
-            weights.sum(),
-            losses.double().sum(),
-            (batch.labels.double() * weights).sum(),
-            (torch.sigmoid(logits.double()) * weights).sum(),
-        ]
-    )
+    weights = batch.weights
+    each = torch.stack([weights, losses, batch.labels * weights, torch.sigmoid(logits) * weights])
+    return each.sum(dim=1, dtype=torch.float64)
 
 
 def evaluate_sums(
