@@ -10,10 +10,12 @@ import pipeline
 
 PR_SET_PDEATHSIG = 1
 KEPT_MEMORY = {
-    name: os.environ.get(name, str(1 << 30)) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+    name: os.environ.get(name, str(size))
+    for name, size in {"MALLOC_MMAP_THRESHOLD_": 256 << 20, "MALLOC_TRIM_THRESHOLD_": 1 << 30}.items()
 }
 """Environment of processes that take and free the same memory again and again: what goes back to the system has to be
-cleared when it is taken anew, a third of a transform and of a step of many rows. A value of the user's own stays."""
+cleared when it is taken anew, a third of a transform and of a step of many rows. Larger pieces do go back, as gradients
+of whole tables: small ones that lie in their place would make memory grow. A value of the user's own stays."""
 
 
 def die_with_parent(parent: int) -> None:

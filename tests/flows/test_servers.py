@@ -126,11 +126,19 @@ class Deployed:
         self.process.wait(30)
 
     def ask(self, path: str, body: Any = None) -> Any:
-        """What the API answers; a body is posted."""
+        """What the API answers; a body is posted. 503 asks to come again, as of a database that others lock for long."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(self.address + path, data, headers), timeout=60) as answer:
-            return json.load(answer)
+        limit = time.monotonic() + 60
+        while True:
+            request = urllib.request.Request(self.address + path, data, headers)
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or time.monotonic() > limit:
+                    raise
+            time.sleep(0.5)
 
     def order(self, deployment: str, **parameters: Any) -> str:
         """Id of a new run of a deployment."""
