@@ -77,7 +77,7 @@ test-all: setup  ## both in one go, which starts their processes and makes what 
 test-gpu: setup  ## the tests that need CUDA devices, and those of the trainer on one
 	@DLRM_TEST_DEVICE=cuda $(RUN) -m pytest -m gpu --timeout=900
 	@DLRM_TEST_DEVICE=cuda $(RUN) -m pytest -m 'not gpu' --timeout=900 \
-		tests/pipeline/training/test_trainer.py tests/pipeline/training/test_options.py tests/pipeline/test_checkpoint.py
+		tests/pipeline/training/test_trainer.py tests/pipeline/training/test_options.py tests/pipeline/training/state/test_checkpoint.py
 
 lint: setup  ## ruff and mypy
 	@$(RUN) -m ruff check .

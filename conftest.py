@@ -8,10 +8,10 @@ collect_ignore = [] if find_spec("ray") else ["pipeline/preprocessing/ray_execut
 
 LONGEST = (
     "tests/flows/test_servers.py",
-    "tests/pipeline/test_rank.py",
+    "tests/pipeline/jobs/training/test_rank.py",
     "tests/flows/test_train.py",
     "tests/pipeline/preprocessing/test_chaos.py",
-    "tests/pipeline/training/test_ray_launch.py",
+    "tests/pipeline/training/launch/test_ray_train.py",
     "tests/flows/test_preprocess.py",
     "tests/flows/test_checkpoint.py",
     "tests/flows/test_characterize.py",
@@ -27,7 +27,7 @@ LONGEST = (
     "tests/flows/test_release.py",
     "tests/flows/test_gate.py",
     "tests/flows/test_replay.py",
-    "tests/pipeline/training/test_sharding.py",
+    "tests/pipeline/training/tables/test_sharding.py",
     "tests/flows/test_doctor.py",
 )
 """Files whose tests take longest, the longest first."""

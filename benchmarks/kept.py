@@ -1,4 +1,4 @@
-"""A rank that holds its batches in memory before it trains: what `pipeline.rank` is without reading.
+"""A rank that holds its batches in memory before it trains: what `pipeline.jobs.training.rank` is without reading.
 
 `benchmarks.training` runs it as the product runs its ranks; the batches are those of the spec's training rows.
 """
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pipeline.batch import NO_TIMES
+from pipeline.data.batch import NO_TIMES
+from pipeline.jobs.training.rank import RankSpec, build_model, client, event_writer, result_of, start_group
 from pipeline.preprocessing.client import Inline
-from pipeline.rank import RankSpec, build_model, client, event_writer, result_of, start_group
 from pipeline.training.trainer import Trainer
 
 

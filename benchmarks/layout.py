@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from benchmarks.machine import in_words, machine, say
-from storage.layout import Layout
+from storage.layout.spec import Layout
 from storage.ranges import Fetched, chunks_of, merged
 from storage.reader import READ_OPTIONS
 from storage.writer import write_parquet

@@ -26,18 +26,18 @@ import pyarrow.parquet as pq
 
 from benchmarks.machine import ROOT, in_words, machine, say
 from models.config import DLRMConfig
+from pipeline.data.selection import Selection
 from pipeline.extraction.extract import IngestConfig, extract
 from pipeline.extraction.opening import SourceConfig
+from pipeline.jobs.training.rank import RankSpec
 from pipeline.preprocessing.client import Client, Inline
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.worker import DataSpec
-from pipeline.rank import RankSpec
-from pipeline.schema import FeatureSchema
-from pipeline.selection import Selection
 from pipeline.training.config import TrainConfig
-from pipeline.training.launch import Limits, run_ranks
-from pipeline.transforms.plan import build_plan
-from storage.layout import Layout
+from pipeline.training.launch.processes import Limits, run_ranks
+from pipeline.transforms.plan.plan import build_plan
+from pipeline.transforms.schema import FeatureSchema
+from storage.layout.spec import Layout
 from storage.warehouse import Warehouse, WarehouseConfig
 
 LISTS = (

@@ -43,11 +43,11 @@ from torchrec.streamable import Pipelineable
 from benchmarks.machine import ROOT
 from models.config import DLRMConfig
 from models.dlrm import DLRM, Bag
-from pipeline.batch import Batch, Position
-from pipeline.training.ahead import with_next
+from pipeline.data.batch import Batch, Position
 from pipeline.training.config import TrainConfig
-from pipeline.training.launch import RANK_ENVIRONMENT
-from pipeline.training.model import sharded
+from pipeline.training.launch.processes import RANK_ENVIRONMENT
+from pipeline.training.tables.model import sharded
+from pipeline.training.tables.prefetch import with_next
 from pipeline.training.trainer import Trainer
 
 WARM_UP, BATCHES = 4, 6

@@ -29,12 +29,12 @@ from benchmarks.trainers import BOTTOM, CONTESTANTS, DENSE, ON_RANKS, SHAPES, TO
 from benchmarks.wide_table import WideTable, wide_table
 from models.config import DLRMConfig
 from pipeline.characterization.machine import measured as ceilings
+from pipeline.jobs.training.rank import RankSpec
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.master import WORKERS_FILE
 from pipeline.preprocessing.service import Service
-from pipeline.rank import RankSpec
 from pipeline.training.config import TrainConfig
-from pipeline.training.launch import Limits, run_ranks
+from pipeline.training.launch.processes import Limits, run_ranks
 
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "numba", "numpy")
 BY_HAND = ("torchrec_base", "torchrec_sparse_dist")
@@ -152,7 +152,7 @@ def _trained(table: WideTable, files: bool) -> dict[str, float]:
             return _ranks("benchmarks.kept", spec, folder)
         with Service({"train": table.spec}, preprocessing, folder / "service") as service:
             wait_for(1, folder / "service" / WORKERS_FILE)
-            return _ranks("pipeline.rank", spec.model_copy(update={"service": service.address}), folder)
+            return _ranks("pipeline.jobs.training.rank", spec.model_copy(update={"service": service.address}), folder)
 
 
 def _ranks(module: str, spec: RankSpec, folder: Path) -> dict[str, float]:

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from pipeline.data.selection import Selection
 from pipeline.preprocessing.worker import DataSpec
-from pipeline.schema import DenseGroup, FeatureSchema, SparseGroup
-from pipeline.selection import Selection
 from pipeline.transforms.ops import FillNull, FirstX, Log, SigridHash, Standardise
-from pipeline.transforms.plan import build_plan
+from pipeline.transforms.plan.plan import build_plan
+from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse, WarehouseConfig
 

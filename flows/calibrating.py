@@ -28,8 +28,8 @@ from pipeline.characterization.predict import TERMS, Ceilings, Fit, Sample, fit
 from pipeline.characterization.results import Load, Result
 from pipeline.characterization.spread import spread
 from pipeline.errors import TrainingError
+from pipeline.jobs.training.rank import takes_cuda
 from pipeline.preprocessing.config import PreprocessingConfig
-from pipeline.rank import takes_cuda
 from pipeline.training.config import TrainConfig
 from storage.artifacts import write_json
 

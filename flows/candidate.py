@@ -12,12 +12,12 @@ from pydantic import BaseModel
 from flows import tasks
 from flows.config import RunConfig
 from flows.job import TrainingJob, job_in, selected, tracked_run, tracker_of
+from pipeline.data.selection import Part
 from pipeline.errors import ConfigError
 from pipeline.preprocessing.worker import DataSpec
 from pipeline.registration.journal import Journal
 from pipeline.registration.tracking import answering
-from pipeline.selection import Part
-from pipeline.training.launch import Event
+from pipeline.training.launch.processes import Event
 
 BEST_NE = "best_valid_ne"
 """Metric of a candidate's MLflow run."""

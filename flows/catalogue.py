@@ -14,10 +14,10 @@ from pipeline.catalog.entries import Entry, entries
 from pipeline.catalog.events import Event, declared, events, newest, unknown_feature
 from pipeline.catalog.retire import Candidate, candidates
 from pipeline.catalog.usage import Usage
+from pipeline.data.profile import profiles
 from pipeline.errors import ConfigError
 from pipeline.preprocessing.worker import DataSpec
-from pipeline.profile import profiles
-from storage.columns import Footers
+from storage.layout.columns import Footers
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 

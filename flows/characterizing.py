@@ -14,13 +14,13 @@ from pipeline.characterization.points import Point
 from pipeline.characterization.results import Measurement, Result
 from pipeline.characterization.workload import plan_of
 from pipeline.errors import ContractError, TrainingError
-from pipeline.measuring import MeasureSpec, Task
+from pipeline.jobs.study.rank import MeasureSpec, Task
+from pipeline.jobs.training.rank import bags_of, placed
 from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import DataSpec, Worker
-from pipeline.rank import bags_of, placed
-from pipeline.training.launch import Event, Limits, run_ranks
-from pipeline.training.statistics import SAMPLE_ROWS, TableUse
-from pipeline.training.statistics import measure as measure_uses
+from pipeline.training.launch.processes import Event, Limits, run_ranks
+from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse
+from pipeline.training.tables.statistics import measure as measure_uses
 from pipeline.transforms.column import Column
 from storage.artifacts import write_json
 
@@ -194,6 +194,6 @@ def _run(members: Sequence[Ready], folder: Path, hear: Callable[[Event], None]) 
             open_until_end.enter_context(service)
             tasks = [one.model_copy(update={"service": service.address}) for one in tasks]
         run_ranks(
-            "pipeline.measuring", MeasureSpec(training=training, tasks=tuple(tasks), folder=str(folder)), folder,
+            "pipeline.jobs.study.rank", MeasureSpec(training=training, tasks=tuple(tasks), folder=str(folder)), folder,
             training.world_size, training.threads_per_rank, Limits(hang_seconds=training.hang_seconds), hear, ROOT,
         )  # fmt: skip

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from flows.config import RunConfig, load
 from flows.record import flow_run_name
-from pipeline import checkpoint as store
-from pipeline.checkpoint import BEST, CheckpointError
 from pipeline.errors import ConfigError
+from pipeline.training.state import checkpoint as store
+from pipeline.training.state.checkpoint import BEST, CheckpointError
 from storage.artifacts import atomic_file
 
 Which = int | Literal["newest", "best"]

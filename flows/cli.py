@@ -26,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from flows.config import RunConfig, home_path, load, parse_yaml
 from pipeline.errors import ConfigError, ContractError
-from pipeline.lifetime import die_with_parent, modules_are_in
+from pipeline.process import die_with_parent, modules_are_in
 
 USAGE = "Usage: python -m flows.{name} CONFIG.yaml [key=value ...] [--debug]"
 Result = dict[str, Any]

@@ -14,23 +14,23 @@ from pydantic import AfterValidator, BaseModel, NonNegativeInt, PositiveInt, Val
 
 from models.config import DLRMConfig
 from pipeline.characterization.config import CharacterizeConfig
+from pipeline.data.joined.source import contents, pin
+from pipeline.data.selection import SplitConfig, check_filter
 from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvaluationConfig
 from pipeline.evaluation.gate import GateConfig
+from pipeline.evaluation.policy import Policy
 from pipeline.extraction.extract import IngestConfig
 from pipeline.extraction.opening import SourceConfig
 from pipeline.extraction.outcomes import WEIGHT
-from pipeline.joined.source import contents, pin
-from pipeline.policy import Policy
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.registration.tracking import RegistrationConfig
-from pipeline.schema import FeatureSchema
 from pipeline.scoring.score import ScoringConfig
 from pipeline.search.config import SweepConfig
 from pipeline.search.release import ReleaseConfig
-from pipeline.selection import SplitConfig, check_filter
 from pipeline.training.config import TrainConfig
-from pipeline.transforms.sampling import Sampling
+from pipeline.transforms.ops.sampling import Sampling
+from pipeline.transforms.schema import FeatureSchema
 from storage.warehouse import NAME, Warehouse, WarehouseConfig
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,16 +13,16 @@ from pydantic import BaseModel
 
 from flows.config import RunConfig
 from flows.job import REGISTERED, TrainingJob, job_in, specs, tracker_of, warehouse_of
-from pipeline import checkpoint
+from pipeline.data.selection import Part
 from pipeline.errors import ConfigError, EmptyDatasetError, RegistryError
-from pipeline.policy import Decision, Standing
+from pipeline.evaluation.policy import Decision, Standing
+from pipeline.jobs.training.rank import Start
 from pipeline.preprocessing.worker import DataSpec
-from pipeline.rank import Start
 from pipeline.registration.aliases import holder
 from pipeline.registration.register import find, packed
-from pipeline.selection import Part
-from pipeline.transforms.inherit import inherited
-from pipeline.transforms.plan import Plan
+from pipeline.training.state import checkpoint
+from pipeline.transforms.plan.carry_over import inherited
+from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import inside
 from storage.reader import SnapshotRef
 

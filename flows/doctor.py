@@ -196,7 +196,7 @@ _TRY_CONFIG = """
 import sys
 from flows.config import ROOT, load
 from pipeline.errors import ContractError
-from pipeline.files import files_of
+from pipeline.data.files import files_of
 try:
     config = load(sys.argv[1])
     if config.source.path is not None:

@@ -16,18 +16,18 @@ from flows.config import ROOT, RunConfig
 from flows.progress import Logger
 from flows.record import commit, run_name
 from pipeline.catalog.events import events, refuse_deprecated
+from pipeline.data.joined.reader import filter_schema, schema_of
+from pipeline.data.joined.source import Pinned, pin
+from pipeline.data.selection import PARTS, Part, check_filter, check_sampling, select
 from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.extraction.samples import refuse_outcomes
-from pipeline.joined.reader import filter_schema, schema_of
-from pipeline.joined.source import Pinned, pin
+from pipeline.jobs.training.rank import Start
 from pipeline.preprocessing.worker import DataSpec, count_rows, fitted_plan
-from pipeline.rank import Start
 from pipeline.registration.register import IDENTITY, columns_of, find, whole
 from pipeline.registration.request import check_defaults
 from pipeline.registration.tracking import Tracker, answering
-from pipeline.schema import resolve
-from pipeline.selection import PARTS, Part, check_filter, check_sampling, select
-from pipeline.transforms.plan import Plan, build_plan
+from pipeline.transforms.plan.plan import Plan, build_plan
+from pipeline.transforms.schema import resolve
 from storage.artifacts import write_text
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse

@@ -14,14 +14,14 @@ from pydantic import BaseModel
 from flows.config import RunConfig
 from flows.job import TrainingJob, columns_at, tracker_of, warehouse_of
 from flows.progress import Progress
+from pipeline.data.joined.reader import schema_of
 from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvalReport, Evaluation, EvaluationConfig, Scored
 from pipeline.evaluation.gate import Verdict, compare
 from pipeline.evaluation.importance import FeatureWorth, Study
 from pipeline.evaluation.metrics import Floats
-from pipeline.joined.reader import schema_of
-from pipeline.lifetime import die_with_parent
 from pipeline.preprocessing.worker import DataSpec, Worker
+from pipeline.process import die_with_parent
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, holder, move
 from pipeline.registration.register import packed
 from pipeline.registration.scorer import LoadedModel, plan_of

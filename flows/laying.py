@@ -12,10 +12,9 @@ from flows.config import RunConfig, load
 from flows.job import alone, own_folder, selected, warehouse_of
 from flows.progress import Progress
 from pipeline.preprocessing.worker import Costs, DataSpec
-from storage.maintenance import expire, vacuum
-from storage.proposal import Proposal, propose
-from storage.reads import Read, keep, known
-from storage.rewrite import (
+from storage.layout.proposal import Proposal, propose
+from storage.layout.reads import Read, keep, known
+from storage.layout.rewrite import (
     Rewritten,
     days_in_small_files,
     days_of_another_layout,
@@ -23,6 +22,7 @@ from storage.rewrite import (
     rewrite_day,
     set_layout,
 )
+from storage.maintenance import expire, vacuum
 
 READS = "reads"
 """Folder below home: what runs have read."""

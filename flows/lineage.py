@@ -15,7 +15,7 @@ from pipeline.catalog.usage import Run, Usage, Version, Worth, worths_of_columns
 from pipeline.errors import RegistryError
 from pipeline.registration.aliases import versions
 from pipeline.registration.tracking import Tracker, absent
-from pipeline.transforms.plan import Plan
+from pipeline.transforms.plan.plan import Plan
 
 MEASURED_RUNS = 20
 """Newest finished runs of which the worth of the features is looked up."""

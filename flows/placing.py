@@ -18,11 +18,11 @@ from flows.progress import Logger, Progress
 from flows.record import commit
 from pipeline.errors import ContractError
 from pipeline.evaluation import plots
-from pipeline.rank import RankSpec, placed, table_uses
+from pipeline.jobs.training.rank import RankSpec, placed, table_uses
 from pipeline.registration.tracking import Tracker
 from pipeline.training.config import TrainConfig
-from pipeline.training.launch import Event, Limits, run_ranks
-from pipeline.training.sharding import COLUMN_KINDS, Placement, describe, per_rank
+from pipeline.training.launch.processes import Event, Limits, run_ranks
+from pipeline.training.tables.sharding import COLUMN_KINDS, Placement, describe, per_rank
 
 TOLERANCE = 1e-4
 """Largest difference of a loss that the order of float32 sums explains; a wrong placement is off by 1e-2 and more."""
@@ -210,7 +210,7 @@ def trained(spec: RankSpec, candidate: Candidate, show: Any) -> tuple[dict[str, 
         show(event)
 
     result = run_ranks(
-        "pipeline.rank",
+        "pipeline.jobs.training.rank",
         spec.model_copy(update={"training": training, "placement": candidate.placement, "folder": str(folder)}),
         folder, candidate.world_size, training.threads_per_rank, Limits(training.deadline_seconds), handle, ROOT,
     )  # fmt: skip

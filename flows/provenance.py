@@ -20,8 +20,8 @@ from flows.job import TrainingJob, train_tag
 from flows.record import commit, lock_hash
 from pipeline.errors import ConfigError, RegistryError
 from pipeline.registration.tracking import Tracker, absent
-from pipeline.training.launch import threads_of
-from pipeline.training.sharding import Placement
+from pipeline.training.launch.processes import threads_of
+from pipeline.training.tables.sharding import Placement
 from storage.reader import SnapshotRef
 
 RECORD = "record.json"

@@ -36,8 +36,8 @@ from flows.tasks import TRAINED
 from flows.train import train
 from pipeline.evaluation import plots
 from pipeline.evaluation.evaluate import EvalReport
+from pipeline.evaluation.policy import Decision, decide
 from pipeline.evaluation.series import Course, DaySums
-from pipeline.policy import Decision, decide
 from pipeline.registration.scorer import plan_of
 from pipeline.registration.tracking import RESULT
 from storage.artifacts import write_text

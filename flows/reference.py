@@ -7,9 +7,9 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from flows.config import RunConfig
-from pipeline.schema import DenseGroup, SparseGroup
-from pipeline.transforms.op import Op, PerOp
 from pipeline.transforms.ops import known_kinds
+from pipeline.transforms.ops.op import Op, PerOp
+from pipeline.transforms.schema import DenseGroup, SparseGroup
 
 HEAD = """# Config reference
 

@@ -18,15 +18,15 @@ from flows.job import TrainingJob, own_folder, selected, tracker_of, warehouse_o
 from flows.progress import Progress
 from flows.record import commit, shown
 from flows.tasks import rank_spec
+from pipeline.data.selection import Part
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.evaluation import plots
+from pipeline.evaluation.policy import Policy
 from pipeline.evaluation.series import Course, DaySums, Interval, ne_apart, pooled_ne
-from pipeline.policy import Policy
+from pipeline.jobs.recurring.backtest_rank import RehearsalSpec
 from pipeline.preprocessing.worker import count_rows
 from pipeline.registration.tracking import RESULT
-from pipeline.rehearsal import RehearsalSpec
-from pipeline.selection import Part
-from pipeline.training.launch import Event, Limits, run_ranks
+from pipeline.training.launch.processes import Event, Limits, run_ranks
 from storage.artifacts import write_text
 
 FIGURE, TABLE = "policies.png", "policies.md"
@@ -110,7 +110,7 @@ def rehearse(config: RunConfig, rehearsed: Rehearsed, name: str, policy: Policy)
         training = config.training
         scratch = rehearsed.spec.scratch.model_copy(update={"folder": str(folder)})
         run_ranks(
-            "pipeline.rehearsal",
+            "pipeline.jobs.recurring.backtest_rank",
             rehearsed.spec.model_copy(update={"scratch": scratch, "policy": policy}),
             folder,
             training.world_size,

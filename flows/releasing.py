@@ -28,6 +28,7 @@ from flows.trials import (
     search_job,
     search_run,
 )
+from pipeline.data.selection import Part, share_rows
 from pipeline.errors import ConfigError, EmptyDatasetError, TrainingError
 from pipeline.registration.register import whole
 from pipeline.registration.tracking import RESULT as RESULT_OF_RUN
@@ -35,7 +36,6 @@ from pipeline.registration.tracking import Tracker, answering
 from pipeline.search import plots
 from pipeline.search.release import CANDIDATE, ReleaseConfig, Stage, Standing, ranked, stage_space, standing
 from pipeline.search.study import Draw, Study, TrialRecord
-from pipeline.selection import Part, share_rows
 from storage.artifacts import write_json
 
 FINAL = "final.json"

@@ -16,7 +16,7 @@ from flows.job import TrainingJob, job_in, selected, tracked_run, tracker_of
 from flows.provenance import RECORD, Record, changed, differences, fetched, recorded_config
 from flows.record import flow_run_name
 from pipeline.errors import ConfigError, RegistryError
-from pipeline.rank import placed, table_uses
+from pipeline.jobs.training.rank import placed, table_uses
 from storage.artifacts import write_json
 
 RESULT = "replay.json"

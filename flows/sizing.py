@@ -29,13 +29,13 @@ from pipeline.characterization.advice import (
 from pipeline.characterization.cost import Setup, Use, load_of_uses
 from pipeline.characterization.results import Load
 from pipeline.errors import ConfigError
+from pipeline.jobs.training.rank import bags_of
 from pipeline.preprocessing.client import Client, Inline
 from pipeline.preprocessing.worker import DataSpec, Worker
-from pipeline.rank import bags_of
 from pipeline.training.config import TrainConfig
-from pipeline.training.planner import place
-from pipeline.training.sharding import Placement
-from pipeline.training.statistics import SAMPLE_ROWS, TableUse, measure
+from pipeline.training.tables.planner import place
+from pipeline.training.tables.sharding import Placement
+from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse, measure
 from pipeline.transforms.column import Column
 
 SAMPLED_BATCHES = 4

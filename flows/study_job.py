@@ -23,9 +23,9 @@ from pipeline.characterization.machine import Machine, measured, processor
 from pipeline.characterization.points import Point, points
 from pipeline.characterization.results import Result
 from pipeline.errors import ConfigError
-from pipeline.rank import takes_cuda
+from pipeline.jobs.training.rank import takes_cuda
 from pipeline.registration.tracking import Tracker, answering
-from pipeline.training.launch import threads_of
+from pipeline.training.launch.processes import threads_of
 from storage.artifacts import write_json
 
 RESULT, MACHINE, CODE = "result.json", "machine.json", "code.json"

@@ -8,9 +8,9 @@ from typing import Any
 
 from flows.config import ROOT, RunConfig, load, read_yaml
 from flows.job import warehouse_of
+from pipeline.data.profile import rows_of, stored_rows, types_of
 from pipeline.errors import ConfigError
 from pipeline.extraction.opening import open_samples
-from pipeline.profile import rows_of, stored_rows, types_of
 from pipeline.suggestion.choose import Suggestion, suggest
 from pipeline.suggestion.facts import Observed, observe
 from pipeline.suggestion.write import written

@@ -43,11 +43,11 @@ from pipeline.evaluation import plots
 from pipeline.extraction.enrich import Enriched
 from pipeline.extraction.enrich import enrich as write_columns
 from pipeline.extraction.extract import IngestResult, extract
+from pipeline.jobs.training.rank import RankSpec
 from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.master import WORKERS_FILE, Totals
 from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import Costs, DataSpec, Worker
-from pipeline.rank import RankSpec
 from pipeline.registration.aliases import CHAMPION, holder
 from pipeline.registration.journal import Journal
 from pipeline.registration.register import (
@@ -64,9 +64,9 @@ from pipeline.registration.register import (
 from pipeline.registration.register import register as put_into_registry
 from pipeline.registration.scorer import WEIGHTS, LoadedModel
 from pipeline.registration.tracking import RESULT, Weights, unanswered
-from pipeline.training.launch import Event, Limits, run_ranks
-from pipeline.training.ray_launch import run_ranks_on_ray
-from pipeline.training.sharding import Placement
+from pipeline.training.launch.processes import Event, Limits, run_ranks
+from pipeline.training.launch.ray_train import run_ranks_on_ray
+from pipeline.training.tables.sharding import Placement
 from storage.artifacts import write_json, write_text
 
 MOST_CHARACTERS = 5_000
@@ -197,7 +197,7 @@ def train(
         if training.launcher == "ray":
             launch = partial(run_ranks_on_ray, address=config.preprocessing.ray_address)
         summary = launch(
-            "pipeline.rank",
+            "pipeline.jobs.training.rank",
             spec if service is None else spec.model_copy(update={"service": service.address}),
             folder,
             config.training.world_size,

@@ -31,7 +31,7 @@ from pipeline.errors import (
 )
 from pipeline.registration.tracking import Tracker, answering, unanswered
 from pipeline.search.study import Draw, Study, TrialRecord
-from pipeline.training.launch import Event
+from pipeline.training.launch.processes import Event
 from storage.artifacts import write_json
 from storage.reader import SnapshotRef
 

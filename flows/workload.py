@@ -4,9 +4,9 @@ from pathlib import Path
 
 from pipeline.characterization.config import Workload
 from pipeline.characterization.written import DAY, LABEL, features_of, write
+from pipeline.data.selection import Selection
 from pipeline.preprocessing.worker import DataSpec
-from pipeline.selection import Selection
-from pipeline.transforms.plan import build_plan
+from pipeline.transforms.plan.plan import build_plan
 
 EPOCH_BATCHES = 32
 """Batches of an epoch, so that its beginning counts for little."""

@@ -21,7 +21,7 @@ from pyiceberg.table.snapshots import Snapshot
 
 from storage.errors import CorruptFileError, StorageError
 from storage.footer import SUFFIX, read_footer
-from storage.layout import Layout
+from storage.layout.spec import Layout
 from storage.ranges import Fetched, Range, chunks_of, merged
 
 READ_ROWS = 8_192

@@ -22,7 +22,7 @@ from pyiceberg.table.snapshots import Operation, Snapshot
 
 from storage.days import CONTENTS, IDENTITIES, NOTES, as_written, hash_of, identities, notes, same_rows, summary
 from storage.errors import ConflictError, StorageError
-from storage.layout import Layout
+from storage.layout.spec import Layout
 from storage.overwrite import ReplacedDays
 from storage.reader import DAY, SnapshotReader, SnapshotRef, data_files, day_of, in_days, schema_at, snapshot_at
 from storage.writer import DataFileWriter, chunks

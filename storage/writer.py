@@ -24,7 +24,7 @@ from pyiceberg.types import DateType
 
 from storage.errors import StorageError
 from storage.footer import SUFFIX, FooterSink
-from storage.layout import Layout
+from storage.layout.spec import Layout
 from storage.reader import DAY
 
 MARK = b"dlrm.layout"

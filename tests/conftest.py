@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import flows  # noqa: F401  sets the environment that a run has
-from pipeline.rank import start_group
+from pipeline.jobs.training.rank import start_group
 from pipeline.training.config import TrainConfig
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

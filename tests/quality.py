@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from pipeline.evaluation.evaluate import Evaluation, EvaluationConfig, Scored
 from pipeline.evaluation.metrics import Quality
-from pipeline.evaluation.tally import Tally
+from pipeline.evaluation.sums import Tally
 from storage.reader import DAY
 
 

@@ -8,22 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {"flows": {"flows", "pipeline", "storage", "models"}, "pipeline": {"pipeline", "storage", "models"}, "storage": {"storage"}, "models": {"models"}}  # fmt: skip
-GROUND = {
-    "errors",
-    "schema",
-    "figure",
-    "selection",
-    "batch",
-    "checkpoint",
-    "saver",
-    "lifetime",
-    "policy",
-    "profile",
-    "transforms",
-    "files",
-    "joined",
-}
-"""Modules of pipeline/ that all stages may import; none of them imports a stage."""
+GROUND = {"errors", "process", "figure", "data", "transforms"}
+"""Modules and rooms of pipeline/ that all stages may import; none of them imports a stage."""
 STAGES = {
     "catalog",
     "extraction",
@@ -36,9 +22,8 @@ STAGES = {
     "search",
     "characterization",
 }
-COMPOSITION_ROOTS = {"rank", "rehearsal", "measuring"}
-"""Modules of pipeline/ that may import several stages: they build a rank process, which trains once, day after day, or
-one configuration after the other."""
+JOBS = {"jobs"}
+"""The one room of pipeline/ that may import several stages."""
 ORCHESTRATION = {"prefect"}
 """Libraries that only flows/ may import."""
 
@@ -89,7 +74,7 @@ def test_every_module_of_the_pipeline_has_its_place():
         for path in (ROOT / "pipeline").iterdir()
         if not path.name.startswith("_")
     }
-    assert found == GROUND | STAGES | COMPOSITION_ROOTS
+    assert found == GROUND | STAGES | JOBS
 
 
 def test_only_flows_know_the_orchestrator():
@@ -108,7 +93,7 @@ def test_no_module_of_vague_purpose():
 
 def test_the_parser_sees_imports():
     found = set(imports())
-    assert (Path("pipeline/rank.py"), "pipeline.training.trainer") in found
+    assert (Path("pipeline/jobs/training/rank.py"), "pipeline.training.trainer") in found
     assert (Path("flows/train.py"), "flows.tasks") in found
 
 

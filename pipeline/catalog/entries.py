@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from pipeline.catalog.events import Event, State, newest, since
 from pipeline.catalog.usage import Usage, Worth
-from storage.columns import StoredColumn
+from storage.layout.columns import StoredColumn
 
 RECENT_DAYS = 7
 """Newest days of a profile that coverage and lengths are taken from."""

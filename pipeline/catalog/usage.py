@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import BaseModel
 
-from pipeline.transforms.plan import Plan
+from pipeline.transforms.plan.plan import Plan
 
 
 class Worth(BaseModel, frozen=True):

@@ -18,8 +18,8 @@ from pydantic import BaseModel
 
 from models.config import DLRMConfig
 from models.dlrm import Bag
-from pipeline.batch import Batch
 from pipeline.characterization.results import Load
+from pipeline.data.batch import Batch
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 ID_BYTES, LENGTH_BYTES = 8, 4

@@ -7,10 +7,10 @@ import numpy.typing as npt
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline.batch import Batch, Position
 from pipeline.characterization.config import Workload
-from pipeline.transforms.graph import SparseFeature
-from pipeline.transforms.plan import Plan
+from pipeline.data.batch import Batch, Position
+from pipeline.transforms.plan.graph import SparseFeature
+from pipeline.transforms.plan.plan import Plan
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

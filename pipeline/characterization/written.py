@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from pipeline.characterization.config import Workload
 from pipeline.characterization.workload import batches
-from pipeline.schema import DenseGroup, FeatureSchema, SparseGroup
 from pipeline.transforms.ops import FillNull, FirstX, SigridHash, Standardise
+from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse, WarehouseConfig
 

@@ -14,7 +14,7 @@ from scipy.special import ndtri  # type: ignore[import-untyped]
 from pipeline.errors import EmptyDatasetError
 from pipeline.evaluation.grouped import Grouped, GroupedAuc
 from pipeline.evaluation.metrics import Bin, Quality, curves, equal_bins, losses
-from pipeline.evaluation.tally import COARSE_BINS, MOST_VALUES, Members, Pairs, Tally, unit_groups
+from pipeline.evaluation.sums import COARSE_BINS, MOST_VALUES, Members, Pairs, Tally, unit_groups
 from storage.reader import DAY
 
 

@@ -10,7 +10,7 @@ from scipy.special import stdtrit  # type: ignore[import-untyped]
 from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvalReport, Evaluation
 from pipeline.evaluation.metrics import UNIT, Floats, Integers, Quality, base_entropy, losses
-from pipeline.evaluation.tally import Pairs, moments_of, sum_of_squares
+from pipeline.evaluation.sums import Pairs, moments_of, sum_of_squares
 from storage.reader import DAY
 
 ENOUGH_DAYS = 20

@@ -10,10 +10,10 @@ from pydantic import BaseModel
 
 from pipeline.evaluation.gate import ne_difference
 from pipeline.evaluation.metrics import Floats, losses
-from pipeline.evaluation.tally import Pairs
+from pipeline.evaluation.sums import Pairs
 from pipeline.transforms.column import Column
-from pipeline.transforms.plan import Plan
-from pipeline.transforms.schedule import Schedule
+from pipeline.transforms.plan.plan import Plan
+from pipeline.transforms.plan.schedule import Schedule
 
 
 class FeatureWorth(BaseModel, frozen=True):

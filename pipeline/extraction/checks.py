@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 import pyarrow as pa
 from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from pipeline.data.profile import TRAILING_DAYS, with_drift
 from pipeline.errors import DataError
-from pipeline.profile import TRAILING_DAYS, with_drift
 from storage.reader import DAY
 
 Outcome = Literal["fail", "quarantine", "warn", "off"]

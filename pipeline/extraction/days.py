@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipeline.data.files import stamp
 from pipeline.errors import EmptyDatasetError
 from pipeline.extraction.join import KEY, LEFT_OUT
 from pipeline.extraction.opening import Opened, SourceConfig, fingerprint
-from pipeline.files import stamp
-from pipeline.schema import FeatureSchema
+from pipeline.transforms.schema import FeatureSchema
 from storage.reader import DAY
 
 

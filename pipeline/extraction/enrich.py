@@ -11,11 +11,11 @@ from pathlib import Path
 import pyarrow as pa
 from pydantic import BaseModel
 
+from pipeline.data.joined.reader import Side, bare
+from pipeline.data.joined.source import SideSource, added_columns, contents, pin
+from pipeline.data.selection import days_between
 from pipeline.errors import ConfigError
-from pipeline.joined.reader import Side, bare
-from pipeline.joined.source import SideSource, added_columns, contents, pin
-from pipeline.schema import Joined
-from pipeline.selection import days_between
+from pipeline.transforms.schema import Joined
 from storage.days import notes
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse

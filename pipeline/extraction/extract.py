@@ -15,7 +15,7 @@ from pipeline.extraction.join import Joined
 from pipeline.extraction.opening import Opened, Report, SourceConfig, opened
 from pipeline.extraction.samples import count_rows, dense_columns
 from pipeline.extraction.writing import order_of, write
-from pipeline.schema import FeatureSchema
+from pipeline.transforms.schema import FeatureSchema
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
 

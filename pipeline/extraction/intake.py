@@ -7,10 +7,19 @@ from dataclasses import dataclass
 import duckdb
 import pyarrow as pa
 
+from pipeline.data.profile import (
+    SCHEMA,
+    TRAILING_DAYS,
+    measure,
+    measure_days,
+    profile_name,
+    profiles,
+    store,
+    with_drift,
+)
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.checks import Checked, ChecksConfig, check
 from pipeline.extraction.sources import first_line
-from pipeline.profile import SCHEMA, TRAILING_DAYS, measure, measure_days, profile_name, profiles, store, with_drift
 from storage.days import identities
 from storage.query import quoted
 from storage.reader import DAY

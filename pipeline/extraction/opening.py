@@ -14,16 +14,16 @@ from typing import Any, Self
 import duckdb
 from pydantic import BaseModel, model_validator
 
+from pipeline.data.files import files_of
+from pipeline.data.profile import rows_of
 from pipeline.errors import ConfigError, DataError
-from pipeline.extraction.generator import write_logs
-from pipeline.extraction.generator_config import GeneratorConfig
+from pipeline.extraction.generator.config import GeneratorConfig
+from pipeline.extraction.generator.logs import write_logs
 from pipeline.extraction.join import KEY, LEFT_OUT, REASON, SHOWN, Join
 from pipeline.extraction.outcomes import Outcomes
 from pipeline.extraction.samples import GOOD, add_types
 from pipeline.extraction.sources import Format, Lookup, add_lookups, create_view, first_line, not_utf8
-from pipeline.files import files_of
-from pipeline.profile import rows_of
-from pipeline.schema import FeatureSchema
+from pipeline.transforms.schema import FeatureSchema
 from storage.query import connect
 from storage.reader import DAY
 from storage.warehouse import Warehouse

@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
 
 from pipeline.errors import ConfigError
-from pipeline.schema import MOST_WEIGHT, NAME
+from pipeline.transforms.schema import MOST_WEIGHT, NAME
 from storage.reader import DAY
 
 WEIGHT = "sample_weight"

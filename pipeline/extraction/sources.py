@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel
 
+from pipeline.data.files import CSV
 from pipeline.errors import ConfigError, DataError
-from pipeline.files import CSV
-from pipeline.schema import Names
+from pipeline.transforms.schema import Names
 from storage.query import quoted
 
 Format = Literal["auto", "parquet", "csv", "criteo"]

@@ -8,7 +8,7 @@ from pipeline.errors import ConfigError
 from pipeline.extraction.days import Day, within
 from pipeline.extraction.opening import Opened
 from pipeline.extraction.samples import GOOD
-from pipeline.schema import resolve
+from pipeline.transforms.schema import resolve
 from storage.query import column_types, quoted
 from storage.reader import DAY
 from storage.warehouse import Warehouse

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from pipeline.preprocessing import kernels
 from pipeline.preprocessing.memory import Arrays, Writer
-from pipeline.transforms.kernels import offsets_of
+from pipeline.transforms.kernels.hashing import offsets_of
 
 Ids = npt.NDArray[np.int64]
 

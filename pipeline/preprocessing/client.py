@@ -12,7 +12,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.dlrm import Shared
-from pipeline.batch import Batch, Position, Times
+from pipeline.data.batch import Batch, Position, Times
 from pipeline.errors import ContractError, DataError
 from pipeline.preprocessing import wire
 from pipeline.preprocessing.config import PreprocessingConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.batch import Batch, Position
+from pipeline.data.batch import Batch, Position
 from pipeline.preprocessing.client import Client, Connection, Inline, Source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.master import Totals

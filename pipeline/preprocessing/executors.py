@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ContractError, DataError
-from pipeline.lifetime import KEPT_MEMORY
 from pipeline.preprocessing import wire
 from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs, Writer, share, size_of
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.worker import Costs, DataSpec, Worker
+from pipeline.process import KEPT_MEMORY
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER_ENVIRONMENT = {
@@ -281,7 +281,7 @@ def serve(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    from pipeline.lifetime import die_with_parent, modules_are_in
+    from pipeline.process import die_with_parent, modules_are_in
 
     modules_are_in()
     die_with_parent(int(sys.argv[2]))

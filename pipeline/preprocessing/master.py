@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError, ContractError, DataError
+from pipeline.preprocessing.autoscaler import PERIOD_SECONDS, Demand, Period
 from pipeline.preprocessing.config import PreprocessingConfig
-from pipeline.preprocessing.demand import PERIOD_SECONDS, Demand, Period
 from pipeline.preprocessing.executors import (
     Done,
     Event,

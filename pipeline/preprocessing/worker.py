@@ -13,19 +13,19 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel
 
+from pipeline.data.joined.reader import reader_of
+from pipeline.data.joined.source import Pinned
+from pipeline.data.selection import Selection
 from pipeline.errors import DataError
-from pipeline.joined.reader import reader_of
-from pipeline.joined.source import Pinned
 from pipeline.preprocessing import kernels
 from pipeline.preprocessing.batches import BatchWork, Features, Ids, Window, chunks_of, deal_out
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Writer
 from pipeline.preprocessing.splits import Split, permutation, session_permutation
-from pipeline.schema import LEAST_WEIGHT, MOST_WEIGHT
-from pipeline.selection import Selection
 from pipeline.transforms.column import Column, concatenated, sparse_from_arrow
-from pipeline.transforms.plan import Plan, TransformedRows
-from pipeline.transforms.repeats import RepeatPlan, Runs
-from pipeline.transforms.schedule import whole
+from pipeline.transforms.plan.dedup import RepeatPlan, Runs
+from pipeline.transforms.plan.plan import Plan, TransformedRows
+from pipeline.transforms.plan.schedule import whole
+from pipeline.transforms.schema import LEAST_WEIGHT, MOST_WEIGHT
 from storage.errors import CorruptFileError
 from storage.reader import Fragment, SnapshotRef
 from storage.warehouse import Warehouse, WarehouseConfig

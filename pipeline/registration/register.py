@@ -30,7 +30,7 @@ from pipeline.registration import scorer
 from pipeline.registration.request import Default
 from pipeline.registration.tracking import Tracker, Weights, lacking, unanswered
 from pipeline.transforms.column import Kind
-from pipeline.transforms.plan import Plan
+from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, write_json, write_text
 
 TOLERANCE = 1e-6

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from models.config import DLRMConfig
 from models.dlrm import DLRM, Bag, tables_of
 from models.quantised import QuantisedBags
-from pipeline.batch import sparse_tensor
+from pipeline.data.batch import sparse_tensor
 from pipeline.errors import InputError
 from pipeline.registration.request import Rows, table_of
-from pipeline.transforms.plan import Plan
+from pipeline.transforms.plan.plan import Plan
 
 BATCH_ROWS = 8_192
 WEIGHTS, PLAN, MODEL = "weights.safetensors", "plan.json", "model.json"

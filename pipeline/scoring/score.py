@@ -10,12 +10,12 @@ import pyarrow as pa
 from pydantic import AfterValidator, BaseModel, PositiveInt
 from pyiceberg.expressions import BooleanExpression
 
+from pipeline.data.files import fingerprint
+from pipeline.data.joined.reader import Reader, bare, filter_schema, reader_of, schema_of
+from pipeline.data.joined.source import Pinned, contents
+from pipeline.data.selection import Selection, check_filter, days_between
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
-from pipeline.files import fingerprint
-from pipeline.joined.reader import Reader, bare, filter_schema, reader_of, schema_of
-from pipeline.joined.source import Pinned, contents
-from pipeline.schema import absent
-from pipeline.selection import Selection, check_filter, days_between
+from pipeline.transforms.schema import absent
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 

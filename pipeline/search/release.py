@@ -9,8 +9,8 @@ from pydantic import BaseModel, Field, PositiveInt, model_validator
 from pipeline.errors import ConfigError
 from pipeline.search.config import Dimension, PruneConfig, SweepConfig
 from pipeline.search.study import TrialRecord
-from pipeline.transforms.op import Id
-from pipeline.transforms.sampling import Sampling
+from pipeline.transforms.ops.op import Id
+from pipeline.transforms.ops.sampling import Sampling
 
 BASE = "base"
 """The candidate that is the config as it stands."""

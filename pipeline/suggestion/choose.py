@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pipeline.errors import ConfigError
-from pipeline.schema import NAME
 from pipeline.suggestion.facts import Fact, Observed
+from pipeline.transforms.schema import NAME
 from storage.reader import DAY
 
 LARGEST_TABLE = 1 << 22

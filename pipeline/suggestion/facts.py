@@ -7,7 +7,7 @@ from typing import Any
 
 import duckdb
 
-from pipeline.profile import Rows, measure_columns
+from pipeline.data.profile import Rows, measure_columns
 from storage.query import quoted
 from storage.reader import DAY
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.batch import Batch
-from pipeline.saver import Saver
-from pipeline.training.bags import NumbaBags
+from pipeline.data.batch import Batch
 from pipeline.training.optim import dense_parameters
+from pipeline.training.state.async_checkpoint import Saver
+from pipeline.training.tables.bags import NumbaBags
 from pipeline.training.trainer import Trainer
 
 

@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.errors import ConfigError
-from pipeline.training.sharding import COLUMN_KINDS, Sharding, TableMemory, asked_kinds
+from pipeline.training.tables.sharding import COLUMN_KINDS, Sharding, TableMemory, asked_kinds
 
 
 class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

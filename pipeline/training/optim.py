@@ -19,9 +19,9 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import SGD, Adagrad, Adam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from pipeline.training.bags import set_update
 from pipeline.training.config import TrainConfig
-from pipeline.training.sharding import lookups
+from pipeline.training.tables.bags import set_update
+from pipeline.training.tables.sharding import lookups
 
 SOME = 0.01
 """A number for tables whose content does not matter."""

@@ -16,14 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from pipeline import checkpoint
-from pipeline.batch import Batch, Position, Times
-from pipeline.checkpoint import BEST, LOWER, Identity, local_parts
+from pipeline.data.batch import Batch, Position, Times
 from pipeline.errors import TrainingError
-from pipeline.saver import Saver
-from pipeline.training.ahead import Ahead, with_next
-from pipeline.training.averaging import WeightAverage
-from pipeline.training.cached import forget
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import (
     TABLES,
@@ -33,7 +27,13 @@ from pipeline.training.optim import (
     dense_parameters,
     replicated_tables,
 )
-from pipeline.training.progress import Progress, Sums
+from pipeline.training.state import checkpoint
+from pipeline.training.state.async_checkpoint import Saver
+from pipeline.training.state.averaging import WeightAverage
+from pipeline.training.state.checkpoint import BEST, LOWER, Identity, local_parts
+from pipeline.training.state.progress import Progress, Sums
+from pipeline.training.tables.cached import forget
+from pipeline.training.tables.prefetch import Ahead, with_next
 
 RECENT_STEPS = 256
 """Steps whose times are kept."""

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import DataError
-from pipeline.transforms import kernels
+from pipeline.transforms.kernels import hashing
 
 Ids = npt.NDArray[np.int64]
 Kind = Literal["dense", "sparse", "scores"]
@@ -53,7 +53,7 @@ class Column:
         """
         if self.offsets is None:
             return Column(self.values[rows])
-        return Column(*kernels.take_lists(self.values, self.offsets, rows))
+        return Column(*hashing.take_lists(self.values, self.offsets, rows))
 
     def slice(self, start: int, stop: int) -> "Column":
         """Rows [start, stop)."""
@@ -76,7 +76,7 @@ def concatenated(columns: list[Column]) -> Column:
     if columns[0].offsets is None:
         return Column(values)
     lengths = np.concatenate([np.diff(column.offsets) for column in columns if column.offsets is not None])
-    return Column(values, kernels.offsets_of(lengths))
+    return Column(values, hashing.offsets_of(lengths))
 
 
 def from_arrow(name: str, array: pa.Array, kind: Kind) -> Column:
@@ -130,11 +130,11 @@ def sparse_from_arrow(name: str, array: pa.Array) -> Column:
         offsets, items = _lists(array)
         if items.null_count:
             present = _valid(items)
-            offsets = kernels.offsets_of(present)[offsets]
+            offsets = hashing.offsets_of(present)[offsets]
             items = items.drop_null()
         return Column(_ids(name, items), offsets)
     if array.null_count:
-        return Column(_ids(name, array.drop_null()), kernels.offsets_of(_valid(array)))
+        return Column(_ids(name, array.drop_null()), hashing.offsets_of(_valid(array)))
     return Column(_ids(name, array), np.arange(len(array) + 1))
 
 
@@ -165,7 +165,7 @@ def _lists(array: pa.Array) -> tuple[Ids, pa.Array]:
         lengths = np.diff(offsets)
         hidden = lengths * ~_valid(array)
         if hidden.any():  # a null row may own items all the same
-            return kernels.offsets_of(lengths - hidden), array.flatten()
+            return hashing.offsets_of(lengths - hidden), array.flatten()
     return offsets, array.values.slice(int(stored[0]), int(offsets[-1]))
 
 
@@ -197,7 +197,7 @@ def _ids(name: str, items: pa.Array) -> Ids:
             if len(items)
             else np.zeros(1, np.int64)
         )
-        return kernels.fnv1a(text, starts)
+        return hashing.fnv1a(text, starts)
     if pa.types.is_uint64(kind):
         return items.to_numpy(zero_copy_only=False).view(np.int64)  # ids above 2^63 keep all their bits
     if pa.types.is_int64(kind):

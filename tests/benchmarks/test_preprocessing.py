@@ -28,7 +28,7 @@ from benchmarks.wide_table import (
 from pipeline.preprocessing.executors import WORKER_ENVIRONMENT
 from pipeline.preprocessing.memory import Arrays, Slabs
 from pipeline.preprocessing.worker import Worker
-from pipeline.transforms.kernels import offsets_of
+from pipeline.transforms.kernels.hashing import offsets_of
 
 ROWS = 9_000
 COLUMN_WISE = [name for name in preprocessing.WORKERS if name != "ours_batched"]

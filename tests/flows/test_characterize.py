@@ -79,7 +79,7 @@ def test_a_killed_point_fails_alone_and_is_tried_again(tmp_path: Path) -> None:
             if event["event"] == "point_begins" and not killed:
                 killed.append(event["key"])
                 for child in psutil.Process().children():
-                    if "pipeline.measuring" in " ".join(child.cmdline()):
+                    if "pipeline.jobs.study.rank" in " ".join(child.cmdline()):
                         child.kill()
 
         return run(module, spec, folder, size, threads, limits, handle, *rest)

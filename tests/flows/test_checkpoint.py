@@ -18,7 +18,7 @@ from flows.checkpoint import checkpoint
 from flows.config import ROOT, load
 from flows.job import pinned, tracker_of
 from flows.train import train
-from pipeline.rank import weights_sha256
+from pipeline.jobs.training.rank import weights_sha256
 
 CONFIG = "configs/smoke.yaml"
 

@@ -10,10 +10,10 @@ import pytest
 from flows.config import ROOT, load
 from flows.ingest import ingest
 from flows.job import alone, keep_inputs, pinned, selected, tracker_of, warehouse_of
+from pipeline.data.joined.source import pin
 from pipeline.errors import ConfigError
-from pipeline.joined.source import pin
 from pipeline.registration.register import find
-from pipeline.schema import Joined
+from pipeline.transforms.schema import Joined
 from storage.days import IDENTITIES
 
 CONFIG = "configs/smoke.yaml"

@@ -10,7 +10,7 @@ from flows.features import features
 from flows.ingest import ingest
 from flows.layout import layout
 from flows.preprocess import preprocess
-from storage.rewrite import layout_of
+from storage.layout.rewrite import layout_of
 from storage.warehouse import Warehouse, WarehouseConfig
 
 CONFIG = "configs/smoke.yaml"

@@ -24,7 +24,7 @@ from flows.config import RunConfig, load
 from flows.ingest import ingest
 from flows.job import prepared, tracker_of
 from flows.preprocess import preprocess
-from pipeline.batch import Batch, Position
+from pipeline.data.batch import Batch, Position
 from pipeline.preprocessing.client import Client, Inline
 from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.master import WORKERS_FILE

@@ -290,7 +290,7 @@ def test_a_candidate_that_is_stopped_early_ends_at_once_and_can_go_on(smoke, cop
     run = tracker.client.get_run(outcome.run_id)
     assert (run.info.status, run.data.tags["dlrm.stopped_early"]) == ("FINISHED", "true")
     ours = [process.cmdline() for process in psutil.Process().children(recursive=True)]
-    assert not [words for words in ours if "pipeline.rank" in words]
+    assert not [words for words in ours if "pipeline.jobs.training.rank" in words]
     with disable_run_logger():
         again = train_candidate(config, job, "candidate", {})
     assert again.run_id == outcome.run_id

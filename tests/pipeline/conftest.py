@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import load_file
 
 from models.config import DLRMConfig
-from pipeline import rank
+from pipeline.data.selection import Selection
+from pipeline.jobs.training import rank
+from pipeline.jobs.training.rank import RankSpec
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.worker import DataSpec, fitted_plan
-from pipeline.rank import RankSpec
-from pipeline.schema import DenseGroup, FeatureSchema, SparseGroup
-from pipeline.selection import Selection
 from pipeline.training.config import TrainConfig
-from pipeline.training.launch import Event, Limits, run_ranks
+from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.transforms.ops import Clamp, FillNull, SigridHash, Standardise
-from pipeline.transforms.plan import build_plan
+from pipeline.transforms.plan.plan import build_plan
+from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
 from storage.warehouse import Warehouse, WarehouseConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,7 +131,7 @@ class Run:
 def start(spec: RankSpec, on_event: Callable[[Event], object], deadline: int = 250, **limits: Any) -> Event:
     world_size = spec.training.world_size
     limit = Limits(deadline_seconds=deadline, **limits)
-    return run_ranks("pipeline.rank", spec, Path(spec.folder), world_size, 1, limit, on_event, ROOT)
+    return run_ranks("pipeline.jobs.training.rank", spec, Path(spec.folder), world_size, 1, limit, on_event, ROOT)
 
 
 def completed(spec: RankSpec) -> Run:

@@ -11,15 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.data.selection import Selection
 from pipeline.errors import DataError
 from pipeline.extraction.extract import IngestConfig, IngestResult, extract
 from pipeline.extraction.opening import SourceConfig
 from pipeline.preprocessing.memory import Arrays, PrivateWriter
 from pipeline.preprocessing.worker import DataSpec, Worker, fitted_plan
-from pipeline.schema import FeatureSchema
-from pipeline.selection import Selection
-from pipeline.transforms.kernels import sigrid_hash
-from pipeline.transforms.plan import build_plan
+from pipeline.transforms.kernels.hashing import sigrid_hash
+from pipeline.transforms.plan.plan import build_plan
+from pipeline.transforms.schema import FeatureSchema
 from storage.warehouse import Warehouse, WarehouseConfig
 
 INF, NAN, MANY = float("inf"), float("nan"), 10**6

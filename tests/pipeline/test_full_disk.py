@@ -16,13 +16,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from pipeline import checkpoint
-from pipeline.checkpoint import CheckpointError
 from pipeline.extraction.extract import IngestConfig, extract
 from pipeline.extraction.opening import SourceConfig
 from pipeline.registration.journal import POINTS, Journal
 from pipeline.registration.tracking import RegistrationConfig, Tracker
-from pipeline.schema import FeatureSchema
+from pipeline.training.state import checkpoint
+from pipeline.training.state.checkpoint import CheckpointError
+from pipeline.transforms.schema import FeatureSchema
 from storage.artifacts import sha256, write_json
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse, WarehouseConfig

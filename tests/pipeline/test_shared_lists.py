@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 import torch
 
+from pipeline.jobs.training.rank import RankSpec
 from pipeline.preprocessing.worker import DataSpec
-from pipeline.rank import RankSpec
 from tests.pipeline.conftest import Run, completed, completed_here
 from tests.pipeline.preprocessing.test_sessions import in_sessions
 

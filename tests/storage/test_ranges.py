@@ -8,10 +8,10 @@ import pyarrow as pa
 import pytest
 
 from storage import reader as reader_module
-from storage.layout import Layout
+from storage.layout.reads import Read, keep, known
+from storage.layout.rewrite import set_layout
+from storage.layout.spec import Layout
 from storage.ranges import MOST_BYTES, Range, merged
-from storage.reads import Read, keep, known
-from storage.rewrite import set_layout
 from storage.warehouse import Warehouse, WarehouseConfig
 
 DAY = datetime.date(2024, 1, 1)

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from storage.errors import CorruptFileError, StorageError
-from storage.layout import Layout, leaf_paths
+from storage.layout.spec import Layout, leaf_paths
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse, WarehouseConfig
 

@@ -10,10 +10,10 @@ from pipeline.catalog.events import Event
 from pipeline.catalog.retire import candidates
 from pipeline.catalog.text import aligned, rows_of
 from pipeline.catalog.usage import Run, Usage, Version, Worth, worths_of_columns
-from pipeline.profile import SCHEMA as PROFILE
-from pipeline.schema import FeatureSchema
-from pipeline.transforms.plan import build_plan
-from storage.columns import Footers
+from pipeline.data.profile import SCHEMA as PROFILE
+from pipeline.transforms.plan.plan import build_plan
+from pipeline.transforms.schema import FeatureSchema
+from storage.layout.columns import Footers
 from storage.warehouse import Warehouse, WarehouseConfig
 
 DAY = datetime.date(2024, 1, 1)

@@ -10,7 +10,6 @@ import torch
 
 from models.config import DLRMConfig
 from models.dlrm import DLRM, Bag
-from pipeline import checkpoint
 from pipeline.characterization.advice import (
     Kept,
     Part,
@@ -22,8 +21,9 @@ from pipeline.characterization.advice import (
     memory_of,
     shape_of,
 )
+from pipeline.jobs.training.rank import RankSpec, bags_of, build_model, client
 from pipeline.preprocessing.client import Inline
-from pipeline.rank import RankSpec, bags_of, build_model, client
+from pipeline.training.state import checkpoint
 from pipeline.training.trainer import Trainer
 
 BAGS = [Bag("a", "t", 9, "sum"), Bag("b", "t", 9, "sum"), Bag("c", "u", 50, "mean")]

@@ -11,10 +11,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.config import DLRMConfig
 from models.dlrm import DLRM, Bag
-from pipeline.batch import Batch, Position
 from pipeline.characterization.cost import Setup, Use, load_of_batches, load_of_uses, row_sizes
+from pipeline.data.batch import Batch, Position
 from pipeline.training.config import TrainConfig
-from pipeline.training.model import sharded
+from pipeline.training.tables.model import sharded
 
 ROWS, DENSE = 32, 5
 BAGS = [Bag("a", "one", 50, "sum"), Bag("b", "one", 50, "sum"), Bag("c", "other", 30, "mean")]

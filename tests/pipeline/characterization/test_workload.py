@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from pipeline.batch import Batch
 from pipeline.characterization.config import Workload
 from pipeline.characterization.workload import HEAD, batches, ids_of, length_chances, plan_of, ranks_of
+from pipeline.data.batch import Batch
 
 SMALL = Workload(dense_features=3, sparse_features=4, hash_size=50, lookups=6, lengths="power_law", truncation=9)
 

@@ -13,7 +13,7 @@ from pipeline.errors import EmptyDatasetError
 from pipeline.evaluation import plots
 from pipeline.evaluation.evaluate import Evaluation, EvaluationConfig, Scored
 from pipeline.evaluation.metrics import base_entropy
-from pipeline.evaluation.tally import MOST_VALUES
+from pipeline.evaluation.sums import MOST_VALUES
 from tests.quality import evaluate, quality
 
 

@@ -9,7 +9,7 @@ from pipeline.errors import ConfigError
 from pipeline.evaluation.evaluate import EvaluationConfig, Scored
 from pipeline.evaluation.gate import GateConfig, compare, ne_difference, paired
 from pipeline.evaluation.metrics import base_entropy, losses
-from pipeline.evaluation.tally import COARSE, FINE, unit_groups
+from pipeline.evaluation.sums import COARSE, FINE, unit_groups
 from tests.quality import evaluate, quality
 
 LEVEL = 0.05

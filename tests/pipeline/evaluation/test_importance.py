@@ -5,10 +5,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline.batch import sparse_tensor
+from pipeline.data.batch import sparse_tensor
 from pipeline.evaluation.importance import Study
-from pipeline.schema import FeatureSchema
-from pipeline.transforms.plan import build_plan
+from pipeline.transforms.plan.plan import build_plan
+from pipeline.transforms.schema import FeatureSchema
 from tests.quality import quality
 
 ROWS = 3_000

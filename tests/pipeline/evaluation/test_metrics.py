@@ -10,7 +10,7 @@ from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 from torchrec.metrics.ne import NEMetricComputation
 
 from pipeline.evaluation.metrics import EPS, base_entropy, equal_bins
-from pipeline.evaluation.tally import COARSE_BINS, Tally
+from pipeline.evaluation.sums import COARSE_BINS, Tally
 from tests.quality import quality
 
 

@@ -14,7 +14,7 @@ from pipeline.errors import DataError
 from pipeline.evaluation.evaluate import Evaluation, EvaluationConfig, Scored
 from pipeline.evaluation.gate import GateConfig, compare, ne_difference, paired
 from pipeline.evaluation.metrics import Quality, base_entropy, equal_bins, losses
-from pipeline.evaluation.tally import FINE_BINS, Tally, limbs, sum_of_squares
+from pipeline.evaluation.sums import FINE_BINS, Tally, limbs, sum_of_squares
 
 ROWS = 2_000
 CONFIG = EvaluationConfig(slices=("country",), group_by="user", true_probability="truth", small_slice_rows=0)

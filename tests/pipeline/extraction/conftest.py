@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.extraction.extract import IngestConfig, IngestResult, extract
 from pipeline.extraction.opening import SourceConfig
-from pipeline.schema import FeatureSchema
+from pipeline.transforms.schema import FeatureSchema
 from storage.warehouse import Warehouse, WarehouseConfig
 
 Ingest = Callable[..., IngestResult]

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.data.profile import SCHEMA, measure, profiles
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction import extract, intake
 from pipeline.extraction.checks import Checked, ChecksConfig, Rule, band, check
 from pipeline.extraction.plots import day_figure
-from pipeline.profile import SCHEMA, measure, profiles
 from storage.query import connect
 from storage.reader import DAY
 from storage.warehouse import Warehouse

@@ -12,15 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.data.joined.reader import reader_of
+from pipeline.data.joined.source import pin
 from pipeline.errors import ConfigError, ContractError, DataError, EmptyDatasetError
 from pipeline.extraction.enrich import Enriched, enrich
-from pipeline.joined.reader import reader_of
-from pipeline.joined.source import pin
-from pipeline.schema import Joined
+from pipeline.transforms.schema import Joined
 from storage.errors import ConflictError
+from storage.layout.rewrite import rewrite_day
 from storage.maintenance import expire
 from storage.reader import SnapshotRef
-from storage.rewrite import rewrite_day
 from storage.warehouse import Warehouse, WarehouseConfig
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]

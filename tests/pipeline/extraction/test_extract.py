@@ -296,7 +296,7 @@ MEASURED = """
 import pathlib, resource, sys
 from pipeline.extraction.extract import IngestConfig, extract
 from pipeline.extraction.opening import SourceConfig
-from pipeline.schema import FeatureSchema
+from pipeline.transforms.schema import FeatureSchema
 from storage.warehouse import Warehouse, WarehouseConfig
 
 folder, rows_per_day = pathlib.Path(sys.argv[1]), int(sys.argv[2])

@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline.batch import Batch, Position
+from pipeline.data.batch import Batch, Position
+from pipeline.data.selection import HASH_STEPS
 from pipeline.preprocessing.client import Client, Inline, Source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.worker import DataSpec
-from pipeline.selection import HASH_STEPS
 
 SELECTIONS: dict[str, dict[str, Any]] = {
     "days": {},

@@ -17,7 +17,7 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from pipeline.batch import Batch, Position
+from pipeline.data.batch import Batch, Position
 from pipeline.errors import ContractError
 from pipeline.preprocessing import service as service_module
 from pipeline.preprocessing.client import Connection, Inline, Source

@@ -12,15 +12,15 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline import checkpoint
-from pipeline.batch import Batch, Position
+from pipeline.data.batch import Batch, Position
 from pipeline.errors import ContractError, DataError
+from pipeline.jobs.training.rank import RankSpec, build_model
 from pipeline.preprocessing.client import Client, Connection, Inline, Source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.executors import InlineExecutor
 from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import DataSpec
-from pipeline.rank import RankSpec, build_model
+from pipeline.training.state import checkpoint
 from pipeline.training.trainer import Trainer
 from tests.pipeline.preprocessing.reference import (
     CONFIG,

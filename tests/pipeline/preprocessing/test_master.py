@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.batch import Position
+from pipeline.data.batch import Position
 from pipeline.errors import ConfigError, ContractError, DataError
 from pipeline.preprocessing import master as module
+from pipeline.preprocessing.autoscaler import PERIOD_SECONDS
 from pipeline.preprocessing.batches import BatchWork
-from pipeline.preprocessing.demand import PERIOD_SECONDS
 from pipeline.preprocessing.executors import Died, Done, Executor, Failed, InlineExecutor, ProcessExecutor, Started
 from pipeline.preprocessing.master import QUARANTINE_FILE, WORKERS_FILE, Master, make_executor
 from pipeline.preprocessing.memory import Segment

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.batch import Batch, Position
+from pipeline.data.batch import Batch, Position
 from pipeline.errors import ConfigError, DataError
 from pipeline.preprocessing import kernels
 from pipeline.preprocessing.client import Client, Connection, Inline, Source

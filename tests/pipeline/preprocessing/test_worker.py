@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from pipeline.data.selection import HASH_STEPS
 from pipeline.errors import DataError
 from pipeline.preprocessing.batches import BatchWork, Window
 from pipeline.preprocessing.memory import Arrays, PrivateWriter
 from pipeline.preprocessing.splits import Split, permutation
 from pipeline.preprocessing.worker import Costs, DataSpec, Worker, count_rows, fitted_plan
-from pipeline.selection import HASH_STEPS
 from storage.errors import CorruptFileError
 from storage.reader import Fragment
 from storage.warehouse import Warehouse

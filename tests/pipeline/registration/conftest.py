@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from models.config import DLRMConfig
 from models.dlrm import DLRM, Bag
-from pipeline.schema import FeatureSchema
-from pipeline.transforms.plan import Plan, build_plan
+from pipeline.transforms.plan.plan import Plan, build_plan
+from pipeline.transforms.schema import FeatureSchema
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from models.quantised import TABLES
 from pipeline.errors import RegistryError
 from pipeline.registration.register import check_probabilities, pack
 from pipeline.registration.scorer import LoadedModel
-from pipeline.schema import FeatureSchema
+from pipeline.transforms.schema import FeatureSchema
 
 ROWS = 20_000
 SCHEMA = FeatureSchema.model_validate(

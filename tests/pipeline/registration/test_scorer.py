@@ -18,7 +18,7 @@ from models.config import DLRMConfig
 from pipeline.errors import InputError
 from pipeline.registration.register import column_type, pack, raw_frame, signature_of
 from pipeline.registration.scorer import LoadedModel, Scorer
-from pipeline.schema import FeatureSchema
+from pipeline.transforms.schema import FeatureSchema
 
 SCHEMA = FeatureSchema.model_validate(
     {

@@ -9,13 +9,13 @@ import pyarrow as pa
 import pytest
 import yaml
 
+from pipeline.data.profile import rows_of, types_of
+from pipeline.data.selection import SplitConfig
 from pipeline.errors import ConfigError
-from pipeline.profile import rows_of, types_of
-from pipeline.schema import FeatureSchema
-from pipeline.selection import SplitConfig
 from pipeline.suggestion.choose import Suggestion, patterns, suggest
 from pipeline.suggestion.facts import Observed, observe
 from pipeline.suggestion.write import written
+from pipeline.transforms.schema import FeatureSchema
 from storage.query import connect
 from storage.reader import DAY
 

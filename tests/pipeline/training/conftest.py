@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.batch import Batch, Position
+from pipeline.data.batch import Batch, Position
+from pipeline.jobs.training.rank import RankSpec, build_model, client
 from pipeline.preprocessing.client import Client, Inline
-from pipeline.rank import RankSpec, build_model, client
-from pipeline.training.progress import Sums
+from pipeline.training.state.progress import Sums
 from pipeline.training.trainer import Trainer
 
 

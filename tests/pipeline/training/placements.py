@@ -16,11 +16,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.config import DLRMConfig
 from models.dlrm import DLRM, Bag
-from pipeline import checkpoint
-from pipeline.batch import Batch, Position
-from pipeline.rank import start_group
-from pipeline.training import model
+from pipeline.data.batch import Batch, Position
+from pipeline.jobs.training.rank import start_group
 from pipeline.training.config import TrainConfig
+from pipeline.training.state import checkpoint
+from pipeline.training.tables import model
 from pipeline.training.trainer import Trainer
 from storage.artifacts import write_json
 

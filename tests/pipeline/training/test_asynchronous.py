@@ -13,16 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline import checkpoint
+from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, TrainingError
+from pipeline.jobs.training.rank import RankSpec, build_model
 from pipeline.preprocessing.client import Client
 from pipeline.preprocessing.worker import DataSpec
-from pipeline.rank import RankSpec, build_model
-from pipeline.selection import Selection
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
-from pipeline.training.launch import Event, Limits, run_ranks
-from pipeline.training.progress import Sums
+from pipeline.training.launch.processes import Event, Limits, run_ranks
+from pipeline.training.state import checkpoint
+from pipeline.training.state.progress import Sums
 from pipeline.training.trainer import Trainer
 from tests.pipeline.conftest import DAYS, completed_here
 from tests.pipeline.training.conftest import train_batches
@@ -161,12 +161,12 @@ def test_what_does_not_go_with_it_is_refused(sync: str, key: str) -> None:
 def run(spec: RankSpec, on_event: Callable[[Event], object] = lambda event: None) -> Event:
     """Trains by real ranks."""
     world_size = spec.training.world_size
-    return run_ranks("pipeline.rank", spec, Path(spec.folder), world_size, 1, Limits(250), on_event, ROOT)
+    return run_ranks("pipeline.jobs.training.rank", spec, Path(spec.folder), world_size, 1, Limits(250), on_event, ROOT)
 
 
 def rank_process(number: int) -> psutil.Process:
     below = psutil.Process().children()
-    return next(p for p in below if "pipeline.rank" in p.cmdline() and p.environ()["RANK"] == str(number))
+    return next(p for p in below if "pipeline.jobs.training.rank" in p.cmdline() and p.environ()["RANK"] == str(number))
 
 
 LONG = {"world_size": 2, "batch_rows": 16, "checkpoint_every_steps": None}

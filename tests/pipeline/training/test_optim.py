@@ -10,12 +10,12 @@ import torch
 from pydantic import ValidationError
 
 from models.config import DLRMConfig
-from pipeline import checkpoint
 from pipeline.errors import ConfigError
+from pipeline.jobs.training.rank import RankSpec, build_model
 from pipeline.preprocessing.client import Client
-from pipeline.rank import RankSpec, build_model
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import INIT_BLOCK_ROWS, Rates, _block, dense_parameters, schedule
+from pipeline.training.state import checkpoint
 
 
 def test_schedule_is_flat_by_default() -> None:

@@ -14,11 +14,11 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import ComputeDevice, 
 from pydantic import ValidationError
 from torch import nn
 
-from pipeline import checkpoint
 from pipeline.errors import ConfigError
-from pipeline.training.bags import NumbaBags, set_update
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import BETAS, EPS, ReplicatedTables, dense_parameters
+from pipeline.training.state import checkpoint
+from pipeline.training.tables.bags import NumbaBags, set_update
 from pipeline.training.trainer import Trainer
 
 Maker = Callable[..., tuple[Trainer, list[dict[str, Any]]]]

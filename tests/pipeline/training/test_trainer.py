@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from sklearn.metrics import log_loss
 
-from pipeline import checkpoint, saver
-from pipeline.batch import Batch, Position, Times, sparse_tensor
+from pipeline.data.batch import Batch, Position, Times, sparse_tensor
 from pipeline.errors import TrainingError
 from pipeline.preprocessing.client import Client
 from pipeline.training import trainer as trainer_module
-from pipeline.training.progress import Progress, Sums
+from pipeline.training.state import async_checkpoint, checkpoint
+from pipeline.training.state.progress import Progress, Sums
 from pipeline.training.trainer import Trainer
 from pipeline.transforms.column import Column
 
@@ -293,7 +293,7 @@ def test_checkpoints_by_the_clock_change_nothing(
     (tmp_path / "checkpoints").rename(tmp_path / "plain")
     ticks = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(ticks), perf_counter=time.perf_counter)
-    monkeypatch.setattr(saver, "time", clock)
+    monkeypatch.setattr(async_checkpoint, "time", clock)
     settings: dict[str, Any] = {"epochs": 2, "checkpoint_every_steps": None, "checkpoint_every_seconds": 6}
     first, events = make_trainer(None, cut_after(train_client, stop), **settings)
     with pytest.raises(Cut):

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline.batch import Batch, Position, sparse_tensor
+from pipeline.data.batch import Batch, Position, sparse_tensor
+from pipeline.jobs.training.rank import RankSpec
 from pipeline.preprocessing.client import Client
 from pipeline.preprocessing.worker import DataSpec
-from pipeline.rank import RankSpec
 from pipeline.training.trainer import Trainer, evaluate_sums
 from pipeline.transforms.column import Column
 from tests.pipeline.conftest import completed, completed_here

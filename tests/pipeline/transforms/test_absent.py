@@ -9,9 +9,9 @@ import pytest
 
 from pipeline.errors import ColumnError
 from pipeline.registration.register import columns_of
-from pipeline.schema import FeatureSchema
-from pipeline.transforms.plan import Plan, build_plan
-from pipeline.transforms.repeats import RepeatPlan
+from pipeline.transforms.plan.dedup import RepeatPlan
+from pipeline.transforms.plan.plan import Plan, build_plan
+from pipeline.transforms.schema import FeatureSchema
 
 HASH = {"kind": "sigrid_hash", "size": 97}
 TABLE = pa.schema({"label": pa.int64(), "age": pa.float64(), "user": pa.int64(), "items": pa.list_(pa.int64())})

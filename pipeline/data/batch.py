@@ -1,0 +1,110 @@
+"""Batch: the tensors of one step, and their position in the data."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from pydantic import BaseModel
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from models.dlrm import Shared
+from pipeline.transforms.column import Column
+from pipeline.transforms.kernels.hashing import take_lists
+
+
+class Position(BaseModel, frozen=True):
+    """Where the data stands after a batch: counts global batches and rows, so it means the same at every world size."""
+
+    epoch: int = 0
+    batches: int = 0
+    """Global batches of this epoch already taken."""
+    window: int = 0
+    """Window of the epoch that the next batch begins in."""
+    row: int = 0
+    """Row of that window, in shuffled order, that it begins with."""
+
+
+class Times(BaseModel, frozen=True):
+    """Seconds that a global batch took on its way."""
+
+    extract: float = 0.0
+    """Workers reading and decoding its rows."""
+    transform: float = 0.0
+    """Workers transforming, shuffling and cutting them."""
+    wait: float = 0.0
+    """This rank waiting for it."""
+
+
+NO_TIMES = Times()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one step on one rank.
+
+    Shapes:
+        dense: float32 [B, D]. labels: float32 [B]. weights: float32 [B], 0 for a row of padding, else 1 or what the
+        weight column says.
+        sparse: F features of B bags, ids int64, lengths int32. Of a shared feature the first bags are those of runs of
+        rows, and the rest is empty.
+    """
+
+    dense: torch.Tensor
+    sparse: KeyedJaggedTensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+    position: Position
+    global_rows: int
+    """Rows of the whole batch, over all ranks."""
+    times: Times = NO_TIMES
+    global_weight: float | None = None
+    """Sum of the weights of all its rows, over all ranks; None: each weighs 1."""
+    shared: Shared | None = None
+    """Bags that rows have in common; None: each row has its own."""
+
+    @property
+    def whole(self) -> float:
+        """What the losses of all ranks are divided by: the weighted mean is what is trained on."""
+        return self.global_rows if self.global_weight is None else self.global_weight
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, KeyedJaggedTensor] | tuple[torch.Tensor, KeyedJaggedTensor, Shared]:
+        """What a model takes."""
+        return (self.dense, self.sparse) if self.shared is None else (self.dense, self.sparse, self.shared)
+
+    @property
+    def plain(self) -> "Batch":
+        """The same rows, each with bags of its own."""
+        if self.shared is None:
+            return self
+        features, rows = len(self.sparse.keys()), len(self.labels)
+        bags = np.arange(features * rows).reshape(features, rows)
+        for feature in self.shared.features:
+            bags[feature] = feature * rows + self.shared.inverse_B.numpy()
+        values, offsets = take_lists(self.sparse.values().numpy(), self.sparse.offsets().numpy(), bags.reshape(-1))
+        lengths = torch.from_numpy(np.diff(offsets).astype(np.int32))
+        sparse = KeyedJaggedTensor(self.sparse.keys(), torch.from_numpy(values), lengths=lengths)
+        return replace(self, sparse=sparse, shared=None)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        """The same batch on another device."""
+        if self.dense.device == device:
+            return self
+        moved = [tensor.to(device, non_blocking=non_blocking) for tensor in (self.dense, self.labels, self.weights)]
+        sparse = self.sparse.to(device, non_blocking=non_blocking)
+        shared = self.shared and self.shared.to(device, non_blocking)
+        return replace(self, dense=moved[0], sparse=sparse, labels=moved[1], weights=moved[2], shared=shared)
+
+
+def sparse_tensor(names: list[str], columns: tuple[Column, ...]) -> KeyedJaggedTensor:
+    """Bags of F features over B rows as TorchRec takes them.
+
+    Example:
+        >>> sparse_tensor(["a"], (Column(np.array([4, 5]), np.array([0, 2, 2])),)).lengths().tolist()
+        [2, 0]
+    """
+    values = np.concatenate([column.values for column in columns])
+    lengths = np.concatenate([np.diff(column.offsets) for column in columns if column.offsets is not None])
+    return KeyedJaggedTensor(
+        keys=names, values=torch.from_numpy(values), lengths=torch.from_numpy(lengths.astype(np.int32))
+    )

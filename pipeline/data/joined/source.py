@@ -1,0 +1,252 @@
+"""Side sources: files or tables of the warehouse whose columns are joined to rows, read a day at a time."""
+
+import datetime
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pc_csv
+import pyarrow.parquet as pq
+from pydantic import BaseModel
+
+from pipeline.data.files import CSV, Stamp, files_of, fingerprint, stamp
+from pipeline.data.joined.stored import day_of, in_key_form, in_stored_form, key_type, stored_type
+from pipeline.errors import ConfigError, ContractError, DataError
+from pipeline.transforms.schema import Joined, absent, resolve
+from storage.reader import DAY, SnapshotRef
+from storage.warehouse import Warehouse
+
+CSV_BLOCK_BYTES = 8 << 20
+"""Bytes of a CSV file parsed at a time; the first block decides the kinds of its columns."""
+
+
+class Pinned(BaseModel, frozen=True):
+    """A side source as it was when the work was planned; any process can open it."""
+
+    source: Joined
+    files: tuple[str, ...] = ()
+    stamps: tuple[Stamp, ...] = ()
+    snapshot: SnapshotRef | None = None
+    """Of a table of the warehouse."""
+
+    @property
+    def where(self) -> str:
+        """The source as an error names it."""
+        return f"features.joined '{self.source.name}'"
+
+
+def pin(sources: Sequence[Joined], root: Path, warehouse: Warehouse) -> tuple[Pinned, ...]:
+    """The sources as they are now.
+
+    Args:
+        root: Folder that relative paths start from.
+    Raises:
+        ConfigError: If there is no such file.
+        StorageError: If there is no such table.
+    """
+    found = []
+    for source in sources:
+        if source.table is not None:
+            found.append(Pinned(source=source, snapshot=warehouse.current(source.table)))
+        else:
+            assert source.path is not None  # Joined has one of the two
+            files = files_of(source.path, root, "features.joined path")
+            names = tuple(str(path) for path in files)
+            found.append(Pinned(source=source, files=names, stamps=tuple(stamp(path) for path in files)))
+    return tuple(found)
+
+
+def contents(pinned: Pinned, warehouse: Warehouse) -> str:
+    """What tells a source from the same one with other rows."""
+    if pinned.snapshot is None:
+        return fingerprint(pinned.stamps)
+    days = warehouse.day_contents(pinned.snapshot)
+    return fingerprint({f"{day}": days[day] for day in days})
+
+
+class SideSource:
+    """Rows of a pinned side source, in the types that the warehouse stores.
+
+    Attributes:
+        added: Name of an added column -> its column in the source.
+        schema: The added columns.
+        bytes_read: Size in the files of the columns read so far.
+    Raises:
+        ConfigError: If a column that the configuration names is not there, or its kind cannot be a key.
+        DataError: If a file cannot be read, or a column cannot be stored.
+    """
+
+    def __init__(self, pinned: Pinned, warehouse: Warehouse) -> None:
+        self.pinned, self.warehouse, self.source = pinned, warehouse, pinned.source
+        self.bytes_read = 0
+        self.raw = self._raw_schema()
+        own = [name for name in self.raw.names if not pa.types.is_null(self.raw.field(name).type)]
+        for name in [*self.source.on, *([self.source.day_column] if self.source.day_column else [])]:
+            if name not in own:
+                raise absent(f"{pinned.where}, column", name, own)
+        reserved = {*self.source.on, self.source.day_column, DAY}
+        wanted = resolve(self.source.columns, [name for name in own if name not in reserved], pinned.where)
+        self.added = {f"{self.source.prefix}{name}": name for name in wanted}
+        kinds = {name: self.raw.field(raw).type for name, raw in self.added.items()}
+        self.schema = pa.schema(
+            [(name, stored_type(f"{pinned.where}, column '{name}'", kind)) for name, kind in kinds.items()]
+        )
+
+    def rows(self, day: datetime.date | None, names: Sequence[str]) -> Iterator[tuple[list[pa.Array], list[pa.Array]]]:
+        """(keys in the form that keys are compared in, added columns `names`) of the rows of a day, in parts.
+
+        Args:
+            day: None: all rows.
+        """
+        columns = list(dict.fromkeys([*self.source.on, *(self.added[name] for name in names)]))
+        for batch in self._batches(columns, day):
+            where = self.pinned.where
+            keys = [in_key_form(f"{where}, key '{name}'", batch.column(name)) for name in self.source.on]
+            values = [in_stored_form(batch.column(self.added[name]), self.schema.field(name).type) for name in names]
+            yield keys, values
+
+    def days(self) -> dict[datetime.date, str]:
+        """Day -> what tells its rows from others; of a source without days none."""
+        column = self.source.day_column
+        if column is None:
+            return {}
+        if self.pinned.snapshot is not None:
+            return self.warehouse.day_contents(self.pinned.snapshot)
+        found: dict[datetime.date, list[Stamp]] = {}
+        for path, status in zip(self.pinned.files, self.pinned.stamps, strict=True):
+            seen: set[datetime.date] = set()
+            for batch in self._read(path, [column], None):
+                seen.update(self._days_of(batch).unique().drop_null().to_pylist())
+            for day in seen:
+                found.setdefault(day, []).append(status)
+        return {day: fingerprint(found[day]) for day in sorted(found)}
+
+    def _raw_schema(self) -> pa.Schema:
+        if self.pinned.snapshot is not None:
+            return self.warehouse.schema(self.pinned.snapshot)
+        self._check_stamps()
+        try:
+            schemas = [_csv(path).schema if CSV.search(path) else pq.read_schema(path) for path in self.pinned.files]
+            return pa.unify_schemas(schemas, promote_options="permissive")
+        except (OSError, pa.ArrowException) as error:
+            raise self._unreadable(error) from error
+
+    def _check_stamps(self) -> None:
+        for path, status in zip(self.pinned.files, self.pinned.stamps, strict=True):
+            if not Path(path).exists() or tuple(stamp(Path(path))) != tuple(status):
+                raise DataError(
+                    f"{self.pinned.where}, file '{path}'", "the file that the work began with", "another one or none",
+                    "Run the command again; it begins with the files as they are now.",
+                )  # fmt: skip
+
+    def _batches(self, columns: Sequence[str], day: datetime.date | None) -> Iterator[pa.RecordBatch]:
+        if self.pinned.snapshot is not None:
+            reader = self.warehouse.reader(self.pinned.snapshot, columns)
+            for fragment in reader.fragments(None if day is None else [day]):
+                yield from reader.batches(fragment)
+            self.bytes_read += reader.bytes_read
+            return
+        self._check_stamps()
+        dated = [self.source.day_column] if day is not None and self.source.day_column is not None else []
+        for path in self.pinned.files:
+            for batch in self._read(path, list(dict.fromkeys([*columns, *dated])), day):
+                mask = pc.equal(self._days_of(batch), pa.scalar(day, pa.date32())) if dated else None
+                yield batch if mask is None else batch.filter(mask)
+
+    def _read(self, path: str, columns: Sequence[str], day: datetime.date | None) -> Iterator[pa.RecordBatch]:
+        """Columns of one file under the kinds they have over all files; those that it lacks are null."""
+        schema = pa.schema([self.raw.field(name) for name in columns]).remove_metadata()
+        try:
+            for batch in self._csv(path, schema) if CSV.search(path) else self._parquet(path, schema, day):
+                arrays = [
+                    batch.column(field.name).cast(field.type)
+                    if field.name in batch.schema.names
+                    else pa.nulls(batch.num_rows, field.type)
+                    for field in schema
+                ]
+                yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+        except (OSError, pa.ArrowException) as error:
+            raise self._unreadable(error) from error
+
+    def _csv(self, path: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        self.bytes_read += Path(path).stat().st_size
+        yield from _csv(path, schema)
+
+    def _parquet(self, path: str, schema: pa.Schema, day: datetime.date | None) -> Iterator[pa.RecordBatch]:
+        with pq.ParquetFile(path, memory_map=True) as file:
+            names = [name for name in schema.names if name in file.schema_arrow.names]
+            for number in range(file.num_row_groups):
+                group = file.metadata.row_group(number)
+                chunks = [group.column(i) for i in range(group.num_columns)]
+                if day is not None and not self._may_hold(chunks, day):
+                    continue
+                wanted = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in names]
+                self.bytes_read += sum(chunk.total_compressed_size for chunk in wanted)
+                yield from file.iter_batches(row_groups=[number], columns=names, use_threads=False)
+
+    def _may_hold(self, chunks: Sequence[pq.ColumnChunkMetaData], day: datetime.date) -> bool:
+        """Whether a row group may have rows of a day, by its statistics."""
+        for chunk in chunks:
+            if chunk.path_in_schema == self.source.day_column and chunk.statistics is not None:
+                statistics = chunk.statistics
+                bounds = [_day(value) for value in (statistics.min, statistics.max)] if statistics.has_min_max else []
+                return None in bounds or not bounds or bounds[0] <= day <= bounds[1]
+        return True
+
+    def _days_of(self, batch: pa.RecordBatch) -> pa.Array:
+        assert self.source.day_column is not None
+        return day_of(f"{self.pinned.where}, day_column", batch.column(self.source.day_column))
+
+    def _unreadable(self, error: Exception) -> ContractError:
+        if isinstance(error, ContractError):
+            return error
+        reason = str(error).split("\n")[0].rstrip(".")
+        return DataError(self.pinned.where, "readable Parquet or CSV files", reason, "Mend the files.")
+
+
+def added_columns(sides: Sequence[SideSource], table: pa.Schema) -> pa.Schema:
+    """What the sources add to a table's columns.
+
+    Raises:
+        ConfigError: If a column would stand twice, or the table lacks a key or has it in another kind.
+    """
+    found: dict[str, pa.DataType] = {}
+    for side in sides:
+        for name in side.source.on:
+            where = f"{side.pinned.where}, key '{name}'"
+            if name not in table.names:
+                raise absent(f"{side.pinned.where}, key", name, table.names)
+            kinds = [key_type(where, schema.field(name).type) for schema in (table, side.raw)]
+            if kinds[0] != kinds[1]:
+                raise ConfigError(where, f"{kinds[0]} as in the table", f"{kinds[1]}", "Convert it.")
+        again = [name for name in side.schema.names if name in table.names or name in found]
+        if again:
+            raise ConfigError(
+                side.pinned.where, "columns that the table does not have", f"again {', '.join(again)}",
+                "Set `stored: true` if flows.enrich wrote them, else `prefix`.",
+            )  # fmt: skip
+        found |= {name: side.schema.field(name).type for name in side.schema.names}
+    return pa.schema(list(found.items()))
+
+
+def _csv(path: str, schema: pa.Schema | None = None) -> pc_csv.CSVStreamingReader:
+    convert = pc_csv.ConvertOptions()
+    if schema is not None:
+        convert = pc_csv.ConvertOptions(
+            column_types=schema, include_columns=schema.names, include_missing_columns=True, strings_can_be_null=True
+        )
+    return pc_csv.open_csv(path, pc_csv.ReadOptions(block_size=CSV_BLOCK_BYTES), convert_options=convert)
+
+
+def _day(value: Any) -> Any:
+    """The day of a Parquet statistic; None where it cannot be told."""
+    if isinstance(value, datetime.datetime):
+        return value.date()
+    if isinstance(value, datetime.date):
+        return value
+    try:
+        return datetime.date.fromisoformat(value[:10])
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,184 @@
+"""A retraining policy rehearsed over past days by real ranks: judge the next day, then train as the policy says.
+
+The second composition root beside `rank.py`: ranks stay alive from day to day, which makes hundreds of days affordable.
+Weights are those of the daily runs: a test holds them against each other, bit for bit.
+"""
+
+import datetime
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel
+
+from pipeline.evaluation.policy import Decision, Policy, Standing, decide
+from pipeline.jobs.training.rank import RankSpec, assembled, client, enter, event_writer, placed, weights_sha256
+from pipeline.preprocessing.client import Client, Inline
+from pipeline.preprocessing.worker import DataSpec, fitted_plan
+from pipeline.training.config import TrainConfig
+from pipeline.training.launch.heartbeat import Pulse
+from pipeline.training.state.progress import Sums
+from pipeline.training.trainer import Trainer, evaluate_sums
+from storage.warehouse import Warehouse
+
+KEEP_NONE = {"checkpoint_every_steps": None, "checkpoint_every_seconds": None}
+"""A model that is trained further in a rehearsal keeps no checkpoints."""
+
+
+class RehearsalSpec(BaseModel, frozen=True):
+    """All that a rank needs to know. Of all selections of rows only the days are replaced."""
+
+    scratch: RankSpec
+    """Training from scratch; its plan still has to learn its numbers."""
+    further: TrainConfig
+    """Training of a model on new days."""
+    new: DataSpec
+    """Rows of a day that a model is trained further on."""
+    judged: DataSpec
+    """Rows of a day that the model is judged on before it is trained on the day."""
+    policy: Policy = Policy()
+    rows: Mapping[datetime.date, int]
+    """All days there are, and their rows."""
+    first_days: tuple[datetime.date, ...]
+    """What the first model is trained on."""
+    days: tuple[datetime.date, ...]
+    """What the policy is rehearsed on, in order."""
+
+    @property
+    def training(self) -> TrainConfig:
+        """What ranks have to know to form a group."""
+        return self.scratch.training
+
+
+class Rehearsal:
+    """One rank's part: the model of the day, and what it takes to make the next."""
+
+    def __init__(self, spec: RehearsalSpec, rank: int, device: torch.device, emit: Callable[[Any], None]) -> None:
+        self.spec, self.rank, self.device, self.emit = spec, rank, device, emit
+        self.pulse = Pulse(emit)
+        self.trainer: Trainer | None = None
+        self.plan = spec.scratch.train.plan
+        self.trained_to = self.scratch_day = spec.first_days[-1]
+
+    def run(self) -> None:
+        """All days; one event for each, and one for the first model."""
+        began = time.perf_counter()
+        rows = self.from_scratch(self.spec.first_days)
+        first = Decision(training="scratch", reason="the first model")
+        self.tell(self.spec.first_days[-1], None, first, rows, time.perf_counter() - began)
+        for day in self.spec.days:
+            sums = self.judge(day)
+            decision = decide(self.spec.policy, self.standing(day, sums), day)
+            began, rows = time.perf_counter(), 0
+            if decision.training == "further":
+                rows = self.further(self.new_days(day))
+            elif decision.training == "scratch":
+                rows = self.from_scratch(self.window(day))
+                self.scratch_day = day
+            if decision.training != "none":
+                self.trained_to = day
+            self.tell(day, sums, decision, rows, time.perf_counter() - began)
+        assert self.trainer is not None
+        weights = self.trainer.exported()
+        if weights is not None:
+            self.emit({"event": "result", "weights_sha256": weights_sha256(weights)})
+
+    def tell(self, day: datetime.date, sums: Sums | None, decision: Decision, rows: int, seconds: float) -> None:
+        """What a day has brought, for the flow. Rows trained count once for each epoch."""
+        cost = {"rows": rows, "seconds": seconds}
+        judged = None if sums is None else sums.model_dump()
+        self.emit({"event": "day", "day": f"{day}", "sums": judged, "decision": decision.model_dump(), "cost": cost})
+
+    def standing(self, day: datetime.date, sums: Sums) -> Standing:
+        """How the model stands on a day."""
+        return Standing(
+            trained_to=self.trained_to,
+            scratch_day=self.scratch_day,
+            new_rows=sum(self.spec.rows[new] for new in self.new_days(day)),
+            ne=sums.ne,
+            calibration=sums.predictions / sums.labels if sums.labels else None,
+        )
+
+    def new_days(self, day: datetime.date) -> list[datetime.date]:
+        """Days that the model was not trained on, up to this one."""
+        return [other for other in self.spec.rows if self.trained_to < other <= day]
+
+    def window(self, day: datetime.date) -> list[datetime.date]:
+        """Days to train on from scratch."""
+        upto = [other for other in self.spec.rows if other <= day]
+        return upto if self.spec.policy.window_days is None else upto[-self.spec.policy.window_days :]
+
+    def judge(self, day: datetime.date) -> Sums:
+        """Loss sums over a day."""
+        assert self.trainer is not None
+        model = self.trainer.model
+        batches = self.reader(on(self.spec.judged, [day]), shuffled=False).batches()
+        model.eval()
+        with torch.no_grad():
+            sums = evaluate_sums(model, self.pulse.over(batches, "judging"), self.device, self.spec.further)
+        model.train()
+        return sums
+
+    def from_scratch(self, days: Sequence[datetime.date]) -> int:
+        """Another model in place of this one; returns the rows that it was trained on."""
+        spec = on_days(self.spec.scratch, days)
+        self.plan = fitted_plan(spec.train, Warehouse(spec.train.warehouse, Path(spec.train.home)))
+        spec = placed(on_days(with_plan(self.spec.scratch, self.plan), days), {})
+        folder = Path(spec.folder) / "checkpoints"
+        if self.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # of the model before
+        dist.barrier()
+        trainer = assembled(spec, self.rank, self.device, self.emit, self.pulse)
+        progress = trainer.train()
+        self.trainer = assembled(
+            spec.model_copy(update={"training": self.spec.further.model_copy(update=KEEP_NONE), "valid": None}),
+            self.rank, self.device, self.emit, self.pulse,
+        )  # fmt: skip
+        self.trainer.take_over(trainer)
+        return progress.rows
+
+    def further(self, days: Sequence[datetime.date]) -> int:
+        """The same model, trained on new days; returns their rows."""
+        assert self.trainer is not None
+        reader = self.reader(on(self.spec.new, days), shuffled=True)
+        return self.trainer.train_on(lambda position: self.pulse.over(reader.batches(position), "training")).rows
+
+    def reader(self, rows: DataSpec, shuffled: bool) -> Client:
+        """Batches of some rows under the model's plan."""
+        data = rows.model_copy(update={"plan": self.plan})
+        spec = self.spec.scratch.model_copy(update={"training": self.spec.further})
+        source = Inline({"rows": data}, spec.preprocessing)
+        return client(spec, source, "rows", data, self.rank, shuffled)
+
+
+def on(data: DataSpec, days: Sequence[datetime.date]) -> DataSpec:
+    """The same rows of other days."""
+    return data.model_copy(update={"selection": data.selection.model_copy(update={"days": tuple(days)})})
+
+
+def on_days(spec: RankSpec, days: Sequence[datetime.date]) -> RankSpec:
+    """A training on the same rows of other days."""
+    valid = None if spec.valid is None else on(spec.valid, days)
+    return spec.model_copy(update={"train": on(spec.train, days), "valid": valid})
+
+
+def with_plan(spec: RankSpec, plan: Any) -> RankSpec:
+    """A training under another plan."""
+    parts = {"train": spec.train, "valid": spec.valid, "probe": spec.probe}
+    return spec.model_copy(
+        update={name: part.model_copy(update={"plan": plan}) for name, part in parts.items() if part is not None}
+    )
+
+
+def rehearse(spec: RehearsalSpec, rank: int, device: torch.device) -> None:
+    """Works as one rank of a group."""
+    Rehearsal(spec, rank, device, event_writer()).run()
+
+
+if __name__ == "__main__":
+    enter(sys.argv[1], RehearsalSpec, rehearse)

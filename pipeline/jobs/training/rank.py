@@ -1,0 +1,460 @@
+"""Composition root of a rank process: builds client, model and trainer, and puts them together.
+
+The one module that imports several stages: a spawned process cannot be handed an iterator.
+"""
+
+import datetime
+import hashlib
+import json
+import logging
+import os
+import resource
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel
+from safetensors.torch import save_file
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_configs import DataType
+
+from models.config import DLRMConfig
+from models.dlrm import DLRM, Bag
+from pipeline.data.batch import Batch
+from pipeline.errors import ContractError
+from pipeline.preprocessing.client import Client, Connection, Inline, Source
+from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.worker import DataSpec, Worker
+from pipeline.process import die_with_parent, modules_are_in
+from pipeline.training.asynchronous import AsyncTrainer
+from pipeline.training.config import TrainConfig
+from pipeline.training.launch.heartbeat import Pulse
+from pipeline.training.optim import TABLES
+from pipeline.training.state.checkpoint import (
+    full_state,
+    local_parts,
+    read_progress,
+    read_whole,
+    require_identity,
+    served_prefix,
+    whole_shapes,
+    write_whole,
+)
+from pipeline.training.state.progress import Progress, Sums
+from pipeline.training.state.transfer import Features, grown
+from pipeline.training.tables.model import sharded
+from pipeline.training.tables.planner import place
+from pipeline.training.tables.sharding import Placement, describe
+from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse, measure
+from pipeline.training.trainer import Trainer, evaluate_sums
+from pipeline.transforms.plan.carry_over import kept
+from pipeline.transforms.plan.plan import Plan
+from storage.artifacts import atomic_file, write_json
+
+PROBE_ROWS = 256
+"""Rows whose probabilities the trainer leaves behind, to hold the registered model against."""
+
+
+class Start(BaseModel, frozen=True):
+    """A training to go on from."""
+
+    checkpoint: str
+    """Folder of the checkpoint, verified."""
+    plan: Plan
+    """What its model reads."""
+
+
+class RankSpec(BaseModel, frozen=True):
+    """All that a rank needs to know."""
+
+    train: DataSpec
+    valid: DataSpec | None
+    probe: DataSpec
+    """Rows of the probe: the first of the evaluation rows."""
+    model: DLRMConfig
+    training: TrainConfig
+    preprocessing: PreprocessingConfig
+    service: str | None = None
+    """Address of the preprocessing service that has the rows `train` and `valid`; none: each rank reads for itself."""
+    valid_rows: int = 0
+    """Rows of `valid`."""
+    placement: Placement | None = None
+    """Where the tables lie; None: as the planner places them without knowing how they are used."""
+    seed: int
+    folder: str
+    """Checkpoints and the exported model go here."""
+    start: Start | None = None
+    """The training that this one goes on from; None: from initial weights."""
+
+    @property
+    def plan(self) -> Plan:
+        """What the model reads."""
+        return self.train.plan
+
+
+class ModelSpec(Protocol):
+    """What a model and its batches are made from."""
+
+    @property
+    def model(self) -> DLRMConfig: ...
+
+    @property
+    def training(self) -> TrainConfig: ...
+
+    @property
+    def preprocessing(self) -> PreprocessingConfig: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def placement(self) -> Placement | None: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self: ...
+
+
+Described = TypeVar("Described", bound=ModelSpec)
+
+
+class GroupSpec(Protocol):
+    """What a rank has to be told to join its group."""
+
+    @property
+    def training(self) -> TrainConfig: ...
+
+    @classmethod
+    def model_validate_json(cls, json_data: str) -> Self: ...
+
+
+Spec = TypeVar("Spec", bound=GroupSpec)
+
+
+def main(path: str) -> None:
+    """Trains as one rank of a group."""
+    enter(path, RankSpec, train)
+
+
+def enter(path: str, kind: type[Spec], run: Callable[[Spec, int, torch.device], None]) -> None:
+    """Does the work of one rank of a group, and leaves behind why it failed if it does.
+
+    Args:
+        path: File with the spec as JSON.
+        run: Called with spec, rank and device.
+    """
+    modules_are_in()
+    spec = kind.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    rank = int(os.environ["RANK"])
+    die_with_parent(int(os.environ["DLRM_PARENT"]))
+    logging.disable(logging.WARNING)  # TorchRec's planner warns at every start of what is meant
+    try:
+        run(spec, rank, start_group(spec.training, rank))
+        dist.destroy_process_group()
+    except ContractError as error:
+        parts = [error.where, error.expected, error.actual, error.remedy]
+        write_json(Path(path).parent / f"error-{rank}.json", parts)
+        raise
+
+
+def join(text: str, emit: Callable[[dict[str, Any]], None]) -> None:
+    """Trains as one rank of a group that stands already.
+
+    Args:
+        text: The spec as JSON.
+        emit: Takes the events.
+    """
+    spec = RankSpec.model_validate_json(text)
+    logging.disable(logging.WARNING)
+    rank = dist.get_rank()
+    train(spec, rank, start_group(spec.training, rank), emit)
+
+
+def train(
+    spec: RankSpec, rank: int, device: torch.device, emit: Callable[[dict[str, Any]], None] | None = None
+) -> None:
+    """Builds everything, trains, exports."""
+    emit = emit or event_writer()
+    pulse = Pulse(emit)
+    trainer = assembled(spec, rank, device, emit, pulse)
+    started = time.perf_counter()
+    progress = trainer.train()
+    seconds = time.perf_counter() - started
+    pulse.says("exporting")
+    by_rank = figures_by_rank(trainer, device)
+    probe = probabilities(spec, trainer.model, rank, device)
+    weights = trainer.exported()
+    if weights is None:
+        return
+    weights = {name: tensor.float() for name, tensor in weights.items()}
+    folder = Path(spec.folder)
+    with atomic_file(folder / "weights.safetensors") as temporary:
+        save_file(weights, temporary)
+    write_json(folder / "probe.json", probe)
+    emit(
+        result_of(progress, device)
+        | by_rank
+        | {
+            "seconds": seconds,
+            "checkpoint_blocked_seconds": trainer.saver.blocked_seconds,
+            "weights_sha256": weights_sha256(weights),
+        }
+    )
+
+
+def assembled(
+    spec: RankSpec, rank: int, device: torch.device, emit: Callable[[dict[str, Any]], None], pulse: Pulse
+) -> Trainer:
+    """The trainer with its model, its batches and its validation, ready to train."""
+    world_size = dist.get_world_size()
+    model, plan_rows = build_model(spec, world_size, device)
+    emit({"event": "start", "plan": plan_rows, "device": device.type})
+    data = {"train": spec.train} | ({"valid": spec.valid} if spec.valid is not None else {})
+    source: Source = Connection(spec.service) if spec.service is not None else Inline(data, spec.preprocessing)
+    reader = client(spec, source, "train", spec.train, rank, shuffled=True)
+    validate = None
+    if spec.valid is not None:
+        kept = spec.valid_rows <= spec.preprocessing.shuffle_window_rows
+        judge = kept_batches(client(spec, source, "valid", spec.valid, rank, shuffled=False), kept)
+
+        def validate(model: DistributedModelParallel) -> Sums:
+            return evaluate_sums(model, pulse.over(judge(), "validating"), device, spec.training)
+
+    kind = Trainer if spec.training.sync == "synchronous" else AsyncTrainer
+    return kind(
+        model,
+        spec.training,
+        lambda position: pulse.over(reader.batches(position), "training"),
+        validate,
+        Path(spec.folder) / "checkpoints",
+        emit,
+        spec.seed,
+        device,
+        identity_of(spec),
+        begin=None if spec.start is None else partial(begin, spec),
+    )
+
+
+def begin(spec: RankSpec, trainer: Trainer) -> None:
+    """Puts the state of the training that this one goes on from into the trainer.
+
+    Raises:
+        CheckpointError: If it was another model, but for its features.
+    """
+    assert spec.start is not None
+    folder = Path(spec.start.checkpoint)
+    if spec.start.plan.hash != spec.train.plan.hash:
+        folder = grow(spec, spec.start, trainer)
+    trainer.start_from(folder)
+    dist.barrier()  # all have read it
+    if dist.get_rank() == 0 and folder != Path(spec.start.checkpoint):
+        shutil.rmtree(folder)
+
+
+def grow(spec: RankSpec, start: Start, trainer: Trainer) -> Path:
+    """A checkpoint of the grown model, made by rank 0 in its own memory."""
+    folder, source = Path(spec.folder) / "checkpoints" / "grown", Path(start.checkpoint)
+    trainer.make_dense_state()
+    state = {name: tensor for name, tensor in trainer.state().items() if not name.startswith("average/")}
+    moments = {name: torch.zeros(shape) for name, shape in whole_shapes(state).items() if name.startswith("tables/")}
+    fresh = full_state({name: tensor for name, tensor in state.items() if name not in moments})
+    if fresh is not None:
+        fresh |= moments  # as they are before the first step
+        served = served_prefix(source)
+        stored = read_whole(source, served, "dense/", "tables/")
+        old = {name.replace(served, "model/", 1): tensor for name, tensor in stored.items()}
+        old_spec = spec.model_copy(update={"train": spec.train.model_copy(update={"plan": start.plan})})
+        require_identity(source, identity_of(old_spec))
+        before, now = (Features(dense=plan.dense, bags=tuple(bags_of(plan))) for plan in (start.plan, spec.train.plan))
+        made = grown(spec.model, old, fresh, (before, now), kept(spec.train.plan, start.plan))
+        progress = read_progress(source) | {"averaged": 0}
+        write_whole(folder, made.tensors, progress, identity_of(spec))
+        trainer.emit({"event": "grown", "new": list(made.new_tables), "larger": list(made.larger_tables)})
+    dist.barrier()
+    return folder
+
+
+def result_of(progress: Progress, device: torch.device) -> dict[str, Any]:
+    """What the launcher hands on about a finished training."""
+    return {
+        "event": "result",
+        "rows": progress.rows,
+        "steps": progress.steps,
+        "epochs": progress.position.epoch,
+        "rows_per_second": progress.speed,
+        "stall_fraction": progress.stalled,
+        "world_size": dist.get_world_size(),
+        "ne_progressive": progress.first_sight.ne,
+        "valid_ne": progress.best_ne,
+        "best_step": progress.best_step,
+        "skipped_batches": progress.skipped_batches,
+        "device": device.type,
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+
+
+def figures_by_rank(trainer: Trainer, device: torch.device) -> dict[str, list[float]]:
+    """What each rank holds of the tables and their optimizer, and its time for a step: the median of the last ones."""
+    tables = (tensor for name, tensor in trainer.state().items() if name.split("/")[1].startswith(TABLES))
+    held = sum(_local_bytes(tensor) for tensor in tables)
+    mine = torch.tensor([held, 1e3 * trainer.step_median], dtype=torch.float64, device=device)
+    shares = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(shares, mine)
+    table_bytes, milliseconds = zip(*(share.tolist() for share in shares), strict=True)
+    return {"table_bytes": [int(value) for value in table_bytes], "step_milliseconds": list(milliseconds)}
+
+
+def _local_bytes(tensor: Any) -> int:
+    return sum(part.numel() * part.element_size() for part in local_parts(tensor))
+
+
+def identity_of(spec: RankSpec) -> dict[str, str]:
+    """What a checkpoint of this training belongs to: its transforms, its model and its optimizers."""
+    settings = {f"model.{key}": value for key, value in spec.model.model_dump(mode="json").items()}
+    optimizers = spec.training.model_dump(
+        mode="json", include={"dense_optimizer", "table_optimizer", "table_precision"}
+    )
+    settings |= {f"training.{key}": value for key, value in optimizers.items()}
+    return {key: str(value) for key, value in settings.items()} | {"preprocessing plan": spec.train.plan.hash}
+
+
+def build_model(
+    spec: ModelSpec, world_size: int, device: torch.device, drawn: bool = True
+) -> tuple[DistributedModelParallel, list[dict[str, Any]]]:
+    """The sharded model in its initial state, the same for every placement and world size, and its plan as rows.
+
+    Args:
+        drawn: See `sharded`.
+    """
+    torch.manual_seed(spec.seed)
+    training = spec.training.model_copy(update={"world_size": world_size})
+    model, placement = sharded(
+        unsharded(spec), training, device, spec.seed, spec.model.embedding_init, spec.placement, drawn
+    )
+    kind = {} if training.sync == "synchronous" else {"sharding": "shared"}
+    return model, [row | kind for row in describe(placement)]
+
+
+def unsharded(spec: ModelSpec) -> DLRM:
+    """The model with tables that take no memory yet."""
+    kind = DataType.FP16 if spec.training.table_precision == "fp16" else DataType.FP32
+    return DLRM(spec.model, len(spec.plan.dense), bags_of(spec.plan), "meta", kind)
+
+
+def placed(spec: Described, uses: Mapping[str, TableUse]) -> Described:
+    """The spec with the placement of its tables; made once, before ranks start, so that all have the same.
+
+    Raises:
+        ContractError: If the tables cannot be placed as the config asks.
+    """
+    device = "cuda" if takes_cuda(spec.training) else "cpu"
+    return spec.model_copy(update={"placement": place(unsharded(spec), spec.training.for_placement, device, uses)})
+
+
+def table_uses(spec: RankSpec) -> dict[str, TableUse]:
+    """How the tables are used in a sample of the training rows: the first of the snapshot, so always the same."""
+    rows = Worker(spec.train).sample(SAMPLE_ROWS)
+    return measure(bags_of(spec.train.plan), rows, spec.training.batch_rows)
+
+
+def kept_batches(reader: Client, kept: bool) -> Callable[[], Iterator[Batch]]:
+    """The reader's batches as often as they are asked for; kept in memory and read once if so wished."""
+    if not kept:
+        return reader.batches
+    batches: list[Batch] = []
+
+    def again() -> Iterator[Batch]:
+        if not batches:
+            batches.extend(reader.batches())
+        return iter(batches)
+
+    return again
+
+
+def bags_of(plan: Plan) -> list[Bag]:
+    """The plan's sparse features as the model names them."""
+    return [Bag(feature.name, feature.table, feature.rows, feature.pooling) for feature in plan.sparse]
+
+
+def client(spec: ModelSpec, source: Source, name: str, data: DataSpec, rank: int, shuffled: bool) -> Client:
+    """This rank's iterator over a selection."""
+    window = spec.preprocessing.shuffle_window_rows if shuffled else None
+    return Client(
+        source, (name, data), spec.training.batch_rows, spec.seed, window, rank, spec.training.world_size,
+        attempt=int(os.environ.get("DLRM_ATTEMPT", "0")),
+    )  # fmt: skip
+
+
+def probabilities(spec: RankSpec, model: DistributedModelParallel, rank: int, device: torch.device) -> list[float]:
+    """What the trained model says of the first evaluation rows, in table order; in fp32, as it is served."""
+    source = Inline({"probe": spec.probe}, spec.preprocessing)
+    reader = Client(source, ("probe", spec.probe), PROBE_ROWS, rank=rank, world_size=spec.training.world_size)
+    batch = next(reader.batches()).to(device)
+    model.eval()
+    with torch.no_grad():
+        values = torch.sigmoid(model(*batch.inputs).double())
+    shares = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    kept = [torch.empty_like(batch.weights) for _ in shares]
+    dist.all_gather(shares, values)
+    dist.all_gather(kept, batch.weights)
+    result: list[float] = torch.cat(shares)[torch.cat(kept) > 0].tolist()
+    return result
+
+
+def weights_sha256(weights: dict[str, torch.Tensor]) -> str:
+    """Hash over the bytes of the full parameters in name order."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(weights[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def takes_cuda(config: TrainConfig) -> bool:
+    """Whether ranks run on CUDA devices, one each."""
+    fitting = config.sync == "synchronous" and config.launcher == "processes"
+    enough = fitting and torch.cuda.device_count() >= config.world_size
+    return config.device == "cuda" or (config.device == "auto" and enough)
+
+
+def start_group(config: TrainConfig, rank: int) -> torch.device:
+    """Joins the group, unless it stands already: nccl where every rank has a CUDA device, else gloo."""
+    cuda = takes_cuda(config)
+    device = torch.device(f"cuda:{rank}") if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", init_method=f"file://{os.environ['DLRM_MEETING']}", rank=rank,
+            world_size=config.world_size, timeout=datetime.timedelta(minutes=30),
+        )  # fmt: skip
+    return device
+
+
+def event_writer() -> Any:
+    """A function that writes one JSON event a line to the launcher, in any thread; silent on ranks but the first."""
+    number = os.environ.get("DLRM_EVENTS_FD")
+    if number is None:
+        return lambda event: None
+    pipe = os.fdopen(int(number), "w", buffering=1, encoding="utf-8")
+    lock = threading.Lock()
+
+    def emit(event: dict[str, Any]) -> None:
+        line = json.dumps(event) + "\n"
+        with lock:
+            pipe.write(line)
+
+    return emit
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

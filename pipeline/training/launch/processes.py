@@ -1,0 +1,299 @@
+"""Ranks as a process tree that dies with its parent, started again from the last checkpoint if one of them dies."""
+
+import contextlib
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from pipeline.errors import ContractError, TrainingError
+from pipeline.process import KEPT_MEMORY
+from pipeline.training.launch.heartbeat import WAITING
+from storage.artifacts import write_text
+
+POLL_SECONDS = 0.2
+RANK_ENVIRONMENT = {
+    # Turns for which a waiting thread of OpenMP holds its processor, some tenths of a millisecond: longer than between
+    # layers, shorter than the tables' kernel, whose own threads find none free for OpenMP's default of 300,000.
+    "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "20000"),
+    **KEPT_MEMORY,
+}
+"""What libraries read as a rank starts."""
+GRACE_SECONDS = 5.0
+"""How long ranks have to end themselves before they are killed."""
+KILLED_EXIT_CODE = 137
+"""What a shell or a container makes of SIGKILL."""
+
+Event = dict[str, Any]
+
+
+class RankLostError(TrainingError):
+    """A rank died or hangs; started again, the group may fare better."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long ranks may take, and how often they may die. Fields as in `TrainConfig`."""
+
+    deadline_seconds: int | None = None
+    hang_seconds: int | None = None
+    restart_limit: int = 0
+    headway: Callable[[], object] = lambda: None
+    """What preprocessing has done so far: while it changes, ranks that wait for a batch do not hang."""
+    check: Callable[[], object] = lambda: None
+    """Called several times a second; what it raises ends the ranks."""
+
+
+def run_ranks(
+    module: str,
+    spec: BaseModel,
+    folder: Path,
+    world_size: int,
+    threads_per_rank: int | None,
+    limits: Limits,
+    on_event: Callable[[Event], None],
+    root: Path,
+    make_group: "Callable[..., Group] | None" = None,
+) -> Event:
+    """Runs `python -m module SPEC` once per rank and returns the event named `result`, with `restarts` added.
+
+    Ranks get RANK, WORLD_SIZE, the spec's path and, in DLRM_ATTEMPT, how often they were started before; rank 0 writes
+    one JSON event a line into the pipe DLRM_EVENTS_FD. Its events `saved` and `resumed` name the step that ranks would
+    go on from. A rank that dies or hangs ends all, and all are started again. Whatever happens, no rank is left when
+    this returns.
+
+    Args:
+        folder: Logs of the ranks and the spec are kept here; no other group works in it.
+        on_event: Called with each event as it comes, and with `restart` before ranks are started again.
+        root: Working directory of the ranks.
+        make_group: Another way of starting ranks than as processes of this machine; called as `Group` is.
+    Raises:
+        ContractError: What a rank raised, as it raised it; it would raise it again.
+        TrainingError: If ranks were lost more often than they may be, or the deadline passed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "spec.json", spec.model_dump_json(indent=2), mode=0o600)  # it holds the catalog's credentials
+    threads = threads_of(threads_per_rank, world_size)
+    deadline = None if limits.deadline_seconds is None else time.monotonic() + limits.deadline_seconds
+    attempt = restarts = saved = began = 0
+    while True:
+        group = (make_group or Group)(folder, limits, deadline, on_event, saved)
+        try:
+            result = group.run(module, world_size, threads, attempt, root)
+        except RankLostError as lost:
+            saved = group.saved
+            restarts = restarts + 1 if saved <= began else 1
+            if restarts > limits.restart_limit:
+                tried = (
+                    f", also after {limits.restart_limit} restarts from step {saved}" if limits.restart_limit else ""
+                )
+                raise RankLostError(lost.where, lost.expected, lost.actual + tried, lost.remedy) from None
+            attempt, began = attempt + 1, saved
+            on_event(
+                {
+                    "event": "restart", "step": saved, "number": restarts, "limit": limits.restart_limit,
+                    "reason": f"{lost.where}: {lost.actual}",
+                }
+            )  # fmt: skip
+        else:
+            return result | {"restarts": attempt}
+
+
+def threads_of(threads_per_rank: int | None, world_size: int) -> int:
+    """Threads of a rank: as asked, else an equal share of the cores."""
+    return threads_per_rank or max((os.cpu_count() or 1) // world_size, 1)
+
+
+@dataclass
+class Group:
+    """Ranks from their start to their end."""
+
+    folder: Path
+    limits: Limits
+    deadline: float | None
+    on_event: Callable[[Event], None]
+    saved: int
+    """Step of the newest checkpoint."""
+    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    count: int = -1
+    doing: str = "starting"
+    headway: object = None
+    last_sign: float = field(default_factory=time.monotonic)
+
+    def run(self, module: str, world_size: int, threads: int, attempt: int, root: Path) -> Event:
+        """Starts the ranks, and returns when all have ended."""
+        meeting = self.folder / ".meeting"
+        shutil.rmtree(meeting, ignore_errors=True)  # of a launcher that was killed
+        meeting.mkdir()
+        read_end, write_end = os.pipe()
+        open_ends = {read_end, write_end}
+        try:
+            for rank in range(world_size):
+                environment = _environment(rank, world_size, threads, attempt, write_end, meeting)
+                self.ranks.append(_start(module, self.folder, rank, environment, write_end, root))
+            os.close(write_end)
+            open_ends.clear()  # the other end is closed by its reader
+            return self.watch(read_end)
+        finally:
+            for end in open_ends:
+                os.close(end)
+            _end(self.ranks)
+            shutil.rmtree(meeting, ignore_errors=True)
+
+    def watch(self, read_end: int) -> Event:
+        """Hands events on until all ranks have ended."""
+        lines = _lines(read_end)
+        result: Event | None = None
+        open_pipe = True
+        try:
+            while open_pipe or any(process.poll() is None for process in self.ranks):
+                with contextlib.suppress(queue.Empty):
+                    line = lines.get(timeout=POLL_SECONDS)
+                    open_pipe = line is not None
+                    result = self.hear(line) or result
+                _raise_if_failed(self.ranks, self.folder)
+                self.look_at_the_clock()
+            _raise_if_failed(self.ranks, self.folder)
+        except RankLostError:
+            _end(self.ranks)
+            with contextlib.suppress(queue.Empty):  # what was said last may be that a checkpoint is whole
+                while (line := lines.get(timeout=GRACE_SECONDS)) is not None:
+                    self.hear(line)
+            raise
+        if result is None:
+            raise TrainingError("training", "a result from rank 0", "none", f"See {self.folder / 'rank-0.log'}.")
+        return result
+
+    def hear(self, line: str | None) -> Event | None:
+        """Takes note of an event and hands it on, but for signs of life; returns a result."""
+        event: Event = {"event": None} if line is None else json.loads(line)
+        if event["event"] == "alive":
+            if event["count"] != self.count:
+                self.last_sign = time.monotonic()
+            self.count, self.doing = event["count"], event["doing"]
+        elif line is not None:
+            self.last_sign = time.monotonic()
+            if event["event"] in ("saved", "resumed"):
+                self.saved = event["step"]
+            self.on_event(event)
+        return event if event["event"] == "result" else None
+
+    def look_at_the_clock(self) -> None:
+        """Raises if the ranks take too long, or are not wanted any more."""
+        self.limits.check()
+        now = time.monotonic()
+        if self.deadline is not None and now > self.deadline:
+            raise TrainingError(
+                "training", f"an end within training.deadline_seconds={self.limits.deadline_seconds}",
+                "ranks still at work", "Raise it, or run the command again to go on from the last checkpoint.",
+            )  # fmt: skip
+        headway = self.limits.headway()
+        if self.doing == WAITING and headway != self.headway:
+            self.last_sign = now
+        self.headway = headway
+        limit = self.limits.hang_seconds
+        if limit is not None and now - self.last_sign > limit:
+            raise RankLostError(
+                "ranks", f"a sign of progress within training.hang_seconds={limit}",
+                f"none while rank 0 was {self.doing}",
+                f"Raise it if a step may take longer. Logs are {self.folder}/rank-*.log; the last checkpoint is kept.",
+            )  # fmt: skip
+
+
+def _lines(read_end: int) -> "queue.Queue[str | None]":
+    """Lines of a pipe as they come, None at its end."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        with os.fdopen(read_end, encoding="utf-8") as pipe:
+            for line in pipe:
+                if line.endswith("\n"):  # a rank may be killed in the middle of a line
+                    lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
+def _environment(rank: int, world_size: int, threads: int, attempt: int, events: int, meeting: Path) -> dict[str, str]:
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": str(threads),
+        **RANK_ENVIRONMENT,
+        "DLRM_ATTEMPT": str(attempt),
+        "DLRM_MEETING": str(meeting / "store"),
+        "DLRM_PARENT": str(os.getpid()),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS may give other bits in another run
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "PYTHONUNBUFFERED": "1",
+    }
+    environment.pop("DLRM_EVENTS_FD", None)
+    if rank == 0:
+        environment["DLRM_EVENTS_FD"] = str(events)
+    return environment
+
+
+def _start(
+    module: str, folder: Path, rank: int, environment: dict[str, str], events: int, root: Path
+) -> subprocess.Popen[bytes]:
+    (folder / f"error-{rank}.json").unlink(missing_ok=True)
+    mode = "wb" if environment["DLRM_ATTEMPT"] == "0" else "ab"  # what killed the others stays to be read
+    with (folder / f"rank-{rank}.log").open(mode) as log:
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", module, str(folder / "spec.json")],
+            env=environment, cwd=root, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            pass_fds=(events,) if rank == 0 else (),
+        )  # fmt: skip
+
+
+def _raise_if_failed(ranks: list[subprocess.Popen[bytes]], folder: Path) -> None:
+    """A rank's own error comes before the errors of those that lost their peer."""
+    failed = _failed(ranks)
+    if not failed:
+        return
+    time.sleep(POLL_SECONDS)  # ranks that fail together all get to write down why
+    for rank in range(len(ranks)):
+        path = folder / f"error-{rank}.json"
+        if path.exists():
+            raise ContractError(*json.loads(path.read_text(encoding="utf-8")))
+    killed = [pair for pair in _failed(ranks) if pair[1] < 0 or pair[1] == KILLED_EXIT_CODE]
+    rank, code = (killed or failed)[0]
+    log = (folder / f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    raise RankLostError(
+        f"rank {rank}", "to train to the end", f"{name}: {log[-1][:200].rstrip('.') if log else 'no output'}",
+        f"Run the command again to go on from the last checkpoint; its log is {folder / f'rank-{rank}.log'}.",
+    )  # fmt: skip
+
+
+def _failed(ranks: list[subprocess.Popen[bytes]]) -> list[tuple[int, int]]:
+    """(rank, exit code) of those that failed."""
+    codes = [(rank, process.poll()) for rank, process in enumerate(ranks)]
+    return [(rank, code) for rank, code in codes if code not in (None, 0)]  # type: ignore[misc]
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    alive = [process for process in ranks if process.poll() is None]
+    for process in alive:
+        process.terminate()
+    limit = time.monotonic() + GRACE_SECONDS
+    for process in alive:
+        try:
+            process.wait(max(limit - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,68 @@
+"""The running mean of the weights along the last part of training."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from pipeline.training.state.checkpoint import local_parts
+from pipeline.training.tables.cached import forget, write_back
+
+
+class WeightAverage:
+    """Mean of all weights, dense and tables, each rank's shards by themselves.
+
+    Args:
+        model: The sharded model; memory of one more copy of its weights is taken.
+    Source:
+        Izmailov et al. 2018, arXiv:1803.05407, section 3.1 (stochastic weight averaging).
+    """
+
+    def __init__(self, model: DistributedModelParallel) -> None:
+        self.model = model
+        self.weights: dict[str, Any] = model.state_dict()
+        self.means = {name: _zeros_like(tensor) for name, tensor in self.weights.items()}
+
+    def take(self, count: int) -> None:
+        """Adds the weights as they are now as number `count`, counted from 1."""
+        write_back(self.model)
+        with torch.no_grad():
+            for mean, now in self._pairs():
+                mean += (now - mean) / count
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model has the mean weights inside, and its own again afterwards."""
+        write_back(self.model)
+        own = [now.clone() for _, now in self._pairs()]
+        self.apply()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for kept, (_, now) in zip(own, self._pairs(), strict=True):
+                    now.copy_(kept)
+            forget(self.model)
+
+    def apply(self) -> None:
+        """Puts the mean weights into the model."""
+        with torch.no_grad():
+            for mean, now in self._pairs():
+                now.copy_(mean)
+        forget(self.model)
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for name, tensor in self.weights.items():
+            yield from zip(local_parts(self.means[name]), local_parts(tensor), strict=True)
+
+
+def _zeros_like(tensor: Any) -> Any:
+    if not hasattr(tensor, "local_shards"):
+        return torch.zeros_like(tensor)
+    shards = [Shard(torch.zeros_like(shard.tensor), shard.metadata) for shard in tensor.local_shards()]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, tensor.metadata(), process_group=tensor._process_group
+    )

@@ -1,0 +1,136 @@
+"""The loops behind the ops that read numbers."""
+
+import numpy as np
+
+from pipeline.transforms.kernels.hashing import Floats, Ids, compiled
+
+
+@compiled
+def clamp(values: Floats, low: float, high: float) -> tuple[Floats, int]:
+    """Numbers held in [low, high], NaN kept: (numbers, how many were outside)."""
+    out = np.empty(len(values), np.float64)
+    outside = 0
+    for i in range(len(values)):
+        value = values[i]
+        out[i] = low if value < low else high if value > high else value
+        outside += value < low or value > high
+    return out, outside
+
+
+@compiled
+def fill(values: Floats, value: float) -> tuple[Floats, int]:
+    """NaN becomes `value`: (numbers, how many were filled)."""
+    out = np.empty(len(values), np.float64)
+    filled = 0
+    for i in range(len(values)):
+        missing = np.isnan(values[i])
+        out[i] = value if missing else values[i]
+        filled += missing
+    return out, filled
+
+
+@compiled
+def logit(values: Floats, eps: float, invalid: float) -> tuple[Floats, int]:
+    """log(p / (1 - p)) of p held in [eps, 1 - eps]; p outside [0, 1] becomes `invalid`, NaN stays: (numbers, bad)."""
+    out = np.empty(len(values), np.float64)
+    bad = 0
+    for i in range(len(values)):
+        p = values[i]
+        if np.isnan(p):
+            out[i] = p
+        elif p < 0.0 or p > 1.0:
+            out[i] = invalid
+            bad += 1
+        else:
+            p = min(max(p, eps), 1.0 - eps)
+            out[i] = np.log(p / (1.0 - p))
+    return out, bad
+
+
+@compiled
+def box_cox(values: Floats, power: float, shift: float, invalid: float) -> tuple[Floats, int]:
+    """((x + shift)^power - 1) / power, log(x + shift) at power 0; NaN stays: (numbers, invalid).
+
+    x + shift at or below 0 or infinite becomes `invalid`.
+    """
+    out = np.empty(len(values), np.float64)
+    bad = 0
+    for i in range(len(values)):
+        x = values[i] + shift
+        if np.isnan(x):
+            out[i] = x
+        elif x <= 0.0 or np.isinf(x):
+            out[i] = invalid
+            bad += 1
+        elif power == 0.0:
+            out[i] = np.log(x)
+        else:
+            out[i] = np.expm1(power * np.log(x)) / power  # x**power - 1 loses all digits near power 0
+    return out, bad
+
+
+@compiled
+def bucketize(values: Floats, borders: Floats) -> tuple[Ids, Ids]:
+    """Index of the first border at or above each value, lists of one; NaN gives an empty list: (values, offsets)."""
+    out = np.empty(len(values), np.int64)
+    starts = np.empty(len(values) + 1, np.int64)
+    starts[0] = 0
+    for i in range(len(values)):
+        present = not np.isnan(values[i])
+        if present:
+            out[starts[i]] = np.searchsorted(borders, values[i])
+        starts[i + 1] = starts[i] + present
+    return out[: starts[-1]], starts
+
+
+@compiled
+def onehot(values: Floats, size: int, invalid: int) -> tuple[Ids, Ids, int]:
+    """Whole numbers in [0, size) as lists of one id, NaN as an empty list: (values, offsets, how many others).
+
+    The others become `invalid`, or an empty list where that is negative.
+    """
+    out = np.empty(len(values), np.int64)
+    starts = np.zeros(len(values) + 1, np.int64)
+    bad = 0
+    for i in range(len(values)):
+        value, place = values[i], starts[i]
+        if value >= 0.0 and value < size and value == np.floor(value):
+            out[place] = np.int64(value)
+            place += 1
+        elif not np.isnan(value):
+            bad += 1
+            if invalid >= 0:
+                out[place] = invalid
+                place += 1
+        starts[i + 1] = place
+    return out[: starts[-1]], starts, bad
+
+
+@compiled
+def local_hours(
+    times: Floats, per_second: int, shifts: Floats, shift_seconds: int, since: Ids, offsets: Ids, until: int
+) -> tuple[Ids, Ids, int]:
+    """Hour of the day of each time, as lists of one; NaN gives an empty list: (values, offsets, times not valid).
+
+    `offsets[k]` holds from second `since[k]` on, the last one before second `until`; `shifts` (none or one a row)
+    are added to it.
+    """
+    out = np.empty(len(times), np.int64)
+    starts = np.zeros(len(times) + 1, np.int64)
+    bad = 0
+    for i in range(len(times)):
+        starts[i + 1] = starts[i]
+        shift = shifts[i] * shift_seconds if len(shifts) else 0.0
+        if np.isnan(times[i]) or np.isnan(shift):
+            continue
+        if abs(times[i]) >= 2.0**53 or abs(shift) > 86_400.0:
+            bad += 1
+            continue
+        second = np.int64(np.floor(times[i])) // per_second  # floored, so that times before 1970 are right
+        if second < since[0] or second >= until:
+            bad += 1
+            continue
+        local = second + offsets[np.searchsorted(since, second, side="right") - 1] + np.int64(np.floor(shift))
+        out[starts[i]] = local // 3_600 % 24
+        starts[i + 1] += 1
+    return out[: starts[-1]], starts, bad

@@ -1,0 +1,161 @@
+"""Ops whose values stay what they are, numbers or ids: normalisation, bounds, what is missing."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, Self
+
+import numpy as np
+from pydantic import Field, FiniteFloat, PositiveFloat, model_validator
+
+from pipeline.errors import ConfigError
+from pipeline.transforms.column import Column
+from pipeline.transforms.kernels import dense, sparse
+from pipeline.transforms.ops.op import Counts, Op, as_id
+
+
+class BoxCox(Op):
+    """Power transform: x -> ((x + shift)^power - 1) / power, log(x + shift) at power 0.
+
+    Source:
+        Box and Cox 1964; arXiv:2108.09373, table 11.
+    """
+
+    reads, makes = ("dense",), "dense"
+    kind: Literal["box_cox"] = "box_cox"
+    power: FiniteFloat
+    shift: FiniteFloat = 0.0
+    invalid: FiniteFloat = 0.0
+    """What an x becomes where x + shift is at or below 0, or infinite; such values are counted."""
+
+    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+        (column,) = columns
+        values, bad = dense.box_cox(column.values, self.power, self.shift, self.invalid)
+        self.count(counts, bad)
+        return Column(values)
+
+
+class Clamp(Op):
+    """Values held between two bounds, numbers or ids; missing ones stay missing."""
+
+    reads, makes = ("either",), "same"
+    kind: Literal["clamp"] = "clamp"
+    low: FiniteFloat
+    high: FiniteFloat
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low > self.high:
+            raise ConfigError("clamp", "low <= high", f"[{self.low}, {self.high}]", "Swap them.")
+        return self
+
+    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+        (column,) = columns
+        if column.offsets is None:
+            values, outside = dense.clamp(column.values, self.low, self.high)
+            result = Column(values)
+        else:
+            ids, outside = sparse.clamp_ids(column.values, *self.id_bounds)
+            result = Column(ids, column.offsets)
+        self.count(counts, outside)
+        return result
+
+    def ids_below(self, *limits: int | None) -> int | None:
+        (limit,) = limits
+        low, high = self.id_bounds
+        if low < 0 or high < 0:
+            return None
+        return high + 1 if limit is None else max(min(limit, high + 1), low + 1)
+
+    @property
+    def id_bounds(self) -> tuple[int, int]:
+        """The bounds for ids: whole numbers between `low` and `high`."""
+        return as_id(math.ceil(self.low)), as_id(math.floor(self.high))
+
+
+class FillNull(Op):
+    """A constant in place of a missing number, or of a missing or empty list of ids."""
+
+    reads, makes = ("either",), "same"
+    kind: Literal["fill_null"] = "fill_null"
+    value: FiniteFloat = 0.0
+
+    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+        (column,) = columns
+        if column.offsets is None:
+            values, filled = dense.fill(column.values, self.value)
+            result = Column(values)
+        else:
+            ids, offsets, filled = sparse.fill_lists(column.values, column.offsets, as_id(self.value))
+            result = Column(ids, offsets)
+        self.count(counts, filled)
+        return result
+
+    def ids_below(self, *limits: int | None) -> int | None:
+        (limit,) = limits
+        return None if limit is None or self.value < 0 else max(limit, as_id(self.value) + 1)
+
+
+class Log(Op):
+    """log(1 + x) of a count; x below 0 becomes 0 and is counted."""
+
+    reads, makes = ("dense",), "dense"
+    kind: Literal["log"] = "log"
+
+    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+        (column,) = columns
+        values, outside = dense.clamp(column.values, 0.0, np.inf)
+        self.count(counts, outside)
+        return Column(np.log1p(values))
+
+
+class Logit(Op):
+    """Log-odds of a probability: p -> log(p / (1 - p)), p held in [eps, 1 - eps].
+
+    Source:
+        Zhao et al. 2022, arXiv:2108.09373, table 11.
+    """
+
+    reads, makes = ("dense",), "dense"
+    kind: Literal["logit"] = "logit"
+    eps: float = Field(default=1e-6, ge=1e-15, lt=0.5)
+    invalid: FiniteFloat = 0.0
+    """What a p outside [0, 1] becomes; such values are counted."""
+
+    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+        (column,) = columns
+        values, bad = dense.logit(column.values, self.eps, self.invalid)
+        self.count(counts, bad)
+        return Column(values)
+
+
+class Standardise(Op):
+    """x -> (x - mean) / std. Left without numbers in a config, it learns them from the training rows."""
+
+    reads, makes, learns = ("dense",), "dense", "moments"
+    kind: Literal["standardise"] = "standardise"
+    mean: FiniteFloat | None = None
+    std: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.mean is None) != (self.std is None):
+            raise ConfigError(
+                "standardise", "both mean and std, or neither", "one of them", "Give the other, or leave both out."
+            )
+        return self
+
+    @property
+    def fitted(self) -> bool:
+        """Whether its numbers are known."""
+        return self.mean is not None
+
+    def fit(self, mean: float, std: float) -> "Standardise":
+        """A finished op; a constant column is only shifted."""
+        return self.model_copy(update={"mean": mean, "std": std if std > 0.0 else 1.0})
+
+    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+        (column,) = columns
+        if self.mean is None or self.std is None:
+            raise ConfigError(f"standardise on '{self.output}'", "a fitted mean and std", "none", "Fit the plan first.")
+        with np.errstate(over="ignore"):  # the plan counts what is infinite in the end
+            return Column((column.values - self.mean) / self.std)

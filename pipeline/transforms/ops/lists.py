@@ -1,0 +1,137 @@
+"""Ops that make a feature of several lists of a row."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from pipeline.transforms.column import Column, Ids
+from pipeline.transforms.kernels import lists
+from pipeline.transforms.ops.op import Count, Counts, Op, list_offsets
+
+
+def _both(left: Column, right: Column) -> tuple[Ids, Ids, Ids, Ids]:
+    return left.values, list_offsets(left), right.values, list_offsets(right)
+
+
+class Cartesian(Op):
+    """Every pair of an id of one list and an id of another, as one id.
+
+    The pairs come in order: all of the first id of the first list, then all of its second. The id of (a, b) is
+    chain(mix(a), mix(b)), a 64-bit hash in which order matters; a sigrid_hash bounds it.
+
+    Source:
+        arXiv:2108.09373, table 11. mix and chain: pipeline/transforms/kernels/hashing.py.
+    Example:
+        >>> import numpy as np
+        >>> colours, sizes = Column(np.array([1, 2]), np.array([0, 2])), Column(np.array([7]), np.array([0, 1]))
+        >>> Cartesian(inputs=("colours", "sizes")).apply([colours, sizes], Counts()).values.tolist()
+        [2117707494717150447, 8314783716148404663]
+    """
+
+    reads, makes = ("sparse", "sparse"), "sparse"
+    kind: Literal["cartesian"] = "cartesian"
+    limit: Count = 1_000
+    """Most pairs a row; later ones are left out and counted, for two lists of a million ids have 10^12."""
+
+    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+        left, right = columns
+        ids, offsets, left_out = lists.cartesian(*_both(left, right), self.limit)
+        self.count(counts, left_out)
+        return Column(ids, offsets)
+
+    def ids_below(self, *limits: int | None) -> int | None:
+        return None
+
+
+class NGram(Op):
+    """Every run of n neighbours in the inputs' lists, one list after the other, as one id.
+
+    The id of a run is a 64-bit hash: mix(first), then chain(hash, mix(next)) for each further one, so that a run of
+    two has the id of that pair in Cartesian; a sigrid_hash bounds it. Rows of fewer than n ids have none.
+
+    Source:
+        arXiv:2108.09373, table 11. mix and chain: pipeline/transforms/kernels/hashing.py.
+    Example:
+        >>> import numpy as np
+        >>> words = Column(np.array([5, 6, 5, 6]), np.array([0, 4]))
+        >>> first, middle, last = NGram(n=2).apply([words], Counts()).values.tolist()
+        >>> (first == last, first == middle)
+        (True, False)
+    """
+
+    reads, makes, variadic = ("sparse",), "sparse", True
+    kind: Literal["ngram"] = "ngram"
+    n: int = Field(ge=1, le=100)
+    """Ids of a run."""
+
+    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+        first, *others = columns
+        values, offsets = first.values, list_offsets(first)
+        for other in others:
+            values, offsets = lists.joined(values, offsets, other.values, list_offsets(other))
+        return Column(*lists.ngrams(values, offsets, self.n))
+
+    def ids_below(self, *limits: int | None) -> int | None:
+        return None
+
+
+class PositiveIntersect(Op):
+    """The ids that both lists have: each once, in the order in which the first list shows them.
+
+    Source:
+        arXiv:2108.09373, table 11.
+    Example:
+        >>> import numpy as np
+        >>> seen, liked = Column(np.array([3, 1, 3, 2]), np.array([0, 4])), Column(np.array([2, 3]), np.array([0, 2]))
+        >>> PositiveIntersect(inputs=("seen", "liked")).apply([seen, liked], Counts()).values.tolist()
+        [3, 2]
+    """
+
+    reads, makes = ("sparse", "sparse"), "sparse"
+    kind: Literal["positive_intersect"] = "positive_intersect"
+
+    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+        left, right = columns
+        places = lists.positions(*_both(left, right))
+        keep = lists.firsts(places, list_offsets(left), list_offsets(right))
+        return Column(*lists.kept(left.values, list_offsets(left), keep))
+
+    def ids_below(self, *limits: int | None) -> int | None:
+        return min((limit for limit in limits if limit is not None), default=None)
+
+
+class IdListTransform(Op):
+    """The first list as the second one sees it, in the first one's order, with its repetitions.
+
+    intersection keeps the ids that the second list has too, difference those that it has not. map makes of each id
+    its position in the second list, the first of several: 0 is at the front; ids that it has not are left out.
+
+    Source:
+        arXiv:2108.09373, table 11.
+    Example:
+        >>> import numpy as np
+        >>> seen, top = Column(np.array([3, 1, 3, 2]), np.array([0, 4])), Column(np.array([2, 3]), np.array([0, 2]))
+        >>> for mode in ("intersection", "difference", "map"):
+        ...     IdListTransform(inputs=("seen", "top"), mode=mode).apply([seen, top], Counts()).values.tolist()
+        [3, 3, 2]
+        [1]
+        [1, 1, 0]
+    """
+
+    reads, makes = ("sparse", "sparse"), "sparse"
+    kind: Literal["id_list_transform"] = "id_list_transform"
+    mode: Literal["intersection", "difference", "map"] = "intersection"
+    """What becomes of an id. Positions made by map are not bounded; a clamp does that."""
+
+    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+        left, right = columns
+        places = lists.positions(*_both(left, right))
+        keep = places < 0 if self.mode == "difference" else places >= 0
+        return Column(*lists.kept(places if self.mode == "map" else left.values, list_offsets(left), keep))
+
+    def ids_below(self, *limits: int | None) -> int | None:
+        if self.mode == "map":
+            return None
+        known = [limit for limit in limits if limit is not None]
+        return min(known, default=None) if self.mode == "intersection" else limits[0]

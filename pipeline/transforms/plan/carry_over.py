@@ -1,0 +1,69 @@
+"""What a plan takes over from the one before it: learned numbers, and which features still mean the same."""
+
+from pipeline.transforms.ops import AnyOp, Bucketize, MapId, Standardise
+from pipeline.transforms.plan.fit import learns
+from pipeline.transforms.plan.plan import Plan
+from pipeline.transforms.plan.schedule import above
+
+LEARNED: dict[type[AnyOp], dict[str, None]] = {
+    Bucketize: {"borders": None},
+    MapId: {"vocabulary": None},
+    Standardise: {"mean": None, "std": None},
+}
+"""Op -> fields that it learns, as they are before."""
+
+
+def inherited(plan: Plan, old: Plan) -> Plan:
+    """The plan with the numbers that the same ops have learned in an older one; new ops still have to learn theirs.
+
+    A model that is trained further needs its inputs on the scale that it knows. What was learned from a column that
+    the older plan's table did not have, and this one's has, is not taken over: nothing was learned.
+    """
+    new = set(old.absent) - set(plan.absent)
+    taught = {op.output: op for op in old.ops if not new & old.columns_of_op(op)}
+    known: dict[str, AnyOp] = {}
+    for op in plan.ops:
+        before = taught.get(op.output)
+        upstream = [name for name in op.inputs if name in known or name in taught]
+        same = all(known.get(name) == taught.get(name) for name in upstream)
+        fits = learns(op) and before is not None and same and _unlearned(before) == op
+        known[op.output] = before if fits and before is not None else op
+    return plan.model_copy(update={"ops": tuple(known[op.output] for op in plan.ops)})
+
+
+def _unlearned(op: AnyOp) -> AnyOp:
+    return op.model_copy(update=LEARNED.get(type(op), {}))
+
+
+def kept(plan: Plan, old: Plan) -> set[str]:
+    """Features of a plan whose values mean what they meant in an older one.
+
+    Ids keep their rows where a vocabulary has only been added to at its end.
+    """
+    return {name for name in {*plan.features} & {*old.features} if _same(plan, old, name)}
+
+
+def _same(plan: Plan, old: Plan, feature: str) -> bool:
+    if plan.direct.get(feature) != old.direct.get(feature):
+        return False
+    if plan.columns_of(feature) & (set(old.absent) - set(plan.absent)):
+        return False
+    ours, theirs = _ops_of(plan, feature), _ops_of(old, feature)
+    if ours.keys() != theirs.keys():
+        return False
+    return all(_extends(op, theirs[output]) for output, op in ours.items())
+
+
+def _ops_of(plan: Plan, feature: str) -> dict[str, AnyOp]:
+    """Output -> op, of all that a feature is made by."""
+    names = above(plan.ops, [plan.direct.get(feature, feature)])
+    return {op.output: op for op in plan.ops if op.output in names}
+
+
+def _extends(op: AnyOp, old: AnyOp) -> bool:
+    """Whether an op gives the ids that an older one gave, and maybe new ones."""
+    if isinstance(op, MapId) and isinstance(old, MapId) and op.vocabulary and old.vocabulary:
+        before = len(old.vocabulary)
+        if op.vocabulary[:before] == old.vocabulary and op.unknown is None and old.unknown is None:
+            return op.model_copy(update={"vocabulary": old.vocabulary, "size": old.size}) == old
+    return op == old

@@ -1,0 +1,98 @@
+"""Repeats: features whose columns stay from row to row, made once for each run of such rows."""
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pipeline.transforms.column import Column
+from pipeline.transforms.kernels.hashing import Ids, compiled
+from pipeline.transforms.ops import Counts
+from pipeline.transforms.plan.plan import Plan, TransformedRows
+from pipeline.transforms.plan.schedule import Seconds
+
+
+class Runs(NamedTuple):
+    """Some features of N rows, made once for each of U runs of rows whose columns are all the same.
+
+    Shapes:
+        columns: one Column of U bags per feature, in the order of the plan. of_rows: int64 [N], the run of each row,
+        rising from 0 to U - 1.
+    """
+
+    columns: tuple[Column, ...]
+    of_rows: Ids
+
+
+class RepeatPlan:
+    """A plan parted into features that are made once for each run of equal rows, and all others.
+
+    Ops are functions of a row, so what is made is the same; only their counts and seconds are those of fewer rows.
+
+    Args:
+        names: Of the sparse features that are made once. A run goes on while all columns that they read stay.
+    Source:
+        Zhao et al. 2022, arXiv:2211.05239: grouped inverse keyed jagged tensors.
+    """
+
+    def __init__(self, plan: Plan, names: Collection[str]) -> None:
+        chosen = tuple(feature for feature in plan.sparse if feature.name in names)
+        others = tuple(feature for feature in plan.sparse if feature.name not in names)
+        self.repeated = plan.model_copy(update={"dense": (), "sparse": chosen}).schedule
+        self.others = plan.model_copy(update={"sparse": others})
+
+    def apply(
+        self, rows: pa.Table | pa.RecordBatch, sessions: Ids, counts: Counts, seconds: Seconds
+    ) -> tuple[TransformedRows, Runs]:
+        """Raw rows in; the features of each row, and those of each run.
+
+        Args:
+            sessions: int64 [N]; a run ends where the session does.
+        Raises:
+            DataError: If a column holds values of a kind that cannot be read as declared.
+        """
+        rows = self.others.completed(rows)
+        read = {name: self.repeated.read(rows, name, seconds) for name in self.repeated.raw}
+        begins = begins_of(sessions, read)
+        first = np.flatnonzero(begins)
+        if len(first) < len(begins):
+            read = {name: column.take(first) for name, column in read.items()}
+        made = self.repeated.run(rows, counts, seconds, read)
+        columns = tuple(made[name] for name in self.repeated.wanted)
+        return self.others.apply(rows, counts, seconds), Runs(columns, np.cumsum(begins) - 1)
+
+
+def begins_of(sessions: Ids, columns: Mapping[str, Column]) -> npt.NDArray[np.bool_]:
+    """Whether a row differs from the one before it in its session or any column, bool [N]; the first one does.
+
+    Example:
+        >>> column = Column(np.array([7, 8, 7, 8, 7]), np.array([0, 2, 4, 5, 5]))
+        >>> begins_of(np.zeros(4, np.int64), {"ids": column}).tolist()
+        [True, False, True, True]
+    """
+    begins = np.ones(len(sessions), bool)
+    begins[1:] = sessions[1:] != sessions[:-1]
+    for column in columns.values():
+        bits = column.values.view(np.int64)  # of a number too: NaN is NaN
+        if column.offsets is None:
+            begins[1:] |= bits[1:] != bits[:-1]
+        else:
+            mark_lists(bits, column.offsets, begins)
+    return begins
+
+
+@compiled
+def mark_lists(values: Ids, offsets: Ids, begins: npt.NDArray[np.bool_]) -> None:
+    """Marks the lists that differ from the one before them."""
+    for i in range(1, len(begins)):
+        before, start, stop = offsets[i - 1], offsets[i], offsets[i + 1]
+        if begins[i]:
+            continue
+        differ = stop - start != start - before
+        j = 0
+        while not differ and j < stop - start:
+            differ = values[before + j] != values[start + j]
+            j += 1
+        begins[i] = differ

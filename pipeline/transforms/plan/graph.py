@@ -1,0 +1,283 @@
+"""Graph: a schema's ops over a table's columns, put in order and checked before the first row is read."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+import pyarrow as pa
+from pydantic import BaseModel
+
+from pipeline.errors import ColumnError, ConfigError
+from pipeline.transforms.column import Kind
+from pipeline.transforms.ops import VALUE, AnyOp
+from pipeline.transforms.plan.schedule import raw_key
+from pipeline.transforms.schema import (
+    COLUMN,
+    NAME,
+    DenseGroup,
+    FeatureSchema,
+    SparseGroup,
+    absent,
+    input_kinds,
+    resolve,
+)
+
+KINDS: tuple[Kind, ...] = ("dense", "sparse", "scores")
+
+
+class SparseFeature(BaseModel, frozen=True):
+    """One bag of ids and the embedding table it looks up."""
+
+    name: str
+    table: str
+    rows: int
+    """Ids are in [0, rows)."""
+    pooling: Literal["sum", "mean"]
+
+
+class Made(NamedTuple):
+    """A column on the way: its name, what its rows hold, and what its ids are below, if anything."""
+
+    key: str
+    kind: Kind
+    limit: int | None = None
+
+
+class Graph:
+    """The ops of a schema in an order in which each reads what is made before it.
+
+    Raises:
+        ConfigError: If a column is absent or of the wrong kind, an op does not fit its inputs, derived columns go in a
+            circle or are read by nothing, ids are not bounded, or the label is read.
+    """
+
+    def __init__(self, schema: FeatureSchema, table: pa.Schema) -> None:
+        self.schema, self.table = schema, table
+        self.ops: list[AnyOp] = []
+        self.dense: list[str] = []
+        self.sparse: list[SparseFeature] = []
+        self.direct: dict[str, str] = {}
+        self.absent: dict[str, None] = {}
+        self._raw: dict[str, set[Kind]] = {}
+        self._made: dict[str, Made] = {}
+        self._derived = {op.output: op for op in schema.derived}
+        self._check_outputs()
+        for dense in schema.dense:
+            for column in self._resolved(dense, "features.dense column"):
+                self.dense.append(self._bind(dense, column, "dense")[0])
+        for sparse in schema.sparse:
+            for column in self._resolved(sparse, "features.sparse column"):
+                self._add_sparse(sparse, column)
+        _unique([*self.dense, *(feature.name for feature in self.sparse)])
+        self._check_use()
+
+    @property
+    def raw(self) -> dict[str, tuple[Kind, ...]]:
+        """Raw columns read, and as what."""
+        return {column: tuple(kind for kind in KINDS if kind in kinds) for column, kinds in self._raw.items()}
+
+    def _resolved(self, group: DenseGroup | SparseGroup, where: str) -> list[str]:
+        known = [*self.table.names, *self._derived]
+        if group.on_missing == "default":
+            lacking = [name for name in group.columns if name not in known and NAME.fullmatch(name)]
+            self.absent |= dict.fromkeys(lacking)
+            known += lacking
+        return resolve(group.columns, known, where)
+
+    def _add_sparse(self, group: SparseGroup, column: str) -> None:
+        name, limit = self._bind(group, column, "sparse")
+        if limit is None:
+            raise ConfigError(
+                f"features.sparse '{name}'",
+                "bounded ids",
+                "ids of any size",
+                "End its transforms with sigrid_hash, bucketize or clamp.",
+            )
+        table = group.table.replace(COLUMN, name if group.table == COLUMN else column)
+        _check_name("table", table, "Set the group's `table`.")
+        self.sparse.append(SparseFeature(name=name, table=table, rows=limit, pooling=group.pooling))
+
+    def _bind(
+        self, group: DenseGroup | SparseGroup, column: str, wanted: Literal["dense", "sparse"]
+    ) -> tuple[str, int | None]:
+        """Adds the ops of one column; returns the feature's name and the bound of its ids."""
+        name = group.name.replace(COLUMN, column)
+        _check_name("feature", name, "Set the group's `name`.")
+        made = self._derive(column) if column in self._derived else self._read(column, group.kind_read(wanted))
+        for i, template in enumerate(group.transforms):
+            _check_step(template, name, made.kind)
+            made = self._add(template, (made,), name if i == len(group.transforms) - 1 else f"{name}:{i}")
+        if made.kind != wanted:
+            remedy = "Sum them up with compute_score." if made.kind == "scores" else f"Move it to features.{made.kind}."
+            raise ConfigError(f"feature '{name}'", f"{wanted} values in the end", f"{made.kind} ones", remedy)
+        if not group.transforms:
+            self.direct[name] = made.key
+        return name, made.limit
+
+    def _read(self, column: str, kind: Kind) -> Made:
+        """A raw column."""
+        if column not in self.absent:
+            _check_type(column, self.table.field(column).type, kind)
+        self._raw.setdefault(column, set()).add(kind)
+        return Made(raw_key(column, kind), kind)
+
+    def _derive(self, output: str, above: tuple[str, ...] = ()) -> Made:
+        """A derived column, made after all that it reads."""
+        if output in above:
+            circle = " -> ".join([*above[above.index(output) :], output])
+            raise ConfigError(
+                "features.derived", "ops that can be put in order", f"a circle: {circle}", "Take out one of its inputs."
+            )
+        if output not in self._made:
+            op = self._derived[output]
+            _check_count(op)
+            wanted = input_kinds(op)
+            inputs = [self._input(op, *pair, (*above, output)) for pair in zip(op.inputs, wanted, strict=True)]
+            for name, kind, made in zip(op.inputs, wanted, inputs, strict=True):
+                if kind not in ("either", made.kind):
+                    raise ConfigError(
+                        f"{op.kind} of '{output}'",
+                        f"{kind} values",
+                        f"'{name}' with {made.kind} ones",
+                        "Name another input, or put an op between.",
+                    )
+            self._made[output] = self._add(op, inputs, raw_key(output, "derived"))
+        return self._made[output]
+
+    def _input(self, op: AnyOp, name: str, kind: Kind | Literal["either"], above: tuple[str, ...]) -> Made:
+        if name in self._derived:
+            return self._derive(name, above)
+        if name not in self.table.names:
+            raise absent(f"{op.kind} of '{op.output}', input", name, [*self.table.names, *self._derived])
+        if name == self.schema.label:
+            raise ConfigError(
+                f"{op.kind} of '{op.output}'", "inputs other than the label", f"'{name}'", "Name another column."
+            )
+        return self._read(name, _natural(self.table.field(name).type) if kind == "either" else kind)
+
+    def _add(self, op: AnyOp, inputs: Sequence[Made], output: str) -> Made:
+        self.ops.append(op.bound(tuple(made.key for made in inputs), output))
+        kind = inputs[0].kind if op.makes == "same" else op.makes
+        return Made(output, kind, op.ids_below(*(made.limit for made in inputs)))
+
+    def _check_outputs(self) -> None:
+        for op in self.schema.derived:
+            if op.output == VALUE:
+                raise ConfigError(f"{op.kind} of features.derived", "an `output`", "none", "Name the column it makes.")
+            _check_name("features.derived", op.output, "Rename the output.")
+            if op.output in self.table.names:
+                raise ConfigError(
+                    f"features.derived '{op.output}'",
+                    "a name of its own",
+                    "that of a column of the table",
+                    "Rename the output.",
+                )
+        twice = _twice(op.output for op in self.schema.derived)
+        if twice:
+            raise ConfigError("features.derived", "each output once", f"twice: {twice}", "Rename one of them.")
+
+    def _check_use(self) -> None:
+        for what, column in (("label", self.schema.label), ("weight", self.schema.weight)):
+            if column in self._raw:
+                raise ConfigError(
+                    "features",
+                    f"features other than the {what}",
+                    f"'{column}'",
+                    f"Take the {what} out of the patterns.",
+                )
+        unread = [output for output in self._derived if output not in self._made]
+        if unread:
+            raise ConfigError(
+                f"features.derived '{unread[0]}'",
+                "a feature that reads it",
+                "none",
+                "Name it in a group of features.dense or features.sparse, or take it out.",
+            )
+        for column, kinds in self._raw.items():
+            if {"sparse", "scores"} <= kinds:
+                raise ConfigError(
+                    f"column '{column}'",
+                    "ids or scores",
+                    "both",
+                    "Read it as one of them: a null among ids is left out, among scores it is kept.",
+                )
+
+
+def _natural(kind: pa.DataType) -> Kind:
+    """As what a column is read by an op that takes numbers and ids alike."""
+    single = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return "sparse" if single or pa.types.is_nested(kind) else "dense"
+
+
+def _check_count(op: AnyOp) -> None:
+    """A derived column's op names all its inputs."""
+    count, least = len(op.inputs), len(op.reads)
+    if count < least or (count > least and not op.variadic):
+        raise ConfigError(
+            f"{op.kind} of '{op.output}'",
+            f"{'at least ' if op.variadic else ''}{least} input{'s' if least > 1 else ''}",
+            f"{count}: {', '.join(op.inputs)}" if count else "none",
+            "Name them in `inputs`.",
+        )
+
+
+def _check_step(template: AnyOp, name: str, kind: Kind) -> None:
+    """An op of a group reads one column: what the op before it made."""
+    where = f"{template.kind} on '{name}'"
+    if len(template.reads) > 1:
+        raise ConfigError(where, "an op of one input", f"one of {len(template.reads)}", "Put it into features.derived.")
+    if template.reads[0] not in ("either", kind):
+        raise ConfigError(where, f"a {template.reads[0]} input", f"a {kind} one", "Change the order of its transforms.")
+    if (template.inputs, template.output) != ((VALUE,), VALUE):
+        raise ConfigError(
+            where,
+            "an op without `inputs` and `output`",
+            "one of them",
+            "Leave them out: each op of a group reads what the one before it made.",
+        )
+
+
+def _check_type(column: str, kind: pa.DataType, use: Kind) -> None:
+    """Refuses what cannot be read as declared."""
+    listed = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    value = kind.value_type if listed else kind
+    number = pa.types.is_integer(value) or pa.types.is_floating(value)
+    text = pa.types.is_string(value) or pa.types.is_large_string(value)
+    time = pa.types.is_timestamp(kind) or pa.types.is_date(kind)
+    single = pa.types.is_boolean(kind) or pa.types.is_decimal(kind)
+    if use == "dense" and (listed or not (number or single or time)):
+        raise ColumnError(
+            f"column '{column}'",
+            "numbers for a dense feature",
+            f"{kind}",
+            "Move it to features.sparse, or convert the column.",
+        )
+    if use == "sparse" and not (pa.types.is_integer(value) or text or pa.types.is_boolean(value)):
+        raise ColumnError(
+            f"column '{column}'",
+            "integers or strings for a sparse feature",
+            f"{kind}",
+            "Bucketize it first, or convert the column.",
+        )
+    if use == "scores" and not (listed and number):
+        raise ColumnError(f"column '{column}'", "lists of numbers for scores", f"{kind}", "Name another column.")
+
+
+def _check_name(what: str, name: str, remedy: str) -> None:
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{what} '{name}'", "a name of letters, digits and _", "another", remedy)
+
+
+def _unique(names: Iterable[str]) -> None:
+    twice = _twice(names)
+    if twice:
+        raise ConfigError(
+            "features",
+            "each feature name once",
+            f"twice: {twice}",
+            "Set the group's `name`, such as '{column}_bucket'.",
+        )
+
+
+def _twice(names: Iterable[str]) -> str:
+    return ", ".join(sorted(name for name, count in Counter(names).items() if count > 1))

@@ -1,0 +1,195 @@
+"""Plan: ordered ops checked against a schema; the same plan runs in training, scoring and serving."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+from pydantic import BaseModel, model_validator
+
+from pipeline.errors import ConfigError
+from pipeline.transforms.column import Column, Kind
+from pipeline.transforms.ops import AnyOp, Counts
+from pipeline.transforms.plan.fit import Learner, learned, learns
+from pipeline.transforms.plan.graph import Graph, SparseFeature
+from pipeline.transforms.plan.schedule import Schedule, Seconds, above
+from pipeline.transforms.schema import FeatureSchema
+
+
+class TransformedRows(BaseModel, frozen=True, arbitrary_types_allowed=True):
+    """Rows ready to be batched.
+
+    Shapes:
+        dense: float32 [N, D]. sparse: one Column of N bags per feature, ids int64.
+    """
+
+    dense: np.ndarray
+    sparse: tuple[Column, ...]
+
+    def __len__(self) -> int:
+        return len(self.dense)
+
+
+class Plan(BaseModel, frozen=True):
+    """What happens to raw columns until they are tensors. Built by `build_plan`, saved as JSON beside every model."""
+
+    ops: tuple[AnyOp, ...]
+    """In an order in which each reads what is raw or made before it."""
+    dense: tuple[str, ...]
+    sparse: tuple[SparseFeature, ...]
+    raw: Mapping[str, tuple[Kind, ...]]
+    """Raw columns read, and as what: numbers, ids or scores."""
+    direct: Mapping[str, str] = {}
+    """Features without ops of their own -> the column they are."""
+    absent: tuple[str, ...] = ()
+    """Columns of `raw` that the table did not have: they are null throughout, whatever a table has later."""
+
+    @model_validator(mode="after")
+    def _one_size_per_table(self) -> Self:
+        for feature in self.sparse:
+            poolings = sorted({other.pooling for other in self.sparse if other.table == feature.table})
+            if len(poolings) > 1:
+                raise ConfigError(
+                    f"table '{feature.table}'",
+                    "one pooling for all its features",
+                    " and ".join(poolings),
+                    "Give them the same.",
+                )
+            sizes = sorted({other.rows for other in self.sparse if other.table == feature.table})
+            if len(sizes) > 1:
+                raise ConfigError(
+                    f"table '{feature.table}'",
+                    "one size for all its features",
+                    f"sizes {sizes}",
+                    "Give them the same bound.",
+                )
+        return self
+
+    @property
+    def features(self) -> list[str]:
+        """Names of the features, dense ones first."""
+        return [*self.dense, *self._sparse_names]
+
+    @property
+    def columns(self) -> list[str]:
+        """Raw columns to read."""
+        return [name for name in self.raw if name not in self.absent]
+
+    def completed(self, rows: pa.Table | pa.RecordBatch) -> pa.Table | pa.RecordBatch:
+        """The rows with the absent columns, null throughout."""
+        for name in self.absent:
+            rows = rows.drop_columns([name]) if name in rows.schema.names else rows
+            kind = _type_of(self.raw[name])
+            rows = rows.append_column(pa.field(name, kind), pa.nulls(rows.num_rows, kind))
+        return rows
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the plan's content: equal plans make equal tensors."""
+        values = self.model_dump(mode="json", exclude=None if self.absent else {"absent"})
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """How the ops are run; not part of what the plan says, so it is neither saved nor hashed."""
+        return Schedule(self.ops, [self._key(name) for name in self.features])
+
+    def apply(
+        self, rows: pa.Table | pa.RecordBatch, counts: Counts | None = None, seconds: Seconds | None = None
+    ) -> TransformedRows:
+        """Raw rows in, transformed rows out; as many, in the same order.
+
+        Args:
+            counts: Gains the values that were changed by a declared rule.
+            seconds: Gains the cost of each kind of op, and of 'arrow', the conversion of raw columns.
+        Raises:
+            DataError: If a column holds values of a kind that cannot be read as declared.
+        """
+        counts = Counter() if counts is None else counts
+        columns = self.schedule.run(self.completed(rows), counts, Counter() if seconds is None else seconds)
+        dense = np.zeros((rows.num_rows, len(self.dense)), np.float32)
+        for i, name in enumerate(self.dense):
+            with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite here, 0 and counted below
+                values = columns[self._key(name)].values.astype(np.float32)
+            finite = np.isfinite(values)
+            if not finite.all():
+                counts[f"not_finite {name}"] += int(len(values) - finite.sum())
+                values = np.where(finite, values, np.float32(0.0))
+            dense[:, i] = values
+        return TransformedRows(dense=dense, sparse=tuple(columns[self._key(name)] for name in self._sparse_names))
+
+    def unfitted(self) -> list[Learner]:
+        """Ops that still have to learn their numbers."""
+        return [op for op in self.ops if learns(op)]
+
+    def columns_of(self, feature: str) -> frozenset[str]:
+        """Raw columns that a feature is made of."""
+        return self._raw_of([self._key(feature)])
+
+    def columns_of_op(self, op: AnyOp) -> frozenset[str]:
+        """Raw columns that an op reads, directly or through other ops."""
+        return self._raw_of(op.inputs)
+
+    def fit_columns(self) -> frozenset[str]:
+        """Raw columns that the unfitted ops read, directly or through other ops."""
+        return self._raw_of(name for op in self.unfitted() for name in op.inputs)
+
+    def fit(self, chunks: Callable[[], Iterable[pa.Table]], temporary: Path | None = None) -> "Plan":
+        """A plan whose ops carry the numbers they learned from the chunks; one pass for each level of chained fits.
+
+        Args:
+            temporary: Folder for what does not fit into memory; None takes one of the system's.
+        """
+        plan = self
+        while unfitted := plan.unfitted():
+            waiting = {op.output for op in unfitted}
+            ready = [op for op in unfitted if not above(plan.ops, op.inputs) & waiting]
+            ops = learned(plan.ops, ready, lambda: map(self.completed, chunks()), temporary)
+            plan = plan.model_copy(update={"ops": tuple(ops.get(op.output, op) for op in plan.ops)})
+        return plan
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Another plan, which makes its own schedule: pydantic would hand on the one of this plan."""
+        copy = super().model_copy(update=update, deep=deep)
+        copy.__dict__.pop("schedule", None)
+        return copy
+
+    @property
+    def _sparse_names(self) -> list[str]:
+        return [feature.name for feature in self.sparse]
+
+    def _raw_of(self, names: Iterable[str]) -> frozenset[str]:
+        keys = [name.rpartition(":") for name in above(self.ops, names)]
+        return frozenset(column for column, _, kind in keys if kind in self.raw.get(column, ()))
+
+    def _key(self, feature: str) -> str:
+        return self.direct.get(feature, feature)
+
+
+def build_plan(schema: FeatureSchema, table: pa.Schema) -> Plan:
+    """The plan of a schema over a table's columns.
+
+    Raises:
+        ConfigError: If the schema does not fit the table, or contradicts itself.
+    """
+    graph = Graph(schema, table)
+    return Plan(
+        ops=tuple(graph.ops),
+        dense=tuple(graph.dense),
+        sparse=tuple(graph.sparse),
+        raw=graph.raw,
+        direct=graph.direct,
+        absent=tuple(graph.absent),
+    )
+
+
+def _type_of(uses: tuple[Kind, ...]) -> pa.DataType:
+    """A type that can be read in all these ways."""
+    if "dense" in uses:
+        return pa.int64() if len(uses) > 1 else pa.float64()
+    return pa.list_(pa.float64() if "scores" in uses else pa.int64())

@@ -1,0 +1,42 @@
+"""Files that a configuration names."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.files import files_of, stamp
+from pipeline.errors import ConfigError
+
+
+def test_files_by_path_glob_or_several(tmp_path: Path) -> None:
+    for name in ("b.csv", "a.csv", "deep/er/c.csv", "x[1].csv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x\n")
+    assert files_of("b.csv", tmp_path, "w") == [tmp_path / "b.csv"]
+    assert files_of(str(tmp_path / "b.csv"), Path("/nowhere"), "w") == [tmp_path / "b.csv"]
+    assert files_of("?.csv", tmp_path, "w") == [tmp_path / "a.csv", tmp_path / "b.csv"]
+    assert files_of("deep/**/*.csv", tmp_path, "w") == [tmp_path / "deep/er/c.csv"]
+    assert files_of(["b.csv", "*.csv"], tmp_path, "w") == [tmp_path / name for name in ("a.csv", "b.csv", "x[1].csv")]
+    assert files_of("x[1].csv", tmp_path, "w") == [tmp_path / "x[1].csv"]
+    odd = tmp_path / "root[2]"
+    odd.mkdir()
+    (odd / "a.csv").write_text("x\n")
+    assert files_of("*.csv", odd, "w") == [odd / "a.csv"]  # a root is no pattern
+
+
+def test_no_files_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(ConfigError) as error:
+        files_of(["*.csv", "no.parquet"], tmp_path, "source.path")
+    assert str(error.value) == (
+        "source.path: expected at least one file, got none at '*.csv, no.parquet'. "
+        "Correct the path, or put the data there."
+    )
+
+
+def test_a_stamp_tells_a_changed_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x")
+    before = stamp(tmp_path / "a")
+    assert stamp(tmp_path / "a") == before
+    (tmp_path / "a").write_text("xy")
+    assert stamp(tmp_path / "a") != before

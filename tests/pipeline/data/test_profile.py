@@ -1,0 +1,226 @@
+"""Statistics by day and column, held against pandas and numpy."""
+
+import datetime
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline.data import profile
+from pipeline.data.profile import BUCKETS, measure, measure_days, profiles, stability, store, with_drift
+from storage.query import connect
+from storage.reader import DAY
+from storage.warehouse import Warehouse, WarehouseConfig
+
+DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(3)]
+HLL = 0.1
+"""Relative error that an approximate count may have."""
+
+
+def make(rows: int = 3_000, seed: int = 0) -> pa.Table:
+    """Columns of every kind, with nulls, NaN, infinities, empty lists, one column that is never there."""
+    draw = np.random.default_rng(seed)
+    price = draw.lognormal(1.0, 1.0, rows) * np.where(draw.random(rows) < 0.2, -1.0, 1.0)
+    price[:4] = [math.nan, math.inf, 0.0, 1e300]
+    lists = [draw.zipf(1.5, n).clip(max=10_000).tolist() for n in draw.geometric(0.2, rows) - 1]
+    return pa.table(
+        {
+            DAY: pa.array([DAYS[i % 3] for i in range(rows)]),
+            "price": pa.array(price, mask=draw.random(rows) < 0.1),
+            "small": pa.array(draw.normal(size=rows), pa.float32()),
+            "count": pa.array(draw.poisson(3.0, rows), pa.int32()),
+            "user": pa.array(draw.integers(-(2**63), 2**63, rows) // 8, mask=draw.random(rows) < 0.3),
+            "device": pa.array([f"device {i}" for i in draw.integers(0, 5, rows)]),
+            "items": pa.array([None if draw.random() < 0.1 else one for one in lists], pa.list_(pa.int64())),
+            "words": pa.array([[f"w{i % 7}" for i in one] for one in lists], pa.list_(pa.string())),
+            "scores": pa.array([[float(i) for i in one] for one in lists], pa.list_(pa.float64())),
+            "flag": pa.array(draw.random(rows) < 0.5),
+            "at": pa.array([datetime.datetime(2025, 3, 1)] * rows, pa.timestamp("us")),
+            "never": pa.nulls(rows, pa.int64()),
+        }
+    )
+
+
+@pytest.fixture
+def connection(tmp_path: Path) -> Any:
+    with connect([], tmp_path / "tmp", "512MB") as found:
+        yield found
+
+
+def measured(connection: duckdb.DuckDBPyConnection, table: pa.Table, **options: Any) -> dict[Any, dict[str, Any]]:
+    connection.register("rows", table)
+    return {(row[DAY], row["column"]): row for row in measure(connection, "rows", **options).to_pylist()}
+
+
+def number_bucket(x: float) -> int:
+    if x == 0:
+        return 0
+    return 1 + math.floor(2 * math.log2(x)) % 11 if x > 0 else 12 + math.floor(math.log2(-x)) % 4
+
+
+def id_bucket(i: int) -> int:
+    inner = int(math.fmod(i, 1)) if i == 0 else int(math.copysign(abs(i) % 2147483647, i))
+    product = inner * 1103515245
+    return int(math.copysign(1, product)) * (abs(product) % 2147483647) & 15
+
+
+def histogram(buckets: list[int]) -> list[int]:
+    counts = Counter(buckets)
+    return [counts[i] for i in range(BUCKETS)]
+
+
+def test_numbers_against_numpy(connection: duckdb.DuckDBPyConnection) -> None:
+    table = make()
+    found = measured(connection, table, numbers={"count"})
+    frame = table.to_pandas()
+    for day in DAYS:
+        rows = frame[frame[DAY] == day]
+        for name in ("price", "small", "count"):
+            row, values = found[day, name], rows[name].dropna().to_numpy(float)
+            assert (row["kind"], row["rows"], row["present"]) == ("number", len(rows), len(values))
+            finite = values[np.abs(values) < 1e150]
+            expected = [finite.mean(), finite.std(), finite.min(), finite.max()]
+            assert [row[key] for key in ("mean", "deviation", "minimum", "maximum")] == pytest.approx(expected)
+            assert row["distinct"] == pytest.approx(len(set(values)), rel=HLL)
+            assert row["histogram"] == histogram([number_bucket(x) for x in finite])
+            assert row["mean_length"] is row["p99_length"] is row["max_length"] is row["drift"] is None
+
+
+def test_ids_text_and_the_rest(connection: duckdb.DuckDBPyConnection) -> None:
+    table = make()
+    found = measured(connection, table)
+    frame = table.select([DAY, "user", "count", "device"]).to_pylist()
+    for day in DAYS:
+        rows = [row for row in frame if row[DAY] == day]
+        users = [row["user"] for row in rows if row["user"] is not None]
+        user, device = found[day, "user"], found[day, "device"]
+        assert (user["kind"], user["present"]) == ("id", len(users))
+        assert user["distinct"] == pytest.approx(len(set(users)), rel=HLL)
+        assert user["histogram"] == histogram([id_bucket(i) for i in users])
+        assert (user["minimum"], user["maximum"]) == (float(min(users)), float(max(users)))
+        assert (device["kind"], device["present"], device["distinct"]) == ("text", len(rows), 5)
+        assert sum(device["histogram"]) == len(rows)
+        assert device["mean"] is None
+        assert [found[day, name]["kind"] for name in ("count", "flag", "at", "never")] == ["id", "id", "other", "id"]
+        assert (found[day, "flag"]["distinct"], found[day, "at"]["distinct"]) == (2, 1)
+        never = found[day, "never"]
+        assert (never["present"], never["distinct"], never["histogram"], never["mean"]) == (0, 0, None, None)
+
+
+def test_lists_against_numpy(connection: duckdb.DuckDBPyConnection) -> None:
+    table = make()
+    found = measured(connection, table)
+    for day in DAYS:
+        rows = [row for row in table.to_pylist() if row[DAY] == day]
+        for name in ("items", "words", "scores"):
+            row, lists = found[day, name], [one[name] for one in rows if one[name]]
+            lengths = sorted(map(len, lists))
+            assert row["kind"] == ("other" if name == "scores" else "ids")
+            assert (row["rows"], row["present"], row["max_length"]) == (len(rows), len(lists), lengths[-1])
+            assert row["mean_length"] == pytest.approx(np.mean(lengths))
+            assert row["p99_length"] == np.quantile(lengths, 0.99, method="inverted_cdf")
+            items = [item for one in lists for item in one]
+            if name != "scores":
+                assert row["distinct"] == pytest.approx(len(set(items)), rel=HLL)
+                assert sum(row["histogram"]) == len(items)
+            if name == "items":
+                assert row["histogram"] == histogram([id_bucket(i) for i in items])
+
+
+def test_columns_in_many_groups_give_the_same(
+    connection: duckdb.DuckDBPyConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = make()
+    whole = measured(connection, table)
+    monkeypatch.setattr(profile, "AT_A_TIME", 2)
+    assert measured(connection, table) == whole
+
+
+def test_lists_that_are_all_empty(connection: duckdb.DuckDBPyConnection) -> None:
+    table = pa.table({DAY: [DAYS[0]] * 2, "items": pa.array([[], None], pa.list_(pa.int64()))})
+    row = measured(connection, table)[DAYS[0], "items"]
+    assert (row["present"], row["distinct"], row["mean_length"], row["histogram"]) == (0, 0, None, None)
+
+
+def test_stored_days_are_measured_like_the_source(connection: duckdb.DuckDBPyConnection, tmp_path: Path) -> None:
+    table = make()
+    warehouse = Warehouse(WarehouseConfig(row_group_rows=500, file_rows=700), tmp_path / "home")
+    snapshot = warehouse.replace_days("t", dict.fromkeys(DAYS, "x"), table.schema, table.to_batches(300), 3_000)
+    source = measured(connection, table, numbers={"count"})
+    again = measure_days(connection, warehouse, snapshot, DAYS[1:], {"count"})
+    assert set(again[DAY].to_pylist()) == set(DAYS[1:])
+    for row in again.to_pylist():
+        expected = source[row[DAY], row["column"]]
+        for key, value in row.items():  # sums of floats depend on the order
+            assert value == pytest.approx(expected[key]) if isinstance(value, float) else value == expected[key], row
+
+
+def test_profiles_are_replaced_with_their_day(connection: duckdb.DuckDBPyConnection, tmp_path: Path) -> None:
+    warehouse = Warehouse(WarehouseConfig(), tmp_path / "home")
+    assert profiles(warehouse, "t").equals(profile.SCHEMA.empty_table())
+    connection.register("rows", make())
+    first = with_drift(measure(connection, "rows"), profiles(warehouse, "t"))
+    store(warehouse, "t", first, dict.fromkeys(DAYS, "one"))
+    assert profiles(warehouse, "t").equals(first)
+    assert profiles(warehouse, "t", DAYS[1:2]).num_rows == 11
+    assert profiles(warehouse, "t", []).num_rows == 0
+    other = make(seed=1)
+    other = other.filter(pa.compute.equal(other[DAY], pa.scalar(DAYS[2])))
+    connection.register("rows", other)
+    second = with_drift(measure(connection, "rows"), first)
+    store(warehouse, "t", second, {DAYS[2]: "two"})
+    assert profiles(warehouse, "t", DAYS[2:]).equals(second)
+    assert profiles(warehouse, "t", DAYS[:2]).equals(first.slice(0, 22))
+    store(warehouse, "t", second.slice(0, 0), {DAYS[2]: "three"})
+    assert profiles(warehouse, "t").equals(first.slice(0, 22))
+
+
+def test_drift_is_that_of_the_trailing_days(connection: duckdb.DuckDBPyConnection) -> None:
+    connection.register("rows", make())
+    measures = measure(connection, "rows")
+    drifted = {(row[DAY], row["column"]): row for row in with_drift(measures, measures.slice(0, 0)).to_pylist()}
+    one, two, three = (drifted[day, "price"] for day in DAYS)
+    assert one["drift"] is None
+    assert two["drift"] == pytest.approx(index(two["histogram"], one["histogram"]))
+    both = [a + b for a, b in zip(one["histogram"], two["histogram"], strict=True)]
+    assert three["drift"] == pytest.approx(index(three["histogram"], both))
+    last = with_drift(measures, measures.slice(0, 0), trailing_days=1).to_pylist()
+    last_price = next(row for row in last if (row[DAY], row["column"]) == (DAYS[2], "price"))
+    assert last_price["drift"] == pytest.approx(index(three["histogram"], two["histogram"]))
+    # days measured together, and one after the other
+    days = [measures.filter(pa.compute.equal(measures[DAY], pa.scalar(day))) for day in DAYS]
+    alone = with_drift(days[2], pa.concat_tables(days[:2]))
+    assert alone["drift"].to_pylist() == [drifted[DAYS[2], name]["drift"] for name in alone["column"].to_pylist()]
+
+
+def index(new: list[int], old: list[int]) -> float:
+    """Population stability index by its definition, with half a value more in each bucket."""
+    p, q = ([(count + 0.5) / (sum(counts) + 8) for count in counts] for counts in (new, old))
+    return sum((a - b) * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+def test_stability_grows_with_the_shift() -> None:
+    draw = np.random.default_rng(3)
+    base = histogram([number_bucket(x) for x in draw.lognormal(0.0, 1.0, 20_000)])
+    shifts = [histogram([number_bucket(x * s) for x in draw.lognormal(0.0, 1.0, 20_000)]) for s in (1, 1.3, 2, 3)]
+    found = [stability(shift, [base]) for shift in shifts]
+    assert found == sorted(found)  # type: ignore[type-var]
+    assert found[0] < 0.01 < 0.1 < found[2]  # type: ignore[operator]
+    assert stability(None, [base]) is stability(base, []) is stability(base, [None]) is None
+
+
+@pytest.mark.parametrize(("count", "wide"), [(15, 103), (1, 250)])
+def test_many_columns_and_days_are_measured_in_little_memory(
+    connection: duckdb.DuckDBPyConnection, count: int, wide: int
+) -> None:
+    """With sketches of 1,500 days times columns, these took more than 512 MB."""
+    days = [DAYS[0] + datetime.timedelta(days=i) for i in range(count)]
+    draw = np.random.default_rng(1)
+    columns = {f"n{i}": draw.random(count * 100) for i in range(wide)}
+    connection.register("wide", pa.table({DAY: pa.array(days * 100), **columns}))
+    assert measure(connection, "wide").num_rows == count * wide

@@ -1,0 +1,132 @@
+"""Trainings that go on from one another: from a checkpoint, as a model that has grown, day after day in one group."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.errors import ContractError
+from pipeline.evaluation.policy import Policy
+from pipeline.jobs.recurring.backtest_rank import RehearsalSpec, on, with_plan
+from pipeline.jobs.training.rank import RankSpec, Start
+from pipeline.training.launch.processes import Event, Limits, run_ranks
+from pipeline.training.state import checkpoint
+from pipeline.transforms.plan.plan import Plan
+from tests.pipeline.conftest import completed_here
+
+ROOT = Path(__file__).resolve().parents[4]
+SCRATCH = {"world_size": 2, "epochs": 2, "validate_every_steps": 2, "average_from_step": 2, "average_every_steps": 2}
+FURTHER = {"world_size": 2, "table_learning_rate": 0.05, "dense_learning_rate": 0.01}
+Specs = Callable[..., RankSpec]
+
+pytestmark = pytest.mark.slow
+
+
+def run(module: str, spec: Any, folder: Path) -> tuple[Event, list[Event]]:
+    events: list[Event] = []
+    world_size, limits = spec.training.world_size, Limits(deadline_seconds=250)
+    return run_ranks(module, spec, folder, world_size, 1, limits, events.append, ROOT), events
+
+
+def served(spec: RankSpec) -> Path:
+    """The checkpoint of what a finished training has exported."""
+    found = checkpoint.served(Path(spec.folder) / "checkpoints")
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def first(rank_spec: Specs, tmp_path_factory: pytest.TempPathFactory) -> tuple[RankSpec, Event]:
+    """A training from scratch on the first day, stopped on rows of the same day, with the mean of its weights."""
+    spec = rank_spec(tmp_path_factory.mktemp("first"), **SCRATCH)
+    day = spec.train.selection.days[:1]
+    spec = spec.model_copy(update={"train": on(spec.train, day), "valid": on(spec.train, day)})
+    return spec, run("pipeline.jobs.training.rank", spec, Path(spec.folder))[0]
+
+
+def going_on(rank_spec: Specs, folder: Path, start: Path, day: int, plan: Plan, **training: Any) -> RankSpec:
+    """A training on one day that goes on from a checkpoint."""
+    spec = rank_spec(folder, **FURTHER | training)
+    data = on(spec.train, spec.train.selection.days[day : day + 1])
+    return spec.model_copy(update={"train": data, "valid": None, "start": Start(checkpoint=str(start), plan=plan)})
+
+
+def test_a_rehearsal_makes_the_weights_of_daily_trainings(
+    first: tuple[RankSpec, Event], rank_spec: Specs, tmp_path: Path
+) -> None:
+    """From scratch, then two days further: bit for bit, whether ranks live on or start anew from checkpoints."""
+    spec, _ = first
+    second = going_on(rank_spec, tmp_path / "second", served(spec), 1, spec.train.plan)
+    run("pipeline.jobs.training.rank", second, tmp_path / "second")
+    third = going_on(rank_spec, tmp_path / "third", served(second), 2, spec.train.plan)
+    result, _ = run("pipeline.jobs.training.rank", third, tmp_path / "third")
+    days = rank_spec(tmp_path).train.selection.days
+    rehearsal = RehearsalSpec(
+        scratch=spec.model_copy(update={"folder": str(tmp_path / "rehearsal")}),
+        further=second.training,
+        new=spec.train,
+        judged=spec.train,
+        policy=Policy(),
+        rows=dict(zip(days, (720, 700, 661), strict=True)),
+        first_days=days[:1],
+        days=days[1:],
+    )
+    rehearsed, events = run("pipeline.jobs.recurring.backtest_rank", rehearsal, tmp_path / "rehearsal")
+    assert rehearsed["weights_sha256"] == result["weights_sha256"]
+    told = [event for event in events if event["event"] == "day"]
+    assert [event["decision"]["training"] for event in told] == ["scratch", "further", "further"]
+    assert [event["cost"]["rows"] for event in told] == [1440, 700, 661]
+    assert [event["sums"] and event["sums"]["rows"] for event in told] == [None, 700, 661]
+
+
+def test_a_training_goes_on_with_what_was_exported(
+    first: tuple[RankSpec, Event], rank_spec: Specs, device: torch.device, tmp_path: Path
+) -> None:
+    """With rates of nearly nothing the weights stay, and the optimizers' moments are the old ones and more."""
+    spec, _ = first
+    still = {"table_learning_rate": 1e-30, "dense_learning_rate": 1e-30, "dense_weight_decay": 0.0}
+    after = going_on(rank_spec, tmp_path, served(spec), 1, spec.train.plan, **still | {"world_size": 1})
+    completed_here(after, device)
+    old, new = (load_file(Path(one.folder) / "weights.safetensors") for one in (spec, after))
+    assert all(torch.equal(old[name], new[name]) for name in old)
+    moments = [checkpoint.read_whole(served(one), "tables/", "dense/") for one in (spec, after)]
+    rowwise = "tables/embeddings.embedding_bags.cat_user.weight/cat_user.momentum1"
+    assert (moments[1][rowwise] >= moments[0][rowwise]).all()
+    assert moments[1][rowwise].sum() > moments[0][rowwise].sum() > 0.0
+    steps = [one["dense/logit.bias/step"].item() for one in moments]
+    assert steps[1] == steps[0] + 5
+    assert checkpoint.read_progress(served(after))["steps_before"] == steps[0]
+
+
+def test_a_model_that_has_grown_keeps_what_it_knew(
+    first: tuple[RankSpec, Event], rank_spec: Specs, device: torch.device, tmp_path: Path
+) -> None:
+    """The first model is one without the lists of items; at rates of nearly nothing the grown one says the same."""
+    spec, _ = first
+    plan = spec.train.plan
+    fewer = plan.model_copy(update={"sparse": plan.sparse[:1], "ops": tuple(op for op in plan.ops if "list_items" not in op.inputs)})  # fmt: skip
+    fewer = Plan.model_validate(fewer.model_dump() | {"raw": {k: v for k, v in plan.raw.items() if k != "list_items"}})
+    small = with_plan(rank_spec(tmp_path / "small", max_steps=3), fewer)
+    small = small.model_copy(update={"valid": None})
+    completed_here(small, device)
+    still = {"table_learning_rate": 1e-30, "dense_learning_rate": 1e-30, "dense_weight_decay": 0.0}
+    large = going_on(rank_spec, tmp_path / "large", served(small), 1, fewer, **still)
+    _, events = run("pipeline.jobs.training.rank", large, tmp_path / "large")
+    assert [event["new"] for event in events if event["event"] == "grown"] == [["list_items"]]
+    said = [(tmp_path / name / "probe.json").read_text() for name in ("small", "large")]
+    values = [torch.tensor([float(part) for part in text.strip("[]\n ").split(",")]) for text in said]
+    torch.testing.assert_close(values[0], values[1], atol=1e-6, rtol=0.0)
+    assert not (tmp_path / "large" / "checkpoints" / "grown").exists()
+
+
+def test_another_model_is_refused(
+    first: tuple[RankSpec, Event], rank_spec: Specs, device: torch.device, tmp_path: Path
+) -> None:
+    spec, _ = first
+    other = going_on(rank_spec, tmp_path, served(spec), 1, spec.train.plan, dense_optimizer="sgd", world_size=1)
+    with pytest.raises(ContractError) as refused:
+        completed_here(other, device)
+    assert str(refused.value).startswith("checkpoint 'best', training.dense_optimizer: expected sgd, got adam.")

@@ -1,0 +1,38 @@
+"""Signs of life say what is being done, and count how often it changed."""
+
+import queue
+from typing import Any
+
+from pipeline.training.launch.heartbeat import WAITING, Pulse
+
+
+def test_a_wait_can_be_told_from_work() -> None:
+    heard: queue.Queue[dict[str, Any]] = queue.Queue()
+    pulse = Pulse(heard.put, seconds=0.01)
+
+    def items() -> Any:
+        assert pulse.doing == WAITING
+        yield "a"
+        assert pulse.doing == WAITING
+        yield "b"
+        assert pulse.doing == WAITING
+
+    assert heard.get(timeout=5)["doing"] == "starting"
+    counts = [pulse.count for _ in pulse.over(items(), "training") if pulse.doing == "training"]
+    assert counts == [2, 4]
+    while (beat := heard.get(timeout=5))["doing"] != "training":
+        pass
+    assert beat == {"event": "alive", "count": 6, "doing": "training"}
+
+
+def test_it_ends_when_nobody_listens() -> None:
+    calls: list[dict[str, Any]] = []
+
+    def broken(event: dict[str, Any]) -> None:
+        calls.append(event)
+        raise BrokenPipeError
+
+    pulse = Pulse(broken, seconds=0.001)
+    pulse.thread.join(5)
+    assert not pulse.thread.is_alive()
+    assert len(calls) == 1

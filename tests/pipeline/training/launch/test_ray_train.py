@@ -1,0 +1,85 @@
+"""Ranks of Ray Train: the same weights as those of processes, the same errors, and nothing left."""
+
+import importlib.util
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.errors import ConfigError, ContractError
+from pipeline.jobs.training.rank import RankSpec
+from pipeline.preprocessing.service import Service
+from pipeline.training.launch.processes import Event, Limits
+from pipeline.training.launch.ray_train import run_ranks_on_ray
+from tests.pipeline.conftest import SETTINGS, Run
+
+ROOT = Path(__file__).resolve().parents[4]
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: make setup EXTRAS=ray")
+
+
+def start(spec: RankSpec, on_event: Callable[[Event], object]) -> Event:
+    limits = Limits(deadline_seconds=280, hang_seconds=120, restart_limit=1)
+    return run_ranks_on_ray("pipeline.jobs.training.rank", spec, Path(spec.folder), 2, 1, limits, on_event, ROOT, None)
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def left(before: list[psutil.Process]) -> list[psutil.Process]:
+    return psutil.wait_procs(set(children()) - set(before), timeout=30)[1]
+
+
+@needs_ray
+@pytest.mark.slow
+def test_ranks_of_ray_train_as_those_of_processes_do(
+    rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
+) -> None:
+    """Bit for bit, from the preprocessing service, though a worker is killed and all are started again."""
+    before = children()
+    spec = rank_spec(tmp_path / "ray", **SETTINGS, checkpoint_async=False)
+    assert spec.valid is not None
+    events: list[Event] = []
+
+    def handle(event: Event) -> None:
+        events.append(event)
+        if event["event"] == "metrics" and event["step"] == 6 and not any(e["event"] == "restart" for e in events):
+            workers = [process for process in children() if "RayTrainWorker" in "".join(process.cmdline())]
+            assert [worker.nice() for worker in workers] == [psutil.Process().nice()] * 2
+            workers[1].send_signal(signal.SIGKILL)
+
+    with Service({"train": spec.train, "valid": spec.valid}, spec.preprocessing, tmp_path / "service") as service:
+        found = start(spec.model_copy(update={"service": service.address}), handle)
+    assert found["restarts"] == 1
+    assert [event["step"] for event in events if event["event"] == "resumed"] == [4]
+    for name in ("weights_sha256", "valid_ne", "steps", "rows"):
+        assert found[name] == undisturbed.result[name]
+    assert not left(before)
+    assert not (Path(spec.folder) / "ray").exists()
+
+
+@needs_ray
+@pytest.mark.slow
+def test_an_error_of_ours_comes_back_as_it_is(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
+    before = children()
+    with pytest.raises(ContractError) as caught:
+        start(rank_spec(tmp_path, world_size=2, max_steps=100), print)
+    assert str(caught.value) == (
+        "training.max_steps: expected 100 steps, got rows for 14. Raise epochs, or lower max_steps."
+    )
+    assert not left(before)
+
+
+def test_without_ray_the_remedy_is_told(
+    rank_spec: Callable[..., RankSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray.train.torch", None)
+    with pytest.raises(ConfigError) as caught:
+        start(rank_spec(tmp_path, world_size=2), print)
+    assert str(caught.value) == (
+        "training.launcher 'ray': expected Ray with Ray Train, got import of ray.train.torch halted; None in sys.modules. "
+        "Run `make setup EXTRAS=ray`."
+    )

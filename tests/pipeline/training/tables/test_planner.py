@@ -1,0 +1,234 @@
+"""Plans: of the kind asked for, the same in every process, within the memory, refused before ranks start."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from models.config import DLRMConfig
+from models.dlrm import DLRM, Bag
+from pipeline.errors import ConfigError, ContractError, TrainingError
+from pipeline.training.config import TrainConfig
+from pipeline.training.tables.planner import AUTO, place
+from pipeline.training.tables.sharding import Placement, ShardingRule, describe, kind_of, per_rank
+from pipeline.training.tables.statistics import LOAD_FACTORS, TableUse
+
+ROOT = Path(__file__).resolve().parents[4]
+BAGS = [Bag(f"f{i}", f"t{i}", 100 * (i + 1), "sum") for i in range(5)]
+
+
+def placed(
+    bags: list[Bag] = BAGS, width: int = 16, uses: dict[str, TableUse] | None = None, **settings: Any
+) -> Placement:
+    config = TrainConfig(**{"batch_rows": 64, "device": "cpu"} | settings)
+    return place(DLRM(DLRMConfig(embedding_width=width), 2, bags, device="meta"), config, "cpu", uses)
+
+
+KINDS = [
+    "auto",
+    "data_parallel",
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "grid_shard",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_plan_is_of_the_kind_and_covers_every_table(kind: str, world_size: int) -> None:
+    plan = placed(sharding=kind, world_size=world_size, table_optimizer="adagrad")
+    assert [table.table for table in plan] == [bag.table for bag in BAGS]
+    for table, bag in zip(plan, BAGS, strict=True):
+        assert table.kind in (AUTO if kind == "auto" else [kind])
+        assert (table.rows, table.width) == (bag.rows, 16)
+        assert table.kernel == ("dense" if table.kind == "data_parallel" else "fused")
+        cells = [(row, column) for piece in table.pieces for row in range(piece.row, piece.row + piece.rows)
+                 for column in range(piece.column, piece.column + piece.columns)]  # fmt: skip
+        copies = world_size if table.kind == "data_parallel" else 1
+        assert len(cells) == copies * len(set(cells)) == copies * bag.rows * 16
+        assert {piece.rank for piece in table.pieces} <= set(range(world_size))
+        assert all(piece.bytes > 4 * piece.rows * piece.columns for piece in table.pieces)
+        assert all(piece.milliseconds > 0 for piece in table.pieces)
+    assert {piece.rank for table in plan for piece in table.pieces} == set(range(world_size))
+
+
+PRINT = """
+from tests.pipeline.training.tables.test_planner import placed
+print([table.model_dump_json() for kind in ("auto", "column_wise")
+       for table in placed(sharding=kind, world_size=2, table_optimizer="adagrad")])
+"""
+
+
+def test_another_process_makes_the_same_plan() -> None:
+    """Hashes of strings differ between processes, and so does the order of a set."""
+    found = [
+        subprocess.run([sys.executable, "-W", "ignore", "-c", PRINT], env={"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
+                       cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    plans = [placed(sharding=kind, world_size=2, table_optimizer="adagrad") for kind in ("auto", "column_wise")]
+    assert found == [f"{[table.model_dump_json() for plan in plans for table in plan]}\n"] * 2
+
+
+def test_the_first_rule_that_names_a_table_counts() -> None:
+    rules = (
+        ShardingRule(tables=("t1", "t[34]"), kind="row_wise"),
+        ShardingRule(tables=("t*",), kind="table_wise"),
+    )
+    plan = placed(sharding=rules, world_size=2)
+    assert [table.kind for table in plan] == ["table_wise", "row_wise", "table_wise", "row_wise", "row_wise"]
+    assert kind_of(rules, "other") == "auto"
+
+
+def use(table: str, ids: float, filled: float = 1.0) -> TableUse:
+    rates = tuple(1.0 - share for share in LOAD_FACTORS)
+    return TableUse(table=table, ids_per_bag=(ids,), filled_share=(filled,), distinct_rows=9.0, miss_rates=rates)
+
+
+def test_measured_use_decides_what_lies_together() -> None:
+    """Of four tables of one size, the two whose bags are long are kept apart."""
+    bags = [Bag(f"f{i}", f"t{i}", 1000, "sum") for i in range(4)]
+    uses = {f"t{i}": use(f"t{i}", 50.0 if i in (0, 2) else 1.0) for i in range(4)}
+    plan = placed(bags, sharding="table_wise", world_size=2, uses=uses, partitioner="largest_differencing")
+    homes = [table.pieces[0].rank for table in plan]
+    assert homes[0] != homes[2]
+    assert homes[1] != homes[3]
+    times = [table.pieces[0].milliseconds for table in plan]
+    assert times[0] == times[2] > 5 * times[1]
+    rare = placed(bags, sharding="table_wise", world_size=2, uses=uses | {"t0": use("t0", 50.0, 0.1)})
+    assert rare[0].pieces[0].milliseconds < times[0] / 5
+
+
+def test_memory_counts_the_optimizer() -> None:
+    sizes = {
+        optimizer: sum(
+            per_rank(describe(placed(sharding="table_wise", world_size=1, table_optimizer=optimizer)), "bytes", 1)
+        )
+        for optimizer in ("sgd", "rowwise_adagrad", "adagrad", "adam")
+    }
+    weights = sum(4 * bag.rows * 16 for bag in BAGS)
+    assert sizes["rowwise_adagrad"] - sizes["sgd"] == weights / 16
+    assert sizes["adagrad"] - sizes["sgd"] == weights
+    assert sizes["adam"] - sizes["sgd"] == 2 * weights
+
+
+@pytest.mark.parametrize("partitioner", ["greedy", "largest_differencing"])
+def test_a_plan_stays_within_the_memory(partitioner: str) -> None:
+    """Two large tables, whose bags are short, may lie together only where there is room."""
+    bags = [Bag(f"f{i}", f"t{i}", rows, "sum") for i, rows in enumerate((100_000, 1_000, 1_000, 100_000))]
+    uses = {f"t{i}": use(f"t{i}", ids) for i, ids in enumerate((9.0, 40.0, 40.0, 9.0))}
+    settings = {"bags": bags, "uses": uses, "sharding": "table_wise", "world_size": 2, "partitioner": partitioner}
+    for memory in (20_000_000, 9_000_000, 8_000_000):
+        rows = describe(placed(**settings, memory_per_rank_bytes=memory))
+        assert max(per_rank(rows, "bytes", 2)) <= memory
+    with pytest.raises(TrainingError):
+        placed(**settings, memory_per_rank_bytes=6_000_000)
+
+
+REFUSED = {
+    "a rule for nothing": (
+        {"sharding": ({"tables": ["t0", "x*"], "kind": "row_wise"},)}, ConfigError,
+        "training.sharding, rule 'x*': expected a table among t0, t1, t2, t3, t4, got none. Correct the pattern.",
+    ),
+    "uvm": (
+        {"table_memory": "uvm_caching"}, ConfigError,
+        "training.table_memory 'uvm_caching': expected a CUDA device, whose memory it extends, got cpu. "
+        "Set it to `device`.",
+    ),
+    "bf16 over gloo": (
+        {"vector_communication": "bf16"}, ConfigError,
+        "training.vector_communication: expected fp32 or fp16 on CPU, where gloo has no bf16, got bf16. Take fp16.",
+    ),
+    "adam of FBGEMM": (
+        {"embedding_kernel": "fbgemm", "table_optimizer": "adam"}, ConfigError,
+        "training.embedding_kernel 'fbgemm' on CPU: expected table_optimizer rowwise_adagrad, adagrad or sgd, got adam. "
+        "Take embedding_kernel=auto with fp32 tables.",
+    ),
+    "limit of copies": (
+        {"sharding": "data_parallel", "table_gradient_limit": 0.1}, ConfigError,
+        "training.sharding 'data_parallel' of table 't0': expected no table_gradient_limit, got 0.1, which is for the "
+        "gradients of bags: copies know their sums alone. Take another kind for this table.",
+    ),
+    "halves of copies": (
+        {"sharding": "data_parallel", "table_precision": "fp16"}, ConfigError,
+        "training.sharding 'data_parallel' of table 't0': expected table_precision fp32, got fp16, in which copies would "
+        "keep their optimizer's state as well. Take another kind for this table.",
+    ),
+    "memory balanced": (
+        {"partitioner": "memory_balanced"}, ConfigError,
+        "training.partitioner 'memory_balanced': expected CUDA devices, whose memory it balances, got cpu. "
+        "Take `greedy` or `largest_differencing`.",
+    ),
+    "a rank without rows": (
+        {"bags": [Bag("f", "t", 5, "sum")], "sharding": "row_wise", "world_size": 4}, ConfigError,
+        "training.sharding 'row_wise' of table 't': expected a row for each of 4 ranks, got 5 rows, cut in parts of 2. "
+        "Take `table_wise` for this table, or fewer ranks.",
+    ),
+    "grid of means": (
+        {"bags": [Bag("f", "t", 30, "mean")], "sharding": "grid_shard", "world_size": 2, "table_optimizer": "sgd"},
+        ConfigError,
+        "training.sharding 'grid_shard' of table 't': expected sum pooling, got mean pooling, which TorchRec takes of "
+        "each part of the rows and adds up. Take `table_row_wise` or `column_wise` for this table.",
+    ),
+    "narrow": (
+        {"width": 10, "sharding": "column_wise", "world_size": 2, "table_optimizer": "adagrad"}, ConfigError,
+        "training.sharding 'column_wise' of table 't0': expected an embedding_width that can be cut in parts of a multiple "
+        "of 4 columns, one for each of 2 ranks or fewer, got 10. Change model.embedding_width, or take `table_wise`.",
+    ),
+    "another optimizer": (
+        {"sharding": "table_column_wise"}, ConfigError,
+        "training.sharding 'table_column_wise': expected an optimizer that works on each number by itself, got "
+        "rowwise_adagrad, which would keep one moment for each cut of a row: another optimizer. "
+        "Set table_optimizer: adagrad.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_ranks_start(case: str) -> None:
+    settings, kind, sentence = REFUSED[case]
+    with pytest.raises(ContractError) as caught:
+        placed(**settings)
+    assert type(caught.value) is kind
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("settings", [{}, {"table_gradient_limit": 0.1}, {"table_precision": "fp16"}])
+def test_auto_makes_no_copies_on_cpu_nor_where_they_would_train_otherwise(settings: dict[str, Any]) -> None:
+    tables = placed(sharding="auto", world_size=2, bags=[Bag("f", "t", 3, "sum"), Bag("g", "u", 50, "sum")], **settings)
+    assert "data_parallel" not in {table.kind for table in tables}
+
+
+def test_a_plan_that_does_not_fit_names_the_memory() -> None:
+    with pytest.raises(TrainingError) as caught:
+        placed(
+            sharding="table_wise", world_size=2, memory_per_rank_bytes=2_000_000_000, bags=[Bag("f", "t", 10**8, "sum")]
+        )
+    assert str(caught.value) == (
+        "training.sharding 'table_wise': expected 1 tables that fit on 2 ranks, got 6.8 GB of tables with optimizer and "
+        "buffers, 2 GB a rank are left for them. "
+        "Take smaller tables, more memory (training.memory_per_rank_bytes), or `auto`."
+    )
+
+
+@pytest.mark.parametrize(
+    "sharding", ["rows", [], [{"tables": [], "kind": "row_wise"}], [{"tables": ["a"], "kind": "x"}]]
+)
+def test_other_values_are_refused(sharding: Any) -> None:
+    with pytest.raises(ValidationError):
+        TrainConfig(sharding=sharding)
+
+
+@pytest.mark.parametrize("rows", [1_000, 100_000])
+def test_auto_cuts_no_table_on_one_rank(rows: int) -> None:
+    """There is nobody to share it with."""
+    bags = [Bag(f"f{i}", f"t{i}", rows, pooling) for i, pooling in enumerate(["sum", "mean"] * 3)]
+    assert {table.kind for table in placed(sharding="auto", world_size=1, bags=bags, batch_rows=8_192)} == {
+        "table_wise"
+    }

@@ -1,0 +1,82 @@
+"""Feature groups and the columns that their patterns name."""
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.errors import ConfigError
+from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup, input_kinds, resolve
+
+COLUMNS = ["label", "int_2", "int_1", "cat_1", "cat_10", "Cat_2"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names"),
+    [
+        (["int_*"], ["int_2", "int_1"]),  # the table's order
+        (["int_1", "int_*"], ["int_1", "int_2"]),  # the patterns' order first, each once
+        (["cat_?"], ["cat_1"]),
+        (["*"], COLUMNS),
+        (["[Cc]at_2"], ["Cat_2"]),
+    ],
+)
+def test_patterns(patterns: list[str], names: list[str]) -> None:
+    assert resolve(patterns, COLUMNS, "features") == names
+
+
+@pytest.mark.parametrize(
+    ("pattern", "close"),
+    [("int_3", "int_2, int_1"), ("CAT_*", "label, int_2, int_1, cat_1, cat_10, Cat_2"), ("labels", "label")],
+)
+def test_an_absent_column_names_the_closest(pattern: str, close: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve([pattern], COLUMNS, "features.dense column")
+    assert str(error.value) == (
+        f"features.dense column '{pattern}': expected a column of the table, got none of that name. "
+        f"Closest: {close}. Correct the name."
+    )
+
+
+def test_one_column_needs_no_list() -> None:
+    assert DenseGroup.model_validate({"columns": "age"}).columns == ("age",)
+
+
+def test_dense_columns_are_standardised_and_filled_by_default() -> None:
+    assert [op.kind for op in DenseGroup(columns=("age",)).transforms] == ["standardise", "fill_null"]
+
+
+@pytest.mark.parametrize("columns", [[], ()])
+def test_groups_name_columns(columns: list[str]) -> None:
+    with pytest.raises(ValidationError):
+        DenseGroup.model_validate({"columns": columns})
+
+
+@pytest.mark.parametrize(
+    ("transforms", "kind"),
+    [
+        ([], "sparse"),
+        ([{"kind": "sigrid_hash", "size": 9}], "sparse"),
+        ([{"kind": "fill_null"}, {"kind": "bucketize", "borders": [1]}], "dense"),
+    ],
+)
+def test_columns_are_read_as_the_first_op_wants_them(transforms: list[dict[str, object]], kind: str) -> None:
+    group = SparseGroup.model_validate({"columns": ["a"], "transforms": transforms})
+    assert group.kind_read("sparse") == kind
+
+
+def test_inputs_of_an_op_of_any_number() -> None:
+    schema = FeatureSchema.model_validate(
+        {
+            "derived": [
+                {"kind": "ngram", "n": 2, "inputs": ["a", "b", "c"], "output": "x"},
+                {"kind": "compute_score", "function": "get_score_max", "inputs": ["a", "b", "s"], "output": "y"},
+            ],
+            "sparse": [{"columns": "x"}],
+        }
+    )
+    assert [input_kinds(op) for op in schema.derived] == [("sparse",) * 3, ("sparse", "sparse", "scores")]
+
+
+@pytest.mark.parametrize("fields", [{}, {"sparse": []}])
+def test_a_model_needs_an_embedding_table(fields: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="sparse"):
+        FeatureSchema.model_validate(fields)

@@ -1,0 +1,160 @@
+"""A day written anew has the rows it had, in the layout of its table."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyiceberg.types import DoubleType, StringType
+
+from storage.errors import ConflictError, StorageError
+from storage.layout.rewrite import days_in_small_files, days_of_another_layout, layout_of, rewrite_day, set_layout
+from storage.layout.spec import Layout
+from storage.reader import SnapshotRef
+from storage.warehouse import Warehouse, WarehouseConfig
+
+DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
+LAYOUT = Layout(codec="lz4", first=("tags", "x"), row_group_rows=16, file_rows=96, order_by=("session",))
+
+
+def table(day: datetime.date, count: int, seed: int = 1) -> pa.Table:
+    """Rows in no order, some of them twice, with nulls and NaN."""
+    draw = np.random.default_rng(seed)
+    half = pa.table(
+        {
+            "day": pa.array([day] * (count // 2), pa.date32()),
+            "session": pa.array(draw.integers(0, 5, count // 2)),
+            "x": pa.array([None if i % 5 == 0 else float("nan") if i % 7 == 0 else i / 3 for i in range(count // 2)]),
+            "text": pa.array([f"t{i % 3}" if i % 4 else None for i in range(count // 2)]),
+            "tags": pa.array([list(range(i % 4)) if i % 6 else None for i in range(count // 2)], pa.list_(pa.int64())),
+        }
+    )
+    return pa.concat_tables([half, half])
+
+
+def write(warehouse: Warehouse, *parts: pa.Table, identity: str = "i") -> SnapshotRef:
+    rows = pa.concat_tables(parts)
+    days = dict.fromkeys(rows["day"].to_pylist(), identity)
+    return warehouse.replace_days("events", days, rows.schema, rows.to_batches(max_chunksize=7), rows.num_rows)
+
+
+def read(warehouse: Warehouse) -> pa.Table:
+    reader = warehouse.reader(warehouse.current("events"), table(DAY1, 40).column_names)
+    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()]).cast(table(DAY1, 40).schema)
+
+
+def in_order(rows: pa.Table, *columns: str) -> list[str]:
+    """Rows as texts, sorted by day and columns, equal ones in their order."""
+    return [str(row) for row in sorted(rows.to_pylist(), key=lambda row: (row["day"], *(row[c] for c in columns)))]
+
+
+def test_rewritten_days_have_their_rows_their_order_and_their_identity(warehouse: Warehouse, tmp_path: Path) -> None:
+    write(warehouse, table(DAY1, 90), table(DAY2, 40))
+    old = write(warehouse, table(DAY3, 40, 2), identity="third")
+    rows = read(warehouse)
+    set_layout(warehouse.table("events"), LAYOUT)
+    assert layout_of(warehouse, "events") == LAYOUT
+    assert days_of_another_layout(warehouse, warehouse.current("events")) == [DAY1, DAY2, DAY3]
+    done = rewrite_day(warehouse, "events", DAY1, tmp_path)
+    assert (done.rows, done.files[1]) == (90, 1)
+    assert done.files[0] > 5
+    assert days_of_another_layout(warehouse, warehouse.current("events")) == [DAY2, DAY3]
+    rewrite_day(warehouse, "events", DAY2, tmp_path)
+    rewrite_day(warehouse, "events", DAY3, tmp_path)
+    assert days_of_another_layout(warehouse, warehouse.current("events")) == []
+    assert [str(row) for row in read(warehouse).to_pylist()] == in_order(rows, "session")
+    assert warehouse.written_days("events") == {DAY1: "i", DAY2: "i", DAY3: "third"}
+    assert warehouse.day_rows(old) == warehouse.day_rows(warehouse.current("events"))
+    assert warehouse.schema(warehouse.current("events")).names == table(DAY1, 40).column_names  # models go by it
+
+
+def test_files_have_the_popular_columns_first(warehouse: Warehouse, tmp_path: Path, home: Path) -> None:
+    write(warehouse, table(DAY1, 90))
+    before = set(home.rglob("*.parquet"))
+    set_layout(warehouse.table("events"), LAYOUT)
+    rewrite_day(warehouse, "events", DAY1, tmp_path)
+    for path in set(home.rglob("*.parquet")) - before:
+        file = pq.ParquetFile(path)
+        assert file.schema_arrow.names == ["tags", "x", "day", "session", "text"]
+        assert file.metadata.row_group(0).num_rows == 16
+        assert file.metadata.row_group(0).column(0).compression == "LZ4"
+
+
+def test_columns_of_today_are_written_whatever_the_rows_came_with(warehouse: Warehouse, tmp_path: Path) -> None:
+    write(warehouse, table(DAY1, 40))
+    events = warehouse.table("events")
+    with events.update_schema() as update:
+        update.delete_column("x").rename_column("text", "words")
+    with events.update_schema() as update:
+        update.add_column("x", DoubleType()).add_column("late", StringType())
+    set_layout(warehouse.table("events"), LAYOUT)
+    rewrite_day(warehouse, "events", DAY1, tmp_path)
+    names = ["words", "x", "late"]
+    rows = warehouse.table("events").scan(selected_fields=("session", *names)).to_arrow()
+    assert rows["x"].null_count == rows["late"].null_count == 40  # never the values of the column that went
+    assert sorted(map(str, rows["words"].to_pylist())) == sorted(map(str, table(DAY1, 40)["text"].to_pylist()))
+
+
+def test_a_table_that_gains_a_column_keeps_its_layout(warehouse: Warehouse, tmp_path: Path) -> None:
+    write(warehouse, table(DAY1, 40))
+    set_layout(warehouse.table("events"), LAYOUT.model_copy(update={"order_by": ("session", "gone")}))
+    rewrite_day(warehouse, "events", DAY1, tmp_path)  # what is no column cannot order anything
+    wider = table(DAY2, 20).append_column("new", pa.array(range(20)))
+    write(warehouse, wider)
+    assert days_of_another_layout(warehouse, warehouse.current("events")) == []
+    sessions = warehouse.table("events").scan(row_filter="day = '2024-01-02'").to_arrow()["session"].to_pylist()
+    assert sessions == sorted(sessions)  # days that come later, too
+
+
+def test_small_files_become_few(tmp_path: Path, home: Path) -> None:
+    small, large = Warehouse(WarehouseConfig(file_rows=7), home), WarehouseConfig(file_rows=50)
+    write(small, table(DAY1, 90), table(DAY2, 4))
+    warehouse, rows = Warehouse(large, home), read(small)
+    set_layout(warehouse.table("events"), large.layout())
+    assert days_in_small_files(warehouse, warehouse.current("events")) == [DAY1]
+    done = rewrite_day(warehouse, "events", DAY1, tmp_path)
+    assert (done.files[0] > 10, done.files[1]) == (True, 2)
+    assert days_in_small_files(warehouse, warehouse.current("events")) == []
+    assert str(read(warehouse).to_pylist()) == str(rows.to_pylist())  # in their order
+
+
+def test_rows_that_come_out_differently_stop_the_commit(
+    warehouse: Warehouse, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = write(warehouse, table(DAY1, 90))
+    before = set(home.rglob("*.parquet"))
+    from storage.layout import rewrite
+
+    plain = rewrite.DataFileWriter.write
+
+    def altered(self: Any, rows: pa.Table) -> Any:
+        return plain(self, rows.set_column(1, "session", pa.array([0] * len(rows), pa.int64())))
+
+    monkeypatch.setattr(rewrite.DataFileWriter, "write", altered)
+    with pytest.raises(StorageError, match=r"^day 2024-01-01 of table 'events': expected the 90 rows that it had, got"):
+        rewrite_day(warehouse, "events", DAY1, tmp_path)
+    assert warehouse.current("events") == old
+    assert set(home.rglob("*.parquet")) == before
+
+
+def test_a_day_that_another_writer_changes_meanwhile_is_left_to_it(
+    warehouse: Warehouse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(warehouse, table(DAY1, 20))
+    from storage.layout import rewrite
+
+    rows, late = rewrite._rows, [table(DAY1, 30, 3)]
+
+    def then_theirs(*arguments: Any) -> Any:
+        yield from rows(*arguments)
+        if late:
+            write(Warehouse(WarehouseConfig(), warehouse.home), late.pop(), identity="theirs")
+
+    monkeypatch.setattr(rewrite, "_rows", then_theirs)
+    with pytest.raises(ConflictError):
+        rewrite_day(warehouse, "events", DAY1, tmp_path)
+    assert warehouse.written_days("events") == {DAY1: "theirs"}
+    assert read(warehouse).num_rows == 30
