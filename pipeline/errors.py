@@ -1,11 +1,22 @@
-"""What each stage can complain about."""
+"""The errors that stages raise."""
 
-from storage.errors import ContractError, EmptyDatasetError, StorageError
+from collections.abc import Sequence
+
+from storage.errors import (
+    ConflictError,
+    ContractError,
+    CorruptFileError,
+    EmptyDatasetError,
+    StorageError,
+    closest_names,
+)
 
 __all__ = [
     "ColumnError",
     "ConfigError",
+    "ConflictError",
     "ContractError",
+    "CorruptFileError",
     "DataError",
     "EmptyDatasetError",
     "InputError",
@@ -13,31 +24,34 @@ __all__ = [
     "StorageError",
     "TrackingError",
     "TrainingError",
+    "closest_names",
+    "from_wire",
+    "to_wire",
 ]
 
 
 class ConfigError(ContractError):
-    """The configuration contradicts itself or the data it is for."""
+    """The configuration contradicts itself or its data."""
 
 
 class ColumnError(ConfigError):
-    """A column that the configuration names is not in the table, or of a type that cannot be read as declared."""
+    """The configuration names a column that the table does not have, or declares it with the wrong type."""
 
     def at(self, snapshot: str) -> "ColumnError":
-        """The complaint with the snapshot, in words, that was looked at."""
+        """Returns the same error with the snapshot added to where it happened."""
         return ColumnError(f"{self.where} at {snapshot}", self.expected, self.actual, self.remedy)
 
 
 class DataError(ContractError):
-    """Source rows break the rules, more of them than the configuration allows."""
+    """More source rows break the rules than the configuration allows."""
 
 
 class InputError(ContractError):
-    """A row given to a model for scoring cannot be scored; names the row and the column."""
+    """A model cannot score a row. The message names the row and the column."""
 
 
 class TrainingError(ContractError):
-    """Training cannot go on; the last complete checkpoint is kept."""
+    """Training cannot continue. The last complete checkpoint is kept."""
 
 
 class RegistryError(ContractError):
@@ -45,4 +59,47 @@ class RegistryError(ContractError):
 
 
 class TrackingError(ContractError):
-    """MLflow's server or database cannot be reached."""
+    """MLflow's server or database is unreachable."""
+
+
+_CLASSES: dict[str, type[ContractError]] = {
+    kind.__name__: kind
+    for kind in (
+        ColumnError,
+        ConfigError,
+        ConflictError,
+        ContractError,
+        CorruptFileError,
+        DataError,
+        EmptyDatasetError,
+        InputError,
+        RegistryError,
+        StorageError,
+        TrackingError,
+        TrainingError,
+    )
+}
+
+
+def to_wire(error: ContractError) -> list[str]:
+    """Encodes an error for another process, as strings that fit into JSON.
+
+    A class that this module does not have is sent as its nearest base class.
+
+    Example:
+        >>> to_wire(ConfigError("training.epochs", "at least 1", "0", "Raise it."))
+        ['ConfigError', 'training.epochs', 'at least 1', '0', 'Raise it.']
+    """
+    name = next(kind.__name__ for kind in type(error).__mro__ if _CLASSES.get(kind.__name__) is kind)
+    return [name, error.where, error.expected, error.actual, error.remedy]
+
+
+def from_wire(values: Sequence[str]) -> ContractError:
+    """Decodes what `to_wire` encoded. The caller raises the error.
+
+    Example:
+        >>> from_wire(["DataError", "source", "rows", "none", "Add files."])
+        DataError('source', 'rows', 'none', 'Add files.')
+    """
+    name, where, expected, actual, remedy = values
+    return _CLASSES[name](where, expected, actual, remedy)

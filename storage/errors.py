@@ -1,13 +1,16 @@
-"""What can be wrong, said so that the reader knows what to do."""
+"""The base of all our errors, and those of the warehouse."""
+
+import difflib
+from collections.abc import Sequence
 
 
 class ContractError(Exception):
-    """A promise between two parts was not kept; the message is one sentence and a remedy.
+    """Something is not as required. The message is one sentence and a remedy.
 
     Args:
-        where: The thing complained about, as the user knows it (a column, a config key, a file).
-        expected: What should have been there.
-        actual: What was there.
+        where: What is wrong, in the user's terms (a column, a config key, a file).
+        expected: What was required.
+        actual: What was found instead.
         remedy: What the reader can do about it.
     Example:
         >>> str(ContractError("bucketize on 'age'", "increasing borders", "[3, 1]", "Sort them."))
@@ -27,12 +30,26 @@ class StorageError(ContractError):
 
 
 class EmptyDatasetError(StorageError):
-    """A selection holds no rows, so nothing can be trained or judged on it."""
+    """A selection has no rows to train or evaluate on."""
 
 
 class ConflictError(StorageError):
-    """Another writer changed the same days at the same time; nothing of ours was written."""
+    """Another writer changed the same days at the same time. Nothing was written."""
 
 
 class CorruptFileError(StorageError):
-    """A data file of a snapshot cannot be read."""
+    """A data file of a snapshot is unreadable."""
+
+
+def closest_names(name: str, known: Sequence[str]) -> str:
+    """Lists known names for the remedy of an unknown one: up to three spelled alike, else the first eight.
+
+    Example:
+        >>> closest_names("labl", ["user", "label"])
+        'label'
+        >>> closest_names("x", ["user", "label"])
+        'user, label'
+        >>> closest_names("x", [])
+        'none'
+    """
+    return ", ".join(difflib.get_close_matches(name, known, n=3) or known[:8]) or "none"
