@@ -17,15 +17,14 @@ from pipeline.characterization.config import CharacterizeConfig
 from pipeline.data.joined.source import contents, pin
 from pipeline.data.selection import SplitConfig, check_filter
 from pipeline.errors import ConfigError
-from pipeline.evaluation.evaluate import EvaluationConfig
-from pipeline.evaluation.gate import GateConfig
+from pipeline.evaluation.config import EvaluationConfig, GateConfig
 from pipeline.evaluation.policy import Policy
 from pipeline.extraction.extract import IngestConfig
 from pipeline.extraction.opening import SourceConfig
 from pipeline.extraction.outcomes import WEIGHT
 from pipeline.preprocessing.config import PreprocessingConfig
-from pipeline.registration.tracking import RegistrationConfig
-from pipeline.scoring.score import ScoringConfig
+from pipeline.registration.config import RegistrationConfig
+from pipeline.scoring.config import ScoringConfig
 from pipeline.search.config import SweepConfig
 from pipeline.search.release import ReleaseConfig
 from pipeline.training.config import TrainConfig

@@ -16,7 +16,8 @@ from flows.job import TrainingJob, columns_at, tracker_of, warehouse_of
 from flows.progress import Progress
 from pipeline.data.joined.reader import schema_of
 from pipeline.errors import ConfigError
-from pipeline.evaluation.evaluate import EvalReport, Evaluation, EvaluationConfig, Scored
+from pipeline.evaluation.config import EvaluationConfig
+from pipeline.evaluation.evaluate import EvalReport, Evaluation, Scored
 from pipeline.evaluation.gate import Verdict, compare
 from pipeline.evaluation.importance import FeatureWorth, Study
 from pipeline.evaluation.metrics import Floats

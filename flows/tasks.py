@@ -49,6 +49,7 @@ from pipeline.preprocessing.master import WORKERS_FILE, Totals
 from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import Costs, DataSpec, Worker
 from pipeline.registration.aliases import CHAMPION, holder
+from pipeline.registration.config import Weights
 from pipeline.registration.journal import Journal
 from pipeline.registration.register import (
     FILES,
@@ -63,7 +64,7 @@ from pipeline.registration.register import (
 )
 from pipeline.registration.register import register as put_into_registry
 from pipeline.registration.scorer import WEIGHTS, LoadedModel
-from pipeline.registration.tracking import RESULT, Weights, unanswered
+from pipeline.registration.tracking import RESULT, unanswered
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.launch.ray_train import run_ranks_on_ray
 from pipeline.training.tables.sharding import Placement

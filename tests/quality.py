@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.evaluation.evaluate import Evaluation, EvaluationConfig, Scored
+from pipeline.evaluation.config import EvaluationConfig
+from pipeline.evaluation.evaluate import Evaluation, Scored
 from pipeline.evaluation.metrics import Quality
 from pipeline.evaluation.sums import Tally
 from storage.reader import DAY

@@ -8,43 +8,15 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel
 from scipy.special import ndtri  # type: ignore[import-untyped]
 
 from pipeline.errors import EmptyDatasetError
+from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.grouped import Grouped, GroupedAuc
 from pipeline.evaluation.metrics import Bin, Quality, curves, equal_bins, losses
 from pipeline.evaluation.sums import COARSE_BINS, MOST_VALUES, Members, Pairs, Tally, unit_groups
 from storage.reader import DAY
-
-
-class EvaluationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """What a model is judged by."""
-
-    slices: tuple[str, ...] = ()
-    """Columns whose values part the rows into slices; at most 1,000 values each."""
-    slice_values: PositiveInt = 12
-    """Most frequent values shown of a slice column."""
-    small_slice_rows: NonNegativeInt = 1_000
-    """Slices of fewer rows are marked as small and do not count for the gate: their numbers are mostly chance."""
-    level: float = Field(0.05, gt=0.0, lt=0.5)
-    """Chance that the interval of a slice's NE leaves out the truth."""
-    group_by: str | None = None
-    """Column, such as the user's id, in whose groups rows are ranked for GAUC."""
-    true_probability: str | None = None
-    """Column with the true probability of the label, where the data has one: its NE is the floor of every model."""
-    importance_rows: PositiveInt | None = 16_384
-    """About so many evaluation rows, spread over all, say what each feature is worth. None: it is not looked at."""
-    droppable_ne_loss: PositiveFloat = 0.0005
-    """A feature whose loss costs less NE than this for sure could be dropped."""
-    workers: PositiveInt = 1
-    """Processes that score the evaluation rows; what they find adds up to the same bits, whoever scored which."""
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns read beside the model's."""
-        named = [*self.slices, self.true_probability, self.group_by]
-        return tuple(dict.fromkeys(name for name in named if name is not None))
 
 
 @dataclass(frozen=True, eq=False)

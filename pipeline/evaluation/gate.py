@@ -1,13 +1,13 @@
 """Challenger against champion on the same rows -> promote, hold or reject, with the reason."""
 
 import math
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import BaseModel
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 
-from pipeline.errors import ConfigError
+from pipeline.evaluation.config import GateConfig
 from pipeline.evaluation.evaluate import EvalReport, Evaluation
 from pipeline.evaluation.metrics import UNIT, Floats, Integers, Quality, base_entropy, losses
 from pipeline.evaluation.sums import Pairs, moments_of, sum_of_squares
@@ -17,36 +17,6 @@ ENOUGH_DAYS = 20
 """From so many days on, days are what differs by chance: rows of a day have much in common."""
 FEWEST_UNITS = 5
 """With fewer of them an interval says nothing."""
-
-
-class GateConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """When a new version takes the champion's place."""
-
-    resample_by: str | None = None
-    """What is drawn by chance: `row`, `day`, or a column such as the user's id. None: day from 20 days on, else row."""
-    level: float = Field(0.05, gt=0.0, lt=0.5)
-    """How often two models of equal quality may be called different."""
-    rule: Literal["better", "not_worse"] = "better"
-    """What a challenger must be beyond chance. not_worse: one whose NE may be equal takes the place, too: for models
-    that are trained on each new day, whose few rows can tell two of them apart only rarely."""
-    least_gain: NonNegativeFloat = 0.0
-    """Share of the champion's NE by which the challenger's must be lower, such as 0.001."""
-    calibration_low: PositiveFloat = 0.8
-    """A challenger below is rejected, unless the champion is further off."""
-    calibration_high: PositiveFloat = 1.25
-    slice_loss: NonNegativeFloat = 0.01
-    """Share of a slice's NE that may be lost there; more, and beyond chance, rejects. Small slices decide nothing."""
-
-    @model_validator(mode="after")
-    def _bounds(self) -> Self:
-        if self.rule == "not_worse" and self.least_gain:
-            raise ConfigError("gate.least_gain with rule=not_worse", "0", f"{self.least_gain:g}", "Leave out one.")
-        if self.calibration_low >= self.calibration_high:
-            raise ConfigError(
-                "gate.calibration_low", f"less than calibration_high, {self.calibration_high}",
-                f"{self.calibration_low}", "Correct one of them.",
-            )  # fmt: skip
-        return self
 
 
 class Difference(BaseModel, frozen=True):

@@ -27,8 +27,8 @@ from models.config import DLRMConfig
 from models.quantised import quantised
 from pipeline.errors import RegistryError
 from pipeline.registration import scorer
-from pipeline.registration.request import Default
-from pipeline.registration.tracking import Tracker, Weights, lacking, unanswered
+from pipeline.registration.config import Default, Weights
+from pipeline.registration.tracking import Tracker, lacking, unanswered
 from pipeline.transforms.column import Kind
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, write_json, write_text

@@ -13,8 +13,6 @@ import pyarrow.compute as pc
 
 from pipeline.errors import ConfigError, InputError
 
-Default = int | float | str | bool | None | tuple[int | float | str | None, ...]
-"""What a raw column may be declared to hold where a request does not say."""
 Rows = pd.DataFrame | Mapping[str, Any] | str
 """A data frame, a dict of one list a column, or the JSON text of such a dict or of a list of rows."""
 EXACT_FLOAT = 2.0**53

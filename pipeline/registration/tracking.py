@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import mlflow
 import psutil
@@ -22,10 +22,9 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException, RestException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
-from pydantic import AfterValidator, BaseModel
 
-from pipeline.errors import ConfigError, RegistryError, TrackingError
-from pipeline.registration.request import Default
+from pipeline.errors import RegistryError, TrackingError
+from pipeline.registration.config import RegistrationConfig
 
 PARAM_CHARACTERS = 500
 """Longest parameter value shown; the whole config is an artifact."""
@@ -40,33 +39,8 @@ SAME_START_SECONDS = 1.0
 RESULT = "result.json"
 ENVIRONMENT_LOCK = threading.Lock()
 """MLflow keeps its address in the environment: of trainings side by side, only one may look there at a time."""
-Weights = Literal["fp32", "int8"]
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Opens an experiment in MLflow's view of trainings, not of prompts."""
-
-
-def _model_name(text: str) -> str:
-    if set(text) & set("'/:"):
-        raise ConfigError("registration.model_name", "a name without quotes, / and :", f'"{text}"', "Rename it.")
-    return text
-
-
-class RegistrationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Where runs and models are recorded."""
-
-    tracking_uri: str | None = None
-    """MLflow server or database; None: MLFLOW_TRACKING_URI, else SQLite below `home`."""
-    model_name: Annotated[str, AfterValidator(_model_name)] | None = None
-    """Name in the registry; None: the config's name."""
-    defaults: Mapping[str, Default] = {}
-    """Raw column -> what the registered model takes where a request has no such column or a value of the wrong kind.
-
-    It is no part of a training's identity: a model that is registered already takes new ones with `again=true` only."""
-    weights: Weights = "fp32"
-    """int8: embedding tables of bytes, (width + 8) / (4 width) of the size; the rest of the model stays fp32.
-
-    The model is judged in the form that is registered.
-    """
 
 
 class Tracker:

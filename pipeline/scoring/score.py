@@ -2,12 +2,12 @@
 
 import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import AfterValidator, BaseModel, PositiveInt
+from pydantic import BaseModel
 from pyiceberg.expressions import BooleanExpression
 
 from pipeline.data.files import fingerprint
@@ -15,30 +15,13 @@ from pipeline.data.joined.reader import Reader, bare, filter_schema, reader_of, 
 from pipeline.data.joined.source import Pinned, contents
 from pipeline.data.selection import Selection, check_filter, days_between
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
+from pipeline.scoring.config import PROBABILITY, VERSION, ScoringConfig
 from pipeline.transforms.schema import absent
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 
-PROBABILITY, VERSION = "probability", "model_version"
 SCORES = "scores"
 """Suffix of the table that holds the scores."""
-
-
-def _handed_through(names: tuple[str, ...]) -> tuple[str, ...]:
-    ours = [name for name in names if name in (DAY, PROBABILITY, VERSION) or names.count(name) > 1]
-    if ours:
-        expected = f"each column once, without {DAY}, {PROBABILITY} and {VERSION}, which are always there"
-        raise ConfigError("scoring.keep", expected, ", ".join(dict.fromkeys(ours)), "Leave it out.")
-    return names
-
-
-class ScoringConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """What stands beside the scores of whole days, and how they are written."""
-
-    keep: Annotated[tuple[str, ...], AfterValidator(_handed_through)] = ()
-    """Columns handed through to the table of scores, such as the ids of user and item."""
-    rows_per_commit: PositiveInt = 1_000_000
-    """Days are written together until this many rows; each group is one commit."""
 
 
 class Model(Protocol):

@@ -18,8 +18,9 @@ import torch
 
 from pipeline.extraction.extract import IngestConfig, extract
 from pipeline.extraction.opening import SourceConfig
+from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.journal import POINTS, Journal
-from pipeline.registration.tracking import RegistrationConfig, Tracker
+from pipeline.registration.tracking import Tracker
 from pipeline.training.state import checkpoint
 from pipeline.training.state.checkpoint import CheckpointError
 from pipeline.transforms.schema import FeatureSchema

@@ -11,7 +11,8 @@ from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 
 from pipeline.errors import EmptyDatasetError
 from pipeline.evaluation import plots
-from pipeline.evaluation.evaluate import Evaluation, EvaluationConfig, Scored
+from pipeline.evaluation.config import EvaluationConfig
+from pipeline.evaluation.evaluate import Evaluation, Scored
 from pipeline.evaluation.metrics import base_entropy
 from pipeline.evaluation.sums import MOST_VALUES
 from tests.quality import evaluate, quality

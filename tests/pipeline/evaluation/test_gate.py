@@ -6,8 +6,9 @@ import pytest
 
 from benchmarks.gate import false_alarms, pair, promoted, sigmoid, truth
 from pipeline.errors import ConfigError
-from pipeline.evaluation.evaluate import EvaluationConfig, Scored
-from pipeline.evaluation.gate import GateConfig, compare, ne_difference, paired
+from pipeline.evaluation.config import EvaluationConfig, GateConfig
+from pipeline.evaluation.evaluate import Scored
+from pipeline.evaluation.gate import compare, ne_difference, paired
 from pipeline.evaluation.metrics import base_entropy, losses
 from pipeline.evaluation.sums import COARSE, FINE, unit_groups
 from tests.quality import evaluate, quality

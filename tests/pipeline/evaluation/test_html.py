@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.evaluation.evaluate import EvaluationConfig, Scored
+from pipeline.evaluation.config import EvaluationConfig
+from pipeline.evaluation.evaluate import Scored
 from pipeline.evaluation.html import RunRecord, rendered
 from pipeline.evaluation.importance import FeatureWorth
 from tests.quality import evaluate

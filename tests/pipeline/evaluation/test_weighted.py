@@ -11,8 +11,9 @@ from scipy.stats import t as student
 from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 
 from pipeline.errors import DataError
-from pipeline.evaluation.evaluate import Evaluation, EvaluationConfig, Scored
-from pipeline.evaluation.gate import GateConfig, compare, ne_difference, paired
+from pipeline.evaluation.config import EvaluationConfig, GateConfig
+from pipeline.evaluation.evaluate import Evaluation, Scored
+from pipeline.evaluation.gate import compare, ne_difference, paired
 from pipeline.evaluation.metrics import Quality, base_entropy, equal_bins, losses
 from pipeline.evaluation.sums import FINE_BINS, Tally, limbs, sum_of_squares
 

@@ -7,7 +7,8 @@ import pytest
 
 from pipeline.errors import RegistryError
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, chosen, holder, move, moves, rollback
-from pipeline.registration.tracking import RegistrationConfig, Tracker
+from pipeline.registration.config import RegistrationConfig
+from pipeline.registration.tracking import Tracker
 
 COUNT = 4
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from mlflow.exceptions import MlflowException
 
+from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.journal import POINTS, Journal
-from pipeline.registration.tracking import RegistrationConfig, Tracker
+from pipeline.registration.tracking import Tracker
 
 
 @pytest.fixture(scope="module")

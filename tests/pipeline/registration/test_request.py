@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 from pipeline.errors import ConfigError, InputError
+from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.request import TYPES, check_defaults, table_of
-from pipeline.registration.tracking import RegistrationConfig
 
 VALUES = {
     "double": ([1, 2.5, None, float("nan"), True, np.float32(0.5), 2**60], [1.0, 2.5, None, None, 1.0, 0.5, 2.0**60]),

@@ -14,7 +14,8 @@ from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 
 from pipeline.errors import TrackingError
 from pipeline.registration import tracking
-from pipeline.registration.tracking import RegistrationConfig, Tracker, answering, unanswered
+from pipeline.registration.config import RegistrationConfig
+from pipeline.registration.tracking import Tracker, answering, unanswered
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pytest
 
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
-from pipeline.scoring.score import Scored, ScoringConfig, ScoringWork, planned, score
+from pipeline.scoring.config import ScoringConfig
+from pipeline.scoring.score import Scored, ScoringWork, planned, score
 from storage.errors import StorageError
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse, WarehouseConfig
@@ -158,7 +159,8 @@ def test_a_failure_leaves_whole_days_and_the_next_run_the_rest(warehouse):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from pipeline.scoring.score import ScoringConfig, planned, score
+from pipeline.scoring.config import ScoringConfig
+from pipeline.scoring.score import planned, score
 from storage.warehouse import Warehouse, WarehouseConfig
 import numpy as np
 
