@@ -20,9 +20,9 @@ from pipeline.errors import ContractError
 from pipeline.evaluation import plots
 from pipeline.jobs.training.rank import RankSpec, placed, table_uses
 from pipeline.registration.tracking import Tracker
-from pipeline.training.config import TrainConfig
+from pipeline.training.config import COLUMN_SHARDING, TrainConfig
 from pipeline.training.launch.processes import Event, Limits, run_ranks
-from pipeline.training.tables.sharding import COLUMN_KINDS, Placement, describe, per_rank
+from pipeline.training.tables.sharding import Placement, describe, per_rank
 
 TOLERANCE = 1e-4
 """Largest difference of a loss that the order of float32 sums explains; a wrong placement is off by 1e-2 and more."""
@@ -145,7 +145,7 @@ def listed(spec: RankSpec, world_sizes: Sequence[int]) -> Iterator[Candidate]:
     by_numbers = "adagrad" if own == "rowwise_adagrad" else own
     wanted = [(1, "table_wise", "greedy", optimizer) for optimizer in dict.fromkeys((own, by_numbers))]
     for world_size in world_sizes:
-        wanted += [(world_size, kind, "greedy", by_numbers if kind in COLUMN_KINDS else own) for kind in KINDS]
+        wanted += [(world_size, kind, "greedy", by_numbers if kind in COLUMN_SHARDING else own) for kind in KINDS]
         wanted += [(world_size, kind, way, own) for kind in ("table_wise", "auto") for way in PARTITIONERS]
     seen: dict[tuple[Any, ...], Candidate] = {}
     for world_size, kind, partitioner, optimizer in dict.fromkeys(wanted):

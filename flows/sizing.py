@@ -141,7 +141,7 @@ def on_ranks(config: RunConfig, asked: Asked, world_size: int, room: RankMachine
     planned = training.model_copy(update={"memory_per_rank_bytes": memory})
     device = "cpu" if room.shared else "cuda"
     model = DLRM(config.model, asked.dense, asked.bags, "meta", kind)
-    placement = place(model, planned.for_placement, device, asked.uses)
+    placement = place(model, planned.for_sharding, device, asked.uses)
     load = load_of(config, asked, training, placement)
     shape = shape_of(config.model, asked.dense, asked.bags)
     kept, rows = kept_of(training), -(-training.batch_rows // world_size)

@@ -1,116 +1,172 @@
-"""TrainConfig: how long, how fast, how often."""
+"""TrainConfig: how long, how fast and how often to train, and how to shard the embedding tables."""
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.errors import ConfigError
-from pipeline.training.tables.sharding import COLUMN_KINDS, Sharding, TableMemory, asked_kinds
+
+ShardingType = Literal[
+    "data_parallel",
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "grid_shard",
+]
+COLUMN_SHARDING = {"column_wise", "table_column_wise", "grid_shard"}
+"""Sharding types that cut the columns of a table."""
+ROW_SHARDING = {"row_wise", "table_row_wise", "grid_shard"}
+"""Sharding types that cut the rows of a table: a bag's vectors come from several ranks and are added up."""
+TableMemory = Literal["device", "uvm", "uvm_caching"]
+Precision = Literal["fp32", "fp16", "bf16"]
+
+
+class ShardingRule(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Sharding type of some tables."""
+
+    tables: tuple[str, ...] = Field(min_length=1)
+    """Names of tables, or patterns such as `cat_*`."""
+    kind: Literal["auto"] | ShardingType
+    """Sharding type of these tables; auto leaves the choice to the planner."""
+
+
+Sharding = Literal["auto"] | ShardingType | Annotated[tuple[ShardingRule, ...], Field(min_length=1)]
+
+
+def requested_sharding_types(sharding: Sharding) -> set[str]:
+    """Returns all sharding types that a setting names.
+
+    Example:
+        >>> requested_sharding_types((ShardingRule(tables=("cat_*",), kind="row_wise"),))
+        {'row_wise'}
+    """
+    return {sharding} if isinstance(sharding, str) else {rule.kind for rule in sharding}
+
+
+def requested_sharding_type(sharding: Sharding, table: str) -> str:
+    """Returns the sharding type of the first rule that matches a table; auto if none does.
+
+    Example:
+        >>> requested_sharding_type((ShardingRule(tables=("cat_*",), kind="row_wise"),), "cat_user")
+        'row_wise'
+        >>> requested_sharding_type((ShardingRule(tables=("cat_*",), kind="row_wise"),), "list_items")
+        'auto'
+    """
+    if isinstance(sharding, str):
+        return sharding
+    matching = (rule.kind for rule in sharding if any(fnmatchcase(table, pattern) for pattern in rule.tables))
+    return next(matching, "auto")
 
 
 class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Sizes are rows of the global batch, spans are steps (updates)."""
+    """Training. Sizes are rows of the global batch, spans are steps (updates)."""
 
     world_size: PositiveInt = 2
-    """Ranks: one process each."""
+    """Number of ranks, one process each."""
     launcher: Literal["processes", "ray"] = "processes"
-    """What starts the ranks: processes of this machine; ray: workers of Ray Train, on CPUs of the cluster at
-    `preprocessing.ray_address`, or of one on this machine where there is none."""
+    """What starts the ranks. processes: processes on this machine. ray: Ray Train workers on CPUs of the cluster at
+    `preprocessing.ray_address`; without an address, on a temporary local cluster."""
     sharding: Sharding = "auto"
-    """Placement of the embedding tables: auto (TorchRec's planner chooses), one kind for all, or rules; the first that
-    names a table counts, and auto places those that none names."""
+    """Sharding of the embedding tables: auto (TorchRec's planner chooses), one sharding type for all tables, or rules.
+    The first rule that matches a table decides. Tables that no rule matches are planned as auto."""
     partitioner: Literal["greedy", "memory_balanced", "largest_differencing"] = "greedy"
-    """How the planner spreads tables over ranks: TorchRec's greedy way, its way that evens out device memory (CUDA), or
-    by largest differencing, whose slowest rank is never expected to be slower than with greedy."""
+    """How the planner assigns shards to ranks. greedy: TorchRec's default. memory_balanced: TorchRec's, balances device
+    memory (CUDA only). largest_differencing: ours; its slowest rank is never expected to be slower than with greedy."""
     table_memory: TableMemory = "device"
-    """Where the tables lie: on the device; uvm: in the host's memory, used from the device; uvm_caching: with a cache
-    on the device. The last two need CUDA."""
+    """Where tables are stored. device: on the device. uvm: in host memory, accessed from the device. uvm_caching: in
+    host memory with a cache on the device. The last two need CUDA."""
     memory_per_rank_bytes: PositiveInt | None = None
-    """Memory that a plan may count on for each rank; None: the device's, on CPU an equal share of the machine's."""
+    """Memory that the planner may use per rank. None: the device's memory; on CPU, an equal share of the machine's."""
     sync: Literal["synchronous", "easgd", "hogwild"] = "synchronous"
-    """How ranks keep the dense part alike. synchronous: averaged gradients at every step, one update a batch. The rest
-    are baselines for CPUs of one machine whose ranks do not wait for one another: each makes an update of its share of
-    the batch, on tables that all share; hogwild: on dense weights that all share, too; easgd: on its own, tied to a
-    centre. They stand still while a checkpoint is written."""
+    """How ranks keep the dense weights equal. synchronous: averages gradients at every step, one update per batch. The
+    other two are baselines for the CPUs of one machine. Their ranks do not wait for one another: each updates with its
+    own share of the batch, and all share the tables. hogwild: ranks also share the dense weights. easgd: each rank has
+    its own dense weights, tied to a common center. Both pause while a checkpoint is written."""
     easgd_period_steps: PositiveInt = 10
-    """Steps between two meetings of a rank's dense weights with the centre."""
+    """Steps between two exchanges of a rank's dense weights with the center."""
     easgd_rate: float | None = Field(default=None, gt=0.0, le=1.0)
-    """How far both move towards each other, as a share of their difference; None: 0.9 / world_size."""
+    """Share of their difference by which rank and center move towards each other. None: 0.9 / world_size."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is one for every rank, else CPU."""
+    """auto: CUDA if there is one device for every rank, else CPU."""
     threads_per_rank: PositiveInt | None = None
-    """Threads of tensor arithmetic; None: the cores shared out evenly."""
+    """CPU threads for tensor operations. None: an equal share of the cores."""
     batch_rows: PositiveInt = 2_048
     """Rows of a step over all ranks."""
     epochs: PositiveInt = 1
     """Passes over the training rows; early stopping may end sooner."""
     max_steps: PositiveInt | None = None
-    """Updates to make in total; a resumed run counts those already made. None: as the epochs say."""
+    """Updates to make in total; a resumed run counts those already made. None: `epochs` decides."""
     embedding_kernel: Literal["auto", "fbgemm", "numba"] = "auto"
-    """What looks up and updates tables. numba: ours, for CPU; auto: ours where it can, else FBGEMM's."""
+    """Kernel that looks up and updates tables. numba: ours, for CPU. auto: ours where possible, else FBGEMM's."""
     table_optimizer: Literal["rowwise_adagrad", "adagrad", "sgd", "adam"] = "rowwise_adagrad"
-    """Exact optimizer of the tables: rows that a batch does not read stay as they are, under adam too."""
+    """Exact optimizer of the tables. Rows that a batch does not read stay unchanged, with adam too."""
     table_learning_rate: PositiveFloat = 0.05
-    """Of all embedding tables that `table_learning_rates` does not name."""
+    """Learning rate of the tables that `table_learning_rates` does not match."""
     table_learning_rates: Mapping[str, PositiveFloat] = {}
-    """Pattern of table names, such as `cat_user*` -> learning rate; the first that fits counts."""
+    """Pattern of table names, such as `cat_user*` -> learning rate; the first match decides."""
     table_weight_decay: NonNegativeFloat = 0.0
-    """L2 penalty on the rows of a batch; FBGEMM has none on CPU."""
+    """L2 penalty on the rows of a batch; FBGEMM's kernel does not support it on CPU."""
     table_gradient_limit: PositiveFloat | None = None
-    """Each element of a bag's gradient is cut to [-this, this] before it reaches the rows. None: it is not."""
+    """Clips each element of a bag's gradient to [-this, this] before it reaches the rows. None: no clipping."""
     table_precision: Literal["fp32", "fp16"] = "fp32"
-    """Numbers of the tables; fp16 halves their memory and needs FBGEMM's kernel. Exported weights are fp32."""
+    """Data type of the tables. fp16 halves their memory and needs FBGEMM's kernel. Exported weights are fp32."""
     dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
-    """Optimizer of everything but the tables; adamw decays weights apart from the gradient, the others through it."""
+    """Optimizer of all parameters except the tables. adamw decays weights apart from the gradient, the others through
+    it."""
     dense_learning_rate: PositiveFloat = 1e-3
     dense_weight_decay: NonNegativeFloat = 0.0
     dense_gradient_norm: PositiveFloat | None = None
-    """The gradients of everything but the tables are scaled down to this norm together. None: they are not."""
+    """Clips the global norm of all gradients except those of the tables. None: no clipping."""
     dense_precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: matrix products of everything but the tables in bfloat16 (autocast); weights stay fp32."""
+    """bf16: matrix products outside the tables run in bfloat16 (autocast); weights stay fp32."""
     compile: bool = False
-    """Compiles everything but the tables (torch.compile; needs a C++ compiler): worth its minute in long trainings."""
+    """Compiles everything except the tables (torch.compile, needs a C++ compiler). This takes about a minute and pays
+    off in long trainings."""
     vector_communication: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """Numbers in which ranks send each other pooled vectors; gloo has no bf16."""
+    """Data type of the pooled vectors that ranks exchange; gloo does not support bf16."""
     gradient_communication: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """Numbers in which ranks send each other the gradients of pooled vectors; gloo has no bf16."""
+    """Data type of the gradients of pooled vectors that ranks exchange; gloo does not support bf16."""
     send_ids_ahead: bool = False
-    """Ids of the next batch go to the ranks that hold their tables while this one is trained: the same bits, sooner."""
+    """Prefetches the input distribution: ids of the next batch are sent to the ranks that hold their tables while this
+    batch is trained. Results are the same bit for bit."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which both learning rates rise from 0."""
     decay_steps: PositiveInt | None = None
-    """Step at which both learning rates have fallen linearly to `decay_floor` of their start; None: they stay."""
+    """Step at which both learning rates have fallen linearly to `decay_floor` of their start. None: no decay."""
     decay_floor: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of the learning rates left after the decay."""
     log_every_steps: PositiveInt = 50
     validate_every_steps: PositiveInt | None = None
     """None validates after each epoch."""
     patience: PositiveInt | None = None
-    """Validations without a better NE before training stops; None: never."""
+    """Stops training after this many validations without a better NE. None: no early stopping."""
     average_from_step: PositiveInt | None = None
-    """From here on the mean of the weights is kept; validation and export take it. None: the last weights."""
+    """Averages the weights from this step on; validation and export use the mean. None: the last weights."""
     average_every_steps: PositiveInt = 16
-    """Steps between two weights of the mean."""
+    """Steps between two samples of the mean."""
     checkpoint_every_steps: PositiveInt | None = 1_000
-    """None writes none before the end."""
+    """None writes one checkpoint, at the end."""
     checkpoint_every_seconds: PositiveInt | None = None
-    """Another checkpoint after this long without one, by rank 0's clock; None: as the steps say."""
+    """Also writes a checkpoint after this long without one, by rank 0's clock. None: steps alone decide."""
     checkpoint_async: bool = True
-    """Files are written while training goes on, which stops only to copy its state: takes memory for one more copy of
-    each rank's weights and optimizer state."""
+    """Writes checkpoint files in the background; training pauses only to copy its state. Each rank needs memory for one
+    more copy of its weights and optimizer state."""
     keep_checkpoints: PositiveInt = 2
-    """Newest checkpoints kept, beside the best one."""
+    """Newest checkpoints to keep, in addition to the best one."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What happens where the loss is not finite: training ends with the last good checkpoint kept, or the batch is left
-    out by all ranks and counted. Ten such batches in a row end training in any case."""
+    """What to do if the loss is not finite. stop: ends training and keeps the last good checkpoint. skip: all ranks
+    leave the batch out and count it. Ten such batches in a row end training in either case."""
     restart_limit: NonNegativeInt = 3
-    """How often dead or hung ranks are started again from the same checkpoint; a newer one begins the count anew."""
+    """How often dead or hung ranks are restarted from the same checkpoint; a newer checkpoint resets the count."""
     hang_seconds: PositiveInt | None = 600
-    """Ranks that make no step and no batch of validation for so long are ended and started again; time in which they
-    wait for preprocessing that makes headway does not count. None: they are waited for."""
+    """Restarts ranks that finish neither a step nor a validation batch for this long. Time spent waiting for
+    preprocessing does not count while preprocessing makes progress. None: waits without limit."""
     deadline_seconds: PositiveInt | None = None
-    """Training, with all restarts, is ended as failed after this long; None: no limit."""
+    """Fails the training after this long, restarts included. None: no limit."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -119,67 +175,72 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
                 "training.decay_steps",
                 f"more than warmup_steps={self.warmup_steps}",
                 f"{self.decay_steps}",
-                "Raise it.",
+                "Raise decay_steps.",
             )
         if self.embedding_kernel == "numba" and (self.table_precision != "fp32" or self.device == "cuda"):
             raise ConfigError(
-                "training.embedding_kernel", "fbgemm or auto, for fp16 tables and for CUDA", "numba", "Correct it."
-            )
+                "training.embedding_kernel", "fbgemm or auto with fp16 tables or on CUDA", "numba",
+                "Set embedding_kernel: auto.",
+            )  # fmt: skip
         if self.launcher == "ray" and self.device == "cuda":
             raise ConfigError(
-                "training.device with launcher=ray", "auto or cpu: its ranks have no CUDA devices", "cuda",
-                "Take launcher=processes.",
+                "training.device with launcher=ray", "auto or cpu, since Ray workers get no CUDA devices", "cuda",
+                "Set launcher: processes.",
             )  # fmt: skip
         if self.sync != "synchronous":
             self._require_shareable()
-        cut = sorted(asked_kinds(self.sharding) & COLUMN_KINDS)
-        if cut and self.table_optimizer == "rowwise_adagrad":
+        by_column = sorted(requested_sharding_types(self.sharding) & COLUMN_SHARDING)
+        if by_column and self.table_optimizer == "rowwise_adagrad":
             raise ConfigError(
-                f"training.sharding '{cut[0]}'", "an optimizer that works on each number by itself",
-                "rowwise_adagrad, which would keep one moment for each cut of a row: another optimizer",
+                f"training.sharding '{by_column[0]}'", "an element-wise table optimizer",
+                "rowwise_adagrad, which would keep one moment per column shard and so train differently",
                 "Set table_optimizer: adagrad.",
             )  # fmt: skip
         if self.batch_rows < self.world_size:
-            needed = f"at least world_size={self.world_size}, one row a rank"
-            raise ConfigError("training.batch_rows", needed, f"{self.batch_rows}", "Raise it.")
+            raise ConfigError(
+                "training.batch_rows", f"at least world_size={self.world_size}, one row per rank", f"{self.batch_rows}",
+                "Raise batch_rows.",
+            )  # fmt: skip
         return self
 
     def _require_shareable(self) -> None:
-        """Refuses what does not go with ranks that share their tables and do not wait for one another."""
-        alone, remedy = f"with sync={self.sync}", "Change it, or take sync=synchronous."
+        """Refuses settings that ranks cannot use when they share tables and do not wait for one another."""
         rules = {
-            "launcher": (self.launcher == "processes", "processes: tables are shared in one machine's memory"),
-            "device": (self.device != "cuda", "auto or cpu: tables are shared in the machine's memory"),
+            "launcher": (self.launcher == "processes", "processes, since ranks share memory of one machine"),
+            "device": (self.device != "cuda", "auto or cpu, since tables are shared in host memory"),
             "sharding": (
                 self.sharding in ("auto", "table_wise"),
-                "auto or table_wise: ranks have all tables whole",
+                "auto or table_wise, since every rank uses whole tables",
             ),
             "embedding_kernel": (
                 self.embedding_kernel != "fbgemm",
-                "auto or numba: FBGEMM's shares nothing",
+                "auto or numba, since FBGEMM's kernel cannot share tables",
             ),
-            "table_precision": (self.table_precision == "fp32", "fp32: our kernel has no other"),
-            "vector_communication": (self.vector_communication == "fp32", "fp32: no vectors are sent"),
-            "gradient_communication": (self.gradient_communication == "fp32", "fp32: no gradients are sent"),
-            "on_nonfinite": (self.on_nonfinite == "stop", "stop: ranks do not meet to agree on a batch to leave out"),
-            "checkpoint_every_seconds": (self.checkpoint_every_seconds is None, "none: ranks meet by steps"),
-            "average_from_step": (self.average_from_step is None, "none: weights are never at one step"),
+            "table_precision": (self.table_precision == "fp32", "fp32, since the numba kernel has no other"),
+            "vector_communication": (self.vector_communication == "fp32", "fp32, since no vectors are sent"),
+            "gradient_communication": (self.gradient_communication == "fp32", "fp32, since no gradients are sent"),
+            "on_nonfinite": (self.on_nonfinite == "stop", "stop, since ranks do not agree on a batch to leave out"),
+            "checkpoint_every_seconds": (self.checkpoint_every_seconds is None, "none, since ranks meet by steps"),
+            "average_from_step": (self.average_from_step is None, "none, since weights never belong to one step"),
         }
         for key, (fits, expected) in rules.items():
             if not fits:
-                raise ConfigError(f"training.{key} {alone}", expected, f"{getattr(self, key)}", remedy)
+                raise ConfigError(
+                    f"training.{key} with sync={self.sync}", expected, f"{getattr(self, key)}",
+                    "Change it, or set sync: synchronous.",
+                )  # fmt: skip
 
     @property
-    def for_placement(self) -> "TrainConfig":
-        """What decides where tables lie: without lock-step each rank has them all, as if it were alone."""
-        alone = {"world_size": 1, "sharding": "table_wise", "batch_rows": self.batch_rows // self.world_size}
-        return self if self.sync == "synchronous" else self.model_copy(update=alone)
+    def for_sharding(self) -> "TrainConfig":
+        """The config to plan table sharding with. Asynchronous ranks each use all tables, as a single rank would."""
+        single = {"world_size": 1, "sharding": "table_wise", "batch_rows": self.batch_rows // self.world_size}
+        return self if self.sync == "synchronous" else self.model_copy(update=single)
 
     @property
     def moving_rate(self) -> float:
         """The moving rate of EASGD, by default as its authors set it.
 
         Source:
-            Zhang, Choromanska, LeCun 2015, arXiv:1412.6651, section 5: beta = 0.9, shared out among the workers.
+            Zhang, Choromanska, LeCun 2015, arXiv:1412.6651, section 5: beta = 0.9, divided among the workers.
         """
         return self.easgd_rate or 0.9 / self.world_size

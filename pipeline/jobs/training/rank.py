@@ -356,7 +356,7 @@ def placed(spec: Described, uses: Mapping[str, TableUse]) -> Described:
         ContractError: If the tables cannot be placed as the config asks.
     """
     device = "cuda" if takes_cuda(spec.training) else "cpu"
-    return spec.model_copy(update={"placement": place(unsharded(spec), spec.training.for_placement, device, uses)})
+    return spec.model_copy(update={"placement": place(unsharded(spec), spec.training.for_sharding, device, uses)})
 
 
 def table_uses(spec: RankSpec) -> dict[str, TableUse]:

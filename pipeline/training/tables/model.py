@@ -33,7 +33,7 @@ def sharded(
         drawn: Whether initial numbers of tables are drawn; where only time counts they are all alike, which is sooner.
     """
     # The planner leaves marks on the model that it is given.
-    placement = placement or place(copy.deepcopy(model), config.for_placement, device.type)
+    placement = placement or place(copy.deepcopy(model), config.for_sharding, device.type)
     for table in model.embeddings.embedding_bag_configs():
         table.init_fn = _left_alone  # TorchRec would draw numbers that are drawn again below
     fuse_table_optimizer(model, config, sharding_plan(placement, device))

@@ -32,20 +32,11 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from models.dlrm import DLRM
 from pipeline.errors import ConfigError, TrainingError
-from pipeline.training.config import TrainConfig
+from pipeline.training.config import COLUMN_SHARDING, ROW_SHARDING, TrainConfig, requested_sharding_type
 from pipeline.training.optim import TABLE_OPTIMIZERS
 from pipeline.training.tables.bags import fbgemm_updates, require_fbgemm
 from pipeline.training.tables.partitioner import LargestDifferencing
-from pipeline.training.tables.sharding import (
-    COLUMN_KINDS,
-    KERNELS,
-    ROW_KINDS,
-    BagSharder,
-    Piece,
-    Placement,
-    TablePlacement,
-    kind_of,
-)
+from pipeline.training.tables.sharding import KERNELS, BagSharder, Piece, Placement, TablePlacement
 from pipeline.training.tables.statistics import MeasuredCache, TableUse
 
 AUTO = ("data_parallel", "table_wise", "row_wise")
@@ -68,7 +59,7 @@ def place(model: DLRM, config: TrainConfig, device: str, uses: Mapping[str, Tabl
         TrainingError: If it does not fit.
     """
     tables = model.embeddings.embedding_bag_configs()
-    kinds = {table.name: kind_of(config.sharding, table.name) for table in tables}
+    kinds = {table.name: requested_sharding_type(config.sharding, table.name) for table in tables}
     refuse(model, config, device, kinds)
     for parameter in model.embeddings.parameters():
         parameter._optimizer_classes = [TABLE_OPTIMIZERS[config.table_optimizer]]  # type: ignore[attr-defined]
@@ -134,7 +125,7 @@ def refuse(model: DLRM, config: TrainConfig, device: str, kinds: Mapping[str, st
         )  # fmt: skip
     for table in model.embeddings.embedding_bag_configs():
         kind, where = kinds[table.name], f"{WHERE} '{kinds[table.name]}' of table '{table.name}'"
-        if kind in ROW_KINDS and not _row_for_each(table.num_embeddings, config.world_size):
+        if kind in ROW_SHARDING and not _row_for_each(table.num_embeddings, config.world_size):
             raise ConfigError(
                 where, f"a row for each of {config.world_size} ranks", f"{table.num_embeddings} rows, cut in parts of "
                 f"{-(-table.num_embeddings // config.world_size)}",
@@ -147,7 +138,7 @@ def refuse(model: DLRM, config: TrainConfig, device: str, kinds: Mapping[str, st
                 where, "sum pooling", "mean pooling, which TorchRec takes of each part of the rows and adds up",
                 "Take `table_row_wise` or `column_wise` for this table.",
             )  # fmt: skip
-        if kind in COLUMN_KINDS and _columns(table.embedding_dim, config.world_size) is None:
+        if kind in COLUMN_SHARDING and _columns(table.embedding_dim, config.world_size) is None:
             raise ConfigError(
                 where, "an embedding_width that can be cut in parts of a multiple of 4 columns, one for each of "
                 f"{config.world_size} ranks or fewer", f"{table.embedding_dim}",
@@ -195,7 +186,7 @@ def _constraints(
     alone = config.world_size == 1  # then a cut only adds work: on the demo's tables a step took twice as long
     choice = [
         kind for kind in AUTO
-        if kind not in ROW_KINDS or (not alone and _row_for_each(table.num_embeddings, config.world_size))
+        if kind not in ROW_SHARDING or (not alone and _row_for_each(table.num_embeddings, config.world_size))
     ]  # fmt: skip
     if device == "cpu" or _why_no_copies(config):  # on CPU they are an order of magnitude slower
         choice.remove("data_parallel")
@@ -203,7 +194,7 @@ def _constraints(
     stats = None if use is None else MeasuredCache(use)
     constraints = ParameterConstraints(
         sharding_types=choice if kind == "auto" else [kind],
-        min_partition=_columns(width, config.world_size) if kind in COLUMN_KINDS else None,
+        min_partition=_columns(width, config.world_size) if kind in COLUMN_SHARDING else None,
         cache_params=CacheParams(load_factor=CACHE_SHARE, stats=stats) if cached else None,
     )
     if use is not None:

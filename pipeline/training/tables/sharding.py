@@ -2,12 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from torch import nn
 from torch.distributed import _remote_device
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
@@ -25,58 +24,9 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-Kind = Literal[
-    "data_parallel",
-    "table_wise",
-    "row_wise",
-    "column_wise",
-    "table_row_wise",
-    "table_column_wise",
-    "grid_shard",
-]
-COLUMN_KINDS = {"column_wise", "table_column_wise", "grid_shard"}
-"""Kinds that cut the columns of a table."""
-ROW_KINDS = {"row_wise", "table_row_wise", "grid_shard"}
-"""Kinds that cut the rows of a table: a bag's vectors come from several ranks and are added up."""
-TableMemory = Literal["device", "uvm", "uvm_caching"]
+from pipeline.training.config import Precision, ShardingType, TableMemory
+
 KERNELS: dict[TableMemory, str] = {"device": "fused", "uvm": "fused_uvm", "uvm_caching": "fused_uvm_caching"}
-
-
-class ShardingRule(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """How some tables are placed."""
-
-    tables: tuple[str, ...] = Field(min_length=1)
-    """Names of tables, or patterns such as `cat_*`."""
-    kind: Literal["auto"] | Kind
-    """As for all tables; auto leaves it to the planner."""
-
-
-Sharding = Literal["auto"] | Kind | Annotated[tuple[ShardingRule, ...], Field(min_length=1)]
-
-
-def asked_kinds(sharding: Sharding) -> set[str]:
-    """All kinds that a setting names.
-
-    Example:
-        >>> asked_kinds((ShardingRule(tables=("cat_*",), kind="row_wise"),))
-        {'row_wise'}
-    """
-    return {sharding} if isinstance(sharding, str) else {rule.kind for rule in sharding}
-
-
-def kind_of(sharding: Sharding, table: str) -> str:
-    """The kind that is asked for a table: by the first rule that names it; auto where none does.
-
-    Example:
-        >>> kind_of((ShardingRule(tables=("cat_*",), kind="row_wise"),), "cat_user")
-        'row_wise'
-        >>> kind_of((ShardingRule(tables=("cat_*",), kind="row_wise"),), "list_items")
-        'auto'
-    """
-    if isinstance(sharding, str):
-        return sharding
-    matching = (rule.kind for rule in sharding if any(fnmatchcase(table, pattern) for pattern in rule.tables))
-    return next(matching, "auto")
 
 
 class Piece(BaseModel, frozen=True):
@@ -101,7 +51,7 @@ class TablePlacement(BaseModel, frozen=True):
     table: str
     rows: int
     width: int
-    kind: Kind
+    kind: ShardingType
     kernel: str
     """dense: updated after the backward pass; fused: in it; fused_uvm, fused_uvm_caching: in it, from the host."""
     cache_load_factor: float | None = None
@@ -125,14 +75,11 @@ class BagSharder(EmbeddingBagCollectionSharder):
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Kinds of placement that may be planned."""
-        return list(get_args(Kind))
+        return list(get_args(ShardingType))
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Copies of a table are updated by averaged gradients, all else in the backward pass."""
         return ["dense" if sharding_type == "data_parallel" else self.kernel]
-
-
-Precision = Literal["fp32", "fp16", "bf16"]
 
 
 def shard(

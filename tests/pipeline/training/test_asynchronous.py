@@ -134,16 +134,16 @@ def test_resumed_alone(make: Maker, sync: str) -> None:
 
 
 WRONG = {
-    "launcher": ("ray", "processes: tables are shared in one machine's memory"),
-    "device": ("cuda", "auto or cpu: tables are shared in the machine's memory"),
-    "sharding": ("row_wise", "auto or table_wise: ranks have all tables whole"),
-    "embedding_kernel": ("fbgemm", "auto or numba: FBGEMM's shares nothing"),
-    "table_precision": ("fp16", "fp32: our kernel has no other"),
-    "vector_communication": ("fp16", "fp32: no vectors are sent"),
-    "gradient_communication": ("fp16", "fp32: no gradients are sent"),
-    "on_nonfinite": ("skip", "stop: ranks do not meet to agree on a batch to leave out"),
-    "checkpoint_every_seconds": (60, "none: ranks meet by steps"),
-    "average_from_step": (100, "none: weights are never at one step"),
+    "launcher": ("ray", "processes, since ranks share memory of one machine"),
+    "device": ("cuda", "auto or cpu, since tables are shared in host memory"),
+    "sharding": ("row_wise", "auto or table_wise, since every rank uses whole tables"),
+    "embedding_kernel": ("fbgemm", "auto or numba, since FBGEMM's kernel cannot share tables"),
+    "table_precision": ("fp16", "fp32, since the numba kernel has no other"),
+    "vector_communication": ("fp16", "fp32, since no vectors are sent"),
+    "gradient_communication": ("fp16", "fp32, since no gradients are sent"),
+    "on_nonfinite": ("skip", "stop, since ranks do not agree on a batch to leave out"),
+    "checkpoint_every_seconds": (60, "none, since ranks meet by steps"),
+    "average_from_step": (100, "none, since weights never belong to one step"),
 }
 
 
@@ -154,7 +154,7 @@ def test_what_does_not_go_with_it_is_refused(sync: str, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TrainConfig(**{"sync": sync, key: value})
     assert str(caught.value) == (
-        f"training.{key} with sync={sync}: expected {expected}, got {value}. Change it, or take sync=synchronous."
+        f"training.{key} with sync={sync}: expected {expected}, got {value}. Change it, or set sync: synchronous."
     )
 
 

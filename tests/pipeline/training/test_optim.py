@@ -35,13 +35,16 @@ def test_schedule_closed_form(warmup: int, decay: int | None, floor: float) -> N
 def test_decay_must_come_after_the_warmup() -> None:
     with pytest.raises(ConfigError) as caught:
         TrainConfig(warmup_steps=5, decay_steps=5)
-    assert str(caught.value) == "training.decay_steps: expected more than warmup_steps=5, got 5. Raise it."
+    assert str(caught.value) == "training.decay_steps: expected more than warmup_steps=5, got 5. Raise decay_steps."
 
 
 def test_every_rank_needs_a_row() -> None:
     with pytest.raises(ConfigError) as caught:
         TrainConfig(world_size=4, batch_rows=3)
-    assert str(caught.value) == "training.batch_rows: expected at least world_size=4, one row a rank, got 3. Raise it."
+    assert (
+        str(caught.value)
+        == "training.batch_rows: expected at least world_size=4, one row per rank, got 3. Raise batch_rows."
+    )
 
 
 @pytest.mark.parametrize("wrong", [{"table_optimizer": "lamb"}, {"max_steps": 0}, {"sync": "none"}, {"more": 1}])

@@ -173,7 +173,7 @@ def test_the_numba_kernel_is_refused_where_it_cannot_be(settings: dict[str, str]
     with pytest.raises(ConfigError) as caught:
         TrainConfig(embedding_kernel="numba", **settings)
     assert str(caught.value) == (
-        "training.embedding_kernel: expected fbgemm or auto, for fp16 tables and for CUDA, got numba. Correct it."
+        "training.embedding_kernel: expected fbgemm or auto with fp16 tables or on CUDA, got numba. Set embedding_kernel: auto."
     )
 
 

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from models.config import DLRMConfig
 from models.dlrm import DLRM, Bag
 from pipeline.errors import ConfigError, ContractError, TrainingError
-from pipeline.training.config import TrainConfig
+from pipeline.training.config import ShardingRule, TrainConfig, requested_sharding_type
 from pipeline.training.tables.planner import AUTO, place
-from pipeline.training.tables.sharding import Placement, ShardingRule, describe, kind_of, per_rank
+from pipeline.training.tables.sharding import Placement, describe, per_rank
 from pipeline.training.tables.statistics import LOAD_FACTORS, TableUse
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -83,7 +83,7 @@ def test_the_first_rule_that_names_a_table_counts() -> None:
     )
     plan = placed(sharding=rules, world_size=2)
     assert [table.kind for table in plan] == ["table_wise", "row_wise", "table_wise", "row_wise", "row_wise"]
-    assert kind_of(rules, "other") == "auto"
+    assert requested_sharding_type(rules, "other") == "auto"
 
 
 def use(table: str, ids: float, filled: float = 1.0) -> TableUse:
@@ -183,8 +183,8 @@ REFUSED = {
     ),
     "another optimizer": (
         {"sharding": "table_column_wise"}, ConfigError,
-        "training.sharding 'table_column_wise': expected an optimizer that works on each number by itself, got "
-        "rowwise_adagrad, which would keep one moment for each cut of a row: another optimizer. "
+        "training.sharding 'table_column_wise': expected an element-wise table optimizer, got rowwise_adagrad, "
+        "which would keep one moment per column shard and so train differently. "
         "Set table_optimizer: adagrad.",
     ),
 }  # fmt: skip
