@@ -25,8 +25,7 @@ from pipeline.extraction.outcomes import WEIGHT
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.registration.config import RegistrationConfig
 from pipeline.scoring.config import ScoringConfig
-from pipeline.search.config import SweepConfig
-from pipeline.search.release import ReleaseConfig
+from pipeline.search.config import ReleaseConfig, SweepConfig
 from pipeline.training.config import TrainConfig
 from pipeline.transforms.ops.sampling import Sampling
 from pipeline.transforms.schema import FeatureSchema

@@ -34,7 +34,8 @@ from pipeline.registration.register import whole
 from pipeline.registration.tracking import RESULT as RESULT_OF_RUN
 from pipeline.registration.tracking import Tracker, answering
 from pipeline.search import plots
-from pipeline.search.release import CANDIDATE, ReleaseConfig, Stage, Standing, ranked, stage_space, standing
+from pipeline.search.config import ReleaseConfig
+from pipeline.search.release import CANDIDATE, Stage, Standing, ranked, sample_rows, stage_space, standing
 from pipeline.search.study import Draw, Study, TrialRecord
 from storage.artifacts import write_json
 
@@ -116,7 +117,7 @@ def without_release(config: RunConfig) -> RunConfig:
 
 def explored(config: RunConfig, candidate: RunConfig) -> RunConfig:
     """A candidate's config while it is explored: fewer rows."""
-    sampling = config.release.sample.of(candidate.sampling)
+    sampling = sample_rows(config.release.sample, candidate.sampling)
     return load(candidate.model_copy(update={"sampling": sampling}), config.release.explore)
 
 

@@ -17,6 +17,7 @@ from flows.trials import RESULT, SearchJob, Trials, check_label, check_parallel,
 from pipeline.errors import ConfigError
 from pipeline.registration.tracking import Tracker
 from pipeline.search.config import SweepConfig
+from pipeline.search.grid import count_trials
 from pipeline.search.study import Study
 
 STUDY = "study.db"
@@ -90,7 +91,7 @@ def finished(job: SearchJob, config: RunConfig) -> dict[str, Any] | None:
     """The result of a sweep that was done before with as many trials."""
     path = Path(job.folder) / RESULT
     result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    if result is None or sum(result["trials"].values()) < config.sweep.most_trials:
+    if result is None or sum(result["trials"].values()) < count_trials(config.sweep):
         return None
     if not Path(result["config_path"]).exists():
         return None
@@ -116,7 +117,7 @@ class Sweep(Trials):
 
     def time_left(self, done: int) -> str:
         """In words; nothing before the first trial of this process is done."""
-        here, left = done - self.done_before, self.config.sweep.most_trials - done
+        here, left = done - self.done_before, count_trials(self.config.sweep) - done
         if here <= 0 or left <= 0:
             return ""
         minutes = (time.monotonic() - self.began) / here * left / 60

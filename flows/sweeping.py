@@ -9,6 +9,7 @@ from flows.candidate import BEST_NE
 from flows.record import shown
 from flows.sweep_job import SOURCE, Sweep
 from flows.sweep_result import in_numbers, in_words, write_best
+from pipeline.search.grid import count_trials
 from pipeline.search.study import Draw, TrialRecord
 
 
@@ -39,11 +40,11 @@ def tell(sweep: Sweep, record: TrialRecord) -> None:
     done, best, number = sweep.done(), sweep.study.best, record.number
     result = {"complete": f"NE {shown(record.valid_ne)}", "failed": f"failed: {record.notes.get('error')}"}
     line = f"trial {number}: {result.get(record.state, record.state)}; "
-    line += f"{len(done)} of {sweep.config.sweep.most_trials} done"
+    line += f"{len(done)} of {count_trials(sweep.config.sweep)} done"
     note = f"best NE {shown(best.valid_ne)} (trial {best.number})" if best else "none has an NE"
     note += sweep.time_left(len(done))
     get_run_logger().info("%s, %s", line, note)
-    sweep.progress.page.show("trials", len(done), sweep.config.sweep.most_trials, note)
+    sweep.progress.page.show("trials", len(done), count_trials(sweep.config.sweep), note)
     if best is not None:
         sweep.tracker.log(sweep.run_id, number, {"trial_valid_ne": record.valid_ne, BEST_NE: best.valid_ne})
         write_best(sweep, best)

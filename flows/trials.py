@@ -30,6 +30,7 @@ from pipeline.errors import (
     TrainingError,
 )
 from pipeline.registration.tracking import Tracker, answering, unanswered
+from pipeline.search.grid import count_trials
 from pipeline.search.study import Draw, Study, TrialRecord
 from pipeline.training.launch.processes import Event
 from storage.artifacts import write_json
@@ -224,7 +225,7 @@ class Trials:
     def _count(self, record: TrialRecord) -> None:
         """Ends the search where trial after trial fails: those to come would be spent on what is wrong with all."""
         self.failures = self.failures + 1 if record.state == "failed" else 0
-        left = self.study.config.most_trials - len(self.done())
+        left = count_trials(self.study.config) - len(self.done())
         if self.failures < MOST_FAILURES or left <= 0:
             return
         last = str(record.notes["error"]).rstrip(".")

@@ -1,12 +1,11 @@
-"""SweepConfig: which keys of a config are searched, how, and when a trial is given up."""
+"""SweepConfig and ReleaseConfig: what is searched and compared, how, and when a trial or a candidate is stopped."""
 
-import itertools
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-import numpy as np
 from pydantic import (
     BaseModel,
     Field,
@@ -21,6 +20,9 @@ from pydantic import (
 from pipeline.errors import ConfigError
 
 Strategy = Literal["tpe", "gp", "random", "grid"]
+BASE = "base"
+"""The candidate that is the config as it stands."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 class Dimension(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -74,27 +76,15 @@ class Dimension(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         steps = 0.0 if step is None else (value - self.low) / step
         return math.isclose(steps, round(steps), abs_tol=1e-9) and (isinstance(value, int) or not self.whole)
 
-    def listed(self) -> tuple[Any, ...] | None:
-        """The values that a grid takes; None where it is not said which.
+    @property
+    def is_countable(self) -> bool:
+        """Whether a grid can list its values."""
+        return self.choices is not None or self.points is not None or self.spacing is not None
 
-        Example:
-            >>> Dimension(low=0.01, high=1.0, log=True, points=3).listed()
-            (0.01, 0.1, 1.0)
-            >>> Dimension(low=8, high=32, step=8).listed()
-            (8, 16, 24, 32)
-        """
-        if self.choices is not None:
-            return self.choices
-        assert self.low is not None
-        assert self.high is not None
-        if self.points is not None:
-            spaced = (np.geomspace if self.log else np.linspace)(self.low, self.high, self.points).tolist()
-            return tuple(dict.fromkeys(round(value) for value in spaced)) if self.whole else tuple(spaced)
-        step = self.step or (1 if self.whole and not self.log else None)
-        if step is None:
-            return None
-        count = math.floor((self.high - self.low) / step + 1e-9) + 1
-        return tuple(self.low + number * step for number in range(count))
+    @property
+    def spacing(self) -> int | float | None:
+        """Distance of the values of a range; None: the range is continuous, or drawn by order of magnitude."""
+        return self.step or (1 if self.whole and not self.log else None)
 
 
 class PruneConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -158,22 +148,76 @@ class SweepConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
             problem = dimension.problem()
             if problem is not None:
                 raise ConfigError(f"sweep.space '{key}'", *problem, "Correct it.")
-            if self.strategy == "grid" and dimension.listed() is None:
+            if self.strategy == "grid" and not dimension.is_countable:
                 raise ConfigError(f"sweep.space '{key}' with strategy=grid", "`step` or `points`", "none", "Add one.")
         return self
-
-    def grid(self) -> list[dict[str, Any]]:
-        """All combinations, in the order that the seed gives."""
-        values = [dimension.listed() or () for dimension in self.space.values()]
-        points = [dict(zip(self.space, combination, strict=True)) for combination in itertools.product(*values)]
-        order = np.random.default_rng(self.seed).permutation(len(points))
-        return [points[number] for number in order]
-
-    @property
-    def most_trials(self) -> int:
-        """Trials at most: a grid ends with its last combination."""
-        return min(self.trials, len(self.grid())) if self.strategy == "grid" else self.trials
 
     def identity(self) -> dict[str, Any]:
         """What decides which trials there are; their number and how many run at a time do not."""
         return self.model_dump(mode="json", exclude={"trials", "parallel"})
+
+
+class ReleaseSample(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """The share of the training rows that candidates are explored on."""
+
+    inputs: tuple[str, ...] = ()
+    """Key columns: rows with equal keys are kept or left out together, such as those of a user. Where a candidate has
+    `sampling` already, its keys and its seed are taken, and this is a share of what it keeps."""
+    rate: float = Field(default=0.1, gt=0.0, le=1.0)
+    """Share of the keys to keep."""
+    seed: int = Field(default=0, ge=-(1 << 63), lt=1 << 63)
+    """Another seed keeps other keys."""
+
+
+class StopConfig(PruneConfig, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """When a candidate that falls behind is stopped, while it is trained on all rows. Candidates are compared after
+    equally many rows.
+    """
+
+    method: Literal["median", "halving", "leader"] = "leader"
+    """As in `sweep.prune`. The leader is the one that makes sense for a few candidates side by side."""
+
+
+class ReleaseConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """From several candidates to one release: all are explored on a sample of the rows, the best are compared on all
+    of them, the winner is trained again and judged by the gate. Candidates are ranked by their NE on the validation
+    rows, never on test rows.
+
+    Source:
+        Zhao et al. 2022, arXiv:2108.09373, section 4: exploratory, combo and release-candidate jobs.
+    """
+
+    candidates: Mapping[str, Mapping[str, Any]] = {}
+    """Name -> {dotted key: value} put over the config; the config itself is a candidate, too, called `base`."""
+    sample: ReleaseSample = ReleaseSample()
+    explore: Mapping[str, Any] = {}
+    """Dotted key -> value of explorations alone, such as `training.max_steps: 500`: a sample has fewer rows, so spans
+    that are given in steps may have to be shorter."""
+    keep: PositiveInt = 2
+    """How many go on from the sample to all rows. Where there is but one, it is the winner without a comparison."""
+    parallel: PositiveInt = 1
+    """Candidates at a time, each with `training.world_size` ranks and preprocessing workers of its own; 1 with Ray."""
+    prune: StopConfig | None = StopConfig()
+    """None: all that are kept are trained to their end."""
+    fresh: Mapping[str, Any] | None = None
+    """Dotted key -> value put over the winner for its last training, such as `split.days.train` with the newest days;
+    None: as the candidate is."""
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        for name in self.candidates:
+            where = f"release.candidates '{name}'"
+            if name == BASE:
+                raise ConfigError(where, "another name: that one is the config itself", f"'{name}'", "Rename it.")
+            if not NAME.fullmatch(name):
+                raise ConfigError(where, "letters, digits, _, . and -, at most 64", f"'{name}'", "Rename it.")
+        return self
+
+    @property
+    def overrides(self) -> dict[str, Mapping[str, Any]]:
+        """All candidates by name, the config itself first."""
+        return {BASE: {}, **self.candidates}
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the outcome; how many run at a time does not."""
+        return self.model_dump(mode="json", exclude={"parallel"})

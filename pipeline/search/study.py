@@ -18,6 +18,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from pydantic import BaseModel
 
 from pipeline.search.config import Dimension, PruneConfig, SweepConfig
+from pipeline.search.grid import count_trials, grid_points
 
 State = Literal["complete", "pruned", "failed", "running"]
 STATES: dict[TrialState, State] = {
@@ -80,7 +81,7 @@ class Study:
         self.config = config
         self.distributions = {key: distribution(dimension) for key, dimension in config.space.items()}
         grid = config.strategy == "grid"
-        self.grid: Sequence[Mapping[str, Any]] = (config.grid() if points is None else points) if grid else []
+        self.grid: Sequence[Mapping[str, Any]] = (grid_points(config) if points is None else points) if grid else []
         self.start = start if config.begin_with_config else {}
         storage = RDBStorage(f"sqlite:///{path}", engine_kwargs={"connect_args": {"timeout": LOCK_SECONDS}})
         self.study = optuna.create_study(
@@ -101,7 +102,7 @@ class Study:
                 params = {key: trial._suggest(key, kind) for key, kind in self.distributions.items()}
             else:
                 asked = [trial for trial in self._trials() if trial.state != TrialState.WAITING]
-                if len(asked) >= self.config.most_trials:
+                if len(asked) >= count_trials(self.config):
                     return None
                 trial = self._ask(len(asked))
                 params = trial.params

@@ -12,7 +12,8 @@ from flows.job import tracker_of
 from flows.release import release
 from flows.trials import SearchJob, unfinished
 from pipeline.errors import ConfigError, EmptyDatasetError
-from pipeline.search.release import ReleaseConfig, Standing
+from pipeline.search.config import ReleaseConfig
+from pipeline.search.release import Standing
 
 CONFIG = "configs/smoke.yaml"
 RATE, STEPS = "training.table_learning_rate", "training.max_steps"

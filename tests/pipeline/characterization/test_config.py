@@ -1,5 +1,8 @@
 """What a study cannot be made of is refused before anything runs."""
 
+import subprocess
+import sys
+
 import pytest
 
 from pipeline.characterization.config import CharacterizeConfig
@@ -49,3 +52,9 @@ def test_what_cannot_work_is_refused(settings, said):
 def test_what_can_work_is_not():
     axes = {"characterize.data": ["memory", "files"], "M": {"M1": {"workload.lookups": 28}, "as it is": {}}}
     assert CharacterizeConfig.model_validate({"axes": axes, "workload": {}}).workload is not None
+
+
+def test_importing_the_config_loads_no_heavy_library():
+    heavy = {"matplotlib", "mlflow", "numpy", "optuna", "pyarrow", "torch"}
+    code = f"import sys, pipeline.characterization.config; print(sorted({heavy} & sys.modules.keys()))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

@@ -1,6 +1,7 @@
-"""Dimensions: what they hold, what a grid takes of them, and what is refused."""
+"""SweepConfig: the values that a dimension holds, and the settings that are refused."""
 
-import itertools
+import subprocess
+import sys
 
 import pytest
 
@@ -22,32 +23,6 @@ def test_what_a_dimension_holds(dimension, inside, outside):
     found = Dimension(**dimension)
     assert [value for value in inside if not found.holds(value)] == []
     assert [value for value in outside if found.holds(value)] == []
-
-
-@pytest.mark.parametrize(
-    ("dimension", "values"),
-    [
-        ({"choices": ["a", "b"]}, ("a", "b")),
-        ({"low": 1, "high": 4}, (1, 2, 3, 4)),
-        ({"low": 0.0, "high": 0.3, "step": 0.1}, pytest.approx((0.0, 0.1, 0.2, 0.3))),
-        ({"low": 1e-3, "high": 10.0, "log": True, "points": 5}, pytest.approx((1e-3, 1e-2, 1e-1, 1.0, 10.0))),
-        ({"low": 1, "high": 100, "log": True, "points": 3}, (1, 10, 100)),
-        ({"low": 0.0, "high": 1.0}, None),
-        ({"low": 1, "high": 100, "log": True}, None),
-    ],
-)
-def test_what_a_grid_takes(dimension, values):
-    assert Dimension(**dimension).listed() == values
-
-
-def test_a_grid_has_each_combination_once_in_a_seeded_order():
-    space = {"a": {"low": 1, "high": 3}, "b": {"choices": ["x", "y"]}}
-    grid = SweepConfig(strategy="grid", space=space, trials=100).grid()
-    assert sorted((point["a"], point["b"]) for point in grid) == list(itertools.product((1, 2, 3), ("x", "y")))
-    assert grid == SweepConfig(strategy="grid", space=space, parallel=3).grid()
-    assert grid != SweepConfig(strategy="grid", space=space, seed=2).grid()
-    assert SweepConfig(strategy="grid", space=space, trials=100).most_trials == 6
-    assert SweepConfig(strategy="grid", space=space, trials=4).most_trials == 4
 
 
 @pytest.mark.parametrize(
@@ -96,3 +71,9 @@ def test_its_identity_is_what_is_drawn():
     same = config.model_copy(update={"trials": 99, "parallel": 4})
     assert same.identity() == config.identity()
     assert config.model_copy(update={"seed": 2}).identity() != config.identity()
+
+
+def test_importing_the_config_loads_no_heavy_library():
+    heavy = {"matplotlib", "mlflow", "numpy", "optuna", "pyarrow", "torch"}
+    code = f"import sys, pipeline.search.config; print(sorted({heavy} & sys.modules.keys()))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

@@ -3,8 +3,8 @@
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.search.config import PruneConfig
-from pipeline.search.release import ReleaseConfig, Standing, kept, ranked, stage_space, standing
+from pipeline.search.config import PruneConfig, ReleaseConfig
+from pipeline.search.release import Standing, kept, ranked, stage_space, standing
 from pipeline.search.study import Study
 
 STANDINGS = [

@@ -7,6 +7,7 @@ import optuna
 import pytest
 
 from pipeline.search.config import PruneConfig, SweepConfig
+from pipeline.search.grid import grid_points
 from pipeline.search.study import Draw, Study
 
 SPACE = {
@@ -134,7 +135,7 @@ def test_a_grid_is_gone_through_once(tmp_path):
         draw = study.next()
         drawn.append(dict(draw.params))
         study.finish(draw.number, 0.5)
-    assert drawn == grid.grid()
+    assert drawn == grid_points(grid)
     assert study.next() is None
 
 
