@@ -28,6 +28,7 @@ from pipeline.registration.request import check_defaults
 from pipeline.registration.tracking import Tracker, answering
 from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import resolve
+from storage.arrow import is_text
 from storage.artifacts import write_text
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
@@ -313,7 +314,7 @@ def _numeric(kind: pa.DataType) -> bool:
 
 
 def _names_sessions(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    return bool(pa.types.is_integer(kind) or is_text(kind))
 
 
 def _with_fitted_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Warehouse) -> dict[Part, DataSpec]:

@@ -1,7 +1,6 @@
 """The row groups of a pinned snapshot, read one by one."""
 
 import datetime
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
-from storage.errors import CorruptFileError, StorageError
+from storage.errors import CorruptFileError, StorageError, closest_names
 from storage.footer import SUFFIX, read_footer
 from storage.layout.spec import Layout
 from storage.ranges import Fetched, Range, chunks_of, merged
@@ -92,10 +91,9 @@ class SnapshotReader:
         known = set(arrow.names)
         for name in needed:
             if name not in known:
-                close = ", ".join(difflib.get_close_matches(name, arrow.names, n=3)) or ", ".join(arrow.names[:8])
                 raise StorageError(
                     f"column '{name}'", f"a column of table '{reference.table}'", "none of that name",
-                    f"Closest: {close}. Correct the name.",
+                    f"Closest: {closest_names(name, arrow.names)}. Correct the name.",
                 )  # fmt: skip
         self.bytes_read, self.bytes_stored, self.reads = 0, 0, 0
         self._gap_bytes = Layout.gap_of(table.properties)

@@ -20,6 +20,7 @@ from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table, Transaction
 from pyiceberg.table.snapshots import Operation, Snapshot
 
+from storage.arrow import is_list, is_text
 from storage.days import CONTENTS, IDENTITIES, NOTES, as_written, hash_of, identities, notes, same_rows, summary
 from storage.errors import ConflictError, StorageError
 from storage.layout.spec import Layout
@@ -447,20 +448,20 @@ def _holds_all(old: pa.Schema, new: pa.Schema) -> bool:
 
 def _same(old: pa.DataType, new: pa.DataType) -> bool:
     """Whether two types are one to Iceberg, to which large lists and texts are lists and texts."""
-    lists = [pa.types.is_list(kind) or pa.types.is_large_list(kind) for kind in (old, new)]
+    lists = [is_list(kind) for kind in (old, new)]
     if any(lists):
         return all(lists) and _same(old.value_type, new.value_type)
-    texts = [pa.types.is_string(kind) or pa.types.is_large_string(kind) for kind in (old, new)]
+    texts = [is_text(kind) for kind in (old, new)]
     return all(texts) or old == new
 
 
 def _family(kind: pa.DataType) -> str:
     """What a column can hold after Iceberg's widening (int to long, float to double)."""
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if is_list(kind):
         return f"list of {_family(kind.value_type)}"
     if pa.types.is_timestamp(kind):
         return "timestamp with zone" if kind.tz else "timestamp"
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    if is_text(kind):
         return "text"
     return "integer" if pa.types.is_integer(kind) else "float" if pa.types.is_floating(kind) else str(kind)
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from pipeline.catalog.events import Event, State, newest, since
 from pipeline.catalog.usage import Usage, Worth
+from storage.arrow import is_list, is_text
 from storage.layout.columns import StoredColumn
 
 RECENT_DAYS = 7
@@ -124,9 +125,9 @@ def entries(
 
 def kind_of(kind: pa.DataType) -> str:
     """Kind of a column by its type alone."""
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if is_list(kind):
         return "ids" if pa.types.is_integer(kind.value_type) or kind_of(kind.value_type) == "text" else "other"
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    if is_text(kind):
         return "text"
     if pa.types.is_integer(kind):
         return "id"

@@ -1,14 +1,13 @@
 """The log of a table's features: who declared what, and when; the newest word on each feature counts."""
 
 import datetime
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import pyarrow as pa
 from pydantic import BaseModel
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, closest_names
 from storage.warehouse import Warehouse
 
 State = Literal["beta", "experimental", "active", "deprecated"]
@@ -124,7 +123,7 @@ def declared(
 
 def unknown_feature(feature: str, known: Collection[str], remedy: str) -> ConfigError:
     """The complaint about a feature that is not there; names the closest ones."""
-    close = ", ".join(difflib.get_close_matches(feature, known, n=3)) or "none"
+    close = closest_names(feature, list(known))
     return ConfigError(
         f"feature '{feature}'", "a feature of the table", "none of that name", f"Closest: {close}. {remedy}"
     )

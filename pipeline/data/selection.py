@@ -1,7 +1,6 @@
 """Which rows train, which stop the training, which judge it: a split that no row crosses."""
 
 import datetime
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -15,11 +14,12 @@ from pyiceberg.expressions.visitors import bind
 from pyiceberg.schema import Schema
 from pyiceberg.types import IntegerType, LongType
 
-from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.errors import ConfigError, EmptyDatasetError, closest_names
 from pipeline.transforms.column import sparse_from_arrow
 from pipeline.transforms.kernels import hashing
 from pipeline.transforms.ops.sampling import Sampling, row_hashes
 from pipeline.transforms.schema import absent
+from storage.arrow import is_list, is_text
 
 Part = Literal["train", "valid", "test"]
 PARTS: tuple[Part, ...] = ("train", "valid", "test")
@@ -296,8 +296,8 @@ def check_sampling(sampling: Sampling, table: pa.Schema) -> None:
         if name not in table.names:
             raise absent("sampling.inputs", name, table.names)
         kind = table.field(name).type
-        value = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
-        text = pa.types.is_string(value) or pa.types.is_large_string(value)
+        value = kind.value_type if is_list(kind) else kind
+        text = is_text(value)
         if not (text or pa.types.is_integer(value) or pa.types.is_boolean(value)):
             raise ConfigError(f"sampling.inputs '{name}'", "integers or text", f"{kind}", "Name another column.")
 
@@ -337,9 +337,7 @@ def _check_comparison(where: str, comparison: Any, schema: Schema) -> None:
         return
     name = comparison.term.name
     if name not in schema.column_names:
-        close = ", ".join(difflib.get_close_matches(name, schema.column_names, n=3)) or ", ".join(
-            schema.column_names[:8]
-        )
+        close = closest_names(name, schema.column_names)
         raise ConfigError(where, "columns of the table", f"'{name}'", f"Closest: {close}. Correct the name.")
     kind = schema.find_type(name)
     literals = comparison.literals if hasattr(comparison, "literals") else [getattr(comparison, "literal", None)]

@@ -31,6 +31,7 @@ from pipeline.registration.config import Default, Weights
 from pipeline.registration.tracking import Tracker, lacking, unanswered
 from pipeline.transforms.column import Kind
 from pipeline.transforms.plan.plan import Plan
+from storage.arrow import is_list, is_text
 from storage.artifacts import atomic_file, write_json, write_text
 
 TOLERANCE = 1e-6
@@ -96,9 +97,9 @@ def columns_of(plan: Plan, schema: pa.Schema) -> dict[str, str]:
 
 def column_type(kind: pa.DataType, uses: Sequence[Kind]) -> str:
     """A raw column's type as a caller of the model knows it; numbers are doubles unless they are ids."""
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if is_list(kind):
         return f"list<{column_type(kind.value_type, uses)}>"
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    if is_text(kind):
         return "string"
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return "timestamp"

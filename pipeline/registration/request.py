@@ -1,7 +1,6 @@
 """Raw rows as callers send them -> the columns that the warehouse would hold."""
 
 import datetime
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +10,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.errors import ConfigError, InputError
+from pipeline.errors import ConfigError, InputError, closest_names
+from storage.arrow import is_text
 
 Rows = pd.DataFrame | Mapping[str, Any] | str
 """A data frame, a dict of one list a column, or the JSON text of such a dict or of a list of rows."""
@@ -71,8 +71,7 @@ def check_defaults(defaults: Mapping[str, Any], columns: Mapping[str, str]) -> N
     for name, value in defaults.items():
         where = f"registration.defaults '{name}'"
         if name not in columns:
-            close = ", ".join(difflib.get_close_matches(name, columns, n=3)) or "none"
-            remedy = f"Closest: {close}. Correct the name."
+            remedy = f"Closest: {closest_names(name, list(columns))}. Correct the name."
             raise ConfigError(where, "a column that the features read", "none of that name", remedy)
         try:
             _plain(value, columns[name])
@@ -145,7 +144,7 @@ def _fits(found: pa.DataType, kind: str) -> bool:
     if kind.startswith("list"):
         return pa.types.is_list(found) and _fits(found.value_type, kind[5:-1])
     if kind == "string":
-        return pa.types.is_string(found) or pa.types.is_large_string(found)
+        return is_text(found)
     if kind == "double" and pa.types.is_floating(found):
         return True
     return kind != "timestamp" and (pa.types.is_integer(found) or pa.types.is_boolean(found))

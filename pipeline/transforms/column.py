@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from pipeline.errors import DataError
 from pipeline.transforms.kernels import hashing
+from storage.arrow import is_list, is_text
 
 Ids = npt.NDArray[np.int64]
 Kind = Literal["dense", "sparse", "scores"]
@@ -126,7 +127,7 @@ def sparse_from_arrow(name: str, array: pa.Array) -> Column:
     Raises:
         DataError: If the column holds neither integers nor strings.
     """
-    if _is_list(array.type):
+    if is_list(array.type):
         offsets, items = _lists(array)
         if items.null_count:
             present = _valid(items)
@@ -144,14 +145,10 @@ def scores_from_arrow(name: str, array: pa.Array) -> Column:
     Raises:
         DataError: If the column does not hold lists of numbers.
     """
-    if not _is_list(array.type):
+    if not is_list(array.type):
         raise DataError(f"column '{name}'", "lists of numbers", f"{array.type}", "Name a column of scores.")
     offsets, items = _lists(array)
     return Column(dense_from_arrow(name, items).values, offsets)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
 
 
 def _lists(array: pa.Array) -> tuple[Ids, pa.Array]:
@@ -183,12 +180,7 @@ def _ids(name: str, items: pa.Array) -> Ids:
     if pa.types.is_dictionary(kind):
         items = items.dictionary_decode()
         kind = items.type
-    if (
-        pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
-        or pa.types.is_binary(kind)
-        or pa.types.is_large_binary(kind)
-    ):
+    if is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         items = items.cast(pa.large_binary())
         _, offsets, data = items.buffers()
         text = np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)

@@ -1,6 +1,5 @@
 """FeatureSchema: which columns are dense, which are sparse, which is the label."""
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
@@ -8,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from pipeline.errors import ColumnError, ConfigError
+from pipeline.errors import ColumnError, ConfigError, closest_names
 from pipeline.transforms.column import Kind
 from pipeline.transforms.ops import AnyOp, FillNull, Standardise
 from pipeline.transforms.ops.op import Reads
@@ -151,5 +150,6 @@ def resolve(
 
 def absent(where: str, name: str, known: Sequence[str], what: str = "a column of the table") -> ColumnError:
     """The complaint about a column that is not there; names the closest ones."""
-    close = ", ".join(difflib.get_close_matches(name, known, n=3)) or ", ".join(known[:8])
-    return ColumnError(f"{where} '{name}'", what, "none of that name", f"Closest: {close}. Correct the name.")
+    return ColumnError(
+        f"{where} '{name}'", what, "none of that name", f"Closest: {closest_names(name, known)}. Correct the name."
+    )

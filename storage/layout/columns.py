@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel
 from pyiceberg.table import Table
 
+from storage.arrow import is_list
 from storage.errors import CorruptFileError
 from storage.reader import SnapshotReader, SnapshotRef, data_files, day_of, field_id, in_days
 
@@ -120,7 +121,7 @@ class Footers:
         if chunk.total_uncompressed_size > EMPTY_BYTES + chunk.num_values // 32:
             return True
         values = file.read_row_group(group, [stored], use_threads=False).column(0)
-        while pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+        while is_list(values.type):
             values = pc.list_flatten(values)
         return len(values) > values.null_count
 

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
+from storage.arrow import is_list
 from storage.errors import StorageError
 
 CODECS = ("zstd", "lz4", "snappy", "gzip", "uncompressed")
@@ -135,7 +136,7 @@ def leaf_paths(field: pa.Field, above: str = "") -> Sequence[str]:
         ['tags.list.element']
     """
     path, kind = above + field.name, field.type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if is_list(kind):
         return leaf_paths(pa.field("element", kind.value_type), f"{path}.list.")
     if pa.types.is_map(kind):
         parts = (pa.field("key", kind.key_type), pa.field("value", kind.item_type))

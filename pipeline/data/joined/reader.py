@@ -18,6 +18,7 @@ from pipeline.data.joined.stored import in_key_form, key_type
 from pipeline.errors import DataError
 from pipeline.transforms.column import sparse_from_arrow
 from pipeline.transforms.ops.sampling import row_hashes
+from storage.arrow import is_list
 from storage.reader import Fragment, SnapshotReader, SnapshotRef, kept
 from storage.warehouse import Warehouse
 
@@ -228,7 +229,7 @@ def for_filters(columns: Iterable[pa.Field]) -> Schema:
 
 def bare(kind: pa.DataType) -> pa.DataType:
     """The type without field ids, which mean other columns in another table."""
-    return pa.list_(bare(kind.value_type)) if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
+    return pa.list_(bare(kind.value_type)) if is_list(kind) else kind
 
 
 def _parted(

@@ -4,6 +4,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import ConfigError, DataError
+from storage.arrow import is_list, is_text
 
 ZONED = r"^.{10}.*([Zz]|[+-]\d{2}(:?\d{2})?)$"
 """A text that goes on behind its day and ends in a time zone."""
@@ -21,7 +22,7 @@ def stored_type(where: str, kind: pa.DataType) -> pa.DataType:
         >>> stored_type("column 'x'", pa.list_(pa.uint16()))
         LargeListType(large_list<item: int32>)
     """
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if is_list(kind) or pa.types.is_fixed_size_list(kind):
         return pa.large_list(_plain(where, kind.value_type))
     return _plain(where, kind)
 
@@ -39,7 +40,7 @@ def _plain(where: str, kind: pa.DataType) -> pa.DataType:
         return pa.date32()
     if pa.types.is_timestamp(kind):
         return pa.timestamp("us", "UTC" if kind.tz else None)
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+    if is_text(kind) or pa.types.is_string_view(kind):
         return pa.large_string()
     raise DataError(where, "numbers, text, dates or lists of them", f"type {kind}", "Leave it out of `columns`.")
 
@@ -62,7 +63,7 @@ def in_key_form(where: str, array: pa.Array) -> pa.Array:
         return array.cast(pa.int64(), safe=False)
     if pa.types.is_date(kind):
         return array.cast(pa.date32())
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+    if is_text(kind) or pa.types.is_string_view(kind):
         return array.cast(pa.large_string())
     raise ConfigError(where, "integers, text or dates", f"{kind}", "Convert it, or name another column.")
 
@@ -81,7 +82,7 @@ def day_of(where: str, array: pa.Array) -> pa.Array:
     kind = array.type
     if pa.types.is_timestamp(kind) and kind.tz:
         array = array.cast(pa.timestamp(kind.unit, "UTC")).cast(pa.timestamp(kind.unit))
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    if is_text(kind):
         if pc.any(pc.match_substring_regex(array, ZONED)).as_py():
             raise DataError(where, "text without a time zone", "some with one", "Convert it to timestamps.")
         array = pc.utf8_slice_codeunits(array, 0, 10)

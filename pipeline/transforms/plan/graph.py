@@ -21,6 +21,7 @@ from pipeline.transforms.schema import (
     input_kinds,
     resolve,
 )
+from storage.arrow import is_list, is_text
 
 KINDS: tuple[Kind, ...] = ("dense", "sparse", "scores")
 
@@ -205,7 +206,7 @@ class Graph:
 
 def _natural(kind: pa.DataType) -> Kind:
     """As what a column is read by an op that takes numbers and ids alike."""
-    single = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    single = is_text(kind)
     return "sparse" if single or pa.types.is_nested(kind) else "dense"
 
 
@@ -239,10 +240,10 @@ def _check_step(template: AnyOp, name: str, kind: Kind) -> None:
 
 def _check_type(column: str, kind: pa.DataType, use: Kind) -> None:
     """Refuses what cannot be read as declared."""
-    listed = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    listed = is_list(kind)
     value = kind.value_type if listed else kind
     number = pa.types.is_integer(value) or pa.types.is_floating(value)
-    text = pa.types.is_string(value) or pa.types.is_large_string(value)
+    text = is_text(value)
     time = pa.types.is_timestamp(kind) or pa.types.is_date(kind)
     single = pa.types.is_boolean(kind) or pa.types.is_decimal(kind)
     if use == "dense" and (listed or not (number or single or time)):
