@@ -105,7 +105,7 @@ def _ours(worker: Worker, slabs: Slabs, split: Split) -> Made:
 
 def _rows(worker: Worker, slabs: Slabs, split: Split) -> tuple[Segment, int]:
     writer = slabs.writer()
-    rows, _ = worker.rows(split, writer)
+    rows, _ = worker.transform_split(split, writer)
     return writer.done(), rows
 
 
@@ -159,7 +159,7 @@ def shuffled_batches(worker: Worker, slabs: tuple[Slabs, Slabs], window: Sequenc
         batches = tuple((cut,) for cut in cuts[first : first + GROUP_BATCHES])
         work = BatchWork(seed=1, epoch=0, shuffled=True, world_size=1, ranks=(0,), batches=batches)
         writer = slabs[1].writer()
-        worker.batches(work, [segment.arrays() for segment, _ in splits], writer)  # mapped each time, as they come
+        worker.make_batches(work, [segment.arrays() for segment, _ in splits], writer)  # mapped each time, as they come
         made = writer.done()
         arrays = made.arrays()
         made.close()

@@ -25,7 +25,7 @@ import psutil
 from benchmarks.machine import ROOT, in_words, machine, say
 from benchmarks.wide_table import NARROW, wide_table
 from pipeline.preprocessing.config import PreprocessingConfig
-from pipeline.preprocessing.drain import Drained, drain
+from pipeline.preprocessing.drain import DrainResult, drain
 from pipeline.preprocessing.master import WORKERS_FILE, Totals
 
 BATCH_ROWS = 4_096
@@ -124,7 +124,7 @@ def epoch(folder: Path, rows: int) -> tuple[dict[str, Any], Watch]:
     return in_figures(drained, watch), watch
 
 
-def in_figures(drained: Drained, watch: Watch) -> dict[str, Any]:
+def in_figures(drained: DrainResult, watch: Watch) -> dict[str, Any]:
     """What an epoch took, process by process."""
     processes = {name: _process(looks, watch.rows) for name, looks in watch.looks.items()}
     for worker, peak in drained.peak_rss_mb.items():

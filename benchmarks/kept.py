@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pipeline.data.batch import NO_TIMES
 from pipeline.jobs.training.rank import RankSpec, build_model, client, event_writer, result_of, start_group
-from pipeline.preprocessing.client import Inline
+from pipeline.preprocessing.client import InlineSource
 from pipeline.training.trainer import Trainer
 
 
@@ -22,7 +22,9 @@ def main(path: str) -> None:
     device = start_group(spec.training, 0)
     emit = event_writer()
     model, _ = build_model(spec, 1, device)
-    reader = client(spec, Inline({"train": spec.train}, spec.preprocessing), "train", spec.train, 0, shuffled=True)
+    reader = client(
+        spec, InlineSource({"train": spec.train}, spec.preprocessing), "train", spec.train, 0, shuffled=True
+    )
     kept = [replace(batch, times=NO_TIMES) for batch in islice(reader.batches(), spec.training.max_steps)]
     folder = Path(spec.folder) / "checkpoints"
     trainer = Trainer(model, spec.training, lambda position: iter(kept), None, folder, emit, spec.seed, device)

@@ -123,7 +123,7 @@ def raw_rows(config: RunConfig, count: int) -> pa.Table:
     worker = Worker(selected(config, None)[1]["test"], warehouse_of(config))
     parts: list[pa.Table] = []
     for fragment in worker.fragments():
-        parts.append(worker.raw(fragment))
+        parts.append(worker.read_selected(fragment))
         if sum(part.num_rows for part in parts) >= count:
             break
     table = pa.concat_tables(parts)

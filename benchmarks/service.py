@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.wide_table import WideTable, wide_table
-from pipeline.preprocessing.client import Client, Connection
+from pipeline.preprocessing.client import Client, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.master import WORKERS_FILE
 from pipeline.preprocessing.service import Service
@@ -45,7 +45,7 @@ def epoch(table: WideTable, workers: int) -> dict[str, Any]:
         folder = Path(temporary)
         with Service({ROWS: table.spec}, config, folder) as service:
             wait_for(workers, folder / WORKERS_FILE)
-            client = Client(Connection(service.address), (ROWS, table.spec), BATCH_ROWS, window_rows=WINDOW_ROWS)
+            client = Client(ServiceSource(service.address), (ROWS, table.spec), BATCH_ROWS, window_rows=WINDOW_ROWS)
             start = time.perf_counter()
             rows = sum(batch.global_rows for batch in client.batches())
             seconds = time.perf_counter() - start

@@ -30,9 +30,9 @@ from pipeline.data.selection import Selection
 from pipeline.extraction.extract import IngestConfig, extract
 from pipeline.extraction.opening import SourceConfig
 from pipeline.jobs.training.rank import RankSpec
-from pipeline.preprocessing.client import Client, Inline
+from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.config import PreprocessingConfig
-from pipeline.preprocessing.worker import DataSpec
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import Limits, run_ranks
 from pipeline.transforms.plan.plan import build_plan
@@ -187,9 +187,9 @@ def preprocessed(spec: DataSpec) -> dict[str, float]:
     }  # fmt: skip
 
 
-def epoch(spec: DataSpec, window_rows: int) -> tuple[int, Inline]:
+def epoch(spec: DataSpec, window_rows: int) -> tuple[int, InlineSource]:
     """Ids of all batches of an epoch, and where they came from."""
-    source = Inline({"rows": spec}, PreprocessingConfig(executor="inline", workers=1))
+    source = InlineSource({"rows": spec}, PreprocessingConfig(executor="inline", workers=1))
     client = Client(source, ("rows", spec), BATCH_ROWS, window_rows=window_rows)
     return sum(len(batch.sparse.values()) for batch in client.batches()), source
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pipeline.data.selection import Selection
-from pipeline.preprocessing.worker import DataSpec
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.transforms.ops import FillNull, FirstX, Log, SigridHash, Standardise
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup

@@ -14,7 +14,7 @@ from flows.config import RunConfig
 from flows.job import TrainingJob, job_in, selected, tracked_run, tracker_of
 from pipeline.data.selection import Part
 from pipeline.errors import ConfigError
-from pipeline.preprocessing.worker import DataSpec
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.registration.journal import Journal
 from pipeline.registration.tracking import answering
 from pipeline.training.launch.processes import Event

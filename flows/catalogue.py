@@ -16,7 +16,7 @@ from pipeline.catalog.retire import Candidate, candidates
 from pipeline.catalog.usage import Usage
 from pipeline.data.profile import profiles
 from pipeline.errors import ConfigError
-from pipeline.preprocessing.worker import DataSpec
+from pipeline.preprocessing.dataset import DataSpec
 from storage.layout.columns import Footers
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse

@@ -16,8 +16,9 @@ from pipeline.characterization.workload import plan_of
 from pipeline.errors import ContractError, TrainingError
 from pipeline.jobs.study.rank import MeasureSpec, Task
 from pipeline.jobs.training.rank import bags_of, placed
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.service import Service
-from pipeline.preprocessing.worker import DataSpec, Worker
+from pipeline.preprocessing.worker import Worker
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse
 from pipeline.training.tables.statistics import measure as measure_uses

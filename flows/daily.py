@@ -17,7 +17,7 @@ from pipeline.data.selection import Part
 from pipeline.errors import ConfigError, EmptyDatasetError, RegistryError
 from pipeline.evaluation.policy import Decision, Standing
 from pipeline.jobs.training.rank import Start
-from pipeline.preprocessing.worker import DataSpec
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.registration.aliases import holder
 from pipeline.registration.register import find, packed
 from pipeline.training.state import checkpoint

@@ -22,7 +22,7 @@ from pipeline.data.selection import PARTS, Part, check_filter, check_sampling, s
 from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.extraction.samples import refuse_outcomes
 from pipeline.jobs.training.rank import Start
-from pipeline.preprocessing.worker import DataSpec, count_rows, fitted_plan
+from pipeline.preprocessing.dataset import DataSpec, count_rows, fit_plan
 from pipeline.registration.register import IDENTITY, columns_of, find, whole
 from pipeline.registration.request import check_defaults
 from pipeline.registration.tracking import Tracker, answering
@@ -154,7 +154,7 @@ def prepared(config: RunConfig, snapshot_id: int | None) -> tuple[SnapshotRef, D
     snapshot, data = selected(config, snapshot_id)
     spec = data["train"]
     rows = _counted(spec, "train", warehouse)
-    return snapshot, spec.model_copy(update={"plan": fitted_plan(spec, warehouse)}), rows
+    return snapshot, spec.model_copy(update={"plan": fit_plan(spec, warehouse)}), rows
 
 
 def _counted(spec: DataSpec, part: Part, warehouse: Warehouse) -> int:
@@ -323,7 +323,7 @@ def _with_fitted_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Wareh
     if path.exists():
         plan = Plan.model_validate_json(path.read_text(encoding="utf-8"))
     else:
-        plan = fitted_plan(data["train"], warehouse)
+        plan = fit_plan(data["train"], warehouse)
         write_text(path, plan.model_dump_json(indent=2))
     return {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
 

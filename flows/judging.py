@@ -21,7 +21,8 @@ from pipeline.evaluation.evaluate import EvalReport, Evaluation, Scored
 from pipeline.evaluation.gate import Verdict, compare
 from pipeline.evaluation.importance import FeatureWorth, Study
 from pipeline.evaluation.metrics import Floats
-from pipeline.preprocessing.worker import DataSpec, Worker
+from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.worker import Worker
 from pipeline.process import die_with_parent
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, holder, move
 from pipeline.registration.register import packed
@@ -99,7 +100,7 @@ class Comparison(BaseModel, frozen=True):
         worker, evaluation = Worker(self.spec), self.nothing(self.groups)
         done = 0
         for fragment in fragments:
-            rows = worker.raw(fragment)
+            rows = worker.read_selected(fragment)
             labels, weights = outcomes_of(worker, rows, fragment)
             extra = rows.select(list(self.spec.extra))
             before = None if exact is None else exact.score(rows)
@@ -208,7 +209,7 @@ def worths(config: RunConfig, job: TrainingJob, model: Path, progress: Progress)
     most = max(wanted // len(fragments), IMPORTANCE_BATCH_ROWS)
     total = min(wanted, job.rows["test"])
     for fragment in fragments[:: max(len(fragments) * most // wanted, 1)]:
-        sample = worker.raw(fragment).slice(0, most)
+        sample = worker.read_selected(fragment).slice(0, most)
         labels, weights = outcomes_of(worker, sample, fragment)
         for start in range(0, sample.num_rows, IMPORTANCE_BATCH_ROWS):
             rows = sample.slice(start, IMPORTANCE_BATCH_ROWS)

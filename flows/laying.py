@@ -11,7 +11,8 @@ from prefect.cache_policies import NO_CACHE
 from flows.config import RunConfig, load
 from flows.job import alone, own_folder, selected, warehouse_of
 from flows.progress import Progress
-from pipeline.preprocessing.worker import Costs, DataSpec
+from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.worker import Costs
 from storage.layout.proposal import Proposal, propose
 from storage.layout.reads import Read, keep, known
 from storage.layout.rewrite import (

@@ -24,7 +24,7 @@ from pipeline.evaluation import plots
 from pipeline.evaluation.policy import Policy
 from pipeline.evaluation.series import Course, DaySums, Interval, ne_apart, pooled_ne
 from pipeline.jobs.recurring.backtest_rank import RehearsalSpec
-from pipeline.preprocessing.worker import count_rows
+from pipeline.preprocessing.dataset import count_rows
 from pipeline.registration.tracking import RESULT
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from storage.artifacts import write_text

@@ -30,8 +30,9 @@ from pipeline.characterization.cost import Setup, Use, load_of_uses
 from pipeline.characterization.results import Load
 from pipeline.errors import ConfigError
 from pipeline.jobs.training.rank import bags_of
-from pipeline.preprocessing.client import Client, Inline
-from pipeline.preprocessing.worker import DataSpec, Worker
+from pipeline.preprocessing.client import Client, InlineSource
+from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.worker import Worker
 from pipeline.training.config import TrainConfig
 from pipeline.training.tables.planner import place
 from pipeline.training.tables.sharding import Placement
@@ -89,7 +90,11 @@ def worker_speed(config: RunConfig, data: DataSpec) -> float:
     """Rows per second of one preprocessing worker, over the first windows of an epoch."""
     window = min(config.preprocessing.shuffle_window_rows, config.preprocessing.split_rows)
     reader = Client(
-        Inline({"train": data}, config.preprocessing), ("train", data), config.training.batch_rows, config.seed, window
+        InlineSource({"train": data}, config.preprocessing),
+        ("train", data),
+        config.training.batch_rows,
+        config.seed,
+        window,
     )
     began, rows, seconds = time.perf_counter(), 0, 0.0
     for batch in reader.batches():

@@ -44,10 +44,11 @@ from pipeline.extraction.enrich import Enriched
 from pipeline.extraction.enrich import enrich as write_columns
 from pipeline.extraction.extract import IngestResult, extract
 from pipeline.jobs.training.rank import RankSpec
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.master import WORKERS_FILE, Totals
 from pipeline.preprocessing.service import Service
-from pipeline.preprocessing.worker import Costs, DataSpec, Worker
+from pipeline.preprocessing.worker import Costs, Worker
 from pipeline.registration.aliases import CHAMPION, holder
 from pipeline.registration.config import Weights
 from pipeline.registration.journal import Journal
@@ -193,7 +194,7 @@ def train(
             on_event = _both(on_event, watch)
             limits = replace(limits, check=partial(watch, None))
         if service is not None:
-            limits = replace(limits, headway=service.totals.headway)
+            limits = replace(limits, headway=service.totals.progress)
         launch = run_ranks
         if training.launcher == "ray":
             launch = partial(run_ranks_on_ray, address=config.preprocessing.ray_address)
@@ -496,7 +497,7 @@ def _packed(config: RunConfig, job: TrainingJob, trained: Trained, form: Weights
 def _first_rows(worker: Worker, rows: int) -> pa.Table:
     parts: list[pa.Table] = []
     for fragment in worker.fragments():
-        parts.append(worker.raw(fragment))
+        parts.append(worker.read_selected(fragment))
         if sum(part.num_rows for part in parts) >= rows:
             break
     return pa.concat_tables(parts).slice(0, rows)

@@ -5,7 +5,7 @@ from pathlib import Path
 from pipeline.characterization.config import Workload
 from pipeline.characterization.written import DAY, LABEL, features_of, write
 from pipeline.data.selection import Selection
-from pipeline.preprocessing.worker import DataSpec
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.transforms.plan.plan import build_plan
 
 EPOCH_BATCHES = 32

@@ -30,14 +30,14 @@ class Period:
     """Whether at some moment there was no work for a worker: all that may be held was read or on its way."""
 
 
-class Demand:
+class Autoscaler:
     """The number of workers, from what one delivers and what the trainer takes.
 
     Args:
         most: Bound for the number.
     Example:
-        >>> demand = Demand(most=8)
-        >>> demand.after(Period(2.0, 1.5, 1_000, 2.0, 1_000, idle=False))
+        >>> autoscaler = Autoscaler(most=8)
+        >>> autoscaler.after(Period(2.0, 1.5, 1_000, 2.0, 1_000, idle=False))
         4
     """
 

@@ -40,7 +40,7 @@ class BatchWork(BaseModel, frozen=True):
     """For each global batch the windows that give it its rows, in order."""
 
 
-class Features(NamedTuple):
+class FeatureIndices(NamedTuple):
     """Numbers of the features among all: int64 [F]."""
 
     own: Ids
@@ -50,7 +50,7 @@ class Features(NamedTuple):
 
 
 NAMES = ("dense", "labels", "weights", "starts", "ids", "sessions", "runs", "shared_starts", "shared_ids")
-"""Arrays of a chunk; see `Worker.rows`."""
+"""Arrays of a chunk; see `Worker.transform_split`."""
 Order = Callable[[Window], Ids]
 """Window -> the order of its rows."""
 
@@ -69,7 +69,7 @@ class _Part:
     lanes: Ids
     strides: Ids
     chunk: Arrays
-    """dense, labels, starts and ids, maybe weights; see `Worker.rows`."""
+    """dense, labels, starts and ids, maybe weights; see `Worker.transform_split`."""
 
 
 class _Lists(NamedTuple):
@@ -83,9 +83,9 @@ class _Lists(NamedTuple):
 
 
 def deal_out(
-    work: BatchWork, splits: Sequence[Arrays], order: Order, numbered: Features, numbers: int, writer: Writer
+    work: BatchWork, splits: Sequence[Arrays], order: Order, numbered: FeatureIndices, numbers: int, writer: Writer
 ) -> None:
-    """Writes each rank's share of some global batches; see `Worker.batches`.
+    """Writes each rank's share of some global batches; see `Worker.make_batches`.
 
     Args:
         numbered: Lists of a row.
@@ -216,7 +216,7 @@ def _dealt(work: BatchWork, order: Order, shares: Ids, features: int) -> Iterato
 
 
 def chunks_of(split: Arrays) -> Iterator[dict[str, npt.NDArray[Any]]]:
-    """The chunks of a split, see `Worker.rows`, each as arrays by their names."""
+    """The chunks of a split, see `Worker.transform_split`, each as arrays by their names."""
     for number in itertools.count():
         if f"{number}.labels" not in split:
             return

@@ -1,4 +1,4 @@
-"""The trainer's resumable iterator: one epoch of batches, in an order that nothing but the seed decides."""
+"""The trainer's resumable iterator over the batches of an epoch. Only the seed decides their order."""
 
 import itertools
 import socket
@@ -13,30 +13,30 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.dlrm import Shared
 from pipeline.data.batch import Batch, Position, Times
-from pipeline.errors import ContractError, DataError
+from pipeline.errors import DataError, from_wire
 from pipeline.preprocessing import wire
 from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import Master
 from pipeline.preprocessing.memory import Arrays, Segment
 from pipeline.preprocessing.stream import BatchNote, Request
-from pipeline.preprocessing.worker import DataSpec
 
-Made = tuple[Sequence[BatchNote], Arrays]
-"""Batches as workers make them: a note of each, and the arrays of all."""
+Delivery = tuple[Sequence[BatchNote], Arrays]
+"""A group of batches as a worker made it: one note for each batch, and the arrays of all."""
 
 
-class Source(Protocol):
-    """Where batches come from."""
+class BatchSource(Protocol):
+    """Delivers batches."""
 
-    def groups(self, request: Request, rank: int) -> Iterator[Made]:
-        """The rest of an epoch, a few batches at a time."""
+    def groups(self, request: Request, rank: int) -> Iterator[Delivery]:
+        """Yields the rest of an epoch, one group of batches at a time."""
 
     def ranks(self, rank: int, world_size: int) -> tuple[int, ...]:
-        """Ranks that share what is made for this one."""
+        """Returns the ranks whose shares are made together with this rank's."""
 
 
-class Connection:
-    """Batches of a service, which is in another process or in a thread of this one.
+class ServiceSource:
+    """Delivers the batches of a service, which runs in another process or in a thread of this one.
 
     Args:
         address: `Service.address`.
@@ -46,45 +46,45 @@ class Connection:
         self.address = address
 
     def ranks(self, rank: int, world_size: int) -> tuple[int, ...]:
-        """All ranks."""
+        """Returns all ranks."""
         return tuple(range(world_size))
 
-    def groups(self, request: Request, rank: int) -> Iterator[Made]:
-        """See `Source`. Another group is asked for before one is handed out, so that it is on its way meanwhile.
+    def groups(self, request: Request, rank: int) -> Iterator[Delivery]:
+        """See `BatchSource`. Requests the next group before yielding one, to overlap its transfer with training.
 
         Raises:
-            ContractError: What went wrong in the service.
+            ContractError: The error that stopped the service.
         """
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
             try:
                 channel.connect(f"\0{self.address}")
                 wire.send(channel, {"open": request.model_dump(mode="json"), "rank": rank})
-                made: Made | None = None
+                delivery: Delivery | None = None
                 waited = 0.0
                 for number in itertools.count():
-                    rows = 0 if made is None else sum(note.rows for note in made[0])
+                    rows = 0 if delivery is None else sum(note.rows for note in delivery[0])
                     wire.send(channel, {"take": number, "done": number - 2, "rows": rows, "waited": waited})
-                    if made is not None:
-                        yield made
+                    if delivery is not None:
+                        yield delivery
                     begun = time.perf_counter()
                     answer = wire.receive(channel)
-                    waited = time.perf_counter() - begun if number else 0.0  # not the time that workers take to start
+                    waited = time.perf_counter() - begun if number else 0.0  # leaves out the start of the workers
                     if answer is None:
                         raise ConnectionError
                     message, descriptors = answer
                     if "error" in message:
-                        raise ContractError(*message["error"])
+                        raise from_wire(message["error"])
                     if "end" in message:
                         return
-                    made = _received(message, descriptors[0])
+                    delivery = _map_delivery(message, descriptors[0])
             except OSError:
                 raise DataError(
                     "preprocessing service", "batches", "none: its process ended",
-                    "Run the command again to go on from the last checkpoint.",
+                    "Run the command again to resume from the last checkpoint.",
                 ) from None  # fmt: skip
 
 
-def _received(message: wire.Message, descriptor: int) -> Made:
+def _map_delivery(message: wire.Message, descriptor: int) -> Delivery:
     segment = Segment(descriptor, message["shapes"], message["size"])
     arrays = segment.arrays()
     segment.close()
@@ -92,11 +92,11 @@ def _received(message: wire.Message, descriptor: int) -> Made:
     return notes, arrays
 
 
-class Inline:
-    """Batches made in this process, in the thread that asks for them.
+class InlineSource:
+    """Makes batches in this process, in the thread that asks for them.
 
     Args:
-        data: Rows that can be asked for, by name.
+        data: The datasets it can deliver, by name.
     """
 
     def __init__(self, data: Mapping[str, DataSpec], config: PreprocessingConfig) -> None:
@@ -105,11 +105,11 @@ class Inline:
         self.master = Master(data, config, Path(self.folder.name))
 
     def ranks(self, rank: int, world_size: int) -> tuple[int, ...]:
-        """This rank alone."""
+        """Returns this rank alone."""
         return (rank,)
 
-    def groups(self, request: Request, rank: int) -> Iterator[Made]:
-        """See `Source`."""
+    def groups(self, request: Request, rank: int) -> Iterator[Delivery]:
+        """See `BatchSource`."""
         stream = self.master.open(request)
         try:
             for number in itertools.count():
@@ -126,19 +126,18 @@ class Inline:
 
 
 class Client:
-    """Batches of one selection for one rank.
+    """Iterates over one rank's share of the batches of a dataset.
 
     Args:
-        source: Where they come from.
-        data: Name of the rows there, and what they are.
-        batch_rows: Rows of the GLOBAL batch; this rank gets its share of each.
-        window_rows: Rows that are shuffled together; None keeps the order of the table.
+        data: Name of the dataset at the source, and its spec.
+        batch_rows: Rows of the GLOBAL batch. This rank gets its share of each.
+        window_rows: Rows that are shuffled together. None keeps the order of the table.
         attempt: See `Request`.
     """
 
     def __init__(
         self,
-        source: Source,
+        source: BatchSource,
         data: tuple[str, DataSpec],
         batch_rows: int,
         seed: int = 0,
@@ -153,17 +152,17 @@ class Client:
         self.keys = [feature.name for feature in spec.plan.sparse]
         self.shared = spec.shared
         self.rank, self.world_size = rank, world_size
-        self.asked = 0
+        self.requests = 0
 
     def batches(self, position: Position | None = None) -> Iterator[Batch]:
-        """The rest of the epoch that the position stands in.
+        """Yields the rest of the epoch that a position lies in.
 
         Args:
-            position: As a batch of the same selection, seed and batch size carried it; None: the first epoch's start.
+            position: From a batch of the same dataset, seed and batch size. None starts the first epoch.
         """
         request = Request(
             data=self.name,
-            number=self.asked,
+            number=self.requests,
             position=Position() if position is None else position,
             batch_rows=self.batch_rows,
             seed=self.seed,
@@ -172,15 +171,15 @@ class Client:
             ranks=self.source.ranks(self.rank, self.world_size),
             attempt=self.attempt,
         )
-        self.asked += 1
+        self.requests += 1
         groups = self.source.groups(request, self.rank)
         while True:
             begun = time.perf_counter()
-            made = next(groups, None)
+            delivery = next(groups, None)
             waited = time.perf_counter() - begun
-            if made is None:
+            if delivery is None:
                 return
-            notes, arrays = made
+            notes, arrays = delivery
             for i, note in enumerate(notes):
                 yield self._batch(note, i, arrays, request.ranks, waited if i == 0 else 0.0)
 

@@ -10,17 +10,17 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.data.batch import Batch, Position
-from pipeline.preprocessing.client import Client, Connection, Inline, Source
+from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import Totals
 from pipeline.preprocessing.service import Service
-from pipeline.preprocessing.worker import DataSpec
 
 ROWS = "rows"
 """Name of the one selection."""
 
 
-class Drained(BaseModel, frozen=True):
+class DrainResult(BaseModel, frozen=True):
     """What an epoch was and took."""
 
     rows: int
@@ -62,19 +62,19 @@ def drain(
     seed: int,
     folder: Path,
     epoch: int = 0,
-    say: Callable[[str], None] = lambda sentence: None,
+    warn: Callable[[str], None] = lambda text: None,
     progress: Callable[[int, Totals], None] = lambda rows, totals: None,
-) -> Drained:
+) -> DrainResult:
     """Takes all batches of an epoch as a single rank would.
 
     Args:
         folder: See `Master`.
-        say: See `Master`.
+        warn: See `Master`.
         progress: Called after each batch with the rows so far.
     """
     order, rows, batches = hashlib.sha256(), 0, 0
     begun = time.monotonic()
-    with opened(spec, config, folder, say) as (source, totals):
+    with open_source(spec, config, folder, warn) as (source, totals):
         client = Client(source, (ROWS, spec), batch_rows, seed, config.shuffle_window_rows)
         for batch in client.batches(Position(epoch=epoch)):
             digest(batch, order)
@@ -83,7 +83,7 @@ def drain(
             progress(rows, totals)
         seconds = time.monotonic() - max(begun, totals.ready_at or begun)
     costs = totals.costs
-    return Drained(
+    return DrainResult(
         rows=rows,
         batches=batches,
         order_hash=order.hexdigest(),
@@ -108,16 +108,16 @@ def drain(
 
 
 @contextmanager
-def opened(
-    spec: DataSpec, config: PreprocessingConfig, folder: Path, say: Callable[[str], None]
-) -> Iterator[tuple[Source, Totals]]:
+def open_source(
+    spec: DataSpec, config: PreprocessingConfig, folder: Path, warn: Callable[[str], None]
+) -> Iterator[tuple[BatchSource, Totals]]:
     """Where a config's batches come from, and the account of it."""
     if config.executor == "inline":
-        inline = Inline({ROWS: spec}, config)
+        inline = InlineSource({ROWS: spec}, config)
         yield inline, inline.master.totals
         return
-    with Service({ROWS: spec}, config, folder, say) as service:
-        yield Connection(service.address), service.totals
+    with Service({ROWS: spec}, config, folder, warn) as service:
+        yield ServiceSource(service.address), service.totals
 
 
 def digest(batch: Batch, order: Any) -> None:

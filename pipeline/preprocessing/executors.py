@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ContractError, DataError
+from pipeline.errors import ContractError, DataError, from_wire, to_wire
 from pipeline.preprocessing import wire
 from pipeline.preprocessing.batches import BatchWork
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs, Writer, share, size_of
 from pipeline.preprocessing.splits import Split
-from pipeline.preprocessing.worker import Costs, DataSpec, Worker
+from pipeline.preprocessing.worker import Costs, Worker
 from pipeline.process import KEPT_MEMORY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,8 +144,8 @@ def _attempt(number: int, worker: Worker, work: Split | BatchWork, inputs: Seque
 def do(worker: Worker, work: Split | BatchWork, inputs: Sequence[Arrays], writer: Writer) -> tuple[int, Costs]:
     """Does a piece of work; selected rows and costs."""
     if isinstance(work, Split):
-        return worker.rows(work, writer)
-    return 0, worker.batches(work, inputs, writer)
+        return worker.transform_split(work, writer)
+    return 0, worker.make_batches(work, inputs, writer)
 
 
 def as_contract_error(error: Exception, work: Split | BatchWork) -> ContractError:
@@ -232,7 +233,7 @@ def _event(worker: int, message: wire.Message, descriptors: Sequence[int]) -> Ev
     if "pid" in message:
         return Started(worker, message["pid"])
     if "error" in message:
-        return Failed(worker, ContractError(*message["error"]))
+        return Failed(worker, from_wire(message["error"]))
     segment = Segment(descriptors[0], _shapes(message["shapes"]), message["size"])
     return Done(
         worker, segment, segment.size, message["rows"], Costs.from_json(message["costs"]), message["peak_rss_mb"]
@@ -267,10 +268,9 @@ def serve(connection: socket.socket) -> None:
         try:
             rows, costs = do(workers[message["data"]], work, [segment.arrays() for segment in inputs], writer)
         except Exception as error:  # told to the master, who decides
-            found = as_contract_error(error, work)
             if not isinstance(error, ContractError):
                 sys.excepthook(type(error), error, error.__traceback__)
-            wire.send(connection, {"error": [found.where, found.expected, found.actual, found.remedy]})
+            wire.send(connection, {"error": to_wire(as_contract_error(error, work))})
         else:
             segment = writer.done()
             answer = {"shapes": segment.shapes, "size": segment.size, "rows": rows, "peak_rss_mb": peak_rss_mb()}

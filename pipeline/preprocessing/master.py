@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError, ContractError, DataError
-from pipeline.preprocessing.autoscaler import PERIOD_SECONDS, Demand, Period
+from pipeline.preprocessing.autoscaler import PERIOD_SECONDS, Autoscaler, Period
 from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.executors import (
     Done,
     Event,
@@ -25,8 +26,8 @@ from pipeline.preprocessing.executors import (
 )
 from pipeline.preprocessing.memory import allow_many_segments
 from pipeline.preprocessing.splits import Split
-from pipeline.preprocessing.stream import Group, Request, Stream, Task
-from pipeline.preprocessing.worker import Costs, DataSpec, Worker
+from pipeline.preprocessing.stream import BatchGroup, Request, Stream, WorkItem
+from pipeline.preprocessing.worker import Costs, Worker
 from storage.artifacts import write_text
 from storage.reader import Fragment
 
@@ -49,7 +50,7 @@ class _Worker:
     since: float
     """Start of its work, or of itself."""
     pid: int | None = None
-    task: Task | None = None
+    task: WorkItem | None = None
     ready: bool = False
 
 
@@ -72,7 +73,7 @@ class Totals:
     ready_at: float | None = None
     """When the first worker was ready, on the monotonic clock."""
 
-    def headway(self) -> tuple[float, int, int]:
+    def progress(self) -> tuple[float, int, int]:
         """Changes while workers get anywhere, or are replaced."""
         return self.costs.seconds, self.restarts, self.late_results
 
@@ -89,7 +90,7 @@ class Master:
         data: Rows that can be asked for, by name.
         config: Workers, bounds and what to do about faults.
         folder: Logs of the workers, their process ids and the list of lost rows are kept here.
-        say: Takes a sentence about each worker replaced and each split lost.
+        warn: Takes a text about each worker replaced and each split lost.
     """
 
     def __init__(
@@ -97,16 +98,16 @@ class Master:
         data: Mapping[str, DataSpec],
         config: PreprocessingConfig,
         folder: Path,
-        say: Callable[[str], None] = lambda sentence: None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         allow_many_segments()
-        self.data, self.config, self.folder, self.say = data, config, folder, say
+        self.data, self.config, self.folder, self.warn = data, config, folder, warn
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.executor = make_executor(data, config, folder, self.events)
         self.inline = isinstance(self.executor, InlineExecutor)
-        self.demand = Demand(config.most_workers)
-        self.demand.workers = 1 if config.workers == "auto" or self.inline else config.workers
+        self.autoscaler = Autoscaler(config.most_workers)
+        self.autoscaler.workers = 1 if config.workers == "auto" or self.inline else config.workers
         self.fragments: dict[str, list[Fragment]] = {}
         self.streams: list[Stream] = []
         self.left: dict[Request, set[int]] = {}
@@ -229,7 +230,7 @@ class Master:
         else:
             self._replace(worker, task, event.reason)
 
-    def _account(self, worker: _Worker, task: Task, event: Done) -> None:
+    def _account(self, worker: _Worker, task: WorkItem, event: Done) -> None:
         seconds, kind = event.costs.seconds, type(task.work)
         self.usual[kind] = max(seconds, 0.9 * self.usual.get(kind, 0.0) + 0.1 * seconds)
         self.totals.costs.add(event.costs)
@@ -238,7 +239,7 @@ class Master:
         self.period.worked_seconds += seconds
         self.period.worked_rows += event.rows
 
-    def _failed(self, task: Task, error: ContractError) -> None:
+    def _failed(self, task: WorkItem, error: ContractError) -> None:
         """Work was not done: it is tried again, or its split is given up."""
         stream = task.stream
         if task not in stream.running:
@@ -264,17 +265,17 @@ class Master:
             self.totals.quarantined.append(entry)
             lines[json.dumps(entry)] = None  # once, however often a run is resumed
         write_text(file, "".join(f"{line}\n" for line in lines))
-        self.say(f"quarantined: {split.rows:,} rows of {split}: {error}")
+        self.warn(f"quarantined: {split.rows:,} rows of {split}: {error}")
 
     # -- workers ------------------------------------------------------------------------------------------------
 
-    def _replace(self, worker: _Worker, task: Task | None, reason: str) -> None:
+    def _replace(self, worker: _Worker, task: WorkItem | None, reason: str) -> None:
         """Forgets a worker, has its work done again, and lets another take its place."""
         del self.workers[worker.number]
         self.executor.kill(worker.number)
         self._note_workers()
         self.totals.restarts += 1
-        self.say(f"worker {worker.number} (process {worker.pid}) is replaced: {reason}")
+        self.warn(f"worker {worker.number} (process {worker.pid}) is replaced: {reason}")
         if self.totals.restarts > self.config.restart_limit:
             raise DataError(
                 "preprocessing workers", f"at most {self.config.restart_limit} to be replaced",
@@ -309,15 +310,15 @@ class Master:
         self.period.seconds = now - self.period_began
         if self.config.workers == "auto" and not self.inline and self.period.seconds >= PERIOD_SECONDS:
             if all(worker.ready for worker in self.workers.values()):  # else it shows too few of them
-                self.demand.after(self.period)
+                self.autoscaler.after(self.period)
             self.period, self.period_began = Period(0.0, 0.0, 0, 0.0, 0, idle=False), now
-        while len(self.workers) < self.demand.workers:
+        while len(self.workers) < self.autoscaler.workers:
             self.started += 1
             self.executor.start(self.started)
             self.workers[self.started] = _Worker(self.started, now)
             self.totals.most_workers = max(self.totals.most_workers, len(self.workers))
         idle = [worker for worker in self.workers.values() if worker.task is None and worker.ready]
-        for worker in idle[: max(len(self.workers) - self.demand.workers, 0)]:
+        for worker in idle[: max(len(self.workers) - self.autoscaler.workers, 0)]:
             del self.workers[worker.number]
             self.executor.kill(worker.number)
             self._note_workers()
@@ -333,13 +334,13 @@ class Master:
                 worker.task, worker.since = task, time.monotonic()
                 self.executor.submit(worker.number, task.stream.request.data, task.work, task.inputs)
 
-    def _next_task(self) -> Task | None:
+    def _next_task(self) -> WorkItem | None:
         for stream in reversed(self.streams):  # what was asked for last is waited for
             if (task := stream.next_task()) is not None:
                 return task
         return None
 
-    def _straggler(self) -> Task | None:
+    def _straggler(self) -> WorkItem | None:
         """Work that takes far longer than usual, to be done by a second worker too; the first result counts."""
         now = time.monotonic()
         leases = [worker for worker in self.workers.values() if worker.task is not None]
@@ -372,7 +373,7 @@ class Master:
         self.period.rows += rows
         self.period.wait_seconds += wait_seconds
 
-    def ready(self, stream: Stream, number: int) -> Group | None:
+    def ready(self, stream: Stream, number: int) -> BatchGroup | None:
         """A group of batches, or None while it is being made.
 
         Raises:

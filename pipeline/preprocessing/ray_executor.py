@@ -15,9 +15,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from pipeline.errors import ContractError
+from pipeline.errors import from_wire, to_wire
 from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.executors import (
     ROOT,
     WORKER_ENVIRONMENT,
@@ -32,7 +33,7 @@ from pipeline.preprocessing.executors import (
 )
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs, share, size_of
 from pipeline.preprocessing.splits import Split
-from pipeline.preprocessing.worker import Costs, DataSpec, Worker
+from pipeline.preprocessing.worker import Costs, Worker
 
 OBJECT_STORE_SHARE = 2
 """The object store is this many times the memory bound: what is freed is not gone at once."""
@@ -120,7 +121,7 @@ class RayExecutor(Executor):
 
 def _finished(worker: int, answer: Mapping[str, Any], memory: Any) -> Done | Failed:
     if "error" in answer:
-        return Failed(worker, ContractError(*answer["error"]))
+        return Failed(worker, from_wire(answer["error"]))
     return Done(worker, memory, answer["size"], answer["rows"], Costs.from_json(answer["costs"]), answer["peak_rss_mb"])
 
 
@@ -165,8 +166,7 @@ class _Actor:
         try:
             rows, costs = do(self.workers[data], work, inputs, writer)
         except Exception as error:  # told to the master, who decides
-            found = as_contract_error(error, work)
-            return {"error": [found.where, found.expected, found.actual, found.remedy]}, None
+            return {"error": to_wire(as_contract_error(error, work))}, None
         arrays = writer.done()
         note = {"size": size_of(arrays), "rows": rows, "costs": vars(costs), "peak_rss_mb": peak_rss_mb()}
         return note, arrays

@@ -13,12 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pipeline.errors import ContractError
+from pipeline.errors import ContractError, to_wire
 from pipeline.preprocessing import wire
 from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import Master, Totals, as_contract_error
 from pipeline.preprocessing.stream import Request, Stream
-from pipeline.preprocessing.worker import DataSpec
 
 CREDENTIALS = struct.Struct("3i")
 """What SO_PEERCRED gives: process, user and group."""
@@ -32,7 +32,7 @@ class _Connection:
     stream: Stream | None = None
     rank: int = 0
     wanted: int | None = None
-    """Group it waits for."""
+    """BatchGroup it waits for."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Service:
     Args:
         data: Rows that can be asked for, by name.
         folder: See `Master`.
-        say: See `Master`.
+        warn: See `Master`.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Service:
         data: Mapping[str, DataSpec],
         config: PreprocessingConfig,
         folder: Path,
-        say: Callable[[str], None] = lambda sentence: None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.data, self.config, self.folder, self.say = data, config, folder, say
+        self.data, self.config, self.folder, self.warn = data, config, folder, warn
         self.address = f"dlrm-preprocessing-{os.getpid()}-{secrets.token_hex(8)}"
         self.totals = Totals()
         self.connections: list[_Connection] = []
@@ -106,7 +106,7 @@ class Service:
 
     def _run(self) -> None:
         try:
-            master = Master(self.data, self.config, self.folder, self.say)
+            master = Master(self.data, self.config, self.folder, self.warn)
             self.totals, self.events = master.totals, master.events
         except BaseException as problem:  # raised where the service is entered
             self.begun.put(problem)
@@ -167,7 +167,7 @@ class Service:
                 connection.rank = int(message["rank"])
                 connection.stream = master.open(Request.model_validate(message["open"]), connection.rank)
             except Exception as error:
-                self._send(connection, _error(as_contract_error(error)))
+                self._send(connection, {"error": to_wire(as_contract_error(error))})
         elif stream is not None:
             connection.wanted = message["take"]
             stream.let_go(connection.rank, message["done"])
@@ -183,7 +183,7 @@ class Service:
             group = master.ready(stream, number)
         except ContractError as error:
             connection.wanted = None
-            self._send(connection, _error(error))
+            self._send(connection, {"error": to_wire(error)})
             return
         if group is not None:
             segment = master.executor.shared(group.memory)
@@ -199,7 +199,3 @@ class Service:
     def _send(self, connection: _Connection, message: wire.Message, descriptors: list[int] | None = None) -> None:
         with suppress(OSError):  # it is gone: its reader says so
             wire.send(connection.channel, message, descriptors or [])
-
-
-def _error(error: ContractError) -> wire.Message:
-    return {"error": [error.where, error.expected, error.actual, error.remedy]}

@@ -45,7 +45,7 @@ class Request(BaseModel, frozen=True):
 
 
 @dataclass(eq=False)
-class Task:
+class WorkItem:
     """Work for one worker at a time; the same task done again gives the same result."""
 
     stream: "Stream"
@@ -96,7 +96,7 @@ class BatchNote:
 
 
 @dataclass(eq=False)
-class Group:
+class BatchGroup:
     """Batches that are made and handed over together."""
 
     number: int
@@ -142,11 +142,11 @@ class Stream:
         self.skip = position.row
         self.batches = position.batches
         self.open: dict[int, OpenWindow] = {}
-        self.reads: deque[Task] = deque()
-        self.makes: deque[tuple[Group, Task]] = deque()
-        self.again: deque[Task] = deque()
-        self.running: set[Task] = set()
-        self.groups: dict[int, Group] = {}
+        self.reads: deque[WorkItem] = deque()
+        self.makes: deque[tuple[BatchGroup, WorkItem]] = deque()
+        self.again: deque[WorkItem] = deque()
+        self.running: set[WorkItem] = set()
+        self.groups: dict[int, BatchGroup] = {}
         self.groups_cut = 0
         self.cutting: list[Piece] = []
         self.grouping: tuple[list[BatchNote], list[list[Piece]]] = ([], [])
@@ -158,14 +158,14 @@ class Stream:
 
     # -- work ---------------------------------------------------------------------------------------------------
 
-    def next_task(self) -> Task | None:
+    def next_task(self) -> WorkItem | None:
         """What an idle worker should do now; None where something else has to happen first."""
         task = self._again() or self._next_make() or self._next_read()
         if task is not None:
             self.running.add(task)
         return task
 
-    def done(self, task: Task, memory: Memory, size: int, rows: int, costs: Costs) -> bool:
+    def done(self, task: WorkItem, memory: Memory, size: int, rows: int, costs: Costs) -> bool:
         """Takes a result; False for one that came late, after another worker's."""
         if task not in self.running:
             self.free(memory)
@@ -176,13 +176,13 @@ class Stream:
         task.finish(memory, size, rows, costs)
         return True
 
-    def retry(self, task: Task) -> None:
+    def retry(self, task: WorkItem) -> None:
         """Puts a task back whose worker is gone or has failed."""
         if task in self.running:
             self.running.remove(task)
             self.again.append(task)
 
-    def lose(self, task: Task) -> None:
+    def lose(self, task: WorkItem) -> None:
         """Gives a split up: its rows are missing from the epoch."""
         assert isinstance(task.work, Split)
         self.running.remove(task)
@@ -191,7 +191,7 @@ class Stream:
 
     # -- delivery -----------------------------------------------------------------------------------------------
 
-    def group(self, number: int) -> Group | None:
+    def group(self, number: int) -> BatchGroup | None:
         """The group of that number once it is made."""
         group = self.groups.get(number)
         return group if group is not None and group.made else None
@@ -247,10 +247,10 @@ class Stream:
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def _again(self) -> Task | None:
+    def _again(self) -> WorkItem | None:
         return self.again.popleft() if self.again else None
 
-    def _next_read(self) -> Task | None:
+    def _next_read(self) -> WorkItem | None:
         if not self.reads and self.to_read and self._may_open():
             self._open_window(self.to_read.popleft())
         if not self.reads:
@@ -275,7 +275,7 @@ class Stream:
         reserve = int(self.row_bytes * BATCH_GROWTH * max(GROUP_ROWS, self.request.batch_rows))
         return self._fits(self._read_bytes(self.reads[0]) + reserve)
 
-    def _read_bytes(self, task: Task) -> int:
+    def _read_bytes(self, task: WorkItem) -> int:
         assert isinstance(task.work, Split)
         return int(task.work.rows * self.row_bytes)
 
@@ -285,7 +285,7 @@ class Stream:
         window = OpenWindow(number, splits, [None] * count, [0] * count, [0] * count, missing=count)
         self.open[number] = window
         for i, split in enumerate(splits):
-            self.reads.append(Task(self, split, [], 0, self._read_finisher(window, i)))
+            self.reads.append(WorkItem(self, split, [], 0, self._read_finisher(window, i)))
 
     def _read_finisher(self, window: OpenWindow, i: int) -> Callable[[Memory, int, int, Costs], None]:
         def finish(memory: Memory, size: int, rows: int, costs: Costs) -> None:
@@ -348,14 +348,14 @@ class Stream:
         self.grouping = ([], [])
         if not notes:
             return
-        group = Group(self.groups_cut, notes, pieces, set(self.request.ranks) - self.left)
+        group = BatchGroup(self.groups_cut, notes, pieces, set(self.request.ranks) - self.left)
         self.groups_cut += 1
         self.groups[group.number] = group
         for window in _windows(pieces):
             window.uses += 1
         self.makes.append((group, self._make_task(group)))
 
-    def _make_task(self, group: Group) -> Task:
+    def _make_task(self, group: BatchGroup) -> WorkItem:
         inputs: list[Memory] = []
         places: dict[int, tuple[int, ...]] = {}
         for window in _windows(group.pieces):
@@ -388,9 +388,9 @@ class Stream:
             group.pieces = []
             self._free_windows()
 
-        return Task(self, work, inputs, size, finish)
+        return WorkItem(self, work, inputs, size, finish)
 
-    def _next_make(self) -> Task | None:
+    def _next_make(self) -> WorkItem | None:
         if not self.makes:
             return None
         group, task = self.makes[0]

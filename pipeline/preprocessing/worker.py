@@ -11,60 +11,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import BaseModel
 
 from pipeline.data.joined.reader import reader_of
-from pipeline.data.joined.source import Pinned
-from pipeline.data.selection import Selection
 from pipeline.errors import DataError
 from pipeline.preprocessing import kernels
-from pipeline.preprocessing.batches import BatchWork, Features, Ids, Window, chunks_of, deal_out
+from pipeline.preprocessing.batches import BatchWork, FeatureIndices, Ids, Window, chunks_of, deal_out
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Writer
 from pipeline.preprocessing.splits import Split, permutation, session_permutation
 from pipeline.transforms.column import Column, concatenated, sparse_from_arrow
 from pipeline.transforms.plan.dedup import RepeatPlan, Runs
-from pipeline.transforms.plan.plan import Plan, TransformedRows
+from pipeline.transforms.plan.plan import TransformedRows
 from pipeline.transforms.plan.schedule import whole
 from pipeline.transforms.schema import LEAST_WEIGHT, MOST_WEIGHT
 from storage.errors import CorruptFileError
-from storage.reader import Fragment, SnapshotRef
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.reader import Fragment
+from storage.warehouse import Warehouse
 
 Floats = npt.NDArray[np.float32]
-
-
-class DataSpec(BaseModel, frozen=True):
-    """Rows and what becomes of them: all that a reader in another process needs to know."""
-
-    warehouse: WarehouseConfig
-    home: str
-    """Folder of the embedded catalog."""
-    snapshot: SnapshotRef
-    selection: Selection
-    plan: Plan
-    label: str
-    weight: str | None = None
-    """Column of row weights."""
-    extra: tuple[str, ...] = ()
-    """Further columns handed through as they are, for evaluation."""
-    joined: tuple[Pinned, ...] = ()
-    """Side sources of columns that the table does not have."""
-    session: str | None = None
-    """Column that says which neighbouring rows stay together when they are shuffled."""
-    deduplicate: tuple[str, ...] = ()
-    """Sparse features that are made and kept once for neighbouring rows of a session whose columns stay."""
-
-    @property
-    def shared(self) -> tuple[int, ...]:
-        """Those features' numbers among the plan's."""
-        return tuple(i for i, feature in enumerate(self.plan.sparse) if feature.name in self.deduplicate)
-
-    @property
-    def columns(self) -> list[str]:
-        """Columns that are read, those of the row filter aside."""
-        outcome = [self.label] if self.weight is None else [self.label, self.weight]
-        session = [] if self.session is None else [self.session]
-        return list(dict.fromkeys([*self.plan.columns, *outcome, *self.extra, *self.selection.key_columns(), *session]))
 
 
 @dataclass
@@ -138,7 +102,7 @@ class Worker:
         """All fragments of the selection in table order."""
         return self.reader.fragments(self.spec.selection.days)
 
-    def raw(self, fragment: Fragment) -> pa.Table:
+    def read_selected(self, fragment: Fragment) -> pa.Table:
         """Selected rows as they are stored."""
         return self.spec.selection.keep(self.reader.read(fragment))
 
@@ -160,7 +124,7 @@ class Worker:
                 break
         return [concatenated(list(columns)) for columns in zip(*parts, strict=True)]
 
-    def rows(self, split: Split, writer: Writer) -> tuple[int, Costs]:
+    def transform_split(self, split: Split, writer: Writer) -> tuple[int, Costs]:
         """Transforms the selected rows of a split; says how many they are.
 
         Rows are read, transformed and put down in chunks that stay in the processor's cache.
@@ -232,7 +196,7 @@ class Worker:
         ids = sum(len(column.values) for column in columns)
         return {f"{prefix}starts": ("int64", (len(columns) * rows + 1,)), f"{prefix}ids": (self.id_type, (ids,))}
 
-    def batches(self, work: BatchWork, splits: Sequence[Arrays], writer: Writer) -> Costs:
+    def make_batches(self, work: BatchWork, splits: Sequence[Arrays], writer: Writer) -> Costs:
         """Each rank's share of some global batches.
 
         Ranks that get a row less are padded with a row of weight 0 and without ids: TorchRec's row-wise
@@ -248,7 +212,7 @@ class Worker:
         clock = _Clock()
         plan, shared = self.spec.plan, self.spec.shared
         own = [number for number in range(len(plan.sparse)) if number not in shared]
-        features = Features(np.array(own, np.int64), np.array(shared, np.int64))
+        features = FeatureIndices(np.array(own, np.int64), np.array(shared, np.int64))
         deal_out(work, splits, lambda w: self.order(work, w, splits), features, len(plan.dense), writer)
         return Costs(batch_seconds=clock.lap())
 
@@ -340,24 +304,3 @@ def _append(columns: Sequence[Column], starts: npt.NDArray[Any], ids: npt.NDArra
 
 def _table(rows: pa.RecordBatch) -> pa.Table:
     return pa.Table.from_batches([rows])
-
-
-def count_rows(spec: DataSpec, warehouse: Warehouse) -> int:
-    """Rows of a selection: from metadata where whole days are selected, else by reading the columns that decide."""
-    if spec.selection.exact:
-        counts = warehouse.day_rows(spec.snapshot)
-        return sum(counts[day] for day in spec.selection.days)
-    return sum(part.num_rows for part in _chunks(spec, warehouse, [spec.label]))
-
-
-def fitted_plan(spec: DataSpec, warehouse: Warehouse) -> Plan:
-    """The plan with the numbers its ops learn from the selected rows; only their columns are read."""
-    columns = [name for name in spec.plan.columns if name in spec.plan.fit_columns()]
-    return spec.plan.fit(lambda: _chunks(spec, warehouse, columns or [spec.label]))
-
-
-def _chunks(spec: DataSpec, warehouse: Warehouse, columns: Sequence[str]) -> Iterator[pa.Table]:
-    wanted = list(dict.fromkeys([*columns, *spec.selection.key_columns()]))
-    reader = reader_of(warehouse, spec.snapshot, wanted, spec.selection.expression(), spec.joined)
-    for fragment in reader.fragments(spec.selection.days):
-        yield spec.selection.keep(reader.read(fragment))

@@ -148,7 +148,7 @@ def test_fault_3_a_feature_that_was_dropped_and_added_again_has_no_old_values(sm
     config = load(CONFIG, {"features.dense.0.columns": ["num_price"], "features.dense.1.columns": ["num_quality"]})
     warehouse = warehouse_of(config)
     before = Worker(selected(config, None)[1]["train"], warehouse)
-    old = pa.concat_tables([before.raw(fragment) for fragment in before.fragments()])
+    old = pa.concat_tables([before.read_selected(fragment) for fragment in before.fragments()])
     assert old["num_price"].null_count < len(old)
     with warehouse.table("smoke").update_schema() as update:
         update.delete_column("num_price")
@@ -163,7 +163,7 @@ def test_fault_3_a_feature_that_was_dropped_and_added_again_has_no_old_values(sm
     job = flow(lambda: tasks.pin(config, None, False), name="pin")()
     assert "coverage 0 on the training days: num_price" in caplog.text
     worker = Worker(job.data["train"], warehouse)
-    new = pa.concat_tables([worker.raw(fragment) for fragment in worker.fragments()])
+    new = pa.concat_tables([worker.read_selected(fragment) for fragment in worker.fragments()])
     assert new["num_price"].null_count == len(new) == len(old)
     assert new["num_quality"].equals(old["num_quality"])
 

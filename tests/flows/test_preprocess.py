@@ -25,7 +25,7 @@ from flows.ingest import ingest
 from flows.job import prepared, tracker_of
 from flows.preprocess import preprocess
 from pipeline.data.batch import Batch, Position
-from pipeline.preprocessing.client import Client, Inline
+from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.master import WORKERS_FILE
 
@@ -103,7 +103,7 @@ def order_hash(config: RunConfig, epoch: int) -> str:
     _, spec, _ = prepared(config, None)
     clients = [
         Client(
-            Inline({"x": spec}, config.preprocessing), ("x", spec), config.training.batch_rows, config.seed,
+            InlineSource({"x": spec}, config.preprocessing), ("x", spec), config.training.batch_rows, config.seed,
             config.preprocessing.shuffle_window_rows, rank, world_size=2,
         )
         for rank in (0, 1)
@@ -203,7 +203,7 @@ def test_the_file_of_workers_names_those_alive(at_home: Path, tmp_path: Path, ep
         seen.append(process)
 
     drained = drain(
-        spec, config.preprocessing, config.training.batch_rows, config.seed, tmp_path, say=pytest.fail, progress=look
+        spec, config.preprocessing, config.training.batch_rows, config.seed, tmp_path, warn=pytest.fail, progress=look
     )
     assert len(seen) == drained.batches == epoch["batches"]
     assert drained.order_hash == epoch["order_hash"]

@@ -53,7 +53,7 @@ def test_a_model_of_int8_tables_is_registered_as_it_is_judged(smoke, home, copie
     fetched = packed(tasks.tracker_of(config), "smoke", model.version, copied / "fetched")
     assert sha256(fetched / "weights.safetensors") == sha256(weights)
     worker = Worker(job.data["test"], tasks.warehouse_of(config))
-    rows = pa.concat_tables([worker.raw(fragment) for fragment in worker.fragments()])
+    rows = pa.concat_tables([worker.read_selected(fragment) for fragment in worker.fragments()])
     served = mlflow.pyfunc.load_model(f"models:/smoke/{model.version}")
     scores = served.predict(raw_frame(rows, plain.columns))["probability"].to_numpy()
     assert np.abs(scores - rounded.score(rows)).max() < 1e-6

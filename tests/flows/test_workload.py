@@ -10,7 +10,7 @@ from pipeline.characterization import written as rows_of
 from pipeline.characterization.config import Workload
 from pipeline.characterization.points import Point
 from pipeline.characterization.workload import batches, plan_of
-from pipeline.preprocessing.client import Client, Inline
+from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from storage.warehouse import Warehouse
 
@@ -22,7 +22,7 @@ def read(workload: Workload, rows: int, folder, monkeypatch) -> list:
     spec = written(workload, rows, folder, seed=3)
     plan = plan_of(workload)
     assert (spec.plan.dense, spec.plan.sparse) == (plan.dense, plan.sparse)
-    source = Inline({"train": spec}, PreprocessingConfig())
+    source = InlineSource({"train": spec}, PreprocessingConfig())
     return list(Client(source, ("train", spec), batch_rows=700).batches())
 
 

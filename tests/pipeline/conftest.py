@@ -17,7 +17,7 @@ from pipeline.data.selection import Selection
 from pipeline.jobs.training import rank
 from pipeline.jobs.training.rank import RankSpec
 from pipeline.preprocessing.config import PreprocessingConfig
-from pipeline.preprocessing.worker import DataSpec, fitted_plan
+from pipeline.preprocessing.dataset import DataSpec, fit_plan
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.transforms.ops import Clamp, FillNull, SigridHash, Standardise
@@ -82,7 +82,7 @@ def make_warehouse() -> Callable[[Path, list[pa.Table]], DataSpec]:
             warehouse=CONFIG, home=str(home), snapshot=snapshot, selection=Selection(days=DAYS[: len(tables)]),
             plan=build_plan(features, whole.schema), label="label",
         )  # fmt: skip
-        return spec.model_copy(update={"plan": fitted_plan(spec, warehouse)})
+        return spec.model_copy(update={"plan": fit_plan(spec, warehouse)})
 
     return make
 

@@ -15,8 +15,9 @@ from pipeline.data.selection import Selection
 from pipeline.errors import DataError
 from pipeline.extraction.extract import IngestConfig, IngestResult, extract
 from pipeline.extraction.opening import SourceConfig
+from pipeline.preprocessing.dataset import DataSpec, fit_plan
 from pipeline.preprocessing.memory import Arrays, PrivateWriter
-from pipeline.preprocessing.worker import DataSpec, Worker, fitted_plan
+from pipeline.preprocessing.worker import Worker
 from pipeline.transforms.kernels.hashing import sigrid_hash
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import FeatureSchema
@@ -39,12 +40,12 @@ def ingested(
         selection=Selection(days=result.days_written or result.days_skipped), plan=build_plan(features, warehouse.schema(result.snapshot)),
         weight=features.weight,
     )  # fmt: skip
-    return result, spec.model_copy(update={"plan": fitted_plan(spec, warehouse)})
+    return result, spec.model_copy(update={"plan": fit_plan(spec, warehouse)})
 
 
 def transformed(spec: DataSpec) -> tuple[Arrays, Counter[str]]:
     worker, writer = Worker(spec), PrivateWriter()
-    _, costs = worker.rows(SimpleNamespace(fragments=worker.fragments()), writer)  # type: ignore[arg-type]
+    _, costs = worker.transform_split(SimpleNamespace(fragments=worker.fragments()), writer)  # type: ignore[arg-type]
     return writer.done(), costs.counts
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.jobs.training.rank import RankSpec
-from pipeline.preprocessing.worker import DataSpec
+from pipeline.preprocessing.dataset import DataSpec
 from tests.pipeline.conftest import Run, completed, completed_here
 from tests.pipeline.preprocessing.test_sessions import in_sessions
 

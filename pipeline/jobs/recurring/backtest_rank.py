@@ -18,8 +18,8 @@ from pydantic import BaseModel
 
 from pipeline.evaluation.policy import Decision, Policy, Standing, decide
 from pipeline.jobs.training.rank import RankSpec, assembled, client, enter, event_writer, placed, weights_sha256
-from pipeline.preprocessing.client import Client, Inline
-from pipeline.preprocessing.worker import DataSpec, fitted_plan
+from pipeline.preprocessing.client import Client, InlineSource
+from pipeline.preprocessing.dataset import DataSpec, fit_plan
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.heartbeat import Pulse
 from pipeline.training.state.progress import Sums
@@ -127,7 +127,7 @@ class Rehearsal:
     def from_scratch(self, days: Sequence[datetime.date]) -> int:
         """Another model in place of this one; returns the rows that it was trained on."""
         spec = on_days(self.spec.scratch, days)
-        self.plan = fitted_plan(spec.train, Warehouse(spec.train.warehouse, Path(spec.train.home)))
+        self.plan = fit_plan(spec.train, Warehouse(spec.train.warehouse, Path(spec.train.home)))
         spec = placed(on_days(with_plan(self.spec.scratch, self.plan), days), {})
         folder = Path(spec.folder) / "checkpoints"
         if self.rank == 0:
@@ -152,7 +152,7 @@ class Rehearsal:
         """Batches of some rows under the model's plan."""
         data = rows.model_copy(update={"plan": self.plan})
         spec = self.spec.scratch.model_copy(update={"training": self.spec.further})
-        source = Inline({"rows": data}, spec.preprocessing)
+        source = InlineSource({"rows": data}, spec.preprocessing)
         return client(spec, source, "rows", data, self.rank, shuffled)
 
 

@@ -29,9 +29,9 @@ from pipeline.characterization.results import Measurement, Spread
 from pipeline.data.batch import NO_TIMES, Batch, Position
 from pipeline.errors import ConfigError, ContractError
 from pipeline.jobs.training.rank import bags_of, build_model, client, enter, event_writer, unsharded
-from pipeline.preprocessing.client import Connection, Inline
+from pipeline.preprocessing.client import InlineSource, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
-from pipeline.preprocessing.worker import DataSpec
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.heartbeat import Pulse
@@ -189,7 +189,7 @@ class Point:
         task = self.task
         assert task.data is not None
         assert task.service is not None
-        reader = client(task, Connection(task.service), "train", task.data, self.rank, shuffled=True)
+        reader = client(task, ServiceSource(task.service), "train", task.data, self.rank, shuffled=True)
         for epoch in itertools.count():
             yield from reader.batches(Position(epoch=epoch))
 
@@ -289,7 +289,9 @@ def batches_of(task: Task, rank: int) -> list[Batch]:
         count = max(min(BATCHES, BATCHES_BYTES * world_size // (rows * max(sample, 1))), 4)
         return workload.batches(shape, rows, count, task.seed, rank, world_size)
     assert task.data is not None
-    reader = client(task, Inline({"train": task.data}, task.preprocessing), "train", task.data, rank, shuffled=True)
+    reader = client(
+        task, InlineSource({"train": task.data}, task.preprocessing), "train", task.data, rank, shuffled=True
+    )
     first = itertools.islice(reader.batches(), BATCHES)
     kept = [replace(batch, times=NO_TIMES) for batch in first if batch.global_rows == rows]
     if not kept:

@@ -29,9 +29,10 @@ from models.config import DLRMConfig
 from models.dlrm import DLRM, Bag
 from pipeline.data.batch import Batch
 from pipeline.errors import ContractError
-from pipeline.preprocessing.client import Client, Connection, Inline, Source
+from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
-from pipeline.preprocessing.worker import DataSpec, Worker
+from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.worker import Worker
 from pipeline.process import die_with_parent, modules_are_in
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
@@ -218,7 +219,9 @@ def assembled(
     model, plan_rows = build_model(spec, world_size, device)
     emit({"event": "start", "plan": plan_rows, "device": device.type})
     data = {"train": spec.train} | ({"valid": spec.valid} if spec.valid is not None else {})
-    source: Source = Connection(spec.service) if spec.service is not None else Inline(data, spec.preprocessing)
+    source: BatchSource = (
+        ServiceSource(spec.service) if spec.service is not None else InlineSource(data, spec.preprocessing)
+    )
     reader = client(spec, source, "train", spec.train, rank, shuffled=True)
     validate = None
     if spec.valid is not None:
@@ -384,7 +387,7 @@ def bags_of(plan: Plan) -> list[Bag]:
     return [Bag(feature.name, feature.table, feature.rows, feature.pooling) for feature in plan.sparse]
 
 
-def client(spec: ModelSpec, source: Source, name: str, data: DataSpec, rank: int, shuffled: bool) -> Client:
+def client(spec: ModelSpec, source: BatchSource, name: str, data: DataSpec, rank: int, shuffled: bool) -> Client:
     """This rank's iterator over a selection."""
     window = spec.preprocessing.shuffle_window_rows if shuffled else None
     return Client(
@@ -395,7 +398,7 @@ def client(spec: ModelSpec, source: Source, name: str, data: DataSpec, rank: int
 
 def probabilities(spec: RankSpec, model: DistributedModelParallel, rank: int, device: torch.device) -> list[float]:
     """What the trained model says of the first evaluation rows, in table order; in fp32, as it is served."""
-    source = Inline({"probe": spec.probe}, spec.preprocessing)
+    source = InlineSource({"probe": spec.probe}, spec.preprocessing)
     reader = Client(source, ("probe", spec.probe), PROBE_ROWS, rank=rank, world_size=spec.training.world_size)
     batch = next(reader.batches()).to(device)
     model.eval()

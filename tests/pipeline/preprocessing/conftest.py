@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pipeline.preprocessing import stream as stream_module
-from pipeline.preprocessing.client import Connection, Inline, Source
+from pipeline.preprocessing.client import BatchSource, InlineSource, ServiceSource
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.service import Service
-from pipeline.preprocessing.worker import DataSpec
 from tests.pipeline.preprocessing.reference import (
     CONFIG,
     EXECUTORS,
@@ -31,23 +31,23 @@ QUICK = ("inline", "process")
 @pytest.fixture(scope="module")
 def sources(
     data: DataSpec, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Callable[[str], Source]]:
+) -> Iterator[Callable[[str], BatchSource]]:
     """Name of an executor -> where its batches come from; services are started when first asked for."""
-    known: dict[str, Source] = {}
+    known: dict[str, BatchSource] = {}
     parts = {name: selected(data, name) for name in SELECTIONS} | {"valid": data}
     with ExitStack() as stack:
 
-        def source(name: str) -> Source:
+        def source(name: str) -> BatchSource:
             executor, workers = EXECUTORS[name]
             if executor == "ray" and importlib.util.find_spec("ray") is None:
                 pytest.skip("needs Ray: make setup EXTRAS=ray")
             if name not in known:
                 config = CONFIG.model_copy(update={"executor": executor, "workers": workers})
                 if executor == "inline":
-                    known[name] = Inline(parts, config)
+                    known[name] = InlineSource(parts, config)
                 else:
                     service = stack.enter_context(Service(parts, config, tmp_path_factory.mktemp("service")))
-                    known[name] = Connection(service.address)
+                    known[name] = ServiceSource(service.address)
             return known[name]
 
         yield source
@@ -60,7 +60,7 @@ def executor(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def source(executor: str, sources: Callable[[str], Source]) -> Source:
+def source(executor: str, sources: Callable[[str], BatchSource]) -> BatchSource:
     """Batches by each executor in turn."""
     return sources(executor)
 

@@ -19,9 +19,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.data.batch import Batch, Position
 from pipeline.data.selection import HASH_STEPS
-from pipeline.preprocessing.client import Client, Inline, Source
+from pipeline.preprocessing.client import BatchSource, Client, InlineSource
 from pipeline.preprocessing.config import PreprocessingConfig
-from pipeline.preprocessing.worker import DataSpec
+from pipeline.preprocessing.dataset import DataSpec
 
 SELECTIONS: dict[str, dict[str, Any]] = {
     "days": {},
@@ -50,14 +50,14 @@ def selected(data: DataSpec, name: str) -> DataSpec:
     return data.model_copy(update={"selection": data.selection.model_copy(update=SELECTIONS[name])})
 
 
-def client(source: Source, spec: DataSpec, name: str = "days", **settings: Any) -> Client:
+def client(source: BatchSource, spec: DataSpec, name: str = "days", **settings: Any) -> Client:
     given = {"batch_rows": BATCH_ROWS, "seed": SEED, "window_rows": WINDOW_ROWS} | settings
     return Client(source, (name, spec), **given)
 
 
 def alone(spec: DataSpec, **settings: Any) -> Client:
     """A client that reads for itself."""
-    return client(Inline({"days": spec}, CONFIG), spec, **settings)
+    return client(InlineSource({"days": spec}, CONFIG), spec, **settings)
 
 
 class Reference:

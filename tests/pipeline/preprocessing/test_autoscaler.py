@@ -5,23 +5,23 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pipeline.preprocessing.autoscaler import PERIOD_SECONDS, QUIET_PERIODS, SPARE, Demand, Period
+from pipeline.preprocessing.autoscaler import PERIOD_SECONDS, QUIET_PERIODS, SPARE, Autoscaler, Period
 
 WORKER = 10_000.0
 """Rows a second that one worker delivers."""
 
 
-def period(demand: Demand, trainer: float, noise: float = 1.0) -> Period:
+def period(autoscaler: Autoscaler, trainer: float, noise: float = 1.0) -> Period:
     """What happens in a period if the trainer can take so many rows a second."""
     worker = WORKER * noise
-    delivered = min(trainer, demand.workers * worker) * PERIOD_SECONDS
+    delivered = min(trainer, autoscaler.workers * worker) * PERIOD_SECONDS
     return Period(
         seconds=PERIOD_SECONDS,
         wait_seconds=PERIOD_SECONDS * (1.0 - delivered / PERIOD_SECONDS / trainer) if trainer else 0.0,
         rows=int(delivered),
         worked_seconds=delivered / worker,
         worked_rows=int(delivered),
-        idle=trainer < demand.workers * worker,
+        idle=trainer < autoscaler.workers * worker,
     )
 
 
@@ -30,9 +30,9 @@ def period(demand: Demand, trainer: float, noise: float = 1.0) -> Period:
 def test_it_comes_to_what_is_needed_and_rests_there(share: float, begin: int) -> None:
     """From too few and from too many, with workers whose speed varies by a tenth."""
     random = np.random.default_rng(1)
-    demand = Demand(most=16)
-    demand.workers = begin
-    history = [demand.after(period(demand, share * WORKER, random.uniform(0.95, 1.05))) for _ in range(200)]
+    autoscaler = Autoscaler(most=16)
+    autoscaler.workers = begin
+    history = [autoscaler.after(period(autoscaler, share * WORKER, random.uniform(0.95, 1.05))) for _ in range(200)]
     needed = min(int(np.ceil(share)), 16)
     assert needed <= history[-1] <= max(np.ceil(needed * SPARE) + 1, 1)
     assert len(set(history[-100:])) == 1
@@ -43,34 +43,36 @@ def test_it_comes_to_what_is_needed_and_rests_there(share: float, begin: int) ->
 
 
 def test_it_follows_a_trainer_that_changes() -> None:
-    demand = Demand(most=16)
+    autoscaler = Autoscaler(most=16)
     for trainer, needed in [(5.5, 6), (1.5, 2), (12.0, 12), (0.5, 1)]:
         for _ in range(QUIET_PERIODS * 16):
-            demand.after(period(demand, trainer * WORKER))
-        assert needed <= demand.workers <= needed * SPARE + 1
+            autoscaler.after(period(autoscaler, trainer * WORKER))
+        assert needed <= autoscaler.workers <= needed * SPARE + 1
 
 
 def test_the_bound_holds_whatever_happens() -> None:
     random = np.random.default_rng(2)
-    demand = Demand(most=4)
+    autoscaler = Autoscaler(most=4)
     for _ in range(1000):
         wait, rows, worked = random.uniform(0, 4), int(random.integers(0, 10**6)), random.uniform(0, 8)
-        found = demand.after(Period(2.0, wait, rows, worked, int(random.integers(0, 10**6)), bool(random.integers(2))))
+        found = autoscaler.after(
+            Period(2.0, wait, rows, worked, int(random.integers(0, 10**6)), bool(random.integers(2)))
+        )
         assert 1 <= found <= 4
 
 
 def test_without_rows_nothing_changes() -> None:
     """Before the first batch, and while the trainer does something else."""
-    demand = Demand(most=8)
-    demand.workers = 5
+    autoscaler = Autoscaler(most=8)
+    autoscaler.workers = 5
     for _ in range(50):
-        assert demand.after(Period(2.0, 0.0, 0, 0.0, 0, idle=True)) == 5
+        assert autoscaler.after(Period(2.0, 0.0, 0, 0.0, 0, idle=True)) == 5
 
 
 def test_one_quiet_period_is_not_enough() -> None:
-    demand = Demand(most=8)
-    demand.workers = 8
+    autoscaler = Autoscaler(most=8)
+    autoscaler.workers = 8
     for i in range(100):
-        quiet = period(demand, WORKER)
+        quiet = period(autoscaler, WORKER)
         quiet.idle = i % QUIET_PERIODS != 0
-        assert demand.after(quiet) == 8
+        assert autoscaler.after(quiet) == 8

@@ -20,10 +20,10 @@ import pytest
 from pipeline.data.batch import Batch, Position
 from pipeline.errors import ContractError
 from pipeline.preprocessing import service as service_module
-from pipeline.preprocessing.client import Connection, Inline, Source
+from pipeline.preprocessing.client import BatchSource, InlineSource, ServiceSource
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import QUARANTINE_FILE, WORKERS_FILE, Master
 from pipeline.preprocessing.service import Service
-from pipeline.preprocessing.worker import DataSpec
 from tests.pipeline.preprocessing.reference import (
     CONFIG,
     ROOT,
@@ -126,7 +126,7 @@ def test_fault_14_killed_workers(
     service = serve(count, attempts=len(steps) + 1, **tight)  # chance may hit the same work each time
     workers(service, count)
     schedule = {step: lambda: kill(service, killed, chance) for step in steps}
-    found = disturbed(client(Connection(service.address), data).batches(), schedule)
+    found = disturbed(client(ServiceSource(service.address), data).batches(), schedule)
     expected = Reference(data, days).batches()
     assert all_equal(found, expected)
     assert order_hash(found) == order_hash(expected)
@@ -143,7 +143,7 @@ def test_fault_14_workers_killed_before_they_are_ready(
         eventually(lambda: masters and masters[0].started == number and number in masters[0].workers)  # noqa: B023
         processes = masters[0].executor.processes  # type: ignore[attr-defined]
         os.kill(eventually(lambda: processes.get(number)).pid, signal.SIGKILL)  # noqa: B023
-    assert all_equal(client(Connection(service.address), data).batches(), Reference(data, days).batches())
+    assert all_equal(client(ServiceSource(service.address), data).batches(), Reference(data, days).batches())
     assert service.totals.restarts == 2
 
 
@@ -159,7 +159,7 @@ def test_fault_14_the_restart_limit_ends_the_run(serve: Serve, tight: dict[str, 
 
     found: list[Batch] = []
     with pytest.raises(ContractError) as caught:
-        disturbed(client(Connection(service.address), data).batches(), {1: kill_it, 2: kill_it}, found)
+        disturbed(client(ServiceSource(service.address), data).batches(), {1: kill_it, 2: kill_it}, found)
     assert 2 <= len(found) < 16
     assert str(caught.value) == (
         f"preprocessing workers: expected at most 1 to be replaced, got 2: the last one had process id {last[0]}, "
@@ -186,7 +186,7 @@ def test_fault_15_stopped_workers_are_replaced(
     monkeypatch.setattr("pipeline.preprocessing.master.STRAGGLER_SECONDS", 10**6)  # none but the lease is to help
     service = serve(2, lease_seconds=4.0, **tight)
     known = workers(service, 2)
-    batches = client(Connection(service.address), data).batches()
+    batches = client(ServiceSource(service.address), data).batches()
     found = disturbed(batches, {2: lambda: [stop(pid) for pid in known[:stopped]]})
     assert all_equal(found, Reference(data, days).batches())
     assert stopped <= service.totals.restarts <= stopped + 1
@@ -199,13 +199,13 @@ def test_fault_15_what_a_straggler_holds_is_done_twice_and_its_late_result_throw
     monkeypatch.setattr("pipeline.preprocessing.master.STRAGGLER_SECONDS", 0.3)
     service = serve(2, **tight)  # leases are long
     slow = workers(service, 2)[0]
-    batches = client(Connection(service.address), data).batches()
+    batches = client(ServiceSource(service.address), data).batches()
     found = disturbed(batches, {2: lambda: stop(slow)})
     assert all_equal(found, Reference(data, days).batches())
     assert (service.totals.restarts, service.totals.late_results) == (0, 0)
     resume(slow)
     eventually(lambda: service.totals.late_results == 1)
-    assert all_equal(client(Connection(service.address), data).batches(), Reference(data, days).batches())
+    assert all_equal(client(ServiceSource(service.address), data).batches(), Reference(data, days).batches())
     assert service.totals.restarts == 0
 
 
@@ -240,7 +240,7 @@ def test_fault_15_a_worker_twenty_times_slower(
     reference = Reference(data, days)
     with slowed(slow, 0.05):
         for epoch in range(2):
-            batches = client(Connection(service.address), data).batches(Position(epoch=epoch))
+            batches = client(ServiceSource(service.address), data).batches(Position(epoch=epoch))
             assert all_equal(batches, reference.batches(epoch))
     assert service.totals.restarts == 0
     assert service.totals.quarantined == []
@@ -256,7 +256,7 @@ def hung(
         spec = make_warehouse(tmp_path / "warehouse", days)
         service = serve(2, spec, **tight, **config)
         workers(service, 2)
-        batches = client(Connection(service.address), spec).batches()
+        batches = client(ServiceSource(service.address), spec).batches()
         first = next(batches)
         order = [row for window in Reference(spec, days).windows(7, 0, 250, 150) for row in window]
         starts = {file: layout(file)[0][0] for file in files_of(spec)}
@@ -345,7 +345,7 @@ def test_fault_16_a_poison_split_fails_after_its_attempts(
     monkeypatch.setattr(Master, "_failed", noting)
     service = serve(1, spec, executor=executor)
     with pytest.raises(ContractError) as caught:
-        list(client(Connection(service.address), spec).batches())
+        list(client(ServiceSource(service.address), spec).batches())
     assert str(caught.value).startswith(said)
     assert failures == [1, 2]  # the third attempt ended it
     assert service.totals.restarts == 0
@@ -359,9 +359,9 @@ def test_fault_16_a_poison_split_is_quarantined(
     spec, tables, file, said = poisoned
     sentences: list[str] = []
     service = serve(2, spec, executor=executor, on_corrupt="quarantine")
-    service.say = sentences.append
+    service.warn = sentences.append
     for epoch in range(2):
-        found = list(client(Connection(service.address), spec).batches(Position(epoch=epoch)))
+        found = list(client(ServiceSource(service.address), spec).batches(Position(epoch=epoch)))
         listed = [entry for entry in quarantined(service) if entry["epoch"] == epoch]
         lost = [(Path(entry["path"]).name, entry["row_group"]) for entry in listed]
         assert {name for name, _ in lost} == {file.name}
@@ -386,7 +386,7 @@ def test_fault_16_the_list_of_lost_rows_outlives_the_service(
     for epochs in ([0], [0, 1]):
         with Service({"days": spec}, config, tmp_path / "kept") as service:
             for epoch in epochs:
-                list(client(Connection(service.address), spec).batches(Position(epoch=epoch)))
+                list(client(ServiceSource(service.address), spec).batches(Position(epoch=epoch)))
             listed.append(quarantined(service))
     assert listed[1][: len(listed[0])] == listed[0]
     assert {entry["epoch"] for entry in listed[1][len(listed[0]) :]} == {1}
@@ -396,7 +396,7 @@ def test_fault_16_everything_can_be_lost(
     days: list[pa.Table], make_warehouse: Callable[..., DataSpec], tmp_path: Path
 ) -> None:
     spec = make_warehouse(tmp_path / "warehouse", [column_of(days[0].slice(0, 90), "label", 3, -1)])
-    source = Inline({"days": spec}, CONFIG.model_copy(update={"on_corrupt": "quarantine"}))
+    source = InlineSource({"days": spec}, CONFIG.model_copy(update={"on_corrupt": "quarantine"}))
     assert list(client(source, spec).batches()) == []
     assert source.master.totals.quarantined_rows == 90
 
@@ -409,7 +409,7 @@ def test_fault_17_a_slow_trainer_holds_the_workers_back(
 ) -> None:
     service = serve(2, **tight)
     found: list[Batch] = []
-    batches = client(Connection(service.address), data).batches()
+    batches = client(ServiceSource(service.address), data).batches()
     rows_read = []
     for batch in batches:
         found.append(batch)
@@ -445,7 +445,7 @@ def test_fault_17_too_little_memory_is_an_error(
 ) -> None:
     service = serve(1, executor=executor, memory_bytes=12_000)
     with pytest.raises(ContractError) as caught:
-        list(client(Connection(service.address), data).batches())
+        list(client(ServiceSource(service.address), data).batches())
     text = str(caught.value)
     assert text.startswith(
         "preprocessing.memory_bytes: expected room for the rows of a shuffle window and a group of batches, "
@@ -467,7 +467,7 @@ def test_fault_17_memory_that_becomes_too_little_is_an_error_too(
         found: list[Batch] = []
         said = ""
         try:
-            disturbed(client(Connection(service.address), data).batches(), {}, found)
+            disturbed(client(ServiceSource(service.address), data).batches(), {}, found)
         except ContractError as error:
             said = str(error)
         assert said.endswith("Raise it, or lower preprocessing.shuffle_window_rows." if len(found) < 16 else "")
@@ -484,7 +484,7 @@ def test_fault_17_a_slow_source_shows_in_the_time_waited(
 ) -> None:
     service = serve(1, **tight)
     pid = workers(service, 1)[0]
-    batches = client(Connection(service.address), data).batches()
+    batches = client(ServiceSource(service.address), data).batches()
     found = disturbed((next(batches) for _ in range(3)), {3: lambda: stop(pid)})
     timer = threading.Timer(1.0, resume, [pid])
     begun = time.perf_counter()
@@ -503,15 +503,15 @@ def test_fault_17_a_slow_source_shows_in_the_time_waited(
 MASTER = """
 import sys
 from pathlib import Path
-from pipeline.preprocessing.client import Connection
+from pipeline.preprocessing.client import ServiceSource
 from pipeline.preprocessing.service import Service
-from pipeline.preprocessing.worker import DataSpec
+from pipeline.preprocessing.dataset import DataSpec
 from tests.pipeline.preprocessing.reference import CONFIG, client
 spec = DataSpec.model_validate_json(Path(sys.argv[1]).read_text())
 config = CONFIG.model_copy(update={"executor": "process", "workers": 2})
 with Service({"days": spec}, config, Path(sys.argv[2])) as service:
     print(service.address, flush=True)
-    for batch in client(Connection(service.address), spec).batches():
+    for batch in client(ServiceSource(service.address), spec).batches():
         print(batch.position.model_dump_json(), flush=True)
         sys.stdin.readline()
 """
@@ -520,7 +520,7 @@ with Service({"days": spec}, config, Path(sys.argv[2])) as service:
 @pytest.mark.slow
 @pytest.mark.parametrize("stop_at", [1, 9])
 def test_fault_18_a_killed_master_takes_its_workers_along_and_the_order_goes_on(
-    stop_at: int, sources: Callable[[str], Source], data: DataSpec, days: list[pa.Table], tmp_path: Path
+    stop_at: int, sources: Callable[[str], BatchSource], data: DataSpec, days: list[pa.Table], tmp_path: Path
 ) -> None:
     (tmp_path / "spec.json").write_text(data.model_dump_json())
     shared = set(os.listdir("/dev/shm"))

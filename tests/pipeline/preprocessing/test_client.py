@@ -15,11 +15,11 @@ import torch
 from pipeline.data.batch import Batch, Position
 from pipeline.errors import ContractError, DataError
 from pipeline.jobs.training.rank import RankSpec, build_model
-from pipeline.preprocessing.client import Client, Connection, Inline, Source
+from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.executors import InlineExecutor
 from pipeline.preprocessing.service import Service
-from pipeline.preprocessing.worker import DataSpec
 from pipeline.training.state import checkpoint
 from pipeline.training.trainer import Trainer
 from tests.pipeline.preprocessing.reference import (
@@ -52,7 +52,7 @@ def spec(data: DataSpec, selection: str) -> DataSpec:
     return selected(data, selection)
 
 
-def test_golden_order(source: Source, data: DataSpec) -> None:
+def test_golden_order(source: BatchSource, data: DataSpec) -> None:
     for epoch, golden in GOLDEN.items():
         order = numbers(list(client(source, data).batches(Position(epoch=epoch))))
         assert hashlib.sha256(np.array(order, "<i8").tobytes()).hexdigest()[:16] == golden
@@ -60,7 +60,7 @@ def test_golden_order(source: Source, data: DataSpec) -> None:
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_batches_are_those_of_the_reference(
-    source: Source, spec: DataSpec, selection: str, days: list[pa.Table], window: str
+    source: BatchSource, spec: DataSpec, selection: str, days: list[pa.Table], window: str
 ) -> None:
     """Bit for bit, positions included."""
     expected = Reference(spec, days).batches(epoch=1, window_rows=WINDOWS[window])
@@ -71,7 +71,7 @@ def test_batches_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("batch_rows", [1, 97, 250, 3000])
-def test_any_batch_size(source: Source, data: DataSpec, days: list[pa.Table], batch_rows: int) -> None:
+def test_any_batch_size(source: BatchSource, data: DataSpec, days: list[pa.Table], batch_rows: int) -> None:
     found = list(client(source, data, batch_rows=batch_rows).batches())
     assert all_equal(found, Reference(data, days).batches(batch_rows=batch_rows))
     assert {batch.global_rows for batch in found[:-1]} <= {batch_rows}
@@ -79,7 +79,7 @@ def test_any_batch_size(source: Source, data: DataSpec, days: list[pa.Table], ba
 
 
 def test_every_row_once_in_batches_of_the_size(
-    source: Source, spec: DataSpec, selection: str, days: list[pa.Table]
+    source: BatchSource, spec: DataSpec, selection: str, days: list[pa.Table]
 ) -> None:
     batches = list(client(source, spec, selection).batches())
     expected = expected_numbers(spec, days)
@@ -90,7 +90,7 @@ def test_every_row_once_in_batches_of_the_size(
     assert [batch.position.batches for batch in batches] == list(range(1, len(batches) + 1))
 
 
-def test_a_row_keeps_its_label_and_ids(source: Source, data: DataSpec, days: list[pa.Table]) -> None:
+def test_a_row_keeps_its_label_and_ids(source: BatchSource, data: DataSpec, days: list[pa.Table]) -> None:
     table = pa.concat_tables(days)
     for batch in client(source, data).batches():
         rows = table.take(numbers([batch]))
@@ -99,14 +99,14 @@ def test_a_row_keeps_its_label_and_ids(source: Source, data: DataSpec, days: lis
         assert [len(row[1]) for row in bags(batch)] == [len(items) for items in rows["list_items"].to_pylist()]
 
 
-def test_every_epoch_and_seed_has_its_own_order(source: Source, data: DataSpec) -> None:
+def test_every_epoch_and_seed_has_its_own_order(source: BatchSource, data: DataSpec) -> None:
     keys = [(seed, epoch) for seed in (7, 8) for epoch in (0, 1, 2)]
     orders = [tuple(numbers(client(source, data, seed=seed).batches(Position(epoch=epoch)))) for seed, epoch in keys]
     assert len(set(orders)) == len(keys)
     assert len({tuple(sorted(order)) for order in orders}) == 1
 
 
-def test_a_row_moves_no_further_than_its_window_but_groups_go_anywhere(source: Source, data: DataSpec) -> None:
+def test_a_row_moves_no_further_than_its_window_but_groups_go_anywhere(source: BatchSource, data: DataSpec) -> None:
     order = np.array(numbers(list(client(source, data, window_rows=1).batches())))
     assert np.ptp(order[:100]) == 99  # one row group, its rows in some order
     assert order[:100].tolist() != sorted(order[:100].tolist())
@@ -117,7 +117,7 @@ def test_split_size_changes_nothing_but_what_is_read_together(data: DataSpec) ->
     hashes = set()
     for split_rows in (1, 150, 10**9):
         config = CONFIG.model_copy(update={"split_rows": split_rows})
-        hashes.add(order_hash(client(Inline({"days": data}, config), data).batches()))
+        hashes.add(order_hash(client(InlineSource({"days": data}, config), data).batches()))
     assert len(hashes) == 1
 
 
@@ -127,7 +127,7 @@ def test_split_size_changes_nothing_but_what_is_read_together(data: DataSpec) ->
 @pytest.mark.parametrize("world_size", [2, 3, 7])
 @pytest.mark.parametrize("batch_rows", [160, 2480])
 def test_shares_of_the_ranks_are_the_global_batch(
-    source: Source, data: DataSpec, days: list[pa.Table], world_size: int, batch_rows: int
+    source: BatchSource, data: DataSpec, days: list[pa.Table], world_size: int, batch_rows: int
 ) -> None:
     """2,481 rows: the last batch of 160 has 81 rows; one of 2,480 leaves a single row for all ranks."""
     whole = Reference(data, days).batches(batch_rows=batch_rows)
@@ -147,7 +147,7 @@ def test_shares_of_the_ranks_are_the_global_batch(
             assert all(row == [[], []] for row, pad in zip(bags(share), padding, strict=True) if pad)
 
 
-def test_ranks_may_read_in_any_rhythm(executor: str, source: Source, data: DataSpec, days: list[pa.Table]) -> None:
+def test_ranks_may_read_in_any_rhythm(executor: str, source: BatchSource, data: DataSpec, days: list[pa.Table]) -> None:
     """One rank ahead by as much as it can be, then another; ranks of a service share what is made."""
     world_size, random = 3, np.random.default_rng(0)
     ranks = [client(source, data, rank=rank, world_size=world_size).batches() for rank in range(world_size)]
@@ -164,7 +164,9 @@ def test_ranks_may_read_in_any_rhythm(executor: str, source: Source, data: DataS
     assert all_equal([joined(shares) for shares in zip(*found, strict=True)], Reference(data, days).batches())
 
 
-def test_a_rank_may_stop_early_while_the_others_go_on(source: Source, data: DataSpec, days: list[pa.Table]) -> None:
+def test_a_rank_may_stop_early_while_the_others_go_on(
+    source: BatchSource, data: DataSpec, days: list[pa.Table]
+) -> None:
     """And may begin the next epoch while the others are still in the old one."""
     clients = [client(source, data, rank=rank, world_size=2) for rank in range(2)]
     first, second = (reader.batches() for reader in clients)
@@ -185,7 +187,7 @@ def test_a_rank_may_stop_early_while_the_others_go_on(source: Source, data: Data
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_resume_gives_the_remaining_rows(source: Source, spec: DataSpec, selection: str, window: str) -> None:
+def test_resume_gives_the_remaining_rows(source: BatchSource, spec: DataSpec, selection: str, window: str) -> None:
     settings = {"window_rows": WINDOWS[window]}
     whole = list(client(source, spec, selection, **settings).batches(Position(epoch=1)))
     for stop in {1, 2, len(whole) // 2, len(whole) - 1, len(whole)} if whole else ():
@@ -204,7 +206,7 @@ def test_resume_gives_the_remaining_rows(source: Source, spec: DataSpec, selecti
     ids=lambda chain: ", ".join(f"{name} W={world_size}" for name, world_size in chain),
 )
 def test_fault_18_resume_under_another_executor_worker_count_and_world_size(
-    chain: list[tuple[str, int]], sources: Callable[[str], Source], data: DataSpec, days: list[pa.Table]
+    chain: list[tuple[str, int]], sources: Callable[[str], BatchSource], data: DataSpec, days: list[pa.Table]
 ) -> None:
     expected = Reference(data, days).batches(epoch=1)
     for stops in ([3, 9, 12], [1, 2, 15]):
@@ -236,7 +238,7 @@ def test_resume_reads_no_more_than_it_must(
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2, 5])
-def test_a_consumer_may_stop_anywhere(source: Source, data: DataSpec, days: list[pa.Table], taken: int) -> None:
+def test_a_consumer_may_stop_anywhere(source: BatchSource, data: DataSpec, days: list[pa.Table], taken: int) -> None:
     expected = Reference(data, days).batches()
     reader = client(source, data)
     batches = reader.batches()
@@ -245,7 +247,7 @@ def test_a_consumer_may_stop_anywhere(source: Source, data: DataSpec, days: list
     assert all_equal(reader.batches(), expected)
 
 
-def test_two_streams_at_once(source: Source, data: DataSpec, days: list[pa.Table]) -> None:
+def test_two_streams_at_once(source: BatchSource, data: DataSpec, days: list[pa.Table]) -> None:
     """As a trainer does that validates in the middle of an epoch, more than once."""
     reference = Reference(data, days)
     expected, judged = reference.batches(), reference.batches(window_rows=None, batch_rows=300)
@@ -258,20 +260,20 @@ def test_two_streams_at_once(source: Source, data: DataSpec, days: list[pa.Table
     assert all_equal(found, expected)
 
 
-def test_two_trainers_at_once(source: Source, data: DataSpec, days: list[pa.Table]) -> None:
+def test_two_trainers_at_once(source: BatchSource, data: DataSpec, days: list[pa.Table]) -> None:
     """They ask alike, and neither takes what the other needs."""
-    if isinstance(source, Inline):
+    if isinstance(source, InlineSource):
         ours, theirs = client(source, data), client(source, data)
     else:
-        assert isinstance(source, Connection)
-        ours, theirs = client(source, data), client(Connection(source.address), data)
+        assert isinstance(source, ServiceSource)
+        ours, theirs = client(source, data), client(ServiceSource(source.address), data)
     expected = Reference(data, days).batches()
     pairs = list(zip(ours.batches(), theirs.batches(), strict=True))
     assert all_equal([pair[0] for pair in pairs], expected)
     assert all_equal([pair[1] for pair in pairs], expected)
 
 
-def test_batches_outlive_their_stream(source: Source, data: DataSpec) -> None:
+def test_batches_outlive_their_stream(source: BatchSource, data: DataSpec) -> None:
     reader = client(source, data)
     first = next(reader.batches())
     before = order_hash([first])
@@ -339,17 +341,17 @@ def told(spec: DataSpec, config: PreprocessingConfig, folder: Path) -> list[str]
     with Service({"days": spec}, config, folder) as service:
         for _ in range(2):
             with pytest.raises(ContractError) as caught:
-                list(client(Connection(service.address), spec).batches())
+                list(client(ServiceSource(service.address), spec).batches())
             said.append(str(caught.value))
     return said
 
 
 def test_a_service_that_is_gone_is_an_error(data: DataSpec) -> None:
     with pytest.raises(DataError) as caught:
-        next(client(Connection("dlrm-preprocessing-none"), data).batches())
+        next(client(ServiceSource("dlrm-preprocessing-none"), data).batches())
     assert str(caught.value) == (
         "preprocessing service: expected batches, got none: its process ended. "
-        "Run the command again to go on from the last checkpoint."
+        "Run the command again to resume from the last checkpoint."
     )
 
 
@@ -359,7 +361,7 @@ def test_a_service_that_is_gone_is_an_error(data: DataSpec) -> None:
 def test_training_on_the_service_gives_the_weights_of_the_plain_reader(
     rank_spec: Callable[..., RankSpec],
     device: torch.device,
-    sources: Callable[[str], Source],
+    sources: Callable[[str], BatchSource],
     data: DataSpec,
     days: list[pa.Table],
     tmp_path: Path,

@@ -12,12 +12,13 @@ from pipeline.errors import ConfigError, ContractError, DataError
 from pipeline.preprocessing import master as module
 from pipeline.preprocessing.autoscaler import PERIOD_SECONDS
 from pipeline.preprocessing.batches import BatchWork
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.executors import Died, Done, Executor, Failed, InlineExecutor, ProcessExecutor, Started
 from pipeline.preprocessing.master import QUARANTINE_FILE, WORKERS_FILE, Master, make_executor
 from pipeline.preprocessing.memory import Segment
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.stream import Request
-from pipeline.preprocessing.worker import Costs, DataSpec
+from pipeline.preprocessing.worker import Costs
 from tests.pipeline.preprocessing.reference import CONFIG
 
 BAD = DataError("row 3", "something else", "this", "Change it.")

@@ -14,16 +14,16 @@ import pytest
 from pipeline.errors import ContractError, DataError
 from pipeline.preprocessing import service as module
 from pipeline.preprocessing import wire
-from pipeline.preprocessing.client import Client, Connection
+from pipeline.preprocessing.client import Client, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import Master
 from pipeline.preprocessing.service import Service
-from pipeline.preprocessing.worker import DataSpec
 from tests.pipeline.preprocessing.reference import CONFIG, ROOT, Reference, all_equal, client, eventually
 
 GONE = (
     "preprocessing service: expected batches, got none: its process ended. "
-    "Run the command again to go on from the last checkpoint."
+    "Run the command again to resume from the last checkpoint."
 )
 Serve = Callable[..., Service]
 
@@ -49,7 +49,7 @@ def service(serve: Serve) -> Service:
 
 
 def reading(service: Service, data: DataSpec, **settings: object) -> Client:
-    return client(Connection(service.address), data, **settings)
+    return client(ServiceSource(service.address), data, **settings)
 
 
 def outcome(reader: Client) -> tuple[threading.Thread, list[object]]:
@@ -191,7 +191,7 @@ def test_an_error_while_batches_are_handed_over_is_no_hang(
 
 def test_an_unknown_name_is_refused_and_others_go_on(service: Service, data: DataSpec, days: list[pa.Table]) -> None:
     with pytest.raises(ContractError) as caught:
-        next(client(Connection(service.address), data, "nothing").batches())
+        next(client(ServiceSource(service.address), data, "nothing").batches())
     assert str(caught.value) == (
         "preprocessing service: expected rows that it has: 'days', got 'nothing'. Ask for one of them."
     )
@@ -257,11 +257,11 @@ def test_fault_18_a_client_that_is_killed_does_not_hurt_a_later_one(
     code = """
 import sys
 from pathlib import Path
-from pipeline.preprocessing.client import Connection
-from pipeline.preprocessing.worker import DataSpec
+from pipeline.preprocessing.client import ServiceSource
+from pipeline.preprocessing.dataset import DataSpec
 from tests.pipeline.preprocessing.reference import client
 spec = DataSpec.model_validate_json(Path(sys.argv[2]).read_text())
-batches = client(Connection(sys.argv[1]), spec).batches()
+batches = client(ServiceSource(sys.argv[1]), spec).batches()
 for _ in range(int(sys.argv[3])):
     next(batches)
 print("there", flush=True)

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from pipeline.data.batch import Batch, Position
 from pipeline.errors import ConfigError, DataError
 from pipeline.preprocessing import kernels
-from pipeline.preprocessing.client import Client, Connection, Inline, Source
+from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.memory import PrivateWriter
 from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.splits import Split, permutation, session_permutation
-from pipeline.preprocessing.worker import DataSpec, Worker
+from pipeline.preprocessing.worker import Worker
 from tests.pipeline.preprocessing.reference import (
     CONFIG,
     WINDOW_ROWS,
@@ -70,14 +71,14 @@ def once(plain: DataSpec) -> DataSpec:
 @pytest.fixture(scope="module", params=["inline", pytest.param("process", marks=pytest.mark.slow)])
 def source(
     plain: DataSpec, once: DataSpec, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Source]:
+) -> Iterator[BatchSource]:
     data = {"plain": plain, "once": once}
     if request.param == "inline":
-        yield Inline(data, CONFIG)
+        yield InlineSource(data, CONFIG)
         return
     config = CONFIG.model_copy(update={"executor": "process", "workers": 2})
     with Service(data, config, tmp_path_factory.mktemp("service")) as service:
-        yield Connection(service.address)
+        yield ServiceSource(service.address)
 
 
 class BySession(Reference):
@@ -126,7 +127,7 @@ def test_sessions_move_as_a_whole(sessions: list[int], window: int) -> None:
 
 @pytest.mark.parametrize("window_rows", [WINDOW_ROWS, None])
 def test_batches_are_those_of_the_reference(
-    source: Source, plain: DataSpec, tables: list[pa.Table], window_rows: int | None
+    source: BatchSource, plain: DataSpec, tables: list[pa.Table], window_rows: int | None
 ) -> None:
     found = list(client(source, plain, "plain", window_rows=window_rows).batches(Position(epoch=1)))
     assert all_equal(found, BySession(plain, tables).batches(epoch=1, window_rows=window_rows))
@@ -155,14 +156,16 @@ def test_expanded_batches_are_the_plain_ones_bit_for_bit(
     plain: DataSpec, tables: list[pa.Table], world_size: int, group: tuple[str, ...]
 ) -> None:
     spec = plain.model_copy(update={"deduplicate": group})
-    readers = [client(Inline({"days": spec}, CONFIG), spec, rank=r, world_size=world_size) for r in range(world_size)]
+    readers = [
+        client(InlineSource({"days": spec}, CONFIG), spec, rank=r, world_size=world_size) for r in range(world_size)
+    ]
     shares = [list(reader.batches()) for reader in readers]
     found = [joined([share.plain for share in ranks]) for ranks in zip(*shares, strict=True)]
     assert all_equal(found, BySession(spec, tables).batches())
     assert all(set(share.weights.tolist()) <= {0.0, 1.0} for ranks in shares for share in ranks)
 
 
-def test_neighbours_with_one_list_have_one_bag(source: Source, once: DataSpec, tables: list[pa.Table]) -> None:
+def test_neighbours_with_one_list_have_one_bag(source: BatchSource, once: DataSpec, tables: list[pa.Table]) -> None:
     ids = plain_ids = 0
     for batch in client(source, once, "once").batches():
         assert batch.shared is not None
@@ -182,7 +185,7 @@ def lists_of(batch: Batch, name: str) -> list[list[int]]:
     return [values[a:b] for a, b in pairwise(offsets)]
 
 
-def test_any_position_gives_the_same_rest(source: Source, once: DataSpec) -> None:
+def test_any_position_gives_the_same_rest(source: BatchSource, once: DataSpec) -> None:
     whole = list(client(source, once, "once").batches(Position(epoch=1)))
     for stop in (1, 7, len(whole)):
         rest = list(client(source, once, "once").batches(whole[stop - 1].position))
@@ -196,7 +199,7 @@ def test_any_position_gives_the_same_rest(source: Source, once: DataSpec) -> Non
 def test_nothing_repeated_loses_nothing(days: list[pa.Table], make_warehouse: Maker, tmp_path: Path) -> None:
     tables = [day.append_column("session", day["row"]) for day in days]
     spec = make_warehouse(tmp_path, tables).model_copy(update={"session": "session", "deduplicate": GROUP})
-    reader: Client = client(Inline({"days": spec}, CONFIG), spec)
+    reader: Client = client(InlineSource({"days": spec}, CONFIG), spec)
     for found, expected in zip(reader.batches(), Reference(spec, tables).batches(), strict=True):
         assert all_equal([found], [expected])
 
@@ -209,7 +212,7 @@ def test_an_epoch_has_one_hash_whether_or_not_lists_are_shared(plain: DataSpec, 
 
 def test_work_done_again_gives_the_same_bytes(once: DataSpec) -> None:
     def hashes() -> list[str]:
-        made = client(Inline({"days": once}, CONFIG), once).batches()
+        made = client(InlineSource({"days": once}, CONFIG), once).batches()
         return [hashlib.sha256(batch.sparse.values().numpy().tobytes()).hexdigest() for batch in made]
 
     assert hashes() == hashes()
@@ -236,7 +239,7 @@ def test_ids_that_repeat_are_stored_once(plain: DataSpec, once: DataSpec) -> Non
     for spec in (plain, once):
         worker, writer = Worker(spec), PrivateWriter()
         worker.warm_up()
-        worker.rows(Split(fragments=tuple(worker.fragments()[:3])), writer)
+        worker.transform_split(Split(fragments=tuple(worker.fragments()[:3])), writer)
         sizes.append(sum(len(array) for name, array in writer.done().items() if name.endswith("ids")))
     assert sizes[1] < 0.8 * sizes[0]
 

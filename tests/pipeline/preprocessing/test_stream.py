@@ -16,7 +16,7 @@ from pipeline.data.batch import Position
 from pipeline.preprocessing import stream as module
 from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.splits import Split
-from pipeline.preprocessing.stream import Request, Stream, Task
+from pipeline.preprocessing.stream import Request, Stream, WorkItem
 from pipeline.preprocessing.worker import Costs
 from storage.reader import Fragment
 
@@ -63,7 +63,7 @@ class Drive:
         self.random = random.Random(self.seed)
         self.made: list[Piece] = []
         self.stream = Stream(request, fragments, self.split_rows, self.memory_bytes, self.free)
-        self.busy: list[Task] = []
+        self.busy: list[WorkItem] = []
         """One entry for each worker at work; a straggler's task is there twice."""
         self.wanted = dict.fromkeys(range(self.world_size), 0)
         self.notes: list[list[Any]] = [[] for _ in range(self.world_size)]
@@ -133,7 +133,7 @@ class Drive:
             self.done(task)
         return True
 
-    def done(self, task: Task) -> None:
+    def done(self, task: WorkItem) -> None:
         expected = task in self.stream.running
         if isinstance(task.work, Split):
             rows = self.rows_of(task.work)
@@ -149,7 +149,7 @@ class Drive:
         assert taken == expected
         assert taken or piece.freed == 1
 
-    def check_inputs(self, task: Task) -> None:
+    def check_inputs(self, task: WorkItem) -> None:
         assert isinstance(task.work, BatchWork)
         assert all(not piece.freed for piece in task.inputs)
         for windows in task.work.batches:

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 
 from pipeline.errors import DataError
-from pipeline.preprocessing.client import Client, Inline
+from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.config import PreprocessingConfig
-from pipeline.preprocessing.worker import DataSpec
+from pipeline.preprocessing.dataset import DataSpec
 from tests.pipeline.preprocessing.reference import all_equal, joined, numbers
 
 CONFIG = PreprocessingConfig(executor="inline", workers=1)
@@ -23,7 +23,7 @@ def weighted(days: list[pa.Table], make_warehouse: Callable[..., DataSpec], home
 
 
 def batches(spec: DataSpec, rank: int = 0, world_size: int = 1) -> list:
-    reader = Client(Inline({"t": spec}, CONFIG), ("t", spec), 160, 3, 500, rank, world_size)
+    reader = Client(InlineSource({"t": spec}, CONFIG), ("t", spec), 160, 3, 500, rank, world_size)
     return list(reader.batches())
 
 

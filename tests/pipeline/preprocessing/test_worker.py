@@ -14,9 +14,10 @@ import pytest
 from pipeline.data.selection import HASH_STEPS
 from pipeline.errors import DataError
 from pipeline.preprocessing.batches import BatchWork, Window
+from pipeline.preprocessing.dataset import DataSpec, count_rows, fit_plan
 from pipeline.preprocessing.memory import Arrays, PrivateWriter
 from pipeline.preprocessing.splits import Split, permutation
-from pipeline.preprocessing.worker import Costs, DataSpec, Worker, count_rows, fitted_plan
+from pipeline.preprocessing.worker import Costs, Worker
 from storage.errors import CorruptFileError
 from storage.reader import Fragment
 from storage.warehouse import Warehouse
@@ -41,14 +42,14 @@ def split_of(*fragments: Fragment) -> Split:
 def rows_of(worker: Worker, *fragments: Fragment) -> Arrays:
     """The chunks of a split as they are put down."""
     writer = PrivateWriter()
-    rows, _ = worker.rows(split_of(*fragments), writer)
+    rows, _ = worker.transform_split(split_of(*fragments), writer)
     assert rows == sum(len(array) for name, array in writer.done().items() if name.endswith(".labels"))
     return writer.done()
 
 
 def batches_of(worker: Worker, work: BatchWork, splits: Sequence[Arrays]) -> Arrays:
     writer = PrivateWriter()
-    costs = worker.batches(work, splits, writer)
+    costs = worker.make_batches(work, splits, writer)
     assert costs.batch_seconds > 0.0
     return writer.done()
 
@@ -86,7 +87,7 @@ def test_rows_equal_the_source(data: DataSpec, days: list[pa.Table]) -> None:
     """Transforms are redone with numpy on the rows that were written."""
     worker = Worker(data)
     writer = PrivateWriter()
-    rows, costs = worker.rows(split_of(*worker.fragments()), writer)
+    rows, costs = worker.transform_split(split_of(*worker.fragments()), writer)
     memory = writer.done()
     source = pa.concat_tables(days)
     numbers = source.column("num_a").to_numpy(), source.column("num_b").to_numpy()
@@ -271,14 +272,14 @@ def test_costs_add_up_and_travel() -> None:
 def test_counting_is_reading(data: DataSpec, selection: dict[str, object]) -> None:
     spec = chosen(data, **selection)
     worker = Worker(spec)
-    read = sum(worker.raw(fragment).num_rows for fragment in worker.fragments())
+    read = sum(worker.read_selected(fragment).num_rows for fragment in worker.fragments())
     assert count_rows(spec, warehouse(spec)) == read
     assert 0 < read <= 2481
 
 
 def test_filter_keeps_what_numpy_keeps(data: DataSpec, days: list[pa.Table]) -> None:
     worker = Worker(chosen(data, filter="num_b >= 1.5 and cat_user < 20"))
-    read = pa.concat_tables([worker.raw(fragment) for fragment in worker.fragments()])
+    read = pa.concat_tables([worker.read_selected(fragment) for fragment in worker.fragments()])
     source = pa.concat_tables(days)
     kept = (source["num_b"].to_numpy() >= 1.5) & (source["cat_user"].to_numpy() < 20)
     assert read["share"].to_pylist() == source["share"].filter(kept).to_pylist()
@@ -289,7 +290,7 @@ def test_hash_split_parts_the_rows_by_key(data: DataSpec, days: list[pa.Table]) 
     parts = []
     for span in pairwise(cuts):
         worker = Worker(chosen(data, hash_keys=("cat_user",), hash_range=span))
-        parts.append(pa.concat_tables([worker.raw(fragment) for fragment in worker.fragments()]))
+        parts.append(pa.concat_tables([worker.read_selected(fragment) for fragment in worker.fragments()]))
     users = [set(part["cat_user"].to_pylist()) for part in parts]
     assert all(users)
     assert sum(map(len, users)) == len(set.union(*users))
@@ -313,7 +314,7 @@ def test_plan_is_fitted_on_the_selected_rows_only(data: DataSpec, days: list[pa.
         }
     )
     spec = chosen(data, days=data.selection.days[:1], filter="num_b < 2.0").model_copy(update={"plan": unfitted})
-    learned = {op.inputs[0]: op for op in fitted_plan(spec, warehouse(spec)).ops if op.kind == "standardise"}
+    learned = {op.inputs[0]: op for op in fit_plan(spec, warehouse(spec)).ops if op.kind == "standardise"}
     values = days[0]["num_b"].to_numpy()
     assert learned["num_b:dense"].mean == pytest.approx(values[values < 2.0].mean(), rel=1e-12)
     assert learned["num_b:dense"].std == pytest.approx(values[values < 2.0].std(), rel=1e-12)

@@ -17,7 +17,7 @@ from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.jobs.training.rank import RankSpec, build_model
 from pipeline.preprocessing.client import Client
-from pipeline.preprocessing.worker import DataSpec
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import Event, Limits, run_ranks

@@ -13,7 +13,7 @@ import torch
 from pipeline.data.batch import Batch, Position, sparse_tensor
 from pipeline.jobs.training.rank import RankSpec
 from pipeline.preprocessing.client import Client
-from pipeline.preprocessing.worker import DataSpec
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.training.trainer import Trainer, evaluate_sums
 from pipeline.transforms.column import Column
 from tests.pipeline.conftest import completed, completed_here

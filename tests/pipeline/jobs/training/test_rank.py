@@ -24,8 +24,9 @@ from pipeline.data.batch import sparse_tensor
 from pipeline.errors import ContractError, TrainingError
 from pipeline.jobs.training import rank
 from pipeline.jobs.training.rank import RankSpec
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.service import Service
-from pipeline.preprocessing.worker import DataSpec, Worker
+from pipeline.preprocessing.worker import Worker
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.state import checkpoint
 from pipeline.training.trainer import Trainer
@@ -135,7 +136,7 @@ def test_probe_is_what_the_model_says_of_the_first_rows(undisturbed: Run, alone:
     model = DLRM(spec.model, len(spec.probe.plan.dense), rank.bags_of(spec.probe.plan))
     model.load_state_dict(undisturbed.weights)
     worker = Worker(spec.probe, Warehouse(spec.probe.warehouse, Path(spec.probe.home)))
-    parts = [spec.probe.plan.apply(worker.raw(fragment)) for fragment in worker.fragments()]
+    parts = [spec.probe.plan.apply(worker.read_selected(fragment)) for fragment in worker.fragments()]
     with torch.no_grad():
         expected = torch.cat(
             [model(torch.from_numpy(p.dense), sparse_tensor(model.names, p.sparse)).sigmoid() for p in parts]
