@@ -17,7 +17,8 @@ from pyiceberg.types import IntegerType, LongType
 from pipeline.errors import ConfigError, EmptyDatasetError, closest_names
 from pipeline.transforms.column import sparse_from_arrow
 from pipeline.transforms.kernels import hashing
-from pipeline.transforms.ops.sampling import Sampling, row_hashes
+from pipeline.transforms.kernels.row_hashes import row_hashes
+from pipeline.transforms.ops.sampling import Sampling
 from pipeline.transforms.schema import absent
 from storage.arrow import is_list, is_text
 

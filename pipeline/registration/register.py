@@ -29,7 +29,7 @@ from pipeline.errors import RegistryError
 from pipeline.registration import scorer
 from pipeline.registration.config import Default, Weights
 from pipeline.registration.tracking import Tracker, lacking, unanswered
-from pipeline.transforms.column import Kind
+from pipeline.transforms.kinds import Kind
 from pipeline.transforms.plan.plan import Plan
 from storage.arrow import is_list, is_text
 from storage.artifacts import atomic_file, write_json, write_text

@@ -1,7 +1,7 @@
 """Column: one feature of many rows, dense or a list of ids, as plain buffers."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,10 +10,10 @@ import pyarrow.compute as pc
 
 from pipeline.errors import DataError
 from pipeline.transforms.kernels import hashing
+from pipeline.transforms.kinds import Kind
 from storage.arrow import is_list, is_text
 
 Ids = npt.NDArray[np.int64]
-Kind = Literal["dense", "sparse", "scores"]
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 """How many of a timestamp's units make a second."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from pipeline.errors import ColumnError, ConfigError, closest_names
-from pipeline.transforms.column import Kind
+from pipeline.transforms.kinds import Kind
 from pipeline.transforms.ops import AnyOp, FillNull, Standardise
 from pipeline.transforms.ops.op import Reads
 

@@ -17,7 +17,7 @@ from pipeline.data.joined.source import Pinned, SideSource, added_columns
 from pipeline.data.joined.stored import in_key_form, key_type
 from pipeline.errors import DataError
 from pipeline.transforms.column import sparse_from_arrow
-from pipeline.transforms.ops.sampling import row_hashes
+from pipeline.transforms.kernels.row_hashes import row_hashes
 from storage.arrow import is_list
 from storage.reader import Fragment, SnapshotReader, SnapshotRef, kept
 from storage.warehouse import Warehouse

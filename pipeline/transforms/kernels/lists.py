@@ -26,7 +26,7 @@ def cartesian(values: Ids, offsets: Ids, others: Ids, other_offsets: Ids, limit:
 
 
 @compiled
-def joined(values: Ids, offsets: Ids, others: Ids, other_offsets: Ids) -> tuple[Ids, Ids]:
+def append_lists(values: Ids, offsets: Ids, others: Ids, other_offsets: Ids) -> tuple[Ids, Ids]:
     """Both lists of each row, one after the other: (values, offsets)."""
     starts = offsets + other_offsets
     out = np.empty(starts[-1], np.int64)
@@ -82,7 +82,7 @@ def positions(values: Ids, offsets: Ids, others: Ids, other_offsets: Ids) -> Ids
 
 
 @compiled
-def kept(values: Ids, offsets: Ids, keep: Flags) -> tuple[Ids, Ids]:
+def keep_marked(values: Ids, offsets: Ids, keep: Flags) -> tuple[Ids, Ids]:
     """The ids marked, row by row: (values, offsets)."""
     out = np.empty(len(values), np.int64)
     starts = np.zeros(len(offsets), np.int64)
@@ -111,7 +111,7 @@ def firsts(places: Ids, offsets: Ids, other_offsets: Ids) -> Flags:
 
 
 @compiled
-def aligned(scores: Floats, score_offsets: Ids, offsets: Ids) -> tuple[Floats, Flags]:
+def align(scores: Floats, score_offsets: Ids, offsets: Ids) -> tuple[Floats, Flags]:
     """Scores beside their ids; NaN in rows with another number of scores than ids: (scores, those rows)."""
     out = np.full(offsets[-1], np.nan, np.float64)
     bad = np.zeros(len(offsets) - 1, np.bool_)
@@ -125,7 +125,7 @@ def aligned(scores: Floats, score_offsets: Ids, offsets: Ids) -> tuple[Floats, F
 
 
 @compiled
-def summed(scores: Floats, offsets: Ids, places: Ids) -> Floats:
+def sum_equal_ids(scores: Floats, offsets: Ids, places: Ids) -> Floats:
     """The scores of equal ids added up where the id stands first, 0 elsewhere; NaN counts as 0.
 
     `places` are the positions of the ids in their own list.
@@ -139,7 +139,7 @@ def summed(scores: Floats, offsets: Ids, places: Ids) -> Floats:
 
 
 @compiled
-def looked_up(places: Ids, offsets: Ids, sums: Floats, other_offsets: Ids) -> Floats:
+def look_up(places: Ids, offsets: Ids, sums: Floats, other_offsets: Ids) -> Floats:
     """The other list's number at each position; 0 where there is none."""
     out = np.zeros(len(places), np.float64)
     for i in range(len(offsets) - 1):

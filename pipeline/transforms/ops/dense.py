@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-import numpy as np
 from pydantic import Field, FiniteFloat, PositiveFloat, model_validator
 
 from pipeline.errors import ConfigError
-from pipeline.transforms.column import Column
-from pipeline.transforms.kernels import dense, sparse
 from pipeline.transforms.ops.op import Counts, Op, as_id
+
+if TYPE_CHECKING:
+    from pipeline.transforms.column import Column
 
 
 class BoxCox(Op):
@@ -27,9 +27,12 @@ class BoxCox(Op):
     invalid: FiniteFloat = 0.0
     """What an x becomes where x + shift is at or below 0, or infinite; such values are counted."""
 
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
+        from pipeline.transforms.column import Column
+        from pipeline.transforms.kernels.dense import box_cox
+
         (column,) = columns
-        values, bad = dense.box_cox(column.values, self.power, self.shift, self.invalid)
+        values, bad = box_cox(column.values, self.power, self.shift, self.invalid)
         self.count(counts, bad)
         return Column(values)
 
@@ -48,13 +51,17 @@ class Clamp(Op):
             raise ConfigError("clamp", "low <= high", f"[{self.low}, {self.high}]", "Swap them.")
         return self
 
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
+        from pipeline.transforms.column import Column
+        from pipeline.transforms.kernels.dense import clamp
+        from pipeline.transforms.kernels.sparse import clamp_ids
+
         (column,) = columns
         if column.offsets is None:
-            values, outside = dense.clamp(column.values, self.low, self.high)
+            values, outside = clamp(column.values, self.low, self.high)
             result = Column(values)
         else:
-            ids, outside = sparse.clamp_ids(column.values, *self.id_bounds)
+            ids, outside = clamp_ids(column.values, *self.id_bounds)
             result = Column(ids, column.offsets)
         self.count(counts, outside)
         return result
@@ -79,13 +86,17 @@ class FillNull(Op):
     kind: Literal["fill_null"] = "fill_null"
     value: FiniteFloat = 0.0
 
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
+        from pipeline.transforms.column import Column
+        from pipeline.transforms.kernels.dense import fill
+        from pipeline.transforms.kernels.sparse import fill_lists
+
         (column,) = columns
         if column.offsets is None:
-            values, filled = dense.fill(column.values, self.value)
+            values, filled = fill(column.values, self.value)
             result = Column(values)
         else:
-            ids, offsets, filled = sparse.fill_lists(column.values, column.offsets, as_id(self.value))
+            ids, offsets, filled = fill_lists(column.values, column.offsets, as_id(self.value))
             result = Column(ids, offsets)
         self.count(counts, filled)
         return result
@@ -101,9 +112,14 @@ class Log(Op):
     reads, makes = ("dense",), "dense"
     kind: Literal["log"] = "log"
 
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
+        import numpy as np
+
+        from pipeline.transforms.column import Column
+        from pipeline.transforms.kernels.dense import clamp
+
         (column,) = columns
-        values, outside = dense.clamp(column.values, 0.0, np.inf)
+        values, outside = clamp(column.values, 0.0, math.inf)
         self.count(counts, outside)
         return Column(np.log1p(values))
 
@@ -121,9 +137,12 @@ class Logit(Op):
     invalid: FiniteFloat = 0.0
     """What a p outside [0, 1] becomes; such values are counted."""
 
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
+        from pipeline.transforms.column import Column
+        from pipeline.transforms.kernels.dense import logit
+
         (column,) = columns
-        values, bad = dense.logit(column.values, self.eps, self.invalid)
+        values, bad = logit(column.values, self.eps, self.invalid)
         self.count(counts, bad)
         return Column(values)
 
@@ -153,7 +172,11 @@ class Standardise(Op):
         """A finished op; a constant column is only shifted."""
         return self.model_copy(update={"mean": mean, "std": std if std > 0.0 else 1.0})
 
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
+        import numpy as np
+
+        from pipeline.transforms.column import Column
+
         (column,) = columns
         if self.mean is None or self.std is None:
             raise ConfigError(f"standardise on '{self.output}'", "a fitted mean and std", "none", "Fit the plan first.")

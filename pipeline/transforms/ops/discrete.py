@@ -1,16 +1,16 @@
 """Ops that make an id of a number."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-import numpy as np
 from pydantic import Field, FiniteFloat, model_validator
 
 from pipeline.errors import ConfigError
-from pipeline.transforms.column import Column
-from pipeline.transforms.kernels import dense
 from pipeline.transforms.ops import zones
 from pipeline.transforms.ops.op import VALUE, Counts, Index, Op, PerOp, Reads
+
+if TYPE_CHECKING:
+    from pipeline.transforms.column import Column
 
 DAY_SECONDS = 86_400
 PER_SECOND = {"seconds": 1, "milliseconds": 1_000, "microseconds": 1_000_000}
@@ -28,6 +28,8 @@ class Bucketize(Op):
     Source:
         arXiv:2108.09373, table 11.
     Example:
+        >>> import numpy as np
+        >>> from pipeline.transforms.column import Column
         >>> Bucketize(borders=(2, 5, 10)).apply([Column(np.array([1.0, 2.0, 11.0]))], Counts()).values.tolist()
         [0, 0, 3]
     """
@@ -65,11 +67,16 @@ class Bucketize(Op):
         """A finished op; fewer borders than asked for are fine, for equal numbers cannot be parted."""
         return Bucketize.model_validate({**self.model_dump(), "borders": borders})
 
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
+        import numpy as np
+
+        from pipeline.transforms.column import Column
+        from pipeline.transforms.kernels.dense import bucketize
+
         (column,) = columns
         if self.borders is None:
             raise ConfigError(f"bucketize on '{self.output}'", "fitted borders", "none", "Fit the plan first.")
-        return Column(*dense.bucketize(column.values, np.array(self.borders)))
+        return Column(*bucketize(column.values, np.array(self.borders)))
 
     def ids_below(self, *limits: int | None) -> int | None:
         return len(self.borders or ()) + 1 if self.quantiles is None else self.quantiles
@@ -93,6 +100,8 @@ class GetLocalHour(Op):
     Source:
         arXiv:2108.09373, table 11.
     Example:
+        >>> import numpy as np
+        >>> from pipeline.transforms.column import Column
         >>> noon = Column(np.array([1_720_000_800.0, 1_704_110_400.0]))  # 10:00 UTC in July, 12:00 UTC in January
         >>> GetLocalHour(time_zone="Europe/Berlin").apply([noon], Counts()).values.tolist()
         [12, 13]
@@ -121,14 +130,17 @@ class GetLocalHour(Op):
             zones.check(where, self.time_zone)
         return self
 
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
+        import numpy as np
+
+        from pipeline.transforms.column import Column
+        from pipeline.transforms.kernels.dense import local_hours
+
         time, *shifts = columns
         table = zones.fixed(self.offset_seconds) if self.time_zone is None else zones.named(self.time_zone)
         shift = shifts[0].values if shifts else np.empty(0)
         unit, per_second = SECONDS[self.offset_unit or "seconds"], PER_SECOND[self.time_unit]
-        hours, offsets, bad = dense.local_hours(
-            time.values, per_second, shift, unit, table.since, table.offsets, table.until
-        )
+        hours, offsets, bad = local_hours(time.values, per_second, shift, unit, table.since, table.offsets, table.until)
         self.count(counts, bad)
         return Column(hours, offsets)
 
@@ -144,6 +156,8 @@ class Onehot(Op):
     Source:
         arXiv:2108.09373, table 11.
     Example:
+        >>> import numpy as np
+        >>> from pipeline.transforms.column import Column
         >>> Onehot(size=3).apply([Column(np.array([2.0, 0.0, 3.0]))], Counts()).values.tolist()
         [2, 0]
     """
@@ -155,10 +169,13 @@ class Onehot(Op):
     invalid: Index | None = None
     """Id of any other number, such as `size` for one of their own; None leaves them without an id."""
 
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
+        from pipeline.transforms.column import Column
+        from pipeline.transforms.kernels.dense import onehot
+
         (column,) = columns
         invalid = -1 if self.invalid is None else self.invalid
-        ids, offsets, bad = dense.onehot(column.values, self.size, invalid)
+        ids, offsets, bad = onehot(column.values, self.size, invalid)
         self.count(counts, bad)
         return Column(ids, offsets)
 

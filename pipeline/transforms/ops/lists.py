@@ -1,16 +1,17 @@
 """Ops that make a feature of several lists of a row."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from pipeline.transforms.column import Column, Ids
-from pipeline.transforms.kernels import lists
 from pipeline.transforms.ops.op import Count, Counts, Op, list_offsets
 
+if TYPE_CHECKING:
+    from pipeline.transforms.column import Column, Ids
 
-def _both(left: Column, right: Column) -> tuple[Ids, Ids, Ids, Ids]:
+
+def _both(left: "Column", right: "Column") -> tuple["Ids", "Ids", "Ids", "Ids"]:
     return left.values, list_offsets(left), right.values, list_offsets(right)
 
 
@@ -24,6 +25,7 @@ class Cartesian(Op):
         arXiv:2108.09373, table 11. mix and chain: pipeline/transforms/kernels/hashing.py.
     Example:
         >>> import numpy as np
+        >>> from pipeline.transforms.column import Column
         >>> colours, sizes = Column(np.array([1, 2]), np.array([0, 2])), Column(np.array([7]), np.array([0, 1]))
         >>> Cartesian(inputs=("colours", "sizes")).apply([colours, sizes], Counts()).values.tolist()
         [2117707494717150447, 8314783716148404663]
@@ -34,9 +36,12 @@ class Cartesian(Op):
     limit: Count = 1_000
     """Most pairs a row; later ones are left out and counted, for two lists of a million ids have 10^12."""
 
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
+        from pipeline.transforms.column import Column
+        from pipeline.transforms.kernels.lists import cartesian
+
         left, right = columns
-        ids, offsets, left_out = lists.cartesian(*_both(left, right), self.limit)
+        ids, offsets, left_out = cartesian(*_both(left, right), self.limit)
         self.count(counts, left_out)
         return Column(ids, offsets)
 
@@ -54,6 +59,7 @@ class NGram(Op):
         arXiv:2108.09373, table 11. mix and chain: pipeline/transforms/kernels/hashing.py.
     Example:
         >>> import numpy as np
+        >>> from pipeline.transforms.column import Column
         >>> words = Column(np.array([5, 6, 5, 6]), np.array([0, 4]))
         >>> first, middle, last = NGram(n=2).apply([words], Counts()).values.tolist()
         >>> (first == last, first == middle)
@@ -65,12 +71,15 @@ class NGram(Op):
     n: int = Field(ge=1, le=100)
     """Ids of a run."""
 
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
+        from pipeline.transforms.column import Column
+        from pipeline.transforms.kernels.lists import append_lists, ngrams
+
         first, *others = columns
         values, offsets = first.values, list_offsets(first)
         for other in others:
-            values, offsets = lists.joined(values, offsets, other.values, list_offsets(other))
-        return Column(*lists.ngrams(values, offsets, self.n))
+            values, offsets = append_lists(values, offsets, other.values, list_offsets(other))
+        return Column(*ngrams(values, offsets, self.n))
 
     def ids_below(self, *limits: int | None) -> int | None:
         return None
@@ -83,6 +92,7 @@ class PositiveIntersect(Op):
         arXiv:2108.09373, table 11.
     Example:
         >>> import numpy as np
+        >>> from pipeline.transforms.column import Column
         >>> seen, liked = Column(np.array([3, 1, 3, 2]), np.array([0, 4])), Column(np.array([2, 3]), np.array([0, 2]))
         >>> PositiveIntersect(inputs=("seen", "liked")).apply([seen, liked], Counts()).values.tolist()
         [3, 2]
@@ -91,11 +101,14 @@ class PositiveIntersect(Op):
     reads, makes = ("sparse", "sparse"), "sparse"
     kind: Literal["positive_intersect"] = "positive_intersect"
 
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
+        from pipeline.transforms.column import Column
+        from pipeline.transforms.kernels.lists import firsts, keep_marked, positions
+
         left, right = columns
-        places = lists.positions(*_both(left, right))
-        keep = lists.firsts(places, list_offsets(left), list_offsets(right))
-        return Column(*lists.kept(left.values, list_offsets(left), keep))
+        places = positions(*_both(left, right))
+        keep = firsts(places, list_offsets(left), list_offsets(right))
+        return Column(*keep_marked(left.values, list_offsets(left), keep))
 
     def ids_below(self, *limits: int | None) -> int | None:
         return min((limit for limit in limits if limit is not None), default=None)
@@ -111,6 +124,7 @@ class IdListTransform(Op):
         arXiv:2108.09373, table 11.
     Example:
         >>> import numpy as np
+        >>> from pipeline.transforms.column import Column
         >>> seen, top = Column(np.array([3, 1, 3, 2]), np.array([0, 4])), Column(np.array([2, 3]), np.array([0, 2]))
         >>> for mode in ("intersection", "difference", "map"):
         ...     IdListTransform(inputs=("seen", "top"), mode=mode).apply([seen, top], Counts()).values.tolist()
@@ -124,11 +138,14 @@ class IdListTransform(Op):
     mode: Literal["intersection", "difference", "map"] = "intersection"
     """What becomes of an id. Positions made by map are not bounded; a clamp does that."""
 
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
+        from pipeline.transforms.column import Column
+        from pipeline.transforms.kernels.lists import keep_marked, positions
+
         left, right = columns
-        places = lists.positions(*_both(left, right))
+        places = positions(*_both(left, right))
         keep = places < 0 if self.mode == "difference" else places >= 0
-        return Column(*lists.kept(places if self.mode == "map" else left.values, list_offsets(left), keep))
+        return Column(*keep_marked(places if self.mode == "map" else left.values, list_offsets(left), keep))
 
     def ids_below(self, *limits: int | None) -> int | None:
         if self.mode == "map":

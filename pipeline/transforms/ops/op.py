@@ -3,11 +3,14 @@
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
 
 from pydantic import BaseModel, Field
 
-from pipeline.transforms.column import Column, Ids, Kind
+from pipeline.transforms.kinds import Kind
+
+if TYPE_CHECKING:
+    from pipeline.transforms.column import Column, Ids
 
 Counts = Counter[str]
 """Values changed by a declared rule, as 'op output' -> number: what a log line and a report can show."""
@@ -30,7 +33,7 @@ def as_id(value: float) -> int:
     return min(max(int(value), ID_MIN), ID_MAX)
 
 
-def list_offsets(column: Column) -> Ids:
+def list_offsets(column: "Column") -> "Ids":
     """The offsets of a column of lists; what op a column may be given to is checked when the plan is built."""
     assert column.offsets is not None
     return column.offsets
@@ -67,7 +70,7 @@ class Op(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Column made."""
 
     @abstractmethod
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
         """The column made of the inputs, row by row; the inputs are never changed."""
 
     @property

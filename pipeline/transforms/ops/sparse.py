@@ -4,15 +4,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-import numpy as np
 from pydantic import Field, PositiveInt, model_validator
 
 from pipeline.errors import ConfigError
-from pipeline.transforms.column import Column, Ids
-from pipeline.transforms.kernels import hashing, sparse
 from pipeline.transforms.ops.op import ID_MAX, ID_MIN, Count, Counts, Id, Index, Op, list_offsets
+
+if TYPE_CHECKING:
+    from pipeline.transforms.column import Column, Ids
 
 
 class Enumerate(Op):
@@ -23,6 +23,8 @@ class Enumerate(Op):
     Source:
         arXiv:2108.09373, table 11.
     Example:
+        >>> import numpy as np
+        >>> from pipeline.transforms.column import Column
         >>> Enumerate().apply([Column(np.array([7, 7, 9]), np.array([0, 2, 3]))], Counts()).values.tolist()
         [0, 1, 0]
     """
@@ -30,9 +32,12 @@ class Enumerate(Op):
     reads, makes = ("sparse",), "sparse"
     kind: Literal["enumerate"] = "enumerate"
 
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
+        from pipeline.transforms.column import Column
+        from pipeline.transforms.kernels.sparse import enumerate_lists
+
         (column,) = columns
-        return Column(sparse.enumerate_lists(list_offsets(column)), column.offsets)
+        return Column(enumerate_lists(list_offsets(column)), column.offsets)
 
     def ids_below(self, *limits: int | None) -> int | None:
         return None
@@ -49,19 +54,22 @@ class FirstX(Op):
     kind: Literal["first_x"] = "first_x"
     limit: Count
 
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
+        from pipeline.transforms.column import Column
+        from pipeline.transforms.kernels.sparse import first_x
+
         (column,) = columns
-        values, offsets, cut = sparse.first_x(column.values, list_offsets(column), self.limit)
+        values, offsets, cut = first_x(column.values, list_offsets(column), self.limit)
         self.count(counts, cut)
         return Column(values, offsets)
 
 
 @dataclass(frozen=True, eq=False)
-class Lookup:
+class IdLookup:
     """A vocabulary as ids, and the hash table that finds them. Equal to itself alone: ops compare their fields."""
 
-    ids: Ids
-    slots: Ids
+    ids: "Ids"
+    slots: "Ids"
 
 
 class MapId(Op):
@@ -75,6 +83,8 @@ class MapId(Op):
     Source:
         arXiv:2108.09373, table 11.
     Example:
+        >>> import numpy as np
+        >>> from pipeline.transforms.column import Column
         >>> ids = Column(np.array([30, 10, 99]), np.array([0, 2, 3]))
         >>> MapId(vocabulary=(10, 20, 30), unknown=3).apply([ids], Counts()).values.tolist()
         [2, 0, 3]
@@ -117,10 +127,13 @@ class MapId(Op):
         """A finished op; the vocabulary's most frequent id comes first."""
         return MapId.model_validate({**self.model_dump(), "vocabulary": vocabulary})
 
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
+        from pipeline.transforms.column import Column
+        from pipeline.transforms.kernels.sparse import map_ids
+
         (column,) = columns
         unknown = -1 if self.unknown is None else self.unknown
-        ids, offsets, others = sparse.map_ids(
+        ids, offsets, others = map_ids(
             column.values, list_offsets(column), self._lookup.ids, self._lookup.slots, unknown
         )
         self.count(counts, others)
@@ -131,12 +144,17 @@ class MapId(Op):
         return indices if self.unknown is None else max(indices, self.unknown + 1)
 
     @cached_property
-    def _lookup(self) -> "Lookup":
+    def _lookup(self) -> IdLookup:
         """The vocabulary ready to be searched; made once, for it can hold millions of ids."""
+        import numpy as np
+
+        from pipeline.transforms.kernels.hashing import fnv1a_text
+        from pipeline.transforms.kernels.sparse import hash_table
+
         if self.vocabulary is None:
             raise self._error("a fitted vocabulary", "none", "Fit the plan first.")
-        ids = np.array([id_ if isinstance(id_, int) else hashing.fnv1a_text(id_) for id_ in self.vocabulary], np.int64)
-        return Lookup(ids, sparse.hash_table(ids))
+        ids = np.array([id_ if isinstance(id_, int) else fnv1a_text(id_) for id_ in self.vocabulary], np.int64)
+        return IdLookup(ids, hash_table(ids))
 
 
 class SigridHash(Op):
@@ -145,6 +163,8 @@ class SigridHash(Op):
     Source:
         arXiv:2108.09373, table 11; TorchArrow's documentation of sigrid_hash.
     Example:
+        >>> import numpy as np
+        >>> from pipeline.transforms.column import Column
         >>> ids = Column(np.array([1, 2, 3, 5, 8, 10, 11]), np.array([0, 7]))
         >>> SigridHash(size=100).apply([ids], Counts()).values.tolist()
         [60, 54, 54, 4, 67, 2, 25]
@@ -155,9 +175,12 @@ class SigridHash(Op):
     size: Count
     salt: int = Field(default=0, ge=ID_MIN, le=ID_MAX)
 
-    def apply(self, columns: Sequence[Column], counts: Counts) -> Column:
+    def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
+        from pipeline.transforms.column import Column
+        from pipeline.transforms.kernels.hashing import sigrid_hash
+
         (column,) = columns
-        return Column(hashing.sigrid_hash(column.values, self.salt, self.size), column.offsets)
+        return Column(sigrid_hash(column.values, self.salt, self.size), column.offsets)
 
     def ids_below(self, *limits: int | None) -> int | None:
         return self.size

@@ -2,13 +2,14 @@
 
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-import numpy as np
-import numpy.typing as npt
-
 from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FIRST, LAST = (int((datetime(year, 1, 1, tzinfo=UTC) - EPOCH).total_seconds()) for year in (1900, 2100))
@@ -18,13 +19,15 @@ DAY_SECONDS = 86_400
 class Offsets(NamedTuple):
     """Local time minus UTC, in seconds: `offsets[k]` from second `since[k]` since 1970 on, all before `until`."""
 
-    since: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
+    since: "npt.NDArray[np.int64]"
+    offsets: "npt.NDArray[np.int64]"
     until: int
 
 
 def fixed(seconds: int) -> Offsets:
     """One offset at all times."""
+    import numpy as np
+
     return Offsets(np.array([-(1 << 53)]), np.array([seconds]), 1 << 53)
 
 
@@ -53,6 +56,8 @@ def named(zone: str) -> Offsets:
         >>> named("Asia/Tokyo").offsets[-1] / 3_600
         np.float64(9.0)
     """
+    import numpy as np
+
     rules = ZoneInfo(zone)
 
     def offset(second: int) -> int:

@@ -8,7 +8,7 @@ import pyarrow as pa
 from pydantic import BaseModel
 
 from pipeline.errors import ColumnError, ConfigError
-from pipeline.transforms.column import Kind
+from pipeline.transforms.kinds import KINDS, Kind
 from pipeline.transforms.ops import VALUE, AnyOp
 from pipeline.transforms.plan.schedule import raw_key
 from pipeline.transforms.schema import (
@@ -22,8 +22,6 @@ from pipeline.transforms.schema import (
     resolve,
 )
 from storage.arrow import is_list, is_text
-
-KINDS: tuple[Kind, ...] = ("dense", "sparse", "scores")
 
 
 class SparseFeature(BaseModel, frozen=True):

@@ -13,7 +13,8 @@ import pyarrow as pa
 from pydantic import BaseModel, model_validator
 
 from pipeline.errors import ConfigError
-from pipeline.transforms.column import Column, Kind
+from pipeline.transforms.column import Column
+from pipeline.transforms.kinds import Kind
 from pipeline.transforms.ops import AnyOp, Counts
 from pipeline.transforms.plan.fit import Learner, learned, learns
 from pipeline.transforms.plan.graph import Graph, SparseFeature
