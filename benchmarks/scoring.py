@@ -33,8 +33,8 @@ import pyarrow as pa
 import torch
 
 from benchmarks.machine import ROOT, in_words, machine, say
-from flows.config import RunConfig, load
-from flows.job import selected, tracker_of, warehouse_of
+from pipeline.config import RunConfig, load
+from pipeline.jobs.training.job import selected, tracker_of, warehouse_of
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.aliases import versions
 from pipeline.registration.register import packed, raw_frame

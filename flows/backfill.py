@@ -10,16 +10,17 @@ from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from pydantic import PositiveInt
 
-from flows import tasks
-from flows.config import ROOT, RunConfig, load
-from flows.daily import require_hash_split
-from flows.job import alone, warehouse_of
-from flows.progress import Progress
-from flows.record import flow_run_name
 from flows.recurring import recurring
+from pipeline.config import RunConfig, load
+from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.extraction.extract import IngestResult
 from pipeline.extraction.opening import source_days
+from pipeline.jobs.console import Progress
+from pipeline.jobs.recurring.day import require_hash_split
+from pipeline.jobs.training import tasks
+from pipeline.jobs.training.job import alone, warehouse_of
+from pipeline.jobs.training.summary import flow_run_name
 
 PORTIONS = 4
 """Parts that each writer's days are cut into, so that progress is seen and none waits long for another."""
@@ -179,6 +180,6 @@ def in_words(result: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(backfill)

@@ -5,11 +5,11 @@ from typing import Any
 
 from prefect import flow
 
-from flows.config import RunConfig, load
-from flows.record import flow_run_name
-from flows.study_job import finished, opened, pinned_study
-from flows.study_result import conclude
-from flows.studying import run_points
+from pipeline.config import RunConfig, load
+from pipeline.jobs.study.job import finished, opened, pinned_study
+from pipeline.jobs.study.report import conclude
+from pipeline.jobs.study.run import run_points
+from pipeline.jobs.training.summary import flow_run_name
 
 
 @flow(name="characterize", flow_run_name=flow_run_name)
@@ -42,6 +42,6 @@ def characterize(
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(characterize)

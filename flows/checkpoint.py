@@ -9,9 +9,9 @@ from typing import Any, Literal
 from prefect import flow, get_run_logger
 from safetensors.torch import save_file
 
-from flows.config import RunConfig, load
-from flows.record import flow_run_name
+from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError
+from pipeline.jobs.training.summary import flow_run_name
 from pipeline.training.state import checkpoint as store
 from pipeline.training.state.checkpoint import BEST, CheckpointError
 from storage.artifacts import atomic_file
@@ -100,6 +100,6 @@ def _matches(folder: Path, which: Which) -> bool:
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(checkpoint)

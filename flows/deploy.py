@@ -22,7 +22,7 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
-from flows.config import ROOT
+from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError, ContractError
 
 POOL = "dlrm"

@@ -194,7 +194,8 @@ def configuration(path: str) -> Check:
 
 _TRY_CONFIG = """
 import sys
-from flows.config import ROOT, load
+from pipeline.config import load
+from pipeline.config.files import ROOT
 from pipeline.errors import ContractError
 from pipeline.data.files import files_of
 try:

@@ -5,10 +5,10 @@ from typing import Any
 
 from prefect import flow
 
-from flows.config import RunConfig, load
 from flows.ingest import ingest
-from flows.record import flow_run_name
 from flows.train import train
+from pipeline.config import RunConfig, load
+from pipeline.jobs.training.summary import flow_run_name
 
 
 @flow(name="end-to-end", flow_run_name=flow_run_name)
@@ -31,6 +31,6 @@ def end_to_end(
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(end_to_end)

@@ -7,12 +7,12 @@ from typing import Any
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from flows import tasks
-from flows.artifacts import table_asset
-from flows.config import RunConfig, load
-from flows.job import warehouse_of
-from flows.record import flow_run_name
+from flows.runtime.pages import table_asset
 from pipeline.catalog.events import Event, events, newest, record
+from pipeline.config import RunConfig, load
+from pipeline.jobs.training import tasks
+from pipeline.jobs.training.job import warehouse_of
+from pipeline.jobs.training.summary import flow_run_name
 
 
 @task(cache_policy=NO_CACHE, task_run_name="declare")
@@ -71,6 +71,6 @@ def enrich(
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(enrich)

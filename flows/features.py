@@ -6,15 +6,15 @@ from typing import Any, Literal
 from prefect import flow, get_run_logger
 from pydantic import PositiveInt
 
-from flows import catalogue
-from flows.artifacts import show_table
-from flows.catalogue import Catalogue
-from flows.config import RunConfig, load
-from flows.job import warehouse_of
-from flows.record import flow_run_name
+from flows.runtime.pages import show_table
 from pipeline.catalog import text
 from pipeline.catalog.events import State, events, newest, record
+from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError
+from pipeline.jobs.tables import catalog
+from pipeline.jobs.tables.catalog import Catalogue
+from pipeline.jobs.training.job import warehouse_of
+from pipeline.jobs.training.summary import flow_run_name
 
 Action = Literal["list", "show", "propose", "set", "deprecate", "history"]
 DECLARED = ("state", "kind", "owner", "description", "reason")
@@ -69,7 +69,7 @@ def features(
         assert name is not None
         changes |= {"state": "deprecated"} if action == "deprecate" else {}
         return _declared(settings, name, by, changes, only_unused, again) | {"action": action}
-    known = catalogue.catalogue(settings)
+    known = catalog.catalogue(settings)
     if name is not None and action == "show":
         made = _shown(known, name)
     else:
@@ -89,7 +89,7 @@ def _listed(config: RunConfig, known: Catalogue) -> dict[str, Any]:
 
 
 def _shown(known: Catalogue, name: str) -> dict[str, Any]:
-    entry = catalogue.entry_of(known, name)
+    entry = catalog.entry_of(known, name)
     for key, value in entry.model_dump(mode="json", exclude={"days"}).items():
         print(f"{key:<12} {', '.join(value) if isinstance(value, list) else '' if value is None else value}".rstrip())
     if entry.days:
@@ -98,7 +98,7 @@ def _shown(known: Catalogue, name: str) -> dict[str, Any]:
 
 
 def _proposed(config: RunConfig, known: Catalogue, unused_days: int) -> dict[str, Any]:
-    found = catalogue.proposed(config, known, unused_days)
+    found = catalog.proposed(config, known, unused_days)
     total = sum(one.bytes for one in found)
     if found:
         print(text.aligned(text.rows_of_candidates(found)))
@@ -119,9 +119,9 @@ def _declared(
     if deprecated and before is not None and before.state == "deprecated" and not again:
         get_run_logger().info("skipped: '%s' is deprecated already; again=true changes the words", name)
         return {"status": "skipped", "event": before.model_dump(mode="json"), "warning": None}
-    event = catalogue.declaration(config, log, name, by, changes)
+    event = catalog.declaration(config, log, name, by, changes)
     if deprecated:
-        warning = catalogue.champion_warning(config, name, only_unused)
+        warning = catalog.champion_warning(config, name, only_unused)
         if warning is not None:
             get_run_logger().warning("%s", warning)
     record(warehouse, config.name, event)
@@ -151,6 +151,6 @@ def _history(config: RunConfig, name: str | None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(features)

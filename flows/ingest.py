@@ -6,13 +6,13 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 
-from flows import tasks
-from flows.artifacts import table_asset
-from flows.checking import checks_result
-from flows.config import RunConfig, load
-from flows.record import flow_run_name
+from flows.runtime.pages import table_asset
+from pipeline.config import RunConfig, load
 from pipeline.extraction.intake import held_name
 from pipeline.extraction.writing import spoiled_name
+from pipeline.jobs.tables.checks import checks_result
+from pipeline.jobs.training import tasks
+from pipeline.jobs.training.summary import flow_run_name
 
 
 @flow(name="ingest", flow_run_name=flow_run_name)
@@ -64,6 +64,6 @@ def ingest(
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(ingest)

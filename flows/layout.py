@@ -6,9 +6,9 @@ from typing import Any, Literal
 from prefect import flow
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from flows import laying
-from flows.config import RunConfig, load
-from flows.record import flow_run_name
+from pipeline.config import RunConfig, load
+from pipeline.jobs.tables import layout as laying
+from pipeline.jobs.training.summary import flow_run_name
 
 
 @flow(name="layout", flow_run_name=flow_run_name)
@@ -58,6 +58,6 @@ def layout(
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(layout)

@@ -6,9 +6,9 @@ from typing import Any
 from prefect import flow
 from pydantic import NonNegativeInt
 
-from flows import tasks
-from flows.config import RunConfig, load
-from flows.record import flow_run_name
+from pipeline.config import RunConfig, load
+from pipeline.jobs.training import tasks
+from pipeline.jobs.training.summary import flow_run_name
 
 
 @flow(name="preprocess", flow_run_name=flow_run_name)
@@ -31,6 +31,6 @@ def preprocess(
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(preprocess)

@@ -6,10 +6,10 @@ from typing import Any
 from prefect import flow, get_run_logger
 from pydantic import PositiveInt
 
-from flows.config import RunConfig, load
-from flows.job import tracker_of
-from flows.record import flow_run_name
+from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError
+from pipeline.jobs.training.job import tracker_of
+from pipeline.jobs.training.summary import flow_run_name
 from pipeline.registration.aliases import CHAMPION, move
 
 
@@ -37,6 +37,6 @@ def promote(
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(promote)

@@ -9,10 +9,16 @@ from typing import Any
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from flows import tasks
-from flows.catalogue import warn_of_columns
-from flows.config import RunConfig, load
-from flows.daily import (
+from flows.ingest import ingest
+from flows.register import register
+from flows.train import train
+from pipeline.config import RunConfig, load
+from pipeline.evaluation import plots
+from pipeline.evaluation.evaluate import EvalReport
+from pipeline.evaluation.policy import Decision, decide
+from pipeline.evaluation.series import Course, DaySums
+from pipeline.jobs.console import Progress
+from pipeline.jobs.recurring.day import (
     DAY_TAG,
     TRAINING_TAG,
     Today,
@@ -25,19 +31,13 @@ from flows.daily import (
     pinned_day,
     require_hash_split,
 )
-from flows.finishing import finish
-from flows.ingest import ingest
-from flows.job import JOB, REGISTERED, TrainingJob, alone, tracked_run, tracker_of, warehouse_of
-from flows.judging import quality
-from flows.progress import Progress
-from flows.record import flow_run_name, in_words
-from flows.register import register
-from flows.tasks import TRAINED
-from flows.train import train
-from pipeline.evaluation import plots
-from pipeline.evaluation.evaluate import EvalReport
-from pipeline.evaluation.policy import Decision, decide
-from pipeline.evaluation.series import Course, DaySums
+from pipeline.jobs.tables.catalog import warn_of_columns
+from pipeline.jobs.training import tasks
+from pipeline.jobs.training.evaluate import quality
+from pipeline.jobs.training.finish import finish
+from pipeline.jobs.training.job import JOB, REGISTERED, TrainingJob, alone, tracked_run, tracker_of, warehouse_of
+from pipeline.jobs.training.summary import flow_run_name, in_words
+from pipeline.jobs.training.tasks import TRAINED
 from pipeline.registration.scorer import plan_of
 from pipeline.registration.tracking import RESULT
 from storage.artifacts import write_text
@@ -221,6 +221,6 @@ def done_before(config: RunConfig, today: Today, version: int | None, run_id: st
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(recurring)

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from flows.config import RunConfig
+from pipeline.config import RunConfig
 from pipeline.transforms.ops import known_kinds
 from pipeline.transforms.ops.op import Op, PerOp
 from pipeline.transforms.schema import DenseGroup, SparseGroup

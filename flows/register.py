@@ -6,13 +6,13 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 
-from flows.config import RunConfig, load
-from flows.finishing import finish
-from flows.job import JOB, REGISTERED, RUN_ID, TrainingJob, job_in, selected, tracked_run, tracker_of
-from flows.provenance import RECORD, Record, recorded_config
-from flows.record import flow_run_name
-from flows.tasks import TRAINED, Trained
+from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError
+from pipeline.jobs.training.finish import finish
+from pipeline.jobs.training.job import JOB, REGISTERED, RUN_ID, TrainingJob, job_in, selected, tracked_run, tracker_of
+from pipeline.jobs.training.provenance import RECORD, Record, recorded_config
+from pipeline.jobs.training.summary import flow_run_name
+from pipeline.jobs.training.tasks import TRAINED, Trained
 from pipeline.registration.tracking import answering
 
 
@@ -65,6 +65,6 @@ def _folder(config: RunConfig, run: str | None) -> Path:
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(register)

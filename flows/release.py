@@ -5,9 +5,9 @@ from typing import Any
 
 from prefect import flow
 
-from flows import releasing
-from flows.config import RunConfig, load
-from flows.record import flow_run_name
+from pipeline.config import RunConfig, load
+from pipeline.jobs.search import release as releasing
+from pipeline.jobs.training.summary import flow_run_name
 from pipeline.search.release import kept
 
 
@@ -43,6 +43,6 @@ def release(
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(release)

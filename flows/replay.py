@@ -10,13 +10,13 @@ from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from pydantic import PositiveInt
 
-from flows import tasks
-from flows.config import RunConfig, load
-from flows.job import TrainingJob, job_in, selected, tracked_run, tracker_of
-from flows.provenance import RECORD, Record, changed, differences, fetched, recorded_config
-from flows.record import flow_run_name
+from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError, RegistryError
+from pipeline.jobs.training import tasks
+from pipeline.jobs.training.job import TrainingJob, job_in, selected, tracked_run, tracker_of
+from pipeline.jobs.training.provenance import RECORD, Record, changed, differences, fetched, recorded_config
 from pipeline.jobs.training.rank import placed, table_uses
+from pipeline.jobs.training.summary import flow_run_name
 from storage.artifacts import write_json
 
 RESULT = "replay.json"
@@ -105,6 +105,6 @@ def compare(config: RunConfig, job: TrainingJob, old: Record, trained: tasks.Tra
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(replay)

@@ -5,11 +5,11 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 
-from flows.config import RunConfig, load
-from flows.job import tracker_of
-from flows.record import flow_run_name
-from flows.reporting import PAGE, page_of
+from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError
+from pipeline.jobs.training.job import tracker_of
+from pipeline.jobs.training.reporting import PAGE, page_of
+from pipeline.jobs.training.summary import flow_run_name
 from pipeline.registration.aliases import CHAMPION, holder
 from pipeline.registration.tracking import Tracker
 from storage.artifacts import inside, write_text
@@ -53,6 +53,6 @@ def _run_id(tracker: Tracker, name: str, asked: str | int | None) -> str:
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(report)

@@ -5,9 +5,9 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 
-from flows.config import RunConfig, load
-from flows.job import tracker_of
-from flows.record import flow_run_name
+from pipeline.config import RunConfig, load
+from pipeline.jobs.training.job import tracker_of
+from pipeline.jobs.training.summary import flow_run_name
 from pipeline.registration import aliases
 
 
@@ -28,6 +28,6 @@ def rollback(
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(rollback)

@@ -7,9 +7,9 @@ from typing import Any
 from prefect import flow, get_run_logger
 from pydantic import PositiveInt
 
-from flows import tasks
-from flows.config import RunConfig, load
-from flows.record import flow_run_name
+from pipeline.config import RunConfig, load
+from pipeline.jobs.training import tasks
+from pipeline.jobs.training.summary import flow_run_name
 
 
 @flow(name="score", flow_run_name=flow_run_name)
@@ -58,6 +58,6 @@ def score(
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(score)

@@ -7,9 +7,9 @@ from typing import Any
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from flows import suggesting
-from flows.config import RunConfig
-from flows.record import flow_run_name
+from pipeline.config import RunConfig
+from pipeline.jobs.tables import suggest as suggesting
+from pipeline.jobs.training.summary import flow_run_name
 
 
 @flow(name="suggest", flow_run_name=flow_run_name)
@@ -68,7 +68,7 @@ def suggested(config: RunConfig, files: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     words = sys.argv[1:]
     without_config = bool(words) and "=" in words[0]

@@ -5,11 +5,11 @@ from typing import Any
 
 from prefect import flow
 
-from flows.config import RunConfig, load
-from flows.record import flow_run_name
-from flows.sweep_job import finished, opened, pinned_sweep
-from flows.sweep_result import conclude
-from flows.sweeping import run_trials
+from pipeline.config import RunConfig, load
+from pipeline.jobs.search.sweep import finished, opened, pinned_sweep
+from pipeline.jobs.search.sweep_result import conclude
+from pipeline.jobs.search.sweep_run import run_trials
+from pipeline.jobs.training.summary import flow_run_name
 
 
 @flow(name="sweep", flow_run_name=flow_run_name)
@@ -41,6 +41,6 @@ def sweep(
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(sweep)

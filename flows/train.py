@@ -5,11 +5,11 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 
-from flows import tasks
-from flows.config import RunConfig, load
-from flows.finishing import finish
-from flows.job import alone, tracked_run
-from flows.record import flow_run_name
+from pipeline.config import RunConfig, load
+from pipeline.jobs.training import tasks
+from pipeline.jobs.training.finish import finish
+from pipeline.jobs.training.job import alone, tracked_run
+from pipeline.jobs.training.summary import flow_run_name
 
 
 @flow(name="train", flow_run_name=flow_run_name)
@@ -53,6 +53,6 @@ def train_version(
 
 
 if __name__ == "__main__":
-    from flows import cli
+    from flows.runtime import cli
 
     cli.main(train)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from prefect.cli.deploy._models import DeploymentConfig
 
-from flows.config import load
+from pipeline.config import load
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTENT = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))
@@ -32,11 +32,14 @@ def test_the_named_deployments_exist():
         "layout/on-demand",
         "preprocess/on-demand",
         "placement/on-demand",
+        "sharding/on-demand",
         "characterize/on-demand",
         "size/on-demand",
+        "estimate/on-demand",
         "recurring/daily",
         "backfill/on-demand",
         "compare/on-demand",
+        "backtest/on-demand",
         "sweep/on-demand",
         "release/on-demand",
         "promote/on-demand",
@@ -79,10 +82,13 @@ TRAIN = {
     "recurring",
     "backfill",
     "compare",
+    "backtest",
     "sweep",
     "placement",
+    "sharding",
     "characterize",
     "size",
+    "estimate",
     "replay",
     "release",
 }

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prefect.testing.utilities import prefect_test_harness
 
-from flows import cli
+from flows.runtime import cli
 
 
 @pytest.fixture(scope="session")

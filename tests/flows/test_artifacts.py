@@ -8,9 +8,9 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from flows.artifacts import model_asset, table_asset
-from flows.config import load
-from flows.progress import Progress
+from flows.runtime.pages import model_asset, table_asset
+from pipeline.config import load
+from pipeline.jobs.console import Progress
 
 CONFIG = "configs/smoke.yaml"
 

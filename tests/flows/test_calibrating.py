@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows import calibrating
-from flows.calibrating import Calibration, Speed, calibrated
-from flows.config import load
 from pipeline.characterization.advice import Described
 from pipeline.characterization.cost import Setup, Use, load_of_uses
 from pipeline.characterization.machine import Machine
 from pipeline.characterization.points import Point
 from pipeline.characterization.results import Load, Measurement, Result, Spread
 from pipeline.characterization.spread import spread
+from pipeline.config import load
 from pipeline.errors import TrainingError
+from pipeline.jobs.estimate import calibration
+from pipeline.jobs.estimate.calibration import Calibration, Speed, calibrated
 
 CEILINGS = {"fp32_gflops": 100.0, "bf16_gflops": 200.0, "read_gb_per_second": 20.0, "random_gb_per_second": 10.0}
 MACHINE = Machine(cpu="test", cores=2, memory_bytes=1 << 34, threads=2, **CEILINGS)
@@ -61,9 +61,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
             keys.append(point.key)
         return [tell(result(point), point not in new) for point in points]
 
-    monkeypatch.setattr(calibrating, "measure", measure)
-    monkeypatch.setattr(calibrating, "BUSY_SECONDS", 0.01)
-    monkeypatch.setattr(calibrating, "measured", lambda threads, device: MACHINE)
+    monkeypatch.setattr(calibration, "measure", measure)
+    monkeypatch.setattr(calibration, "BUSY_SECONDS", 0.01)
+    monkeypatch.setattr(calibration, "measured", lambda threads, device: MACHINE)
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     return keys
 
@@ -91,12 +91,12 @@ def test_a_machine_is_measured_once(asked: list[str]) -> None:
 def test_a_calibration_of_other_code_says_so(
     asked: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(calibrating, "commit", lambda: "before")
+    monkeypatch.setattr(calibration, "commit", lambda: "before")
     made(12)
-    monkeypatch.setattr(calibrating, "get_run_logger", lambda: logging.getLogger("calibrating"))
+    monkeypatch.setattr(calibration, "get_run_logger", lambda: logging.getLogger("calibrating"))
     calibrated.fn(load("configs/smoke.yaml", {}), 12, False)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
-    monkeypatch.setattr(calibrating, "commit", lambda: "after")
+    monkeypatch.setattr(calibration, "commit", lambda: "after")
     calibrated.fn(load("configs/smoke.yaml", {}), 12, False)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "the code is after now: its steps may take another time; again=true calibrates anew"
@@ -105,7 +105,7 @@ def test_a_calibration_of_other_code_says_so(
 
 def test_points_that_cannot_be_measured(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     left_out = [Result(point=point, state="left out", reason="too large") for point in spread(12, [1])]
-    monkeypatch.setattr(calibrating, "measure", lambda *arguments: left_out)
+    monkeypatch.setattr(calibration, "measure", lambda *arguments: left_out)
     with pytest.raises(TrainingError, match="calibration: expected at least 6 points measured, got 0: too large"):
         made(12)
 
@@ -121,6 +121,6 @@ def test_points_are_predicted_from_others_and_what_lies_beyond_is_told(asked: li
     large = known.model_copy(update={"mlp_flop": 1e13})
     ((term, times),) = speed.beyond(large, 1)
     assert term == "products"
-    assert times > calibrating.FAR
+    assert times > calibration.FAR
     twice = Described(cpu="x", cores=2, memory_bytes=1, **{name: 2 * value for name, value in CEILINGS.items()})
     assert speed.on(twice)(known, 1) == pytest.approx(speed.step_ms(known, 1) / 2)

@@ -6,16 +6,17 @@ from typing import Any
 import psutil
 import pytest
 
-from flows import characterizing, studying
 from flows.characterize import characterize
-from flows.characterizing import POINTS, measure, settings_of
-from flows.config import RunConfig, load
-from flows.job import tracker_of
-from flows.study_job import pinned_study
-from flows.studying import Clock
 from pipeline.characterization.points import points
 from pipeline.characterization.results import PHASES, Result
+from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError
+from pipeline.jobs.study import points as characterizing
+from pipeline.jobs.study import run
+from pipeline.jobs.study.job import pinned_study
+from pipeline.jobs.study.points import POINTS, measure, settings_of
+from pipeline.jobs.study.run import Clock
+from pipeline.jobs.training.job import tracker_of
 
 TINY = {
     "characterize.workload": {"dense_features": 4, "sparse_features": 3, "hash_size": 100, "lookups": 2},
@@ -62,7 +63,7 @@ def test_tables_beyond_the_memory_are_left_out(tmp_path: Path) -> None:
 
 def test_time_left_counts_the_points_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(total=4, began=0.0)
-    monkeypatch.setattr(studying.time, "monotonic", lambda: 120.0)
+    monkeypatch.setattr(run.time, "monotonic", lambda: 120.0)
     assert clock.count(stored=True) == ""
     assert clock.count(stored=False) == "about 4 min left"  # two more, as long as the one of this process
 

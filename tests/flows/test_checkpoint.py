@@ -15,9 +15,10 @@ from prefect.settings import PREFECT_API_URL
 from safetensors.torch import load_file
 
 from flows.checkpoint import checkpoint
-from flows.config import ROOT, load
-from flows.job import pinned, tracker_of
 from flows.train import train
+from pipeline.config import load
+from pipeline.config.files import ROOT
+from pipeline.jobs.training.job import pinned, tracker_of
 from pipeline.jobs.training.rank import weights_sha256
 
 CONFIG = "configs/smoke.yaml"

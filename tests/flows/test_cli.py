@@ -23,9 +23,9 @@ from prefect.settings import (
 from prefect.tasks import MaterializingTask
 from pydantic import BaseModel, ValidationError
 
-from flows import cli
-from flows.cli import parse, sentence
-from flows.config import ROOT
+from flows.runtime import cli
+from flows.runtime.cli import parse, sentence
+from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError
 
 

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.config import ROOT, RunConfig, home_path, load, read_yaml
 from pipeline.characterization.points import points
+from pipeline.config import RunConfig, load
+from pipeline.config.files import ROOT, home_path, read_yaml
 from pipeline.errors import ConfigError
 from pipeline.transforms.ops import known_kinds
 

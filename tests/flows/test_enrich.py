@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from flows.config import load
 from flows.enrich import enrich
 from flows.ingest import ingest
 from flows.score import score
 from flows.train import train
 from pipeline.catalog.events import events
+from pipeline.config import load
 from storage.warehouse import Warehouse, WarehouseConfig
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]

@@ -8,12 +8,13 @@ from typing import get_args
 import pyarrow as pa
 import pytest
 
-from flows.config import ROOT, load
 from flows.features import Action, features
 from flows.ingest import ingest
-from flows.job import pinned, selected, tracker_of, warehouse_of
 from flows.preprocess import preprocess
 from flows.train import train
+from pipeline.config import load
+from pipeline.config.files import ROOT
+from pipeline.jobs.training.job import pinned, selected, tracker_of, warehouse_of
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.register import columns_of, packed
 from pipeline.registration.scorer import LoadedModel
@@ -158,7 +159,7 @@ def test_fault_3_a_feature_that_was_dropped_and_added_again_has_no_old_values(sm
 
     from prefect import flow
 
-    from flows import tasks
+    from pipeline.jobs.training import tasks
 
     job = flow(lambda: tasks.pin(config, None, False), name="pin")()
     assert "coverage 0 on the training days: num_price" in caplog.text

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from flows import judging, tasks
-from flows.config import load
-from flows.job import pinned
 from flows.promote import promote
 from flows.rollback import rollback
 from flows.train import train
+from pipeline.config import load
 from pipeline.evaluation.gate import Verdict
+from pipeline.jobs.training import evaluate, tasks
+from pipeline.jobs.training.job import pinned
 from pipeline.registration.aliases import CHAMPION, holder, move, moves
 from pipeline.registration.scorer import LoadedModel
 
@@ -77,7 +77,7 @@ def test_a_champion_that_cannot_score_the_rows_holds_the_place(smoke, home, copi
 
     monkeypatch.setattr(LoadedModel, "gone", gone, raising=False)
     monkeypatch.setattr(LoadedModel, "__init__", broken)
-    gate = judging.judge(load(CONFIG), job, model, lambda *note: None).gate
+    gate = evaluate.judge(load(CONFIG), job, model, lambda *note: None).gate
     assert (gate.decision, gate.champion) == ("hold", 1)
     assert gate.reason == "Version 1, the champion, cannot score these rows: RuntimeError: no such kernel."
     assert not list(copied.rglob("champion"))
@@ -89,7 +89,7 @@ def test_what_a_killed_attempt_left_behind_is_not_counted(smoke, home, copied):
     groups = Path(job.folder) / "groups"
     groups.mkdir(parents=True)
     (groups / "torn.parquet").write_bytes(b"PAR1")
-    grouped = judging.judge(config, job, model, lambda *note: None).report.grouped
+    grouped = evaluate.judge(config, job, model, lambda *note: None).report.grouped
     assert 0.0 < grouped.gauc < 1.0
     assert 0 < grouped.rows <= 5_000
     assert not groups.exists()
@@ -98,8 +98,8 @@ def test_what_a_killed_attempt_left_behind_is_not_counted(smoke, home, copied):
 @pytest.mark.slow
 def test_processes_that_share_the_rows_judge_as_one_does(smoke, home, copied):
     job, model = the_model(smoke, home)
-    alone = judging.judge(load(CONFIG), job, model, lambda *note: None)
-    several = judging.judge(load(CONFIG, {"evaluation.workers": 2}), job, model, lambda *note: None)
+    alone = evaluate.judge(load(CONFIG), job, model, lambda *note: None)
+    several = evaluate.judge(load(CONFIG, {"evaluation.workers": 2}), job, model, lambda *note: None)
     assert several == alone
     assert alone.gate.difference.ne == 0.0
 
@@ -108,9 +108,9 @@ def test_a_champion_changed_meanwhile_is_not_overruled(copied):
     config = load(CONFIG)
     tracker = tasks.tracker_of(config)
     verdict = Verdict(decision="promote", reason="NE is lower.", champion=7)
-    found, alias = judging.moved(config, 1, verdict)
+    found, alias = evaluate.moved(config, 1, verdict)
     assert (found.decision, alias) == ("hold", "challenger")
     assert found.reason == "Version 1 became champion meanwhile. NE is lower."
     assert holder(tracker, "smoke") == 1
     move(tracker, "smoke", CHAMPION, 1, "person", "")
-    assert judging.moved(config, 1, verdict.model_copy(update={"champion": 1}))[1] == "champion"
+    assert evaluate.moved(config, 1, verdict.model_copy(update={"champion": 1}))[1] == "champion"

@@ -7,11 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from flows.config import ROOT, load
 from flows.ingest import ingest
-from flows.job import alone, keep_inputs, pinned, selected, tracker_of, warehouse_of
+from pipeline.config import load
+from pipeline.config.files import ROOT
 from pipeline.data.joined.source import pin
 from pipeline.errors import ConfigError
+from pipeline.jobs.training.job import alone, keep_inputs, pinned, selected, tracker_of, warehouse_of
 from pipeline.registration.register import find
 from pipeline.transforms.schema import Joined
 from storage.days import IDENTITIES

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from flows import ui
-from flows.config import load
-from flows.job import tracker_of
 from flows.register import register
 from flows.train import train
+from pipeline.config import load
+from pipeline.jobs.training.job import tracker_of
 from pipeline.registration.aliases import CHAMPION, holder
 
 CONFIG = "configs/smoke.yaml"

@@ -2,16 +2,16 @@
 
 import pytest
 
-from flows import tasks
 from flows.checkpoint import checkpoint
-from flows.config import load
-from flows.daily import Champion, champion_folder, start_of
 from flows.enrich import enrich
-from flows.provenance import fetched
 from flows.register import register
 from flows.report import report
 from flows.train import train
+from pipeline.config import load
 from pipeline.errors import ConfigError, RegistryError, StorageError
+from pipeline.jobs.recurring.day import Champion, champion_folder, start_of
+from pipeline.jobs.training import tasks
+from pipeline.jobs.training.provenance import fetched
 
 CONFIG = "configs/smoke.yaml"
 

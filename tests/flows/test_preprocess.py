@@ -20,11 +20,11 @@ import pytest
 from filelock import FileLock
 from prefect.settings import PREFECT_API_URL
 
-from flows.config import RunConfig, load
 from flows.ingest import ingest
-from flows.job import prepared, tracker_of
 from flows.preprocess import preprocess
+from pipeline.config import RunConfig, load
 from pipeline.data.batch import Batch, Position
+from pipeline.jobs.training.job import prepared, tracker_of
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.master import WORKERS_FILE

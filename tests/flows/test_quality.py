@@ -3,13 +3,13 @@
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows import quality
-from flows.candidate import candidate_job, train_candidate
-from flows.config import load
-from flows.job import tracker_of
-from flows.study_job import pinned_study
 from pipeline.characterization.points import Point, points
+from pipeline.config import load
 from pipeline.errors import ConfigError
+from pipeline.jobs.search.candidate import candidate_job, train_candidate
+from pipeline.jobs.study import quality
+from pipeline.jobs.study.job import pinned_study
+from pipeline.jobs.training.job import tracker_of
 
 CONFIG = "configs/smoke.yaml"
 RATE, BATCH = "training.table_learning_rate", "training.batch_rows"

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from flows import daily
 from flows.backfill import backfill, in_words
-from flows.compare import compare
-from flows.config import load
-from flows.daily import Champion, identity_of_day
-from flows.job import tracker_of, warehouse_of
+from flows.backtest import backtest
 from flows.recurring import recurring
-from flows.rehearsing import summed_up, table
 from flows.replay import replay
+from pipeline.config import load
 from pipeline.errors import ConfigError, ContractError, RegistryError
 from pipeline.evaluation.series import Course, DaySums
+from pipeline.jobs.recurring import day
+from pipeline.jobs.recurring.backtest import summed_up, table
+from pipeline.jobs.recurring.day import Champion, identity_of_day
+from pipeline.jobs.training.job import tracker_of, warehouse_of
 from pipeline.registration.aliases import holder
 
 CONFIG = "configs/smoke.yaml"
@@ -121,7 +121,7 @@ def test_days_follow_one_another(filled, monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_policies_are_rehearsed_side_by_side(filled, monkeypatch):
     """A model that is never trained further is judged as the champion was on its first new day, to the last bits."""
-    compared = compare(CONFIG, TOY, end="2025-01-09")
+    compared = backtest(CONFIG, TOY, end="2025-01-09")
     assert (compared["status"], compared["days"]) == ("ok", 2)
     every, never = (compared["policies"][name] for name in ("every day", "never"))
     assert every["trainings"] == {"further": 2, "scratch": 0}
@@ -143,7 +143,7 @@ def test_policies_are_rehearsed_side_by_side(filled, monkeypatch):
     assert series["never"][0].value == series["every day"][0].value
     assert series["never"][0].value == pytest.approx(filled["series"][0]["champion_ne"], rel=1e-6)
     assert series["never"][1].value != series["every day"][1].value
-    again = compare(CONFIG, TOY, end="2025-01-09")  # read from files
+    again = backtest(CONFIG, TOY, end="2025-01-09")  # read from files
     assert again["policies"] == compared["policies"]
 
 
@@ -198,11 +198,11 @@ def test_old_checkpoints_make_room(tmp_path, monkeypatch):
         if name != names[2]:
             (folder / "registered").touch()
     champion = Champion(version=1, trained_to="2025-01-01", scratch_day="2025-01-01", run_folder=names[0])
-    monkeypatch.setattr(daily, "_champion", lambda config: champion)
-    assert daily.clear(config, datetime.date(2025, 1, 5)) == [names[1]]
+    monkeypatch.setattr(day, "_champion", lambda config: champion)
+    assert day.clear(config, datetime.date(2025, 1, 5)) == [names[1]]
     assert [name for name in names if not (tmp_path / "runs" / name / "checkpoints").exists()] == [names[1]]
     assert [name for name in names if not (tmp_path / "runs" / name / "weights.safetensors").exists()] == [names[1]]
-    assert daily.clear(config, datetime.date(2025, 1, 5)) == []
+    assert day.clear(config, datetime.date(2025, 1, 5)) == []
 
 
 def course(name: str, shift: float) -> Course:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from flows.config import RunConfig
 from flows.reference import reference
+from pipeline.config import RunConfig
 from pipeline.transforms.ops import known_kinds
 
 ROOT = Path(__file__).resolve().parents[2]

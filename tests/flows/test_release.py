@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows import releasing
-from flows.config import load
-from flows.job import tracker_of
 from flows.release import release
-from flows.trials import SearchJob, unfinished
+from pipeline.config import load
 from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.jobs.search import release as releasing
+from pipeline.jobs.search.trials import SearchJob, unfinished
+from pipeline.jobs.training.job import tracker_of
 from pipeline.search.config import ReleaseConfig
 from pipeline.search.release import Standing
 

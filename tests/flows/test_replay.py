@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from flows import tasks
-from flows.config import load
-from flows.provenance import RECORD, changed, differences, fetched, recorded_config
 from flows.replay import pin, replay
+from pipeline.config import load
 from pipeline.errors import ConfigError, RegistryError, StorageError
+from pipeline.jobs.training import tasks
+from pipeline.jobs.training.provenance import RECORD, changed, differences, fetched, recorded_config
 from pipeline.registration.aliases import moves, versions
 
 CONFIG = "configs/smoke.yaml"

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from flows.config import load
-from flows.job import tracker_of
 from flows.report import report
-from flows.reporting import REPORT
+from pipeline.config import load
+from pipeline.jobs.training.job import tracker_of
+from pipeline.jobs.training.reporting import REPORT
 from pipeline.registration.tracking import Tracker
 
 CONFIG = "configs/smoke.yaml"

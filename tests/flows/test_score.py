@@ -8,10 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from flows import tasks
-from flows.config import ROOT, load
 from flows.ingest import ingest
 from flows.score import score
+from pipeline.config import load
+from pipeline.config.files import ROOT
+from pipeline.jobs.training import tasks
 from pipeline.registration.aliases import CHAMPION, move, versions
 from pipeline.registration.scorer import LoadedModel
 

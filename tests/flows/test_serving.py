@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows import tasks
-from flows.config import RunConfig, load
 from flows.end_to_end import end_to_end
-from flows.job import pinned
+from pipeline.config import RunConfig, load
+from pipeline.jobs.training import tasks
+from pipeline.jobs.training.job import pinned
 from pipeline.registration.register import raw_frame
 from pipeline.registration.scorer import LoadedModel
 

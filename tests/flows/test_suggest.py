@@ -3,11 +3,11 @@
 import pandas as pd
 import pytest
 
-from flows import suggesting
-from flows.config import load
 from flows.suggest import suggest
 from flows.train import train
+from pipeline.config import load
 from pipeline.errors import ConfigError
+from pipeline.jobs.tables import suggest as suggesting
 
 CONFIG = "configs/smoke.yaml"
 
@@ -45,7 +45,7 @@ def test_a_source_is_looked_at_where_there_is_no_table(command, tmp_path):
 def run(command, *words, home):
     """As `python -m flows.suggest` without a config."""
     with pytest.MonkeyPatch.context() as patch:
-        from flows import cli
+        from flows.runtime import cli
 
         real = cli.main
         patch.setattr(cli, "main", lambda flow, arguments: real(flow, ["", *arguments], suggesting.draft))

@@ -13,13 +13,15 @@ import pytest
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL
 
-from flows import sweep_job, sweep_result
-from flows.candidate import StoppedEarly, candidate_job, train_candidate
-from flows.config import ROOT, load
-from flows.job import tracker_of, warehouse_of
 from flows.sweep import sweep
-from flows.trials import SearchJob, Trials
+from pipeline.config import load
+from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError, StorageError, TrainingError
+from pipeline.jobs.search import sweep as sweep_job
+from pipeline.jobs.search import sweep_result
+from pipeline.jobs.search.candidate import StoppedEarly, candidate_job, train_candidate
+from pipeline.jobs.search.trials import SearchJob, Trials
+from pipeline.jobs.training.job import tracker_of, warehouse_of
 from pipeline.search.config import SweepConfig
 from pipeline.search.study import Draw, Study, TrialRecord
 

@@ -9,9 +9,9 @@ import pytest
 from prefect import flow
 from safetensors.torch import load_file
 
-from flows import tasks
-from flows.config import load
-from flows.job import pinned
+from pipeline.config import load
+from pipeline.jobs.training import tasks
+from pipeline.jobs.training.job import pinned
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.register import packed, raw_frame
 from pipeline.registration.scorer import LoadedModel

@@ -6,10 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows import tasks
-from flows.config import load
 from flows.end_to_end import end_to_end
+from pipeline.config import load
 from pipeline.errors import ConfigError
+from pipeline.jobs.training import tasks
 from pipeline.registration.register import packed
 from pipeline.registration.scorer import LoadedModel
 from tests.quality import quality

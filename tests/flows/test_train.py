@@ -15,14 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 from prefect.exceptions import ParameterTypeError
 
-from flows import tasks
-from flows.config import load
 from flows.end_to_end import end_to_end
 from flows.ingest import ingest
-from flows.job import pinned, tracked_run
 from flows.score import score
 from flows.train import train
+from pipeline.config import load
 from pipeline.errors import ConfigError
+from pipeline.jobs.training import tasks
+from pipeline.jobs.training.job import pinned, tracked_run
 from pipeline.registration.aliases import versions
 from pipeline.registration.register import raw_frame
 from pipeline.registration.scorer import LoadedModel

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from flows.characterizing import measure
-from flows.config import load
-from flows.workload import written
 from pipeline.characterization import written as rows_of
 from pipeline.characterization.config import Workload
 from pipeline.characterization.points import Point
 from pipeline.characterization.workload import batches, plan_of
+from pipeline.config import load
+from pipeline.jobs.study.points import measure
+from pipeline.jobs.study.workload import written
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from storage.warehouse import Warehouse

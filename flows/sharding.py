@@ -1,0 +1,39 @@
+"""Flow: one model, every placement of its tables."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefect import flow
+from pydantic import PositiveInt
+
+from pipeline.config import RunConfig, load
+from pipeline.jobs.training import sharding_plans
+from pipeline.jobs.training.summary import flow_run_name
+
+
+@flow(name="sharding", flow_run_name=flow_run_name)
+def sharding(
+    config: RunConfig | str = "configs/demo.yaml",
+    overrides: Mapping[str, Any] | None = None,
+    world_sizes: list[PositiveInt] = [1, 2, 4],  # noqa: B006  Prefect shows it in its form
+    steps: PositiveInt = 30,
+    snapshot_id: int | None = None,
+) -> dict[str, Any]:
+    """Training rows in; which placements of the tables train alike, what they take and how fast they are out.
+
+    All begin with the same weights: tables are drawn by seed, table and row, the rest by the seed.
+
+    Args:
+        config: The run's config, or the path of its YAML file.
+        overrides: Dotted key -> value, put over the config.
+        world_sizes: Numbers of ranks to compare.
+        steps: Updates that each placement makes.
+        snapshot_id: Snapshot to read; None takes the newest.
+    """
+    return sharding_plans.compare(load(config, overrides), world_sizes, steps, snapshot_id)
+
+
+if __name__ == "__main__":
+    from flows.runtime import cli
+
+    cli.main(sharding)

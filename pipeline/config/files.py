@@ -1,0 +1,105 @@
+"""Config files: YAML by the safe loader, `base` files below, `${NAME:-default}` replaced, dotted keys put on top."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The project's folder. Relative paths of a config start here."""
+
+
+def home_path(home: str) -> Path:
+    """The folder a run writes to: DLRM_HOME if set, else `home`, below the project unless absolute."""
+    return ROOT / Path(os.environ.get("DLRM_HOME") or home).expanduser()
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's booleans, true and false alone: `on` is a key of ours."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def parse_yaml(text: str) -> Any:
+    """A YAML text's value, by the safe loader."""
+    return yaml.load(text, _Loader)
+
+
+def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A config file's content, over that of its `base` if it names one; `${NAME:-default}` is replaced."""
+    full = (
+        path if path.is_absolute() else next((p for p in (Path.cwd() / path, ROOT / path) if p.exists()), ROOT / path)
+    )
+    if full.resolve() in above:
+        raise ConfigError(f"config '{path}'", "a `base` that ends somewhere", "a circle", "Remove one `base`.")
+    try:
+        values = parse_yaml(full.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError(
+            f"config '{path}'", "a readable YAML file", "none", "Correct the path; examples are in configs/."
+        ) from None
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"config '{path}'", "valid YAML", reason, "Mind indentation and colons.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"config '{path}'", "a mapping of keys", type(values).__name__, "See configs/demo.yaml.")
+    values = _expanded(values)
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ConfigError(f"config '{path}', key 'base'", "a file name", f"{base!r:.80}", "Correct the value.")
+    return _merged(read_yaml(full.parent / base, (*above, full.resolve())), values)
+
+
+def _expanded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _expanded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_expanded(item) for item in value]
+    if isinstance(value, str):
+        return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", _variable, value)
+    return value
+
+
+def _variable(match: re.Match[str]) -> str:
+    value = os.environ.get(match[1], match[2])
+    if value is None:
+        raise ConfigError(f"${{{match[1]}}}", "an environment variable", "none of that name", f"Set {match[1]}.")
+    return value
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merged(result[key], value) if both else value
+    return result
+
+
+def put(values: dict[str, Any], keys: list[str], value: Any, whole: str) -> dict[str, Any]:
+    if len(keys) == 1:
+        return values | {keys[0]: value}
+    inner = values.get(keys[0]) or {}
+    if isinstance(inner, list):
+        return values | {keys[0]: _put_into_list(inner, keys[1:], value, whole)}
+    if not isinstance(inner, dict):
+        raise ConfigError(f"override '{whole}'", f"a section '{keys[0]}'", type(inner).__name__, "Correct the key.")
+    return values | {keys[0]: put(inner, keys[1:], value, whole)}
+
+
+def _put_into_list(values: list[Any], keys: list[str], value: Any, whole: str) -> list[Any]:
+    number = int(keys[0]) if keys[0].isdecimal() else len(values)
+    if number >= len(values) or (len(keys) > 1 and not isinstance(values[number], dict)):
+        expected = f"the number of a section, below {len(values)}"
+        raise ConfigError(f"override '{whole}'", expected, f"'{keys[0]}'", "Correct the key.")
+    entry = value if len(keys) == 1 else put(values[number], keys[1:], value, whole)
+    return [*values[:number], entry, *values[number + 1 :]]

@@ -1,0 +1,253 @@
+"""RunConfig: every stage's config in one object; YAML -> RunConfig."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, NonNegativeInt, PositiveInt, ValidationError, model_validator
+
+from models.config import DLRMConfig
+from pipeline.characterization.config import CharacterizeConfig
+from pipeline.config.complaints import explain
+from pipeline.config.files import ROOT, home_path, put, read_yaml
+from pipeline.data.joined.source import contents, pin
+from pipeline.data.selection import SplitConfig, check_filter
+from pipeline.errors import ConfigError
+from pipeline.evaluation.config import EvaluationConfig, GateConfig
+from pipeline.evaluation.policy import Policy
+from pipeline.extraction.extract import IngestConfig
+from pipeline.extraction.opening import SourceConfig
+from pipeline.extraction.outcomes import WEIGHT
+from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.registration.config import RegistrationConfig
+from pipeline.scoring.config import ScoringConfig
+from pipeline.search.config import ReleaseConfig, SweepConfig
+from pipeline.training.config import TrainConfig
+from pipeline.transforms.ops.sampling import Sampling
+from pipeline.transforms.schema import FeatureSchema
+from storage.warehouse import NAME, Warehouse, WarehouseConfig
+
+EXECUTION_KEYS = {
+    "training": {
+        "launcher",
+        "send_ids_ahead",
+        "device",
+        "threads_per_rank",
+        "log_every_steps",
+        "checkpoint_every_steps",
+        "checkpoint_every_seconds",
+        "checkpoint_async",
+        "keep_checkpoints",
+        "restart_limit",
+        "hang_seconds",
+        "deadline_seconds",
+    },
+    "evaluation": {
+        "workers",
+        "importance_rows",
+        "droppable_ne_loss",
+        "level",
+        "small_slice_rows",
+        "slice_values",
+    },
+    "preprocessing": set(PreprocessingConfig.model_fields) - {"shuffle_window_rows", "session_column"},
+}
+"""Keys that do not change what is learned, left out of a training's identity."""
+
+
+def _name(text: str) -> str:
+    if not NAME.fullmatch(text):
+        raise ConfigError("name", f"letters, digits and _, {NAME.pattern}", f"'{text}'", "Rename it.")
+    return text
+
+
+def _filter(text: str) -> str:
+    check_filter(text, None)
+    return text
+
+
+FURTHER = {
+    "epochs": 1,
+    "max_steps": None,
+    "validate_every_steps": None,
+    "patience": None,
+    "average_from_step": None,
+    "warmup_steps": 0,
+    "decay_steps": None,
+}
+"""How a training on new days differs from one from scratch, unless `recurring.training` says otherwise."""
+
+
+class RecurringConfig(Policy, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """When and how a champion is trained further on the days that come, by `flows.recurring`."""
+
+    training: Mapping[str, Any] = {}
+    """Keys of `training` that differ when a champion is trained further, such as `{dense_learning_rate: 5.0e-4}`.
+    Without one there: one epoch, no warm-up, no decay, no validation, no mean of the weights."""
+    keep_checkpoints: PositiveInt = 7
+    """Days whose checkpoints are kept, beside the champion's: a rollback can be trained further from one of them."""
+    policies: Mapping[str, Policy] = {}
+    """Name -> policy: what `flows.compare` rehearses side by side."""
+
+
+class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """A complete run: where rows come from, what becomes of them, what is trained and how it is judged."""
+
+    name: Annotated[str, AfterValidator(_name)]
+    """Name of the warehouse table, the MLflow experiment and the model."""
+    home: str = ".dlrm"
+    """Folder for everything a run writes; below the project unless absolute. DLRM_HOME overrides it."""
+    seed: NonNegativeInt = 1
+    """Seeds initial weights, the order of rows and dropout."""
+    source: SourceConfig
+    ingest: IngestConfig = IngestConfig()
+    warehouse: WarehouseConfig = WarehouseConfig()
+    features: FeatureSchema
+    filter: Annotated[str, AfterValidator(_filter)] | None = None
+    """Rows to train and judge on, such as \"country = 'DE' and age >= 18\"."""
+    sampling: Sampling | None = None
+    """Share of the rows to train on; None takes all. Stopping and judging take all rows."""
+    split: SplitConfig
+    preprocessing: PreprocessingConfig = PreprocessingConfig()
+    model: DLRMConfig = DLRMConfig()
+    training: TrainConfig = TrainConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    gate: GateConfig = GateConfig()
+    registration: RegistrationConfig = RegistrationConfig()
+    scoring: ScoringConfig = ScoringConfig()
+    recurring: RecurringConfig = RecurringConfig()
+    sweep: SweepConfig = SweepConfig()
+    release: ReleaseConfig = ReleaseConfig()
+    characterize: CharacterizeConfig = CharacterizeConfig()
+
+    @model_validator(mode="after")
+    def _rows_reach_the_ranks(self) -> Self:
+        executor, address = self.preprocessing.executor, self.preprocessing.ray_address
+        if self.training.launcher == "ray" and (executor == "ray" or (executor == "process" and address is not None)):
+            expected = "inline: ranks of other machines cannot reach the preprocessing service"
+            if address is None:
+                expected = "process or inline: the ranks are all on this machine"
+            where = "preprocessing.executor with training.launcher=ray"
+            raise ConfigError(where, expected, executor, "Set preprocessing.executor.")
+        return self
+
+    @model_validator(mode="after")
+    def _negatives_keep_their_weight(self) -> Self:
+        outcomes = self.source.outcomes
+        if outcomes is not None:
+            outcomes.made(self.features.label)
+            if outcomes.keep_negatives is not None and self.features.weight != WEIGHT:
+                raise ConfigError(
+                    "features.weight with source.outcomes.keep_negatives", WEIGHT, f"{self.features.weight}",
+                    f"Set features.weight={WEIGHT}: a row kept stands for those left out.",
+                )  # fmt: skip
+        return self
+
+    @model_validator(mode="after")
+    def _trains_further(self) -> Self:
+        where = "recurring.training"
+        try:
+            further = self.further
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join([where, *(str(part) for part in first["loc"])])
+            raise ConfigError(key, "a key of `training` and a value that fits", first["msg"], "Correct it.") from None
+        fixed = ("dense_optimizer", "table_optimizer", "table_precision", "sync", "world_size")
+        for key in fixed:
+            if getattr(further, key) != getattr(self.training, key):
+                expected = f"training.{key}, {getattr(self.training, key)}: the state goes on"
+                raise ConfigError(f"{where}.{key}", expected, f"{getattr(further, key)}", "Leave it out.")
+        return self
+
+    @model_validator(mode="after")
+    def _workload_has_pairs(self) -> Self:
+        workload = self.characterize.workload
+        alone = workload is not None and workload.sparse_features + bool(workload.dense_features) < 2
+        if alone and self.model.interaction == "dot":
+            where = "characterize.workload with model.interaction=dot"
+            raise ConfigError(where, "at least two features", "one", "Raise sparse_features, or choose cat.")
+        return self
+
+    @property
+    def further(self) -> TrainConfig:
+        """How a champion is trained on new days."""
+        return TrainConfig.model_validate({**self.training.model_dump(), **FURTHER, **self.recurring.training})
+
+    @property
+    def home_path(self) -> Path:
+        """The resolved `home`."""
+        return home_path(self.home)
+
+    @property
+    def model_name(self) -> str:
+        """Name in the registry."""
+        return self.registration.model_name or self.name
+
+    def semantics(self) -> dict[str, Any]:
+        """What decides the trained model, beside its data: two configs with equal semantics are one training."""
+        elsewhere = {"home", "source", "ingest", "warehouse", "gate", "registration", "scoring", "recurring"}
+        elsewhere |= {"sweep", "release", "characterize"}
+        values = self.model_dump(mode="json", exclude=elsewhere)
+        for section, keys in EXECUTION_KEYS.items():
+            values[section] = {key: value for key, value in values[section].items() if key not in keys}
+        if self.features.weight is None:  # a training without weights is the one it was before there were any
+            del values["features"]["weight"]
+        if self.preprocessing.session_column is None:  # then rows have the order that they always had
+            del values["preprocessing"]["session_column"]
+        if self.registration.weights != "fp32":  # another model than the one that stands in the registry
+            values["weights"] = self.registration.weights
+        return values | {"features": self._features(values["features"])}
+
+    def _features(self, values: dict[str, Any]) -> dict[str, Any]:
+        """What decides the features: of side sources that are joined, what is in them; nothing where there are none."""
+        joined = [source for source in self.features.joined if not source.stored]
+        others = {key: value for key, value in values.items() if key not in ("joined", "allow_deprecated")}
+        for group in (*others["dense"], *others["sparse"]):
+            del group["on_missing"]  # at one snapshot it decides whether there is a training, not what is learned
+        if not joined:
+            return others
+        warehouse = Warehouse(self.warehouse, self.home_path / "warehouse")
+        found = [contents(pinned, warehouse) for pinned in pin(joined, ROOT, warehouse)]
+        return others | {"joined": [source.model_dump(mode="json") for source in joined], "joined_contents": found}
+
+    def identity(self, snapshot_id: int) -> str:
+        """Names a training by its inputs: snapshot and semantics."""
+        text = json.dumps({"snapshot_id": snapshot_id, "config": self.semantics()}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def shareable(self) -> dict[str, Any]:
+        """The config without what may hold passwords: properties of the catalog and MLflow's address."""
+        return self.model_dump(mode="json", exclude={"warehouse": {"catalog"}, "registration": {"tracking_uri"}})
+
+    def flat(self) -> dict[str, Any]:
+        """Dotted key -> value of everything that was chosen, for MLflow's parameter table."""
+        hidden: Any = {"warehouse": {"catalog"}, "registration": {"tracking_uri"}}
+        hidden |= dict.fromkeys(("source", "features", "sweep", "release", "characterize"), True)
+        values = self.model_dump(mode="json", exclude_defaults=True, exclude=hidden)
+        return dict(_flattened(values | self.model_dump(mode="json", include={"training", "model"})))
+
+
+def load(config: "str | Path | RunConfig | Mapping[str, Any]", overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """A checked config from a YAML file (or its content), with dotted keys put over it.
+
+    Raises:
+        ConfigError: If the file is absent, or a key is unknown or of the wrong type; names key and remedy.
+    """
+    if isinstance(config, RunConfig):
+        config = config.model_dump(mode="json")
+    where = str(config) if isinstance(config, str | Path) else "config"
+    values = read_yaml(Path(config)) if isinstance(config, str | Path) else dict(config)
+    for key, value in (overrides or {}).items():
+        values = put(values, key.split("."), value, key)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise explain(where, error, RunConfig) from None
+
+
+def _flattened(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [pair for key, item in value.items() for pair in _flattened(item, f"{prefix}.{key}" if prefix else key)]
+    return [(prefix, value)]

@@ -1,0 +1,280 @@
+"""The advice on a config: numbers of ranks with their memory and speed, how far it can be trusted, and the telling."""
+
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from prefect import get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+from pydantic import BaseModel
+
+from pipeline.characterization.advice import (
+    Described,
+    RankMachine,
+    checkpoint_bytes,
+    epoch_seconds,
+    fed_speed,
+    machines_needed,
+    shape_of,
+    workers_needed,
+)
+from pipeline.characterization.points import Point
+from pipeline.characterization.results import Load
+from pipeline.config import RunConfig
+from pipeline.errors import ContractError
+from pipeline.jobs.estimate.calibration import Calibration, Speed, world_sizes_of
+from pipeline.jobs.estimate.footprint import Asked, Ranks, kept_of, on_ranks, service_bytes, whole_of
+from pipeline.jobs.study.points import measure
+from pipeline.jobs.training.job import own_folder, tracker_of
+from pipeline.jobs.training.sharding_plans import as_text
+from pipeline.jobs.training.summary import artifact_key, commit
+
+MOST_RANKS = 64
+"""That are looked at."""
+FURTHEST = 5
+"""Points whose predictions are shown; MLflow has all."""
+Predict = Callable[[Load, int], float]
+"""(load, ranks) -> milliseconds of a step."""
+
+
+class Option(BaseModel, frozen=True):
+    """A number of ranks on a machine."""
+
+    ranks: int
+    fits: bool
+    rank_bytes: int | None = None
+    """Of the largest rank."""
+    memory: Mapping[str, int] = {}
+    """Of the largest rank, by what it is for."""
+    table_bytes: tuple[int, ...] = ()
+    """Of each rank: tables and their optimizer."""
+    step_ms: float | None = None
+    rows_per_second: float | None = None
+    """With batches there in time."""
+    workers: int | None = None
+    """Preprocessing workers that supply it."""
+    fed_rows_per_second: float | None = None
+    """With workers on the same cores."""
+    epoch_seconds: float | None = None
+    """At that speed."""
+    reason: str | None = None
+    """Why it does not go."""
+
+
+@task(cache_policy=NO_CACHE, task_run_name="advise")
+def advised(
+    config: RunConfig, asked: Asked, calibration: Calibration, described: Described | None, measured: bool
+) -> dict[str, Any]:
+    """Predictions for this machine, and for another; told in log, MLflow and on the run's page. Safe to repeat.
+
+    Args:
+        measured: Holds the prediction against some steps of the config itself.
+    """
+    speed, shape, kept = Speed(calibration), shape_of(config.model, asked.dense, asked.bags), kept_of(config.training)
+    here, process = calibration.machine, calibration.process_bytes
+    room = RankMachine(memory_bytes=here.memory_bytes, most_ranks=here.cores)
+    if here.device_memory_bytes is not None:
+        room = RankMachine(memory_bytes=here.device_memory_bytes, most_ranks=torch.cuda.device_count(), shared=False)
+    own = advice_on(config, asked, (here.cpu, room, here.cores, process), speed.step_ms)
+    result: dict[str, Any] = {
+        "status": "ok",
+        "snapshot_id": asked.snapshot_id,
+        "train_rows": asked.rows,
+        "tables": len(shape.tables),
+        "table_rows": sum(rows for rows, _ in shape.tables.values()),
+        "dense_parameters": shape.dense_parameters,
+        "checkpoint_bytes": checkpoint_bytes(shape, kept),
+        "worker_rows_per_second": asked.worker_rows_per_second,
+        "machine": own,
+        "described": None,
+        "prediction": {
+            "points": len(speed.samples),
+            "fitted": speed.fit.fitted,
+            "commit": calibration.commit,
+            "errors": None if speed.fit.errors is None else speed.fit.errors.model_dump(),
+        },
+    }
+    if described is not None:
+        facts = (described.cpu, described.room, described.cores, process)
+        result["described"] = advice_on(config, asked, facts, speed.on(described)) | {"measured": False}
+    result["warnings"] = warnings_of(config, asked, speed, own)
+    result["measurement"] = held_against(config, own, asked.snapshot_id) if measured else None
+    return told(config, result, speed)
+
+
+def advice_on(
+    config: RunConfig, asked: Asked, machine: tuple[str, RankMachine, int, int], predict: Predict
+) -> dict[str, Any]:
+    """All that is said of a machine.
+
+    Args:
+        machine: Name, what has room, cores, and memory of a rank without a model.
+    """
+    name, room, cores, process = machine
+    options: list[Option] = []
+    most = min(room.most_ranks, MOST_RANKS)
+    for world_size in sorted({*world_sizes_of(most), min(config.training.world_size, most)}):
+        try:
+            ranks = on_ranks(config, asked, world_size, room, process)
+            options.append(option_of(config, asked, ranks, cores, predict(ranks.load, world_size), not room.shared))
+        except ContractError as error:
+            options.append(Option(ranks=world_size, fits=False, reason=str(error)))
+    fitting = [option for option in options if option.fits]
+    fastest = max(fitting, key=lambda option: option.rows_per_second or 0.0, default=None)
+    memory, load = whole_of(config, asked, process)
+    return {
+        "name": name,
+        "cores": cores,
+        "devices": None if room.shared else room.most_ranks,
+        "memory_bytes": room.memory_bytes,
+        "fewest_ranks": min((option.ranks for option in fitting), default=None),
+        "fastest_ranks": fastest and fastest.ranks,
+        "machines_needed": machines_needed(memory, room, service_bytes(config, load)),
+        "service_bytes": service_bytes(config, load),
+        "options": [option.model_dump(mode="json") for option in options],
+    }
+
+
+def option_of(config: RunConfig, asked: Asked, ranks: Ranks, cores: int, step_ms: float, devices: bool) -> Option:
+    """What is said of a number of ranks."""
+    rows = config.training.batch_rows
+    largest = max(ranks.memory, key=lambda one: one.total)
+    speed, worker = 1e3 * rows / step_ms, asked.worker_rows_per_second
+    fed = speed if worker is None else fed_speed(speed, worker, cores, devices)
+    return Option(
+        ranks=ranks.world_size, fits=ranks.fits, rank_bytes=largest.total, memory=largest.model_dump(),
+        table_bytes=tuple(one.tables for one in ranks.memory), step_ms=step_ms, rows_per_second=speed,
+        workers=None if worker is None else workers_needed(speed, worker), fed_rows_per_second=fed,
+        epoch_seconds=None if asked.rows is None else epoch_seconds(asked.rows, rows, 1e3 * rows / fed),
+        reason=None if ranks.fits else "not enough memory",
+    )  # fmt: skip
+
+
+def held_against(config: RunConfig, own: Mapping[str, Any], snapshot_id: int | None) -> dict[str, Any]:
+    """Some steps of the config itself, beside what was predicted.
+
+    Raises:
+        ContractError: If it cannot be measured.
+    """
+    with own_folder(config.home_path / "characterize" / f"size-{config.name}") as folder:
+        shutil.rmtree(folder / "points", ignore_errors=True)
+        alone = [Point(values={"config": config.name}, settings={})]
+        found = measure(config, alone, folder, snapshot_id=snapshot_id)[0]
+    if found.measurement is None:
+        return {"state": found.state, "reason": found.reason}
+    step = found.measurement.step_ms
+    option: Mapping[str, Any] = next((one for one in own["options"] if one["ranks"] == config.training.world_size), {})
+    predicted = option.get("step_ms")
+    return {
+        "state": found.state,
+        "ranks": config.training.world_size,
+        "step_ms": step.model_dump(),
+        "rows_per_second": found.measurement.rows_per_second.median,
+        "model_bytes": found.measurement.model_bytes,
+        "predicted_step_ms": predicted,
+        "predicted_over_measured": predicted and predicted / step.median,
+    }
+
+
+def warnings_of(config: RunConfig, asked: Asked, speed: Speed, own: Mapping[str, Any]) -> list[str]:
+    """Why not to trust the advice."""
+    _, load = whole_of(config, asked, 0)
+    found = [
+        f"{term}: {times:.0f} times as much as in any model measured; its time is an extrapolation"
+        for term, times in speed.beyond(load, 1)
+    ]
+    if speed.fit.errors is None:
+        found.append("too few points to judge the prediction by: nothing is known of its error; raise points")
+    if own["fewest_ranks"] is None:
+        found.append(f"this machine has no room for it; {own['machines_needed'] or 'no number of'} such machines would")
+    return found
+
+
+def told(config: RunConfig, result: dict[str, Any], speed: Speed) -> dict[str, Any]:
+    """The advice in log, MLflow and on the run's page."""
+    logger, tracker = get_run_logger(), tracker_of(config)
+    for warning in result["warnings"]:
+        logger.warning("%s", warning)
+    furthest = sorted(speed.table, key=lambda row: -abs(math.log(row["predicted / measured"])))[:FURTHEST]
+    logger.info("furthest off of the points, each predicted from others:\n%s", as_text(furthest))
+    text = in_words(result)
+    logger.info("%s", text)
+    params = config.flat() | {"model.dense_parameters": result["dense_parameters"]}
+    tags = {"git_commit": commit(), "mlflow.source.name": "flows.estimate"}
+    run_id = tracker.start(f"size of {config.name}", params, tags, None)
+    with tracker.ended(run_id):
+        tracker.log(run_id, 0, figures_of(result))
+        tracker.log_json(run_id, result | {"mlflow_run_id": run_id}, "advice.json")
+        tracker.log_json(run_id, speed.table, "unseen_points.json")
+    create_markdown_artifact(f"```\n{text}\n```", key=artifact_key("size", config.name), description="What it takes")
+    return {"status": "ok", "mlflow_run_id": run_id} | result
+
+
+def figures_of(result: Mapping[str, Any]) -> dict[str, float | None]:
+    """Metrics: those of each number of ranks on this machine, and of the prediction itself."""
+    found: dict[str, float | None] = {"checkpoint_bytes": result["checkpoint_bytes"]}
+    errors = result["prediction"]["errors"] or {}
+    found |= {f"unseen_{key}": value for key, value in errors.items()}
+    for option in result["machine"]["options"]:
+        for key in ("rank_bytes", "step_ms", "rows_per_second", "workers", "epoch_seconds"):
+            found[f"{key}_on_{option['ranks']}"] = option[key]
+    return found
+
+
+def in_words(result: Mapping[str, Any]) -> str:
+    """The advice for people."""
+    errors = result["prediction"]["errors"]
+    trust = "learned from other models on this machine" + (
+        f"; of {errors['points']}, each predicted from others, half were met to {errors['median']:.0%}, nine of ten to "
+        f"{errors['ninth_decile']:.0%}"
+        if errors
+        else ""
+    )
+    lines = [
+        f"{result['tables']} tables, {result['table_rows']:,} rows; {result['dense_parameters']:,} other weights; "
+        f"a checkpoint has {_size(result['checkpoint_bytes'])}",
+        *_machine_in_words(result["machine"], trust),
+    ]
+    if result["described"] is not None:
+        lines += _machine_in_words(result["described"], "not measured: this machine's times by the ratio of ceilings")
+    if result["measurement"] is not None and result["measurement"]["state"] == "measured":
+        one = result["measurement"]
+        lines.append(
+            f"measured on {one['ranks']} ranks: {one['step_ms']['median']:.1f} ms a step, "
+            f"{one['rows_per_second']:,.0f} rows/s; predicted {one['predicted_step_ms'] or float('nan'):.1f} ms"
+        )
+    return "\n".join(lines)
+
+
+def _machine_in_words(advice: Mapping[str, Any], trust: str) -> list[str]:
+    rows = [
+        {
+            "ranks": option["ranks"],
+            "fits": "yes" if option["fits"] else "no",
+            "memory of a rank": _size(option["rank_bytes"]),
+            "tables of it": _size(max(option["table_bytes"], default=None)),
+            "ms a step": option["step_ms"],
+            "rows/s": _count(option["rows_per_second"]),
+            "workers": option["workers"] or "-",
+            "rows/s with workers": _count(option["fed_rows_per_second"]),
+            "s an epoch": option["epoch_seconds"] or "-",
+        }
+        for option in advice["options"]
+    ]
+    where = f"{advice['cores']} cores" if advice["devices"] is None else f"{advice['devices']} devices"
+    best = f"memory needs {advice['fewest_ranks']} rank(s), fastest are {advice['fastest_ranks']}"
+    if advice["fewest_ranks"] is None:
+        best = f"no room for it; needs {advice['machines_needed'] or 'more than any number'} of them"
+    head = f"{advice['name']}, {where}, {_size(advice['memory_bytes'])} ({trust}): {best}"
+    return [head, as_text(rows)]
+
+
+def _size(value: int | None) -> str:
+    return "-" if value is None else f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"

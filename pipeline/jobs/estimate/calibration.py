@@ -1,0 +1,200 @@
+"""How fast this machine trains models of any shape: some are measured once, and kept."""
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import psutil
+import torch
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from pydantic import BaseModel
+
+from models.config import DLRMConfig
+from pipeline.characterization.advice import Described
+from pipeline.characterization.config import CharacterizeConfig, Workload
+from pipeline.characterization.machine import Machine, measured, memory_bytes, processor
+from pipeline.characterization.predict import TERMS, Ceilings, Fit, Sample, fit
+from pipeline.characterization.results import Load, Result
+from pipeline.characterization.spread import spread
+from pipeline.config import RunConfig
+from pipeline.errors import TrainingError
+from pipeline.jobs.console import Progress
+from pipeline.jobs.study.points import measure
+from pipeline.jobs.training.job import own_folder
+from pipeline.jobs.training.provenance import versions
+from pipeline.jobs.training.rank import takes_cuda
+from pipeline.jobs.training.summary import commit
+from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.training.config import TrainConfig
+from storage.artifacts import write_json
+
+POINTS = 48
+"""Measured by default: two minutes or three."""
+FAR = 4.0
+"""Times the largest amount of work that was measured; beyond it a prediction is an extrapolation."""
+BUSY_SECONDS, MOST_BUSY = 1.0, 0.15
+"""How long the machine is watched, and the share of it that others may use: threads wait for the slowest."""
+LEAST_POINTS = 6
+"""Measured ones that a prediction can be made from."""
+QUICK = CharacterizeConfig(workload=Workload(), warm_up_steps=2, steps=4, repeats=5, seconds=1)
+"""How each point is measured: in two seconds or so."""
+OWN = (
+    "launcher", "sync", "device", "threads_per_rank", "embedding_kernel", "table_optimizer", "table_precision",
+    "dense_optimizer", "dense_precision", "compile", "vector_communication", "gradient_communication", "send_ids_ahead",
+    "table_memory",
+)  # fmt: skip
+"""Keys of `training` that points take from the config: another kernel or precision has a calibration of its own."""
+
+
+class Calibration(BaseModel, frozen=True):
+    """What was measured on a machine, to predict others from."""
+
+    machine: Machine
+    marks: Mapping[str, Any]
+    """Machine, versions and settings that it is good for."""
+    commit: str
+    results: tuple[Result, ...]
+    """Of points that could be measured."""
+
+    @property
+    def process_bytes(self) -> int:
+        """Memory of a rank before it has a model."""
+        return min(one.peak_bytes - one.model_bytes for result in self.results if (one := result.measurement))
+
+
+class Speed:
+    """Times of a step on a calibrated machine, and how far they can be trusted."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self.samples = [
+            Sample(
+                key=result.point.key, load=one.load, world_size=result.point.settings["training.world_size"],
+                step_ms=one.step_ms.median,
+            )
+            for result in calibration.results if (one := result.measurement)
+        ]  # fmt: skip
+        precision = calibration.marks["training"]["dense_precision"]
+        self.fit: Fit = fit(self.samples, Ceilings.model_validate(calibration.machine), precision)
+        names = {result.point.key: result.point.name for result in calibration.results}
+        self.table: list[dict[str, Any]] = [
+            {
+                "point": names[one.key],
+                "rows": one.load.rows,
+                "sparse": one.load.sparse_features,
+                "predicted ms": predicted,
+                "measured ms": one.step_ms,
+                "predicted / measured": predicted / one.step_ms,
+            }
+            for one in self.samples
+            if (predicted := self.fit.unseen_ms.get(one.key))
+        ]
+        """Points, each predicted from those of the other folds."""
+
+    def step_ms(self, load: Load, ranks: int) -> float:
+        """Of this machine."""
+        return self.fit.predict(load, ranks).step_ms
+
+    def on(self, machine: Described) -> Callable[[Load, int], float]:
+        """The same of another one, by the ratio of ceilings."""
+        ceilings = Ceilings.model_validate(machine)
+        return lambda load, ranks: self.fit.predict(load, ranks, ceilings).step_ms
+
+    def beyond(self, load: Load, ranks: int) -> list[tuple[str, float]]:
+        """Parts of a step that are far larger than of any model measured, and how many times as large."""
+        found = []
+        for name, term in TERMS.items():
+            most = max(term.amount(one.load, one.world_size) for one in self.samples)
+            value = term.amount(load, ranks)
+            if most > 0 and value > FAR * most:
+                found.append((name, value / most))
+        return found
+
+
+@task(cache_policy=NO_CACHE, task_run_name="calibrate")
+def calibrated(config: RunConfig, count: int, again: bool) -> Calibration:
+    """The calibration of this machine, made if there is none. Safe to repeat: points that are measured stay.
+
+    Args:
+        count: Points to measure; more than are there already are added.
+        again: Measures all anew.
+    Raises:
+        TrainingError: If too few points could be measured.
+    """
+    base = base_of(config)
+    marks = marks_of(base)
+    name = hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()[:12]
+    logger = get_run_logger()
+    with own_folder(config.home_path / "characterize" / f"calibration-{name}") as folder:
+        path = folder / "calibration.json"
+        if again:
+            shutil.rmtree(folder / "points", ignore_errors=True)
+            path.unlink(missing_ok=True)
+        found = Calibration.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
+        points = spread(count, world_sizes_of(most_ranks(base)))
+        if found is not None and {point.key for point in points} <= {one.point.key for one in found.results}:
+            logger.info("calibration of this machine: %s points, of commit %s", len(found.results), found.commit)
+            if found.commit != (now := commit()):
+                logger.warning("the code is %s now: its steps may take another time; again=true calibrates anew", now)
+            return found
+        logger.info("this machine is calibrated: %s models of all shapes are trained for some steps each", count)
+        busy = psutil.cpu_percent(interval=BUSY_SECONDS) / 100.0
+        if busy > MOST_BUSY:
+            logger.warning("%.0f%% of the processors are busy with something else: times will be too long", 100 * busy)
+        with Progress(logger, "points") as progress:
+            told = itertools.count(1)
+
+            def tell(result: Result, stored: bool) -> Result:
+                progress("calibrate", next(told), len(points))
+                return result
+
+            results = measure(base, points, folder, tell)
+        good = tuple(result for result in results if result.measurement is not None)
+        if len(good) < min(LEAST_POINTS, count):
+            reason = next((result.reason for result in results if result.reason), "nothing")
+            raise TrainingError(
+                "calibration", f"at least {min(LEAST_POINTS, count)} points measured", f"{len(good)}: {reason}",
+                "Free memory, or raise points.",
+            )  # fmt: skip
+        machine = measured(len(os.sched_getaffinity(0)), "cuda" if takes_cuda(base.training) else "cpu")
+        made = Calibration(machine=machine, marks=marks, commit=commit(), results=good)
+        write_json(path, made.model_dump(mode="json"))
+    return made
+
+
+def base_of(config: RunConfig) -> RunConfig:
+    """What points are put over: of the config's own settings those that change what a step costs on any model."""
+    training = TrainConfig(**{key: getattr(config.training, key) for key in OWN}, world_size=1)
+    return config.model_copy(
+        update={
+            "model": DLRMConfig(), "training": training, "preprocessing": PreprocessingConfig(), "characterize": QUICK,
+        }
+    )  # fmt: skip
+
+
+def marks_of(base: RunConfig) -> dict[str, Any]:
+    """What a calibration is good for."""
+    training = base.training.model_dump(mode="json")
+    machine = {"cpu": processor(), "cores": len(os.sched_getaffinity(0)), "memory_bytes": memory_bytes()}
+    if takes_cuda(base.training):
+        machine |= {"devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]}
+    return {"machine": machine, "versions": versions(), "training": {key: training[key] for key in OWN}}
+
+
+def most_ranks(base: RunConfig) -> int:
+    """Cores, or CUDA devices where ranks take those."""
+    return torch.cuda.device_count() if takes_cuda(base.training) else len(os.sched_getaffinity(0))
+
+
+def world_sizes_of(cores: int) -> list[int]:
+    """Numbers of ranks that are measured: powers of two.
+
+    Example:
+        >>> world_sizes_of(6)
+        [1, 2, 4]
+    """
+    return [1 << power for power in range(cores.bit_length())]

@@ -1,0 +1,218 @@
+"""What is known of a model and its rows before it is trained, and what its ranks would hold."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from pydantic import ValidationError
+from torchrec.modules.embedding_configs import DataType
+
+from models.dlrm import DLRM, Bag, module_name
+from pipeline.characterization import workload
+from pipeline.characterization.advice import (
+    Described,
+    Kept,
+    Part,
+    RankMachine,
+    RankMemory,
+    has_room,
+    memory_of,
+    shape_of,
+)
+from pipeline.characterization.cost import Setup, Use, load_of_uses
+from pipeline.characterization.results import Load
+from pipeline.config import RunConfig
+from pipeline.config.files import ROOT, parse_yaml
+from pipeline.errors import ConfigError
+from pipeline.jobs.training.job import prepared
+from pipeline.jobs.training.rank import bags_of
+from pipeline.preprocessing.client import Client, InlineSource
+from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.worker import Worker
+from pipeline.training.config import TrainConfig
+from pipeline.training.tables.planner import place
+from pipeline.training.tables.sharding import Placement
+from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse, measure
+from pipeline.transforms.column import Column
+
+SAMPLED_BATCHES = 4
+"""Of a workload, to see how its tables are used."""
+WORKER_SECONDS = 2.0
+"""How long one worker is watched."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be sized: a model, and what is known of the rows it trains on."""
+
+    dense: int
+    bags: list[Bag]
+    uses: Mapping[str, TableUse]
+    rows: int | None
+    """Training rows of the table; None: there is no table, but a workload."""
+    snapshot_id: int | None
+    worker_rows_per_second: float | None
+    """Of one preprocessing worker."""
+
+
+@task(cache_policy=NO_CACHE, task_run_name="look at the data")
+def looked_at(config: RunConfig, snapshot_id: int | None) -> Asked:
+    """Statistics of the tables' use, from the first training rows or from drawn batches. Safe to repeat: it only reads.
+
+    Raises:
+        TableError: If there is neither a table nor a workload.
+    """
+    shape = config.characterize.workload
+    if shape is not None:
+        plan = workload.plan_of(shape)
+        bags = bags_of(plan)
+        batches = workload.batches(shape, config.training.batch_rows, SAMPLED_BATCHES, config.seed)
+        columns = [_column([batch.sparse[bag.name] for batch in batches]) for bag in bags]
+        uses = measure(bags, columns, config.training.batch_rows)
+        return Asked(len(plan.dense), bags, uses, None, None, None)
+    snapshot, data, rows = prepared(config, snapshot_id)
+    bags = bags_of(data.plan)
+    uses = measure(bags, Worker(data).sample(SAMPLE_ROWS), config.training.batch_rows)
+    return Asked(len(data.plan.dense), bags, uses, rows, snapshot.snapshot_id, worker_speed(config, data))
+
+
+def _column(parts: Sequence[Any]) -> Column:
+    values = np.concatenate([part.values().numpy() for part in parts])
+    lengths = np.concatenate([part.lengths().numpy() for part in parts])
+    return Column(values.astype(np.int64), np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def worker_speed(config: RunConfig, data: DataSpec) -> float:
+    """Rows per second of one preprocessing worker, over the first windows of an epoch."""
+    window = min(config.preprocessing.shuffle_window_rows, config.preprocessing.split_rows)
+    reader = Client(
+        InlineSource({"train": data}, config.preprocessing),
+        ("train", data),
+        config.training.batch_rows,
+        config.seed,
+        window,
+    )
+    began, rows, seconds = time.perf_counter(), 0, 0.0
+    for batch in reader.batches():
+        rows += batch.global_rows
+        seconds += batch.times.extract + batch.times.transform
+        if time.perf_counter() - began > WORKER_SECONDS:
+            break
+    return rows / seconds
+
+
+def machine_at(path: str) -> Described:
+    """The machine that a YAML file describes.
+
+    Raises:
+        ConfigError: Names the key that is wrong.
+    """
+    full = Path(path) if Path(path).is_absolute() else ROOT / path
+    try:
+        return Described.model_validate(parse_yaml(full.read_text(encoding="utf-8")))
+    except OSError:
+        remedy = "Correct the path; an example is configs/machines/epyc_9654.yaml."
+        raise ConfigError(f"machine '{path}'", "a readable YAML file", "none", remedy) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key, reason = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Input should be ")
+        raise ConfigError(f"machine '{path}', key '{key}'", reason, f"{first['input']!r:.60}", "Correct it.") from None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The model on some ranks of a machine."""
+
+    world_size: int
+    placement: Placement
+    load: Load
+    memory: list[RankMemory]
+    fits: bool
+
+
+def on_ranks(config: RunConfig, asked: Asked, world_size: int, room: RankMachine, process_bytes: int) -> Ranks:
+    """The tables placed, and what each rank holds.
+
+    Raises:
+        ContractError: If they cannot be placed on so many.
+    """
+    training = sized_for(config.training, world_size)
+    memory = room.memory_bytes if not room.shared else room.memory_bytes // world_size
+    kind = DataType.FP16 if training.table_precision == "fp16" else DataType.FP32
+    planned = training.model_copy(update={"memory_per_rank_bytes": memory})
+    device = "cpu" if room.shared else "cuda"
+    model = DLRM(config.model, asked.dense, asked.bags, "meta", kind)
+    placement = place(model, planned.for_sharding, device, asked.uses)
+    load = load_of(config, asked, training, placement)
+    shape = shape_of(config.model, asked.dense, asked.bags)
+    kept, rows = kept_of(training), -(-training.batch_rows // world_size)
+    threads = training.threads_per_rank or max(room.most_ranks // world_size, 1)
+    ranks = [
+        memory_of(shape, kept, parts_of(placement, rank), rows, load.sample_bytes, process_bytes, threads)
+        for rank in range(world_size)
+    ]
+    return Ranks(world_size, placement, load, ranks, has_room(ranks, room, service_bytes(config, load)))
+
+
+def whole_of(config: RunConfig, asked: Asked, process_bytes: int) -> tuple[RankMemory, Load]:
+    """The model on a single rank, whether there is room for it or not."""
+    training = sized_for(config.training, 1)
+    load, shape = load_of(config, asked, training, ()), shape_of(config.model, asked.dense, asked.bags)
+    parts = [Part(rows=rows, columns=width) for rows, width in shape.tables.values()]
+    return memory_of(shape, kept_of(training), parts, training.batch_rows, load.sample_bytes, process_bytes), load
+
+
+def sized_for(training: TrainConfig, world_size: int) -> TrainConfig:
+    """The training on another number of ranks.
+
+    Raises:
+        ConfigError: If it does not allow that many.
+    """
+    try:
+        return TrainConfig.model_validate(training.model_dump() | {"world_size": world_size})
+    except ValidationError as error:
+        raise ConfigError("training.world_size", error.errors()[0]["msg"], f"{world_size}", "Change it.") from None
+
+
+def load_of(config: RunConfig, asked: Asked, training: TrainConfig, placement: Placement) -> Load:
+    """What a step asks of the machine."""
+    kinds = {table.table: table.kind for table in placement}
+    members: dict[str, list[Bag]] = {}
+    for bag in asked.bags:
+        members.setdefault(bag.table, []).append(bag)
+    uses = []
+    for table, bags in members.items():
+        use = asked.uses[table]
+        lookups = sum(ids * filled for ids, filled in zip(use.ids_per_bag, use.filled_share, strict=True))
+        kind = kinds.get(module_name(table), "table_wise")
+        uses.append(Use(bags[0].rows, lookups, use.distinct_rows, len(bags), kind))
+    return load_of_uses(config.model, asked.dense, uses, Setup.model_validate(training))
+
+
+def kept_of(training: TrainConfig) -> Kept:
+    """What a training keeps beside its weights."""
+    return Kept(
+        table_optimizer=training.table_optimizer, table_precision=training.table_precision,
+        dense_optimizer=training.dense_optimizer, average=training.average_from_step is not None,
+        background=training.checkpoint_async,
+    )  # fmt: skip
+
+
+def parts_of(placement: Placement, rank: int) -> list[Part]:
+    """What a rank holds of the tables."""
+    return [
+        Part(rows=piece.rows, columns=piece.columns, copied=table.kind == "data_parallel")
+        for table in placement for piece in table.pieces if piece.rank == rank
+    ]  # fmt: skip
+
+
+def service_bytes(config: RunConfig, load: Load) -> int:
+    """Rows and batches between storage and ranks: two windows of both, or what the config allows."""
+    preprocessing = config.preprocessing
+    ahead = 2 * max(preprocessing.shuffle_window_rows, preprocessing.most_workers * preprocessing.split_rows)
+    return min(preprocessing.memory, round(2 * ahead * load.sample_bytes))

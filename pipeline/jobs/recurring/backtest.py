@@ -1,0 +1,232 @@
+"""Retraining policies over the same past days: each rehearsed by real ranks, and what the days have shown."""
+
+import datetime
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger
+from pydantic import BaseModel
+
+from pipeline.config import RunConfig
+from pipeline.config.files import ROOT
+from pipeline.data.selection import Part
+from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.evaluation import plots
+from pipeline.evaluation.policy import Policy
+from pipeline.evaluation.series import Course, DaySums, Interval, ne_apart, pooled_ne
+from pipeline.jobs.console import Progress
+from pipeline.jobs.recurring.backtest_rank import RehearsalSpec
+from pipeline.jobs.recurring.day import all_but_test, require_hash_split
+from pipeline.jobs.training.job import TrainingJob, own_folder, selected, tracker_of, warehouse_of
+from pipeline.jobs.training.summary import commit, shown
+from pipeline.jobs.training.tasks import rank_spec
+from pipeline.preprocessing.dataset import count_rows
+from pipeline.registration.tracking import RESULT
+from pipeline.training.launch.processes import Event, Limits, run_ranks
+from storage.artifacts import write_text
+
+FIGURE, TABLE = "policies.png", "policies.md"
+TRAILING_DAYS = 14
+"""Days that the figure's lines are taken over: single days differ by the weather more than by the model."""
+
+
+class Rehearsed(BaseModel, frozen=True):
+    """Days to rehearse on, and what it takes to do so."""
+
+    folder: str
+    spec: RehearsalSpec
+    """What ranks are told; each policy puts itself and a folder of its own there."""
+
+
+def pinned_rehearsal(config: RunConfig, start: datetime.date | None, end: datetime.date | None) -> Rehearsed:
+    """The days of the newest snapshot from `start` to `end`, and the first model's, which come before.
+
+    Raises:
+        ConfigError: If the split is of another kind, or its own days reach into those that are rehearsed.
+        EmptyDatasetError: If there is no day to rehearse on.
+    """
+    require_hash_split(config)
+    if config.training.sync != "synchronous":
+        raise ConfigError("training.sync", "synchronous, to rehearse", config.training.sync, "Change it.")
+    snapshot, data = selected(config, None)
+    rows = warehouse_of(config).day_rows(snapshot)
+    first_days = data["train"].selection.days
+    days = [day for day in rows if day > first_days[-1] and (end is None or day <= end)]
+    if start is not None:
+        if start <= first_days[-1]:
+            raise ConfigError(
+                "argument 'start'", f"a day after split.hash.days, which end on {first_days[-1]}", f"{start}",
+                "Name a later day, or let the first model's days end before.",
+            )  # fmt: skip
+        days = [day for day in days if day >= start]
+    if not days:
+        raise EmptyDatasetError("days to rehearse", f"some after {first_days[-1]}", "none", "Ingest more days.")
+    whole = data["test"].selection.model_copy(update={"hash_keys": ()})
+    new = all_but_test(data)
+    settings = json.dumps(
+        {
+            "snapshot": snapshot.snapshot_id, "config": config.semantics(), "days": [str(day) for day in days],
+            "further": config.further.model_dump(mode="json"), "new": new.selection.hash_range,
+        },
+        sort_keys=True,
+    )  # fmt: skip
+    identity = hashlib.sha256(settings.encode()).hexdigest()[:12]
+    folder = str(config.home_path / "rehearsals" / f"{config.name}-{identity}")
+    counts: dict[Part, int] = {"valid": count_rows(data["valid"], warehouse_of(config))} if "valid" in data else {}
+    first = TrainingJob(identity=identity, snapshot=snapshot, folder=folder, rows=counts, data=data, done=None)
+    spec = RehearsalSpec(
+        scratch=rank_spec(config, first),
+        further=config.further,
+        new=new,
+        judged=data["test"].model_copy(update={"selection": whole}),
+        rows={day: rows[day] for day in rows if day <= days[-1]},
+        first_days=first_days,
+        days=tuple(days),
+    )
+    return Rehearsed(folder=folder, spec=spec)
+
+
+def rehearse(config: RunConfig, rehearsed: Rehearsed, name: str, policy: Policy) -> Course:
+    """One policy from the first day to the last; one that was rehearsed before is read from its file."""
+    logger = get_run_logger()
+    words = hashlib.sha256(policy.model_dump_json().encode()).hexdigest()[:8]
+    path = Path(rehearsed.folder) / f"{words}.json"
+    if path.exists():
+        logger.info("%s: rehearsed before, see %s", name, path)
+        return Course.model_validate_json(path.read_text(encoding="utf-8")).model_copy(update={"name": name})
+    events: list[Event] = []
+    with own_folder(Path(rehearsed.folder) / words) as folder, Progress(logger, "days") as progress:
+
+        def on_event(event: Event) -> None:
+            if event["event"] == "day":
+                events.append(event)
+                note = f"{event['day']} {event['decision']['training']}"
+                progress(name, len(events) - 1, len(rehearsed.spec.days), note)
+
+        training = config.training
+        scratch = rehearsed.spec.scratch.model_copy(update={"folder": str(folder)})
+        run_ranks(
+            "pipeline.jobs.recurring.backtest_rank",
+            rehearsed.spec.model_copy(update={"scratch": scratch, "policy": policy}),
+            folder,
+            training.world_size,
+            training.threads_per_rank,
+            Limits(training.deadline_seconds, training.hang_seconds, 0),
+            on_event,
+            ROOT,
+        )
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # the course is what counts
+    course = _course(name, events)
+    write_text(path, course.model_dump_json(indent=1))
+    return course
+
+
+def _course(name: str, events: Sequence[Event]) -> Course:
+    """What the events of a rehearsal come to; the first is the first model's."""
+    days = [event for event in events if event["sums"] is not None]
+    kinds = [event["decision"]["training"] for event in days]
+    return Course(
+        name=name,
+        days=tuple(DaySums(day=event["day"], **event["sums"]) for event in days),
+        rows_trained={event["day"]: event["cost"]["rows"] for event in days},
+        seconds=sum(event["cost"]["seconds"] for event in days),
+        trainings={kind: kinds.count(kind) for kind in ("further", "scratch")},
+    )
+
+
+def summed_up(courses: Sequence[Course], level: float) -> dict[str, Any]:
+    """Quality and cost of each policy, and how it differs from the first one, as JSON values."""
+    found: dict[str, Any] = {}
+    for course in courses:
+        labels = sum(day.labels for day in course.days)
+        ne, apart = pooled_ne(course.days, level), ne_apart(course.days, courses[0].days, level)
+        found[course.name] = {
+            "ne": _in_json(ne),
+            "ne_difference": None if course is courses[0] else _in_json(apart),
+            "calibration": sum(day.predictions for day in course.days) / labels if labels else None,
+            "rows_trained": int(sum(course.rows_trained.values())),
+            "training_seconds": round(course.seconds, 1),
+            "trainings": dict(course.trainings),
+        }
+    return found
+
+
+def _in_json(interval: Interval | None) -> dict[str, float | None] | None:
+    """An interval without bounds has None for them: JSON knows no infinity."""
+    if interval is None:
+        return None
+    return {name: value if math.isfinite(value) else None for name, value in interval.model_dump().items()}
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """The summary as markdown."""
+    first = next(iter(summary))
+    head = (
+        f"| policy | next-day NE | interval over days | less that of {first} | calibration | trainings | rows trained |"
+    )
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    for name, values in summary.items():
+        ne, apart = values["ne"], values["ne_difference"]
+        trained = ", ".join(f"{count} {kind}" for kind, count in values["trainings"].items() if count) or "none"
+        quality = ("–", "–") if ne is None else (f"{ne['value']:.4f}", f"{shown(ne['low'])} to {shown(ne['high'])}")
+        than = "" if apart is None else f"{apart['value']:+.4f}"
+        if apart is not None and apart["low"] is not None:
+            than += f" ({apart['low']:+.4f} to {apart['high']:+.4f})"
+        calibration = "–" if values["calibration"] is None else f"{values['calibration']:.3f}"
+        cells = [name, *quality, than, calibration, trained, f"{values['rows_trained']:,}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def show(
+    config: RunConfig, rehearsed: Rehearsed, courses: Sequence[Course], policies: Mapping[str, Policy]
+) -> dict[str, Any]:
+    """Table and figure of the policies -> the rehearsal's folder, and an MLflow run with one below it for each."""
+    folder, tracker = Path(rehearsed.folder), tracker_of(config)
+    summary = summed_up(courses, config.gate.level)
+    text = table(summary)
+    write_text(folder / TABLE, text + "\n")
+    figure = plots.courses(courses, min(TRAILING_DAYS, max(len(rehearsed.spec.days) // 4, 1)))
+    figure.savefig(folder / FIGURE)
+    result = {
+        "status": "ok",
+        "start": f"{rehearsed.spec.days[0]}",
+        "end": f"{rehearsed.spec.days[-1]}",
+        "days": len(rehearsed.spec.days),
+        "rows": int(sum(day.rows for day in courses[0].days)),
+        "policies": summary,
+        "figure": str(folder / FIGURE),
+        "table": str(folder / TABLE),
+        "git_commit": commit(),
+    }
+    name = f"policies {rehearsed.spec.days[0]} to {rehearsed.spec.days[-1]}"
+    tags = {"mlflow.source.name": "flows.backtest", "git_commit": commit()}
+    parent = tracker.start(name, config.flat(), tags, None)
+    with tracker.ended(parent):
+        for course in courses:
+            chosen = policies[course.name].model_dump(mode="json")
+            child = tracker.start(course.name, chosen, tags | {"mlflow.parentRunId": parent}, None)
+            with tracker.ended(child):
+                _log_course(config, child, course, summary[course.name])
+        tracker.client.log_text(parent, text, TABLE)
+        tracker.log_figures(parent, {"policies": figure})
+        result["mlflow_run_id"] = parent
+        tracker.log_json(parent, result, RESULT)
+    return result
+
+
+def _log_course(config: RunConfig, run_id: str, course: Course, values: Mapping[str, Any]) -> None:
+    """Next-day NE and calibration by the number of the day, and what the policy came to."""
+    tracker = tracker_of(config)
+    points = [
+        (number, {"next_day_ne": day.ne, "next_day_calibration": day.calibration})
+        for number, day in enumerate(course.days, 1)
+    ]
+    tracker.log_points(run_id, points)
+    whole = {name: values[name] for name in ("calibration", "rows_trained", "training_seconds")}
+    tracker.log(run_id, len(course.days), {"pooled_ne": (values["ne"] or {}).get("value")} | whole)

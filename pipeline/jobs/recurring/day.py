@@ -1,0 +1,262 @@
+"""A day of recurring training pinned down: what the champion has seen, what is new, and what a training would read."""
+
+import datetime
+import hashlib
+import itertools
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from pipeline.config import RunConfig
+from pipeline.data.selection import Part
+from pipeline.errors import ConfigError, EmptyDatasetError, RegistryError
+from pipeline.evaluation.policy import Decision, Standing
+from pipeline.jobs.training.job import REGISTERED, TrainingJob, job_in, specs, tracker_of, warehouse_of
+from pipeline.jobs.training.rank import Start
+from pipeline.preprocessing.dataset import DataSpec
+from pipeline.registration.aliases import holder
+from pipeline.registration.register import find, packed
+from pipeline.training.state import checkpoint
+from pipeline.transforms.plan.carry_over import inherited
+from pipeline.transforms.plan.plan import Plan
+from storage.artifacts import inside
+from storage.reader import SnapshotRef
+
+DAY_TAG, TRAINING_TAG = "dlrm.day", "dlrm.training"
+"""Tags of an MLflow run: the day it is of, and what was trained on it."""
+CHECKPOINTS = "checkpoints"
+"""Folder in a run's folder."""
+
+
+class Champion(BaseModel, frozen=True):
+    """The version that is trained further."""
+
+    version: int
+    trained_to: datetime.date
+    scratch_day: datetime.date
+    run_folder: str
+
+
+class Today(BaseModel, frozen=True):
+    """A day, the champion that meets it, and the days that are new to the champion."""
+
+    day: datetime.date
+    identity: str
+    done: tuple[int | None, str] | None
+    """(version, run id) of the finished work of this day; no version where none was trained."""
+    champion: Champion
+    snapshot: SnapshotRef
+    rows: int
+    """Of the day."""
+    new_days: tuple[datetime.date, ...]
+    new_rows: int
+    scratch_days: tuple[datetime.date, ...]
+    """What a model would be trained on from scratch."""
+
+    def standing(self, ne: float | None, calibration: float | None) -> Standing:
+        """How the champion stands, for the policy."""
+        return Standing(
+            trained_to=self.champion.trained_to,
+            scratch_day=self.champion.scratch_day,
+            new_rows=self.new_rows,
+            ne=ne,
+            calibration=calibration,
+        )
+
+
+def identity_of_day(config: RunConfig, day: datetime.date) -> str:
+    """Names the work of a day: the same day under the same config is the same work, whoever is champion."""
+    chosen = config.recurring.model_dump(mode="json", exclude={"policies", "keep_checkpoints"})
+    text = json.dumps({"day": f"{day}", "config": config.semantics(), "recurring": chosen}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def pinned_day(config: RunConfig, day: datetime.date | None, again: bool) -> Today:
+    """A day of the newest snapshot, and where the champion stands before it.
+
+    Args:
+        day: None: the last one of the table.
+        again: Does the work of a finished day once more.
+    Raises:
+        ConfigError: If the split cannot be made for single days.
+        EmptyDatasetError: If the table has no such day.
+        RegistryError: If there is no champion, or it has seen the day.
+    """
+    require_hash_split(config)
+    warehouse = warehouse_of(config)
+    snapshot = warehouse.current(config.name)
+    rows = warehouse.day_rows(snapshot)
+    day = max(rows) if day is None else day
+    if day not in rows:
+        known = f"{min(rows)} to {max(rows)}"
+        raise EmptyDatasetError(f"day {day}", f"a day of table '{config.name}', {known}", "none", "Ingest it first.")
+    identity = identity_of_day(config, day)
+    done = None if again else _done(config, identity)
+    champion = _champion(config)
+    if done is None and champion.trained_to >= day:
+        raise RegistryError(
+            f"model '{config.model_name}', version {champion.version}", f"a champion that has not seen {day} yet",
+            f"one trained to {champion.trained_to}", "Name a later day, or roll back to an earlier champion.",
+        )  # fmt: skip
+    new = tuple(other for other in rows if champion.trained_to < other <= day)
+    upto = tuple(other for other in rows if other <= day)
+    window = config.recurring.window_days
+    return Today(
+        day=day,
+        identity=identity,
+        done=done,
+        champion=champion,
+        snapshot=snapshot,
+        rows=rows[day],
+        new_days=new,
+        new_rows=sum(rows[other] for other in new),
+        scratch_days=upto if window is None else upto[-window:],
+    )
+
+
+def require_hash_split(config: RunConfig) -> None:
+    """Refuses a split whose parts are whole days: each day needs rows to train on and rows to judge on.
+
+    Raises:
+        ConfigError: If it is another than `split.hash`.
+    """
+    if config.split.hash is None:
+        raise ConfigError("split", "hash, which parts the rows of each day", "another kind", "See flights_daily.yaml.")
+
+
+def _done(config: RunConfig, identity: str) -> tuple[int | None, str] | None:
+    tracker = tracker_of(config)
+    versions = find(tracker, config.model_name, identity)
+    if versions:
+        return versions[-1]
+    run = tracker.finished(identity, {TRAINING_TAG: "none"})
+    return None if run is None else (None, run)
+
+
+def has_champion(config: RunConfig) -> bool:
+    """Whether there is a version to go on from."""
+    return _holder(config)[0] is not None
+
+
+def champion_folder(config: RunConfig) -> Path | None:
+    """Folder of the run that made the champion; None: there is none, or its version does not say."""
+    tags = _holder(config)[1]
+    return inside(config.home_path / "runs", tags["run_folder"]) if "run_folder" in tags else None
+
+
+def _holder(config: RunConfig) -> tuple[int | None, Mapping[str, str]]:
+    """The champion's version and its tags; none where there is no champion."""
+    tracker, name = tracker_of(config), config.model_name
+    version = holder(tracker, name)
+    return version, {} if version is None else tracker.client.get_model_version(name, str(version)).tags
+
+
+def _champion(config: RunConfig) -> Champion:
+    version, tags = _holder(config)
+    where = f"model '{config.model_name}'"
+    if version is None:
+        raise RegistryError(where, "a champion", "none", "Train the first one: python -m flows.train CONFIG.")
+    if "trained_to" not in tags:
+        raise RegistryError(
+            f"{where}, version {version}", "a record of the days it was trained on", "none: it is an older one",
+            "Train another: python -m flows.train CONFIG again=true.",
+        )  # fmt: skip
+    fields = {key: tags[key] for key in ("trained_to", "scratch_day", "run_folder")}
+    return Champion(version=version, **fields)
+
+
+def start_of(config: RunConfig, champion: Champion, plan: Plan) -> Start:
+    """The champion's checkpoint, verified.
+
+    Args:
+        plan: The champion's.
+    Raises:
+        RegistryError: If the checkpoint is gone.
+        CheckpointError: If it is damaged.
+    """
+    root = inside(config.home_path / "runs", champion.run_folder) / CHECKPOINTS
+    found = checkpoint.served(root)
+    if found is None:
+        where = f"model '{config.model_name}', version {champion.version}"
+        raise RegistryError(where, f"its checkpoint in '{root}'", "none", "Train from scratch: scratch=true.")
+    return Start(checkpoint=str(found), plan=plan)
+
+
+def fetched(config: RunConfig, champion: Champion, folder: Path) -> Path:
+    """The champion's packed model, from the registry."""
+    return packed(tracker_of(config), config.model_name, champion.version, folder)
+
+
+def judged_rows(config: RunConfig, today: Today) -> DataSpec:
+    """All rows of the day, for the champion to be judged on before anything is trained on them."""
+    return _on(_parts(config, today, (today.day,))["test"], (today.day,), hash_keys=())
+
+
+def _parts(config: RunConfig, today: Today, days: Sequence[datetime.date]) -> dict[Part, DataSpec]:
+    """The split's parts of some days; those of the test part are the newest day's alone."""
+    data = specs(config, today.snapshot)
+    chosen: Mapping[Part, Sequence[datetime.date]] = {"train": days, "valid": days, "test": (today.day,)}
+    return {part: _on(spec, chosen[part]) for part, spec in data.items()}
+
+
+def all_but_test(data: Mapping[Part, DataSpec]) -> DataSpec:
+    """The rows that a model is trained further on: all but those that judge, for nothing is stopped on any."""
+    return _on(data["train"], data["train"].selection.days, hash_range=(0, data["test"].selection.hash_range[0]))
+
+
+def _on(spec: DataSpec, days: Sequence[datetime.date], **more: Any) -> DataSpec:
+    return spec.model_copy(update={"selection": spec.selection.model_copy(update={"days": tuple(days), **more})})
+
+
+def job_of_day(
+    config: RunConfig, today: Today, decision: Decision, known: Plan, notes: Mapping[str, Any]
+) -> TrainingJob:
+    """The training of a day, in a folder that an attempt which was cut short finds again.
+
+    Args:
+        known: The champion's plan: what is not trained from scratch keeps the numbers that it has learned.
+        notes: What the result says beside the usual.
+    """
+    from_scratch = decision.training == "scratch"
+    days = today.scratch_days if from_scratch else today.new_days
+    # Another champion, other rows or another kind of training do not go on from the checkpoints of this one.
+    contents = warehouse_of(config).day_names(today.snapshot)  # a checkpoint goes on at a place in files
+    work = [decision.training, today.champion.version, *(contents[day] for day in (*days, today.day))]
+    digest = hashlib.sha256(json.dumps(work).encode()).hexdigest()[:8]
+    name = f"{config.name}-{today.day}-{today.identity[:12]}-{digest}"
+    folders = (config.home_path / "runs" / f"{name}-{attempt}" for attempt in itertools.count())
+    folder = next(folder for folder in folders if not (folder / REGISTERED).exists())
+    data, start = _parts(config, today, days), None
+    tags = {"day": f"{today.day}", "trained_from": "scratch" if from_scratch else f"{today.champion.version}"}
+    if not from_scratch:
+        plan = inherited(data["train"].plan, known)
+        data = {"train": all_but_test(data), "test": data["test"]}
+        data = {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
+        tags["scratch_day"] = f"{today.champion.scratch_day}"
+    if decision.training == "further":
+        start = start_of(config, today.champion, known)
+    job = job_in(folder, config, today.identity, (today.snapshot, data))
+    return job.model_copy(update={"start": start, "tags": tags, "notes": dict(notes)})
+
+
+def clear(config: RunConfig, day: datetime.date) -> list[str]:
+    """Removes what the registry does not need of the folders of earlier days; returns the folders' names.
+
+    The newest `recurring.keep_checkpoints` and the champion's are left as they are, and runs that are not finished.
+    """
+    prefix, champion = f"{config.name}-", _champion(config).run_folder
+    days = (config.home_path / "runs").glob(f"{prefix}????-??-??-*")
+    done = [path for path in days if (path / REGISTERED).exists() and (path / CHECKPOINTS).exists()]
+    old = [path for path in done if path.name != champion]
+    old = sorted((path for path in old if path.name.removeprefix(prefix)[:10] <= f"{day}"), reverse=True)
+    cleared = []
+    for folder in old[config.recurring.keep_checkpoints :]:
+        (folder / "weights.safetensors").unlink(missing_ok=True)
+        for part in ("model", "int8", CHECKPOINTS):  # by the last one it is seen that there is something to clear
+            shutil.rmtree(folder / part, ignore_errors=True)
+        cleared.append(folder.name)
+    return cleared

@@ -1,0 +1,92 @@
+"""One training of several that are compared: judged on the validation rows alone, watched, never registered."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from prefect import get_run_logger
+from pydantic import BaseModel
+
+from pipeline.config import RunConfig
+from pipeline.data.selection import Part
+from pipeline.errors import ConfigError
+from pipeline.jobs.training import tasks
+from pipeline.jobs.training.job import TrainingJob, job_in, selected, tracked_run, tracker_of
+from pipeline.preprocessing.dataset import DataSpec
+from pipeline.registration.journal import Journal
+from pipeline.registration.tracking import answering
+from pipeline.training.launch.processes import Event
+
+BEST_NE = "best_valid_ne"
+"""Metric of a candidate's MLflow run."""
+Watch = Callable[[Event | None], object]
+"""Sees each event of a training, and None several times a second; raises `StoppedEarly` to end it."""
+
+
+class StoppedEarly(Exception):
+    """A candidate that is given up, since others do better."""
+
+
+class Outcome(BaseModel, frozen=True):
+    """What became of a candidate."""
+
+    run_id: str
+    valid_ne: float | None
+    """Best NE on the validation rows; None: it was stopped early."""
+    summary: Mapping[str, Any] = {}
+    """Result of its ranks."""
+
+
+def candidate_job(config: RunConfig, identity: str, snapshot_id: int, folder: Path, plans: Path) -> TrainingJob:
+    """A candidate pinned down; it has no test rows.
+
+    Args:
+        identity: What the candidates have in common: the snapshot is tagged by it once.
+        folder: Of this candidate; if it was cut short, it goes on from what is there.
+        plans: Fitted plans that candidates share: one is fitted only where columns, transforms or rows differ.
+    Raises:
+        ConfigError: If there are no validation rows.
+    """
+    snapshot, data = selected(config, snapshot_id)
+    known: dict[Part, DataSpec] = {part: spec for part, spec in data.items() if part != "test"}
+    if "valid" not in known:
+        raise ConfigError("split", "validation rows, by which candidates are ranked", "none", "Name some as `valid`.")
+    fitted_on = hashlib.sha256(known["train"].model_dump_json().encode()).hexdigest()[:12]
+    plans.mkdir(parents=True, exist_ok=True)
+    with FileLock(plans / "lock"):
+        job = job_in(plans / fitted_on, config, identity, (snapshot, known))
+    return job.model_copy(update={"folder": str(folder)})
+
+
+def train_candidate(
+    config: RunConfig,
+    job: TrainingJob,
+    name: str,
+    tags: Mapping[str, str],
+    watch: Watch | None = None,
+    begun: Callable[[str], object] | None = None,
+) -> Outcome:
+    """Trains one candidate in an MLflow run of its own, or goes on with it.
+
+    Args:
+        name: Of the MLflow run.
+        tags: Of the run, such as `mlflow.parentRunId`.
+        begun: Hears the run's id as soon as there is one.
+    Raises:
+        TrackingError: If MLflow does not answer; the weights are kept, and the same call goes on from there.
+    """
+    tracker = tracker_of(config)
+    with tracked_run(config, job, name, tags) as run_id:
+        if begun is not None:
+            begun(run_id)
+        try:
+            trained = tasks.train.fn(config, job, run_id, watch=watch)
+        except StoppedEarly:
+            tracker.tag(run_id, {"dlrm.stopped_early": "true"})
+            return Outcome(run_id=run_id, valid_ne=None)
+        with answering("Once it answers, run the same command again: it goes on from here."):
+            Journal(tracker, run_id, Path(job.folder), get_run_logger().warning).deliver()
+            tracker.log(run_id, trained.summary["steps"], {BEST_NE: trained.summary["valid_ne"]})
+    return Outcome(run_id=run_id, valid_ne=trained.summary["valid_ne"], summary=trained.summary)

@@ -1,0 +1,320 @@
+"""The work of a release: its candidates, its stages one after the other, and what comes out of them."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from flows.train import train_version
+from pipeline.config import RunConfig, load
+from pipeline.data.selection import Part, share_rows
+from pipeline.errors import ConfigError, EmptyDatasetError, TrainingError
+from pipeline.jobs.search.candidate import BEST_NE
+from pipeline.jobs.search.trials import (
+    AGAIN,
+    RESULT,
+    SearchJob,
+    Trials,
+    check_label,
+    check_parallel,
+    check_section,
+    search_job,
+    search_run,
+)
+from pipeline.jobs.training.job import selected, tracker_of
+from pipeline.jobs.training.summary import artifact_key, shown
+from pipeline.jobs.training.tasks import cosmetic
+from pipeline.registration.register import whole
+from pipeline.registration.tracking import RESULT as RESULT_OF_RUN
+from pipeline.registration.tracking import Tracker, answering
+from pipeline.search import plots
+from pipeline.search.config import ReleaseConfig
+from pipeline.search.release import CANDIDATE, Stage, Standing, ranked, sample_rows, stage_space, standing
+from pipeline.search.study import Draw, Study, TrialRecord
+from storage.artifacts import write_json
+
+FINAL = "final.json"
+"""File in a release's folder: the result of the winner's last training."""
+STAGES = "stages.json"
+"""File of the release's MLflow run."""
+STAGE_TAG = "dlrm.stage"
+SOURCE = "flows.release"
+RANKED_BY: tuple[Part, ...] = ("train", "valid")
+"""Parts that candidates are trained on and ranked by."""
+
+
+def pinned_release(config: RunConfig, snapshot_id: int | None, again: bool) -> SearchJob:
+    """The release that a config and a snapshot name; what can be wrong with any candidate is found here.
+
+    Args:
+        snapshot_id: None takes the newest.
+        again: Makes a new one beside one that has ended.
+    Raises:
+        ConfigError: Names the candidate, if its keys do not fit the config or the table.
+        EmptyDatasetError: If the split of the last training names days that the table does not have.
+    """
+    candidates = checked_candidates(config)
+    snapshot, data = selected(config, snapshot_id)
+    if "valid" not in data:
+        raise ConfigError("split", "validation rows, by which candidates are ranked", "none", "Name some as `valid`.")
+    for name, candidate in candidates.items():
+        with naming(f"release.candidates '{name}'"):
+            selected(explored(config, candidate), snapshot.snapshot_id)
+        with naming("release.fresh"):
+            last = selected(freshened(config, candidate), snapshot.snapshot_id)[1]
+        for part in RANKED_BY:
+            if share_rows(data[part].selection, last["test"].selection):
+                expected = "test rows that no candidate was trained on or ranked by"
+                raise ConfigError("release.fresh", expected, f"rows of split's `{part}`", "Choose other test rows.")
+    inputs: dict[str, Any] = {"config": config.semantics(), "release": config.release.identity()}
+    inputs |= {"model": config.model_name, "gate": config.gate.model_dump(mode="json")}
+    return search_job(config, "releases", snapshot, inputs, again)
+
+
+def checked_candidates(config: RunConfig) -> dict[str, RunConfig]:
+    """The configs of all candidates, that of `base` first, before anything runs.
+
+    Raises:
+        ConfigError: Names the candidate and the key.
+    """
+    if not config.release.candidates:
+        remedy = "Add one: `deep: {model.top_mlp: [128, 64, 32]}`."
+        raise ConfigError("release.candidates", "at least one beside the config itself", "none", remedy)
+    for key in config.release.explore:
+        check_section(f"release.explore, key '{key}'", key)
+    found: dict[str, RunConfig] = {}
+    for name, overrides in config.release.overrides.items():
+        where = f"release.candidates '{name}'"
+        with naming(where):
+            candidate = load(without_release(config), overrides)
+        for key in overrides:
+            check_section(f"{where}, key '{key}'", key)
+        check_label(f"{where}, features.label", config, candidate)
+        with naming("release.explore"):
+            exploration = explored(config, candidate)
+        check_label("release.explore, features.label", config, exploration)
+        for trial in (candidate, exploration):
+            check_parallel("release.parallel", config.release.parallel, trial)
+        with naming("release.fresh"):
+            freshened(config, candidate)
+        twin = next((other for other, one in found.items() if one.semantics() == candidate.semantics()), None)
+        if twin is not None:
+            raise ConfigError(where, "a training unlike the others", f"that of '{twin}'", "Leave one of them out.")
+        found[name] = candidate
+    return found
+
+
+def without_release(config: RunConfig) -> RunConfig:
+    """The config of a plain training."""
+    return config.model_copy(update={"release": ReleaseConfig()})
+
+
+def explored(config: RunConfig, candidate: RunConfig) -> RunConfig:
+    """A candidate's config while it is explored: fewer rows."""
+    sampling = sample_rows(config.release.sample, candidate.sampling)
+    return load(candidate.model_copy(update={"sampling": sampling}), config.release.explore)
+
+
+def freshened(config: RunConfig, candidate: RunConfig) -> RunConfig:
+    """A candidate's config for its last training: the freshest days."""
+    return load(candidate, config.release.fresh or {})
+
+
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Says of what is wrong inside where it comes from, unless it says so already."""
+    try:
+        yield
+    except (ConfigError, EmptyDatasetError) as error:
+        if error.where.startswith("release."):
+            raise
+        where = f"{place}, {error.where.removeprefix('config, ')}"
+        raise type(error)(where, error.expected, error.actual, error.remedy) from None
+
+
+def finished(job: SearchJob, config: RunConfig) -> dict[str, Any] | None:
+    """The result of a release that was done before, if its version is still there, undamaged."""
+    path = Path(job.folder) / RESULT
+    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if result.get("status") != "ok":
+        return None
+    model = result["model"]
+    with answering(AGAIN):
+        if not whole(tracker_of(config), model["name"], model["version"], result["model_run_id"]):
+            return None
+    get_run_logger().info("skipped: release %s is done; again=true makes a new one", job.name)
+    return dict(result) | {"status": "skipped"}
+
+
+class Release:
+    """A release at work."""
+
+    def __init__(self, config: RunConfig, job: SearchJob, tracker: Tracker, run_id: str) -> None:
+        self.config, self.job, self.tracker, self.run_id = config, job, tracker, run_id
+        self.folder = Path(job.folder)
+        self.candidates = checked_candidates(config)
+        self.stages: dict[Stage, list[Standing]] = {}
+
+    def settings(self, stage: Stage, name: str) -> RunConfig:
+        """The config of a candidate in a stage."""
+        candidate = self.candidates[name]
+        if stage == "explore":
+            return explored(self.config, candidate)
+        return freshened(self.config, candidate) if stage == "retrain" else candidate
+
+    def tags(self, stage: Stage, name: str) -> dict[str, str]:
+        """Tags of a candidate's MLflow run."""
+        return {STAGE_TAG: stage, "dlrm.candidate": name, "mlflow.source.name": SOURCE}
+
+
+@contextmanager
+def opened(config: RunConfig, job: SearchJob) -> Iterator[Release]:
+    """The release with its folder and its MLflow run, which is ended whatever happens."""
+    params = {f"release.{key}": value for key, value in config.release.model_dump(exclude_defaults=True).items()}
+    tags = {"mlflow.source.name": SOURCE, "dlrm.release": job.name}
+    with search_run(config, job, f"release of {config.name}", params, tags) as (tracker, run_id):
+        yield Release(config, job, tracker, run_id)
+
+
+def run_stage(release: Release, stage: Stage, names: Sequence[str]) -> list[Standing]:
+    """Trains candidates side by side, or what is left of them; the best first.
+
+    Args:
+        names: In this order they begin.
+    Raises:
+        TrainingError: If none of them has an NE.
+    """
+    settings = release.config.release
+    space, points = stage_space(names, settings.prune if stage == "compare" else None)
+    folder = release.folder / stage
+    folder.mkdir(exist_ok=True)
+    study = Study(folder / "study.db", space, {}, points)
+    trials = Trials(study, release.job, folder, release.tracker, release.run_id)
+    trials.tidy_all()
+    get_run_logger().info("%s: %s", stage, ", ".join(names))
+    trials.run_all(settings.parallel, partial(run_candidate, release, trials, stage), partial(tell, stage))
+    standings = ranked([standing(record) for record in study.records()])
+    note(release, stage, standings)
+    if standings[0].valid_ne is None:
+        raise failed(release, stage, standings)
+    get_run_logger().info("%s: best is %s, NE %s", stage, standings[0].name, shown(standings[0].valid_ne))
+    return standings
+
+
+@task(cache_policy=NO_CACHE, task_run_name="{stage} {draw.params[candidate]}")
+def run_candidate(release: Release, trials: Trials, stage: Stage, draw: Draw) -> None:
+    """One candidate in one stage, to its NE. Safe to repeat: it goes on from its last checkpoint."""
+    name = draw.params[CANDIDATE]
+    tags = release.tags(stage, name)
+    trials.train(draw.number, release.settings(stage, name), f"{stage} {name}", tags)
+
+
+def tell(stage: Stage, record: TrialRecord) -> None:
+    """A line for people once a candidate is done with a stage."""
+    one = standing(record)
+    result = f"failed: {one.failed}" if one.failed else "stopped" if one.stopped else f"NE {shown(one.valid_ne)}"
+    get_run_logger().info("%s %s: %s", stage, one.name, result)
+
+
+def note(release: Release, stage: Stage, standings: list[Standing]) -> None:
+    """What a stage has come to -> MLflow: the figures, the picture and the table. Replaces itself."""
+    release.stages[stage] = standings
+    tracker, run_id = release.tracker, release.run_id
+    tracker.log_json(run_id, in_json(release.stages), STAGES)
+    tracker.log(run_id, len(release.stages), {BEST_NE: standings[0].valid_ne})
+    tracker.tag(run_id, {"mlflow.note.content": as_table(release.stages, release.config.release.candidates)})
+    with cosmetic("figure of the stages"):
+        tracker.log_figures(run_id, {"stages": plots.stages(release.stages)})
+
+
+def failed(release: Release, stage: Stage, standings: Sequence[Standing]) -> TrainingError:
+    """The end of a release without a candidate; the same command says it again, `again=true` begins anew."""
+    reason = next((one.failed for one in standings if one.failed), "all were stopped")
+    result = {"status": "failed", "stages": in_json(release.stages), "mlflow_run_id": release.run_id}
+    write_json(release.folder / RESULT, result)
+    actual = f"none of {len(standings)}; the first: {reason}"
+    remedy = "Correct the candidates, or try once more with again=true; release.prune=null stops none."
+    return TrainingError(f"release, stage '{stage}'", "one candidate that ends with an NE", actual, remedy)
+
+
+def retrain(release: Release, name: str, again: bool) -> dict[str, Any]:
+    """The winner trained on the freshest days, judged on test rows, gated and registered: what flows.train does.
+
+    Args:
+        again: Trains even where the same training is in the registry, unless this release has put it there.
+    Returns:
+        Result of the training; `status` is `skipped` if it was in the registry before this release.
+    """
+    path = release.folder / FINAL
+    before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    tags = {"mlflow.parentRunId": release.run_id, **release.tags("retrain", name)}
+    snapshot = release.job.snapshot.snapshot_id
+    result = train_version(
+        release.settings("retrain", name), snapshot, again and not before, f"retrain {name}", tags
+    )  # finds by itself what is in the registry, and makes anew what is not there any more
+    if before.get("mlflow_run_id") == result["mlflow_run_id"]:
+        return before
+    result |= {"winner": name}
+    write_json(path, result)
+    return result
+
+
+@task(cache_policy=NO_CACHE, task_run_name="conclude")
+def conclude(release: Release, final: Mapping[str, Any]) -> dict[str, Any]:
+    """All stages -> the result, a figure and a table. Safe to repeat: it replaces itself."""
+    name, tracker, run_id = final["winner"], release.tracker, release.run_id
+    last = Standing(name=name, valid_ne=final["train"]["valid_ne"], mlflow_run_id=final["mlflow_run_id"])
+    note(release, "retrain", [last])
+    model, gate = final["model"], final["gate"]
+    table = as_table(release.stages, release.config.release.candidates)
+    verdict = f"**{gate['decision']}**: {gate['reason']}"
+    if final["status"] == "skipped":
+        verdict += " It was in the registry already: the verdict is the one of then."
+    head = f"Winner: `{name}`, version {model['version']} of model {model['name']}. {verdict}"
+    tracker.tag(run_id, {"mlflow.note.content": f"{head}\n\n{table}", "dlrm.winner": name})
+    key = artifact_key("release", release.config.name)
+    create_markdown_artifact(f"# Release {release.job.name}\n\n{head}\n\n{table}", key=key)
+    result = {
+        "status": "ok",
+        "release": release.job.name,
+        "snapshot_id": release.job.snapshot.snapshot_id,
+        "stages": in_json(release.stages),
+        "winner": name,
+        "model": model,
+        "gate": gate,
+        "eval": final["eval"],
+        "mlflow_run_id": run_id,
+        "model_run_id": final["mlflow_run_id"],
+    }
+    tracker.log_json(run_id, result, RESULT_OF_RUN)
+    write_json(release.folder / RESULT, result)
+    return result
+
+
+def in_json(stages: Mapping[Stage, Sequence[Standing]]) -> dict[str, list[dict[str, Any]]]:
+    """The stages as plain values, each ranked."""
+    return {stage: [one.model_dump() for one in standings] for stage, standings in stages.items()}
+
+
+def as_table(stages: Mapping[Stage, Sequence[Standing]], candidates: Mapping[str, Mapping[str, Any]]) -> str:
+    """Candidates and their NE by stage as markdown, those first that came furthest."""
+    names = dict.fromkeys(one.name for standings in reversed([*stages.values()]) for one in standings)
+    lines = ["| candidate | " + " | ".join(stages) + " | differs in |", "|---" * (len(stages) + 2) + "|"]
+    for name in names:
+        cells = [_cell(standings, name) for standings in stages.values()]
+        differs = ", ".join(f"{key}={json.dumps(value)}" for key, value in candidates.get(name, {}).items())
+        lines.append(f"| {name} | {' | '.join(cells)} | {differs.replace('|', chr(92) + '|') or 'nothing'} |")
+    return "\n".join(lines)
+
+
+def _cell(standings: Sequence[Standing], name: str) -> str:
+    one = next((one for one in standings if one.name == name), None)
+    if one is None:
+        return ""
+    return "failed" if one.failed else "stopped" if one.stopped else shown(one.valid_ne)

@@ -1,0 +1,145 @@
+"""A sweep before it runs: what it searches, where it keeps its trials, and what it shares among them."""
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger
+
+from pipeline.config import RunConfig, load
+from pipeline.errors import ConfigError
+from pipeline.jobs.console import Progress
+from pipeline.jobs.search.trials import (
+    RESULT,
+    SearchJob,
+    Trials,
+    check_label,
+    check_parallel,
+    check_section,
+    search_job,
+    search_run,
+)
+from pipeline.jobs.training.job import selected
+from pipeline.registration.tracking import Tracker
+from pipeline.search.config import SweepConfig
+from pipeline.search.grid import count_trials
+from pipeline.search.study import Study
+
+STUDY = "study.db"
+"""File in a sweep's folder."""
+SOURCE = "flows.sweep"
+
+
+def pinned_sweep(config: RunConfig, snapshot_id: int | None, again: bool) -> SearchJob:
+    """The sweep that a config and a snapshot name; what can be wrong with it is found here.
+
+    Args:
+        snapshot_id: None takes the newest.
+        again: Makes a new one beside one that is done.
+    Raises:
+        ConfigError: If a key cannot be searched, or a value of it does not fit the config.
+    """
+    check_space(config)
+    snapshot, data = selected(config, snapshot_id)
+    if "valid" not in data:
+        raise ConfigError("split", "validation rows, by which trials are ranked", "none", "Name some as `valid`.")
+    inputs = {"config": config.semantics(), "sweep": config.sweep.identity()}
+    return search_job(config, "sweeps", snapshot, inputs, again)
+
+
+def check_space(config: RunConfig) -> None:
+    """Refuses keys that cannot be searched, before anything runs: each value is put into the config by itself.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    plain = without_sweep(config)
+    if not config.sweep.space:
+        expected = "at least one key with its values"
+        raise ConfigError("sweep.space", expected, "none", "Add one: `training.table_learning_rate: {low: .01, ...}`.")
+    for key, dimension in config.sweep.space.items():
+        check_section(f"sweep.space '{key}'", key)
+        ends = dimension.choices if dimension.choices is not None else (dimension.low, dimension.high)
+        configs = [load(plain, {key: value}) for value in ends]
+        for changed in configs:
+            check_label(f"sweep.space '{key}'", plain, changed)
+        learned = [changed.semantics() for changed in configs]
+        if len(learned) > 1 and all(other == learned[0] for other in learned[1:]):
+            raise ConfigError(f"sweep.space '{key}'", "a key that changes what is learned", "none", "Leave it out.")
+    limits = config.sweep.trial_overrides
+    for key in limits:
+        check_section(f"sweep.trial_overrides, key '{key}'", key)
+    trial = load(plain, limits)
+    check_label("sweep.trial_overrides, features.label", plain, trial)
+    check_parallel("sweep.parallel", config.sweep.parallel, trial)
+
+
+def without_sweep(config: RunConfig) -> RunConfig:
+    """The config of a plain training."""
+    return config.model_copy(update={"sweep": SweepConfig()})
+
+
+def own_values(config: RunConfig) -> dict[str, Any]:
+    """The config's own values of the keys that are searched, those that the space has."""
+    values = config.model_dump(mode="json")
+    found = {key: _value(values, key) for key in config.sweep.space}
+    return {key: value for key, value in found.items() if config.sweep.space[key].holds(value)}
+
+
+def _value(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        values = values[int(part)] if isinstance(values, list) else (values or {}).get(part)
+    return values
+
+
+def finished(job: SearchJob, config: RunConfig) -> dict[str, Any] | None:
+    """The result of a sweep that was done before with as many trials."""
+    path = Path(job.folder) / RESULT
+    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if result is None or sum(result["trials"].values()) < count_trials(config.sweep):
+        return None
+    if not Path(result["config_path"]).exists():
+        return None
+    advice = "again=true makes a new one, a larger sweep.trials goes on"
+    get_run_logger().info("skipped: sweep %s is done; %s", job.name, advice)
+    return dict(result) | {"status": "skipped"}
+
+
+class Sweep(Trials):
+    """A sweep at work."""
+
+    def __init__(self, config: RunConfig, job: SearchJob, tracker: Tracker, run_id: str) -> None:
+        folder = Path(job.folder)
+        super().__init__(Study(folder / STUDY, config.sweep, own_values(config)), job, folder, tracker, run_id)
+        self.config = config
+        # For the run's page; the log has a line a trial.
+        self.progress = Progress(logging.getLogger(__name__), "trials")
+        self.began, self.done_before = time.monotonic(), len(self.done())
+
+    def settings(self, params: Mapping[str, Any]) -> RunConfig:
+        """The config of a trial, with the limits of all trials."""
+        return load(without_sweep(self.config), {**self.config.sweep.trial_overrides, **params})
+
+    def time_left(self, done: int) -> str:
+        """In words; nothing before the first trial of this process is done."""
+        here, left = done - self.done_before, count_trials(self.config.sweep) - done
+        if here <= 0 or left <= 0:
+            return ""
+        minutes = (time.monotonic() - self.began) / here * left / 60
+        return f", about {minutes:.0f} min left" if minutes >= 1 else ", less than a minute left"
+
+
+@contextmanager
+def opened(config: RunConfig, job: SearchJob) -> Iterator[Sweep]:
+    """The sweep with its file and its MLflow run, which is ended whatever happens."""
+    params = {f"sweep.{key}": value for key, value in config.sweep.model_dump(exclude_defaults=True).items()}
+    tags = {"mlflow.source.name": SOURCE, "dlrm.sweep": job.name}
+    with search_run(config, job, f"sweep of {config.name}", params, tags) as (tracker, run_id):
+        (Path(job.folder) / RESULT).unlink(missing_ok=True)  # of fewer trials: it has not ended any more
+        sweep = Sweep(config, job, tracker, run_id)
+        sweep.tidy_all()
+        yield sweep

@@ -1,0 +1,149 @@
+"""What comes out of a sweep: the best config as a file, figures, and tables for people."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from matplotlib.figure import Figure
+from prefect import get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from pipeline.config import load
+from pipeline.errors import TrainingError
+from pipeline.jobs.search.sweep import Sweep, without_sweep
+from pipeline.jobs.search.trials import RESULT
+from pipeline.jobs.training.summary import artifact_key, shown
+from pipeline.jobs.training.tasks import cosmetic
+from pipeline.search import plots
+from pipeline.search.config import Dimension
+from pipeline.search.study import TrialRecord
+from storage.artifacts import write_json, write_text
+
+BASE, BEST = "base.yaml", "best.yaml"
+"""Files in a sweep's folder: the config that is searched, and the best trial's over it."""
+MOST_ROWS = 50
+"""Trials in a table for people."""
+
+
+def write_best(sweep: Sweep, best: TrialRecord) -> Path:
+    """The best trial's config as a file over the config that was searched; its limits as a trial are not in it."""
+    base, path = sweep.folder / BASE, sweep.folder / BEST
+    plain = without_sweep(sweep.config)
+    text = yaml.safe_dump(plain.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    write_text(base, text, mode=0o600)  # it may hold the catalog's credentials
+    values = load(plain, best.params).model_dump(mode="json")
+    head = f"# Trial {best.number} of sweep {sweep.job.name}: NE {shown(best.valid_ne)} on the validation rows.\n"
+    over = yaml.safe_dump({"base": BASE} | layered(values, best.params), sort_keys=False, allow_unicode=True)
+    write_text(path, head + over)
+    return path
+
+
+def layered(values: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a config that dotted keys name; lists whole, since a file's list takes the place of its base's.
+
+    Example:
+        >>> layered({"a": {"b": 1, "c": [{"d": 2}, 3]}}, {"a.b": 1, "a.c.0.d": 2})
+        {'a': {'b': 1, 'c': [{'d': 2}, 3]}}
+    """
+    found: dict[str, Any] = {}
+    for key in keys:
+        *sections, last = key.split(".")
+        inner, into = values, found
+        for name in sections:
+            if isinstance(inner[name], list):
+                last = name
+                break
+            inner, into = inner[name], into.setdefault(name, {})
+        into[last] = inner[last]
+    return found
+
+
+@task(cache_policy=NO_CACHE, task_run_name="conclude")
+def conclude(sweep: Sweep) -> dict[str, Any]:
+    """All trials -> the result, figures and a table. Safe to repeat: it replaces itself.
+
+    Raises:
+        TrainingError: If no trial has an NE.
+    """
+    records, best, tracker = sweep.study.records(), sweep.study.best, sweep.tracker
+    tracker.log_json(sweep.run_id, [record.model_dump() for record in records], "trials.json")
+    if best is None:
+        errors = [str(record.notes["error"]) for record in records if "error" in record.notes]
+        raise TrainingError(
+            "sweep", "one trial that ends with an NE", f"{in_numbers(records)}; the first: {(errors or ['pruned'])[0]}",
+            "Change space, limits or pruning.",
+        )  # fmt: skip
+    path, space = write_best(sweep, best), sweep.config.sweep.space
+    shares: dict[str, float] = {}
+    with cosmetic("importances"):
+        shares = sweep.study.importances()
+    with cosmetic("figures"):
+        tracker.log_figures(sweep.run_id, figures(records, space, shares))
+    tracker.log_file(sweep.run_id, path)
+    table = as_table(records, list(space))
+    head = f"Best: trial {best.number}, NE {shown(best.valid_ne)} on the validation rows, `{BEST}`.\n\n"
+    tags = {f"best.{key}": json.dumps(value) for key, value in best.params.items()}
+    tracker.tag(sweep.run_id, {"mlflow.note.content": head + table, "dlrm.best_trial": str(best.number)} | tags)
+    with cosmetic("page in Prefect"):
+        create_markdown_artifact(
+            f"# Sweep {sweep.job.name}\n\n{head}{table}", key=artifact_key("sweep", sweep.config.name)
+        )
+    result = {
+        "status": "ok",
+        "study": sweep.job.name,
+        "snapshot_id": sweep.job.snapshot.snapshot_id,
+        "trials": dict(Counter(record.state for record in records)),
+        "best": {"number": best.number, "params": dict(best.params), "valid_ne": best.valid_ne},
+        "importances": shares,
+        "config_path": str(path),
+        "mlflow_run_id": sweep.run_id,
+    }
+    write_json(sweep.folder / RESULT, result)
+    get_run_logger().info("best: trial %s, NE %s: %s", best.number, shown(best.valid_ne), in_words(best.params))
+    return result
+
+
+def figures(
+    records: Sequence[TrialRecord], space: Mapping[str, Dimension], shares: Mapping[str, float]
+) -> dict[str, Figure]:
+    """The figures of a sweep, by name."""
+    return {
+        "history": plots.history(records),
+        "parallel_coordinates": plots.parallel_coordinates(records, space),
+        "importance": plots.importance(shares),
+    }
+
+
+def in_numbers(records: Sequence[TrialRecord]) -> str:
+    """How many trials there are of each state."""
+    counts = Counter(record.state for record in records)
+    return ", ".join(f"{count} {state}" for state, count in counts.items())
+
+
+def in_words(params: Mapping[str, Any]) -> str:
+    """The values of a trial as one line.
+
+    Example:
+        >>> in_words({"training.table_learning_rate": 0.0123456, "model.bottom_mlp": [32]})
+        'training.table_learning_rate=0.01235, model.bottom_mlp=[32]'
+    """
+    return ", ".join(f"{key}={_rounded(value)}" for key, value in params.items())
+
+
+def as_table(records: Sequence[TrialRecord], keys: Sequence[str]) -> str:
+    """The trials as markdown, the best first."""
+    order = sorted(records, key=lambda record: (record.valid_ne is None, record.valid_ne, record.number))
+    lines = ["| trial | NE | " + " | ".join(f"`{key}`" for key in keys) + " |", "|---" * (len(keys) + 2) + "|"]
+    for record in order[:MOST_ROWS]:
+        ne = shown(record.valid_ne) if record.state == "complete" else record.state
+        values = " | ".join(_rounded(record.params.get(key)) for key in keys)
+        lines.append(f"| {record.number} | {ne} | {values} |")
+    return "\n".join(lines)
+
+
+def _rounded(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else json.dumps(value).replace("|", "\\|")

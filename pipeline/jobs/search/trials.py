@@ -1,0 +1,280 @@
+"""Trials side by side: a search pinned down, its run in MLflow, and below that a training a trial."""
+
+import contextvars
+import hashlib
+import itertools
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger
+from pydantic import BaseModel
+
+from pipeline.config import RunConfig
+from pipeline.errors import (
+    ConfigError,
+    ContractError,
+    EmptyDatasetError,
+    StorageError,
+    TrackingError,
+    TrainingError,
+)
+from pipeline.jobs.search.candidate import StoppedEarly, candidate_job, train_candidate
+from pipeline.jobs.training.evaluate import in_a_line
+from pipeline.jobs.training.job import joined_of, keep_inputs, own_folder, run_of, tracker_of, warehouse_of
+from pipeline.jobs.training.summary import commit
+from pipeline.registration.tracking import Tracker, answering, unanswered
+from pipeline.search.grid import count_trials
+from pipeline.search.study import Draw, Study, TrialRecord
+from pipeline.training.launch.processes import Event
+from storage.artifacts import write_json
+from storage.reader import SnapshotRef
+
+RESULT = "result.json"
+"""File in a search's folder once it has ended."""
+PINNED = "search.json"
+"""File in a search's folder with its `SearchJob`."""
+SECTIONS = ("seed", "sampling", "features", "model", "training", "preprocessing")
+"""Where trials may differ: it changes what is learned, and leaves the rows alone that they are ranked by."""
+MOST_FAILURES = 3
+"""Trials that fail one after the other before the others are spared: it may lie in what they have in common."""
+AGAIN = "Once it answers, run the same command again: it goes on from here."
+
+
+class SearchJob(BaseModel, frozen=True):
+    """Trainings to be compared, pinned down: what they read, and where they are kept."""
+
+    identity: str
+    folder: str
+    snapshot: SnapshotRef
+    inputs: str = ""
+    """Hash of what decides the outcome beside the snapshot."""
+
+    @property
+    def name(self) -> str:
+        """What people call it by."""
+        return Path(self.folder).name
+
+
+def search_job(
+    config: RunConfig, kind: str, snapshot: SnapshotRef, inputs: Mapping[str, Any], again: bool
+) -> SearchJob:
+    """The search that its inputs name: the one that was begun, or a new one.
+
+    Args:
+        kind: Folder below `home`, such as `sweeps`.
+        inputs: What decides the outcome, beside the snapshot.
+        again: Makes a new one beside one that has ended.
+    """
+    identity = _hash({"snapshot_id": snapshot.snapshot_id, **inputs})
+    names = (f"{config.name}-{identity[:12]}-{attempt}" for attempt in itertools.count())
+    folders = (config.home_path / kind / name for name in names)
+    made = list(itertools.takewhile(Path.exists, folders))
+    if not made or (again and (made[-1] / RESULT).exists()):
+        made.append(config.home_path / kind / f"{config.name}-{identity[:12]}-{len(made)}")
+    return SearchJob(identity=identity, folder=str(made[-1]), snapshot=snapshot, inputs=_hash(inputs))
+
+
+def _hash(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def unfinished(job: SearchJob) -> list[SearchJob]:
+    """Searches by the same config, on other snapshots, that have not ended."""
+    folders = [path.parent for path in sorted(Path(job.folder).parent.glob(f"*/{PINNED}"))]
+    texts = [(folder / PINNED).read_text(encoding="utf-8") for folder in folders if not (folder / RESULT).exists()]
+    others = [SearchJob.model_validate_json(text) for text in texts]
+    return [other for other in others if other.inputs == job.inputs and other.identity != job.identity]
+
+
+def check_section(where: str, key: str) -> None:
+    """Refuses a dotted key in which trials may not differ.
+
+    Raises:
+        ConfigError: If it changes more than what is learned.
+    """
+    if key.split(".")[0] not in SECTIONS:
+        raise ConfigError(where, f"a key of {', '.join(SECTIONS)}", "another", "Leave it out.")
+
+
+def check_label(where: str, config: RunConfig, changed: RunConfig) -> None:
+    """Refuses a trial that would be ranked by another label than the others.
+
+    Raises:
+        ConfigError: Names both labels.
+    """
+    label, other = config.features.label, changed.features.label
+    if other != label:
+        raise ConfigError(where, f"the label by which all are ranked, '{label}'", f"'{other}'", "Leave it out.")
+
+
+def check_parallel(where: str, parallel: int, config: RunConfig) -> None:
+    """Refuses trials side by side that use Ray: a process has one connection to it.
+
+    Args:
+        config: Of one of the trials.
+    Raises:
+        ConfigError: If there are several at a time.
+    """
+    if parallel > 1 and "ray" in (config.training.launcher, config.preprocessing.executor):
+        raise ConfigError(where, "1 with Ray: a process has one connection to it", f"{parallel}", "Set it to 1.")
+
+
+@contextmanager
+def search_run(
+    config: RunConfig, job: SearchJob, name: str, params: Mapping[str, Any], tags: Mapping[str, str]
+) -> Iterator[tuple[Tracker, str]]:
+    """The search's folder for this process alone, and its MLflow run, which is ended whatever happens.
+
+    Args:
+        name: Of the run.
+        params: Beside those of the config.
+    """
+    with own_folder(Path(job.folder)) as folder:
+        # Once, not by trials side by side.
+        keep_inputs(warehouse_of(config), job.identity, job.snapshot, joined_of(config))
+        if not (folder / PINNED).exists():
+            for other in unfinished(job):
+                get_run_logger().info(
+                    "%s of the same config has not ended; if days were ingested meanwhile, give it its snapshot: "
+                    "snapshot_id=%s", other.name, other.snapshot.snapshot_id,
+                )  # fmt: skip
+        write_json(folder / PINNED, job.model_dump(mode="json"))
+        tags = {"snapshot_id": str(job.snapshot.snapshot_id), "git_commit": commit(), **tags}
+        tracker, params = tracker_of(config), config.flat() | dict(params)
+        with run_of(folder, config, name, params, tags, AGAIN) as (run_id, _), answering(AGAIN):
+            tracker.log_json(run_id, config.shareable(), "config.json")
+            yield tracker, run_id
+
+
+class Trials:
+    """Trials of a study at work, which threads share.
+
+    Args:
+        folder: Of this study.
+        run_id: MLflow run that those of the trials are below.
+    """
+
+    def __init__(self, study: Study, job: SearchJob, folder: Path, tracker: Tracker, run_id: str) -> None:
+        self.study, self.job, self.folder, self.tracker, self.run_id = study, job, folder, tracker, run_id
+        self.stop = threading.Event()  # trials at work are to end; the same command goes on with them
+        self.lock = threading.Lock()
+        self.failures = 0  # one after the other
+
+    def done(self) -> list[TrialRecord]:
+        """Trials that are complete, pruned or failed."""
+        return [record for record in self.study.records() if record.state != "running"]
+
+    def trial_folder(self, number: int) -> Path:
+        """Checkpoints and logs of a trial, until it is done."""
+        return self.folder / "trials" / f"{number:04d}"
+
+    def tidy(self, record: TrialRecord) -> None:
+        """Removes what a trial that is done leaves on disk; of one that failed the logs stay."""
+        folder = self.trial_folder(record.number)
+        shutil.rmtree(folder / "checkpoints" if record.state == "failed" else folder, ignore_errors=True)
+
+    def tidy_all(self) -> None:
+        """Removes what done trials left: a kill may have come before."""
+        for record in self.done():
+            self.tidy(record)
+
+    def run_all(self, parallel: int, run: Callable[[Draw], object], tell: Callable[[TrialRecord], object]) -> None:
+        """Runs what is left of the trials.
+
+        A trial that fails costs itself alone. If MLflow, the warehouse or the disk fails it, or the process is
+        interrupted, the others are ended, too, and go on from their checkpoints when the same command is run again.
+
+        Args:
+            parallel: Trials at a time.
+            run: Runs one to its end.
+            tell: Hears of each that is done, one at a time.
+        Raises:
+            TrainingError: If three trials have failed one after the other and there are more to come.
+        """
+        with ThreadPoolExecutor(parallel, thread_name_prefix="trial") as pool:
+            try:
+                context = contextvars.copy_context  # holds the flow that tasks and logs belong to
+                workers = [pool.submit(context().run, self._work, run, tell) for _ in range(parallel)]
+                for worker in as_completed(workers):
+                    worker.result()
+            finally:
+                self.stop.set()
+
+    def _work(self, run: Callable[[Draw], object], tell: Callable[[TrialRecord], object]) -> None:
+        """One trial after the other, until there are enough."""
+        while not self.stop.is_set() and (draw := self.study.next()) is not None:
+            try:
+                run(draw)
+            except Exception as error:  # whatever is wrong with this trial, the others go on
+                if self.stop.is_set() or surroundings(error):
+                    raise
+                self.study.fail(draw.number, str(error) if isinstance(error, ContractError) else in_a_line(error))
+            with self.lock:
+                record = next(record for record in self.done() if record.number == draw.number)
+                tell(record)
+                self.tidy(record)
+                self._count(record)
+
+    def _count(self, record: TrialRecord) -> None:
+        """Ends the search where trial after trial fails: those to come would be spent on what is wrong with all."""
+        self.failures = self.failures + 1 if record.state == "failed" else 0
+        left = count_trials(self.study.config) - len(self.done())
+        if self.failures < MOST_FAILURES or left <= 0:
+            return
+        last = str(record.notes["error"]).rstrip(".")
+        remedy = f"Correct that, and run the same command again: it goes on with the other {left}. To begin anew, "
+        raise TrainingError(
+            "trials", "one of three in a row that ends with an NE", f"three failures; the last: {last}",
+            remedy + f"remove '{self.job.folder}'.",
+        )  # fmt: skip
+
+    def train(self, number: int, config: RunConfig, name: str, tags: Mapping[str, str]) -> None:
+        """Trains a running trial to its NE, or until it falls behind; goes on from its last checkpoint.
+
+        Args:
+            name: Of its MLflow run.
+            tags: Beside the one that names the run above it.
+        """
+        if self.study.falls_behind(number):
+            return self.study.prune(number)
+        plans, snapshot = Path(self.job.folder) / "plans", self.job.snapshot.snapshot_id
+        job = candidate_job(config, self.job.identity, snapshot, self.trial_folder(number), plans)
+        tags = {"mlflow.parentRunId": self.run_id, **tags}
+
+        def begun(run_id: str) -> None:
+            self.study.note(number, mlflow_run_id=run_id)
+
+        outcome = train_candidate(config, job, name, tags, partial(self.watch, number), begun)
+        if outcome.valid_ne is None:
+            return self.study.prune(number)
+        return self.study.finish(number, outcome.valid_ne)
+
+    def watch(self, number: int, event: Event | None) -> None:
+        """Ends a trial that falls behind, or all of them when the search ends.
+
+        Raises:
+            StoppedEarly: If it falls behind.
+            KeyboardInterrupt: If the search ends.
+        """
+        if self.stop.is_set():
+            raise KeyboardInterrupt
+        prune = self.study.config.prune
+        if prune is None or event is None or event["event"] != "metrics":
+            return
+        ne = event["metrics"].get(prune.metric)
+        if ne is not None and self.study.report(number, event["rows"], ne):
+            raise StoppedEarly
+
+
+def surroundings(error: Exception) -> bool:
+    """Whether an error says nothing of the trial that it ended: MLflow, the warehouse or the disk would fail any."""
+    if isinstance(error, EmptyDatasetError):  # by the trial's own sampling
+        return False
+    return isinstance(error, TrackingError | StorageError | OSError) or unanswered(error)

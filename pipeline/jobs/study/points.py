@@ -1,0 +1,201 @@
+"""The points of an efficiency study, measured one after the other in ranks that stay as long as they can."""
+
+import contextlib
+import itertools
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.characterization.points import Point
+from pipeline.characterization.results import Measurement, Result
+from pipeline.characterization.workload import plan_of
+from pipeline.config import RunConfig, load
+from pipeline.config.files import ROOT
+from pipeline.errors import ContractError, TrainingError
+from pipeline.jobs.study.rank import MeasureSpec, Task
+from pipeline.jobs.study.workload import enough_rows, written
+from pipeline.jobs.training.job import prepared
+from pipeline.jobs.training.rank import bags_of, placed
+from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.service import Service
+from pipeline.preprocessing.worker import Worker
+from pipeline.training.launch.processes import Event, Limits, run_ranks
+from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse
+from pipeline.training.tables.statistics import measure as measure_uses
+from pipeline.transforms.column import Column
+from storage.artifacts import write_json
+
+POINTS = "points"
+"""Folder of a study with a file a point."""
+Tell = Callable[[Result, bool], Result]
+"""Called with a result and whether it was there before; returns it as it is to be kept."""
+
+
+def settings_of(config: RunConfig, point: Point) -> RunConfig:
+    """The config of a point."""
+    plain = config.characterize.model_copy(update={"axes": {}, "scale": 1.0})
+    return load(config.model_copy(update={"characterize": plain}), point.settings)
+
+
+def stored(folder: Path, point: Point) -> Result | None:
+    """What is known of a point from an earlier process."""
+    path = folder / POINTS / f"{point.key}.json"
+    return Result.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def keep(folder: Path, result: Result) -> Result:
+    """Writes a result down."""
+    write_json(folder / POINTS / f"{result.point.key}.json", result.model_dump(mode="json"))
+    return result
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A point that can be measured."""
+
+    point: Point
+    task: Task
+    served: DataSpec | None = None
+    """Rows that a preprocessing service is to read meanwhile."""
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """Points with the same can be measured by the same ranks."""
+        training = self.task.training
+        kind = (training.world_size, training.threads_per_rank, training.device, training.sync)
+        return (*kind, self.point.key) if self.served is not None else kind
+
+
+def measure(
+    config: RunConfig,
+    points: Sequence[Point],
+    folder: Path,
+    tell: Tell = lambda result, stored: result,
+    snapshot_id: int | None = None,
+) -> list[Result]:
+    """Measures the speed of points that have no result in the folder yet; those that failed are tried again.
+
+    Args:
+        config: What the points are put over.
+        folder: Results are kept here, a file a point; no other process works in it.
+        snapshot_id: Of the config's table, for points without a workload; None takes the newest.
+    """
+    results: dict[str, Result] = {}
+    ready: list[Ready] = []
+    rows = Rows(folder, snapshot_id)
+
+    def done(result: Result) -> None:
+        results[result.point.key] = keep(folder, tell(result, False))
+
+    for point in points:
+        before = stored(folder, point)
+        if before is not None and before.state != "failed":
+            results[point.key] = tell(before, True)
+            continue
+        try:
+            ready.append(_ready(config, point, rows))
+        except ContractError as error:
+            done(Result(point=point, state="left out", reason=str(error)))
+    for _, members in itertools.groupby(sorted(ready, key=lambda one: str(one.group)), key=lambda one: one.group):
+        _measure_group(list(members), folder / "ranks", done)
+    return [results[point.key] for point in points]
+
+
+def _ready(config: RunConfig, point: Point, rows: "Rows") -> Ready:
+    """The point as ranks are told of it.
+
+    Raises:
+        ContractError: If its tables cannot be placed: for their kind, the ranks, or the memory.
+    """
+    settings = settings_of(config, point)
+    study, training = settings.characterize, settings.training
+    data = rows.of(settings)
+    shape = study.workload if data is None else None
+    if data is not None:
+        plan = data.plan
+    else:
+        assert shape is not None
+        plan = plan_of(shape)
+    one = Task(
+        key=point.key, model=settings.model, training=training, preprocessing=settings.preprocessing,
+        seed=settings.seed, plan=plan, workload=shape, data=data,
+        warm_up_steps=study.warm_up_steps, steps=study.steps, repeats=study.repeats, seconds=study.seconds,
+    )  # fmt: skip
+    uses = {} if data is None else rows.uses(data, training.batch_rows)
+    return Ready(point, placed(one, uses), data if study.data == "files" else None)
+
+
+class Rows:
+    """What points read: made ready once for all that read the same, since it takes a pass over the training rows.
+
+    Args:
+        folder: Tables of workloads are kept below it.
+        snapshot_id: Of the config's table; None takes the newest.
+    """
+
+    def __init__(self, folder: Path, snapshot_id: int | None) -> None:
+        self.folder, self.snapshot_id = folder, snapshot_id
+        self.prepared: dict[str, DataSpec] = {}
+        self.samples: dict[str, list[Column]] = {}
+
+    def of(self, config: RunConfig) -> DataSpec | None:
+        """The rows that a point reads; None: its batches are drawn in memory."""
+        shape = config.characterize.workload
+        if shape is None:
+            rest = config.model_dump_json(exclude={"model", "training", "characterize"})
+            if rest not in self.prepared:
+                self.prepared[rest] = prepared(config, self.snapshot_id)[1]
+            return self.prepared[rest]
+        if config.characterize.data == "memory":
+            return None
+        return written(shape, enough_rows(shape, config.training.batch_rows), self.folder / "tables", config.seed)
+
+    def uses(self, data: DataSpec, batch_rows: int) -> dict[str, TableUse]:
+        """How the tables are used in a sample of these rows."""
+        key = data.model_dump_json()
+        if key not in self.samples:
+            self.samples[key] = list(Worker(data).sample(SAMPLE_ROWS))
+        return measure_uses(bags_of(data.plan), self.samples[key], batch_rows)
+
+
+def _measure_group(members: Sequence[Ready], folder: Path, done: Callable[[Result], None]) -> None:
+    """Measures points in the same ranks; ranks that a point kills are started again for the others."""
+    left = {one.task.key: one for one in members}
+    while left:
+        before, begun = len(left), ""
+
+        def hear(event: Event) -> None:
+            nonlocal begun
+            if event["event"] == "point_begins":
+                begun = event["key"]
+            elif event["event"] == "point":
+                found = Measurement.model_validate(event["measurement"])
+                done(Result(point=left.pop(event["key"]).point, state="measured", measurement=found))
+            elif event["event"] == "point_failed":
+                done(Result(point=left.pop(event["key"]).point, state="failed", reason=event["reason"]))
+
+        try:
+            _run(list(left.values()), folder, hear)
+        except ContractError as error:  # what ends the ranks of one point, be it killed or refused in mid-step
+            if begun not in left:
+                raise
+            done(Result(point=left.pop(begun).point, state="failed", reason=str(error)))
+        if len(left) == before:
+            raise TrainingError("measuring", "a result of every point", f"none of {before}", f"See {folder}.")
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(members: Sequence[Ready], folder: Path, hear: Callable[[Event], None]) -> None:
+    first = members[0]
+    training, preprocessing = first.task.training, first.task.preprocessing
+    with contextlib.ExitStack() as open_until_end:
+        tasks = [one.task for one in members]
+        if first.served is not None:
+            service = Service({"train": first.served}, preprocessing, folder / "service")
+            open_until_end.enter_context(service)
+            tasks = [one.model_copy(update={"service": service.address}) for one in tasks]
+        run_ranks(
+            "pipeline.jobs.study.rank", MeasureSpec(training=training, tasks=tuple(tasks), folder=str(folder)), folder,
+            training.world_size, training.threads_per_rank, Limits(hang_seconds=training.hang_seconds), hear, ROOT,
+        )  # fmt: skip

@@ -1,0 +1,70 @@
+"""NE of a point of the efficiency study: with the config's own values, and with those that its sweep finds."""
+
+from pathlib import Path
+from typing import Any
+
+from flows.sweep import sweep
+from pipeline.characterization.points import Point
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError, TrainingError
+from pipeline.jobs.search.sweep import STUDY, check_space, own_values
+from pipeline.jobs.study.points import settings_of
+from pipeline.jobs.training.job import tracker_of
+from pipeline.search.study import Study
+
+
+def judged(
+    config: RunConfig, point: Point, parent: str | None = None, snapshot_id: int | None = None
+) -> dict[str, Any]:
+    """Sweeps the config with a point's settings; what was swept before is not swept again.
+
+    Args:
+        parent: MLflow run that the sweep's run is put below, under the point's name.
+        snapshot_id: Snapshot to read; None takes the newest.
+    Returns:
+        ne: of trial 0, which has the config's own values. tuned_ne and params: of the best trial, which may be that
+        one. sweep and mlflow_run_id name the sweep.
+    Raises:
+        StorageError: If nothing was ingested yet.
+        TrainingError: If the trial with the config's own values has no NE.
+    """
+    settings = with_own_values(config, point)
+    result = sweep(settings, snapshot_id=snapshot_id)
+    tracker, run_id = tracker_of(settings), result["mlflow_run_id"]
+    if parent is not None:
+        tracker.tag(run_id, {"mlflow.parentRunId": parent, "mlflow.runName": point.name})
+    study = Study(Path(result["config_path"]).parent / STUDY, settings.sweep, {})
+    own, best = study.records()[0], result["best"]
+    if own.valid_ne is None:
+        where, actual = f"trial 0 of sweep {result['study']}", str(own.notes.get("error", own.state))
+        raise TrainingError(where, "an NE with the config's own values", actual, "Correct the config.")
+    return {
+        "ne": own.valid_ne,
+        "tuned_ne": best["valid_ne"],
+        "params": best["params"],
+        "sweep": result["study"],
+        "mlflow_run_id": run_id,
+    }
+
+
+def with_own_values(config: RunConfig, point: Point) -> RunConfig:
+    """The config of a point, once it is clear that the first trial of its sweep takes the config's own values.
+
+    Raises:
+        ConfigError: If it would not, or if something else about the sweep is wrong.
+    """
+    settings = settings_of(config, point)
+    check_space(settings)
+    search = settings.sweep
+    if search.strategy == "grid" or not search.begin_with_config:
+        actual = "strategy=grid" if search.strategy == "grid" else "begin_with_config=false"
+        raise ConfigError("sweep", "a first trial with the config's own values", actual, "Leave it out.")
+    if search.prune is not None and search.parallel > 1:
+        expected = "1 with `prune`: trials beside it may stop the one with the config's own values"
+        raise ConfigError("sweep.parallel", expected, f"{search.parallel}", "Set it to 1, or sweep.prune to null.")
+    own = own_values(settings)
+    for key in search.space:
+        if key not in own:
+            where = f"sweep.space '{key}' at {point.name}"
+            raise ConfigError(where, "the config's own value among its values", "others", "Widen it.")
+    return settings

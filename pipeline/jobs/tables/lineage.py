@@ -1,0 +1,125 @@
+"""Which trainings and versions read which columns of a table: from MLflow's records, the plans among them."""
+
+import datetime
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from mlflow.entities import Run as MlflowRun
+from mlflow.exceptions import MlflowException
+from pydantic import ValidationError
+
+from pipeline.catalog.usage import Run, Usage, Version, Worth, worths_of_columns
+from pipeline.errors import RegistryError
+from pipeline.jobs.training.job import PLAN
+from pipeline.jobs.training.reporting import FEATURES
+from pipeline.registration.aliases import versions
+from pipeline.registration.tracking import Tracker, absent
+from pipeline.transforms.plan.plan import Plan
+
+MEASURED_RUNS = 20
+"""Newest finished runs of which the worth of the features is looked up."""
+
+
+def usage_of(tracker: Tracker, model: str) -> Usage:
+    """The runs of the experiment and the versions of the model, with what they read. Runs without a plan are left out.
+
+    Args:
+        model: Name in the registry.
+    Raises:
+        TrackingError: If MLflow does not answer.
+    """
+    plans = _Plans(tracker)
+    runs, measured = [], 0
+    for run in _runs(tracker):
+        plan = plans.of(run)
+        if plan is None:
+            continue
+        worths: dict[str, Worth] = {}
+        if run.info.status == "FINISHED" and measured < MEASURED_RUNS:
+            worths, measured = worths_of_columns(plan, _worths(tracker, str(run.info.run_id))), measured + 1
+        runs.append(
+            Run(
+                run_id=run.info.run_id,
+                name=f"{run.info.run_name} ({run.info.run_id[:8]})",
+                at=datetime.datetime.fromtimestamp(run.info.start_time / 1000, datetime.UTC),
+                columns=frozenset(plan.columns),
+                worths=worths,
+            )
+        )
+    return Usage(runs=tuple(runs), versions=tuple(_versions(tracker, model, plans)))
+
+
+class _Plans:
+    """Plans of runs, each fetched once."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.tracker = tracker
+        self.known: dict[str, Plan | None] = {}
+
+    def of(self, run: MlflowRun) -> Plan | None:
+        """None: it has none, as runs that trained nothing."""
+        key = run.data.tags.get("plan_hash")
+        if key is None:
+            return None
+        if self.known.get(key) is None:
+            self.known[key] = _read(partial(self._fetched, str(run.info.run_id)))
+        return self.known[key]
+
+    def _fetched(self, run_id: str) -> Plan | None:
+        try:
+            return Plan.model_validate(self.tracker.read_json(run_id, PLAN))
+        except ValidationError:  # of an older version, or not ours
+            return None
+
+
+def _runs(tracker: Tracker) -> list[MlflowRun]:
+    """All runs of the experiment, newest first."""
+    found: list[MlflowRun] = []
+    token: str | None = None
+    while True:
+        order = ["attributes.start_time DESC"]
+        some = tracker.client.search_runs([tracker.experiment_id], order_by=order, page_token=token)
+        found += some
+        token = some.token
+        if not token:
+            return found
+
+
+def _versions(tracker: Tracker, model: str, plans: _Plans) -> list[Version]:
+    numbers = versions(tracker, model)
+    if not numbers:
+        return []
+    aliases: dict[int, list[str]] = {}
+    for alias, number in tracker.client.get_registered_model(model).aliases.items():
+        aliases.setdefault(int(number), []).append(alias)
+    found = []
+    for number in numbers:
+        version = tracker.version(model, str(number))
+        run = None if version is None else _read(partial(tracker.client.get_run, str(version.run_id)))
+        plan = plans.of(run) if run is not None else None
+        if plan is not None:
+            named = tuple(sorted(aliases.get(number, ())))
+            found.append(Version(model=model, version=number, aliases=named, columns=frozenset(plan.columns)))
+    return found
+
+
+def _worths(tracker: Tracker, run_id: str) -> list[tuple[str, Worth]]:
+    measured = _read(partial(tracker.read_json, run_id, FEATURES)) or []
+    return [
+        (one["name"], Worth.model_validate({key: one[key] for key in Worth.model_fields}))
+        for one in measured
+        if None not in [one.get(key) for key in ("name", *Worth.model_fields)]
+    ]
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    """What MLflow has; None where it has no such thing, as of a run that somebody has deleted."""
+    try:
+        return read()
+    except RegistryError:
+        return None
+    except MlflowException as error:
+        if not absent(error):
+            raise
+        return None

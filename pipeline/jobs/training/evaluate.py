@@ -1,0 +1,288 @@
+"""A trained model judged on the evaluation rows, beside the champion."""
+
+import multiprocessing
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+from pydantic import BaseModel
+
+from pipeline.config import RunConfig
+from pipeline.data.joined.reader import schema_of
+from pipeline.errors import ConfigError
+from pipeline.evaluation.config import EvaluationConfig
+from pipeline.evaluation.evaluate import EvalReport, Evaluation, Scored
+from pipeline.evaluation.gate import Verdict, compare
+from pipeline.evaluation.importance import FeatureWorth, Study
+from pipeline.evaluation.metrics import Floats
+from pipeline.jobs.console import Progress
+from pipeline.jobs.training.job import TrainingJob, columns_at, tracker_of, warehouse_of
+from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.worker import Worker
+from pipeline.process import die_with_parent
+from pipeline.registration.aliases import CHALLENGER, CHAMPION, holder, move
+from pipeline.registration.register import packed
+from pipeline.registration.scorer import LoadedModel, plan_of
+from pipeline.registration.tracking import unanswered
+from storage.reader import DAY, Fragment
+
+IMPORTANCE_BATCH_ROWS = 2_048
+"""Rows that exchange the values of a feature."""
+PORTIONS = 16
+"""Pieces of work that each process gets, so that progress is seen and none waits long for another."""
+
+
+class Judged(BaseModel, frozen=True):
+    """Quality on the evaluation rows, and what the gate makes of it."""
+
+    report: EvalReport
+    gate: Verdict
+    weights_sha256: str = ""
+    """Of the trained model that was judged."""
+    features: tuple[FeatureWorth, ...] = ()
+    """The most valuable first; none where they were not looked at."""
+
+    @property
+    def droppable(self) -> list[str]:
+        """Features that could be dropped."""
+        return [worth.name for worth in self.features if worth.droppable]
+
+
+class Champion:
+    """The version to beat, as far as it can score today's rows.
+
+    Args:
+        folder: Its packed model; None: there is none.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.model: LoadedModel | None = None
+        self.error: str | None = None
+
+    def score(self, rows: pa.Table) -> Floats | None:
+        """Probabilities of raw rows; None once it has failed, or where there is none."""
+        if self.folder is None or self.error is not None:
+            return None
+        try:
+            self.model = self.model or LoadedModel(self.folder)
+            return self.model.score(rows)
+        except Exception as error:  # a champion that cannot be had must not cost the new model
+            self.error = in_a_line(error)
+            return None
+
+
+class Comparison(BaseModel, frozen=True):
+    """All that a process needs to judge some of the evaluation rows."""
+
+    spec: DataSpec
+    evaluation: EvaluationConfig
+    units: str
+    model: Path
+    exact: Path | None
+    """The model before its tables were rounded, where they were."""
+    champion: Path | None
+    groups: Path
+    """Folder for the predictions that GAUC groups."""
+
+    def over(self, fragments: Sequence[Fragment]) -> Iterator[tuple[int, Evaluation, str | None]]:
+        """(rows so far, sums so far, why the champion failed if it did), after each fragment.
+
+        Rows are scored fragment by fragment, whoever does it: arithmetic may differ in its last bits between batches
+        of different sizes.
+        """
+        model, champion = LoadedModel(self.model), Champion(self.champion)
+        exact = None if self.exact is None else LoadedModel(self.exact)
+        worker, evaluation = Worker(self.spec), self.nothing(self.groups)
+        done = 0
+        for fragment in fragments:
+            rows = worker.read_selected(fragment)
+            labels, weights = outcomes_of(worker, rows, fragment)
+            extra = rows.select(list(self.spec.extra))
+            before = None if exact is None else exact.score(rows)
+            evaluation.add(Scored(labels, model.score(rows), extra, champion.score(rows), before, weights))
+            done += rows.num_rows
+            yield done, evaluation, champion.error
+        evaluation.close()
+
+    def nothing(self, groups: Path | None = None) -> Evaluation:
+        """The sums of no rows."""
+        return Evaluation(self.evaluation, self.units, groups, self.spec.weight is not None)
+
+
+def outcomes_of(worker: Worker, rows: pa.Table, fragment: Fragment) -> tuple[Floats, Floats | None]:
+    """Labels and weights of rows, float64 [N] each."""
+    labels, weights = worker.labels(rows, f"{fragment.day}"), worker.weights(rows, f"{fragment.day}")
+    return labels.astype("float64"), None if weights is None else weights.astype("float64")
+
+
+def portion(comparison: Comparison, fragments: Sequence[Fragment]) -> tuple[int, Evaluation, str | None]:
+    """What a process of its own finds in some fragments."""
+    torch.set_num_threads(max((os.cpu_count() or 1) // comparison.evaluation.workers, 1))
+    found: tuple[int, Evaluation, str | None] = (0, comparison.nothing(), None)
+    for seen in comparison.over(fragments):
+        found = seen
+    return found
+
+
+def judge(config: RunConfig, job: TrainingJob, model: Path, progress: Progress, exact: Path | None = None) -> Judged:
+    """Scores the evaluation rows, raw as a caller would send them, with the new model and with the champion.
+
+    Args:
+        model: Folder of the packed model.
+        exact: The same before its tables were rounded, to tell what that costs.
+    """
+    version, warehouse = holder(tracker_of(config), config.model_name), warehouse_of(config)
+    resampled = config.gate.resample_by
+    fetched, groups = Path(job.folder) / "champion", Path(job.folder) / "groups"
+    shutil.rmtree(groups, ignore_errors=True)  # of an attempt that was killed
+    try:
+        champion, columns, error = _champion(config, version, columns_at(config, job.snapshot).names, fetched)
+        spec = job.data["test"]
+        extra = tuple(dict.fromkeys([*spec.extra, *columns]))
+        comparison = Comparison(
+            spec=spec.model_copy(update={"extra": extra}),
+            evaluation=config.evaluation,
+            units=DAY if resampled in (None, "row") else resampled,
+            model=model,
+            exact=exact,
+            champion=champion,
+            groups=groups,
+        )
+        evaluation, failed = _evaluated(comparison, Worker(spec, warehouse).fragments(), job.rows["test"], progress)
+        report = evaluation.report()
+    finally:
+        for folder in (fetched, groups):
+            shutil.rmtree(folder, ignore_errors=True)
+    error = error or failed
+    if version is None and report.overall.ne is None:
+        verdict = Verdict(decision="hold", reason=f"NE is undefined: {report.overall.undefined['ne']}.")
+    elif version is None:
+        verdict = Verdict(decision="promote", reason="There is no champion yet.")
+    elif error is not None:
+        reason = f"Version {version}, the champion, cannot score these rows: {error}."
+        verdict = Verdict(decision="hold", reason=reason, champion=version)
+    else:
+        verdict = compare(evaluation, report, config.gate, version)
+    return Judged(report=report, gate=verdict)
+
+
+def quality(config: RunConfig, spec: DataSpec, rows: int, model: Path, progress: Progress) -> EvalReport:
+    """Scores rows, raw as a caller would send them, with one model.
+
+    Args:
+        model: Folder of the packed model.
+    Raises:
+        ConfigError: If the table has not all columns that the model reads.
+    """
+    groups, warehouse, columns = model.parent / "groups", warehouse_of(config), plan_of(model).columns
+    shutil.rmtree(groups, ignore_errors=True)  # of an attempt that was killed
+    known = schema_of(warehouse, spec.snapshot, spec.joined).names
+    if absent := [name for name in columns if name not in known]:
+        raise ConfigError(
+            f"table '{config.name}'", f"the columns that the champion reads, {', '.join(absent)} among them", "none",
+            "Bring them back, or train another model and promote it: flows.train, flows.promote.",
+        )  # fmt: skip
+    spec = spec.model_copy(update={"extra": tuple(dict.fromkeys([*spec.extra, *columns]))})
+    comparison = Comparison(
+        spec=spec, evaluation=config.evaluation, units=DAY, model=model, exact=None, champion=None, groups=groups
+    )
+    evaluation, _ = _evaluated(comparison, Worker(spec, warehouse).fragments(), rows, progress)
+    return evaluation.report()
+
+
+def worths(config: RunConfig, job: TrainingJob, model: Path, progress: Progress) -> tuple[FeatureWorth, ...]:
+    """What the features are worth on a sample of the evaluation rows: the first of fragments spread over all."""
+    evaluation, wanted = config.evaluation, config.evaluation.importance_rows
+    if wanted is None:
+        return ()
+    loaded, worker = LoadedModel(model), Worker(job.data["test"], warehouse_of(config))
+    study = Study(
+        loaded.plan, loaded.score_parts, config.seed, evaluation.level, evaluation.droppable_ne_loss,
+        worker.spec.weight is not None,
+    )  # fmt: skip
+    fragments = worker.fragments()
+    most = max(wanted // len(fragments), IMPORTANCE_BATCH_ROWS)
+    total = min(wanted, job.rows["test"])
+    for fragment in fragments[:: max(len(fragments) * most // wanted, 1)]:
+        sample = worker.read_selected(fragment).slice(0, most)
+        labels, weights = outcomes_of(worker, sample, fragment)
+        for start in range(0, sample.num_rows, IMPORTANCE_BATCH_ROWS):
+            rows = sample.slice(start, IMPORTANCE_BATCH_ROWS)
+            part = slice(start, start + rows.num_rows)
+            study.add(rows, labels[part], *loaded.parts(rows), None if weights is None else weights[part])
+            progress("features", min(study.rows, total), total)
+    return tuple(study.worths())
+
+
+def _champion(
+    config: RunConfig, version: int | None, known: Iterable[str], folder: Path
+) -> tuple[Path | None, list[str], str | None]:
+    """(the champion's packed model, columns that it reads, why it cannot score); fetched from the registry.
+
+    Args:
+        known: Columns of the table that it is to score.
+    """
+    if version is None:
+        return None, [], None
+    try:
+        model = packed(tracker_of(config), config.model_name, version, folder)
+        columns = plan_of(model).columns
+    except Exception as error:  # as above
+        if unanswered(error):  # it will be there later
+            raise
+        return None, [], in_a_line(error)
+    absent = [name for name in columns if name not in known]
+    return (None, [], f"the table has no column {', '.join(absent)}") if absent else (model, columns, None)
+
+
+def _evaluated(
+    comparison: Comparison, fragments: Sequence[Fragment], total: int, progress: Progress
+) -> tuple[Evaluation, str | None]:
+    """The sums over all fragments, and why the champion failed if it did."""
+    whole, failed = comparison.nothing(comparison.groups), None
+    workers = comparison.evaluation.workers
+    if workers == 1:
+        for done, evaluation, error in comparison.over(fragments):
+            whole, failed = evaluation, error
+            progress("evaluate", done, total)
+        return whole, failed
+    seen, size = 0, max(len(fragments) // (workers * PORTIONS), 1)
+    with ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), die_with_parent, (os.getpid(),)
+    ) as pool:  # fmt: skip
+        parts = [fragments[start : start + size] for start in range(0, len(fragments), size)]
+        try:
+            for future in as_completed([pool.submit(portion, comparison, part) for part in parts]):
+                done, evaluation, error = future.result()
+                whole.merge(evaluation)
+                seen, failed = seen + done, failed or error
+                progress("evaluate", seen, total)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return whole, failed
+
+
+def moved(config: RunConfig, version: int, verdict: Verdict) -> tuple[Verdict, str | None]:
+    """Carries a verdict out: the verdict, or another where the champion has changed since; the version's alias."""
+    tracker, name = tracker_of(config), config.model_name
+    present = holder(tracker, name)
+    if verdict.decision == "promote" and present != verdict.champion:
+        changed = "The champion was taken away" if present is None else f"Version {present} became champion"
+        reason = f"{changed} meanwhile. {verdict.reason}"
+        verdict = verdict.model_copy(update={"decision": "hold", "reason": reason})
+    if verdict.decision == "reject":
+        return verdict, None
+    alias = CHAMPION if verdict.decision == "promote" else CHALLENGER
+    move(tracker, name, alias, version, "gate", verdict.reason)
+    return verdict, alias
+
+
+def in_a_line(error: Exception) -> str:
+    """An error as part of a sentence."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,383 @@
+"""A training pinned down before it starts: what it reads, where it writes, and whether it was done before."""
+
+import datetime
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from filelock import FileLock, Timeout
+from pydantic import BaseModel
+
+from pipeline.catalog.events import events, refuse_deprecated
+from pipeline.config import RunConfig
+from pipeline.config.files import ROOT
+from pipeline.data.joined.reader import filter_schema, schema_of
+from pipeline.data.joined.source import Pinned, pin
+from pipeline.data.selection import PARTS, Part, check_filter, check_sampling, select
+from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
+from pipeline.extraction.samples import refuse_outcomes
+from pipeline.jobs.console import Logger
+from pipeline.jobs.training.rank import Start
+from pipeline.jobs.training.summary import commit, run_name
+from pipeline.preprocessing.dataset import DataSpec, count_rows, fit_plan
+from pipeline.registration.register import IDENTITY, columns_of, find, whole
+from pipeline.registration.request import check_defaults
+from pipeline.registration.tracking import Tracker, answering
+from pipeline.transforms.plan.plan import Plan, build_plan
+from pipeline.transforms.schema import resolve
+from storage.arrow import is_text
+from storage.artifacts import write_text
+from storage.reader import DAY, SnapshotRef
+from storage.warehouse import Warehouse
+
+PLAN = "plan.json"
+"""File in a run's folder, and artifact of its MLflow run: its transforms, and so the raw columns that it reads."""
+RUN_ID = "mlflow_run_id"
+"""File in a run's folder with the id of its MLflow run."""
+REGISTERED = "registered"
+"""File in a run's folder once its model is in the registry; a run without it is resumed."""
+JOB = "job.json"
+"""File in a run's folder with the job itself, where it cannot be made again from config and snapshot."""
+
+
+class TrainingJob(BaseModel, frozen=True):
+    """A training that is pinned down: what it reads, where it writes, and whether it was done before."""
+
+    identity: str
+    snapshot: SnapshotRef
+    folder: str
+    rows: Mapping[Part, int]
+    data: Mapping[Part, DataSpec]
+    done: tuple[int, str] | None
+    """(version, run id) of the finished model of this identity."""
+    start: Start | None = None
+    """The training that this one goes on from; None: from initial weights."""
+    tags: Mapping[str, str] = {}
+    """Further tags of the version."""
+    notes: Mapping[str, Any] = {}
+    """What the result says beside the usual."""
+
+    @property
+    def plan(self) -> Plan:
+        """Transforms, fitted."""
+        return self.data["train"].plan
+
+    @property
+    def trained_to(self) -> datetime.date:
+        """The last day that the model has seen."""
+        return max(self.data[part].selection.days[-1] for part in ("train", "valid") if part in self.data)
+
+
+def train_tag(job: TrainingJob) -> str:
+    """Tag that keeps the snapshot of a training; those of one search share it."""
+    return snapshot_tag(job.identity, job.snapshot)
+
+
+def snapshot_tag(identity: str, snapshot: SnapshotRef) -> str:
+    """Tag that keeps a snapshot for the work of an identity, which may be done on another one later."""
+    return f"train-{identity[:12]}-{snapshot.snapshot_id}"
+
+
+def keep_inputs(warehouse: Warehouse, identity: str, snapshot: SnapshotRef, joined: Iterable[Pinned]) -> None:
+    """Tags the snapshots that some work reads, also those of side sources: they stay until their tags go."""
+    for one in [snapshot, *(side.snapshot for side in joined if side.snapshot is not None)]:
+        warehouse.tag(one, snapshot_tag(identity, one))
+
+
+def warehouse_of(config: RunConfig) -> Warehouse:
+    """The warehouse of a run."""
+    return Warehouse(config.warehouse, config.home_path / "warehouse")
+
+
+def tracker_of(config: RunConfig) -> Tracker:
+    """MLflow as this run uses it."""
+    return Tracker(config.registration, config.home_path, config.name)
+
+
+def pinned(config: RunConfig, snapshot_id: int | None, again: bool) -> TrainingJob:
+    """The training that a config and a snapshot name; everything that can be wrong with it is found here.
+
+    Args:
+        snapshot_id: None takes the newest.
+        again: Makes a new training of one that is in the registry. So does a version whose files are gone or damaged.
+    Raises:
+        ConfigError: If the config does not fit the table.
+        EmptyDatasetError: If a part of the split has no rows.
+    """
+    snapshot, data = selected(config, snapshot_id)
+    identity = config.identity(snapshot.snapshot_id)
+    tracker = tracker_of(config)
+    versions = [] if again else find(tracker, config.model_name, identity)
+    done = next((one for one in reversed(versions) if whole(tracker, config.model_name, *one)), None)
+    folders = (config.home_path / "runs" / f"{config.name}-{identity[:12]}-{attempt}" for attempt in itertools.count())
+    folder = next(folder for folder in folders if not (folder / REGISTERED).exists())
+    return job_in(folder, config, identity, (snapshot, data), done)
+
+
+def job_in(
+    folder: Path,
+    config: RunConfig,
+    identity: str,
+    pinned_data: tuple[SnapshotRef, dict[Part, DataSpec]],
+    done: tuple[int, str] | None = None,
+) -> TrainingJob:
+    """A training in a folder; the plan is fitted, or taken from the folder if it was fitted before.
+
+    Args:
+        pinned_data: As `selected` returns it.
+    """
+    warehouse = warehouse_of(config)
+    snapshot, data = pinned_data
+    rows = {part: _counted(spec, part, warehouse) for part, spec in data.items()}
+    if done is None:
+        data = _with_fitted_plan(data, folder, warehouse)
+    return TrainingJob(identity=identity, snapshot=snapshot, folder=str(folder), rows=rows, data=data, done=done)
+
+
+def selected(config: RunConfig, snapshot_id: int | None) -> tuple[SnapshotRef, dict[Part, DataSpec]]:
+    """The snapshot that is meant, None the newest, and its parts, each with the plan as it is before it is fitted."""
+    warehouse = warehouse_of(config)
+    snapshot = warehouse.current(config.name)
+    if snapshot_id is not None:
+        snapshot = SnapshotRef(table=config.name, snapshot_id=snapshot_id)
+    if config.filter is not None:
+        check_filter(config.filter, filter_schema(warehouse, snapshot, joined_of(config)))
+    return snapshot, specs(config, snapshot)
+
+
+def prepared(config: RunConfig, snapshot_id: int | None) -> tuple[SnapshotRef, DataSpec, int]:
+    """The training rows alone, with their fitted plan, and how many they are."""
+    warehouse = warehouse_of(config)
+    snapshot, data = selected(config, snapshot_id)
+    spec = data["train"]
+    rows = _counted(spec, "train", warehouse)
+    return snapshot, spec.model_copy(update={"plan": fit_plan(spec, warehouse)}), rows
+
+
+def _counted(spec: DataSpec, part: Part, warehouse: Warehouse) -> int:
+    rows = count_rows(spec, warehouse)
+    if rows == 0:
+        raise EmptyDatasetError(f"split, part '{part}'", "at least one row", "none", "Change split or filter.")
+    return rows
+
+
+@contextmanager
+def own_folder(folder: Path) -> Iterator[Path]:
+    """A folder that only one process at a time works in."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"'{folder.name}'", "one process at a time", "another one at work on it", "Wait for it, or end it."
+        ) from None
+    try:
+        yield folder
+    finally:
+        lock.release()
+
+
+@contextmanager
+def alone(config: RunConfig, work: str, logger: Logger) -> Iterator[None]:
+    """Waits until nobody else is at the same work in this `home`.
+
+    Two trainings of a model at once would share the processors and judge themselves by the same champion; two ingests
+    of a table would write its days twice. The lock is the kernel's: it ends with its process, whatever ends that.
+
+    Args:
+        work: Such as "training of model 'demo'".
+    """
+    folder = config.home_path / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / f"{re.sub('[^A-Za-z0-9_]+', '-', work).strip('-')}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        logger.info("waits: another %s is at work; this one begins when it ends", work)
+        lock.acquire(poll_interval=0.5)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def joined_of(config: RunConfig) -> tuple[Pinned, ...]:
+    """The side sources that are joined when rows are read, as they are now."""
+    sources = [source for source in config.features.joined if not source.stored]
+    return pin(sources, ROOT, warehouse_of(config))
+
+
+def columns_at(config: RunConfig, snapshot: SnapshotRef) -> pa.Schema:
+    """The columns that a training can name: those of the table and of side sources."""
+    return schema_of(warehouse_of(config), snapshot, joined_of(config))
+
+
+def _plan_at(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> Plan:
+    """The plan, once it is clear that its columns are there as they are read, and that none is deprecated."""
+    where = f"snapshot {snapshot.snapshot_id} of table '{snapshot.table}'"
+    try:
+        plan = build_plan(config.features, schema)
+    except ColumnError as error:
+        raise error.at(where) from None
+    if not config.features.allow_deprecated:
+        refuse_deprecated(events(warehouse_of(config), config.name), where, plan.columns)
+    return plan
+
+
+def specs(config: RunConfig, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
+    """Selections of a snapshot's rows with the plan that is built for its columns."""
+    warehouse, joined = warehouse_of(config), joined_of(config)
+    schema = schema_of(warehouse, snapshot, joined)
+    plan = _plan_at(config, snapshot, schema)
+    _check_columns(config, schema, plan)
+    session = config.preprocessing.session_column
+    names = [feature.name for feature in plan.sparse]
+    once = resolve(config.preprocessing.deduplicate, names, "preprocessing.deduplicate", "a sparse feature")
+    extra = tuple(dict.fromkeys([*config.evaluation.columns, DAY, *_resampled(config)]))
+    days = list(warehouse.day_rows(snapshot))
+    found: dict[Part, DataSpec] = {}
+    for part in PARTS:
+        selection = select(config.split, part, days, config.filter, config.sampling)
+        if selection is not None:
+            found[part] = DataSpec(
+                warehouse=config.warehouse,
+                home=str(warehouse.home),
+                snapshot=snapshot,
+                selection=selection,
+                plan=plan,
+                label=config.features.label,
+                weight=config.features.weight,
+                extra=extra if part == "test" else (),
+                joined=joined,
+                session=session if part == "train" or (part == "valid" and once) else None,
+                deduplicate=() if part == "test" else tuple(once),
+            )
+    return found
+
+
+def roles_of(config: RunConfig) -> list[tuple[str, str]]:
+    """(column, key of the config) of what a training reads for something else than features."""
+    split, weight, session = config.split, config.features.weight, config.preprocessing.session_column
+    found = [(name, "evaluation") for name in config.evaluation.columns]
+    found += [(name, "gate.resample_by") for name in _resampled(config)]
+    found += [(split.column.name, "split.column.name")] if split.column else []
+    found += [(name, "split.hash.key") for name in split.hash.columns] if split.hash else []
+    found += [(config.features.label, "features.label")]
+    found += [(weight, "features.weight")] if weight is not None else []
+    found += [(session, "preprocessing.session_column")] if session else []
+    return found
+
+
+def _resampled(config: RunConfig) -> list[str]:
+    by = config.gate.resample_by
+    return [] if by is None or by == "row" else [by]
+
+
+def _check_columns(config: RunConfig, schema: pa.Schema, plan: Plan) -> None:
+    """Refuses columns that are not there, or not of a kind to do what the config reads them for."""
+    evaluation, weight, session = config.evaluation, config.features.weight, config.preprocessing.session_column
+    if config.source.outcomes is not None:
+        refuse_outcomes(plan.columns, config.source.outcomes.columns(config.features.label))
+    for name, where in roles_of(config):
+        if name not in schema.names:
+            raise ConfigError(f"{where} '{name}'", "a column of the table", "none of that name", "Correct the name.")
+    grouped = [(name, "evaluation.slices") for name in evaluation.slices]
+    grouped += [(name, "gate.resample_by") for name in _resampled(config)]
+    grouped += [(evaluation.group_by, "evaluation.group_by")] if evaluation.group_by else []
+    for name, where in grouped:
+        if pa.types.is_nested(schema.field(name).type):
+            raise ConfigError(f"{where} '{name}'", "one value a row", f"{schema.field(name).type}", "Name another.")
+    if weight is not None and not _numeric(schema.field(weight).type):
+        raise ConfigError(
+            f"features.weight '{weight}'", "a column of numbers", f"{schema.field(weight).type}", "Name another."
+        )
+    check_defaults(config.registration.defaults, columns_of(plan, schema))
+    truth = evaluation.true_probability
+    if truth is not None and not pa.types.is_floating(schema.field(truth).type):
+        kind = f"{schema.field(truth).type}"
+        raise ConfigError(f"evaluation.true_probability '{truth}'", "a column of floats", kind, "Name another.")
+    if config.sampling is not None:
+        check_sampling(config.sampling, schema)
+    if config.model.interaction == "dot" and len(plan.sparse) + bool(plan.dense) < 2:
+        raise ConfigError("model.interaction 'dot'", "at least two features", "one", "Add a feature, or choose cat.")
+    if session is not None and not _names_sessions(schema.field(session).type):
+        kind = f"{schema.field(session).type}"
+        raise ConfigError(f"preprocessing.session_column '{session}'", "integers or text", kind, "Name another.")
+
+
+def _numeric(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def _names_sessions(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or is_text(kind))
+
+
+def _with_fitted_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Warehouse) -> dict[Part, DataSpec]:
+    """Learns the plan's numbers from the training rows, or takes those a run that was cut short has learned."""
+    path = folder / PLAN
+    if path.exists():
+        plan = Plan.model_validate_json(path.read_text(encoding="utf-8"))
+    else:
+        plan = fit_plan(data["train"], warehouse)
+        write_text(path, plan.model_dump_json(indent=2))
+    return {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
+
+
+@contextmanager
+def tracked_run(
+    config: RunConfig, job: TrainingJob, name: str | None = None, more: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """An MLflow run around the stages of a training; see `run_of`.
+
+    Args:
+        name: Of the run; None: what is special about the config.
+        more: Tags beside the usual ones.
+    """
+    name = name or run_name(config)
+    tags = {
+        "mlflow.runName": name,
+        IDENTITY: job.identity,
+        "snapshot_id": str(job.snapshot.snapshot_id),
+        "plan_hash": job.plan.hash,
+        "git_commit": commit(),
+        "mlflow.source.name": "flows.train",
+    } | dict(more or {})
+    again = f"Once it answers, run the same command again: it goes on from '{job.folder}'."
+    with (
+        own_folder(Path(job.folder)) as folder,
+        run_of(folder, config, name, config.flat(), tags, again) as (run_id, new),
+    ):
+        if new:
+            tracker = tracker_of(config)
+            with answering(again):
+                tracker.log_snapshot(run_id, job.snapshot.table, job.snapshot.snapshot_id, job.rows["train"])
+                tracker.log_json(run_id, config.shareable(), "config.json")
+                tracker.log_json(run_id, job.plan.model_dump(mode="json"), PLAN)
+        yield run_id
+
+
+@contextmanager
+def run_of(
+    folder: Path, config: RunConfig, name: str, params: Mapping[str, Any], tags: Mapping[str, str], again: str
+) -> Iterator[tuple[str, bool]]:
+    """The MLflow run of a folder and whether it is new: resumed if it was cut short, and ended whatever happens.
+
+    Args:
+        again: What to do where MLflow does not answer.
+    Raises:
+        TrackingError: If MLflow does not answer and cannot be waited for.
+    """
+    tracker, note = tracker_of(config), folder / RUN_ID
+    resume = note.read_text(encoding="utf-8").strip() if note.exists() else None
+    with answering(again):
+        tracker.reap()
+        run_id = tracker.start(name, params, tags, resume)
+    write_text(note, run_id)
+    with tracker.ended(run_id):
+        yield run_id, run_id != resume

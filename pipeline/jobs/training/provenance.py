@@ -1,0 +1,178 @@
+"""The record of a training: all it takes to repeat it, and what differs when it is repeated."""
+
+import importlib.metadata
+import json
+import platform
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import torch
+from mlflow.exceptions import MlflowException
+from pydantic import BaseModel
+
+from pipeline.config import RunConfig, load
+from pipeline.errors import ConfigError, RegistryError
+from pipeline.jobs.training.job import TrainingJob, train_tag
+from pipeline.jobs.training.summary import commit, lock_hash
+from pipeline.registration.tracking import Tracker, absent
+from pipeline.training.launch.processes import threads_of
+from pipeline.training.tables.sharding import Placement
+from storage.reader import SnapshotRef
+
+RECORD = "record.json"
+"""Artifact of a run, and its file in the run's folder; a version's tag `record` says where it is."""
+PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numba", "numpy", "pyarrow", "duckdb")
+PLACE = re.compile(rf"runs:/[0-9a-f]{{32}}/{re.escape(RECORD)}")
+"""Where a version may say that its record is."""
+HERE = ("home", "warehouse")
+"""Where things are: taken from the config at hand, not from the record."""
+
+
+class Record(BaseModel, frozen=True):
+    """What a model was made from."""
+
+    identity: str
+    snapshot: SnapshotRef
+    snapshot_tag: str
+    """Keeps the snapshot from being expired."""
+    config: Mapping[str, Any]
+    """All of it but what may hold passwords."""
+    seeds: Mapping[str, int]
+    """Key of the config -> seed."""
+    plan_hash: str
+    """Of the transforms, with the numbers that they have learned."""
+    placement: Placement
+    """The sharding plan."""
+    world_size: int
+    threads_per_rank: int
+    """As they were, also where the config leaves it to the machine."""
+    device: str
+    commit: str
+    lock_hash: str
+    versions: Mapping[str, str]
+    weights_sha256: str
+    day: str | None = None
+    """The day of a training by flows.recurring, which reads other rows than the config's split says."""
+
+
+def recorded(config: RunConfig, job: TrainingJob, placement: Placement, summary: Mapping[str, Any]) -> Record:
+    """The record of a training that is done.
+
+    Args:
+        summary: Result of its ranks.
+    """
+    values, training = config.shareable(), config.training
+    return Record(
+        identity=job.identity,
+        snapshot=job.snapshot,
+        snapshot_tag=train_tag(job),
+        config=values,
+        seeds=dict(_seeds({key: value for key, value in values.items() if key not in ("sweep", "release")})),
+        plan_hash=job.plan.hash,
+        placement=placement,
+        world_size=training.world_size,
+        threads_per_rank=threads_of(training.threads_per_rank, training.world_size),
+        device=summary["device"],
+        commit=commit(),
+        lock_hash=lock_hash(),
+        versions=versions(),
+        weights_sha256=summary["weights_sha256"],
+        day=job.tags.get("day"),
+    )
+
+
+def _seeds(value: Any, key: str = "") -> list[tuple[str, int]]:
+    if isinstance(value, Mapping):
+        return [pair for name, inner in value.items() for pair in _seeds(inner, f"{key}.{name}".lstrip("."))]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [pair for number, inner in enumerate(value) for pair in _seeds(inner, f"{key}.{number}")]
+    return [(key, value)] if key.split(".")[-1] == "seed" and isinstance(value, int) else []
+
+
+def versions() -> dict[str, str]:
+    """What the bits of a training depend on beside the code: packages, Python, and what the processor can do."""
+    found = {"python": platform.python_version(), "processor": torch.backends.cpu.get_cpu_capability()}
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def fetched(tracker: Tracker, name: str, version: int) -> Record:
+    """The record of a version in the registry.
+
+    Raises:
+        RegistryError: If there is no such version, or it has no record.
+    """
+    where = f"model '{name}', version {version}"
+    try:
+        place = tracker.client.get_model_version(name, str(version)).tags.get("record")
+    except MlflowException as error:
+        if not absent(error):
+            raise
+        raise RegistryError(where, "a version of the registry", "none", "Name another: version=N.") from None
+    if place is None:
+        remedy = "It was made before there were records, or not by flows.train; train anew."
+        raise RegistryError(where, "a record of its training", "none", remedy)
+    if not PLACE.fullmatch(place):
+        raise RegistryError(where, f"a record at {PLACE.pattern}", f"'{place}'", "Do not trust this version.")
+    with tempfile.TemporaryDirectory() as folder:
+        path = mlflow.artifacts.download_artifacts(place, dst_path=folder, tracking_uri=tracker.uri)
+        return Record.model_validate_json(Path(path).read_text(encoding="utf-8"))
+
+
+def recorded_config(record: Record, here: RunConfig) -> RunConfig:
+    """The config of a record, at the home, warehouse and MLflow of the config at hand."""
+    values = {**record.config, **here.model_dump(mode="json", include=set(HERE))}
+    return load(values | {"registration": _at(values.get("registration", {}), here)})
+
+
+def _at(registration: Mapping[str, Any], here: RunConfig) -> dict[str, Any]:
+    return {**registration, "tracking_uri": here.registration.tracking_uri}
+
+
+def changed(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    """A recorded config with other ways of doing the same work.
+
+    Raises:
+        ConfigError: If a key would change what is learned; names it.
+    """
+    for key, value in overrides.items():
+        other = load(config, {key: value})
+        if other.semantics() != config.semantics():
+            raise ConfigError(
+                f"override '{key}'", "a key that does not change what is learned, such as preprocessing.workers",
+                f"{json.dumps(value, default=str)}, which the version was not trained with", "Leave it out.",
+            )  # fmt: skip
+    return load(config, overrides)
+
+
+def differences(old: Record, new: Record, planned: Placement) -> list[str]:
+    """What is not as it was, in words.
+
+    Args:
+        planned: The placement that the tables would get today; the recorded one was used.
+    """
+    found = [
+        f"{name}: {getattr(old, name)} recorded, {getattr(new, name)} now"
+        for name in ("weights_sha256", "plan_hash", "commit", "lock_hash", "world_size", "threads_per_rank", "device")
+        if getattr(old, name) != getattr(new, name)
+    ]
+    if old.commit.endswith("+"):
+        found.append(f"commit: {old.commit} was trained with changes that no commit holds")
+    for name in sorted({*old.versions, *new.versions}):
+        before, now = old.versions.get(name, "none"), new.versions.get(name, "none")
+        found += [f"{name}: {before} recorded, {now} now"] if before != now else []
+    if _layout(old.placement) != _layout(planned):
+        found.append("placement: the tables would be placed otherwise now; the recorded placement was used")
+    return found
+
+
+def _layout(placement: Placement) -> list[Any]:
+    """A placement without what the planner expects of it."""
+    return [table.model_dump(exclude={"pieces": {"__all__": {"bytes", "milliseconds"}}}) for table in placement]

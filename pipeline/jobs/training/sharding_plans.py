@@ -1,0 +1,243 @@
+"""The placement of a run's tables: made, told, drawn, and compared with others."""
+
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from pydantic import BaseModel
+from safetensors.numpy import load_file
+
+from pipeline.config import RunConfig
+from pipeline.config.files import ROOT
+from pipeline.errors import ContractError
+from pipeline.evaluation import plots
+from pipeline.jobs.console import Logger, Progress
+from pipeline.jobs.training.job import own_folder, prepared, tracker_of
+from pipeline.jobs.training.rank import RankSpec, placed, table_uses
+from pipeline.jobs.training.summary import commit
+from pipeline.registration.tracking import Tracker
+from pipeline.training.config import COLUMN_SHARDING, TrainConfig
+from pipeline.training.launch.processes import Event, Limits, run_ranks
+from pipeline.training.tables.sharding import Placement, describe, per_rank
+
+TOLERANCE = 1e-4
+"""Largest difference of a loss that the order of float32 sums explains; a wrong placement is off by 1e-2 and more."""
+KINDS = (
+    "table_wise",
+    "auto",
+    "row_wise",
+    "data_parallel",
+    "table_row_wise",
+    "column_wise",
+    "table_column_wise",
+    "grid_shard",
+)
+PARTITIONERS = ("largest_differencing", "memory_balanced")
+
+
+def place_tables(
+    spec: RankSpec, tracker: Tracker, run_id: str, logger: Logger, given: Placement | None = None
+) -> RankSpec:
+    """The spec with the placement of its tables, which is told and drawn; what cannot be placed is refused here.
+
+    Args:
+        given: The placement; None: as it is planned.
+    """
+    spec = placed(spec, table_uses(spec)) if given is None else spec.model_copy(update={"placement": given})
+    rows = describe(spec.placement or ())
+    logger.info("placement of the tables:\n%s", as_text(rows))
+    tracker.log_json(run_id, rows, "sharding_plan.json")
+    tracker.log_figures(run_id, {"placement": plots.placement(rows, spec.training.world_size)})
+    return spec
+
+
+def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows of a placement, or the results of several, as lines of a table.
+
+    Example:
+        >>> print(as_text([{"table": "user", "ranks": [0, 1]}, {"table": "a", "ranks": [1]}]))
+        table  ranks
+        user   0 1
+        a      1
+    """
+    lines = [list(rows[0])] if rows else []
+    lines += [[_cell(value) for value in row.values()] for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))] if lines else []
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(_cell(item) for item in value)
+    return f"{value:.3g}" if isinstance(value, float) else f"{value}"
+
+
+class Candidate(BaseModel, frozen=True):
+    """A placement to be compared, or why there is none."""
+
+    kind: str
+    partitioner: str
+    table_optimizer: str
+    world_size: int
+    placement: Placement | None = None
+    refused: str | None = None
+    same_as: str | None = None
+    """Name of an earlier candidate with the very same placement."""
+
+    @property
+    def name(self) -> str:
+        """What tells it apart."""
+        partitioner = "" if self.partitioner == "greedy" else f" by {self.partitioner}"
+        return f"{self.kind}{partitioner} on {self.world_size}, {self.table_optimizer}"
+
+
+@task(cache_policy=NO_CACHE, task_run_name="compare placements")
+def compare(config: RunConfig, world_sizes: Sequence[int], steps: int, snapshot_id: int | None) -> dict[str, Any]:
+    """The same training under every placement. Safe to repeat: it only reads, and its folder is emptied."""
+    snapshot, data, rows = prepared(config, snapshot_id)
+    logger, tracker = get_run_logger(), tracker_of(config)
+    batch = config.training.batch_rows
+    training = config.training.model_copy(
+        update={
+            "max_steps": steps, "epochs": math.ceil(steps * batch / rows) + 1, "log_every_steps": 1, "patience": None,
+            "checkpoint_every_steps": None, "average_from_step": None,
+        }
+    )  # fmt: skip
+    window = min(config.preprocessing.shuffle_window_rows, steps * batch)
+    with own_folder(config.home_path / "placement" / config.name) as folder, Progress(logger) as progress:
+        tracker.reap()
+        spec = RankSpec(
+            train=data, valid=None, probe=data, model=config.model, training=training, seed=config.seed,
+            preprocessing=config.preprocessing.model_copy(update={"shuffle_window_rows": window}), folder=str(folder),
+        )  # fmt: skip
+        candidates = list(listed(spec, world_sizes))
+        tags = {"snapshot_id": str(snapshot.snapshot_id), "git_commit": commit()}
+        tags["mlflow.source.name"] = "flows.sharding"
+        run_id = tracker.start(f"placements of {config.name}", config.flat() | {"steps": steps}, tags, None)
+        with tracker.ended(run_id):
+            plans = measured(spec, candidates, progress, steps)
+            result = {
+                "status": "ok", "snapshot_id": snapshot.snapshot_id, "mlflow_run_id": run_id, "steps": steps,
+                "tolerance": TOLERANCE, "recommended": recommended(plans, config.training.table_optimizer),
+                "plans": plans,
+                "refused": [
+                    {"kind": c.kind, "partitioner": c.partitioner, "world_size": c.world_size, "reason": c.refused}
+                    for c in candidates if c.refused
+                ],
+            }  # fmt: skip
+            table = [{key: value for key, value in plan.items() if key != "losses"} for plan in plans]
+            logger.info("placements:\n%s", as_text(table))
+            tracker.log_json(run_id, result, "placements.json")
+            tracker.log_figures(run_id, {"placements": plots.placements(plans)})
+    return result
+
+
+def listed(spec: RankSpec, world_sizes: Sequence[int]) -> Iterator[Candidate]:
+    """All that can be compared, and what cannot with the reason; first what the others are compared with."""
+    uses = table_uses(spec)
+    own = spec.training.table_optimizer
+    by_numbers = "adagrad" if own == "rowwise_adagrad" else own
+    wanted = [(1, "table_wise", "greedy", optimizer) for optimizer in dict.fromkeys((own, by_numbers))]
+    for world_size in world_sizes:
+        wanted += [(world_size, kind, "greedy", by_numbers if kind in COLUMN_SHARDING else own) for kind in KINDS]
+        wanted += [(world_size, kind, way, own) for kind in ("table_wise", "auto") for way in PARTITIONERS]
+    seen: dict[tuple[Any, ...], Candidate] = {}
+    for world_size, kind, partitioner, optimizer in dict.fromkeys(wanted):
+        fields = {"kind": kind, "partitioner": partitioner, "table_optimizer": optimizer, "world_size": world_size}
+        try:
+            settings = {key: value for key, value in fields.items() if key != "kind"} | {"sharding": kind}
+            training = TrainConfig.model_validate(spec.training.model_dump() | settings)
+            placement = placed(spec.model_copy(update={"training": training}), uses).placement
+        except ContractError as error:
+            yield Candidate(**fields, refused=str(error))
+            continue
+        key = (placement, world_size, optimizer)
+        twin = seen.get(key)
+        if twin is not None and partitioner != "greedy":
+            continue  # the partitioner changes nothing
+        candidate = Candidate(**fields, placement=placement, same_as=twin.name if twin else None)
+        seen.setdefault(key, candidate)
+        yield candidate
+
+
+def measured(spec: RankSpec, candidates: Sequence[Candidate], progress: Progress, steps: int) -> list[dict[str, Any]]:
+    """Trains by each placement; what has the placement of another takes its figures."""
+    plans: dict[str, dict[str, Any]] = {}
+    weights: dict[str, dict[str, Any]] = {}
+    losses: dict[str, list[float]] = {}
+    todo = [candidate for candidate in candidates if candidate.placement is not None]
+    total = steps * spec.training.batch_rows * sum(candidate.same_as is None for candidate in todo)
+    done = 0
+    for candidate in todo:
+        head = candidate.model_dump(exclude={"placement", "refused"})
+        if candidate.same_as is not None:
+            plans[candidate.name] = plans[candidate.same_as] | head
+            continue
+
+        def show(event: Event, before: int = done, name: str = candidate.name) -> None:
+            if event["event"] == "metrics":
+                progress("train", before + event["rows"], total, name)
+
+        result, found = trained(spec, candidate, show)
+        done += steps * spec.training.batch_rows
+        own = result["losses"]
+        reference = losses.setdefault(candidate.table_optimizer, own)
+        base = weights.setdefault(candidate.table_optimizer, found)
+        plans[candidate.name] = head | {
+            "loss_difference": max(abs(a - b) for a, b in zip(own, reference, strict=True)),
+            "weight_difference": max(float(np.abs(found[name] - base[name]).max(initial=0.0)) for name in base),
+        } | result  # fmt: skip
+    return list(plans.values())
+
+
+def trained(spec: RankSpec, candidate: Candidate, show: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One training from the common initial state: its figures, and the whole weights."""
+    folder = Path(spec.folder) / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    settings = {"world_size": candidate.world_size, "table_optimizer": candidate.table_optimizer}
+    training = spec.training.model_copy(update=settings | {"sharding": candidate.kind})
+    losses: dict[int, float] = {}
+
+    def handle(event: Event) -> None:
+        if event["event"] == "metrics" and "train_loss_window" in event["metrics"]:
+            losses[event["step"]] = event["metrics"]["train_loss_window"]
+        show(event)
+
+    result = run_ranks(
+        "pipeline.jobs.training.rank",
+        spec.model_copy(update={"training": training, "placement": candidate.placement, "folder": str(folder)}),
+        folder, candidate.world_size, training.threads_per_rank, Limits(training.deadline_seconds), handle, ROOT,
+    )  # fmt: skip
+    weights = load_file(folder / "weights.safetensors")
+    shutil.rmtree(folder)
+    rows = describe(candidate.placement or ())
+    return {
+        "predicted_bytes": per_rank(rows, "bytes", candidate.world_size),
+        "measured_bytes": result["table_bytes"],
+        "predicted_ms": per_rank(rows, "milliseconds", candidate.world_size),
+        "measured_ms": result["step_milliseconds"],
+        "losses": [losses[step] for step in sorted(losses)],
+    }, weights
+
+
+def recommended(plans: Sequence[Mapping[str, Any]], table_optimizer: str) -> dict[str, Any] | None:
+    """The fastest placement that trains like one process, under the optimizer of the config.
+
+    Example:
+        >>> plan = {"kind": "row_wise", "world_size": 2, "partitioner": "greedy", "table_optimizer": "sgd"}
+        >>> recommended([plan | {"loss_difference": 0.5, "measured_ms": [1.0]},
+        ...              plan | {"kind": "auto", "loss_difference": 0.0, "measured_ms": [2.0, 3.0]}], "sgd")
+        {'kind': 'auto', 'partitioner': 'greedy', 'world_size': 2, 'measured_ms': 3.0}
+    """
+    fit = [p for p in plans if p["loss_difference"] <= TOLERANCE and p["table_optimizer"] == table_optimizer]
+    if not fit:
+        return None
+    best = min(fit, key=lambda plan: max(plan["measured_ms"]))
+    return {key: best[key] for key in ("kind", "partitioner", "world_size")} | {"measured_ms": max(best["measured_ms"])}

@@ -1,0 +1,101 @@
+"""What a training takes, said before it runs: held against the smoke run's own ranks, checkpoint and rows."""
+
+import pytest
+
+from flows.estimate import estimate
+from pipeline.characterization.advice import RankMachine, checkpoint_bytes, shape_of
+from pipeline.config import load
+from pipeline.jobs.estimate import footprint
+from pipeline.jobs.training.job import tracker_of
+from storage.errors import StorageError
+
+CONFIG = "configs/smoke.yaml"
+ROOM = RankMachine(memory_bytes=64 << 30, most_ranks=2)
+
+
+@pytest.fixture(scope="module")
+def asked(smoke, home):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLRM_HOME", str(home))
+        return footprint.looked_at.fn(load(CONFIG), None)
+
+
+def test_tables_of_a_rank_are_those_that_a_real_one_holds(smoke, asked):
+    config = load(CONFIG)
+    ranks = footprint.on_ranks(config, asked, 2, ROOM, process_bytes=0)
+    assert [one.tables for one in ranks.memory] == smoke["train"]["table_bytes"]
+    assert ranks.fits
+    assert not footprint.on_ranks(config, asked, 2, ROOM, process_bytes=40 << 30).fits
+
+
+def test_a_checkpoint_has_the_size_that_was_said(smoke, asked, home):
+    config = load(CONFIG)
+    folder = home / "runs" / f"smoke-{smoke['identity'][:12]}-0" / "checkpoints" / "best"
+    found = sum(path.stat().st_size for path in folder.iterdir())
+    shape = shape_of(config.model, asked.dense, asked.bags)
+    assert checkpoint_bytes(shape, footprint.kept_of(config.training)) == pytest.approx(found, rel=0.01)
+
+
+def test_rows_are_counted_and_a_worker_is_watched(smoke, asked):
+    assert asked.rows == smoke["train"]["rows"]
+    assert asked.worker_rows_per_second > 0
+    assert asked.snapshot_id == smoke["snapshot_id"]
+
+
+def test_a_workload_needs_no_table(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+    workload = {"dense_features": 3, "sparse_features": 2, "hash_size": 50, "lookups": 4}
+    config = load(CONFIG, {"characterize.workload": workload, "training.batch_rows": 64})
+    found = footprint.looked_at.fn(config, None)
+    assert (found.dense, len(found.bags), found.rows) == (3, 2, None)
+    assert found.uses["sparse_0"].ids_per_bag == (4.0,)
+    _, whole = footprint.whole_of(config, found, 0)
+    assert whole.lookups == 2 * 4 * 64
+    with pytest.raises(StorageError, match=r"Run `python -m flows.ingest` first"):
+        footprint.looked_at.fn(load(CONFIG), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("cores: 4", "key 'cpu': expected Field required, got {'cores': 4}. Correct it."),
+        ("cpu: x\ncores: 0", "key 'cores': expected greater than 0, got 0. Correct it."),
+    ],
+)
+def test_a_described_machine_that_is_none(text, sentence, tmp_path):
+    path = tmp_path / "machine.yaml"
+    path.write_text(text)
+    with pytest.raises(Exception, match="machine") as raised:
+        footprint.machine_at(str(path))
+    assert str(raised.value) == f"machine '{path}', {sentence}"
+
+
+def test_the_described_example_is_one():
+    machine = footprint.machine_at("configs/machines/epyc_9654.yaml")
+    assert (machine.cores, machine.room.shared, machine.room.most_ranks) == (96, True, 96)
+
+
+@pytest.mark.slow
+def test_the_flow_says_it_all(command, smoke, home):
+    """With few points the times are rough; what is asked twice is measured once."""
+    words = ("points=8", "machine=configs/machines/epyc_9654.yaml")
+    code, result, log = command(estimate, CONFIG, *words, "measure=true", home=home)
+    assert (code, result["status"]) == (0, "ok")
+    assert result["train_rows"] == smoke["train"]["rows"]
+    assert "memory of a rank" in log
+    options = {option["ranks"]: option for option in result["machine"]["options"]}
+    assert options[2]["table_bytes"] == smoke["train"]["table_bytes"]
+    assert options[2]["fits"]
+    assert result["machine"]["fewest_ranks"] == 1
+    assert all(option["step_ms"] > 0 and option["workers"] >= 1 for option in options.values())
+    assert result["described"]["measured"] is False
+    assert {option["ranks"] for option in result["described"]["options"]} >= {1, 64}
+    measured = result["measurement"]
+    assert measured["ranks"] == 2
+    assert measured["predicted_over_measured"] > 0
+    assert measured["model_bytes"] < 3 * options[2]["rank_bytes"]
+    client = tracker_of(load(CONFIG)).client
+    assert client.get_run(result["mlflow_run_id"]).data.metrics["checkpoint_bytes"] == result["checkpoint_bytes"]
+    _, again, later = command(estimate, CONFIG, "points=8", home=home)
+    assert "calibration of this machine: 8 points" in later
+    assert again["prediction"] == result["prediction"]

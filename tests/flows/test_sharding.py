@@ -1,0 +1,81 @@
+"""Every placement of the smoke config's tables trains alike, and what cannot be placed says why."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.sharding import sharding
+from pipeline.config import load
+from pipeline.evaluation import plots
+from pipeline.jobs.training import sharding_plans
+from pipeline.jobs.training.job import tracker_of
+from pipeline.jobs.training.sharding_plans import TOLERANCE, as_text
+
+KINDS = ("row_wise", "table_wise", "table_column_wise", "grid_shard")
+"""Enough to compare; each starts ranks of its own. That all kinds train alike is shown beside the sharding."""
+
+
+@pytest.fixture(scope="module")
+def result(smoke: dict[str, Any], home: Path) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLRM_HOME", str(home))
+        patch.setattr(sharding_plans, "KINDS", KINDS)
+        return sharding(config="configs/smoke.yaml", world_sizes=[2], steps=4)
+
+
+@pytest.mark.slow
+def test_all_placements_train_alike(result: dict[str, Any]) -> None:
+    assert result["status"] == "ok"
+    assert result["tolerance"] == TOLERANCE
+    plans = result["plans"]
+    assert {(plan["kind"], plan["world_size"]) for plan in plans} >= {(k, 2) for k in KINDS if k != "grid_shard"} | {
+        ("table_wise", 1)
+    }
+    for plan in plans:
+        assert plan["loss_difference"] <= TOLERANCE
+        assert len(plan["losses"]) == 4
+        for key in ("predicted_bytes", "measured_bytes", "predicted_ms", "measured_ms"):
+            assert len(plan[key]) == plan["world_size"]
+            assert min(plan[key]) > 0
+        assert sum(plan["measured_bytes"]) == pytest.approx(sum(plan["predicted_bytes"]), rel=0.05)
+    best = result["recommended"]
+    rivals = [plan for plan in plans if plan["table_optimizer"] == "rowwise_adagrad"]
+    assert best["measured_ms"] == min(max(plan["measured_ms"]) for plan in rivals)
+
+
+@pytest.mark.slow
+def test_what_is_refused_says_why(result: dict[str, Any]) -> None:
+    refused = {(entry["kind"], entry["partitioner"]): entry["reason"] for entry in result["refused"]}
+    assert "expected sum pooling, got mean pooling" in refused["grid_shard", "greedy"]
+    assert "expected CUDA devices, whose memory it balances, got cpu" in refused["table_wise", "memory_balanced"]
+
+
+@pytest.mark.slow
+def test_the_run_has_table_and_figure(result: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLRM_HOME", str(home))
+    client = tracker_of(load("configs/smoke.yaml")).client
+    names = {item.path for folder in (None, "plots") for item in client.list_artifacts(result["mlflow_run_id"], folder)}
+    assert {"placements.json", "plots/placements.png"} <= names
+    assert client.get_run(result["mlflow_run_id"]).info.status == "FINISHED"
+    assert not (home / "placement" / "smoke" / "run").exists()
+
+
+def test_a_training_keeps_its_plan(smoke: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLRM_HOME", str(home))
+    tracker = tracker_of(load("configs/smoke.yaml"))
+    names = {
+        item.path
+        for folder in (None, "plots")
+        for item in tracker.client.list_artifacts(smoke["mlflow_run_id"], folder)
+    }
+    assert {"sharding_plan.json", "plots/placement.png"} <= names
+    assert len(smoke["train"]["table_bytes"]) == len(smoke["train"]["step_milliseconds"]) == 2
+
+
+def test_figures_add_up() -> None:
+    rows = [{"table": f"t{i}", "ranks": [i % 2], "bytes": [2**20], "milliseconds": [1.0 + i]} for i in range(15)]
+    memory, time = plots.placement(rows, 2).axes
+    for axes, total in ((memory, 15.0), (time, sum(1.0 + i for i in range(15)))):
+        assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(total)
+    assert as_text(rows[:1]).splitlines()[1].split() == ["t0", "0", "1048576", "1"]
