@@ -27,8 +27,8 @@ import pyarrow.parquet as pq
 from benchmarks.machine import ROOT, in_words, machine, say
 from models.config import DLRMConfig
 from pipeline.data.selection import Selection
-from pipeline.extraction.extract import IngestConfig, extract
-from pipeline.extraction.opening import SourceConfig
+from pipeline.extraction.config import IngestConfig, SourceConfig
+from pipeline.extraction.extract import extract
 from pipeline.jobs.training.rank import RankSpec
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.config import PreprocessingConfig

@@ -18,6 +18,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
+from storage.config import DAY as DAY
 from storage.errors import CorruptFileError, StorageError, closest_names
 from storage.footer import SUFFIX, read_footer
 from storage.layout.spec import Layout
@@ -30,8 +31,6 @@ READ_OPTIONS: dict[str, Any] = {
     "list_type": pa.LargeListType,  # as Iceberg's types come as Arrow's
     "binary_type": pa.large_binary(),
 }
-DAY = "day"
-"""The partition column of every table, an Iceberg date."""
 
 
 class SnapshotRef(BaseModel, frozen=True):

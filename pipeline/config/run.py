@@ -17,9 +17,7 @@ from pipeline.data.selection import SplitConfig, check_filter
 from pipeline.errors import ConfigError
 from pipeline.evaluation.config import EvaluationConfig, GateConfig
 from pipeline.evaluation.policy import Policy
-from pipeline.extraction.extract import IngestConfig
-from pipeline.extraction.opening import SourceConfig
-from pipeline.extraction.outcomes import WEIGHT
+from pipeline.extraction.config import WEIGHT, IngestConfig, SourceConfig
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.registration.config import RegistrationConfig
 from pipeline.scoring.config import ScoringConfig

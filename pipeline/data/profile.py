@@ -8,14 +8,13 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from pipeline.data.columns import TRAILING_DAYS
 from storage.query import column_types, quoted
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 
 PROFILE = "profile"
 """Suffix of the table that holds the statistics of another."""
-TRAILING_DAYS = 7
-"""Days before a day that it is compared with."""
 BUCKETS = 16
 AT_A_TIME = 200
 """Sketches held at once, days times columns; more columns take several passes over the rows.

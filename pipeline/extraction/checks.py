@@ -7,79 +7,19 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import pyarrow as pa
-from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BaseModel
 
-from pipeline.data.profile import TRAILING_DAYS, with_drift
+from pipeline.data.profile import with_drift
 from pipeline.errors import DataError
+from pipeline.extraction.config import ChecksConfig, Rule, Verdict
 from storage.reader import DAY
 
-Outcome = Literal["fail", "quarantine", "warn", "off"]
-"""fail: the ingest is refused. quarantine: the day goes into a table of its own. warn: a line in the log."""
-Rule = Literal[
-    "vanished", "appeared", "changed_type", "coverage", "length", "label_rate", "rows", "duplicates", "drift"
-]
 SEVERITY = ("fail", "quarantine", "warn")
 NOISE = 38.0
 """Of 16 buckets of equally distributed values, the drift times n m / (n + m) stays below this in 999 of 1,000 cases."""
-
-
-class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """What becomes of a day that is not like the days before it; each rule takes fail, quarantine, warn or off."""
-
-    vanished: Outcome = "warn"
-    """A column that had values has none, or is gone."""
-    appeared: Outcome = "warn"
-    """A column has values that had none, or was not there."""
-    changed_type: Outcome = "fail"
-    """A column of numbers or ids becomes text or lists, or the other way round."""
-    coverage: Outcome = "warn"
-    """The share of rows in which a column has a value."""
-    length: Outcome = "warn"
-    """The mean length of a column's lists."""
-    label_rate: Outcome = "warn"
-    """The share of rows with label 1."""
-    rows: Outcome = "warn"
-    """The number of rows."""
-    duplicates: Outcome = "warn"
-    """Rows whose key another row of the day has; see `key`."""
-    drift: Outcome = "warn"
-    """The population stability index of a column's values."""
-
-    key: str | None = None
-    """Column that no two rows of a day share; None: no such rule. A log join sets repeated impressions aside anyway."""
-    skip: tuple[str, ...] = ()
-    """Columns, or patterns, that are not checked."""
-    trailing_days: PositiveInt = TRAILING_DAYS
-    """Days before a day that it is compared with."""
-    minimum_days: PositiveInt = 3
-    """With fewer of them, a day is not compared."""
-    spread: PositiveFloat = 4.0
-    """Robust standard deviations (1.48 times the median distance from the median) off the median that are accepted."""
-    coverage_change: NonNegativeFloat = 0.1
-    """Change that is always accepted, of the share itself."""
-    length_change: NonNegativeFloat = 0.3
-    """Change that is always accepted, relative to the median."""
-    label_rate_change: NonNegativeFloat = 0.3
-    """Change that is always accepted, relative to the median."""
-    rows_change: NonNegativeFloat = 0.5
-    """Change that is always accepted, relative to the median."""
-    duplicate_share: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of a day's rows that may be duplicates."""
-    drift_limit: PositiveFloat = 0.25
-    """Index that is always accepted; what chance alone would give is added."""
-
-    def outcome(self, rule: Rule) -> Outcome:
-        """What a day that breaks the rule meets with."""
-        found: Outcome = getattr(self, rule)
-        return found
-
-    @property
-    def strict(self) -> list[Rule]:
-        """Rules that keep a day out of the table."""
-        return [rule for rule in get_args(Rule) if self.outcome(rule) in ("fail", "quarantine")]
 
 
 class Finding(BaseModel, frozen=True):
@@ -87,7 +27,7 @@ class Finding(BaseModel, frozen=True):
 
     day: datetime.date
     rule: Rule
-    outcome: Outcome
+    outcome: Verdict
     column: str | None = None
     expected: str
     got: str

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from pipeline.data.files import stamp
 from pipeline.errors import EmptyDatasetError
+from pipeline.extraction.config import SourceConfig
 from pipeline.extraction.join import KEY, LEFT_OUT
-from pipeline.extraction.opening import Opened, SourceConfig, fingerprint
+from pipeline.extraction.opening import Opened, fingerprint
 from pipeline.transforms.schema import FeatureSchema
 from storage.reader import DAY
 

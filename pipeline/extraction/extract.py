@@ -5,33 +5,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from pydantic import BaseModel, Field, PositiveInt
+from pydantic import BaseModel
 
 from pipeline.errors import DataError, EmptyDatasetError
-from pipeline.extraction.checks import Checked, ChecksConfig
+from pipeline.extraction.checks import Checked
+from pipeline.extraction.config import IngestConfig, SourceConfig
 from pipeline.extraction.days import Day, groups, named, refused, survey, thinned, within
 from pipeline.extraction.intake import Warn, held_name, inspect, keep_profile, mend_profile, release
 from pipeline.extraction.join import Joined
-from pipeline.extraction.opening import Opened, Report, SourceConfig, opened
+from pipeline.extraction.opening import Opened, Report, opened
 from pipeline.extraction.samples import count_rows, dense_columns
 from pipeline.extraction.writing import order_of, write
 from pipeline.transforms.schema import FeatureSchema
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
-
-
-class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """What is accepted and how it is written."""
-
-    max_quarantined_share: float = Field(default=0.01, ge=0.0, le=1.0)
-    """Share of a day's rows that may be refused; above it the day is."""
-    rows_per_commit: PositiveInt = 5_000_000
-    """Days are written together until this many rows; each group is one commit."""
-    order_by: tuple[str, ...] = ()
-    """Columns that a day's rows are sorted by when they are written, such as a session and a time; none: not sorted."""
-    profile: bool = True
-    """Whether new days are measured before they are written. The checks need it."""
-    checks: ChecksConfig = ChecksConfig()
 
 
 class IngestResult(BaseModel, frozen=True):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import duckdb
 import pyarrow as pa
 
+from pipeline.data.columns import TRAILING_DAYS
 from pipeline.data.profile import (
     SCHEMA,
-    TRAILING_DAYS,
     measure,
     measure_days,
     profile_name,
@@ -18,7 +18,8 @@ from pipeline.data.profile import (
     with_drift,
 )
 from pipeline.errors import ConfigError, DataError
-from pipeline.extraction.checks import Checked, ChecksConfig, check
+from pipeline.extraction.checks import Checked, check
+from pipeline.extraction.config import ChecksConfig
 from pipeline.extraction.sources import first_line
 from storage.days import identities
 from storage.query import quoted

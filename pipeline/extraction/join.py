@@ -7,7 +7,7 @@ import duckdb
 from pydantic import BaseModel
 
 from pipeline.errors import ConfigError
-from pipeline.extraction.outcomes import WEIGHT, Outcome, Outcomes
+from pipeline.extraction.config import WEIGHT, OutcomeLabel, Outcomes
 from pipeline.extraction.sources import FILE, ROW, create_view
 from storage.query import column_types, quoted
 from storage.reader import DAY
@@ -152,7 +152,7 @@ class Join:
     def _actions(self) -> bool:
         return any(made.action is not None for made in self.made.values())
 
-    def _inside(self, made: Outcome) -> str:
+    def _inside(self, made: OutcomeLabel) -> str:
         """Condition on an attributed outcome: it counts for the label."""
         end = f"shown + to_seconds({self.config.window_of(made)})"
         return f"{_of(made)} AND happened >= shown AND happened < {end}"
@@ -190,12 +190,12 @@ class Join:
             )
 
 
-def _of(made: Outcome) -> str:
+def _of(made: OutcomeLabel) -> str:
     """Condition on an outcome: its action is the label's."""
     return "true" if made.action is None else f"CAST(action AS VARCHAR) = {_text(made.action)}"
 
 
-def _value(made: Outcome, number: int) -> str:
+def _value(made: OutcomeLabel, number: int) -> str:
     """The label of a row, from what was found of its impression."""
     if made.take == "any":
         return f"CAST(coalesce(f.n{number}, 0) > 0 AS INTEGER)"

@@ -9,20 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
 
 import duckdb
-from pydantic import BaseModel, model_validator
 
 from pipeline.data.files import files_of
 from pipeline.data.profile import rows_of
-from pipeline.errors import ConfigError, DataError
-from pipeline.extraction.generator.config import GeneratorConfig
+from pipeline.errors import DataError
+from pipeline.extraction.config import SourceConfig
 from pipeline.extraction.generator.logs import write_logs
 from pipeline.extraction.join import KEY, LEFT_OUT, REASON, SHOWN, Join
-from pipeline.extraction.outcomes import Outcomes
 from pipeline.extraction.samples import GOOD, add_types
-from pipeline.extraction.sources import Format, Lookup, add_lookups, create_view, first_line, not_utf8
+from pipeline.extraction.sources import add_lookups, create_view, first_line, not_utf8
 from pipeline.transforms.schema import FeatureSchema
 from storage.query import connect
 from storage.reader import DAY
@@ -30,63 +27,9 @@ from storage.warehouse import Warehouse
 
 MEMORY = "512MB"
 """What DuckDB may hold; joins and sorts beyond it are spilled to disk."""
-LATER = {
-    "outcomes": ("action_column", "labels", "keep_negatives", "keep_seed"),
-    "generator": ("lists_per",),
-}
-"""Keys of parts of the source that older versions did not have."""
 
 Report = Callable[[str, int, int], None]
 """Called with (what, done, total) while rows are made or written."""
-
-
-class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Where rows come from."""
-
-    path: str | tuple[str, ...] | None = None
-    """Files of samples, or of the feature log: a path, a glob, or several; below the project root unless absolute."""
-    format: Format = "auto"
-    """auto: CSV by the file name, else Parquet. criteo: tab-separated, no header, gz too."""
-    day_column: str | None = None
-    """Column that gives the day (date, timestamp or ISO text)."""
-    day: datetime.date | None = None
-    """The one day of all rows, where the data has none."""
-    outcomes: Outcomes | None = None
-    """The log that labels the feature log; None: rows carry their label."""
-    lookups: tuple[Lookup, ...] = ()
-    """Side tables joined to the rows."""
-    generator: GeneratorConfig | None = None
-    """Makes both logs instead of reading yours."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.path is None) == (self.generator is None):
-            raise ConfigError("source", "either `path` or `generator`", "both or neither", "Give exactly one.")
-        if (self.day_column is None) == (self.day is None):
-            raise ConfigError("source", "either `day_column` or `day`", "both or neither", "Give exactly one.")
-        if self.generator is not None and self.outcomes is None:
-            raise ConfigError("source", "`outcomes` beside `generator`", "none", "Add `outcomes: {}`.")
-        if self.generator is None and self.outcomes is not None and self.outcomes.path is None:
-            raise ConfigError("source.outcomes", "`path` of the outcome log", "none", "Add it.")
-        return self
-
-    def said(self) -> dict[str, Any]:
-        """What it is, without keys that came later and say nothing: days of older versions keep their identity."""
-        content = self.model_dump(mode="json")
-        for part, keys in LATER.items():
-            model = getattr(self, part)
-            for key in keys if model is not None else ():
-                if getattr(model, key) == type(model).model_fields[key].default:
-                    del content[part][key]
-        return content
-
-    def made(self, label: str) -> list[str]:
-        """Columns that are made of outcomes.
-
-        Args:
-            label: `features.label`.
-        """
-        return [] if self.outcomes is None else self.outcomes.columns(label)
 
 
 @dataclass(frozen=True)

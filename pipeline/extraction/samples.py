@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import duckdb
 
+from pipeline.data.columns import LEAST_WEIGHT, MOST_WEIGHT
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.join import LEFT_OUT, REASON
 from pipeline.extraction.sources import FILE, ROW
-from pipeline.transforms.schema import LEAST_WEIGHT, MOST_WEIGHT, FeatureSchema, absent, input_kinds, resolve
+from pipeline.transforms.schema import FeatureSchema, absent, input_kinds, resolve
 from storage.query import column_types, quoted
 from storage.reader import DAY
 

@@ -3,19 +3,15 @@
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel
 
 from pipeline.data.files import CSV
 from pipeline.errors import ConfigError, DataError
-from pipeline.transforms.schema import Names
+from pipeline.extraction.config import Format, SideTable
 from storage.query import quoted
-
-Format = Literal["auto", "parquet", "csv", "criteo"]
 
 CRITEO_COLUMNS = {
     "label": "VARCHAR",
@@ -29,15 +25,6 @@ FILE = "filename"
 
 ROW = "file_row_number"
 """Column added for joins, which do not keep the order of rows: with FILE it gives the order back."""
-
-
-class Lookup(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """A side table whose columns are added to every row with the same key."""
-
-    path: str
-    """Parquet or CSV file, or a glob."""
-    on: Names
-    """Key columns, in the rows and in the side table; unique in the side table."""
 
 
 def create_view(
@@ -113,7 +100,7 @@ def _relation(
 
 
 def add_lookups(
-    connection: duckdb.DuckDBPyConnection, source: str, lookups: Sequence[tuple[Lookup, list[Path]]]
+    connection: duckdb.DuckDBPyConnection, source: str, lookups: Sequence[tuple[SideTable, list[Path]]]
 ) -> str:
     """A view of the source with every side table's columns; returns its name.
 
@@ -139,7 +126,7 @@ def add_lookups(
 
 
 def _check_lookup(
-    connection: duckdb.DuckDBPyConnection, lookup: Lookup, view: str, columns: list[str], own: list[str]
+    connection: duckdb.DuckDBPyConnection, lookup: SideTable, view: str, columns: list[str], own: list[str]
 ) -> None:
     where = f"source.lookups '{lookup.path}'"
     for name in lookup.on:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from pipeline.data.columns import LEAST_WEIGHT, MOST_WEIGHT
 from pipeline.data.joined.reader import reader_of
 from pipeline.errors import DataError
 from pipeline.preprocessing import kernels
@@ -23,7 +24,6 @@ from pipeline.transforms.column import Column, concatenated, sparse_from_arrow
 from pipeline.transforms.plan.dedup import RepeatPlan, Runs
 from pipeline.transforms.plan.plan import TransformedRows
 from pipeline.transforms.plan.schedule import whole
-from pipeline.transforms.schema import LEAST_WEIGHT, MOST_WEIGHT
 from storage.errors import CorruptFileError
 from storage.reader import Fragment
 from storage.warehouse import Warehouse

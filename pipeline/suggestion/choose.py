@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pipeline.data.columns import NAME
 from pipeline.errors import ConfigError
 from pipeline.suggestion.facts import Fact, Observed
-from pipeline.transforms.schema import NAME
 from storage.reader import DAY
 
 LARGEST_TABLE = 1 << 22

@@ -1,30 +1,18 @@
 """FeatureSchema: which columns are dense, which are sparse, which is the label."""
 
 import fnmatch
-import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
+from pipeline.data.columns import Names
 from pipeline.errors import ColumnError, ConfigError, closest_names
 from pipeline.transforms.kinds import Kind
 from pipeline.transforms.ops import AnyOp, FillNull, Standardise
 from pipeline.transforms.ops.op import Reads
 
 COLUMN = "{column}"
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-"""Names of features and embedding tables, matched as a whole: PyTorch refuses a module name with a dot."""
-LEAST_WEIGHT, MOST_WEIGHT = 1e-4, 1e4
-"""Bounds of a row's weight: sums of weighted losses are whole numbers of 2^-30 and must not overflow."""
-
-
-def _listed(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
-"""One name or several."""
 
 
 class Joined(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

@@ -13,8 +13,8 @@ import pytest
 
 from pipeline.data.selection import Selection
 from pipeline.errors import DataError
-from pipeline.extraction.extract import IngestConfig, IngestResult, extract
-from pipeline.extraction.opening import SourceConfig
+from pipeline.extraction.config import IngestConfig, SourceConfig
+from pipeline.extraction.extract import IngestResult, extract
 from pipeline.preprocessing.dataset import DataSpec, fit_plan
 from pipeline.preprocessing.memory import Arrays, PrivateWriter
 from pipeline.preprocessing.worker import Worker

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from pipeline.extraction.extract import IngestConfig, extract
-from pipeline.extraction.opening import SourceConfig
+from pipeline.extraction.config import IngestConfig, SourceConfig
+from pipeline.extraction.extract import extract
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.journal import POINTS, Journal
 from pipeline.registration.tracking import Tracker

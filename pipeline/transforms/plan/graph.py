@@ -7,13 +7,13 @@ from typing import Literal, NamedTuple
 import pyarrow as pa
 from pydantic import BaseModel
 
+from pipeline.data.columns import NAME
 from pipeline.errors import ColumnError, ConfigError
 from pipeline.transforms.kinds import KINDS, Kind
 from pipeline.transforms.ops import VALUE, AnyOp
 from pipeline.transforms.plan.schedule import raw_key
 from pipeline.transforms.schema import (
     COLUMN,
-    NAME,
     DenseGroup,
     FeatureSchema,
     SparseGroup,

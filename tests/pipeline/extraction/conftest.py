@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.extraction.extract import IngestConfig, IngestResult, extract
-from pipeline.extraction.opening import SourceConfig
+from pipeline.extraction.config import IngestConfig, SourceConfig
+from pipeline.extraction.extract import IngestResult, extract
 from pipeline.transforms.schema import FeatureSchema
 from storage.warehouse import Warehouse, WarehouseConfig
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from pipeline.data.profile import SCHEMA, measure, profiles
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction import extract, intake
-from pipeline.extraction.checks import Checked, ChecksConfig, Rule, band, check
+from pipeline.extraction.checks import Checked, band, check
+from pipeline.extraction.config import ChecksConfig, Rule
 from pipeline.extraction.plots import day_figure
 from storage.query import connect
 from storage.reader import DAY

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
-from pipeline.extraction.opening import SourceConfig
+from pipeline.extraction.config import SourceConfig
 from storage.errors import StorageError
 from storage.warehouse import Warehouse, WarehouseConfig
 
@@ -294,8 +294,8 @@ def test_a_source_that_contradicts_itself(source: dict[str, Any], sentence: str)
 
 MEASURED = """
 import pathlib, resource, sys
-from pipeline.extraction.extract import IngestConfig, extract
-from pipeline.extraction.opening import SourceConfig
+from pipeline.extraction.extract import extract
+from pipeline.extraction.config import IngestConfig, SourceConfig
 from pipeline.transforms.schema import FeatureSchema
 from storage.warehouse import Warehouse, WarehouseConfig
 

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.errors import ConfigError, EmptyDatasetError
-from pipeline.extraction.opening import SourceConfig
+from pipeline.extraction.config import SourceConfig
 from storage.warehouse import Warehouse
 
 DAYS = [datetime.date(2024, 1, day) for day in (1, 2, 3, 4)]

@@ -1,0 +1,246 @@
+"""Config of the ingest: where rows come from, how they are labelled, checked and written."""
+
+import datetime
+from collections.abc import Mapping
+from typing import Any, Literal, Self, get_args
+
+from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from pipeline.data.columns import MOST_WEIGHT, NAME, TRAILING_DAYS, Names
+from pipeline.errors import ConfigError
+from pipeline.extraction.generator.config import GeneratorConfig
+from storage.config import DAY
+
+WEIGHT = "sample_weight"
+"""Column with the number of impressions that a row represents after negatives were downsampled."""
+LATER = {
+    "outcomes": ("action_column", "labels", "keep_negatives", "keep_seed"),
+    "generator": ("lists_per",),
+}
+"""Source keys that older versions did not have."""
+
+Format = Literal["auto", "parquet", "csv", "criteo"]
+Verdict = Literal["fail", "quarantine", "warn", "off"]
+"""fail: the ingest stops. quarantine: the day is held back in its own table. warn: a line in the log."""
+Rule = Literal[
+    "vanished", "appeared", "changed_type", "coverage", "length", "label_rate", "rows", "duplicates", "drift"
+]
+
+
+class OutcomeLabel(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """One label column computed from the outcomes of an impression."""
+
+    action: str | None = None
+    """Value of `action_column` that counts. None: every outcome counts."""
+    window_seconds: PositiveInt | None = None
+    """Attribution window of this label. None: `source.outcomes.window_seconds`."""
+    take: Literal["any", "count", "sum"] = "any"
+    """any: 1 if there is an outcome, else 0. count: number of outcomes. sum: total of `amount`, 0 without outcomes."""
+    amount: str | None = None
+    """Numeric column to sum, with six decimals. A value that is not a number counts as 0."""
+
+    @model_validator(mode="after")
+    def _amount_needs_sum(self) -> Self:
+        if (self.take == "sum") != (self.amount is not None):
+            expected = "`amount` if and only if take=sum"
+            found = f"take={self.take} {'without' if self.amount is None else 'with'} `amount`"
+            remedy = "Add `amount`." if self.amount is None else "Remove `amount`, or set take=sum."
+            raise ConfigError("source.outcomes.labels", expected, found, remedy)
+        return self
+
+
+class Outcomes(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """The outcome log. A feature row with an outcome inside the window gets label 1, every other row 0."""
+
+    path: str | tuple[str, ...] | None = None
+    """Files of the outcome log. None: the generator writes it."""
+    on: str = "impression_id"
+    """Key column of the impression in both logs."""
+    feature_time: str = "event_time"
+    """Timestamp column of the feature log."""
+    outcome_time: str = "outcome_time"
+    """Timestamp column of the outcome log."""
+    window_seconds: PositiveInt = 3_600
+    """Attribution window: an outcome counts if it happens at the feature row's time or less than this much later."""
+    action_column: str = "action"
+    """Column of the outcome log with the kind of outcome."""
+    labels: Mapping[str, OutcomeLabel] = {}
+    """Column -> the outcomes it is computed from. It must include `features.label`. Empty: any outcome sets
+    `features.label` to 1."""
+    keep_negatives: float | None = Field(default=None, ge=1.0 / MOST_WEIGHT, le=1.0)
+    """Share of the impressions without any outcome to keep, chosen by a hash of the key. Column `sample_weight` holds
+    how many impressions each row represents; `features.weight` must name it. None: keep all, without weights."""
+    keep_seed: NonNegativeInt = 0
+    """Another seed keeps other negatives."""
+
+    @model_validator(mode="after")
+    def _columns_are_distinct(self) -> Self:
+        if self.feature_time == self.outcome_time == self.on:
+            raise ConfigError(
+                "source.outcomes", "key and time in different columns", f"'{self.on}' for all three",
+                "Correct `on`, `feature_time` or `outcome_time`.",
+            )  # fmt: skip
+        for name in self.labels:
+            if not NAME.fullmatch(name) or name.startswith("__") or name.lower() in (DAY, WEIGHT):
+                expected = f"a name of letters, digits and _ that is not {DAY} or {WEIGHT} and does not start with __"
+                raise ConfigError("source.outcomes.labels", expected, f"'{name}'", "Rename the label.")
+        return self
+
+    def made(self, label: str) -> dict[str, OutcomeLabel]:
+        """Returns column -> the outcomes it is computed from.
+
+        Args:
+            label: `features.label`.
+        Raises:
+            ConfigError: If `label` is not one of the columns, or is not 0 or 1.
+        """
+        made = dict(self.labels) or {label: OutcomeLabel()}
+        if label not in made or made[label].take != "any":
+            found = "no label of that name" if label not in made else f"take={made[label].take}"
+            fitting = ", ".join(name for name in made if made[name].take == "any")
+            raise ConfigError(
+                f"source.outcomes.labels, features.label '{label}'", "a label that is 0 or 1 (take=any)", found,
+                f"Set features.label to one of: {fitting}." if fitting else "Add a label with take=any.",
+            )  # fmt: skip
+        return made
+
+    def columns(self, label: str) -> list[str]:
+        """Returns the columns that the join adds to the feature log. None of them is known when a row is scored."""
+        return [*self.made(label), *([] if self.keep_negatives is None else [WEIGHT])]
+
+    def window_of(self, label: OutcomeLabel) -> int:
+        """Returns the attribution window of a label in seconds."""
+        return label.window_seconds or self.window_seconds
+
+    @property
+    def longest_seconds(self) -> int:
+        """The longest attribution window of all labels."""
+        return max((self.window_of(label) for label in self.labels.values()), default=self.window_seconds)
+
+
+class SideTable(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """A side table. Its columns are added to every row with the same key."""
+
+    path: str
+    """Parquet or CSV file, or a glob."""
+    on: Names
+    """Key columns, in the rows and in the side table; unique in the side table."""
+
+
+class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Where rows come from."""
+
+    path: str | tuple[str, ...] | None = None
+    """Files of samples, or of the feature log: a path, a glob, or several; below the project root unless absolute."""
+    format: Format = "auto"
+    """auto: CSV by the file name, else Parquet. criteo: tab-separated, no header, gz too."""
+    day_column: str | None = None
+    """Column that gives the day (date, timestamp or ISO text)."""
+    day: datetime.date | None = None
+    """The day of all rows, if the data has no day column."""
+    outcomes: Outcomes | None = None
+    """The log that labels the feature log. None: rows already have their label."""
+    lookups: tuple[SideTable, ...] = ()
+    """Side tables joined to the rows."""
+    generator: GeneratorConfig | None = None
+    """Generates both logs instead of reading files."""
+
+    @model_validator(mode="after")
+    def _names_one_source(self) -> Self:
+        for first, second in (("path", "generator"), ("day_column", "day")):
+            if (getattr(self, first) is None) == (getattr(self, second) is None):
+                found = "neither" if getattr(self, first) is None else "both"
+                raise ConfigError("source", f"either `{first}` or `{second}`", found, "Give exactly one.")
+        if self.generator is not None and self.outcomes is None:
+            raise ConfigError("source", "`outcomes` together with `generator`", "none", "Add `outcomes: {}`.")
+        if self.generator is None and self.outcomes is not None and self.outcomes.path is None:
+            raise ConfigError("source.outcomes", "`path` of the outcome log", "none", "Add it.")
+        return self
+
+    def said(self) -> dict[str, Any]:
+        """Returns the source as JSON values, without newer keys at their default: identities of older days stay."""
+        content = self.model_dump(mode="json")
+        for part, keys in LATER.items():
+            model = getattr(self, part)
+            for key in keys if model is not None else ():
+                if getattr(model, key) == type(model).model_fields[key].default:
+                    del content[part][key]
+        return content
+
+    def made(self, label: str) -> list[str]:
+        """Returns the columns computed from outcomes.
+
+        Args:
+            label: `features.label`.
+        """
+        return [] if self.outcomes is None else self.outcomes.columns(label)
+
+
+class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Rules that compare a new day with the days before it. Each rule is set to fail, quarantine, warn or off."""
+
+    vanished: Verdict = "warn"
+    """A column that had values has none, or is gone."""
+    appeared: Verdict = "warn"
+    """A column has values for the first time, or is new."""
+    changed_type: Verdict = "fail"
+    """A column of numbers or ids becomes text or lists, or the other way round."""
+    coverage: Verdict = "warn"
+    """The share of rows in which a column has a value."""
+    length: Verdict = "warn"
+    """The mean length of a column's lists."""
+    label_rate: Verdict = "warn"
+    """The share of rows with label 1."""
+    rows: Verdict = "warn"
+    """The number of rows."""
+    duplicates: Verdict = "warn"
+    """Rows that repeat the `key` of another row of the day."""
+    drift: Verdict = "warn"
+    """The population stability index of a column's values."""
+
+    key: str | None = None
+    """Column that must be unique within a day. None: not checked. A log join sets repeated impressions aside anyway."""
+    skip: tuple[str, ...] = ()
+    """Columns, or patterns, that are not checked."""
+    trailing_days: PositiveInt = TRAILING_DAYS
+    """How many earlier days a day is compared with."""
+    minimum_days: PositiveInt = 3
+    """A day with fewer earlier days is not compared."""
+    spread: PositiveFloat = 4.0
+    """Accepted distance from the median in robust standard deviations (1.48 times the median absolute deviation)."""
+    coverage_change: NonNegativeFloat = 0.1
+    """Change that is always accepted, of the share itself."""
+    length_change: NonNegativeFloat = 0.3
+    """Change that is always accepted, relative to the median."""
+    label_rate_change: NonNegativeFloat = 0.3
+    """Change that is always accepted, relative to the median."""
+    rows_change: NonNegativeFloat = 0.5
+    """Change that is always accepted, relative to the median."""
+    duplicate_share: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of a day's rows that may be duplicates."""
+    drift_limit: PositiveFloat = 0.25
+    """Index that is always accepted. The index expected from chance alone is added to it."""
+
+    def outcome(self, rule: Rule) -> Verdict:
+        """Returns what happens to a day that breaks the rule."""
+        found: Verdict = getattr(self, rule)
+        return found
+
+    @property
+    def strict(self) -> list[Rule]:
+        """Rules that keep a day out of the table."""
+        return [rule for rule in get_args(Rule) if self.outcome(rule) in ("fail", "quarantine")]
+
+
+class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Which rows are accepted and how they are written."""
+
+    max_quarantined_share: float = Field(default=0.01, ge=0.0, le=1.0)
+    """Share of a day's rows that may be quarantined. A day above it fails the ingest."""
+    rows_per_commit: PositiveInt = 5_000_000
+    """Days are written together up to this many rows; each group is one commit."""
+    order_by: tuple[str, ...] = ()
+    """Columns to sort a day's rows by, such as a session and a time. Empty: rows are not sorted."""
+    profile: bool = True
+    """Measure new days before they are written. The checks need it."""
+    checks: ChecksConfig = ChecksConfig()
