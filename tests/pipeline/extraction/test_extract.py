@@ -262,20 +262,20 @@ def test_a_column_name_that_the_warehouse_does_not_take(ingest: Any, put: Any, w
     [
         (
             {"day": "2024-01-01"},
-            "source: expected either `path` or `generator`, got both or neither. Give exactly one.",
+            "source: expected either `path` or `generator`, got neither. Give exactly one.",
         ),
         (
             {"path": "a", "generator": {}, "day_column": "event_time", "outcomes": {}},
-            "source: expected either `path` or `generator`, got both or neither. Give exactly one.",
+            "source: expected either `path` or `generator`, got both. Give exactly one.",
         ),
-        ({"path": "a"}, "source: expected either `day_column` or `day`, got both or neither. Give exactly one."),
+        ({"path": "a"}, "source: expected either `day_column` or `day`, got neither. Give exactly one."),
         (
             {"path": "a", "day": "2024-01-01", "day_column": "d"},
-            "source: expected either `day_column` or `day`, got both or neither. Give exactly one.",
+            "source: expected either `day_column` or `day`, got both. Give exactly one.",
         ),
         (
             {"generator": {}, "day_column": "event_time"},
-            "source: expected `outcomes` beside `generator`, got none. Add `outcomes: {}`.",
+            "source: expected `outcomes` together with `generator`, got none. Add `outcomes: {}`.",
         ),
         (
             {"path": "a", "day": "2024-01-01", "outcomes": {}},

@@ -136,5 +136,6 @@ def test_one_column_cannot_be_key_and_time(ingest: Any) -> None:
     with pytest.raises(ConfigError) as error:
         ingest(source(on="t", feature_time="t", outcome_time="t"))
     assert str(error.value) == (
-        "source.outcomes: expected key and time in different columns, got 't' for all. Correct them."
+        "source.outcomes: expected key and time in different columns, got 't' for all three. "
+        "Correct `on`, `feature_time` or `outcome_time`."
     )

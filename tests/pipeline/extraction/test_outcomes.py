@@ -174,13 +174,13 @@ def test_outcomes_are_no_features(ingest: Any, put: Any, columns: dict[str, Any]
 WRONG = {
     "no trained label": (
         {"labels": {"converted": {"action": "purchase"}}},
-        "source.outcomes.labels, features.label 'label': expected a label that is 0 or 1, got none of that name. "
-        "Name one in features.label: converted.",
+        "source.outcomes.labels, features.label 'label': expected a label that is 0 or 1 (take=any), "
+        "got no label of that name. Set features.label to one of: converted.",
     ),
     "a count": (
         {"labels": {"label": {"take": "count"}}},
-        "source.outcomes.labels, features.label 'label': expected a label that is 0 or 1, got take=count. "
-        "Name one in features.label: none of them fits.",
+        "source.outcomes.labels, features.label 'label': expected a label that is 0 or 1 (take=any), "
+        "got take=count. Add a label with take=any.",
     ),
     "no action": (
         {"action_column": "kind"},
@@ -214,9 +214,13 @@ def test_labels_that_do_not_fit(ingest: Any, put: Any, kind: str) -> None:
         ({"labels": {"a b": {}}}, "got 'a b'. Rename the label."),
         ({"labels": {"__x": {}}}, "got '__x'. Rename the label."),
         ({"labels": {"sample_weight": {}}}, "got 'sample_weight'. Rename the label."),
-        ({"labels": {"label": {"amount": "price"}}}, "expected `amount` with take=sum, and only there, got take=any."),
+        (
+            {"labels": {"label": {"amount": "price"}}},
+            "got take=any with `amount`. Remove `amount`, or set take=sum.",
+        ),
+        ({"labels": {"label": {}, "spent": {"take": "sum"}}}, "got take=sum without `amount`. Add `amount`."),
     ],
-    ids=["space", "hidden", "ours", "amount"],
+    ids=["space", "hidden", "ours", "amount", "no amount"],
 )
 def test_labels_that_contradict_themselves(changed: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
