@@ -41,8 +41,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from benchmarks.machine import ROOT
-from models.config import DLRMConfig
-from models.dlrm import DLRM, Bag
+from models.config import DLRMConfig, SparseFeature
+from models.dlrm import DLRM
 from pipeline.data.batch import Batch, Position
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import RANK_ENVIRONMENT
@@ -265,7 +265,7 @@ def ours(shape: Shape, rank: int, ranks: int, device: torch.device, **settings: 
         world_size=ranks, batch_rows=shape.batch_rows, table_learning_rate=TABLE_RATE, device=device.type,
         sharding="table_wise", **settings,
     )  # fmt: skip
-    bags = [Bag(name, name, shape.rows, "sum") for name in names(shape)]
+    bags = [SparseFeature(name, name, shape.rows, "sum") for name in names(shape)]
     model = DLRM(DLRMConfig(embedding_width=shape.width, bottom_mlp=BOTTOM, top_mlp=TOP), DENSE, bags, "meta")
     whole, _ = sharded(model, config, device, seed=1, half_width=None)
     trainer = Trainer(whole, config, lambda position: iter(()), None, Path(), lambda event: None, 1, device)

@@ -1,8 +1,22 @@
-"""DLRMConfig: the shape of a model."""
+"""The shape of a model: DLRMConfig and its sparse features."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
+
+
+@dataclass(frozen=True)
+class SparseFeature:
+    """A list of ids per row and the embedding table that looks them up: the rows of one list become one vector."""
+
+    name: str
+    table: str
+    """Features that name the same table share its rows."""
+    rows: int
+    """Size of the table: ids are in [0, rows)."""
+    pooling: Literal["sum", "mean"]
+    """How the vectors of a list become one."""
 
 
 class DLRMConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

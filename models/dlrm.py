@@ -2,8 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,18 +10,8 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from models.config import DLRMConfig
+from models.config import DLRMConfig, SparseFeature
 from models.layers import CatInteraction, CrossInteraction, DotInteraction, mlp
-
-
-@dataclass(frozen=True)
-class Bag:
-    """One sparse feature: bags of ids in [0, rows) of a table, pooled into one vector."""
-
-    name: str
-    table: str
-    rows: int
-    pooling: Literal["sum", "mean"]
 
 
 class Shared(NamedTuple):
@@ -60,7 +49,7 @@ class DLRM(nn.Module):
     Args:
         config: Sizes and interaction.
         num_dense: D; 0 leaves out the bottom MLP.
-        bags: Sparse features; those that name one table share it.
+        features: Those that name one table share it.
         device: Where the tables live; `meta` where they are sharded later.
         table_type: Numbers of the tables.
     Shapes:
@@ -74,18 +63,18 @@ class DLRM(nn.Module):
         self,
         config: DLRMConfig,
         num_dense: int,
-        bags: Sequence[Bag],
+        features: Sequence[SparseFeature],
         device: torch.device | str = "cpu",
         table_type: DataType = DataType.FP32,
     ) -> None:
         super().__init__()
-        self.names = [bag.name for bag in bags]
+        self.names = [feature.name for feature in features]
         self.embeddings = EmbeddingBagCollection(
-            tables=tables_of(config, bags, table_type), device=torch.device(device)
+            tables=tables_of(config, features, table_type), device=torch.device(device)
         )
         width = config.embedding_width
         self.bottom = mlp(num_dense, [*config.bottom_mlp, width]) if num_dense else None
-        num_features = len(bags) + (1 if num_dense else 0)
+        num_features = len(features) + (1 if num_dense else 0)
         self.interaction: DotInteraction | CatInteraction | CrossInteraction
         if config.interaction == "dot":
             self.interaction = DotInteraction(num_features, width)
@@ -167,16 +156,16 @@ def module_name(table: str) -> str:
 
 
 def tables_of(
-    config: DLRMConfig, bags: Sequence[Bag], table_type: DataType = DataType.FP32
+    config: DLRMConfig, features: Sequence[SparseFeature], table_type: DataType = DataType.FP32
 ) -> list[EmbeddingBagConfig]:
-    """Embedding tables of the bags, in order of first use.
+    """Returns the embedding tables of the features, in order of first use.
 
     Raises:
         ValueError: If features of one table differ in size or pooling.
     """
-    tables: dict[str, list[Bag]] = {}
-    for bag in bags:
-        tables.setdefault(bag.table, []).append(bag)
+    tables: dict[str, list[SparseFeature]] = {}
+    for feature in features:
+        tables.setdefault(feature.table, []).append(feature)
     for name, members in tables.items():
         if len({(member.rows, member.pooling) for member in members}) > 1:
             raise ValueError(f"table '{name}': its features {[m.name for m in members]} must agree in size and pooling")

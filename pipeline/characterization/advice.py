@@ -7,8 +7,8 @@ from typing import Literal, Self
 import torch
 from pydantic import BaseModel, PositiveFloat, PositiveInt, model_validator
 
-from models.config import DLRMConfig
-from models.dlrm import DLRM, Bag
+from models.config import DLRMConfig, SparseFeature
+from models.dlrm import DLRM
 from pipeline.characterization.cost import BYTES, MOMENTS, row_sizes
 from pipeline.errors import ConfigError
 
@@ -42,11 +42,12 @@ class Shape(BaseModel, frozen=True):
         return sum(math.prod(shape) for shape in self.weights.values())
 
 
-def shape_of(config: DLRMConfig, num_dense: int, bags: Sequence[Bag]) -> Shape:
+def shape_of(config: DLRMConfig, num_dense: int, bags: Sequence[SparseFeature]) -> Shape:
     """The shape of a model that takes no memory.
 
     Example:
-        >>> shape_of(DLRMConfig(embedding_width=4, top_mlp=()), 0, [Bag("a", "t", 9, "sum"), Bag("b", "t", 9, "sum")])
+        >>> features = [SparseFeature("a", "t", 9, "sum"), SparseFeature("b", "t", 9, "sum")]
+        >>> shape_of(DLRMConfig(embedding_width=4, top_mlp=()), 0, features)
         Shape(tables={'t': (9, 4)}, weights={'logit.weight': (1, 5), 'logit.bias': (1,)}, row_numbers=34)
     """
     with torch.device("meta"):

@@ -16,8 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel
 
-from models.config import DLRMConfig
-from models.dlrm import Bag
+from models.config import DLRMConfig, SparseFeature
 from pipeline.characterization.results import Load
 from pipeline.data.batch import Batch
 
@@ -76,7 +75,7 @@ class Layer(NamedTuple):
 def load_of_batches(
     model: DLRMConfig,
     dense_features: int,
-    bags: Sequence[Bag],
+    bags: Sequence[SparseFeature],
     batches: Sequence[Batch],
     setup: Setup,
     kinds: Mapping[str, str] | None = None,
@@ -90,12 +89,14 @@ def load_of_batches(
     return load_of_uses(model, dense_features, list(uses_of(bags, batches, setup, kinds or {}).values()), setup)
 
 
-def uses_of(bags: Sequence[Bag], batches: Sequence[Batch], setup: Setup, kinds: Mapping[str, str]) -> dict[str, Use]:
+def uses_of(
+    bags: Sequence[SparseFeature], batches: Sequence[Batch], setup: Setup, kinds: Mapping[str, str]
+) -> dict[str, Use]:
     """How these batches use each table."""
     together = max(round(setup.batch_rows / max(len(batches[0].labels), 1)), 1)
     steps = [batches[i : i + together] for i in range(0, max(len(batches) // together, 1) * together, together)]
     rows = sum(len(batch.labels) for step in steps for batch in step)
-    members: dict[str, list[Bag]] = {}
+    members: dict[str, list[SparseFeature]] = {}
     for bag in bags:
         members.setdefault(bag.table, []).append(bag)
     ids = [[{name: one.values().numpy() for name, one in batch.sparse.to_dict().items()} for batch in s] for s in steps]

@@ -7,9 +7,9 @@ import numpy.typing as npt
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from models.config import SparseFeature
 from pipeline.characterization.config import Workload
 from pipeline.data.batch import Batch, Position
-from pipeline.transforms.plan.graph import SparseFeature
 from pipeline.transforms.plan.plan import Plan
 
 Ids = npt.NDArray[np.int64]

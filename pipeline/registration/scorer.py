@@ -16,7 +16,7 @@ from mlflow.pyfunc import PythonModel, PythonModelContext
 from safetensors.torch import load_file
 
 from models.config import DLRMConfig
-from models.dlrm import DLRM, Bag, tables_of
+from models.dlrm import DLRM, tables_of
 from models.quantised import QuantisedBags
 from pipeline.data.batch import sparse_tensor
 from pipeline.errors import InputError
@@ -46,11 +46,11 @@ class LoadedModel:
         self.columns: dict[str, str] = record["columns"]
         self.defaults: dict[str, Any] = record.get("defaults", {})  # older versions in the registry have none
         self.plan = plan_of(folder)
-        bags = [Bag(feature.name, feature.table, feature.rows, feature.pooling) for feature in self.plan.sparse]
+        features = self.plan.sparse
         config, quantised = DLRMConfig.model_validate(record["model"]), record.get("weights") == "int8"
-        self.model = DLRM(config, len(self.plan.dense), bags, device="meta" if quantised else "cpu")
+        self.model = DLRM(config, len(self.plan.dense), features, device="meta" if quantised else "cpu")
         if quantised:
-            self.model.embeddings = QuantisedBags(tables_of(config, bags))
+            self.model.embeddings = QuantisedBags(tables_of(config, features))
         self.model.load_state_dict(load_file(folder / WEIGHTS))
         self.model.eval()
 

@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from models.config import DLRMConfig
-from models.dlrm import DLRM, Bag, Shared, tables_of
+from models.config import DLRMConfig, SparseFeature
+from models.dlrm import DLRM, Shared, tables_of
 
 BAGS = (
-    Bag("user", "user", 11, "sum"),
-    Bag("seen", "item", 7, "mean"),
-    Bag("item", "item", 7, "mean"),  # shares the table of `seen`
+    SparseFeature("user", "user", 11, "sum"),
+    SparseFeature("seen", "item", 7, "mean"),
+    SparseFeature("item", "item", 7, "mean"),  # shares the table of `seen`
 )
 LENGTHS = torch.tensor([[1, 0, 2, 1], [3, 0, 1, 2], [1, 1, 0, 1]])  # empty bags among them
 
@@ -78,10 +78,10 @@ def test_features_of_one_table_share_it() -> None:
     ]
 
 
-@pytest.mark.parametrize("other", [Bag("b", "t", 6, "sum"), Bag("b", "t", 5, "mean")])
-def test_features_of_one_table_must_agree(other: Bag) -> None:
+@pytest.mark.parametrize("other", [SparseFeature("b", "t", 6, "sum"), SparseFeature("b", "t", 5, "mean")])
+def test_features_of_one_table_must_agree(other: SparseFeature) -> None:
     with pytest.raises(ValueError, match=r"table 't': its features \['a', 'b'\] must agree in size and pooling"):
-        tables_of(DLRMConfig(), [Bag("a", "t", 5, "sum"), other])
+        tables_of(DLRMConfig(), [SparseFeature("a", "t", 5, "sum"), other])
 
 
 def test_one_vector_has_no_pair() -> None:
@@ -90,7 +90,7 @@ def test_one_vector_has_no_pair() -> None:
 
 
 def test_features_may_be_called_like_methods_of_modules() -> None:
-    bags = [Bag(name, name, 5, "sum") for name in ("type", "items", "training", "user")]
+    bags = [SparseFeature(name, name, 5, "sum") for name in ("type", "items", "training", "user")]
     model = DLRM(DLRMConfig(embedding_width=4, bottom_mlp=(), top_mlp=()), 0, bags)
     sparse = KeyedJaggedTensor([bag.name for bag in bags], torch.arange(4), lengths=torch.ones(4, dtype=torch.int32))
     assert model(torch.empty(1, 0), sparse).shape == (1,)

@@ -5,13 +5,17 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from models.config import DLRMConfig
-from models.dlrm import Bag, tables_of
+from models.config import DLRMConfig, SparseFeature
+from models.dlrm import tables_of
 from models.quantised import TABLES, QuantisedBags, quantised
 
-BAGS = (Bag("a", "shared", 40, "sum"), Bag("b", "own", 30, "mean"), Bag("c", "shared", 40, "sum"))
+BAGS = (
+    SparseFeature("a", "shared", 40, "sum"),
+    SparseFeature("b", "own", 30, "mean"),
+    SparseFeature("c", "shared", 40, "sum"),
+)
 """A module's name may not be `type`: the table's is another there."""
-KEPT = Bag("d", "type", 5, "mean")
+KEPT = SparseFeature("d", "type", 5, "mean")
 WIDTH = 5
 """Not a multiple of what processors add up at once."""
 

@@ -12,7 +12,8 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import ValidationError
 from torchrec.modules.embedding_configs import DataType
 
-from models.dlrm import DLRM, Bag, module_name
+from models.config import SparseFeature
+from models.dlrm import DLRM, module_name
 from pipeline.characterization import workload
 from pipeline.characterization.advice import (
     Described,
@@ -30,7 +31,6 @@ from pipeline.config import RunConfig
 from pipeline.config.files import ROOT, parse_yaml
 from pipeline.errors import ConfigError
 from pipeline.jobs.training.job import prepared
-from pipeline.jobs.training.rank import bags_of
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
@@ -51,7 +51,7 @@ class Asked:
     """What is to be sized: a model, and what is known of the rows it trains on."""
 
     dense: int
-    bags: list[Bag]
+    bags: Sequence[SparseFeature]
     uses: Mapping[str, TableUse]
     rows: int | None
     """Training rows of the table; None: there is no table, but a workload."""
@@ -70,13 +70,13 @@ def looked_at(config: RunConfig, snapshot_id: int | None) -> Asked:
     shape = config.characterize.workload
     if shape is not None:
         plan = workload.plan_of(shape)
-        bags = bags_of(plan)
+        bags = plan.sparse
         batches = workload.batches(shape, config.training.batch_rows, SAMPLED_BATCHES, config.seed)
         columns = [_column([batch.sparse[bag.name] for batch in batches]) for bag in bags]
         uses = measure(bags, columns, config.training.batch_rows)
         return Asked(len(plan.dense), bags, uses, None, None, None)
     snapshot, data, rows = prepared(config, snapshot_id)
-    bags = bags_of(data.plan)
+    bags = data.plan.sparse
     uses = measure(bags, Worker(data).sample(SAMPLE_ROWS), config.training.batch_rows)
     return Asked(len(data.plan.dense), bags, uses, rows, snapshot.snapshot_id, worker_speed(config, data))
 
@@ -182,7 +182,7 @@ def sized_for(training: TrainConfig, world_size: int) -> TrainConfig:
 def load_of(config: RunConfig, asked: Asked, training: TrainConfig, placement: Placement) -> Load:
     """What a step asks of the machine."""
     kinds = {table.table: table.kind for table in placement}
-    members: dict[str, list[Bag]] = {}
+    members: dict[str, list[SparseFeature]] = {}
     for bag in asked.bags:
         members.setdefault(bag.table, []).append(bag)
     uses = []

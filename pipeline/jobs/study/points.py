@@ -16,7 +16,7 @@ from pipeline.errors import ContractError, TrainingError
 from pipeline.jobs.study.rank import MeasureSpec, Task
 from pipeline.jobs.study.workload import enough_rows, written
 from pipeline.jobs.training.job import prepared
-from pipeline.jobs.training.rank import bags_of, placed
+from pipeline.jobs.training.rank import placed
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import Worker
@@ -156,7 +156,7 @@ class Rows:
         key = data.model_dump_json()
         if key not in self.samples:
             self.samples[key] = list(Worker(data).sample(SAMPLE_ROWS))
-        return measure_uses(bags_of(data.plan), self.samples[key], batch_rows)
+        return measure_uses(data.plan.sparse, self.samples[key], batch_rows)
 
 
 def _measure_group(members: Sequence[Ready], folder: Path, done: Callable[[Result], None]) -> None:

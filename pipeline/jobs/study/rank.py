@@ -28,7 +28,7 @@ from pipeline.characterization.phases import BACKWARD, Part, Split
 from pipeline.characterization.results import Measurement, Spread
 from pipeline.data.batch import NO_TIMES, Batch, Position
 from pipeline.errors import ConfigError, ContractError
-from pipeline.jobs.training.rank import bags_of, build_model, client, enter, event_writer, unsharded
+from pipeline.jobs.training.rank import build_model, client, enter, event_writer, unsharded
 from pipeline.preprocessing.client import InlineSource, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
@@ -263,7 +263,7 @@ class Point:
         kept = self.kept or [self.next()[0] for _ in range(BATCHES)]
         kinds = {table.table: table.kind for table in task.placement or ()}
         load = load_of_batches(
-            task.model, len(task.plan.dense), bags_of(task.plan), [batch.to(torch.device("cpu")) for batch in kept],
+            task.model, len(task.plan.dense), task.plan.sparse, [batch.to(torch.device("cpu")) for batch in kept],
             Setup.model_validate(task.training), kinds,
         )  # fmt: skip
         cores = task.training.world_size * (torch.get_num_threads() if self.device.type == "cpu" else 1)

@@ -26,7 +26,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import DataType
 
 from models.config import DLRMConfig
-from models.dlrm import DLRM, Bag
+from models.dlrm import DLRM
 from pipeline.data.batch import Batch
 from pipeline.errors import ContractError
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
@@ -276,7 +276,7 @@ def grow(spec: RankSpec, start: Start, trainer: Trainer) -> Path:
         old = {name.replace(served, "model/", 1): tensor for name, tensor in stored.items()}
         old_spec = spec.model_copy(update={"train": spec.train.model_copy(update={"plan": start.plan})})
         require_identity(source, identity_of(old_spec))
-        before, now = (Features(dense=plan.dense, bags=tuple(bags_of(plan))) for plan in (start.plan, spec.train.plan))
+        before, now = (Features(dense=plan.dense, bags=plan.sparse) for plan in (start.plan, spec.train.plan))
         made = grown(spec.model, old, fresh, (before, now), kept(spec.train.plan, start.plan))
         progress = read_progress(source) | {"averaged": 0}
         write_whole(folder, made.tensors, progress, identity_of(spec))
@@ -349,7 +349,7 @@ def build_model(
 def unsharded(spec: ModelSpec) -> DLRM:
     """The model with tables that take no memory yet."""
     kind = DataType.FP16 if spec.training.table_precision == "fp16" else DataType.FP32
-    return DLRM(spec.model, len(spec.plan.dense), bags_of(spec.plan), "meta", kind)
+    return DLRM(spec.model, len(spec.plan.dense), spec.plan.sparse, "meta", kind)
 
 
 def placed(spec: Described, uses: Mapping[str, TableUse]) -> Described:
@@ -365,7 +365,7 @@ def placed(spec: Described, uses: Mapping[str, TableUse]) -> Described:
 def table_uses(spec: RankSpec) -> dict[str, TableUse]:
     """How the tables are used in a sample of the training rows: the first of the snapshot, so always the same."""
     rows = Worker(spec.train).sample(SAMPLE_ROWS)
-    return measure(bags_of(spec.train.plan), rows, spec.training.batch_rows)
+    return measure(spec.train.plan.sparse, rows, spec.training.batch_rows)
 
 
 def kept_batches(reader: Client, kept: bool) -> Callable[[], Iterator[Batch]]:
@@ -380,11 +380,6 @@ def kept_batches(reader: Client, kept: bool) -> Callable[[], Iterator[Batch]]:
         return iter(batches)
 
     return again
-
-
-def bags_of(plan: Plan) -> list[Bag]:
-    """The plan's sparse features as the model names them."""
-    return [Bag(feature.name, feature.table, feature.rows, feature.pooling) for feature in plan.sparse]
 
 
 def client(spec: ModelSpec, source: BatchSource, name: str, data: DataSpec, rank: int, shuffled: bool) -> Client:

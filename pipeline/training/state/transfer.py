@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from pydantic import BaseModel
 
-from models.config import DLRMConfig
-from models.dlrm import Bag, Labels, axes_of, module_name
+from models.config import DLRMConfig, SparseFeature
+from models.dlrm import Labels, axes_of, module_name
 from pipeline.training.optim import TABLES
 
 STATES = ("model/", "average/", "dense/", "tables/")
@@ -17,7 +17,7 @@ class Features(BaseModel, frozen=True, arbitrary_types_allowed=True):
     """What a model reads."""
 
     dense: tuple[str, ...]
-    bags: tuple[Bag, ...]
+    bags: tuple[SparseFeature, ...]
 
 
 class Grown(BaseModel, frozen=True, arbitrary_types_allowed=True):
@@ -73,7 +73,9 @@ def _marked(names: Sequence[str], kept: Collection[str], which: int) -> list[str
     return [name if name in kept else f"{name} of {which}" for name in names]
 
 
-def _tables(before: Sequence[Bag], now: Sequence[Bag], kept: Collection[str]) -> tuple[set[str], list[str], list[str]]:
+def _tables(
+    before: Sequence[SparseFeature], now: Sequence[SparseFeature], kept: Collection[str]
+) -> tuple[set[str], list[str], list[str]]:
     """(modules of the tables that keep their rows, names of new tables, names of larger ones)."""
     rows, users = {bag.table: bag.rows for bag in before}, {bag.name: bag.table for bag in before}
     shared = [bag for bag in now if users.get(bag.name) == bag.table]

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from pydantic import BaseModel
 from torchrec.distributed.types import CacheStatistics
 
-from models.dlrm import Bag
+from models.config import SparseFeature
 from pipeline.transforms.column import Column
 
 SAMPLE_ROWS = 65_536
@@ -58,14 +58,14 @@ class MeasuredCache(CacheStatistics):
         return float(np.trapezoid(self.use.miss_rates, LOAD_FACTORS))
 
 
-def measure(bags: Sequence[Bag], columns: Sequence[Column], batch_rows: int) -> dict[str, TableUse]:
+def measure(bags: Sequence[SparseFeature], columns: Sequence[Column], batch_rows: int) -> dict[str, TableUse]:
     """The use of each table in a sample of rows.
 
     Args:
         columns: Ids of each bag over the same N rows.
         batch_rows: Rows of a global batch; a smaller sample counts as one batch.
     Example:
-        >>> bag = Bag("user", "user", 4, "sum")
+        >>> bag = SparseFeature("user", "user", 4, "sum")
         >>> use = measure([bag], [Column(np.array([3, 3, 1, 3]), np.array([0, 1, 3, 3, 4]))], 2)["user"]
         >>> use.ids_per_bag, use.filled_share, use.distinct_rows
         ((1.3333333333333333,), (0.75,), 1.5)

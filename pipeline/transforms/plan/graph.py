@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import pyarrow as pa
-from pydantic import BaseModel
 
+from models.config import SparseFeature
 from pipeline.data.columns import NAME
 from pipeline.errors import ColumnError, ConfigError
 from pipeline.transforms.kinds import KINDS, Kind
@@ -22,16 +22,6 @@ from pipeline.transforms.schema import (
     resolve,
 )
 from storage.arrow import is_list, is_text
-
-
-class SparseFeature(BaseModel, frozen=True):
-    """One bag of ids and the embedding table it looks up."""
-
-    name: str
-    table: str
-    rows: int
-    """Ids are in [0, rows)."""
-    pooling: Literal["sum", "mean"]
 
 
 class Made(NamedTuple):

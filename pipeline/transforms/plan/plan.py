@@ -12,12 +12,13 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, model_validator
 
+from models.config import SparseFeature
 from pipeline.errors import ConfigError
 from pipeline.transforms.column import Column
 from pipeline.transforms.kinds import Kind
 from pipeline.transforms.ops import AnyOp, Counts
 from pipeline.transforms.plan.fit import Learner, learned, learns
-from pipeline.transforms.plan.graph import Graph, SparseFeature
+from pipeline.transforms.plan.graph import Graph
 from pipeline.transforms.plan.schedule import Schedule, Seconds, above
 from pipeline.transforms.schema import FeatureSchema
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from models.config import DLRMConfig
-from models.dlrm import DLRM, Bag
+from models.config import DLRMConfig, SparseFeature
+from models.dlrm import DLRM
 from pipeline.characterization.advice import (
     Kept,
     Part,
@@ -21,12 +21,12 @@ from pipeline.characterization.advice import (
     memory_of,
     shape_of,
 )
-from pipeline.jobs.training.rank import RankSpec, bags_of, build_model, client
+from pipeline.jobs.training.rank import RankSpec, build_model, client
 from pipeline.preprocessing.client import InlineSource
 from pipeline.training.state import checkpoint
 from pipeline.training.trainer import Trainer
 
-BAGS = [Bag("a", "t", 9, "sum"), Bag("b", "t", 9, "sum"), Bag("c", "u", 50, "mean")]
+BAGS = [SparseFeature("a", "t", 9, "sum"), SparseFeature("b", "t", 9, "sum"), SparseFeature("c", "u", 50, "mean")]
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"table_optimizer": "adam", "dense_optimizer": "sgd"},
@@ -64,7 +64,7 @@ def test_state_and_checkpoint_are_those_of_a_trainer(
         table_optimizer=spec.training.table_optimizer, dense_optimizer=spec.training.dense_optimizer,
         table_precision=spec.training.table_precision, average=spec.training.average_from_step is not None,
     )  # fmt: skip
-    shape = shape_of(spec.model, len(spec.train.plan.dense), bags_of(spec.train.plan))
+    shape = shape_of(spec.model, len(spec.train.plan.dense), spec.train.plan.sparse)
     parts = [Part(rows=rows, columns=width) for rows, width in shape.tables.values()]
     memory = memory_of(shape, kept, parts, 160, 40.0, 0)
     state = {name: _bytes(tensor) for name, tensor in trainer.state().items()}
@@ -90,7 +90,11 @@ def rank(**sizes: int) -> RankMemory:
 
 def test_memory_in_closed_form() -> None:
     """One layer of 1 + 2 x 4 -> 1 over two vectors and their product; both optimizers keep moments of each number."""
-    shape = shape_of(DLRMConfig(embedding_width=4, top_mlp=()), 0, [Bag("a", "t", 9, "sum"), Bag("b", "u", 5, "sum")])
+    shape = shape_of(
+        DLRMConfig(embedding_width=4, top_mlp=()),
+        0,
+        [SparseFeature("a", "t", 9, "sum"), SparseFeature("b", "u", 5, "sum")],
+    )
     kept = Kept(table_optimizer="adam", dense_optimizer="adam")
     memory = memory_of(shape, kept, [Part(rows=9, columns=4), Part(rows=5, columns=4)], 10, 8.0, 1_000)
     assert memory.tables == 14 * 4 * 4 * 3

@@ -9,15 +9,19 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from models.config import DLRMConfig
-from models.dlrm import DLRM, Bag
+from models.config import DLRMConfig, SparseFeature
+from models.dlrm import DLRM
 from pipeline.characterization.cost import Setup, Use, load_of_batches, load_of_uses, row_sizes
 from pipeline.data.batch import Batch, Position
 from pipeline.training.config import TrainConfig
 from pipeline.training.tables.model import sharded
 
 ROWS, DENSE = 32, 5
-BAGS = [Bag("a", "one", 50, "sum"), Bag("b", "one", 50, "sum"), Bag("c", "other", 30, "mean")]
+BAGS = [
+    SparseFeature("a", "one", 50, "sum"),
+    SparseFeature("b", "one", 50, "sum"),
+    SparseFeature("c", "other", 30, "mean"),
+]
 MODELS = {
     "dot": DLRMConfig(embedding_width=8, bottom_mlp=(16, 12), top_mlp=(24,), interaction="dot"),
     "cat": DLRMConfig(embedding_width=8, bottom_mlp=(), top_mlp=(24, 6), interaction="cat"),
@@ -88,7 +92,7 @@ def test_statistics_and_batches_drawn_from_them_agree() -> None:
         lengths = torch.full((rows * tables,), lookups, dtype=torch.int32)
         sparse = KeyedJaggedTensor(names, ids, lengths=lengths)
         made.append(Batch(torch.rand(rows, DENSE), sparse, torch.ones(rows), torch.ones(rows), Position(), rows))
-    bags = [Bag(name, name, hash_size, "sum") for name in names]
+    bags = [SparseFeature(name, name, hash_size, "sum") for name in names]
     setup = Setup(batch_rows=rows, world_size=2)
     # of n draws from N alike, N (1 - (1 - 1/N)^n) are distinct
     distinct = hash_size * (1 - (1 - 1 / hash_size) ** (rows * lookups))

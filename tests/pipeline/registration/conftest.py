@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from models.config import DLRMConfig
-from models.dlrm import DLRM, Bag
+from models.dlrm import DLRM
 from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import FeatureSchema
 
@@ -24,7 +24,7 @@ def exported(tmp_path: Path) -> Callable[..., tuple[Path, Plan]]:
         """`spread`: standard deviation of the tables' numbers; None: as they are initialised."""
         torch.manual_seed(5)
         plan = build_plan(features, columns)
-        model = DLRM(config, len(plan.dense), [Bag(f.name, f.table, f.rows, f.pooling) for f in plan.sparse])
+        model = DLRM(config, len(plan.dense), plan.sparse)
         if spread is not None:
             with torch.no_grad():
                 for table in model.embeddings.embedding_bags.values():

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from safetensors.torch import save_file
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from models.config import DLRMConfig
-from models.dlrm import DLRM, Bag
+from models.config import DLRMConfig, SparseFeature
+from models.dlrm import DLRM
 from pipeline.data.batch import Batch, Position
 from pipeline.jobs.training.rank import start_group
 from pipeline.training.config import TrainConfig
@@ -27,11 +27,11 @@ from storage.artifacts import write_json
 SEED = 5
 MODEL = DLRMConfig(embedding_width=16, bottom_mlp=(8,), top_mlp=(8,), embedding_init=0.3)
 BAGS = [
-    Bag("user", "user", 50, "sum"),
-    Bag("shop", "shop", 7, "sum"),
-    Bag("goods", "goods", 83, "mean"),
-    Bag("liked", "tags", 31, "mean"),
-    Bag("seen", "tags", 31, "mean"),
+    SparseFeature("user", "user", 50, "sum"),
+    SparseFeature("shop", "shop", 7, "sum"),
+    SparseFeature("goods", "goods", 83, "mean"),
+    SparseFeature("liked", "tags", 31, "mean"),
+    SparseFeature("seen", "tags", 31, "mean"),
 ]
 """Sums and means, a table of few rows, and one that two features share."""
 ROWS, STEPS, DENSE = 24, 12, 3

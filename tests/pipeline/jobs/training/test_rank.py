@@ -133,7 +133,7 @@ def test_row_wise_equals_table_wise(by_rows: Run, alone: Run) -> None:
 
 def test_probe_is_what_the_model_says_of_the_first_rows(undisturbed: Run, alone: Run) -> None:
     spec = undisturbed.spec
-    model = DLRM(spec.model, len(spec.probe.plan.dense), rank.bags_of(spec.probe.plan))
+    model = DLRM(spec.model, len(spec.probe.plan.dense), spec.probe.plan.sparse)
     model.load_state_dict(undisturbed.weights)
     worker = Worker(spec.probe, Warehouse(spec.probe.warehouse, Path(spec.probe.home)))
     parts = [spec.probe.plan.apply(worker.read_selected(fragment)) for fragment in worker.fragments()]

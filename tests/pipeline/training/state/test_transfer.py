@@ -4,17 +4,19 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from models.config import DLRMConfig
-from models.dlrm import DLRM, Bag
+from models.config import DLRMConfig, SparseFeature
+from models.dlrm import DLRM
 from pipeline.training.state.transfer import Features, grown
 
 ROWS = 7
-BEFORE = Features(dense=("a", "b"), bags=(Bag("user", "user", 5, "sum"), Bag("item", "things", 6, "mean")))
+BEFORE = Features(
+    dense=("a", "b"), bags=(SparseFeature("user", "user", 5, "sum"), SparseFeature("item", "things", 6, "mean"))
+)
 AFTER = Features(
     dense=("new", "b", "a"),
     bags=(
-        Bag("fresh", "fresh", 3, "sum"), Bag("item", "things", 9, "mean"), Bag("other", "things", 9, "mean"),
-        Bag("user", "user", 5, "sum"),
+        SparseFeature("fresh", "fresh", 3, "sum"), SparseFeature("item", "things", 9, "mean"), SparseFeature("other", "things", 9, "mean"),
+        SparseFeature("user", "user", 5, "sum"),
     ),
 )  # fmt: skip
 
@@ -87,7 +89,9 @@ def test_what_means_something_else_starts_anew():
 def test_features_that_go_leave_the_rest_as_it_is():
     config = DLRMConfig(embedding_width=4, bottom_mlp=(5,), top_mlp=(6,))
     large = built(config, AFTER, 2)
-    fewer = Features(dense=("b",), bags=(Bag("user", "user", 5, "sum"), Bag("item", "things", 9, "mean")))
+    fewer = Features(
+        dense=("b",), bags=(SparseFeature("user", "user", 5, "sum"), SparseFeature("item", "things", 9, "mean"))
+    )
     made = grown(config, state(large, 3.0), state(built(config, fewer, 4), 0.0), (AFTER, fewer), {"b", "user", "item"})
     assert (made.new_tables, made.larger_tables) == ((), ())
     assert torch.equal(made.tensors["model/bottom.0.weight"][:, 0], large.state_dict()["bottom.0.weight"][:, 1])

@@ -15,8 +15,8 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from models.config import DLRMConfig
-from models.dlrm import DLRM, Bag
+from models.config import DLRMConfig, SparseFeature
+from models.dlrm import DLRM
 from pipeline.training.tables.partitioner import Item, LargestDifferencing, largest_differencing
 
 
@@ -79,7 +79,7 @@ def test_memory_and_bound_items_are_respected() -> None:
     assert solved > 50
 
 
-MODULE = DLRM(DLRMConfig(embedding_width=4), 1, [Bag("f", "t", 10, "sum")], device="meta").embeddings
+MODULE = DLRM(DLRMConfig(embedding_width=4), 1, [SparseFeature("f", "t", 10, "sum")], device="meta").embeddings
 
 
 def option(name: str, kind: str, shards: list[tuple[float, int]]) -> ShardingOption:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from models.config import DLRMConfig
-from models.dlrm import DLRM, Bag
+from models.config import DLRMConfig, SparseFeature
+from models.dlrm import DLRM
 from pipeline.errors import ConfigError, ContractError, TrainingError
 from pipeline.training.config import ShardingRule, TrainConfig, requested_sharding_type
 from pipeline.training.tables.planner import AUTO, place
@@ -17,11 +17,11 @@ from pipeline.training.tables.sharding import Placement, describe, per_rank
 from pipeline.training.tables.statistics import LOAD_FACTORS, TableUse
 
 ROOT = Path(__file__).resolve().parents[4]
-BAGS = [Bag(f"f{i}", f"t{i}", 100 * (i + 1), "sum") for i in range(5)]
+BAGS = [SparseFeature(f"f{i}", f"t{i}", 100 * (i + 1), "sum") for i in range(5)]
 
 
 def placed(
-    bags: list[Bag] = BAGS, width: int = 16, uses: dict[str, TableUse] | None = None, **settings: Any
+    bags: list[SparseFeature] = BAGS, width: int = 16, uses: dict[str, TableUse] | None = None, **settings: Any
 ) -> Placement:
     config = TrainConfig(**{"batch_rows": 64, "device": "cpu"} | settings)
     return place(DLRM(DLRMConfig(embedding_width=width), 2, bags, device="meta"), config, "cpu", uses)
@@ -93,7 +93,7 @@ def use(table: str, ids: float, filled: float = 1.0) -> TableUse:
 
 def test_measured_use_decides_what_lies_together() -> None:
     """Of four tables of one size, the two whose bags are long are kept apart."""
-    bags = [Bag(f"f{i}", f"t{i}", 1000, "sum") for i in range(4)]
+    bags = [SparseFeature(f"f{i}", f"t{i}", 1000, "sum") for i in range(4)]
     uses = {f"t{i}": use(f"t{i}", 50.0 if i in (0, 2) else 1.0) for i in range(4)}
     plan = placed(bags, sharding="table_wise", world_size=2, uses=uses, partitioner="largest_differencing")
     homes = [table.pieces[0].rank for table in plan]
@@ -121,7 +121,7 @@ def test_memory_counts_the_optimizer() -> None:
 @pytest.mark.parametrize("partitioner", ["greedy", "largest_differencing"])
 def test_a_plan_stays_within_the_memory(partitioner: str) -> None:
     """Two large tables, whose bags are short, may lie together only where there is room."""
-    bags = [Bag(f"f{i}", f"t{i}", rows, "sum") for i, rows in enumerate((100_000, 1_000, 1_000, 100_000))]
+    bags = [SparseFeature(f"f{i}", f"t{i}", rows, "sum") for i, rows in enumerate((100_000, 1_000, 1_000, 100_000))]
     uses = {f"t{i}": use(f"t{i}", ids) for i, ids in enumerate((9.0, 40.0, 40.0, 9.0))}
     settings = {"bags": bags, "uses": uses, "sharding": "table_wise", "world_size": 2, "partitioner": partitioner}
     for memory in (20_000_000, 9_000_000, 8_000_000):
@@ -166,12 +166,12 @@ REFUSED = {
         "Take `greedy` or `largest_differencing`.",
     ),
     "a rank without rows": (
-        {"bags": [Bag("f", "t", 5, "sum")], "sharding": "row_wise", "world_size": 4}, ConfigError,
+        {"bags": [SparseFeature("f", "t", 5, "sum")], "sharding": "row_wise", "world_size": 4}, ConfigError,
         "training.sharding 'row_wise' of table 't': expected a row for each of 4 ranks, got 5 rows, cut in parts of 2. "
         "Take `table_wise` for this table, or fewer ranks.",
     ),
     "grid of means": (
-        {"bags": [Bag("f", "t", 30, "mean")], "sharding": "grid_shard", "world_size": 2, "table_optimizer": "sgd"},
+        {"bags": [SparseFeature("f", "t", 30, "mean")], "sharding": "grid_shard", "world_size": 2, "table_optimizer": "sgd"},
         ConfigError,
         "training.sharding 'grid_shard' of table 't': expected sum pooling, got mean pooling, which TorchRec takes of "
         "each part of the rows and adds up. Take `table_row_wise` or `column_wise` for this table.",
@@ -201,14 +201,22 @@ def test_refused_before_ranks_start(case: str) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"table_gradient_limit": 0.1}, {"table_precision": "fp16"}])
 def test_auto_makes_no_copies_on_cpu_nor_where_they_would_train_otherwise(settings: dict[str, Any]) -> None:
-    tables = placed(sharding="auto", world_size=2, bags=[Bag("f", "t", 3, "sum"), Bag("g", "u", 50, "sum")], **settings)
+    tables = placed(
+        sharding="auto",
+        world_size=2,
+        bags=[SparseFeature("f", "t", 3, "sum"), SparseFeature("g", "u", 50, "sum")],
+        **settings,
+    )
     assert "data_parallel" not in {table.kind for table in tables}
 
 
 def test_a_plan_that_does_not_fit_names_the_memory() -> None:
     with pytest.raises(TrainingError) as caught:
         placed(
-            sharding="table_wise", world_size=2, memory_per_rank_bytes=2_000_000_000, bags=[Bag("f", "t", 10**8, "sum")]
+            sharding="table_wise",
+            world_size=2,
+            memory_per_rank_bytes=2_000_000_000,
+            bags=[SparseFeature("f", "t", 10**8, "sum")],
         )
     assert str(caught.value) == (
         "training.sharding 'table_wise': expected 1 tables that fit on 2 ranks, got 6.8 GB of tables with optimizer and "
@@ -228,7 +236,7 @@ def test_other_values_are_refused(sharding: Any) -> None:
 @pytest.mark.parametrize("rows", [1_000, 100_000])
 def test_auto_cuts_no_table_on_one_rank(rows: int) -> None:
     """There is nobody to share it with."""
-    bags = [Bag(f"f{i}", f"t{i}", rows, pooling) for i, pooling in enumerate(["sum", "mean"] * 3)]
+    bags = [SparseFeature(f"f{i}", f"t{i}", rows, pooling) for i, pooling in enumerate(["sum", "mean"] * 3)]
     assert {table.kind for table in placed(sharding="auto", world_size=1, bags=bags, batch_rows=8_192)} == {
         "table_wise"
     }

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from models.dlrm import DLRM, Bag
+from models.config import SparseFeature
+from models.dlrm import DLRM
 from pipeline.training.launch.processes import Limits, run_ranks
 from pipeline.training.optim import INIT_BLOCK_ROWS, _block
 from pipeline.training.tables.model import sharded
@@ -185,7 +186,7 @@ def test_two_ranks_train_like_plain_pytorch(two: Result, unsharded: dict[str, An
 
 
 @pytest.mark.parametrize("bags", [BAGS, BAGS[:2]], ids=["sums and means", "sums"])
-def test_one_rank_looks_up_what_torchrec_sends_to_itself(device: torch.device, bags: list[Bag]) -> None:
+def test_one_rank_looks_up_what_torchrec_sends_to_itself(device: torch.device, bags: list[SparseFeature]) -> None:
     """Bit for bit, whatever the order of the ids."""
     whole = DLRM(MODEL, DENSE, bags, device="meta")
     model, _ = sharded(whole, training(1, sharding="table_wise"), device, SEED, MODEL.embedding_init)
