@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline.config import RunConfig, load
 from pipeline.config.files import home_path, parse_yaml
 from pipeline.errors import ConfigError, ContractError
-from pipeline.process import die_with_parent, modules_are_in
+from pipeline.process import die_with_parent
 
 USAGE = "Usage: python -m flows.{name} CONFIG.yaml [key=value ...] [--debug]"
 Result = dict[str, Any]
@@ -41,7 +41,6 @@ def main(flow: Any, arguments: Sequence[str] | None = None, read: Callable[..., 
     Args:
         read: Makes a config of a file and overrides.
     """
-    modules_are_in()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     signal.signal(signal.SIGTERM, _interrupted)

@@ -1,5 +1,6 @@
 """Where workers run: in this process, or in processes of their own on this machine."""
 
+import gc
 import os
 import queue
 import socket
@@ -281,9 +282,9 @@ def serve(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    from pipeline.process import die_with_parent, modules_are_in
+    from pipeline.process import die_with_parent
 
-    modules_are_in()
+    gc.freeze()  # modules never become garbage, so the collector need not search them
     die_with_parent(int(sys.argv[2]))
     with socket.socket(fileno=int(sys.argv[1])) as connection, suppress(BrokenPipeError):
         serve(connection)

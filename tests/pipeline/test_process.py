@@ -1,34 +1,56 @@
-"""When a command of ours looks for garbage: once its modules are in, and not among them."""
+"""Our processes end with their parent, and importing the package changes nothing."""
 
 import os
-import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
-SAYS = "import atexit, gc; usual = gc.get_threshold(); atexit.register(lambda: print(gc.get_threshold() == usual, gc.get_freeze_count() > 0))"
+CHILD = "import os, time; from pipeline.process import die_with_parent; die_with_parent({parent}); print('alive', flush=True); time.sleep(60)"
+PARENT = f"""
+import os, subprocess, sys
+child = {CHILD!r}.format(parent=os.getpid())
+process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE)
+process.stdout.readline()
+print(process.pid, flush=True)
+os._exit(0)
+"""
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        (["-m", "pipeline.errors"], "False False"),
-        (["-m", "pipeline.preprocessing.executors"], "True True"),
-        (["-c", "from pipeline import lifetime; lifetime.modules_are_in()"], "True False"),
-    ],
-    ids=["as modules come", "in a worker", "in a program of others"],
-)
-def test_garbage_is_looked_for_when_the_modules_are_in(tmp_path: Path, how: list[str], said: str) -> None:
-    """The worker ends at once, as nobody is at the other end."""
-    (tmp_path / "sitecustomize.py").write_text(SAYS)
-    ours, other = socket.socketpair()
-    other.close()
-    with ours:
-        done = subprocess.run(
-            [sys.executable, *how, str(ours.fileno()), str(os.getpid())], pass_fds=[ours.fileno()], cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True,
-        )  # fmt: skip
-    assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
+def python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
+    )
+
+
+def test_a_child_dies_when_its_parent_ends() -> None:
+    child = int(python(PARENT).stdout)
+    limit = time.monotonic() + 20
+    while _is_running(child):
+        assert time.monotonic() < limit, "the child outlived its parent"
+        time.sleep(0.05)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return not state.startswith("Z")
+
+
+def test_a_child_that_starts_after_its_parent_ended_exits() -> None:
+    done = python(CHILD.format(parent=2**22 + 1))
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_importing_the_package_leaves_the_garbage_collector_alone() -> None:
+    program = "import gc; usual = gc.get_threshold(); import pipeline.process; print(gc.get_threshold() == usual, gc.get_freeze_count())"
+    assert python(program).stdout.split() == ["True", "0"]
+
+
+def test_memory_settings_of_the_user_stay() -> None:
+    program = "from pipeline.process import KEPT_MEMORY; print(*KEPT_MEMORY.values())"
+    given = python(program, MALLOC_MMAP_THRESHOLD_="4096", MALLOC_TRIM_THRESHOLD_="8192").stdout
+    assert given.split() == ["4096", "8192"]

@@ -4,6 +4,7 @@ The one module that imports several stages: a spawned process cannot be handed a
 """
 
 import datetime
+import gc
 import hashlib
 import json
 import logging
@@ -33,7 +34,7 @@ from pipeline.preprocessing.client import BatchSource, Client, InlineSource, Ser
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
-from pipeline.process import die_with_parent, modules_are_in
+from pipeline.process import die_with_parent
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.heartbeat import Pulse
@@ -152,7 +153,7 @@ def enter(path: str, kind: type[Spec], run: Callable[[Spec, int, torch.device], 
         path: File with the spec as JSON.
         run: Called with spec, rank and device.
     """
-    modules_are_in()
+    gc.freeze()  # modules never become garbage, so the collector need not search them
     spec = kind.model_validate_json(Path(path).read_text(encoding="utf-8"))
     rank = int(os.environ["RANK"])
     die_with_parent(int(os.environ["DLRM_PARENT"]))
