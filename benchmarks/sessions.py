@@ -37,8 +37,9 @@ from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import Limits, run_ranks
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import FeatureSchema
+from storage.config import WarehouseConfig
 from storage.layout.spec import Layout
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 LISTS = (
     "list_interests", "list_recent_items", "list_recent_categories", "list_recent_advertisers", "list_search_terms",

@@ -19,7 +19,8 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.machine import in_words, machine, say
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.config import WarehouseConfig
+from storage.warehouse import Warehouse
 
 FIRST = datetime.date(2024, 1, 1)
 PACKAGES = ("pyarrow", "pyiceberg")

@@ -21,8 +21,9 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.transforms.ops import FillNull, FirstX, Log, SigridHash, Standardise
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
+from storage.config import WarehouseConfig
 from storage.reader import SnapshotRef
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 LIMIT, SIZE = 20, 100_000
 """Ids kept of a list, and rows of the embedding table they are hashed into."""

@@ -1,7 +1,6 @@
 """The Iceberg warehouse: tables in day partitions, replaced by the day."""
 
 import datetime
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -11,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
-from pydantic import BaseModel, PositiveInt
 from pyiceberg.catalog import Catalog, load_catalog
 from pyiceberg.exceptions import CommitFailedException, NoSuchTableError, TableAlreadyExistsError, ValidationException
 from pyiceberg.expressions import BooleanExpression
@@ -21,6 +19,7 @@ from pyiceberg.table import Table, Transaction
 from pyiceberg.table.snapshots import Operation, Snapshot
 
 from storage.arrow import is_list, is_text
+from storage.config import NAME, WarehouseConfig
 from storage.days import CONTENTS, IDENTITIES, NOTES, as_written, hash_of, identities, notes, same_rows, summary
 from storage.errors import ConflictError, StorageError
 from storage.layout.spec import Layout
@@ -28,28 +27,8 @@ from storage.overwrite import ReplacedDays
 from storage.reader import DAY, SnapshotReader, SnapshotRef, data_files, day_of, in_days, schema_at, snapshot_at
 from storage.writer import DataFileWriter, chunks
 
-NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")
 FILES_AT_A_TIME = 16
 """Files whose sizes are asked for at once; on an object store each takes a round trip."""
-
-
-class WarehouseConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Where the tables live and how their files are written."""
-
-    catalog: Mapping[str, str] = {}
-    """Properties of a pyiceberg catalog (`type`, `uri`, `warehouse`, credentials); empty: SQLite and local files."""
-    namespace: str = "dlrm"
-    """Iceberg namespace that holds our tables."""
-    codec: str = "zstd"
-    """Parquet compression of new tables; a table that is there keeps its own layout."""
-    row_group_rows: PositiveInt = 65_536
-    """Rows of a Parquet row group in new tables: the unit of work of a reader."""
-    file_rows: PositiveInt = 262_144
-    """Rows held in memory while writing new tables; a day of more rows becomes several files."""
-
-    def layout(self) -> Layout:
-        """How the files of new tables are laid out."""
-        return Layout(codec=self.codec, row_group_rows=self.row_group_rows, file_rows=self.file_rows)
 
 
 class Warehouse:
@@ -75,6 +54,12 @@ class Warehouse:
         catalog = load_catalog("dlrm", **properties)
         catalog.create_namespace_if_not_exists(self.config.namespace)
         return catalog
+
+    @property
+    def default_layout(self) -> Layout:
+        """The layout of new tables."""
+        config = self.config
+        return Layout(codec=config.codec, row_group_rows=config.row_group_rows, file_rows=config.file_rows)
 
     def table(self, name: str) -> Table:
         """The table as it is now.
@@ -165,7 +150,7 @@ class Warehouse:
         written = {day: identity for day, identity in days.items() if identity}
         paths: dict[datetime.date, list[str]] = {day: [] for day in days}
         with self._landed_or_gone(name, io, overwrite.snapshot_id, f"no other writer of {_span(days)}"):
-            for file in files(DataFileWriter(table.metadata, io, self.config.layout(), overwrite.commit_uuid)):
+            for file in files(DataFileWriter(table.metadata, io, self.default_layout, overwrite.commit_uuid)):
                 if day_of(file) not in days:
                     raise StorageError(
                         f"table '{name}'",
@@ -217,7 +202,7 @@ class Warehouse:
         append = transaction.update_snapshot().fast_append()
         chunk = pa.Table.from_pylist(list(rows), schema)
         with self._landed_or_gone(name, io, append.snapshot_id, "no other writer meanwhile"):
-            for file in DataFileWriter(table.metadata, io, self.config.layout(), append.commit_uuid).write(chunk):
+            for file in DataFileWriter(table.metadata, io, self.default_layout, append.commit_uuid).write(chunk):
                 append.append_data_file(file)
             append.commit()
             transaction.commit_transaction()
@@ -281,7 +266,7 @@ class Warehouse:
     def _properties(self) -> dict[str, str]:
         return {
             "format-version": "2",
-            **self.config.layout().properties(),
+            **self.default_layout.properties(),
             # Statistics of hundreds of columns cost more at every commit and plan than they ever save.
             "write.metadata.metrics.default": "none",
             f"write.metadata.metrics.column.{DAY}": "full",

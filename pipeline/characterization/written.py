@@ -12,8 +12,9 @@ from pipeline.characterization.config import Workload
 from pipeline.characterization.workload import batches
 from pipeline.transforms.ops import FillNull, FirstX, SigridHash, Standardise
 from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
+from storage.config import WarehouseConfig
 from storage.reader import SnapshotRef
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 DAY = datetime.date(2025, 1, 6)
 LABEL = "label"

@@ -25,7 +25,8 @@ from pipeline.search.config import ReleaseConfig, SweepConfig
 from pipeline.training.config import TrainConfig
 from pipeline.transforms.ops.sampling import Sampling
 from pipeline.transforms.schema import FeatureSchema
-from storage.warehouse import NAME, Warehouse, WarehouseConfig
+from storage.config import NAME, WarehouseConfig
+from storage.warehouse import Warehouse
 
 EXECUTION_KEYS = {
     "training": {

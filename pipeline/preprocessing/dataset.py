@@ -9,8 +9,9 @@ from pipeline.data.joined.reader import reader_of
 from pipeline.data.joined.source import Pinned
 from pipeline.data.selection import Selection
 from pipeline.transforms.plan.plan import Plan
+from storage.config import WarehouseConfig
 from storage.reader import SnapshotRef
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 
 class DataSpec(BaseModel, frozen=True):

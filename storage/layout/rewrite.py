@@ -47,7 +47,7 @@ class Sum(BaseModel, frozen=True):
 
 def layout_of(warehouse: Warehouse, name: str) -> Layout:
     """The layout in which a table's next files will be written."""
-    return Layout.of(warehouse.table(name).properties, warehouse.config.layout())
+    return Layout.of(warehouse.table(name).properties, warehouse.default_layout)
 
 
 def days_of_another_layout(warehouse: Warehouse, reference: SnapshotRef) -> list[datetime.date]:

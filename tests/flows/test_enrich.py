@@ -17,6 +17,7 @@ from flows.score import score
 from flows.train import train
 from pipeline.catalog.events import events
 from pipeline.config import load
+from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse, WarehouseConfig
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]

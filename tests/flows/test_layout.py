@@ -10,8 +10,9 @@ from flows.features import features
 from flows.ingest import ingest
 from flows.layout import layout
 from flows.preprocess import preprocess
+from storage.config import WarehouseConfig
 from storage.layout.rewrite import layout_of
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 CONFIG = "configs/smoke.yaml"
 INLINE = "preprocessing.executor=inline"

@@ -26,7 +26,8 @@ from pipeline.jobs.training.job import pinned, tracked_run
 from pipeline.registration.aliases import versions
 from pipeline.registration.register import raw_frame
 from pipeline.registration.scorer import LoadedModel
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.config import WarehouseConfig
+from storage.warehouse import Warehouse
 from tests.quality import quality
 
 CONFIG = "configs/smoke.yaml"

@@ -23,7 +23,8 @@ from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.transforms.ops import Clamp, FillNull, SigridHash, Standardise
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.config import WarehouseConfig
+from storage.warehouse import Warehouse
 
 ROOT = Path(__file__).resolve().parents[2]
 DAYS = tuple(datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4))

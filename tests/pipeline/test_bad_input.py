@@ -21,7 +21,8 @@ from pipeline.preprocessing.worker import Worker
 from pipeline.transforms.kernels.hashing import sigrid_hash
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import FeatureSchema
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.config import WarehouseConfig
+from storage.warehouse import Warehouse
 
 INF, NAN, MANY = float("inf"), float("nan"), 10**6
 HASHED = [{"kind": "sigrid_hash", "size": 1_000}]

@@ -25,8 +25,9 @@ from pipeline.training.state import checkpoint
 from pipeline.training.state.checkpoint import CheckpointError
 from pipeline.transforms.schema import FeatureSchema
 from storage.artifacts import sha256, write_json
+from storage.config import WarehouseConfig
 from storage.reader import SnapshotRef
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 DAYS = [datetime.date(2025, 3, 1), datetime.date(2025, 3, 2)]
 

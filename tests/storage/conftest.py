@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.config import WarehouseConfig
+from storage.warehouse import Warehouse
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.storage.test_append import event
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.config import WarehouseConfig
+from storage.warehouse import Warehouse
 
 warehouse = Warehouse(WarehouseConfig(), Path(sys.argv[1]))
 sys.stdin.readline()

@@ -15,10 +15,11 @@ import pytest
 from pyiceberg.expressions.visitors import _ManifestEvalVisitor
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
+from storage.config import WarehouseConfig
 from storage.errors import CorruptFileError, StorageError
 from storage.maintenance import Expired, expire, vacuum
 from storage.reader import SnapshotRef
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 ROOT = Path(__file__).resolve().parents[2]
 DAY1, DAY2 = datetime.date(2024, 1, 1), datetime.date(2024, 1, 2)
@@ -52,7 +53,8 @@ import datetime, os, pathlib, signal, sys
 import pyarrow as pa
 import pyiceberg.catalog.sql
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.config import WarehouseConfig
+from storage.warehouse import Warehouse
 
 DAY = datetime.date(2024, 1, 1)
 calls = 0

@@ -8,11 +8,12 @@ import pyarrow as pa
 import pytest
 
 from storage import reader as reader_module
+from storage.config import WarehouseConfig
 from storage.layout.reads import Read, keep, known
 from storage.layout.rewrite import set_layout
 from storage.layout.spec import Layout
 from storage.ranges import MOST_BYTES, Range, merged
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 DAY = datetime.date(2024, 1, 1)
 

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pytest
 from pyiceberg.expressions import And, EqualTo, GreaterThanOrEqual, IsNull
 
+from storage.config import WarehouseConfig
 from storage.errors import CorruptFileError
 from storage.reader import SnapshotRef
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
 

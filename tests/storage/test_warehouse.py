@@ -15,9 +15,10 @@ import pytest
 from pyiceberg.expressions import EqualTo
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
+from storage.config import WarehouseConfig
 from storage.errors import ConflictError, StorageError
 from storage.reader import SnapshotRef
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 ROOT = Path(__file__).resolve().parents[2]
 DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
@@ -430,7 +431,8 @@ KILLED = """
 import datetime, os, pathlib, signal, sys
 import pyarrow as pa
 import pyiceberg.catalog.sql, pyiceberg.io.pyarrow  # once, not in every child
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.config import WarehouseConfig
+from storage.warehouse import Warehouse
 
 DAY = datetime.date(2024, 1, 1)
 

@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
+from storage.config import WarehouseConfig
 from storage.errors import CorruptFileError, StorageError
 from storage.layout.spec import Layout, leaf_paths
 from storage.reader import SnapshotRef
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 DAY1, DAY2 = datetime.date(2024, 1, 1), datetime.date(2024, 1, 2)
 

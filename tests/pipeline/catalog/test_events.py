@@ -9,7 +9,8 @@ import pytest
 
 from pipeline.catalog.events import MOVES, Event, declared, events, newest, record, refuse_deprecated, since
 from pipeline.errors import ConfigError
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.config import WarehouseConfig
+from storage.warehouse import Warehouse
 
 START = datetime(2024, 1, 1, tzinfo=UTC)
 STATES = ("beta", "experimental", "active", "deprecated")

@@ -13,8 +13,9 @@ from pipeline.catalog.usage import Run, Usage, Version, Worth, worths_of_columns
 from pipeline.data.profile import SCHEMA as PROFILE
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import FeatureSchema
+from storage.config import WarehouseConfig
 from storage.layout.columns import Footers
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 DAY = datetime.date(2024, 1, 1)
 NOW = datetime.datetime(2024, 6, 1, tzinfo=datetime.UTC)

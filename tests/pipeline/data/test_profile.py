@@ -13,9 +13,10 @@ import pytest
 
 from pipeline.data import profile
 from pipeline.data.profile import BUCKETS, measure, measure_days, profiles, stability, store, with_drift
+from storage.config import WarehouseConfig
 from storage.query import connect
 from storage.reader import DAY
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(3)]
 HLL = 0.1

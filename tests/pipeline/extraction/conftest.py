@@ -13,7 +13,8 @@ import pytest
 from pipeline.extraction.config import IngestConfig, SourceConfig
 from pipeline.extraction.extract import IngestResult, extract
 from pipeline.transforms.schema import FeatureSchema
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.config import WarehouseConfig
+from storage.warehouse import Warehouse
 
 Ingest = Callable[..., IngestResult]
 Rows = Callable[..., pd.DataFrame]

@@ -17,11 +17,12 @@ from pipeline.data.joined.source import pin
 from pipeline.errors import ConfigError, ContractError, DataError, EmptyDatasetError
 from pipeline.extraction.enrich import Enriched, enrich
 from pipeline.transforms.schema import Joined
+from storage.config import WarehouseConfig
 from storage.errors import ConflictError
 from storage.layout.rewrite import rewrite_day
 from storage.maintenance import expire
 from storage.reader import SnapshotRef
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]
 CONFIG = WarehouseConfig(row_group_rows=40, file_rows=100)

@@ -14,8 +14,10 @@ import pytest
 
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction.config import SourceConfig
+from pipeline.extraction.opening import SourceConfig
+from storage.config import WarehouseConfig
 from storage.errors import StorageError
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 ROOT = Path(__file__).resolve().parents[3]
 DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
@@ -297,7 +299,8 @@ import pathlib, resource, sys
 from pipeline.extraction.extract import extract
 from pipeline.extraction.config import IngestConfig, SourceConfig
 from pipeline.transforms.schema import FeatureSchema
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.config import WarehouseConfig
+from storage.warehouse import Warehouse
 
 folder, rows_per_day = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 source = SourceConfig.model_validate({

@@ -15,9 +15,10 @@ import pytest
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.scoring.config import ScoringConfig
 from pipeline.scoring.score import Scored, ScoringWork, planned, score
+from storage.config import WarehouseConfig
 from storage.errors import StorageError
 from storage.reader import SnapshotRef
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 ROOT = Path(__file__).resolve().parents[3]
 DAYS = tuple(datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(3))
@@ -161,7 +162,8 @@ import os, signal, sys
 from pathlib import Path
 from pipeline.scoring.config import ScoringConfig
 from pipeline.scoring.score import planned, score
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.config import WarehouseConfig
+from storage.warehouse import Warehouse
 import numpy as np
 
 class Model:

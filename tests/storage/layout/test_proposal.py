@@ -7,10 +7,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from storage.config import WarehouseConfig
 from storage.layout.proposal import CHUNK_BYTES, LEAST_ROWS, MOST_ROWS, figures, popularity, propose
 from storage.layout.reads import Read
 from storage.layout.spec import Layout
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 from storage.writer import write_parquet
 
 DAY = datetime.date(2024, 1, 1)
@@ -53,7 +54,7 @@ def test_a_proposal_puts_what_is_read_first(home: Path) -> None:
     warehouse = Warehouse(WarehouseConfig(row_group_rows=1_000), home)
     snapshot = warehouse.replace_days("t", {DAY: "i"}, table().schema, table().to_batches(), 3_000)
     reads = [read("c20", "c5"), read("c20", "gone")]
-    current = warehouse.config.layout()
+    current = warehouse.default_layout
     found = propose(warehouse, snapshot, current, reads, ["c2", "c20"], order_by=["c2"])
     assert found.layout.first == ("c20", "c2", "c5")
     assert found.layout.order_by == ("c2",)

@@ -10,11 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 from pyiceberg.types import DoubleType, StringType
 
+from storage.config import WarehouseConfig
 from storage.errors import ConflictError, StorageError
 from storage.layout.rewrite import days_in_small_files, days_of_another_layout, layout_of, rewrite_day, set_layout
 from storage.layout.spec import Layout
 from storage.reader import SnapshotRef
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
 LAYOUT = Layout(codec="lz4", first=("tags", "x"), row_group_rows=16, file_rows=96, order_by=("session",))
@@ -113,7 +114,7 @@ def test_small_files_become_few(tmp_path: Path, home: Path) -> None:
     small, large = Warehouse(WarehouseConfig(file_rows=7), home), WarehouseConfig(file_rows=50)
     write(small, table(DAY1, 90), table(DAY2, 4))
     warehouse, rows = Warehouse(large, home), read(small)
-    set_layout(warehouse.table("events"), large.layout())
+    set_layout(warehouse.table("events"), warehouse.default_layout)
     assert days_in_small_files(warehouse, warehouse.current("events")) == [DAY1]
     done = rewrite_day(warehouse, "events", DAY1, tmp_path)
     assert (done.files[0] > 10, done.files[1]) == (True, 2)

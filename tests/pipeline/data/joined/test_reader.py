@@ -19,8 +19,9 @@ from pipeline.data.joined.source import contents, pin
 from pipeline.data.selection import Selection, check_filter
 from pipeline.errors import ConfigError, ContractError, DataError
 from pipeline.transforms.schema import Joined
+from storage.config import WarehouseConfig
 from storage.reader import SnapshotReader, SnapshotRef
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(3)]
 
