@@ -12,8 +12,9 @@ from models.config import DLRMConfig
 from pipeline.characterization.config import CharacterizeConfig
 from pipeline.config.complaints import explain
 from pipeline.config.files import ROOT, home_path, put, read_yaml
+from pipeline.data.config import SplitConfig
+from pipeline.data.filters import check_filter
 from pipeline.data.joined.source import contents, pin
-from pipeline.data.selection import SplitConfig, check_filter
 from pipeline.errors import ConfigError
 from pipeline.evaluation.config import EvaluationConfig, GateConfig
 from pipeline.evaluation.policy import Policy

@@ -2,19 +2,16 @@
 
 import datetime
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import BaseModel, BeforeValidator, Field, FiniteFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel
 from pyiceberg.expressions import And, BooleanExpression, EqualTo
-from pyiceberg.expressions.parser import parse
-from pyiceberg.expressions.visitors import bind
-from pyiceberg.schema import Schema
-from pyiceberg.types import IntegerType, LongType
 
-from pipeline.errors import ConfigError, EmptyDatasetError, closest_names
+from pipeline.data.config import PARTS, HashSplit, Part, SplitConfig, day_span
+from pipeline.data.filters import parse_filter
+from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.transforms.column import sparse_from_arrow
 from pipeline.transforms.kernels import hashing
 from pipeline.transforms.kernels.row_hashes import row_hashes
@@ -22,121 +19,9 @@ from pipeline.transforms.ops.sampling import Sampling
 from pipeline.transforms.schema import absent
 from storage.arrow import is_list, is_text
 
-Part = Literal["train", "valid", "test"]
-PARTS: tuple[Part, ...] = ("train", "valid", "test")
 HASH_BITS = 20
 HASH_STEPS = 1 << HASH_BITS
 """Shares of a hash split are rounded to this many steps."""
-
-
-DayText = Annotated[str, BeforeValidator(str)]  # YAML reads 2013-01-31 as a date
-
-
-class DaysSplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Days by name: dates, or ranges such as 2013-01-01..2013-01-31, both ends included."""
-
-    train: tuple[DayText, ...] = Field(min_length=1)
-    valid: tuple[DayText, ...] = ()
-    test: tuple[DayText, ...] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _disjoint(self) -> Self:
-        spans = [(part, text, *_span(text)) for part in PARTS for text in getattr(self, part)]
-        for i, (part, text, first, last) in enumerate(spans):
-            for other, other_text, other_first, other_last in spans[:i]:
-                if part != other and first <= other_last and other_first <= last:
-                    raise ConfigError(
-                        f"split.days.{part} '{text}'",
-                        f"days outside split.days.{other}",
-                        f"'{other_text}', which shares days",
-                        "Every row may be in one part only; change one of them.",
-                    )
-        return self
-
-
-class NthDaySplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Day of the year modulo n; what is neither valid nor test trains."""
-
-    n: PositiveInt
-    valid: NonNegativeInt | None = None
-    test: NonNegativeInt
-
-    @model_validator(mode="after")
-    def _disjoint(self) -> Self:
-        if self.valid == self.test or max(self.valid or 0, self.test) >= self.n:
-            given = f"{self.test}" if self.valid is None else f"{self.valid} and {self.test}"
-            raise ConfigError("split.every_nth_day", f"different remainders below {self.n}", given, "Change them.")
-        return self
-
-
-class ColumnSplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """A text column that names the part of each row."""
-
-    name: str
-    train: str = "train"
-    valid: str | None = "valid"
-    test: str = "test"
-
-    @model_validator(mode="after")
-    def _disjoint(self) -> Self:
-        if len({self.train, self.valid, self.test}) < 3:
-            raise ConfigError(
-                "split.column", "three different values", f"{self.train}, {self.valid}, {self.test}", "Change one."
-            )
-        return self
-
-
-class HashSplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Rows of one key stay together; keys are dealt out by a stable hash."""
-
-    key: str | tuple[str, ...]
-    """Integer or text column, such as the user; several together name what is dealt out, such as one row."""
-    shares: dict[Part, FiniteFloat]
-    """Share of the keys of each part; together at most 1."""
-    days: tuple[DayText, ...] = ()
-    """Dates, or ranges such as 2013-01-01..2013-01-31, that the rows are of; none: all days."""
-
-    @model_validator(mode="after")
-    def _disjoint(self) -> Self:
-        shares = self.shares.values()
-        if not {"train", "test"} <= self.shares.keys() or min(shares) <= 0.0 or sum(shares) > 1.0 + 1e-9:
-            raise ConfigError(
-                "split.hash.shares",
-                "positive shares of train and test, all together at most 1",
-                f"{self.shares}",
-                "Correct them.",
-            )
-        if not self.columns:
-            raise ConfigError("split.hash.key", "at least one column", "none", "Name one.")
-        return self
-
-    @property
-    def last_day(self) -> datetime.date | None:
-        """The last of `days`; None where none are named."""
-        return max((_span(text)[1] for text in self.days), default=None)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns that make up the key."""
-        return (self.key,) if isinstance(self.key, str) else self.key
-
-
-class SplitConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """One of four ways to part the rows."""
-
-    days: DaysSplit | None = None
-    every_nth_day: NthDaySplit | None = None
-    column: ColumnSplit | None = None
-    hash: HashSplit | None = None
-
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ConfigError(
-                "split", "one of days, every_nth_day, column, hash", f"{given or 'none'}", "Give exactly one."
-            )
-        return self
 
 
 class Selection(BaseModel, frozen=True):
@@ -159,7 +44,7 @@ class Selection(BaseModel, frozen=True):
 
     def expression(self) -> BooleanExpression | None:
         """What Iceberg can filter."""
-        parts = [parse(self.filter)] if self.filter else []
+        parts = [parse_filter(self.filter)] if self.filter else []
         if self.equals is not None:
             parts.append(EqualTo(*self.equals))  # type: ignore[call-arg, arg-type]  # pydantic hides its signature
         return And(*parts) if len(parts) > 1 else parts[0] if parts else None
@@ -303,62 +188,6 @@ def check_sampling(sampling: Sampling, table: pa.Schema) -> None:
             raise ConfigError(f"sampling.inputs '{name}'", "integers or text", f"{kind}", "Name another column.")
 
 
-def check_filter(row_filter: str, schema: Schema | None) -> None:
-    """Refuses what is not a plain comparison of columns with constants.
-
-    Raises:
-        ConfigError: If the text does not parse, names a column that the table does not have, or compares it with a
-            constant of another type.
-    """
-    where = f"filter '{row_filter:.200}'"
-    try:
-        expression = parse(row_filter)
-    except Exception as error:  # the parser raises its own and the grammar library's kinds
-        at = getattr(error, "loc", None)
-        rest = row_filter[at : (at or 0) + 40].strip()
-        raise ConfigError(
-            where,
-            "comparisons of columns with constants, joined by and, or, not",
-            f"{error}".rstrip(".") if at is None else f"'{rest}' at character {at + 1}" if rest else "an open end",
-            "Write it like \"country = 'DE' and age >= 18\".",
-        ) from None
-    if schema is not None:
-        for comparison in _comparisons(expression):
-            _check_comparison(where, comparison, schema)
-
-
-def _comparisons(expression: Any) -> list[Any]:
-    """The comparisons that and, or, not join."""
-    joined = [getattr(expression, side) for side in ("left", "right", "child") if hasattr(expression, side)]
-    return [leaf for inner in joined for leaf in _comparisons(inner)] if joined else [expression]
-
-
-def _check_comparison(where: str, comparison: Any, schema: Schema) -> None:
-    if not hasattr(comparison, "term"):  # true or false
-        return
-    name = comparison.term.name
-    if name not in schema.column_names:
-        close = closest_names(name, schema.column_names)
-        raise ConfigError(where, "columns of the table", f"'{name}'", f"Closest: {close}. Correct the name.")
-    kind = schema.find_type(name)
-    literals = comparison.literals if hasattr(comparison, "literals") else [getattr(comparison, "literal", None)]
-    constants = [literal.value for literal in literals if literal is not None]
-    shown = sorted(f"'{value}'" if isinstance(value, str) else str(value) for value in constants)
-    try:
-        bind(schema, comparison, case_sensitive=True)
-        # pyiceberg would round 1.5 to 2 beside an integer column: another filter than the one written
-        fits = not isinstance(kind, IntegerType | LongType) or all(float(value).is_integer() for value in constants)
-    except (TypeError, ValueError):
-        fits = False
-    if not fits:
-        raise ConfigError(
-            where,
-            f"what can be compared with '{name}', which is {kind}",
-            ", ".join(shown) or "another test",
-            "Write numbers bare, text and dates in single quotes.",
-        )
-
-
 def _hash_range(split: HashSplit, part: Part) -> tuple[int, int]:
     before = sum(split.shares.get(other, 0.0) for other in PARTS[: PARTS.index(part)])
     return round(before * HASH_STEPS), round((before + split.shares[part]) * HASH_STEPS)
@@ -367,7 +196,7 @@ def _hash_range(split: HashSplit, part: Part) -> tuple[int, int]:
 def _named_days(texts: Sequence[str], where: str, days: Sequence[datetime.date]) -> list[datetime.date]:
     chosen: set[datetime.date] = set()
     for text in texts:
-        first, last = _span(text)
+        first, last = day_span(text)
         found = [day for day in days if first <= day <= last]
         if not found:
             raise EmptyDatasetError(
@@ -378,16 +207,3 @@ def _named_days(texts: Sequence[str], where: str, days: Sequence[datetime.date])
             )
         chosen.update(found)
     return sorted(chosen)
-
-
-def _span(text: str) -> tuple[datetime.date, datetime.date]:
-    first, dots, last = text.partition("..")
-    try:
-        span = datetime.date.fromisoformat(first), datetime.date.fromisoformat(last if dots else first)
-    except ValueError:
-        raise ConfigError(
-            "split.days", "dates like 2013-01-31 or 2013-01-01..2013-01-31", f"'{text}'", "Correct it."
-        ) from None
-    if span[0] > span[1]:
-        raise ConfigError("split.days", "the earlier day first", f"'{text}'", "Swap the days.")
-    return span

@@ -11,9 +11,10 @@ from pydantic import BaseModel
 from pyiceberg.expressions import BooleanExpression
 
 from pipeline.data.files import fingerprint
+from pipeline.data.filters import check_filter
 from pipeline.data.joined.reader import Reader, bare, filter_schema, reader_of, schema_of
 from pipeline.data.joined.source import Pinned, contents
-from pipeline.data.selection import Selection, check_filter, days_between
+from pipeline.data.selection import Selection, days_between
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.scoring.config import PROBABILITY, VERSION, ScoringConfig
 from pipeline.transforms.schema import absent

@@ -18,7 +18,7 @@ from flows.train import train
 from pipeline.catalog.events import events
 from pipeline.config import load
 from storage.config import WarehouseConfig
-from storage.warehouse import Warehouse, WarehouseConfig
+from storage.warehouse import Warehouse
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]
 ROWS = 400

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from pipeline.config import RunConfig
 from pipeline.config.files import ROOT
-from pipeline.data.selection import Part
+from pipeline.data.config import Part
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.evaluation import plots
 from pipeline.evaluation.policy import Policy

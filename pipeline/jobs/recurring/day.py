@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.config import RunConfig
-from pipeline.data.selection import Part
+from pipeline.data.config import Part
 from pipeline.errors import ConfigError, EmptyDatasetError, RegistryError
 from pipeline.evaluation.policy import Decision, Standing
 from pipeline.jobs.training.job import REGISTERED, TrainingJob, job_in, specs, tracker_of, warehouse_of

@@ -10,7 +10,7 @@ from prefect import get_run_logger
 from pydantic import BaseModel
 
 from pipeline.config import RunConfig
-from pipeline.data.selection import Part
+from pipeline.data.config import Part
 from pipeline.errors import ConfigError
 from pipeline.jobs.training import tasks
 from pipeline.jobs.training.job import TrainingJob, job_in, selected, tracked_run, tracker_of

@@ -13,7 +13,8 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.train import train_version
 from pipeline.config import RunConfig, load
-from pipeline.data.selection import Part, share_rows
+from pipeline.data.config import Part
+from pipeline.data.selection import share_rows
 from pipeline.errors import ConfigError, EmptyDatasetError, TrainingError
 from pipeline.jobs.search.candidate import BEST_NE
 from pipeline.jobs.search.trials import (

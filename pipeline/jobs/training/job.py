@@ -15,9 +15,11 @@ from pydantic import BaseModel
 from pipeline.catalog.events import events, refuse_deprecated
 from pipeline.config import RunConfig
 from pipeline.config.files import ROOT
+from pipeline.data.config import PARTS, Part
+from pipeline.data.filters import check_filter
 from pipeline.data.joined.reader import filter_schema, schema_of
 from pipeline.data.joined.source import Pinned, pin
-from pipeline.data.selection import PARTS, Part, check_filter, check_sampling, select
+from pipeline.data.selection import check_sampling, select
 from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.extraction.samples import refuse_outcomes
 from pipeline.jobs.console import Logger

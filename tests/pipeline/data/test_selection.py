@@ -10,18 +10,9 @@ from pydantic import ValidationError
 from pyiceberg.schema import Schema
 from pyiceberg.types import DateType, DoubleType, IntegerType, LongType, NestedField, StringType
 
-from pipeline.data.selection import (
-    HASH_STEPS,
-    PARTS,
-    Part,
-    Selection,
-    SplitConfig,
-    check_filter,
-    check_sampling,
-    hash_steps,
-    select,
-    share_rows,
-)
+from pipeline.data.config import PARTS, Part, SplitConfig
+from pipeline.data.filters import check_filter
+from pipeline.data.selection import HASH_STEPS, Selection, check_sampling, hash_steps, select, share_rows
 from pipeline.errors import ConfigError, ContractError, EmptyDatasetError
 from pipeline.transforms.ops.sampling import Sampling
 

@@ -14,7 +14,6 @@ import pytest
 
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction.config import SourceConfig
-from pipeline.extraction.opening import SourceConfig
 from storage.config import WarehouseConfig
 from storage.errors import StorageError
 from storage.warehouse import Warehouse

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 import yaml
 
+from pipeline.data.config import SplitConfig
 from pipeline.data.profile import rows_of, types_of
-from pipeline.data.selection import SplitConfig
 from pipeline.errors import ConfigError
 from pipeline.suggestion.choose import Suggestion, patterns, suggest
 from pipeline.suggestion.facts import Observed, observe

@@ -13,10 +13,11 @@ import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.data.filters import check_filter
 from pipeline.data.joined import reader as module
 from pipeline.data.joined.reader import Keyed, filter_schema, reader_of, schema_of
 from pipeline.data.joined.source import contents, pin
-from pipeline.data.selection import Selection, check_filter
+from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, ContractError, DataError
 from pipeline.transforms.schema import Joined
 from storage.config import WarehouseConfig
