@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pipeline.characterization.machine import processor
+from pipeline.characterization.machine import read_processor_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,7 +23,7 @@ def machine(packages: tuple[str, ...]) -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return {
-        "cpu": processor(),
+        "cpu": read_processor_name(),
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 2),
         "versions": versions,

@@ -28,7 +28,7 @@ from benchmarks.service import wait_for
 from benchmarks.trainers import BOTTOM, CONTESTANTS, DENSE, ON_RANKS, SHAPES, TOP, Shape, batches, in_processes, pairs
 from benchmarks.wide_table import WideTable, wide_table
 from models.config import DLRMConfig
-from pipeline.characterization.machine import measured as ceilings
+from pipeline.characterization.machine import measure_machine as ceilings
 from pipeline.jobs.training.rank import RankSpec
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.master import WORKERS_FILE

@@ -8,7 +8,7 @@ from prefect import flow
 from pipeline.config import RunConfig, load
 from pipeline.jobs.search import release as releasing
 from pipeline.jobs.training.summary import flow_run_name
-from pipeline.search.release import kept
+from pipeline.search.release import select_best
 
 
 @flow(name="release", flow_run_name=flow_run_name)
@@ -36,7 +36,7 @@ def release(
         return done
     with releasing.opened(settings, job) as work:
         explored = releasing.run_stage(work, "explore", tuple(work.candidates))
-        names = kept(explored, settings.release.keep)
+        names = select_best(explored, settings.release.keep)
         compared = releasing.run_stage(work, "compare", names) if len(names) > 1 else explored
         winner = releasing.retrain(work, compared[0].name, again)
         return releasing.conclude(work, winner)

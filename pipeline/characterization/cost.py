@@ -28,8 +28,8 @@ CUT_ROWS = ("row_wise", "table_row_wise", "grid_shard")
 """Kinds of placement that cut the rows of a table."""
 
 
-class Setup(BaseModel, frozen=True, from_attributes=True):
-    """What a load depends on beside the model; `Setup.model_validate(training)` takes it from a TrainConfig."""
+class LoadSetup(BaseModel, frozen=True, from_attributes=True):
+    """What a load depends on beside the model; `LoadSetup.model_validate(training)` takes it from a TrainConfig."""
 
     batch_rows: int
     world_size: int = 1
@@ -42,7 +42,7 @@ class Setup(BaseModel, frozen=True, from_attributes=True):
     gradient_communication: Literal["fp32", "fp16", "bf16"] = "fp32"
 
 
-class Use(NamedTuple):
+class TableLoad(NamedTuple):
     """A table and its use in a step."""
 
     rows: int
@@ -72,12 +72,12 @@ class Layer(NamedTuple):
         return self.inputs * self.outputs + self.outputs * self.bias
 
 
-def load_of_batches(
+def count_batch_load(
     model: DLRMConfig,
     dense_features: int,
     bags: Sequence[SparseFeature],
     batches: Sequence[Batch],
-    setup: Setup,
+    setup: LoadSetup,
     kinds: Mapping[str, str] | None = None,
 ) -> Load:
     """The mean load of these batches.
@@ -86,12 +86,12 @@ def load_of_batches(
         batches: Of the global batch or of a rank's share; shares are put together until they have `batch_rows` rows.
         kinds: Table -> its placement; table_wise where it is not named.
     """
-    return load_of_uses(model, dense_features, list(uses_of(bags, batches, setup, kinds or {}).values()), setup)
+    return count_load(model, dense_features, list(count_table_loads(bags, batches, setup, kinds or {}).values()), setup)
 
 
-def uses_of(
-    bags: Sequence[SparseFeature], batches: Sequence[Batch], setup: Setup, kinds: Mapping[str, str]
-) -> dict[str, Use]:
+def count_table_loads(
+    bags: Sequence[SparseFeature], batches: Sequence[Batch], setup: LoadSetup, kinds: Mapping[str, str]
+) -> dict[str, TableLoad]:
     """How these batches use each table."""
     together = max(round(setup.batch_rows / max(len(batches[0].labels), 1)), 1)
     steps = [batches[i : i + together] for i in range(0, max(len(batches) // together, 1) * together, together)]
@@ -103,7 +103,7 @@ def uses_of(
     uses = {}
     for table, features in members.items():
         looked_up = [np.concatenate([batch[bag.name] for batch in step for bag in features]) for step in ids]
-        uses[table] = Use(
+        uses[table] = TableLoad(
             rows=features[0].rows,
             lookups_per_row=sum(map(len, looked_up)) / max(rows, 1),
             distinct_rows=float(np.mean([len(np.unique(one)) for one in looked_up])),
@@ -113,17 +113,17 @@ def uses_of(
     return uses
 
 
-def load_of_uses(model: DLRMConfig, dense_features: int, uses: Sequence[Use], setup: Setup) -> Load:
+def count_load(model: DLRMConfig, dense_features: int, uses: Sequence[TableLoad], setup: LoadSetup) -> Load:
     """The load of a model whose tables are used so."""
     rows, width = setup.batch_rows, model.embedding_width
     features = sum(use.features for use in uses)
     vectors = features + (1 if dense_features else 0)
-    layers = layers_of(model, dense_features, vectors)
+    layers = list_layers(model, dense_features, vectors)
     parameters = sum(layer.parameters for layer in layers)
     lookups = rows * sum(use.lookups_per_row for use in uses)
     distinct = sum(use.distinct_rows for use in uses)
-    row_bytes, state_bytes = row_sizes(width, setup.table_precision, setup.table_optimizer)
-    activations = activation_bytes(layers, vectors * width, setup)
+    row_bytes, state_bytes = count_row_bytes(width, setup.table_precision, setup.table_optimizer)
+    activations = count_activation_bytes(layers, vectors * width, setup)
     return Load(
         rows=rows,
         mlp_flop=sum((6 if one.learns_inputs else 4) * rows * one.inputs * one.outputs for one in layers),
@@ -131,8 +131,8 @@ def load_of_uses(model: DLRMConfig, dense_features: int, uses: Sequence[Use], se
         lookups=lookups,
         distinct_rows=distinct,
         embedding_bytes=row_bytes * lookups + 2 * (row_bytes + state_bytes) * distinct,
-        dense_bytes=parameter_bytes(parameters, setup) + activations,
-        communication_bytes=communication_bytes(uses, parameters, width, setup),
+        dense_bytes=count_parameter_bytes(parameters, setup) + activations,
+        communication_bytes=count_communication_bytes(uses, parameters, width, setup),
         dense_parameters=parameters,
         sparse_features=features,
         layers=len(layers),
@@ -142,13 +142,13 @@ def load_of_uses(model: DLRMConfig, dense_features: int, uses: Sequence[Use], se
     )
 
 
-def layers_of(model: DLRMConfig, dense_features: int, vectors: int) -> list[Layer]:
+def list_layers(model: DLRMConfig, dense_features: int, vectors: int) -> list[Layer]:
     """Linear layers and matrices of cross layers, first to last.
 
     Args:
         vectors: F.
     Example:
-        >>> [layer[:2] for layer in layers_of(DLRMConfig(embedding_width=4, bottom_mlp=(8,), top_mlp=(16,)), 3, 3)]
+        >>> [layer[:2] for layer in list_layers(DLRMConfig(embedding_width=4, bottom_mlp=(8,), top_mlp=(16,)), 3, 3)]
         [(3, 8), (8, 4), (7, 16), (16, 1)]
     """
     width = model.embedding_width
@@ -167,18 +167,18 @@ def layers_of(model: DLRMConfig, dense_features: int, vectors: int) -> list[Laye
     ]
 
 
-def row_sizes(width: int, precision: str, optimizer: str) -> tuple[int, int]:
+def count_row_bytes(width: int, precision: str, optimizer: str) -> tuple[int, int]:
     """Bytes of a row of a table, and of the optimizer's state for it (float32, whatever the table has).
 
     Example:
-        >>> row_sizes(16, "fp32", "rowwise_adagrad"), row_sizes(16, "fp16", "adam")
+        >>> count_row_bytes(16, "fp32", "rowwise_adagrad"), count_row_bytes(16, "fp16", "adam")
         ((64, 4), (32, 128))
     """
     state = {"rowwise_adagrad": 4, "adagrad": 4 * width, "adam": 8 * width, "sgd": 0}
     return BYTES[precision] * width, state[optimizer]
 
 
-def parameter_bytes(parameters: int, setup: Setup) -> float:
+def count_parameter_bytes(parameters: int, setup: LoadSetup) -> float:
     """Bytes of everything but the tables and activations, on every rank.
 
     Parameters are read forward and backward, their gradients written, and in the update gradients are read, parameters
@@ -187,7 +187,7 @@ def parameter_bytes(parameters: int, setup: Setup) -> float:
     return BYTES["fp32"] * (6.0 + 2 * MOMENTS[setup.dense_optimizer]) * parameters * setup.world_size
 
 
-def activation_bytes(layers: Sequence[Layer], side_by_side: int, setup: Setup) -> float:
+def count_activation_bytes(layers: Sequence[Layer], side_by_side: int, setup: LoadSetup) -> float:
     """Bytes of what layers and the interaction hand on.
 
     What goes into the first layer, what each layer makes, and the vectors of the interaction are written and read
@@ -197,7 +197,7 @@ def activation_bytes(layers: Sequence[Layer], side_by_side: int, setup: Setup) -
     return 5.0 * BYTES[setup.dense_precision] * setup.batch_rows * of_a_row
 
 
-def communication_bytes(uses: Sequence[Use], parameters: int, width: int, setup: Setup) -> float:
+def count_communication_bytes(uses: Sequence[TableLoad], parameters: int, width: int, setup: LoadSetup) -> float:
     """Bytes that ranks send one another.
 
     Ids and lengths go to the ranks that hold the rows: (W - 1) / W of them. Vectors of whole tables come back, and

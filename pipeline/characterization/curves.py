@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pipeline.characterization.results import Result, Spread
+from pipeline.characterization.results import PointResult, Spread
 
 LAYERS = re.compile(r"(\d+)\^(\d+)")
 """A point named `512^3` has three layers of 512 units."""
@@ -41,19 +41,19 @@ class Curve(NamedTuple):
             >>> Curve({"training.batch_rows": 1_600, "mlp layers": 3}, []).label
             'batch_rows 1600, mlp layers 3'
         """
-        return ", ".join(f"{short(axis)} {shown(value)}" for axis, value in self.others.items())
+        return ", ".join(f"{shorten_key(axis)} {format_value(value)}" for axis, value in self.others.items())
 
 
-def short(axis: str) -> str:
+def shorten_key(axis: str) -> str:
     """The last part of a dotted key."""
     return axis.rsplit(".", 1)[-1]
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value of an axis, as people read it.
 
     Example:
-        >>> shown(3_500_000), shown(16_384), shown("row_wise"), shown(0.5)
+        >>> format_value(3_500_000), format_value(16_384), format_value("row_wise"), format_value(0.5)
         ('3.5M', '16384', 'row_wise', '0.5')
     """
     if is_number(value):
@@ -68,7 +68,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def coordinates(result: Result) -> dict[str, Any]:
+def get_coordinates(result: PointResult) -> dict[str, Any]:
     """Axis -> value of a point; an axis of names such as `512^3` is two axes, of widths and of layers."""
     found: dict[str, Any] = {}
     for axis, value in result.point.values.items():
@@ -79,20 +79,20 @@ def coordinates(result: Result) -> dict[str, Any]:
     return found
 
 
-def axes_of(results: Sequence[Result]) -> dict[str, list[Any]]:
+def list_axes(results: Sequence[PointResult]) -> dict[str, list[Any]]:
     """Axis -> its different values, in order, of all results."""
     found: dict[str, dict[str, Any]] = {}
     for result in results:
-        for axis, value in coordinates(result).items():
+        for axis, value in get_coordinates(result).items():
             found.setdefault(axis, {}).setdefault(json.dumps(value), value)
     return {axis: list(values.values()) for axis, values in found.items()}
 
 
-def curves(results: Sequence[Result], axis: str) -> list[Curve]:
+def build_curves(results: Sequence[PointResult], axis: str) -> list[Curve]:
     """Throughput along an axis. Points that were not measured are missing; numbers are in ascending order."""
     found: dict[str, tuple[dict[str, Any], list[Spot]]] = {}
     for result in results:
-        others = coordinates(result)
+        others = get_coordinates(result)
         if result.measurement is not None and axis in others:
             spot = Spot(others.pop(axis), result.measurement.rows_per_second)
             found.setdefault(json.dumps(others), (others, []))[1].append(spot)
@@ -102,23 +102,23 @@ def curves(results: Sequence[Result], axis: str) -> list[Curve]:
     return [Curve(others, spots) for others, spots in found.values()]
 
 
-def ratio(after: Spread, before: Spread) -> Ratio:
+def divide_speeds(after: Spread, before: Spread) -> Ratio:
     """How many times as fast.
 
     Example:
-        >>> ratio(Spread(median=4.0, low=3.0, high=5.0), Spread(median=8.0, low=6.0, high=10.0))
+        >>> divide_speeds(Spread(median=4.0, low=3.0, high=5.0), Spread(median=8.0, low=6.0, high=10.0))
         Ratio(median=0.5, low=0.3, high=0.8333333333333334)
     """
     return Ratio(after.median / before.median, after.low / before.high, after.high / before.low)
 
 
-def slope(before: Spot, after: Spot) -> Ratio:
+def measure_slope(before: Spot, after: Spot) -> Ratio:
     """Of a line between two spots where both axes are logarithmic: 1 is proportional, 0 flat, -1 inversely so.
 
     Example:
         >>> half = Spread(median=4.0, low=4.0, high=4.0)
-        >>> slope(Spot(10, Spread(median=8.0, low=8.0, high=8.0)), Spot(20, half)).median
+        >>> measure_slope(Spot(10, Spread(median=8.0, low=8.0, high=8.0)), Spot(20, half)).median
         -1.0
     """
     decades = math.log(after.x / before.x)
-    return Ratio(*(math.log(one) / decades for one in ratio(after.rows_per_second, before.rows_per_second)))
+    return Ratio(*(math.log(one) / decades for one in divide_speeds(after.rows_per_second, before.rows_per_second)))

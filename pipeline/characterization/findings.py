@@ -5,11 +5,11 @@ from typing import get_args
 
 from pydantic import BaseModel
 
-from pipeline.characterization.results import PHASES, Measurement, Result, Study
-from pipeline.characterization.shapes import CLAIMS, Verdict
+from pipeline.characterization.claims import CLAIMS, Verdict
+from pipeline.characterization.results import PHASES, Measurement, PointResult, StudyResults
 
 
-class Finding(BaseModel, frozen=True):
+class StudyFinding(BaseModel, frozen=True):
     """One shape of the paper, held against what was measured here."""
 
     experiment: str
@@ -21,13 +21,13 @@ class Finding(BaseModel, frozen=True):
     """cannot tell: the spread of the repeats is too large, or points are missing."""
 
 
-def findings(study: Study) -> list[Finding]:
+def evaluate_claims(study: StudyResults) -> list[StudyFinding]:
     """What this machine says to each shape of the study's experiment; none where the paper has no such experiment."""
     found = []
     for claim in CLAIMS.get(study.experiment or "", ()):
         verdict, measured = claim.judge(study)
         found.append(
-            Finding(
+            StudyFinding(
                 experiment=study.experiment or "",
                 source=claim.source,
                 claim=claim.text,
@@ -38,7 +38,7 @@ def findings(study: Study) -> list[Finding]:
     return found
 
 
-def as_markdown(study: Study) -> str:
+def render_study(study: StudyResults) -> str:
     """What was found and a table of all points, as a section of a page."""
     machine = study.machine
     facts = [
@@ -49,15 +49,15 @@ def as_markdown(study: Study) -> str:
         *(f"{name} {version}" for name, version in study.versions.items()),
         f"commit {study.commit}",
     ]
-    found = findings(study)
+    found = evaluate_claims(study)
     rows = [(one.source, one.claim, one.measured, f"**{one.verdict}**") for one in found]
     text = f"### {study.experiment or study.name}\n\n{', '.join(fact for fact in facts if fact)}\n\n"
     if rows:
         text += f"{_verdict_of(found)}\n\n{_table(('paper', 'shape', 'measured here', 'this machine'), rows)}\n"
-    return text + points_table(study.results)
+    return text + render_points(study.results)
 
 
-def points_table(results: Sequence[Result]) -> str:
+def render_points(results: Sequence[PointResult]) -> str:
     """All points as a markdown table; those without a measurement with the reason."""
     judged = [result for result in results if result.quality is not None]
     if judged:
@@ -95,7 +95,7 @@ def _cells(found: Measurement, watts: bool) -> list[str]:
     return [*cells, f"{speed.median / found.watts:,.1f}" if found.watts else "not known"] if watts else cells
 
 
-def _ne(result: Result, name: str) -> str:
+def _ne(result: PointResult, name: str) -> str:
     if result.quality is None:
         return f"{result.state}: {result.reason or 'no reason known'}"
     return f"{result.quality[name]:.4f}" if name in result.quality else ""
@@ -108,11 +108,11 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _verdict_of(found: Sequence[Finding]) -> str:
+def _verdict_of(found: Sequence[StudyFinding]) -> str:
     """One sentence.
 
     Example:
-        >>> one = Finding(experiment="E3", source="figure 12", claim="flat", measured="0.9", verdict="agrees")
+        >>> one = StudyFinding(experiment="E3", source="figure 12", claim="flat", measured="0.9", verdict="agrees")
         >>> _verdict_of([one, one.model_copy(update={"verdict": "cannot tell"})])
         'Of 2 shapes of the paper this machine shows 1; it disagrees with 0 and cannot tell of 1.'
     """

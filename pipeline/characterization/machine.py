@@ -45,7 +45,7 @@ class Machine(BaseModel, frozen=True, use_attribute_docstrings=True):
     """Rows of 64 float32 numbers read at random and added up."""
 
 
-def measured(threads: int, device: str = "cpu") -> Machine:
+def measure_machine(threads: int, device: str = "cpu") -> Machine:
     """This machine, its ceilings the best of some tries.
 
     Args:
@@ -56,10 +56,10 @@ def measured(threads: int, device: str = "cpu") -> Machine:
     torch.set_num_threads(threads)
     try:
         ceilings = {
-            "fp32_gflops": product_gflops(torch.float32, device),
-            "bf16_gflops": product_gflops(torch.bfloat16, device),
-            "read_gb_per_second": read_gb_per_second(device),
-            "random_gb_per_second": random_gb_per_second(device),
+            "fp32_gflops": measure_gflops(torch.float32, device),
+            "bf16_gflops": measure_gflops(torch.bfloat16, device),
+            "read_gb_per_second": measure_read_speed(device),
+            "random_gb_per_second": measure_random_read_speed(device),
         }
     finally:
         torch.set_num_threads(before)
@@ -68,29 +68,29 @@ def measured(threads: int, device: str = "cpu") -> Machine:
         found = torch.cuda.get_device_properties(torch.cuda.current_device())
         accelerator = {"device": "cuda", "device_name": found.name, "device_memory_bytes": found.total_memory}
     return Machine(
-        cpu=processor(),
+        cpu=read_processor_name(),
         cores=len(os.sched_getaffinity(0)),
-        memory_bytes=memory_bytes(),
+        memory_bytes=read_memory_bytes(),
         threads=threads,
         **accelerator,
         **{name: round(value, 1) for name, value in ceilings.items()},
     )
 
 
-def product_gflops(precision: torch.dtype, device: str = "cpu") -> float:
+def measure_gflops(precision: torch.dtype, device: str = "cpu") -> float:
     """GFLOP/s of a product of matrices as large as those of a wide MLP."""
     rows, size = (4_096, 1_024) if device == "cpu" else (16_384, 4_096)
     a, b = (torch.randn(shape, device=device).to(precision) for shape in ((rows, size), (size, size)))
     return 2e-9 * rows * size * size / _least(lambda: torch.mm(a, b), device)
 
 
-def read_gb_per_second(device: str = "cpu") -> float:
+def measure_read_speed(device: str = "cpu") -> float:
     """GB/s of the sum of half a gibibyte."""
     memory = torch.ones(2**27, device=device)
     return 1e-9 * memory.nbytes / _least(memory.sum, device)
 
 
-def random_gb_per_second(device: str = "cpu") -> float:
+def measure_random_read_speed(device: str = "cpu") -> float:
     """GB/s of rows of a table, picked at random and added up in bags of 8."""
     table = torch.ones(ROWS, WIDTH, device=device)
     ids = torch.randint(ROWS, (LOOKUPS // 8, 8), device=device)
@@ -110,7 +110,7 @@ def _least(action: Callable[[], Any], device: str) -> float:
     return min(times)
 
 
-def processor() -> str:
+def read_processor_name() -> str:
     """Name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
@@ -118,7 +118,7 @@ def processor() -> str:
     return next(names, platform.machine())
 
 
-def memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+def read_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
     """Memory of the host, or what its control group is allowed of it."""
     total = psutil.virtual_memory().total
     allowed = limit.read_text(encoding="utf-8").strip() if limit.is_file() else "max"

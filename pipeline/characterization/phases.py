@@ -35,7 +35,7 @@ MOST_SHARE = 0.5
 """Of a stretch of time that is put down to the profiler: there was work in it."""
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """A call whose time is noted."""
 
     owner: Any
@@ -58,7 +58,7 @@ class Span(NamedTuple):
     """Whether torch.profiler noted it."""
 
 
-class Split(NamedTuple):
+class StepSplit(NamedTuple):
     """Where the time of a step goes."""
 
     shares: dict[str, float]
@@ -67,14 +67,14 @@ class Split(NamedTuple):
     """Of a step, in the interpreter; the median."""
 
 
-def split(
+def split_step(
     step: Callable[[], None],
-    parts: Sequence[Part],
+    parts: Sequence[StepPart],
     steps: int,
     step_ms: float,
     device: torch.device,
     meet: bool = False,
-) -> Split:
+) -> StepSplit:
     """Makes some steps and says where their time goes.
 
     Args:
@@ -90,7 +90,7 @@ def split(
         step()  # the profiler's first events take longer
         if on_cuda:
             torch.cuda.synchronize(device)
-        with noted(parts, spans):
+        with note_calls(parts, spans):
             for _ in range(steps):
                 start = time.time_ns()
                 step()
@@ -102,16 +102,16 @@ def split(
     assert profiler.profiler is not None
     events = list(profiler.profiler.kineto_results.events())
     steps_seen = [span for span in spans if span.phase == "other"]
-    seen = spans_of(events, spans)
-    timeline = Timeline([*spans, *seen, *(ends_of(spans, seen) if meet else [])])
+    seen = collect_spans(events, spans)
+    timeline = Timeline([*spans, *seen, *(find_waits(spans, seen) if meet else [])])
     outside_ms = 1e-6 * median(timeline.outside(span) for span in steps_seen)
     if on_cuda:
-        return Split(on_device(events, timeline, steps_seen), outside_ms)
-    return Split(timeline.shares(steps_seen, step_ms), outside_ms)
+        return StepSplit(split_device_time(events, timeline, steps_seen), outside_ms)
+    return StepSplit(timeline.shares(steps_seen, step_ms), outside_ms)
 
 
 @contextmanager
-def noted(parts: Iterable[Part], spans: list[Span]) -> Iterator[None]:
+def note_calls(parts: Iterable[StepPart], spans: list[Span]) -> Iterator[None]:
     """Calls of these parts are noted inside; afterwards they are as they were."""
     with ExitStack() as stack:
         for part in parts:
@@ -125,7 +125,7 @@ def noted(parts: Iterable[Part], spans: list[Span]) -> Iterator[None]:
         yield
 
 
-def _noting(original: Callable[..., Any], part: Part, spans: list[Span]) -> Callable[..., Any]:
+def _noting(original: Callable[..., Any], part: StepPart, spans: list[Span]) -> Callable[..., Any]:
     def call(*arguments: Any, **named: Any) -> Any:
         start = time.time_ns()
         try:
@@ -136,7 +136,7 @@ def _noting(original: Callable[..., Any], part: Part, spans: list[Span]) -> Call
     return call
 
 
-def spans_of(events: Sequence[Any], noted_spans: Sequence[Span]) -> list[Span]:
+def collect_spans(events: Sequence[Any], noted_spans: Sequence[Span]) -> list[Span]:
     """What torch.profiler saw on the threads that make the steps: operators, and parts of the backward pass."""
     own = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU and not event.is_async()]
     nodes = [event for event in own if event.name().startswith(NODE)]
@@ -163,7 +163,7 @@ def spans_of(events: Sequence[Any], noted_spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def ends_of(noted_spans: Sequence[Span], seen: Sequence[Span]) -> Iterator[Span]:
+def find_waits(noted_spans: Sequence[Span], seen: Sequence[Span]) -> Iterator[Span]:
     """Of each backward pass, what comes behind its last operator: there it waits for gradients of other ranks."""
     for span in noted_spans:
         if span.phase == BACKWARD:
@@ -230,10 +230,10 @@ class Timeline:
         spent = dict.fromkeys(self.phases, 0.0)
         for number, length in pieces:
             spent[self.phases[number]] += length - min(each * self.events[number], MOST_SHARE * length)
-        return shares_of(spent)
+        return compute_shares(spent)
 
 
-def on_device(events: Sequence[Any], timeline: Timeline, steps: Sequence[Span]) -> dict[str, float]:
+def split_device_time(events: Sequence[Any], timeline: Timeline, steps: Sequence[Span]) -> dict[str, float]:
     """PHASES -> share of these steps, by what a CUDA device works on; `other` has the time in which it has no work.
 
     What it works on belongs to the phase in which it was launched.
@@ -248,14 +248,14 @@ def on_device(events: Sequence[Any], timeline: Timeline, steps: Sequence[Span]) 
             spent[timeline.phase(at)] += event.duration_ns()
     whole = sum(step.stop - step.start for step in steps)
     spent["other"] += max(whole - spent.total(), 0)
-    return shares_of(spent)
+    return compute_shares(spent)
 
 
-def shares_of(spent: "Counter[str] | dict[str, float]") -> dict[str, float]:
+def compute_shares(spent: "Counter[str] | dict[str, float]") -> dict[str, float]:
     """PHASES -> share of the whole.
 
     Example:
-        >>> shares_of({"mlp": 3.0, BACKWARD: 1.0})["mlp"], shares_of({"mlp": 3.0, BACKWARD: 1.0})["other"]
+        >>> compute_shares({"mlp": 3.0, BACKWARD: 1.0})["mlp"], compute_shares({"mlp": 3.0, BACKWARD: 1.0})["other"]
         (0.75, 0.25)
     """
     whole = sum(spent.values())

@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from pipeline.characterization.curves import Curve, axes_of, curves, is_number, short, shown
-from pipeline.characterization.findings import findings
-from pipeline.characterization.results import PHASES, Measurement, Study
+from pipeline.characterization.curves import Curve, build_curves, format_value, is_number, list_axes, shorten_key
+from pipeline.characterization.findings import evaluate_claims
+from pipeline.characterization.results import PHASES, Measurement, StudyResults
 from pipeline.figure import plain_figure
 
 ACROSS = {
@@ -32,33 +32,35 @@ LINES, STACKED = "viridis", "tab10"
 """Colours of curves and of phases."""
 
 
-def figures(study: Study) -> dict[str, Figure]:
+def draw_figures(study: StudyResults) -> dict[str, Figure]:
     """Name -> figure; those that nothing was measured for are missing."""
     found: dict[str, Figure] = {}
     if any(result.quality is not None for result in study.results):
-        found["quality"] = quality(study)
+        found["quality"] = plot_quality(study)
     if study.measured:
-        found |= {"throughput": throughput(study), "split": split(study), "roofline": roofline(study)}
+        found |= {"throughput": plot_throughput(study), "split": plot_split(study), "roofline": plot_roofline(study)}
     return found
 
 
-def throughput(study: Study) -> Figure:
+def plot_throughput(study: StudyResults) -> Figure:
     """Samples per second along the main axis, one line for each combination of the others; bars where it has names."""
-    axes_found = {axis: values for axis, values in axes_of(study.measured).items() if len(values) > 1}
+    axes_found = {axis: values for axis, values in list_axes(study.measured).items() if len(values) > 1}
     axis = _across(study.experiment, axes_found)
     panel = next((one for one in PANELS if one in axes_found and one != axis), None)
     values = axes_found[panel] if panel is not None else [None]
     figure = Figure(figsize=(4.1 * max(len(values), 1.6), 4.6), layout="constrained", dpi=110)
     parts = figure.subplots(1, len(values), sharey=True, squeeze=False)[0]
     for part, value in zip(parts, values, strict=True):
-        chosen = [curve for curve in curves(study.measured, axis) if panel is None or curve.others[panel] == value]
+        chosen = [
+            curve for curve in build_curves(study.measured, axis) if panel is None or curve.others[panel] == value
+        ]
         others = [
             Curve({key: one for key, one in curve.others.items() if key in axes_found and key != panel}, curve.spots)
             for curve in chosen
         ]
         _lines(part, others) if _numeric(chosen) else _bars(part, others)
-        part.set_title("" if panel is None else f"{short(panel)} {shown(value)}", fontsize=10)
-        part.set_xlabel(short(axis))
+        part.set_title("" if panel is None else f"{shorten_key(panel)} {format_value(value)}", fontsize=10)
+        part.set_xlabel(shorten_key(axis))
         part.grid(alpha=0.25)
     parts[0].set_ylabel("samples per second")
     figure.suptitle(f"{study.experiment or study.name}: throughput", fontsize=11)
@@ -66,7 +68,7 @@ def throughput(study: Study) -> Figure:
     return figure
 
 
-def split(study: Study) -> Figure:
+def plot_split(study: StudyResults) -> Figure:
     """Shares of a step's time, a bar for each point."""
     shown_results = study.measured
     figure, axes = plain_figure(
@@ -85,7 +87,7 @@ def split(study: Study) -> Figure:
     return figure
 
 
-def roofline(study: Study) -> Figure:
+def plot_roofline(study: StudyResults) -> Figure:
     """GFLOP/s of each point against its work per byte, below what the machine reaches at best.
 
     Source:
@@ -123,7 +125,7 @@ def roofline(study: Study) -> Figure:
     return figure
 
 
-def quality(study: Study) -> Figure:
+def plot_quality(study: StudyResults) -> Figure:
     """NE against the rows of a batch, with the config's learning rates and with tuned ones."""
     figure, axes = plain_figure(
         f"{study.experiment or study.name}: quality", "rows of a batch", "NE on the validation rows", height=4.8
@@ -185,7 +187,11 @@ def _lines(axes: Axes, found: Sequence[Curve]) -> None:
     ]
     axes.set_ylim(min(speeds, default=1.0) / 1.5, max(speeds, default=1.0) * 1.5)  # so that what is flat looks flat
     for part in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        part(FuncFormatter(lambda value, _: shown(round(value)) if value >= 1 and f"{value:e}"[0] in "125" else ""))
+        part(
+            FuncFormatter(
+                lambda value, _: format_value(round(value)) if value >= 1 and f"{value:e}"[0] in "125" else ""
+            )
+        )
     axes.tick_params(axis="y", which="both", labelsize=8)
     if any(curve.label for curve in found):
         axes.legend(fontsize=7)
@@ -208,14 +214,14 @@ def _bars(axes: Axes, found: Sequence[Curve]) -> None:
 def _log_axis(axes: Axes, values: Sequence[float]) -> None:
     """A mark at each value that there is, not at powers of ten."""
     axes.set_xscale("log")
-    axes.set_xticks(values, [shown(value) for value in values])
+    axes.set_xticks(values, [format_value(value) for value in values])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.tick_params(axis="x", labelsize=8, rotation=40 if len(values) > 6 else 0)
 
 
-def _caption(figure: Figure, study: Study) -> None:
+def _caption(figure: Figure, study: StudyResults) -> None:
     """The shapes that the paper reports, and what this machine says to each."""
-    lines = [f"Paper, {one.source}: {one.claim}. Here: {one.verdict}." for one in findings(study)]
+    lines = [f"Paper, {one.source}: {one.claim}. Here: {one.verdict}." for one in evaluate_claims(study)]
     width = int(15 * figure.get_figwidth())
     figure.supxlabel(
         "\n".join(part for line in lines for part in textwrap.wrap(line, width)), fontsize=8, x=0.02, ha="left"
@@ -227,7 +233,7 @@ def _share(found: Measurement | None, phase: str) -> float:
     return found.split_ms.get(phase, 0.0) / whole if found is not None and whole else 0.0
 
 
-def _measurements(study: Study) -> list[Measurement]:
+def _measurements(study: StudyResults) -> list[Measurement]:
     return [one.measurement for one in study.results if one.measurement is not None]
 
 

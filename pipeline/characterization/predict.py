@@ -38,7 +38,7 @@ class Ceilings(BaseModel, frozen=True, from_attributes=True):
     cores: int
 
 
-class Sample(BaseModel, frozen=True):
+class StepSample(BaseModel, frozen=True):
     """A measured step."""
 
     key: str
@@ -142,17 +142,17 @@ def _rates(ceilings: Ceilings, dense_precision: str) -> dict[Ceiling, float]:
     }
 
 
-def fold_of(key: str) -> int:
+def assign_fold(key: str) -> int:
     """Which of the FOLDS a point is judged in, by its key alone.
 
     Example:
-        >>> [fold_of(key) for key in "abcde"]
+        >>> [assign_fold(key) for key in "abcde"]
         [2, 2, 2, 0, 3]
     """
     return hashlib.sha256(key.encode()).digest()[0] % FOLDS
 
 
-def fit(samples: Sequence[Sample], ceilings: Ceilings, dense_precision: Literal["fp32", "bf16"] = "fp32") -> Fit:
+def fit(samples: Sequence[StepSample], ceilings: Ceilings, dense_precision: Literal["fp32", "bf16"] = "fp32") -> Fit:
     """What units of work cost, by all samples; and how far each sample is off a fit of the other folds' alone.
 
     Args:
@@ -165,14 +165,14 @@ def fit(samples: Sequence[Sample], ceilings: Ceilings, dense_precision: Literal[
         raise ConfigError("samples", "at least one to fit", "none", "Measure some points.")
     rates = _rates(ceilings, dense_precision)
 
-    def fitted(seen: Sequence[Sample]) -> Fit:
+    def fitted(seen: Sequence[StepSample]) -> Fit:
         units = dict(zip(TERMS, _units(seen, rates).tolist(), strict=True))
         return Fit(ceilings=ceilings, dense_precision=dense_precision, unit_ms=units, fitted=len(seen))
 
     unseen: dict[str, float] = {}
     for fold in range(FOLDS):
-        seen = [one for one in samples if fold_of(one.key) != fold]
-        judged = [one for one in samples if fold_of(one.key) == fold]
+        seen = [one for one in samples if assign_fold(one.key) != fold]
+        judged = [one for one in samples if assign_fold(one.key) == fold]
         if seen and judged:
             judge = fitted(seen)
             unseen |= {one.key: judge.predict(one.load, one.world_size).step_ms for one in judged}
@@ -184,7 +184,7 @@ def fit(samples: Sequence[Sample], ceilings: Ceilings, dense_precision: Literal[
     return whole.model_copy(update={"unseen_ms": unseen, "errors": found})
 
 
-def _units(samples: Sequence[Sample], rates: Mapping[Ceiling, float]) -> npt.NDArray[np.float64]:
+def _units(samples: Sequence[StepSample], rates: Mapping[Ceiling, float]) -> npt.NDArray[np.float64]:
     """Non-negative costs with the least sum of relative errors: squares are weighed by 1 / error, round by round.
 
     Source:

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel
 
-from pipeline.characterization.points import Point
+from pipeline.characterization.points import StudyPoint
 
 PHASES = ("embedding", "interaction", "mlp", "communication", "optimizer", "wait", "other")
 """Where the time of a step goes. embedding: lookups, and the update of the tables, which is fused with their gradient.
@@ -118,10 +118,10 @@ class Measurement(BaseModel, frozen=True):
         return found
 
 
-class Result(BaseModel, frozen=True):
+class PointResult(BaseModel, frozen=True):
     """A point of a study and what came out."""
 
-    point: Point
+    point: StudyPoint
     state: Literal["measured", "left out", "failed"]
     reason: str | None = None
     """Why it was left out or failed."""
@@ -131,7 +131,7 @@ class Result(BaseModel, frozen=True):
     mlflow_run_id: str | None = None
 
 
-class Study(BaseModel, frozen=True):
+class StudyResults(BaseModel, frozen=True):
     """A study with all that a figure or a text says of it."""
 
     name: str
@@ -142,9 +142,9 @@ class Study(BaseModel, frozen=True):
     """`machine.Machine` as JSON: processor, cores, memory, ceilings."""
     commit: str
     versions: Mapping[str, str]
-    results: tuple[Result, ...]
+    results: tuple[PointResult, ...]
 
     @property
-    def measured(self) -> list[Result]:
+    def measured(self) -> list[PointResult]:
         """Those with a measurement."""
         return [result for result in self.results if result.measurement is not None]

@@ -24,7 +24,7 @@ POSITIVES = 0.1
 GOLDEN = (5**0.5 - 1) / 2
 
 
-def plan_of(workload: Workload) -> Plan:
+def make_plan(workload: Workload) -> Plan:
     """Its features, which no op has to make: `dense_0` and so on, and `sparse_0` and so on with a table each."""
     sparse = [f"sparse_{number}" for number in range(workload.sparse_features)]
     return Plan(
@@ -35,7 +35,7 @@ def plan_of(workload: Workload) -> Plan:
     )
 
 
-def batches(
+def draw_batches(
     workload: Workload, batch_rows: int, count: int, seed: int, rank: int = 0, world_size: int = 1
 ) -> list[Batch]:
     """A rank's share of the first global batches; all ranks together have the same rows at every world size.
@@ -62,7 +62,7 @@ def _batch(workload: Workload, rows: int, number: int, seed: int, rank: int, wor
     bounds = (ends - whole)[:, begin], ends[:, end - 1]
     chances = random.random(int(ends[-1, -1]))
     kept = np.concatenate([chances[low:high] for low, high in zip(*bounds, strict=True)]) if held else chances[:0]
-    ids = ids_of(ranks_of(kept, workload.hash_size, workload.popularity), lengths.sum(axis=1), workload.hash_size)
+    ids = assign_ids(draw_ranks(kept, workload.hash_size, workload.popularity), lengths.sum(axis=1), workload.hash_size)
     return Batch(
         dense=torch.from_numpy(dense),
         sparse=KeyedJaggedTensor(
@@ -77,13 +77,13 @@ def _batch(workload: Workload, rows: int, number: int, seed: int, rank: int, wor
     )
 
 
-def ranks_of(chances: Floats, ids: int, exponent: float) -> Ids:
+def draw_ranks(chances: Floats, ids: int, exponent: float) -> Ids:
     """Draws by Zipf's law: rank r of `ids`, from 0 on, has a chance proportional to (r + 1) ** -exponent.
 
     Args:
         chances: Uniform in [0, 1); each becomes a rank, the popular ones first.
     Example:
-        >>> ranks_of(np.array([0.0, 0.4, 0.99]), 3, 1.0).tolist()
+        >>> draw_ranks(np.array([0.0, 0.4, 0.99]), 3, 1.0).tolist()
         [0, 0, 2]
     """
     head = np.cumsum(np.arange(1, min(ids, HEAD) + 1, dtype=np.float64) ** -exponent)
@@ -105,7 +105,7 @@ def _area(x: float, exponent: float) -> np.float64:
     return np.float64(np.log(x) if exponent == 1.0 else x ** (1.0 - exponent) / (1.0 - exponent))
 
 
-def ids_of(ranks: Ids, counts: Ids, hash_size: int) -> Ids:
+def assign_ids(ranks: Ids, counts: Ids, hash_size: int) -> Ids:
     """Rows of the tables: ranks that follow each other lie far apart, and elsewhere in each table.
 
     Args:
@@ -121,12 +121,12 @@ def draw_lengths(workload: Workload, random: np.random.Generator, shape: tuple[i
     """Lengths of lists, cut."""
     if workload.lengths == "fixed":
         return np.full(shape, min(workload.lookups, workload.truncation), np.int32)
-    drawn = np.searchsorted(np.cumsum(length_chances(workload.lookups)), random.random(shape), side="right") + 1
+    drawn = np.searchsorted(np.cumsum(fit_length_chances(workload.lookups)), random.random(shape), side="right") + 1
     return np.minimum(drawn, workload.truncation).astype(np.int32)
 
 
 @cache
-def length_chances(mean: int) -> Floats:
+def fit_length_chances(mean: int) -> Floats:
     """Chances of lists of 1, 2, ... ids before they are cut: n ** -a with the a that makes the mean what it is."""
     lengths = np.arange(1, LONGEST * mean + 1, dtype=np.float64)
     low, high = 0.0, 64.0

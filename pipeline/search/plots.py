@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from pipeline.figure import plain_figure
 from pipeline.search.config import Dimension
-from pipeline.search.release import Stage, Standing
+from pipeline.search.release import CandidateStanding, Stage
 from pipeline.search.study import TrialRecord
 
 LINES = "viridis"
@@ -68,7 +68,7 @@ def parallel_coordinates(trials: Sequence[TrialRecord], space: Mapping[str, Dime
     return figure
 
 
-def stages(found: Mapping[Stage, Sequence[Standing]]) -> Figure:
+def stages(found: Mapping[Stage, Sequence[CandidateStanding]]) -> Figure:
     """NE of each candidate from stage to stage; a line ends where its candidate did."""
     figure, axes = plain_figure("Candidates from stage to stage", "", "NE on the validation rows")
     names = dict.fromkeys(one.name for standings in found.values() for one in standings)

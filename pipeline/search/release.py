@@ -16,7 +16,7 @@ Stage = Literal["explore", "compare", "retrain"]
 """Exploratory, combo and release-candidate jobs in the words of arXiv:2108.09373, section 4."""
 
 
-class Standing(BaseModel, frozen=True):
+class CandidateStanding(BaseModel, frozen=True):
     """What became of a candidate in a stage."""
 
     name: str
@@ -45,7 +45,7 @@ def sample_rows(sample: ReleaseSample, sampling: Sampling | None) -> Sampling:
     return Sampling(inputs=sample.inputs, rate=sample.rate, seed=sample.seed)
 
 
-def stage_space(names: Sequence[str], prune: PruneConfig | None) -> tuple[SweepConfig, list[dict[str, str]]]:
+def make_stage(names: Sequence[str], prune: PruneConfig | None) -> tuple[SweepConfig, list[dict[str, str]]]:
     """A stage as a study over one key, the candidate's name: (its settings, its trials in order)."""
     config = SweepConfig(
         strategy="grid", trials=len(names), space={CANDIDATE: Dimension(choices=tuple(names))}, prune=prune
@@ -53,9 +53,9 @@ def stage_space(names: Sequence[str], prune: PruneConfig | None) -> tuple[SweepC
     return config, [{CANDIDATE: name} for name in names]
 
 
-def standing(record: TrialRecord) -> Standing:
+def make_standing(record: TrialRecord) -> CandidateStanding:
     """A trial of a stage as what it says of its candidate."""
-    return Standing(
+    return CandidateStanding(
         name=record.params[CANDIDATE],
         valid_ne=record.valid_ne,
         stopped=record.state == "pruned",
@@ -64,21 +64,21 @@ def standing(record: TrialRecord) -> Standing:
     )
 
 
-def ranked(standings: Sequence[Standing]) -> list[Standing]:
+def rank_candidates(standings: Sequence[CandidateStanding]) -> list[CandidateStanding]:
     """The best first; then those that were stopped, then those that failed, both as they came.
 
     Example:
-        >>> some = [Standing(name="a", failed="no"), Standing(name="b", valid_ne=0.9), Standing(name="c", valid_ne=0.8)]
-        >>> [one.name for one in ranked(some)]
+        >>> failed, second = CandidateStanding(name="a", failed="no"), CandidateStanding(name="b", valid_ne=0.9)
+        >>> [one.name for one in rank_candidates([failed, second, CandidateStanding(name="c", valid_ne=0.8)])]
         ['c', 'b', 'a']
     """
 
-    def place(one: Standing) -> tuple[bool, bool, float]:
+    def place(one: CandidateStanding) -> tuple[bool, bool, float]:
         return one.failed is not None, one.valid_ne is None, one.valid_ne or 0.0
 
     return sorted(standings, key=place)
 
 
-def kept(standings: Sequence[Standing], keep: int) -> tuple[str, ...]:
+def select_best(standings: Sequence[CandidateStanding], keep: int) -> tuple[str, ...]:
     """Names of the best, at most `keep`; those without an NE are not among them."""
-    return tuple(one.name for one in ranked(standings) if one.valid_ne is not None)[:keep]
+    return tuple(one.name for one in rank_candidates(standings) if one.valid_ne is not None)[:keep]

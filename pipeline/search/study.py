@@ -56,7 +56,7 @@ class TrialRecord(BaseModel, frozen=True):
     notes: Mapping[str, Any]
 
 
-class Study:
+class SearchStudy:
     """The trials of one sweep. Threads may share it, processes may not.
 
     What a trial gets is a function of the sweep's seed, the trial's number and the trials that are done by then: a
@@ -79,13 +79,13 @@ class Study:
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.config = config
-        self.distributions = {key: distribution(dimension) for key, dimension in config.space.items()}
+        self.distributions = {key: make_distribution(dimension) for key, dimension in config.space.items()}
         grid = config.strategy == "grid"
         self.grid: Sequence[Mapping[str, Any]] = (grid_points(config) if points is None else points) if grid else []
         self.start = start if config.begin_with_config else {}
         storage = RDBStorage(f"sqlite:///{path}", engine_kwargs={"connect_args": {"timeout": LOCK_SECONDS}})
         self.study = optuna.create_study(
-            storage=storage, study_name="sweep", load_if_exists=True, pruner=pruner(config.prune)
+            storage=storage, study_name="sweep", load_if_exists=True, pruner=make_pruner(config.prune)
         )
         self.lock = threading.RLock()
         self.running: dict[int, Trial] = {}
@@ -116,15 +116,15 @@ class Study:
 
     def _drawn(self, number: int) -> dict[str, Any]:
         """Values of a new trial, all drawn before the first is written: a kill in between changes none of them."""
-        memory = optuna.create_study(sampler=sampler(self.config, number))
+        memory = optuna.create_study(sampler=make_sampler(self.config, number))
         memory.add_trials(self._trials())
         fixed = self.grid[number] if self.grid else self.start if number == 0 else {}
         if fixed:
-            memory.enqueue_trial({key: encoded(self.config.space[key], value) for key, value in fixed.items()})
+            memory.enqueue_trial({key: encode_value(self.config.space[key], value) for key, value in fixed.items()})
         return memory.ask(self.distributions).params
 
     def _values(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: decoded(self.config.space[key], params[key]) for key in self.config.space if key in params}
+        return {key: decode_value(self.config.space[key], params[key]) for key in self.config.space if key in params}
 
     def report(self, number: int, rows: int, ne: float) -> bool:
         """Takes note of the NE that a running trial has after so many rows; whether it is to be stopped.
@@ -221,10 +221,10 @@ class Study:
         return {key: float(share) for key, share in get_param_importances(self.study, evaluator=evaluator).items()}
 
 
-def distribution(dimension: Dimension) -> BaseDistribution:
+def make_distribution(dimension: Dimension) -> BaseDistribution:
     """A dimension as Optuna takes it. Choices are JSON texts: Optuna takes scalars alone, and 1 would equal true."""
     if dimension.choices is not None:
-        return CategoricalDistribution([encoded(dimension, choice) for choice in dimension.choices])
+        return CategoricalDistribution([encode_value(dimension, choice) for choice in dimension.choices])
     low, high, log, step = dimension.low, dimension.high, dimension.log, dimension.step
     assert low is not None
     assert high is not None
@@ -233,17 +233,17 @@ def distribution(dimension: Dimension) -> BaseDistribution:
     return FloatDistribution(float(low), float(high), log=log, step=step)
 
 
-def encoded(dimension: Dimension, value: Any) -> Any:
+def encode_value(dimension: Dimension, value: Any) -> Any:
     """A value as the file has it."""
     return value if dimension.choices is None else json.dumps(value, sort_keys=True)
 
 
-def decoded(dimension: Dimension, value: Any) -> Any:
+def decode_value(dimension: Dimension, value: Any) -> Any:
     """A value as the config has it."""
     return value if dimension.choices is None else json.loads(value)
 
 
-def sampler(config: SweepConfig, number: int) -> BaseSampler:
+def make_sampler(config: SweepConfig, number: int) -> BaseSampler:
     """What draws the trial of that number; its state is a function of both."""
     seed = int(np.random.SeedSequence([config.seed, number]).generate_state(1)[0])
     if config.strategy == "tpe":
@@ -253,7 +253,7 @@ def sampler(config: SweepConfig, number: int) -> BaseSampler:
     return RandomSampler(seed=seed)  # a grid's values are all given
 
 
-def pruner(config: PruneConfig | None) -> BasePruner:
+def make_pruner(config: PruneConfig | None) -> BasePruner:
     """What stops trials; it counts in looks, each `every_rows` after the one before."""
     if config is None:
         return NopPruner()

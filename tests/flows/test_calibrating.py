@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from prefect.logging import disable_run_logger
 
-from pipeline.characterization.advice import Described
-from pipeline.characterization.cost import Setup, Use, load_of_uses
+from pipeline.characterization.calibration_points import draw_points
+from pipeline.characterization.cost import LoadSetup, TableLoad, count_load
+from pipeline.characterization.estimate import DescribedMachine
 from pipeline.characterization.machine import Machine
-from pipeline.characterization.points import Point
-from pipeline.characterization.results import Load, Measurement, Result, Spread
-from pipeline.characterization.spread import spread
+from pipeline.characterization.points import StudyPoint
+from pipeline.characterization.results import Load, Measurement, PointResult, Spread
 from pipeline.config import load
 from pipeline.errors import TrainingError
 from pipeline.jobs.estimate import calibration
@@ -23,13 +23,13 @@ CEILINGS = {"fp32_gflops": 100.0, "bf16_gflops": 200.0, "read_gb_per_second": 20
 MACHINE = Machine(cpu="test", cores=2, memory_bytes=1 << 34, threads=2, **CEILINGS)
 
 
-def load_at(point: Point) -> Load:
+def load_at(point: StudyPoint) -> Load:
     config = load("configs/smoke.yaml", dict(point.settings))
     shape = config.characterize.workload
     assert shape is not None
     lookups = shape.lookups * config.training.batch_rows
-    uses = [Use(shape.hash_size, shape.lookups, min(lookups, shape.hash_size))] * shape.sparse_features
-    return load_of_uses(config.model, shape.dense_features, uses, Setup.model_validate(config.training))
+    uses = [TableLoad(shape.hash_size, shape.lookups, min(lookups, shape.hash_size))] * shape.sparse_features
+    return count_load(config.model, shape.dense_features, uses, LoadSetup.model_validate(config.training))
 
 
 def law(one: Load) -> float:
@@ -37,7 +37,7 @@ def law(one: Load) -> float:
     return 1.0 + 0.2 * one.layers + one.mlp_flop / 5e7 + 2e-5 * one.rows * one.sparse_features
 
 
-def result(point: Point) -> Result:
+def result(point: StudyPoint) -> PointResult:
     found = load_at(point)
     step, speed = Spread.of([law(found)]), Spread.of([1e3 * found.rows / law(found)])
     measurement = Measurement(
@@ -45,7 +45,7 @@ def result(point: Point) -> Result:
         load=found, watts=None, rows_per_second_per_core=1.0, device="cpu",
         repeats=1,
     )  # fmt: skip
-    return Result(point=point, state="measured", measurement=measurement)
+    return PointResult(point=point, state="measured", measurement=measurement)
 
 
 @pytest.fixture
@@ -53,7 +53,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Keys of the points that had to be measured."""
     keys: list[str] = []
 
-    def measure(config: Any, points: list[Point], folder: Path, tell: Callable[..., Result]) -> list[Result]:
+    def measure(
+        config: Any, points: list[StudyPoint], folder: Path, tell: Callable[..., PointResult]
+    ) -> list[PointResult]:
         new = [point for point in points if not (folder / "points" / point.key).exists()]
         for point in new:
             (folder / "points").mkdir(exist_ok=True)
@@ -63,7 +65,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     monkeypatch.setattr(calibration, "measure", measure)
     monkeypatch.setattr(calibration, "BUSY_SECONDS", 0.01)
-    monkeypatch.setattr(calibration, "measured", lambda threads, device: MACHINE)
+    monkeypatch.setattr(calibration, "measure_machine", lambda threads, device: MACHINE)
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     return keys
 
@@ -104,7 +106,7 @@ def test_a_calibration_of_other_code_says_so(
 
 
 def test_points_that_cannot_be_measured(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    left_out = [Result(point=point, state="left out", reason="too large") for point in spread(12, [1])]
+    left_out = [PointResult(point=point, state="left out", reason="too large") for point in draw_points(12, [1])]
     monkeypatch.setattr(calibration, "measure", lambda *arguments: left_out)
     with pytest.raises(TrainingError, match="calibration: expected at least 6 points measured, got 0: too large"):
         made(12)
@@ -115,12 +117,12 @@ def test_points_are_predicted_from_others_and_what_lies_beyond_is_told(asked: li
     assert speed.fit.errors is not None
     assert speed.fit.errors.median < 0.05
     assert len(speed.table) == speed.fit.errors.points == speed.fit.fitted == 48
-    known = load_at(spread(1, [1])[0])
+    known = load_at(draw_points(1, [1])[0])
     assert speed.step_ms(known, 1) == pytest.approx(law(known), rel=0.1)
     assert speed.beyond(known, 1) == []
     large = known.model_copy(update={"mlp_flop": 1e13})
     ((term, times),) = speed.beyond(large, 1)
     assert term == "products"
     assert times > calibration.FAR
-    twice = Described(cpu="x", cores=2, memory_bytes=1, **{name: 2 * value for name, value in CEILINGS.items()})
+    twice = DescribedMachine(cpu="x", cores=2, memory_bytes=1, **{name: 2 * value for name, value in CEILINGS.items()})
     assert speed.on(twice)(known, 1) == pytest.approx(speed.step_ms(known, 1) / 2)

@@ -7,8 +7,8 @@ import psutil
 import pytest
 
 from flows.characterize import characterize
-from pipeline.characterization.points import points
-from pipeline.characterization.results import PHASES, Result
+from pipeline.characterization.points import list_points
+from pipeline.characterization.results import PHASES, PointResult
 from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError
 from pipeline.jobs.study import points as characterizing
@@ -56,7 +56,7 @@ def test_a_study_has_one_folder_whatever_its_order_of_runs(tmp_path: Path, monke
 
 def test_tables_beyond_the_memory_are_left_out(tmp_path: Path) -> None:
     huge = study(**{"characterize.axes": {"workload.hash_size": [2**40]}})
-    (result,) = measure(huge, points(huge.characterize), tmp_path)
+    (result,) = measure(huge, list_points(huge.characterize), tmp_path)
     assert result.state == "left out"
     assert "expected 3 tables that fit on 1 ranks" in str(result.reason)
 
@@ -71,7 +71,7 @@ def test_time_left_counts_the_points_of_this_process(monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_a_killed_point_fails_alone_and_is_tried_again(tmp_path: Path) -> None:
     config = study()
-    wanted = points(config.characterize)
+    wanted = list_points(config.characterize)
     run, killed = characterizing.run_ranks, []
 
     def kill_once(module: str, spec: Any, folder: Path, size: int, threads: Any, limits: Any, hear: Any, *rest: Any):
@@ -93,7 +93,7 @@ def test_a_killed_point_fails_alone_and_is_tried_again(tmp_path: Path) -> None:
 
     told: list[bool] = []
 
-    def tell(result: Result, stored: bool) -> Result:
+    def tell(result: PointResult, stored: bool) -> PointResult:
         told.append(stored)
         return result
 
@@ -148,7 +148,7 @@ def test_a_point_that_its_ranks_refuse_fails_alone(tmp_path: Path, monkeypatch: 
             hear({"event": "point_failed", "key": task.key, "reason": "too small"})
 
     monkeypatch.setattr(characterizing, "run_ranks", refuse_first)
-    results = measure(config, points(config.characterize), tmp_path)
+    results = measure(config, list_points(config.characterize), tmp_path)
     assert [(one.state, one.reason) for one in results] == [
         ("failed", "loss: expected a number, got none. Lower the rates."), ("failed", "too small"),
     ]  # fmt: skip
@@ -169,6 +169,6 @@ def test_rows_are_made_ready_once_for_points_that_read_the_same(
     ])  # fmt: skip
     axes = {"training.batch_rows": [64, 128], "features.sparse.0.transforms.0.size": [1_000, 2_000]}
     config = load("configs/smoke.yaml", {"characterize.axes": axes, "training.world_size": 1})
-    results = measure(config, points(config.characterize), tmp_path, snapshot_id=smoke["snapshot_id"])
+    results = measure(config, list_points(config.characterize), tmp_path, snapshot_id=smoke["snapshot_id"])
     assert len(passes) == 2
     assert len({one.reason for one in results}) == 2

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.characterization.points import points
+from pipeline.characterization.points import list_points
 from pipeline.config import RunConfig, load
 from pipeline.config.files import ROOT, home_path, read_yaml
 from pipeline.errors import ConfigError
@@ -54,7 +54,7 @@ def test_each_config_of_the_project_loads(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "paper").glob("*.yaml")), ids=lambda path: path.name)
 def test_each_point_of_the_papers_experiments_is_a_config(path: Path) -> None:
-    at_scale = points(load(path).characterize)
+    at_scale = list_points(load(path).characterize)
     assert len({point.key for point in at_scale}) == len(at_scale) <= 24
     for point in at_scale:
         load(path, dict(point.settings))

@@ -3,7 +3,7 @@
 import pytest
 
 from flows.estimate import estimate
-from pipeline.characterization.advice import RankMachine, checkpoint_bytes, shape_of
+from pipeline.characterization.estimate import RankMachine, derive_shape, estimate_checkpoint_bytes
 from pipeline.config import load
 from pipeline.jobs.estimate import footprint
 from pipeline.jobs.training.job import tracker_of
@@ -32,8 +32,8 @@ def test_a_checkpoint_has_the_size_that_was_said(smoke, asked, home):
     config = load(CONFIG)
     folder = home / "runs" / f"smoke-{smoke['identity'][:12]}-0" / "checkpoints" / "best"
     found = sum(path.stat().st_size for path in folder.iterdir())
-    shape = shape_of(config.model, asked.dense, asked.bags)
-    assert checkpoint_bytes(shape, footprint.kept_of(config.training)) == pytest.approx(found, rel=0.01)
+    shape = derive_shape(config.model, asked.dense, asked.bags)
+    assert estimate_checkpoint_bytes(shape, footprint.kept_of(config.training)) == pytest.approx(found, rel=0.01)
 
 
 def test_rows_are_counted_and_a_worker_is_watched(smoke, asked):

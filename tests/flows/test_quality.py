@@ -3,7 +3,7 @@
 import pytest
 from prefect.logging import disable_run_logger
 
-from pipeline.characterization.points import Point, points
+from pipeline.characterization.points import StudyPoint, list_points
 from pipeline.config import load
 from pipeline.errors import ConfigError
 from pipeline.jobs.search.candidate import candidate_job, train_candidate
@@ -16,7 +16,7 @@ RATE, BATCH = "training.table_learning_rate", "training.batch_rows"
 LIGHT = {"training.world_size": 1, "preprocessing.executor": "inline", "training.threads_per_rank": 1}
 """A trial in a few seconds: one process."""
 SWEEP = {"strategy": "random", "trials": 2, "space": {RATE: {"low": 0.01, "high": 0.2, "log": True}}}
-POINT = Point(values={BATCH: 512}, settings={BATCH: 512})
+POINT = StudyPoint(values={BATCH: 512}, settings={BATCH: 512})
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_study_of_quality_is_refused_before_its_first_point():
 @pytest.mark.slow
 def test_a_point_is_judged_by_its_own_values_and_by_tuned_ones_once(smoke, copied, monkeypatch):
     config = load(CONFIG, LIGHT | {"sweep": SWEEP, "characterize.axes": {BATCH: [512, 1_024]}})
-    point = points(config.characterize)[1]
+    point = list_points(config.characterize)[1]
     tracker = tracker_of(config)
     parent = tracker.start("study", {}, {}, None)
     found = quality.judged(config, point, parent)

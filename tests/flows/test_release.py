@@ -13,7 +13,7 @@ from pipeline.jobs.search import release as releasing
 from pipeline.jobs.search.trials import SearchJob, unfinished
 from pipeline.jobs.training.job import tracker_of
 from pipeline.search.config import ReleaseConfig
-from pipeline.search.release import Standing
+from pipeline.search.release import CandidateStanding
 
 CONFIG = "configs/smoke.yaml"
 RATE, STEPS = "training.table_learning_rate", "training.max_steps"
@@ -167,8 +167,8 @@ def test_a_candidate_is_explored_on_a_part_of_its_own_rows():
 
 def test_a_table_for_people():
     stages = {
-        "explore": [Standing(name="b", valid_ne=0.8), Standing(name="base", valid_ne=0.9), Standing(name="c", failed="no")],
-        "compare": [Standing(name="base", valid_ne=0.85), Standing(name="b", stopped=True)],
+        "explore": [CandidateStanding(name="b", valid_ne=0.8), CandidateStanding(name="base", valid_ne=0.9), CandidateStanding(name="c", failed="no")],
+        "compare": [CandidateStanding(name="base", valid_ne=0.85), CandidateStanding(name="b", stopped=True)],
     }  # fmt: skip
     assert releasing.as_table(stages, {"b": {RATE: 0.5}, "c": {"model.dropout": 0.1, "seed": 2}}) == (
         "| candidate | explore | compare | differs in |\n|---|---|---|---|\n"

@@ -23,7 +23,7 @@ from pipeline.jobs.search.candidate import StoppedEarly, candidate_job, train_ca
 from pipeline.jobs.search.trials import SearchJob, Trials
 from pipeline.jobs.training.job import tracker_of, warehouse_of
 from pipeline.search.config import SweepConfig
-from pipeline.search.study import Draw, Study, TrialRecord
+from pipeline.search.study import Draw, SearchStudy, TrialRecord
 
 CONFIG = "configs/smoke.yaml"
 RATE, STEPS = "training.table_learning_rate", "training.max_steps"
@@ -185,7 +185,7 @@ def test_a_table_for_people():
 
 def expected(folder: Path, config: SweepConfig) -> list[dict]:
     """What the trials get, by the sweep's seed alone."""
-    study = Study(folder / "expected.db", config, {})
+    study = SearchStudy(folder / "expected.db", config, {})
     return [dict(study.next().params) for _ in range(config.trials)]
 
 
@@ -304,7 +304,7 @@ def failing(tmp_path: Path, errors: list[Exception | None]) -> tuple[Trials, Cal
     """Trials of one study, and what runs them: each raises the next error, or ends with an NE."""
     settings = SweepConfig(space=SPACE, strategy="random", trials=len(errors))
     job = SearchJob(identity="x", folder=str(tmp_path), snapshot={"table": "smoke", "snapshot_id": 1})
-    trials = Trials(Study(tmp_path / "study.db", settings, {}), job, tmp_path, None, "none")
+    trials = Trials(SearchStudy(tmp_path / "study.db", settings, {}), job, tmp_path, None, "none")
 
     def run(draw: Draw) -> None:
         error = errors[draw.number]

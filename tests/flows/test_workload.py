@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from pipeline.characterization import written as rows_of
+from pipeline.characterization import workload_table as rows_of
 from pipeline.characterization.config import Workload
-from pipeline.characterization.points import Point
-from pipeline.characterization.workload import batches, plan_of
+from pipeline.characterization.points import StudyPoint
+from pipeline.characterization.workload import draw_batches, make_plan
 from pipeline.config import load
 from pipeline.jobs.study.points import measure
 from pipeline.jobs.study.workload import written
@@ -20,7 +20,7 @@ SHAPE = Workload(dense_features=3, sparse_features=4, hash_size=500, lookups=6, 
 def read(workload: Workload, rows: int, folder, monkeypatch) -> list:
     monkeypatch.setattr(rows_of, "CHUNK_VALUES", 8_000)  # several row groups and files
     spec = written(workload, rows, folder, seed=3)
-    plan = plan_of(workload)
+    plan = make_plan(workload)
     assert (spec.plan.dense, spec.plan.sparse) == (plan.dense, plan.sparse)
     source = InlineSource({"train": spec}, PreprocessingConfig())
     return list(Client(source, ("train", spec), batch_rows=700).batches())
@@ -31,7 +31,7 @@ def test_rows_are_hashed_and_cut_by_the_reader(tmp_path, monkeypatch):
     assert [batch.global_rows for batch in found] == [700, 700, 600]
     lengths = np.concatenate([batch.sparse.lengths().numpy() for batch in found])
     assert lengths.max() == SHAPE.truncation
-    (drawn,) = batches(SHAPE, 2_000, 1, seed=4)
+    (drawn,) = draw_batches(SHAPE, 2_000, 1, seed=4)
     assert lengths.mean() == pytest.approx(drawn.sparse.lengths().numpy().mean(), rel=0.1)
     ids = np.concatenate([batch.sparse.values().numpy() for batch in found])
     assert (ids.min() >= 0, ids.max() < SHAPE.hash_size) == (True, True)
@@ -60,7 +60,7 @@ def test_a_study_of_a_workload_reads_files_through_the_service(tmp_path, monkeyp
         "characterize": {"workload": SHAPE, "data": "files", "steps": 2, "repeats": 1, "warm_up_steps": 1},
         "training.world_size": 1, "training.batch_rows": 128, "preprocessing.workers": 1,
     }  # fmt: skip
-    (result,) = measure(load("configs/smoke.yaml", settings), [Point(values={}, settings={})], tmp_path / "study")
+    (result,) = measure(load("configs/smoke.yaml", settings), [StudyPoint(values={}, settings={})], tmp_path / "study")
     assert result.reason is None
     assert result.measurement is not None
     assert result.measurement.load.rows == 128

@@ -11,17 +11,17 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel
 
-from pipeline.characterization.advice import (
-    Described,
+from pipeline.characterization.estimate import (
+    DescribedMachine,
     RankMachine,
-    checkpoint_bytes,
-    epoch_seconds,
-    fed_speed,
-    machines_needed,
-    shape_of,
-    workers_needed,
+    count_machines,
+    count_workers,
+    derive_shape,
+    estimate_checkpoint_bytes,
+    estimate_epoch_seconds,
+    estimate_fed_speed,
 )
-from pipeline.characterization.points import Point
+from pipeline.characterization.points import StudyPoint
 from pipeline.characterization.results import Load
 from pipeline.config import RunConfig
 from pipeline.errors import ContractError
@@ -66,14 +66,18 @@ class Option(BaseModel, frozen=True):
 
 @task(cache_policy=NO_CACHE, task_run_name="advise")
 def advised(
-    config: RunConfig, asked: Asked, calibration: Calibration, described: Described | None, measured: bool
+    config: RunConfig, asked: Asked, calibration: Calibration, described: DescribedMachine | None, measured: bool
 ) -> dict[str, Any]:
     """Predictions for this machine, and for another; told in log, MLflow and on the run's page. Safe to repeat.
 
     Args:
         measured: Holds the prediction against some steps of the config itself.
     """
-    speed, shape, kept = Speed(calibration), shape_of(config.model, asked.dense, asked.bags), kept_of(config.training)
+    speed, shape, kept = (
+        Speed(calibration),
+        derive_shape(config.model, asked.dense, asked.bags),
+        kept_of(config.training),
+    )
     here, process = calibration.machine, calibration.process_bytes
     room = RankMachine(memory_bytes=here.memory_bytes, most_ranks=here.cores)
     if here.device_memory_bytes is not None:
@@ -86,7 +90,7 @@ def advised(
         "tables": len(shape.tables),
         "table_rows": sum(rows for rows, _ in shape.tables.values()),
         "dense_parameters": shape.dense_parameters,
-        "checkpoint_bytes": checkpoint_bytes(shape, kept),
+        "checkpoint_bytes": estimate_checkpoint_bytes(shape, kept),
         "worker_rows_per_second": asked.worker_rows_per_second,
         "machine": own,
         "described": None,
@@ -132,7 +136,7 @@ def advice_on(
         "memory_bytes": room.memory_bytes,
         "fewest_ranks": min((option.ranks for option in fitting), default=None),
         "fastest_ranks": fastest and fastest.ranks,
-        "machines_needed": machines_needed(memory, room, service_bytes(config, load)),
+        "machines_needed": count_machines(memory, room, service_bytes(config, load)),
         "service_bytes": service_bytes(config, load),
         "options": [option.model_dump(mode="json") for option in options],
     }
@@ -143,12 +147,12 @@ def option_of(config: RunConfig, asked: Asked, ranks: Ranks, cores: int, step_ms
     rows = config.training.batch_rows
     largest = max(ranks.memory, key=lambda one: one.total)
     speed, worker = 1e3 * rows / step_ms, asked.worker_rows_per_second
-    fed = speed if worker is None else fed_speed(speed, worker, cores, devices)
+    fed = speed if worker is None else estimate_fed_speed(speed, worker, cores, devices)
     return Option(
         ranks=ranks.world_size, fits=ranks.fits, rank_bytes=largest.total, memory=largest.model_dump(),
         table_bytes=tuple(one.tables for one in ranks.memory), step_ms=step_ms, rows_per_second=speed,
-        workers=None if worker is None else workers_needed(speed, worker), fed_rows_per_second=fed,
-        epoch_seconds=None if asked.rows is None else epoch_seconds(asked.rows, rows, 1e3 * rows / fed),
+        workers=None if worker is None else count_workers(speed, worker), fed_rows_per_second=fed,
+        epoch_seconds=None if asked.rows is None else estimate_epoch_seconds(asked.rows, rows, 1e3 * rows / fed),
         reason=None if ranks.fits else "not enough memory",
     )  # fmt: skip
 
@@ -161,7 +165,7 @@ def held_against(config: RunConfig, own: Mapping[str, Any], snapshot_id: int | N
     """
     with own_folder(config.home_path / "characterize" / f"size-{config.name}") as folder:
         shutil.rmtree(folder / "points", ignore_errors=True)
-        alone = [Point(values={"config": config.name}, settings={})]
+        alone = [StudyPoint(values={"config": config.name}, settings={})]
         found = measure(config, alone, folder, snapshot_id=snapshot_id)[0]
     if found.measurement is None:
         return {"state": found.state, "reason": found.reason}

@@ -15,12 +15,12 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel
 
 from models.config import DLRMConfig
-from pipeline.characterization.advice import Described
+from pipeline.characterization.calibration_points import draw_points
 from pipeline.characterization.config import CharacterizeConfig, Workload
-from pipeline.characterization.machine import Machine, measured, memory_bytes, processor
-from pipeline.characterization.predict import TERMS, Ceilings, Fit, Sample, fit
-from pipeline.characterization.results import Load, Result
-from pipeline.characterization.spread import spread
+from pipeline.characterization.estimate import DescribedMachine
+from pipeline.characterization.machine import Machine, measure_machine, read_memory_bytes, read_processor_name
+from pipeline.characterization.predict import TERMS, Ceilings, Fit, StepSample, fit
+from pipeline.characterization.results import Load, PointResult
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
 from pipeline.jobs.console import Progress
@@ -58,7 +58,7 @@ class Calibration(BaseModel, frozen=True):
     marks: Mapping[str, Any]
     """Machine, versions and settings that it is good for."""
     commit: str
-    results: tuple[Result, ...]
+    results: tuple[PointResult, ...]
     """Of points that could be measured."""
 
     @property
@@ -72,7 +72,7 @@ class Speed:
 
     def __init__(self, calibration: Calibration) -> None:
         self.samples = [
-            Sample(
+            StepSample(
                 key=result.point.key, load=one.load, world_size=result.point.settings["training.world_size"],
                 step_ms=one.step_ms.median,
             )
@@ -99,7 +99,7 @@ class Speed:
         """Of this machine."""
         return self.fit.predict(load, ranks).step_ms
 
-    def on(self, machine: Described) -> Callable[[Load, int], float]:
+    def on(self, machine: DescribedMachine) -> Callable[[Load, int], float]:
         """The same of another one, by the ratio of ceilings."""
         ceilings = Ceilings.model_validate(machine)
         return lambda load, ranks: self.fit.predict(load, ranks, ceilings).step_ms
@@ -135,7 +135,7 @@ def calibrated(config: RunConfig, count: int, again: bool) -> Calibration:
             shutil.rmtree(folder / "points", ignore_errors=True)
             path.unlink(missing_ok=True)
         found = Calibration.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
-        points = spread(count, world_sizes_of(most_ranks(base)))
+        points = draw_points(count, world_sizes_of(most_ranks(base)))
         if found is not None and {point.key for point in points} <= {one.point.key for one in found.results}:
             logger.info("calibration of this machine: %s points, of commit %s", len(found.results), found.commit)
             if found.commit != (now := commit()):
@@ -148,7 +148,7 @@ def calibrated(config: RunConfig, count: int, again: bool) -> Calibration:
         with Progress(logger, "points") as progress:
             told = itertools.count(1)
 
-            def tell(result: Result, stored: bool) -> Result:
+            def tell(result: PointResult, stored: bool) -> PointResult:
                 progress("calibrate", next(told), len(points))
                 return result
 
@@ -160,7 +160,7 @@ def calibrated(config: RunConfig, count: int, again: bool) -> Calibration:
                 "calibration", f"at least {min(LEAST_POINTS, count)} points measured", f"{len(good)}: {reason}",
                 "Free memory, or raise points.",
             )  # fmt: skip
-        machine = measured(len(os.sched_getaffinity(0)), "cuda" if takes_cuda(base.training) else "cpu")
+        machine = measure_machine(len(os.sched_getaffinity(0)), "cuda" if takes_cuda(base.training) else "cpu")
         made = Calibration(machine=machine, marks=marks, commit=commit(), results=good)
         write_json(path, made.model_dump(mode="json"))
     return made
@@ -179,7 +179,7 @@ def base_of(config: RunConfig) -> RunConfig:
 def marks_of(base: RunConfig) -> dict[str, Any]:
     """What a calibration is good for."""
     training = base.training.model_dump(mode="json")
-    machine = {"cpu": processor(), "cores": len(os.sched_getaffinity(0)), "memory_bytes": memory_bytes()}
+    machine = {"cpu": read_processor_name(), "cores": len(os.sched_getaffinity(0)), "memory_bytes": read_memory_bytes()}
     if takes_cuda(base.training):
         machine |= {"devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]}
     return {"machine": machine, "versions": versions(), "training": {key: training[key] for key in OWN}}

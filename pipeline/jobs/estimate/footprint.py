@@ -15,17 +15,17 @@ from torchrec.modules.embedding_configs import DataType
 from models.config import SparseFeature
 from models.dlrm import DLRM, module_name
 from pipeline.characterization import workload
-from pipeline.characterization.advice import (
-    Described,
-    Kept,
-    Part,
+from pipeline.characterization.cost import LoadSetup, TableLoad, count_load
+from pipeline.characterization.estimate import (
+    DescribedMachine,
+    MemorySetup,
     RankMachine,
     RankMemory,
+    TablePart,
+    derive_shape,
+    estimate_memory,
     has_room,
-    memory_of,
-    shape_of,
 )
-from pipeline.characterization.cost import Setup, Use, load_of_uses
 from pipeline.characterization.results import Load
 from pipeline.config import RunConfig
 from pipeline.config.files import ROOT, parse_yaml
@@ -69,9 +69,9 @@ def looked_at(config: RunConfig, snapshot_id: int | None) -> Asked:
     """
     shape = config.characterize.workload
     if shape is not None:
-        plan = workload.plan_of(shape)
+        plan = workload.make_plan(shape)
         bags = plan.sparse
-        batches = workload.batches(shape, config.training.batch_rows, SAMPLED_BATCHES, config.seed)
+        batches = workload.draw_batches(shape, config.training.batch_rows, SAMPLED_BATCHES, config.seed)
         columns = [_column([batch.sparse[bag.name] for batch in batches]) for bag in bags]
         uses = measure(bags, columns, config.training.batch_rows)
         return Asked(len(plan.dense), bags, uses, None, None, None)
@@ -106,7 +106,7 @@ def worker_speed(config: RunConfig, data: DataSpec) -> float:
     return rows / seconds
 
 
-def machine_at(path: str) -> Described:
+def machine_at(path: str) -> DescribedMachine:
     """The machine that a YAML file describes.
 
     Raises:
@@ -114,7 +114,7 @@ def machine_at(path: str) -> Described:
     """
     full = Path(path) if Path(path).is_absolute() else ROOT / path
     try:
-        return Described.model_validate(parse_yaml(full.read_text(encoding="utf-8")))
+        return DescribedMachine.model_validate(parse_yaml(full.read_text(encoding="utf-8")))
     except OSError:
         remedy = "Correct the path; an example is configs/machines/epyc_9654.yaml."
         raise ConfigError(f"machine '{path}'", "a readable YAML file", "none", remedy) from None
@@ -149,11 +149,11 @@ def on_ranks(config: RunConfig, asked: Asked, world_size: int, room: RankMachine
     model = DLRM(config.model, asked.dense, asked.bags, "meta", kind)
     placement = place(model, planned.for_sharding, device, asked.uses)
     load = load_of(config, asked, training, placement)
-    shape = shape_of(config.model, asked.dense, asked.bags)
+    shape = derive_shape(config.model, asked.dense, asked.bags)
     kept, rows = kept_of(training), -(-training.batch_rows // world_size)
     threads = training.threads_per_rank or max(room.most_ranks // world_size, 1)
     ranks = [
-        memory_of(shape, kept, parts_of(placement, rank), rows, load.sample_bytes, process_bytes, threads)
+        estimate_memory(shape, kept, parts_of(placement, rank), rows, load.sample_bytes, process_bytes, threads)
         for rank in range(world_size)
     ]
     return Ranks(world_size, placement, load, ranks, has_room(ranks, room, service_bytes(config, load)))
@@ -162,9 +162,9 @@ def on_ranks(config: RunConfig, asked: Asked, world_size: int, room: RankMachine
 def whole_of(config: RunConfig, asked: Asked, process_bytes: int) -> tuple[RankMemory, Load]:
     """The model on a single rank, whether there is room for it or not."""
     training = sized_for(config.training, 1)
-    load, shape = load_of(config, asked, training, ()), shape_of(config.model, asked.dense, asked.bags)
-    parts = [Part(rows=rows, columns=width) for rows, width in shape.tables.values()]
-    return memory_of(shape, kept_of(training), parts, training.batch_rows, load.sample_bytes, process_bytes), load
+    load, shape = load_of(config, asked, training, ()), derive_shape(config.model, asked.dense, asked.bags)
+    parts = [TablePart(rows=rows, columns=width) for rows, width in shape.tables.values()]
+    return estimate_memory(shape, kept_of(training), parts, training.batch_rows, load.sample_bytes, process_bytes), load
 
 
 def sized_for(training: TrainConfig, world_size: int) -> TrainConfig:
@@ -190,23 +190,23 @@ def load_of(config: RunConfig, asked: Asked, training: TrainConfig, placement: P
         use = asked.uses[table]
         lookups = sum(ids * filled for ids, filled in zip(use.ids_per_bag, use.filled_share, strict=True))
         kind = kinds.get(module_name(table), "table_wise")
-        uses.append(Use(bags[0].rows, lookups, use.distinct_rows, len(bags), kind))
-    return load_of_uses(config.model, asked.dense, uses, Setup.model_validate(training))
+        uses.append(TableLoad(bags[0].rows, lookups, use.distinct_rows, len(bags), kind))
+    return count_load(config.model, asked.dense, uses, LoadSetup.model_validate(training))
 
 
-def kept_of(training: TrainConfig) -> Kept:
+def kept_of(training: TrainConfig) -> MemorySetup:
     """What a training keeps beside its weights."""
-    return Kept(
+    return MemorySetup(
         table_optimizer=training.table_optimizer, table_precision=training.table_precision,
         dense_optimizer=training.dense_optimizer, average=training.average_from_step is not None,
         background=training.checkpoint_async,
     )  # fmt: skip
 
 
-def parts_of(placement: Placement, rank: int) -> list[Part]:
+def parts_of(placement: Placement, rank: int) -> list[TablePart]:
     """What a rank holds of the tables."""
     return [
-        Part(rows=piece.rows, columns=piece.columns, copied=table.kind == "data_parallel")
+        TablePart(rows=piece.rows, columns=piece.columns, copied=table.kind == "data_parallel")
         for table in placement for piece in table.pieces if piece.rank == rank
     ]  # fmt: skip
 

@@ -36,8 +36,16 @@ from pipeline.registration.tracking import RESULT as RESULT_OF_RUN
 from pipeline.registration.tracking import Tracker, answering
 from pipeline.search import plots
 from pipeline.search.config import ReleaseConfig
-from pipeline.search.release import CANDIDATE, Stage, Standing, ranked, sample_rows, stage_space, standing
-from pipeline.search.study import Draw, Study, TrialRecord
+from pipeline.search.release import (
+    CANDIDATE,
+    CandidateStanding,
+    Stage,
+    make_stage,
+    make_standing,
+    rank_candidates,
+    sample_rows,
+)
+from pipeline.search.study import Draw, SearchStudy, TrialRecord
 from storage.artifacts import write_json
 
 FINAL = "final.json"
@@ -160,7 +168,7 @@ class Release:
         self.config, self.job, self.tracker, self.run_id = config, job, tracker, run_id
         self.folder = Path(job.folder)
         self.candidates = checked_candidates(config)
-        self.stages: dict[Stage, list[Standing]] = {}
+        self.stages: dict[Stage, list[CandidateStanding]] = {}
 
     def settings(self, stage: Stage, name: str) -> RunConfig:
         """The config of a candidate in a stage."""
@@ -183,7 +191,7 @@ def opened(config: RunConfig, job: SearchJob) -> Iterator[Release]:
         yield Release(config, job, tracker, run_id)
 
 
-def run_stage(release: Release, stage: Stage, names: Sequence[str]) -> list[Standing]:
+def run_stage(release: Release, stage: Stage, names: Sequence[str]) -> list[CandidateStanding]:
     """Trains candidates side by side, or what is left of them; the best first.
 
     Args:
@@ -192,15 +200,15 @@ def run_stage(release: Release, stage: Stage, names: Sequence[str]) -> list[Stan
         TrainingError: If none of them has an NE.
     """
     settings = release.config.release
-    space, points = stage_space(names, settings.prune if stage == "compare" else None)
+    space, points = make_stage(names, settings.prune if stage == "compare" else None)
     folder = release.folder / stage
     folder.mkdir(exist_ok=True)
-    study = Study(folder / "study.db", space, {}, points)
+    study = SearchStudy(folder / "study.db", space, {}, points)
     trials = Trials(study, release.job, folder, release.tracker, release.run_id)
     trials.tidy_all()
     get_run_logger().info("%s: %s", stage, ", ".join(names))
     trials.run_all(settings.parallel, partial(run_candidate, release, trials, stage), partial(tell, stage))
-    standings = ranked([standing(record) for record in study.records()])
+    standings = rank_candidates([make_standing(record) for record in study.records()])
     note(release, stage, standings)
     if standings[0].valid_ne is None:
         raise failed(release, stage, standings)
@@ -218,12 +226,12 @@ def run_candidate(release: Release, trials: Trials, stage: Stage, draw: Draw) ->
 
 def tell(stage: Stage, record: TrialRecord) -> None:
     """A line for people once a candidate is done with a stage."""
-    one = standing(record)
+    one = make_standing(record)
     result = f"failed: {one.failed}" if one.failed else "stopped" if one.stopped else f"NE {shown(one.valid_ne)}"
     get_run_logger().info("%s %s: %s", stage, one.name, result)
 
 
-def note(release: Release, stage: Stage, standings: list[Standing]) -> None:
+def note(release: Release, stage: Stage, standings: list[CandidateStanding]) -> None:
     """What a stage has come to -> MLflow: the figures, the picture and the table. Replaces itself."""
     release.stages[stage] = standings
     tracker, run_id = release.tracker, release.run_id
@@ -234,7 +242,7 @@ def note(release: Release, stage: Stage, standings: list[Standing]) -> None:
         tracker.log_figures(run_id, {"stages": plots.stages(release.stages)})
 
 
-def failed(release: Release, stage: Stage, standings: Sequence[Standing]) -> TrainingError:
+def failed(release: Release, stage: Stage, standings: Sequence[CandidateStanding]) -> TrainingError:
     """The end of a release without a candidate; the same command says it again, `again=true` begins anew."""
     reason = next((one.failed for one in standings if one.failed), "all were stopped")
     result = {"status": "failed", "stages": in_json(release.stages), "mlflow_run_id": release.run_id}
@@ -270,7 +278,7 @@ def retrain(release: Release, name: str, again: bool) -> dict[str, Any]:
 def conclude(release: Release, final: Mapping[str, Any]) -> dict[str, Any]:
     """All stages -> the result, a figure and a table. Safe to repeat: it replaces itself."""
     name, tracker, run_id = final["winner"], release.tracker, release.run_id
-    last = Standing(name=name, valid_ne=final["train"]["valid_ne"], mlflow_run_id=final["mlflow_run_id"])
+    last = CandidateStanding(name=name, valid_ne=final["train"]["valid_ne"], mlflow_run_id=final["mlflow_run_id"])
     note(release, "retrain", [last])
     model, gate = final["model"], final["gate"]
     table = as_table(release.stages, release.config.release.candidates)
@@ -298,12 +306,12 @@ def conclude(release: Release, final: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def in_json(stages: Mapping[Stage, Sequence[Standing]]) -> dict[str, list[dict[str, Any]]]:
+def in_json(stages: Mapping[Stage, Sequence[CandidateStanding]]) -> dict[str, list[dict[str, Any]]]:
     """The stages as plain values, each ranked."""
     return {stage: [one.model_dump() for one in standings] for stage, standings in stages.items()}
 
 
-def as_table(stages: Mapping[Stage, Sequence[Standing]], candidates: Mapping[str, Mapping[str, Any]]) -> str:
+def as_table(stages: Mapping[Stage, Sequence[CandidateStanding]], candidates: Mapping[str, Mapping[str, Any]]) -> str:
     """Candidates and their NE by stage as markdown, those first that came furthest."""
     names = dict.fromkeys(one.name for standings in reversed([*stages.values()]) for one in standings)
     lines = ["| candidate | " + " | ".join(stages) + " | differs in |", "|---" * (len(stages) + 2) + "|"]
@@ -314,7 +322,7 @@ def as_table(stages: Mapping[Stage, Sequence[Standing]], candidates: Mapping[str
     return "\n".join(lines)
 
 
-def _cell(standings: Sequence[Standing], name: str) -> str:
+def _cell(standings: Sequence[CandidateStanding], name: str) -> str:
     one = next((one for one in standings if one.name == name), None)
     if one is None:
         return ""

@@ -27,7 +27,7 @@ from pipeline.jobs.training.job import selected
 from pipeline.registration.tracking import Tracker
 from pipeline.search.config import SweepConfig
 from pipeline.search.grid import count_trials
-from pipeline.search.study import Study
+from pipeline.search.study import SearchStudy
 
 STUDY = "study.db"
 """File in a sweep's folder."""
@@ -114,7 +114,7 @@ class Sweep(Trials):
 
     def __init__(self, config: RunConfig, job: SearchJob, tracker: Tracker, run_id: str) -> None:
         folder = Path(job.folder)
-        super().__init__(Study(folder / STUDY, config.sweep, own_values(config)), job, folder, tracker, run_id)
+        super().__init__(SearchStudy(folder / STUDY, config.sweep, own_values(config)), job, folder, tracker, run_id)
         self.config = config
         # For the run's page; the log has a line a trial.
         self.progress = Progress(logging.getLogger(__name__), "trials")

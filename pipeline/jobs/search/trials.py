@@ -31,7 +31,7 @@ from pipeline.jobs.training.job import joined_of, keep_inputs, own_folder, run_o
 from pipeline.jobs.training.summary import commit
 from pipeline.registration.tracking import Tracker, answering, unanswered
 from pipeline.search.grid import count_trials
-from pipeline.search.study import Draw, Study, TrialRecord
+from pipeline.search.study import Draw, SearchStudy, TrialRecord
 from pipeline.training.launch.processes import Event
 from storage.artifacts import write_json
 from storage.reader import SnapshotRef
@@ -161,7 +161,7 @@ class Trials:
         run_id: MLflow run that those of the trials are below.
     """
 
-    def __init__(self, study: Study, job: SearchJob, folder: Path, tracker: Tracker, run_id: str) -> None:
+    def __init__(self, study: SearchStudy, job: SearchJob, folder: Path, tracker: Tracker, run_id: str) -> None:
         self.study, self.job, self.folder, self.tracker, self.run_id = study, job, folder, tracker, run_id
         self.stop = threading.Event()  # trials at work are to end; the same command goes on with them
         self.lock = threading.Lock()

@@ -13,9 +13,9 @@ from typing import Any
 from prefect import get_run_logger
 from pydantic import BaseModel
 
-from pipeline.characterization.machine import Machine, measured, processor
-from pipeline.characterization.points import Point, points
-from pipeline.characterization.results import Result
+from pipeline.characterization.machine import Machine, measure_machine, read_processor_name
+from pipeline.characterization.points import StudyPoint, list_points
+from pipeline.characterization.results import PointResult
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.jobs.study.points import settings_of
@@ -37,7 +37,7 @@ class StudyJob(BaseModel, frozen=True):
     """A study pinned down."""
 
     folder: str
-    points: tuple[Point, ...]
+    points: tuple[StudyPoint, ...]
     snapshot_id: int | None
     """What is read; None: the study has a workload of its own."""
 
@@ -58,7 +58,7 @@ class Work:
     machine: Machine
     code: Mapping[str, Any]
     """`commit` and `versions` of what measures."""
-    results: list[Result] = field(default_factory=list)
+    results: list[PointResult] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:
@@ -78,7 +78,7 @@ def pinned_study(config: RunConfig, snapshot_id: int | None, again: bool) -> Stu
     if not config.characterize.axes:
         expected = "at least one axis with its values"
         raise ConfigError("characterize.axes", expected, "none", "Add one: `training.batch_rows: [512, 2048]`.")
-    found = points(config.characterize)
+    found = list_points(config.characterize)
     check = with_own_values if config.characterize.measure == "quality" else settings_of
     configs = [check(config, point) for point in found]
     if config.characterize.workload is None:
@@ -86,7 +86,7 @@ def pinned_study(config: RunConfig, snapshot_id: int | None, again: bool) -> Stu
     inputs = {
         "study": config.characterize.model_dump(mode="json"), "config": config.semantics(), "snapshot_id": snapshot_id,
         "sweep": config.sweep.model_dump(mode="json"), "threads": config.training.threads_per_rank,
-        "machine": [processor(), len(os.sched_getaffinity(0))],
+        "machine": [read_processor_name(), len(os.sched_getaffinity(0))],
     }  # fmt: skip
     identity = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
     home = config.home_path / "characterize"
@@ -142,6 +142,6 @@ def machine_of(config: RunConfig, folder: Path) -> Machine:
         return Machine.model_validate_json(path.read_text(encoding="utf-8"))
     training = config.training
     threads = threads_of(training.threads_per_rank, training.world_size) * training.world_size
-    machine = measured(threads, "cuda" if takes_cuda(training) else "cpu")
+    machine = measure_machine(threads, "cuda" if takes_cuda(training) else "cpu")
     write_json(path, machine.model_dump(mode="json"))
     return machine

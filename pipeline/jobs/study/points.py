@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.characterization.points import Point
-from pipeline.characterization.results import Measurement, Result
-from pipeline.characterization.workload import plan_of
+from pipeline.characterization.points import StudyPoint
+from pipeline.characterization.results import Measurement, PointResult
+from pipeline.characterization.workload import make_plan
 from pipeline.config import RunConfig, load
 from pipeline.config.files import ROOT
 from pipeline.errors import ContractError, TrainingError
-from pipeline.jobs.study.rank import MeasureSpec, Task
+from pipeline.jobs.study.rank import MeasureSpec, MeasureTask
 from pipeline.jobs.study.workload import enough_rows, written
 from pipeline.jobs.training.job import prepared
 from pipeline.jobs.training.rank import placed
@@ -28,23 +28,23 @@ from storage.artifacts import write_json
 
 POINTS = "points"
 """Folder of a study with a file a point."""
-Tell = Callable[[Result, bool], Result]
+Tell = Callable[[PointResult, bool], PointResult]
 """Called with a result and whether it was there before; returns it as it is to be kept."""
 
 
-def settings_of(config: RunConfig, point: Point) -> RunConfig:
+def settings_of(config: RunConfig, point: StudyPoint) -> RunConfig:
     """The config of a point."""
     plain = config.characterize.model_copy(update={"axes": {}, "scale": 1.0})
     return load(config.model_copy(update={"characterize": plain}), point.settings)
 
 
-def stored(folder: Path, point: Point) -> Result | None:
+def stored(folder: Path, point: StudyPoint) -> PointResult | None:
     """What is known of a point from an earlier process."""
     path = folder / POINTS / f"{point.key}.json"
-    return Result.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
+    return PointResult.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def keep(folder: Path, result: Result) -> Result:
+def keep(folder: Path, result: PointResult) -> PointResult:
     """Writes a result down."""
     write_json(folder / POINTS / f"{result.point.key}.json", result.model_dump(mode="json"))
     return result
@@ -54,8 +54,8 @@ def keep(folder: Path, result: Result) -> Result:
 class Ready:
     """A point that can be measured."""
 
-    point: Point
-    task: Task
+    point: StudyPoint
+    task: MeasureTask
     served: DataSpec | None = None
     """Rows that a preprocessing service is to read meanwhile."""
 
@@ -69,11 +69,11 @@ class Ready:
 
 def measure(
     config: RunConfig,
-    points: Sequence[Point],
+    points: Sequence[StudyPoint],
     folder: Path,
     tell: Tell = lambda result, stored: result,
     snapshot_id: int | None = None,
-) -> list[Result]:
+) -> list[PointResult]:
     """Measures the speed of points that have no result in the folder yet; those that failed are tried again.
 
     Args:
@@ -81,11 +81,11 @@ def measure(
         folder: Results are kept here, a file a point; no other process works in it.
         snapshot_id: Of the config's table, for points without a workload; None takes the newest.
     """
-    results: dict[str, Result] = {}
+    results: dict[str, PointResult] = {}
     ready: list[Ready] = []
     rows = Rows(folder, snapshot_id)
 
-    def done(result: Result) -> None:
+    def done(result: PointResult) -> None:
         results[result.point.key] = keep(folder, tell(result, False))
 
     for point in points:
@@ -96,13 +96,13 @@ def measure(
         try:
             ready.append(_ready(config, point, rows))
         except ContractError as error:
-            done(Result(point=point, state="left out", reason=str(error)))
+            done(PointResult(point=point, state="left out", reason=str(error)))
     for _, members in itertools.groupby(sorted(ready, key=lambda one: str(one.group)), key=lambda one: one.group):
         _measure_group(list(members), folder / "ranks", done)
     return [results[point.key] for point in points]
 
 
-def _ready(config: RunConfig, point: Point, rows: "Rows") -> Ready:
+def _ready(config: RunConfig, point: StudyPoint, rows: "Rows") -> Ready:
     """The point as ranks are told of it.
 
     Raises:
@@ -116,8 +116,8 @@ def _ready(config: RunConfig, point: Point, rows: "Rows") -> Ready:
         plan = data.plan
     else:
         assert shape is not None
-        plan = plan_of(shape)
-    one = Task(
+        plan = make_plan(shape)
+    one = MeasureTask(
         key=point.key, model=settings.model, training=training, preprocessing=settings.preprocessing,
         seed=settings.seed, plan=plan, workload=shape, data=data,
         warm_up_steps=study.warm_up_steps, steps=study.steps, repeats=study.repeats, seconds=study.seconds,
@@ -159,7 +159,7 @@ class Rows:
         return measure_uses(data.plan.sparse, self.samples[key], batch_rows)
 
 
-def _measure_group(members: Sequence[Ready], folder: Path, done: Callable[[Result], None]) -> None:
+def _measure_group(members: Sequence[Ready], folder: Path, done: Callable[[PointResult], None]) -> None:
     """Measures points in the same ranks; ranks that a point kills are started again for the others."""
     left = {one.task.key: one for one in members}
     while left:
@@ -171,16 +171,16 @@ def _measure_group(members: Sequence[Ready], folder: Path, done: Callable[[Resul
                 begun = event["key"]
             elif event["event"] == "point":
                 found = Measurement.model_validate(event["measurement"])
-                done(Result(point=left.pop(event["key"]).point, state="measured", measurement=found))
+                done(PointResult(point=left.pop(event["key"]).point, state="measured", measurement=found))
             elif event["event"] == "point_failed":
-                done(Result(point=left.pop(event["key"]).point, state="failed", reason=event["reason"]))
+                done(PointResult(point=left.pop(event["key"]).point, state="failed", reason=event["reason"]))
 
         try:
             _run(list(left.values()), folder, hear)
         except ContractError as error:  # what ends the ranks of one point, be it killed or refused in mid-step
             if begun not in left:
                 raise
-            done(Result(point=left.pop(begun).point, state="failed", reason=str(error)))
+            done(PointResult(point=left.pop(begun).point, state="failed", reason=str(error)))
         if len(left) == before:
             raise TrainingError("measuring", "a result of every point", f"none of {before}", f"See {folder}.")
     shutil.rmtree(folder, ignore_errors=True)

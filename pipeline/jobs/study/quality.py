@@ -4,17 +4,17 @@ from pathlib import Path
 from typing import Any
 
 from flows.sweep import sweep
-from pipeline.characterization.points import Point
+from pipeline.characterization.points import StudyPoint
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.jobs.search.sweep import STUDY, check_space, own_values
 from pipeline.jobs.study.points import settings_of
 from pipeline.jobs.training.job import tracker_of
-from pipeline.search.study import Study
+from pipeline.search.study import SearchStudy
 
 
 def judged(
-    config: RunConfig, point: Point, parent: str | None = None, snapshot_id: int | None = None
+    config: RunConfig, point: StudyPoint, parent: str | None = None, snapshot_id: int | None = None
 ) -> dict[str, Any]:
     """Sweeps the config with a point's settings; what was swept before is not swept again.
 
@@ -33,7 +33,7 @@ def judged(
     tracker, run_id = tracker_of(settings), result["mlflow_run_id"]
     if parent is not None:
         tracker.tag(run_id, {"mlflow.parentRunId": parent, "mlflow.runName": point.name})
-    study = Study(Path(result["config_path"]).parent / STUDY, settings.sweep, {})
+    study = SearchStudy(Path(result["config_path"]).parent / STUDY, settings.sweep, {})
     own, best = study.records()[0], result["best"]
     if own.valid_ne is None:
         where, actual = f"trial 0 of sweep {result['study']}", str(own.notes.get("error", own.state))
@@ -47,7 +47,7 @@ def judged(
     }
 
 
-def with_own_values(config: RunConfig, point: Point) -> RunConfig:
+def with_own_values(config: RunConfig, point: StudyPoint) -> RunConfig:
     """The config of a point, once it is clear that the first trial of its sweep takes the config's own values.
 
     Raises:

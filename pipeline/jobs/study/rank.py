@@ -22,9 +22,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from models.config import DLRMConfig
 from pipeline.characterization import phases, workload
 from pipeline.characterization.config import Workload
-from pipeline.characterization.cost import Setup, load_of_batches
+from pipeline.characterization.cost import LoadSetup, count_batch_load
 from pipeline.characterization.machine import Power
-from pipeline.characterization.phases import BACKWARD, Part, Split
+from pipeline.characterization.phases import BACKWARD, StepPart, StepSplit
 from pipeline.characterization.results import Measurement, Spread
 from pipeline.data.batch import NO_TIMES, Batch, Position
 from pipeline.errors import ConfigError, ContractError
@@ -45,7 +45,7 @@ BATCHES = 8
 BATCHES_BYTES = 1 << 30
 """Memory that they may take, but for the first four."""
 LEAST_REPEATS = 3
-LOOKED_AT_STEPS = 5
+SPLIT_STEPS = 5
 """Steps whose time is split."""
 KEEP_NOTHING = {"checkpoint_every_steps": None, "checkpoint_every_seconds": None, "average_from_step": None}
 REFUSALS = (ContractError, MemoryError, ValueError, RuntimeError)
@@ -54,7 +54,7 @@ REFUSALS = (ContractError, MemoryError, ValueError, RuntimeError)
 Emit = Callable[[dict[str, Any]], None]
 
 
-class Task(BaseModel, frozen=True):
+class MeasureTask(BaseModel, frozen=True):
     """A point, as ranks need to know it."""
 
     key: str
@@ -81,7 +81,7 @@ class MeasureSpec(BaseModel, frozen=True):
 
     training: TrainConfig
     """Of the group: ranks, threads and device are those of every task."""
-    tasks: tuple[Task, ...]
+    tasks: tuple[MeasureTask, ...]
     folder: str
 
 
@@ -98,7 +98,7 @@ def measure_all(spec: MeasureSpec, rank: int, device: torch.device, emit: Emit |
         emit({"event": "point_begins", "key": task.key})
         pulse.says(f"measuring {task.key}")
         try:
-            with Point(task, rank, device) as point:
+            with MeasuredPoint(task, rank, device) as point:
                 measurement = point.measure()
             emit({"event": "point", "key": task.key, "measurement": measurement.model_dump(mode="json")})
         except REFUSALS as error:
@@ -112,21 +112,21 @@ class RefusedByAllError(RuntimeError):
     """A point that no rank has begun, because one of them cannot."""
 
 
-class Point:
+class MeasuredPoint:
     """One rank's part of a measurement; nothing of it stays in memory when it is left."""
 
-    def __init__(self, task: Task, rank: int, device: torch.device) -> None:
+    def __init__(self, task: MeasureTask, rank: int, device: torch.device) -> None:
         self.task, self.rank, self.device = task, rank, device
         self.kept: list[Batch] = []
         self.trainer: Trainer | None = None
         self.steps: Iterator[tuple[Batch, Batch | None]] | None = None
 
-    def __enter__(self) -> "Point":
+    def __enter__(self) -> "MeasuredPoint":
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.trainer is not None:
-            release(self.trainer)
+            release_trainer(self.trainer)
         self.trainer = self.steps = None
         self.kept = []
         give_memory_back()
@@ -157,7 +157,7 @@ class Point:
         """What can fail on one rank alone."""
         unsharded(self.task)  # refuses shapes that do not fit
         if self.task.service is None:
-            self.kept = batches_of(self.task, self.rank)
+            self.kept = load_batches(self.task, self.rank)
 
     def agreed(self, action: Callable[[], None]) -> None:
         """Does it, and goes on only if all ranks can."""
@@ -230,20 +230,20 @@ class Point:
                 break
         return found
 
-    def split(self, step_ms: float) -> Split:
+    def split(self, step_ms: float) -> StepSplit:
         """Where the time of a step of this rank goes."""
         assert self.trainer is not None
         config = self.task.training
         several = dist.get_world_size() > 1 and config.sync == "synchronous"
-        parts = [Part(self, "next", "wait"), *parts_of(self.trainer)]
+        parts = [StepPart(self, "next", "wait"), *list_parts(self.trainer)]
         alike = config.easgd_period_steps if config.sync == "easgd" else 1  # so many in a row are like the next so many
 
         def steps() -> None:
             for _ in range(alike):
                 self.step()
 
-        times = max(LOOKED_AT_STEPS // alike, 2)
-        found = phases.split(steps, parts, times, alike * step_ms, self.device, meet=several)
+        times = max(SPLIT_STEPS // alike, 2)
+        found = phases.split_step(steps, parts, times, alike * step_ms, self.device, meet=several)
         return found._replace(outside_ms=found.outside_ms / alike)
 
     def slowest(self, values: Sequence[float]) -> list[float]:
@@ -253,7 +253,7 @@ class Point:
         return [float(value) for value in largest.tolist()]
 
     def measurement(
-        self, seconds: Sequence[float], split: Split, memory: tuple[int, int], watts: float | None
+        self, seconds: Sequence[float], split: StepSplit, memory: tuple[int, int], watts: float | None
     ) -> Measurement:
         """All figures together."""
         task = self.task
@@ -262,9 +262,9 @@ class Point:
         speed = Spread.of([rows / value for value in seconds])
         kept = self.kept or [self.next()[0] for _ in range(BATCHES)]
         kinds = {table.table: table.kind for table in task.placement or ()}
-        load = load_of_batches(
+        load = count_batch_load(
             task.model, len(task.plan.dense), task.plan.sparse, [batch.to(torch.device("cpu")) for batch in kept],
-            Setup.model_validate(task.training), kinds,
+            LoadSetup.model_validate(task.training), kinds,
         )  # fmt: skip
         cores = task.training.world_size * (torch.get_num_threads() if self.device.type == "cpu" else 1)
         return Measurement(
@@ -276,7 +276,7 @@ class Point:
         )  # fmt: skip
 
 
-def batches_of(task: Task, rank: int) -> list[Batch]:
+def load_batches(task: MeasureTask, rank: int) -> list[Batch]:
     """This rank's share of different batches, all of them whole.
 
     Raises:
@@ -287,7 +287,7 @@ def batches_of(task: Task, rank: int) -> list[Batch]:
         shape = task.workload
         sample = 4 * shape.dense_features + (8 * shape.lookups + 4) * shape.sparse_features
         count = max(min(BATCHES, BATCHES_BYTES * world_size // (rows * max(sample, 1))), 4)
-        return workload.batches(shape, rows, count, task.seed, rank, world_size)
+        return workload.draw_batches(shape, rows, count, task.seed, rank, world_size)
     assert task.data is not None
     reader = client(
         task, InlineSource({"train": task.data}, task.preprocessing), "train", task.data, rank, shuffled=True
@@ -299,36 +299,39 @@ def batches_of(task: Task, rank: int) -> list[Batch]:
     return kept
 
 
-def parts_of(trainer: Trainer) -> list[Part]:
+def list_parts(trainer: Trainer) -> list[StepPart]:
     """What a step is made of. Inside of a call the inner ones count."""
     inner: Any = get_unwrapped_module(trainer.model)
     parts = [
-        Part(inner, "pool", "embedding"),
-        Part(trainer.optimizer, "step", "optimizer"),
-        Part(torch.autograd, "backward", BACKWARD),
-        Part(dist.Work, "wait", "communication", compiled=True),
-        *(Part(bags, "_side_by_side", None, compiled=True) for bags in own_kernels(trainer.model)),
+        StepPart(inner, "pool", "embedding"),
+        StepPart(trainer.optimizer, "step", "optimizer"),
+        StepPart(torch.autograd, "backward", BACKWARD),
+        StepPart(dist.Work, "wait", "communication", compiled=True),
+        *(StepPart(bags, "_side_by_side", None, compiled=True) for bags in find_own_kernels(trainer.model)),
     ]
     if trainer.replicated is not None:
-        parts.append(Part(trainer.replicated, "step", "optimizer"))
+        parts.append(StepPart(trainer.replicated, "step", "optimizer"))
     if trainer.ahead is not None:
-        parts += [Part(trainer.ahead, "announce", "communication"), Part(trainer.ahead, "send", "communication")]
+        parts += [
+            StepPart(trainer.ahead, "announce", "communication"),
+            StepPart(trainer.ahead, "send", "communication"),
+        ]
     if isinstance(trainer, AsyncTrainer):
-        parts.append(Part(trainer, "exchange", "communication"))
+        parts.append(StepPart(trainer, "exchange", "communication"))
     if trainer.config.compile:
-        return [*parts, Part(inner, "score", "mlp")]
+        return [*parts, StepPart(inner, "score", "mlp")]
     layers = [layer for layer in (inner.bottom, inner.top, inner.logit) if layer is not None]
-    return [*parts, Part(inner, "score", "interaction"), *(Part(layer, "forward", "mlp") for layer in layers)]
+    return [*parts, StepPart(inner, "score", "interaction"), *(StepPart(layer, "forward", "mlp") for layer in layers)]
 
 
-def own_kernels(model: DistributedModelParallel) -> list[NumbaBags]:
+def find_own_kernels(model: DistributedModelParallel) -> list[NumbaBags]:
     """The kernels of this rank's tables that are ours."""
     return [module for lookup in lookups(model) for module in lookup.modules() if isinstance(module, NumbaBags)]
 
 
-def release(trainer: Trainer) -> None:
+def release_trainer(trainer: Trainer) -> None:
     """Ends what a trainer leaves running: threads of its kernels, its group, its compiled code."""
-    for bags in own_kernels(trainer.model):
+    for bags in find_own_kernels(trainer.model):
         if bags.pool is not None:
             bags.pool.shutdown()
     if isinstance(trainer, AsyncTrainer):

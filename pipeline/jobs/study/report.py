@@ -9,9 +9,9 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
-from pipeline.characterization.findings import as_markdown, findings
-from pipeline.characterization.plots import figures
-from pipeline.characterization.results import Study
+from pipeline.characterization.findings import evaluate_claims, render_study
+from pipeline.characterization.plots import draw_figures
+from pipeline.characterization.results import StudyResults
 from pipeline.config.files import ROOT
 from pipeline.errors import TrainingError
 from pipeline.jobs.study.job import RESULT, Work
@@ -37,16 +37,16 @@ def conclude(work: Work, report: str | None) -> dict[str, Any]:
         reasons = [str(result.reason) for result in work.results]
         remedy = "Change the points, and run the command again."
         raise TrainingError("study", "one point that is measured", f"none; the first: {reasons[0]}", remedy)
-    study = Study(
+    study = StudyResults(
         name=config.name, experiment=config.characterize.experiment, **work.code,
         config=config.characterize.model_dump(mode="json") | {"training": config.training.model_dump(mode="json")},
         machine=work.machine.model_dump(mode="json"), results=tuple(work.results),
     )  # fmt: skip
     write_json(work.folder / STUDY, study.model_dump(mode="json"))
     tracker.log_file(work.run_id, work.folder / STUDY)
-    text, drawn = as_markdown(study), {}
+    text, drawn = render_study(study), {}
     with cosmetic("figures"):
-        drawn = figures(study)
+        drawn = draw_figures(study)
         tracker.log_figures(work.run_id, drawn)
     folder = work.folder if report is None else ROOT / report
     path = written(folder, (study.experiment or study.name).lower(), text, drawn)
@@ -54,7 +54,7 @@ def conclude(work: Work, report: str | None) -> dict[str, Any]:
     tracker.tag(work.run_id, {"mlflow.note.content": text[:5_000]})
     with cosmetic("page in Prefect"):
         create_markdown_artifact(text, key=artifact_key("characterize", config.name))
-    found = findings(study)
+    found = evaluate_claims(study)
     for finding in found:
         get_run_logger().info("%s: %s (%s)", finding.verdict, finding.claim, finding.measured)
     if study.measured:

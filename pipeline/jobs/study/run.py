@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from pipeline.characterization.results import Result
+from pipeline.characterization.results import PointResult
 from pipeline.errors import ContractError
 from pipeline.jobs.console import Progress
 from pipeline.jobs.study.job import Work
@@ -41,7 +41,7 @@ def run_points(work: Work) -> None:
     with Progress(logger, "points") as progress:
         clock = Clock(len(work.job.points))
 
-        def tell(result: Result, stored: bool) -> Result:
+        def tell(result: PointResult, stored: bool) -> PointResult:
             if not stored:
                 result = recorded(work, result)
                 logger.info("%s: %s", result.point.name, in_words(result))
@@ -55,7 +55,7 @@ def run_points(work: Work) -> None:
             work.results = measure(config, work.job.points, work.folder, tell, work.job.snapshot_id)
 
 
-def recorded(work: Work, result: Result) -> Result:
+def recorded(work: Work, result: PointResult) -> PointResult:
     """The result with its run in MLflow, below the study's; a point that was judged has that of its sweep."""
     if result.mlflow_run_id is not None:
         work.tracker.log(result.mlflow_run_id, 0, dict(result.quality or {}))
@@ -70,7 +70,7 @@ def recorded(work: Work, result: Result) -> Result:
     return result.model_copy(update={"mlflow_run_id": run_id})
 
 
-def in_words(result: Result) -> str:
+def in_words(result: PointResult) -> str:
     """What came out, in a line."""
     if result.quality is not None:
         return ", ".join(f"{name} {value:.4f}" for name, value in result.quality.items())
@@ -83,7 +83,7 @@ def in_words(result: Result) -> str:
     return f"{one.rows_per_second.median:,.0f} rows/s, step {one.step_ms.median:.1f} ms (spread {spread:.0%}): {split}"
 
 
-def compared(work: Work, tell: Tell) -> list[Result]:
+def compared(work: Work, tell: Tell) -> list[PointResult]:
     """NE of each point, as it is and with tuned learning rates."""
     results = []
     for point in work.job.points:
@@ -94,8 +94,8 @@ def compared(work: Work, tell: Tell) -> list[Result]:
         try:
             found = judged(work.config, point, work.run_id, work.job.snapshot_id)
             quality = {name: found[name] for name in ("ne", "tuned_ne")}
-            result = Result(point=point, state="measured", quality=quality, mlflow_run_id=found["mlflow_run_id"])
+            result = PointResult(point=point, state="measured", quality=quality, mlflow_run_id=found["mlflow_run_id"])
         except ContractError as error:
-            result = Result(point=point, state="failed", reason=str(error))
+            result = PointResult(point=point, state="failed", reason=str(error))
         results.append(keep(work.folder, tell(result, False)))
     return results

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pipeline.characterization.config import Workload
-from pipeline.characterization.written import DAY, LABEL, features_of, write
+from pipeline.characterization.workload_table import DAY, LABEL, make_schema, write_workload
 from pipeline.data.selection import Selection
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.transforms.plan.plan import build_plan
@@ -27,8 +27,8 @@ def enough_rows(workload: Workload, batch_rows: int) -> int:
 
 def written(workload: Workload, rows: int, folder: Path, seed: int) -> DataSpec:
     """A table of so many rows, made below the folder unless it is there, and the work of reading it."""
-    warehouse, snapshot = write(workload, rows, folder, seed)
+    warehouse, snapshot = write_workload(workload, rows, folder, seed)
     return DataSpec(
         warehouse=warehouse.config, home=str(folder), snapshot=snapshot, selection=Selection(days=(DAY,)),
-        plan=build_plan(features_of(workload), warehouse.schema(snapshot)), label=LABEL,
+        plan=build_plan(make_schema(workload), warehouse.schema(snapshot)), label=LABEL,
     )  # fmt: skip

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.characterization.points import Point
-from pipeline.characterization.results import PHASES, Load, Measurement, Result, Spread, Study
+from pipeline.characterization.points import StudyPoint
+from pipeline.characterization.results import PHASES, Load, Measurement, PointResult, Spread, StudyResults
 
 MACHINE = {"cpu": "Toy 9000", "cores": 2, "memory_bytes": 24 * 2**30, "fp32_gflops": 100.0, "read_gb_per_second": 20.0, "random_gb_per_second": 5.0}  # fmt: skip
 
@@ -28,7 +28,7 @@ def load(rows: int = 100) -> Load:
     )
 
 
-def measured(values: Mapping[str, Any], speed: float, noise: float = 0.01, watts: float | None = None) -> Result:
+def measured(values: Mapping[str, Any], speed: float, noise: float = 0.01, watts: float | None = None) -> PointResult:
     """A point of this many samples per second, its repeats up to `noise` of it apart to both sides."""
     spread = Spread(median=speed, low=speed * (1 - noise), high=speed * (1 + noise))
     found = Measurement(
@@ -44,18 +44,18 @@ def measured(values: Mapping[str, Any], speed: float, noise: float = 0.01, watts
         device="cpu",
         repeats=5,
     )
-    return Result(point=Point(values=values, settings=dict(values)), state="measured", measurement=found)
+    return PointResult(point=StudyPoint(values=values, settings=dict(values)), state="measured", measurement=found)
 
 
-def judged(batch_rows: int, ne: float, tuned_ne: float) -> Result:
+def judged(batch_rows: int, ne: float, tuned_ne: float) -> PointResult:
     """A point of a study of quality."""
-    point = Point(values={"training.batch_rows": batch_rows}, settings={"training.batch_rows": batch_rows})
-    return Result(point=point, state="measured", quality={"ne": ne, "tuned_ne": tuned_ne})
+    point = StudyPoint(values={"training.batch_rows": batch_rows}, settings={"training.batch_rows": batch_rows})
+    return PointResult(point=point, state="measured", quality={"ne": ne, "tuned_ne": tuned_ne})
 
 
-def study(experiment: str | None, results: Sequence[Result]) -> Study:
+def study(experiment: str | None, results: Sequence[PointResult]) -> StudyResults:
     """On the toy machine."""
-    return Study(
+    return StudyResults(
         name="toy",
         experiment=experiment,
         config={},

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.config import DLRMConfig, SparseFeature
 from models.dlrm import DLRM
-from pipeline.characterization.cost import Setup, Use, load_of_batches, load_of_uses, row_sizes
+from pipeline.characterization.cost import LoadSetup, TableLoad, count_batch_load, count_load, count_row_bytes
 from pipeline.data.batch import Batch, Position
 from pipeline.training.config import TrainConfig
 from pipeline.training.tables.model import sharded
@@ -28,7 +28,7 @@ MODELS = {
     "dcn": DLRMConfig(embedding_width=8, bottom_mlp=(16,), top_mlp=(), interaction="dcn", cross_layers=3),
     "low_rank": DLRMConfig(embedding_width=4, bottom_mlp=(16,), top_mlp=(9,), interaction="dcn", cross_rank=2),
 }
-SETUP = Setup(batch_rows=ROWS)
+SETUP = LoadSetup(batch_rows=ROWS)
 
 
 def batches(count: int, rows: int = ROWS, seed: int = 1) -> list[Batch]:
@@ -52,7 +52,7 @@ def test_operations_and_parameters_are_those_that_pytorch_counts(name: str, dens
     pooled = torch.rand(ROWS, len(BAGS), MODELS[name].embedding_width, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         model.score(batch.dense, pooled).sum().backward()
-    load = load_of_batches(MODELS[name], dense, BAGS, [batch], SETUP)
+    load = count_batch_load(MODELS[name], dense, BAGS, [batch], SETUP)
     assert load.mlp_flop + load.interaction_flop == counter.get_total_flops()
     kept = [value for path, value in model.named_parameters() if not path.startswith("embeddings.")]
     assert load.dense_parameters == sum(value.numel() for value in kept)
@@ -60,7 +60,7 @@ def test_operations_and_parameters_are_those_that_pytorch_counts(name: str, dens
 
 def test_lookups_and_rows_are_those_of_the_batches() -> None:
     made = batches(3)
-    load = load_of_batches(MODELS["dot"], DENSE, BAGS, made, SETUP)
+    load = count_batch_load(MODELS["dot"], DENSE, BAGS, made, SETUP)
     assert load.lookups == pytest.approx(np.mean([len(batch.sparse.values()) for batch in made]))
     distinct = [
         len({*batch.sparse["a"].values().tolist(), *batch.sparse["b"].values().tolist()})
@@ -76,7 +76,7 @@ def test_lookups_and_rows_are_those_of_the_batches() -> None:
 
 def test_shares_of_ranks_make_a_global_batch() -> None:
     first, second = batches(2, rows=ROWS // 2)
-    load = load_of_batches(MODELS["dot"], DENSE, BAGS, [first, second], SETUP)
+    load = count_batch_load(MODELS["dot"], DENSE, BAGS, [first, second], SETUP)
     assert load.lookups == len(first.sparse.values()) + len(second.sparse.values())
     both = [{*first.sparse[bag.name].values().tolist(), *second.sparse[bag.name].values().tolist()} for bag in BAGS]
     assert load.distinct_rows == len(both[0] | both[1]) + len(both[2])
@@ -93,11 +93,11 @@ def test_statistics_and_batches_drawn_from_them_agree() -> None:
         sparse = KeyedJaggedTensor(names, ids, lengths=lengths)
         made.append(Batch(torch.rand(rows, DENSE), sparse, torch.ones(rows), torch.ones(rows), Position(), rows))
     bags = [SparseFeature(name, name, hash_size, "sum") for name in names]
-    setup = Setup(batch_rows=rows, world_size=2)
+    setup = LoadSetup(batch_rows=rows, world_size=2)
     # of n draws from N alike, N (1 - (1 - 1/N)^n) are distinct
     distinct = hash_size * (1 - (1 - 1 / hash_size) ** (rows * lookups))
-    drawn = load_of_batches(MODELS["cat"], DENSE, bags, made, setup)
-    stated = load_of_uses(MODELS["cat"], DENSE, [Use(hash_size, lookups, distinct)] * tables, setup)
+    drawn = count_batch_load(MODELS["cat"], DENSE, bags, made, setup)
+    stated = count_load(MODELS["cat"], DENSE, [TableLoad(hash_size, lookups, distinct)] * tables, setup)
     assert stated.model_dump() == pytest.approx(drawn.model_dump(), rel=0.02)
 
 
@@ -112,13 +112,13 @@ def test_bytes_of_tables_are_those_of_a_built_model(optimizer: Any, device: torc
     states = [value for state in model.fused_optimizer.state_dict()["state"].values() for value in state.values()]
     of_states = sum(value.local_tensor().nbytes if hasattr(value, "local_tensor") else 0 for value in states)
     tables = sum(50 * 8 * 4 if "one" in name else 30 * 8 * 4 for name in ("one", "other"))
-    assert sum(rows * sum(row_sizes(8, "fp32", optimizer)) for rows in (50, 30)) == tables + of_states
+    assert sum(rows * sum(count_row_bytes(8, "fp32", optimizer)) for rows in (50, 30)) == tables + of_states
 
 
 def sent(kind: str, ranks: int, **settings: Any) -> float:
     """Bytes between ranks for the tables alone."""
-    setup = Setup(batch_rows=ROWS, world_size=ranks, **settings)
-    load = load_of_uses(MODELS["dot"], DENSE, [Use(50, 2.0, 40.0, kind=kind)], setup)
+    setup = LoadSetup(batch_rows=ROWS, world_size=ranks, **settings)
+    load = count_load(MODELS["dot"], DENSE, [TableLoad(50, 2.0, 40.0, kind=kind)], setup)
     return load.communication_bytes - 2 * (ranks - 1) * 4 * load.dense_parameters * (setup.sync == "synchronous")
 
 

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from pipeline.characterization.findings import as_markdown, findings
-from pipeline.characterization.points import Point
-from pipeline.characterization.results import Result
-from pipeline.characterization.shapes import CLAIMS
+from pipeline.characterization.claims import CLAIMS
+from pipeline.characterization.findings import evaluate_claims, render_study
+from pipeline.characterization.points import StudyPoint
+from pipeline.characterization.results import PointResult
 from tests.pipeline.characterization.studies import judged, measured, study
 
 BATCH, SPARSE, DENSE = "training.batch_rows", "workload.sparse_features", "workload.dense_features"
@@ -15,7 +15,7 @@ HASH, LOOKUPS = "workload.hash_size", "workload.lookups"
 
 
 def verdicts(experiment, results):
-    return [one.verdict for one in findings(study(experiment, results))]
+    return [one.verdict for one in evaluate_claims(study(experiment, results))]
 
 
 def along(axis, speeds, noise=0.01, **others):
@@ -37,7 +37,7 @@ def test_fewer_features_are_faster():
 
 
 def test_the_figure_is_the_ratio_of_the_ends():
-    [sparse, dense] = findings(study("E1", features(0.0, -1.0)))
+    [sparse, dense] = evaluate_claims(study("E1", features(0.0, -1.0)))
     assert sparse.measured == ("sparse_features 4 to 128: throughput times 0.03 (0.03 to 0.03); 6 of 6 curves agree")
     assert (
         dense.measured
@@ -47,7 +47,7 @@ def test_the_figure_is_the_ratio_of_the_ends():
 
 def test_curves_that_contradict_each_other_cannot_tell():
     results = along(SPARSE, {4: 100.0, 8: 50.0}, **{BATCH: 1}) + along(SPARSE, {4: 100.0, 8: 120.0}, **{BATCH: 2})
-    [sparse, _] = findings(study("E1", results))
+    [sparse, _] = evaluate_claims(study("E1", results))
     assert (sparse.verdict, sparse.measured[-31:]) == ("cannot tell", "1 of 2 curves agree, 1 disagree")
 
 
@@ -82,7 +82,7 @@ def test_placements_are_compared_by_name():
     slower = {"one rank": 100.0, "table_wise": 80.0, "row_wise": 60.0, "uvm": 10.0}
     results = along("placement", slower)
     assert verdicts("E5", results) == ["agrees", "agrees"]
-    assert findings(study("E5", results))[0].measured == "uvm / one rank 0.10"
+    assert evaluate_claims(study("E5", results))[0].measured == "uvm / one rank 0.10"
     assert verdicts("E5", along("placement", {"one rank": 100.0, "table_wise": 130.0})) == ["cannot tell", "disagrees"]
     assert verdicts("E5", along("placement", {"one rank": 100.0, "table_wise": 99.0})) == ["cannot tell", "cannot tell"]
 
@@ -92,7 +92,7 @@ def test_quality_against_the_batch():
     assert verdicts("E6", [judged(1_024, 0.75, 0.75), judged(16_384, 0.81, 0.81)]) == ["agrees", "disagrees", "agrees"]
     assert verdicts("E6", [judged(1_024, 0.75, 0.75), judged(16_384, 0.72, 0.72)]) == ["disagrees", "cannot tell", "disagrees"]  # fmt: skip
     assert verdicts("E6", [judged(1_024, 0.75, 0.75), judged(16_384, 0.751, 0.751)]) == ["cannot tell"] * 3
-    [_, tuned, _] = findings(study("E6", [judged(16_384, 0.81, 0.765), judged(1_024, 0.75, 0.75)]))
+    [_, tuned, _] = evaluate_claims(study("E6", [judged(16_384, 0.81, 0.765), judged(1_024, 0.75, 0.75)]))
     assert tuned.measured == "batch_rows 16384: NE 0.8100, tuned 0.7650: 75% of the loss"
 
 
@@ -109,21 +109,25 @@ def test_lengths_and_hash_size():
 
 @pytest.mark.parametrize("experiment", CLAIMS)
 def test_without_points_nothing_is_said(experiment):
-    gone = Result(point=Point(values={"placement": "uvm"}, settings={}), state="failed", reason="no | memory\nleft")
+    gone = PointResult(
+        point=StudyPoint(values={"placement": "uvm"}, settings={}), state="failed", reason="no | memory\nleft"
+    )
     for results in ([], [gone], [measured({}, 1.0)]):
-        found = findings(study(experiment, results))
+        found = evaluate_claims(study(experiment, results))
         assert [one.verdict for one in found] == ["cannot tell"] * len(CLAIMS[experiment])
         assert all(one.measured for one in found)
 
 
 def test_a_study_of_ones_own_has_no_findings():
-    assert findings(study(None, features(-0.2, -0.8))) == []
+    assert evaluate_claims(study(None, features(-0.2, -0.8))) == []
 
 
 def test_the_page_has_text_and_table():
     results = [measured({SPARSE: 4}, 2_000.0), measured({SPARSE: 8}, 1_000.0)]
-    gone = Result(point=Point(values={SPARSE: 16}, settings={}), state="left out", reason="needs | CUDA\nhere")
-    page = as_markdown(study("E1", [*results, gone]))
+    gone = PointResult(
+        point=StudyPoint(values={SPARSE: 16}, settings={}), state="left out", reason="needs | CUDA\nhere"
+    )
+    page = render_study(study("E1", [*results, gone]))
     lines = page.splitlines()
     assert lines[:3] == ["### E1", "", "Toy 9000, 2 cores, 24 GiB, torch 2.0, commit c0ffee"]
     assert "Of 2 shapes of the paper this machine shows 1; it disagrees with 0 and cannot tell of 1." in lines
@@ -136,11 +140,11 @@ def test_the_page_has_text_and_table():
 
 
 def test_power_is_a_column_where_it_is_known():
-    assert "samples/s/W" not in as_markdown(study("E1", [measured({SPARSE: 4}, 2_000.0)]))
-    page = as_markdown(study("E1", [measured({SPARSE: 4}, 2_000.0, watts=80.0), measured({SPARSE: 8}, 1.0)]))
+    assert "samples/s/W" not in render_study(study("E1", [measured({SPARSE: 4}, 2_000.0)]))
+    page = render_study(study("E1", [measured({SPARSE: 4}, 2_000.0, watts=80.0), measured({SPARSE: 8}, 1.0)]))
     assert [line.split(" | ")[-1] for line in page.splitlines()[-2:]] == ["25.0 |", "not known |"]
 
 
 def test_the_table_of_a_study_of_quality():
-    lines = as_markdown(study("E6", [judged(1_024, 0.75, 0.7)])).splitlines()
+    lines = render_study(study("E6", [judged(1_024, 0.75, 0.7)])).splitlines()
     assert lines[-3:] == ["| point | ne | tuned_ne |", "| --- | --- | --- |", "| batch_rows 1024 | 0.7500 | 0.7000 |"]

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from pipeline.characterization import machine
-from pipeline.characterization.machine import Machine, Power, measured, memory_bytes
+from pipeline.characterization.machine import Machine, Power, measure_machine, read_memory_bytes
 
 
 def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "TRIES", 2)
     monkeypatch.setattr(machine, "ROWS", 1 << 12)
     before = torch.get_num_threads()
-    found = measured(threads=1)
+    found = measure_machine(threads=1)
     assert torch.get_num_threads() == before
     assert (found.threads, found.device, found.device_name) == (1, "cpu", None)
     assert min(found.fp32_gflops, found.bf16_gflops, found.read_gb_per_second, found.random_gb_per_second) > 0
@@ -25,11 +25,11 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_control_group_may_allow_less_memory(tmp_path: Path) -> None:
     limit, total = tmp_path / "memory.max", psutil.virtual_memory().total
-    assert memory_bytes(limit) == total
+    assert read_memory_bytes(limit) == total
     limit.write_text("max\n")
-    assert memory_bytes(limit) == total
+    assert read_memory_bytes(limit) == total
     limit.write_text("4096\n")
-    assert memory_bytes(limit) == 4096
+    assert read_memory_bytes(limit) == 4096
 
 
 def set_energy(root: Path, name: str, microjoules: int, wraps_at: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from pipeline.characterization.phases import BACKWARD, Part, Span, Timeline, noted, split
+from pipeline.characterization.phases import BACKWARD, Span, StepPart, Timeline, note_calls, split_step
 from pipeline.characterization.results import PHASES
 
 CPU = torch.device("cpu")
@@ -48,14 +48,14 @@ def test_python_and_kernels_of_known_length() -> None:
     step = SimpleNamespace(
         loop=timed(interpreted, loop), kernel=timed(lambda: [matrix @ matrix for _ in range(4)], kernel)
     )
-    parts = [Part(step, "loop", "embedding"), Part(step, "kernel", "mlp")]
+    parts = [StepPart(step, "loop", "embedding"), StepPart(step, "kernel", "mlp")]
 
     def both() -> None:
         step.loop()
         step.kernel()
 
     def check() -> None:
-        found = split(both, parts, STEPS, loop[-1] + kernel[-1], CPU)
+        found = split_step(both, parts, STEPS, loop[-1] + kernel[-1], CPU)
         loops, kernels = min(zip(loop[-STEPS:], kernel[-STEPS:], strict=True), key=sum)  # the fastest step is split
         assert found.outside_ms == pytest.approx(median(loop[-STEPS:]), rel=0.1, abs=0.5)
         assert found.shares["embedding"] == pytest.approx(loops / (loops + kernels), abs=0.1)
@@ -99,7 +99,7 @@ def test_a_backward_pass_belongs_to_the_phase_of_its_forward_pass() -> None:
     weight = torch.rand(300, 300, requires_grad=True)
     model = SimpleNamespace(layers=lambda values: values @ weight @ weight @ weight @ weight, tables=Slow.apply)
     parts = [
-        Part(model, "layers", "mlp"), Part(model, "tables", "embedding"), Part(torch.autograd, "backward", BACKWARD)
+        StepPart(model, "layers", "mlp"), StepPart(model, "tables", "embedding"), StepPart(torch.autograd, "backward", BACKWARD)
     ]  # fmt: skip
     rows = torch.rand(2_000, 300)
 
@@ -107,7 +107,7 @@ def test_a_backward_pass_belongs_to_the_phase_of_its_forward_pass() -> None:
         model.layers(model.tables(rows * weight.sum())).sum().backward()
 
     def check() -> None:
-        found = split(step, parts, STEPS, 1e6, CPU)
+        found = split_step(step, parts, STEPS, 1e6, CPU)
         assert found.outside_ms == pytest.approx(median(Slow.taken[-STEPS:]), rel=0.3, abs=1.0)
         assert found.shares["mlp"] > found.shares["other"]
         assert found.shares["embedding"] > 0.02
@@ -120,7 +120,7 @@ def test_calls_are_as_they_were_once_they_are_noted() -> None:
     module = torch.nn.Linear(2, 2)
     spans: list[Span] = []
     before = dict(vars(module)), torch.autograd.backward
-    with noted([Part(module, "forward", "mlp"), Part(torch.autograd, "backward", BACKWARD)], spans):
+    with note_calls([StepPart(module, "forward", "mlp"), StepPart(torch.autograd, "backward", BACKWARD)], spans):
         module(torch.ones(1, 2)).sum().backward()
     assert (dict(vars(module)), torch.autograd.backward) == before
     assert [span.phase for span in spans] == ["mlp", BACKWARD]

@@ -5,9 +5,9 @@ import itertools
 
 import pytest
 
-from pipeline.characterization.plots import figures
-from pipeline.characterization.points import Point
-from pipeline.characterization.results import Result
+from pipeline.characterization.plots import draw_figures
+from pipeline.characterization.points import StudyPoint
+from pipeline.characterization.results import PointResult
 from tests.pipeline.characterization.studies import judged, measured, study
 
 BATCH, SPARSE, DENSE = "training.batch_rows", "workload.sparse_features", "workload.dense_features"
@@ -18,8 +18,8 @@ GRID = [
 
 
 def test_a_study_without_results_has_no_figures():
-    gone = Result(point=Point(values={SPARSE: 4}, settings={}), state="failed", reason="no memory")
-    assert figures(study("E1", [])) == figures(study("E1", [gone])) == {}
+    gone = PointResult(point=StudyPoint(values={SPARSE: 4}, settings={}), state="failed", reason="no memory")
+    assert draw_figures(study("E1", [])) == draw_figures(study("E1", [gone])) == {}
 
 
 NAMED = [measured({"placement": name}, 1e4) for name in ("one rank", "row_wise")]
@@ -30,14 +30,14 @@ LISTS = [measured({SPARSE: 4, "model.bottom_mlp": units}, 1e4) for units in ([8]
     ("experiment", "results"), [("E1", GRID), ("E5", NAMED), (None, LISTS), (None, GRID[:1])], ids=range(4)
 )
 def test_figures_are_drawn(experiment, results):
-    drawn = figures(study(experiment, results))
+    drawn = draw_figures(study(experiment, results))
     assert drawn.keys() == {"throughput", "split", "roofline"}
     for figure in drawn.values():
         figure.savefig(io.BytesIO(), dpi=30)
 
 
 def test_a_panel_for_each_batch_and_a_line_for_each_other_value():
-    figure = figures(study("E1", GRID))["throughput"]
+    figure = draw_figures(study("E1", GRID))["throughput"]
     assert [axes.get_title() for axes in figure.axes] == ["batch_rows 200", "batch_rows 1600"]
     small, _ = figure.axes
     assert [text.get_text() for text in small.get_legend().get_texts()] == [
@@ -50,21 +50,21 @@ def test_a_panel_for_each_batch_and_a_line_for_each_other_value():
 
 
 def test_the_caption_says_what_the_paper_reports_and_what_was_found():
-    caption = figures(study("E1", GRID))["throughput"].get_supxlabel()
+    caption = draw_figures(study("E1", GRID))["throughput"].get_supxlabel()
     assert "Paper, figure 10: throughput falls with the number of sparse features." in caption
     assert "Here: agrees." in caption
-    assert figures(study(None, GRID))["throughput"].get_supxlabel() == ""
+    assert draw_figures(study(None, GRID))["throughput"].get_supxlabel() == ""
 
 
 def test_bars_of_the_split_add_up():
-    axes = figures(study("E1", GRID[:2]))["split"].axes[0]
+    axes = draw_figures(study("E1", GRID[:2]))["split"].axes[0]
     ends = [patch.get_x() + patch.get_width() for patch in axes.patches]
     assert max(ends) == pytest.approx(1.0)
     assert [label.get_text() for label in axes.get_yticklabels()] == [one.point.name for one in GRID[:2]]
 
 
 def test_the_roof_is_the_lower_of_the_ceilings():
-    axes = figures(study("E1", GRID))["roofline"].axes[0]
+    axes = draw_figures(study("E1", GRID))["roofline"].axes[0]
     read, random = (line for line in axes.lines if line.get_label().endswith(("in a row", "at random")))
     assert max(read.get_ydata()) == max(random.get_ydata()) == 100.0
     assert read.get_ydata()[0] == pytest.approx(20.0 * read.get_xdata()[0])
@@ -73,7 +73,7 @@ def test_the_roof_is_the_lower_of_the_ceilings():
 
 
 def test_lines_of_quality():
-    drawn = figures(study("E6", [judged(16_384, 0.81, 0.765), judged(1_024, 0.75, 0.74)]))
+    drawn = draw_figures(study("E6", [judged(16_384, 0.81, 0.765), judged(1_024, 0.75, 0.74)]))
     assert drawn.keys() == {"quality"}
     same, tuned = drawn["quality"].axes[0].lines
     assert (list(same.get_xdata()), list(same.get_ydata())) == ([1_024, 16_384], [0.75, 0.81])

@@ -3,14 +3,14 @@
 import pytest
 
 from pipeline.characterization.config import CharacterizeConfig
-from pipeline.characterization.points import Point, points, thinned
+from pipeline.characterization.points import StudyPoint, list_points, thin_values
 from pipeline.errors import ConfigError
 
 ROWS, SIZE = "training.batch_rows", "workload.hash_size"
 
 
-def made(**settings) -> list[Point]:
-    return points(CharacterizeConfig.model_validate(settings))
+def made(**settings) -> list[StudyPoint]:
+    return list_points(CharacterizeConfig.model_validate(settings))
 
 
 def test_points_are_the_combinations_and_the_last_axis_changes_fastest():
@@ -24,13 +24,13 @@ def test_points_are_the_combinations_and_the_last_axis_changes_fastest():
 
 
 def test_without_axes_there_is_one_point():
-    assert made() == [Point(values={}, settings={})]
+    assert made() == [StudyPoint(values={}, settings={})]
 
 
 def test_a_key_depends_on_what_is_set_alone():
-    one = Point(values={ROWS: 200}, settings={ROWS: 200, "seed": 1})
-    assert one.key == Point(values={"rows": "few"}, settings={"seed": 1, ROWS: 200}).key
-    assert one.key != Point(values={ROWS: 200}, settings={ROWS: 201, "seed": 1}).key
+    one = StudyPoint(values={ROWS: 200}, settings={ROWS: 200, "seed": 1})
+    assert one.key == StudyPoint(values={"rows": "few"}, settings={"seed": 1, ROWS: 200}).key
+    assert one.key != StudyPoint(values={ROWS: 200}, settings={ROWS: 201, "seed": 1}).key
 
 
 def test_a_scale_thins_axes_of_numbers_and_shrinks_hash_sizes():
@@ -49,7 +49,7 @@ def test_a_scale_thins_axes_of_numbers_and_shrinks_hash_sizes():
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 17])
 def test_thinning_keeps_both_ends_and_no_value_twice(count, scale):
     values = list(range(count))
-    kept = thinned(values, scale)
+    kept = thin_values(values, scale)
     assert (kept[0], kept[-1]) == (0, count - 1)
     assert sorted(set(kept)) == kept
     assert len(kept) >= min(count, 2)

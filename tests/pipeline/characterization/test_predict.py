@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from models.config import DLRMConfig
-from pipeline.characterization.cost import Setup, Use, load_of_uses
-from pipeline.characterization.predict import TERMS, Ceilings, Fit, Sample, fit, fold_of
+from pipeline.characterization.cost import LoadSetup, TableLoad, count_load
+from pipeline.characterization.predict import TERMS, Ceilings, Fit, StepSample, assign_fold, fit
 from pipeline.characterization.results import Load
 from pipeline.errors import ConfigError
 
@@ -32,18 +32,18 @@ def loads(count: int) -> list[tuple[Load, int]]:
             interaction=["dot", "cat"][one_of(0, 1)],
         )  # fmt: skip
         lookups, size = one_of(1, 10, 32), one_of(1_000, 100_000)
-        uses = [Use(size, lookups, size * (1 - (1 - 1 / size) ** (rows * lookups)))] * one_of(4, 16, 64)
-        made.append((load_of_uses(model, one_of(64, 1_024), uses, Setup(batch_rows=rows, world_size=ranks)), ranks))
+        uses = [TableLoad(size, lookups, size * (1 - (1 - 1 / size) ** (rows * lookups)))] * one_of(4, 16, 64)
+        made.append((count_load(model, one_of(64, 1_024), uses, LoadSetup(batch_rows=rows, world_size=ranks)), ranks))
     return made
 
 
-def samples(count: int, noise: float) -> list[Sample]:
+def samples(count: int, noise: float) -> list[StepSample]:
     """Steps that take what `TRUE` says, times some noise."""
     random = np.random.default_rng(5)
     made = []
     for number, (load, ranks) in enumerate(loads(count)):
         step = sum(cost * TERMS[name].amount(load, ranks) for name, cost in TRUE.items())
-        made.append(Sample(key=f"{number}", load=load, world_size=ranks, step_ms=step * random.lognormal(0, noise)))
+        made.append(StepSample(key=f"{number}", load=load, world_size=ranks, step_ms=step * random.lognormal(0, noise)))
     return made
 
 
@@ -75,10 +75,10 @@ def test_points_are_judged_by_fits_that_have_not_seen_them() -> None:
     assert found.errors.median == pytest.approx(np.median(off))
     assert 0.02 < found.errors.median < 0.15
     assert found.errors.ninth_decile == pytest.approx(np.quantile(off, 0.9))
-    first = [one for one in noisy if fold_of(one.key) == 0]
+    first = [one for one in noisy if assign_fold(one.key) == 0]
     assert 120 / 6 < len(first) < 120 / 3
-    others = fit([one for one in noisy if fold_of(one.key) != 0], HERE)
-    wild = fit([one.model_copy(update={"step_ms": 1e3}) if fold_of(one.key) == 0 else one for one in noisy], HERE)
+    others = fit([one for one in noisy if assign_fold(one.key) != 0], HERE)
+    wild = fit([one.model_copy(update={"step_ms": 1e3}) if assign_fold(one.key) == 0 else one for one in noisy], HERE)
     for one in first:  # what they took themselves plays no part
         assert wild.unseen_ms[one.key] == found.unseen_ms[one.key] == others.predict(one.load, one.world_size).step_ms
 

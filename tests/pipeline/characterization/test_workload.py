@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.characterization.config import Workload
-from pipeline.characterization.workload import HEAD, batches, ids_of, length_chances, plan_of, ranks_of
+from pipeline.characterization.workload import HEAD, assign_ids, draw_batches, draw_ranks, fit_length_chances, make_plan
 from pipeline.data.batch import Batch
 
 SMALL = Workload(dense_features=3, sparse_features=4, hash_size=50, lookups=6, lengths="power_law", truncation=9)
@@ -20,7 +20,7 @@ def rows_of(batch: Batch) -> list[tuple]:
 
 
 def test_a_plan_names_features_and_a_table_each():
-    plan = plan_of(Workload(dense_features=2, sparse_features=3, hash_size=7))
+    plan = make_plan(Workload(dense_features=2, sparse_features=3, hash_size=7))
     assert plan.features == ["dense_0", "dense_1", "sparse_0", "sparse_1", "sparse_2"]
     assert [(one.table, one.rows, one.pooling) for one in plan.sparse] == [(f"sparse_{i}", 7, "sum") for i in range(3)]
     assert plan.columns == []
@@ -28,8 +28,8 @@ def test_a_plan_names_features_and_a_table_each():
 
 @pytest.mark.parametrize("world_size", [2, 3, 16])
 def test_the_shares_of_all_ranks_are_the_global_batch(world_size):
-    whole = batches(SMALL, 10, 2, seed=5)
-    shares = [batches(SMALL, 10, 2, 5, rank, world_size) for rank in range(world_size)]
+    whole = draw_batches(SMALL, 10, 2, seed=5)
+    shares = [draw_batches(SMALL, 10, 2, 5, rank, world_size) for rank in range(world_size)]
     for number, batch in enumerate(whole):
         mine = [of_rank[number] for of_rank in shares]
         assert [row for share in mine for row in rows_of(share)] == rows_of(batch)
@@ -42,20 +42,20 @@ def test_the_shares_of_all_ranks_are_the_global_batch(world_size):
 
 
 def test_batches_differ_from_one_another_and_by_seed_alone():
-    first, second = batches(SMALL, 10, 2, seed=5)
-    assert rows_of(first) == rows_of(batches(SMALL, 10, 1, seed=5)[0])
+    first, second = draw_batches(SMALL, 10, 2, seed=5)
+    assert rows_of(first) == rows_of(draw_batches(SMALL, 10, 1, seed=5)[0])
     assert rows_of(first) != rows_of(second)
-    assert rows_of(first) != rows_of(batches(SMALL, 10, 1, seed=6)[0])
+    assert rows_of(first) != rows_of(draw_batches(SMALL, 10, 1, seed=6)[0])
 
 
 def test_a_workload_may_have_no_numbers():
-    (batch,) = batches(SMALL.model_copy(update={"dense_features": 0}), 4, 1, seed=1)
+    (batch,) = draw_batches(SMALL.model_copy(update={"dense_features": 0}), 4, 1, seed=1)
     assert batch.dense.shape == (4, 0)
 
 
 @pytest.mark.parametrize("lookups", [1, 2, 10, 49])
 def test_lengths_follow_a_power_law_with_the_mean_asked_for(lookups):
-    chances = length_chances(lookups)
+    chances = fit_length_chances(lookups)
     lengths = np.arange(1, len(chances) + 1)
     assert np.average(lengths, weights=chances) == pytest.approx(lookups)
     assert chances.sum() == pytest.approx(1.0)
@@ -69,7 +69,7 @@ def test_lengths_follow_a_power_law_with_the_mean_asked_for(lookups):
 )
 def test_lists_are_as_long_as_said(lengths, lookups, truncation, mean):
     workload = Workload(sparse_features=10, lookups=lookups, lengths=lengths, truncation=truncation)
-    drawn = batches(workload, 3_000, 1, seed=3)[0].sparse.lengths().numpy()
+    drawn = draw_batches(workload, 3_000, 1, seed=3)[0].sparse.lengths().numpy()
     assert drawn.mean() == pytest.approx(mean, rel=0.02)
     assert drawn.max() <= truncation
 
@@ -81,7 +81,7 @@ def test_ranks_follow_zipfs_law(ids, exponent):
     chances = (np.arange(100_000) + 0.37) / 100_000
     weights = np.arange(1, ids + 1) ** -exponent
     expected = np.searchsorted(np.cumsum(weights) / weights.sum(), chances, side="right")
-    found = ranks_of(chances, ids, exponent)
+    found = draw_ranks(chances, ids, exponent)
     assert found.min() >= 0
     assert found.max() < ids
     assert np.abs(found - expected).max() <= 1
@@ -89,13 +89,13 @@ def test_ranks_follow_zipfs_law(ids, exponent):
 
 
 def test_the_first_rank_is_as_much_more_popular_as_the_exponent_says():
-    counts = np.bincount(ranks_of(np.random.default_rng(1).random(2_000_000), 100_000, 1.05))
+    counts = np.bincount(draw_ranks(np.random.default_rng(1).random(2_000_000), 100_000, 1.05))
     assert counts[0] / counts[9] == pytest.approx(10**1.05, rel=0.03)
 
 
 @pytest.mark.parametrize("hash_size", [1, 2, 3, 6, 100, 4_096, 99_991])
 def test_popular_ids_are_spread_over_the_table(hash_size):
-    ids = ids_of(np.arange(hash_size), np.array([hash_size]), hash_size)
+    ids = assign_ids(np.arange(hash_size), np.array([hash_size]), hash_size)
     assert sorted(ids.tolist()) == list(range(hash_size))
     if hash_size > 10:
         gaps = np.diff(np.sort(ids[:10]), append=ids[:10].min() + hash_size)

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.search import plots
 from pipeline.search.config import Dimension
-from pipeline.search.release import Standing
+from pipeline.search.release import CandidateStanding
 from pipeline.search.study import TrialRecord
 
 SPACE = {
@@ -60,8 +60,12 @@ def test_bars_of_importance():
 
 def test_lines_of_a_release_end_where_their_candidate_did():
     found = {
-        "explore": [Standing(name="a", valid_ne=0.8), Standing(name="b", valid_ne=0.9), Standing(name="c", failed="x")],
-        "compare": [Standing(name="b", valid_ne=0.7), Standing(name="a", stopped=True)],
+        "explore": [
+            CandidateStanding(name="a", valid_ne=0.8),
+            CandidateStanding(name="b", valid_ne=0.9),
+            CandidateStanding(name="c", failed="x"),
+        ],
+        "compare": [CandidateStanding(name="b", valid_ne=0.7), CandidateStanding(name="a", stopped=True)],
     }
     figure = plots.stages(found)
     figure.savefig(io.BytesIO())

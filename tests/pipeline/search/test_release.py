@@ -4,15 +4,15 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.search.config import PruneConfig, ReleaseConfig
-from pipeline.search.release import Standing, kept, ranked, stage_space, standing
-from pipeline.search.study import Study
+from pipeline.search.release import CandidateStanding, make_stage, make_standing, rank_candidates, select_best
+from pipeline.search.study import SearchStudy
 
 STANDINGS = [
-    Standing(name="lost", failed="no rows"),
-    Standing(name="given-up", stopped=True),
-    Standing(name="second", valid_ne=0.9),
-    Standing(name="best", valid_ne=0.8),
-    Standing(name="equal", valid_ne=0.9),
+    CandidateStanding(name="lost", failed="no rows"),
+    CandidateStanding(name="given-up", stopped=True),
+    CandidateStanding(name="second", valid_ne=0.9),
+    CandidateStanding(name="best", valid_ne=0.8),
+    CandidateStanding(name="equal", valid_ne=0.9),
 ]
 
 
@@ -44,22 +44,22 @@ def test_the_leader_stops_candidates_unless_it_is_said_otherwise():
 
 
 def test_the_best_go_on():
-    assert [one.name for one in ranked(STANDINGS)] == ["best", "second", "equal", "given-up", "lost"]
-    assert kept(STANDINGS, 2) == ("best", "second")
-    assert kept(STANDINGS, 9) == ("best", "second", "equal")
-    assert kept(STANDINGS[:2], 2) == ()
+    assert [one.name for one in rank_candidates(STANDINGS)] == ["best", "second", "equal", "given-up", "lost"]
+    assert select_best(STANDINGS, 2) == ("best", "second")
+    assert select_best(STANDINGS, 9) == ("best", "second", "equal")
+    assert select_best(STANDINGS[:2], 2) == ()
 
 
 def test_a_stage_has_each_candidate_once_in_its_order(tmp_path):
-    config, points = stage_space(("c", "a", "b"), PruneConfig(method="leader"))
-    study = Study(tmp_path / "study.db", config, {}, points)
+    config, points = make_stage(("c", "a", "b"), PruneConfig(method="leader"))
+    study = SearchStudy(tmp_path / "study.db", config, {}, points)
     draws = [study.next() for _ in range(4)]
     assert [draw and draw.params["candidate"] for draw in draws] == ["c", "a", "b", None]
     study.finish(0, 0.7)
     study.prune(1)
     study.fail(2, "no rows")
-    assert [standing(record) for record in study.records()] == [
-        Standing(name="c", valid_ne=0.7),
-        Standing(name="a", stopped=True),
-        Standing(name="b", failed="no rows"),
+    assert [make_standing(record) for record in study.records()] == [
+        CandidateStanding(name="c", valid_ne=0.7),
+        CandidateStanding(name="a", stopped=True),
+        CandidateStanding(name="b", failed="no rows"),
     ]

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.search.config import PruneConfig, SweepConfig
 from pipeline.search.grid import grid_points
-from pipeline.search.study import Draw, Study
+from pipeline.search.study import Draw, SearchStudy
 
 SPACE = {
     "training.table_learning_rate": {"low": 1e-3, "high": 1.0, "log": True},
@@ -30,7 +30,7 @@ def ne(draw: Draw) -> float:
     )
 
 
-def run(study: Study, trials: int = 99) -> list[dict]:
+def run(study: SearchStudy, trials: int = 99) -> list[dict]:
     """What is drawn, until there are enough."""
     drawn = []
     while len(drawn) < trials and (draw := study.next()) is not None:
@@ -44,10 +44,10 @@ GRID = {"a": {"choices": ["x", "y"]}, RATE: {"low": 0.01, "high": 1.0, "log": Tr
 
 @pytest.mark.parametrize("strategy", ["tpe", "random"])
 def test_fault_35_the_same_seed_gives_the_same_trials(strategy, tmp_path):
-    first = run(Study(tmp_path / "a.db", config(strategy), {}))
+    first = run(SearchStudy(tmp_path / "a.db", config(strategy), {}))
     assert len(first) == 6
-    assert run(Study(tmp_path / "b.db", config(strategy), {})) == first
-    assert run(Study(tmp_path / "c.db", config(strategy, seed=2), {})) != first
+    assert run(SearchStudy(tmp_path / "b.db", config(strategy), {})) == first
+    assert run(SearchStudy(tmp_path / "c.db", config(strategy, seed=2), {})) != first
     for params in first:
         assert all(config().space[key].holds(value) for key, value in params.items())
 
@@ -56,11 +56,11 @@ def test_fault_35_the_same_seed_gives_the_same_trials(strategy, tmp_path):
 def test_fault_35_a_killed_sweep_goes_on_with_the_trials_it_would_have_had(strategy, trials, tmp_path):
     """A kill leaves trials RUNNING: each goes on under its number with its values, and the rest is as undisturbed."""
     settings, killed = config(strategy, trials=trials), trials - 2
-    undisturbed = run(Study(tmp_path / "a.db", settings, {}))
-    study = Study(tmp_path / "b.db", settings, {})
+    undisturbed = run(SearchStudy(tmp_path / "a.db", settings, {}))
+    study = SearchStudy(tmp_path / "b.db", settings, {})
     assert run(study, killed) == undisturbed[:killed]
     cut_short = study.next()
-    again = Study(tmp_path / "b.db", settings, {})
+    again = SearchStudy(tmp_path / "b.db", settings, {})
     assert [record.state for record in again.records()] == ["complete"] * killed + ["running"]
     assert again.next() == cut_short == Draw(number=killed, params=undisturbed[killed])
     again.finish(killed, ne(cut_short))
@@ -72,8 +72,8 @@ def test_fault_35_a_killed_sweep_goes_on_with_the_trials_it_would_have_had(strat
 
 def test_a_kill_while_a_trial_is_drawn(tmp_path, monkeypatch):
     """Between the making of a trial and the last of its values."""
-    undisturbed = run(Study(tmp_path / "a.db", config("random"), {}))
-    study = Study(tmp_path / "b.db", config("random"), {})
+    undisturbed = run(SearchStudy(tmp_path / "a.db", config("random"), {}))
+    study = SearchStudy(tmp_path / "b.db", config("random"), {})
     run(study, 2)
     suggest = optuna.trial.Trial._suggest
 
@@ -86,12 +86,12 @@ def test_a_kill_while_a_trial_is_drawn(tmp_path, monkeypatch):
         patch.setattr(optuna.trial.Trial, "_suggest", killed)
         with pytest.raises(SystemExit):
             study.next()
-    assert run(Study(tmp_path / "b.db", config("random"), {})) == undisturbed[2:]
+    assert run(SearchStudy(tmp_path / "b.db", config("random"), {})) == undisturbed[2:]
 
 
 def test_fault_35_a_trial_that_fails_costs_itself_alone(tmp_path):
-    study = Study(tmp_path / "a.db", config("random"), {})
-    undisturbed = run(Study(tmp_path / "b.db", config("random"), {}))
+    study = SearchStudy(tmp_path / "a.db", config("random"), {})
+    undisturbed = run(SearchStudy(tmp_path / "b.db", config("random"), {}))
     for number in range(6):
         draw = study.next()
         assert draw.params == undisturbed[number]
@@ -100,16 +100,18 @@ def test_fault_35_a_trial_that_fails_costs_itself_alone(tmp_path):
     states = [record.state for record in study.records()]
     assert states == ["complete"] * 4 + ["failed"] + ["complete"]
     assert study.records()[4].notes == {"error": "broken"}
-    assert Study(tmp_path / "a.db", config("random"), {}).next() is None  # a failed one is not tried again
+    assert SearchStudy(tmp_path / "a.db", config("random"), {}).next() is None  # a failed one is not tried again
 
 
 def test_more_trials_go_on(tmp_path):
-    first = run(Study(tmp_path / "a.db", config(trials=4), {}))
-    assert first + run(Study(tmp_path / "a.db", config(), {})) == run(Study(tmp_path / "b.db", config(), {}))
+    first = run(SearchStudy(tmp_path / "a.db", config(trials=4), {}))
+    assert first + run(SearchStudy(tmp_path / "a.db", config(), {})) == run(
+        SearchStudy(tmp_path / "b.db", config(), {})
+    )
 
 
 def test_threads_draw_each_number_once(tmp_path):
-    study, drawn = Study(tmp_path / "a.db", config("random", trials=8), {}), []
+    study, drawn = SearchStudy(tmp_path / "a.db", config("random", trials=8), {}), []
 
     def work() -> None:
         while (draw := study.next()) is not None:
@@ -122,16 +124,16 @@ def test_threads_draw_each_number_once(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    alone = run(Study(tmp_path / "b.db", config("random", trials=8), {}))
+    alone = run(SearchStudy(tmp_path / "b.db", config("random", trials=8), {}))
     assert [draw.params for draw in sorted(drawn, key=lambda draw: draw.number)] == alone
 
 
 def test_a_grid_is_gone_through_once(tmp_path):
     grid = SweepConfig(strategy="grid", space=GRID, trials=50)
-    study, drawn = Study(tmp_path / "a.db", grid, {"a": "x"}), []
+    study, drawn = SearchStudy(tmp_path / "a.db", grid, {"a": "x"}), []
     for number in range(6):
         if number == 3:
-            study = Study(tmp_path / "a.db", grid, {})
+            study = SearchStudy(tmp_path / "a.db", grid, {})
         draw = study.next()
         drawn.append(dict(draw.params))
         study.finish(draw.number, 0.5)
@@ -141,13 +143,13 @@ def test_a_grid_is_gone_through_once(tmp_path):
 
 def test_the_first_trial_has_the_configs_own_values(tmp_path):
     own = {RATE: 0.05, "training.dense_optimizer": "sgd"}
-    first = Study(tmp_path / "a.db", config(), own).next()
+    first = SearchStudy(tmp_path / "a.db", config(), own).next()
     assert {key: first.params[key] for key in own} == own
-    drawn = Study(tmp_path / "b.db", config(begin_with_config=False), own).next()
+    drawn = SearchStudy(tmp_path / "b.db", config(begin_with_config=False), own).next()
     assert drawn.params[RATE] != 0.05
 
 
-def pruned(study: Study, curves: list[list[float]]) -> list[int | None]:
+def pruned(study: SearchStudy, curves: list[list[float]]) -> list[int | None]:
     """At which look each trial was stopped; a look every 100 rows."""
     found = []
     for curve in curves:
@@ -160,7 +162,7 @@ def pruned(study: Study, curves: list[list[float]]) -> list[int | None]:
 
 def test_what_is_worse_than_the_median_is_stopped(tmp_path):
     prune = PruneConfig(every_rows=100, startup_trials=2, warmup_rows=150)
-    study = Study(tmp_path / "a.db", config(prune=prune), {})
+    study = SearchStudy(tmp_path / "a.db", config(prune=prune), {})
     curves = [[0.9, 0.85, 0.8], [0.92, 0.87, 0.82], [0.99, 0.98, 0.97], [0.91, 0.84, 0.8]]
     assert pruned(study, curves) == [None, None, 2, None]
     assert [record.state for record in study.records()] == ["complete", "complete", "pruned", "complete"]
@@ -170,25 +172,25 @@ def test_what_is_worse_than_the_median_is_stopped(tmp_path):
 
 def test_halving_keeps_the_best(tmp_path):
     prune = PruneConfig(method="halving", every_rows=100, reduction_factor=2)
-    study = Study(tmp_path / "a.db", config(prune=prune), {})
+    study = SearchStudy(tmp_path / "a.db", config(prune=prune), {})
     assert pruned(study, [[0.8, 0.7], [0.9, 0.9], [0.75, 0.7]]) == [None, 1, None]
 
 
 def test_a_trial_reports_a_look_once_and_is_judged_again_after_a_kill(tmp_path):
     prune = config(prune=PruneConfig(every_rows=100, startup_trials=1))
-    study = Study(tmp_path / "a.db", prune, {})
+    study = SearchStudy(tmp_path / "a.db", prune, {})
     assert pruned(study, [[0.8, 0.7]]) == [None]
     draw = study.next()
     assert study.report(draw.number, 50, 2.0) is False  # no look yet
     assert study.report(draw.number, 130, 0.9) is True
-    again = Study(tmp_path / "a.db", prune, {})
+    again = SearchStudy(tmp_path / "a.db", prune, {})
     assert again.next() == draw
     assert again.falls_behind(draw.number)
     assert again.report(draw.number, 199, 0.1) is False
 
 
 def test_a_trial_of_the_same_values_is_found(tmp_path):
-    study = Study(tmp_path / "a.db", config("random"), {})
+    study = SearchStudy(tmp_path / "a.db", config("random"), {})
     draw = study.next()
     assert study.twin(draw) is None
     study.finish(draw.number, 0.5)
@@ -196,7 +198,7 @@ def test_a_trial_of_the_same_values_is_found(tmp_path):
 
 
 def test_the_key_that_matters_is_the_most_important(tmp_path):
-    study = Study(tmp_path / "a.db", config("random", trials=16), {})
+    study = SearchStudy(tmp_path / "a.db", config("random", trials=16), {})
     run(study, 3)
     assert study.importances() == {}
     run(study)
@@ -206,11 +208,11 @@ def test_the_key_that_matters_is_the_most_important(tmp_path):
     assert shares["training.dense_optimizer"] > shares["model.bottom_mlp"]
 
 
-def leader_study(path, **more) -> tuple[Study, list[Draw]]:
+def leader_study(path, **more) -> tuple[SearchStudy, list[Draw]]:
     """Three trials at work, in the order that is given."""
     prune = PruneConfig(method="leader", every_rows=100, **more)
     settings = SweepConfig(strategy="grid", space={"a": {"choices": ["x", "y", "z"]}}, prune=prune)
-    study = Study(path / "leader.db", settings, {}, [{"a": name} for name in "zxy"])
+    study = SearchStudy(path / "leader.db", settings, {}, [{"a": name} for name in "zxy"])
     return study, [study.next() for _ in range(3)]
 
 
@@ -260,10 +262,10 @@ def test_a_trial_that_is_to_be_stopped_stops_no_other_from_there_on(tmp_path):
 
 def test_halving_remembers_whom_it_stops(tmp_path):
     settings = config(prune=PruneConfig(method="halving", every_rows=100, reduction_factor=2))
-    study = Study(tmp_path / "a.db", settings, {})
+    study = SearchStudy(tmp_path / "a.db", settings, {})
     assert pruned(study, [[0.8, 0.7]]) == [None]
     draw = study.next()
     assert study.report(draw.number, 100, 0.9)
-    again = Study(tmp_path / "a.db", settings, {})  # killed before it was stopped
+    again = SearchStudy(tmp_path / "a.db", settings, {})  # killed before it was stopped
     assert again.next() == draw
     assert again.falls_behind(draw.number)

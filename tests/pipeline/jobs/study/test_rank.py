@@ -12,8 +12,8 @@ import torch
 from models.config import DLRMConfig
 from pipeline.characterization.config import Workload
 from pipeline.characterization.results import Measurement
-from pipeline.characterization.workload import plan_of
-from pipeline.jobs.study.rank import MeasureSpec, Point, Task, batches_of, measure_all
+from pipeline.characterization.workload import make_plan
+from pipeline.jobs.study.rank import MeasuredPoint, MeasureSpec, MeasureTask, load_batches, measure_all
 from pipeline.jobs.training.rank import RankSpec, build_model, placed
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.service import Service
@@ -27,16 +27,16 @@ WORKLOAD = Workload(dense_features=5, sparse_features=4, hash_size=1_000, lookup
 
 def a_task(
     key: str = "point", shape: Workload = WORKLOAD, model: dict[str, Any] | None = None, **training: Any
-) -> Task:
+) -> MeasureTask:
     settings = {"world_size": 1, "threads_per_rank": 1, "device": "cpu", "batch_rows": 128, "sharding": "table_wise"}
-    return Task(
+    return MeasureTask(
         key=key, model=DLRMConfig(**model or {}), training=TrainConfig(**settings | training), seed=3,
-        preprocessing=PreprocessingConfig(workers=1, shuffle_window_rows=500), plan=plan_of(shape), workload=shape,
+        preprocessing=PreprocessingConfig(workers=1, shuffle_window_rows=500), plan=make_plan(shape), workload=shape,
         data=None, warm_up_steps=1, steps=2, repeats=3, seconds=2,
     )  # fmt: skip
 
 
-def measured(tasks: list[Task], device: torch.device) -> list[Event]:
+def measured(tasks: list[MeasureTask], device: torch.device) -> list[Event]:
     events: list[Event] = []
     measure_all(MeasureSpec(training=tasks[0].training, tasks=tuple(tasks), folder=""), 0, device, events.append)
     return [event for event in events if event["event"] != "alive"]
@@ -72,14 +72,14 @@ def test_a_point_that_fails_does_not_end_the_others(device: torch.device) -> Non
 def test_steps_are_the_trainers(device: torch.device, tmp_path: Path) -> None:
     """The same weights as by its own loop, over the same batches twice."""
     task = a_task()
-    batches = batches_of(task, 0)
+    batches = load_batches(task, 0)
     model, _ = build_model(task, 1, device, drawn=False)
     config = task.training.model_copy(update={"max_steps": 2 * len(batches), "checkpoint_every_steps": None})
     trainer = Trainer(
         model, config, lambda position: itertools.cycle(batches), None, tmp_path, lambda event: None, task.seed, device
     )
     trainer.train_epoch()
-    with Point(task, 0, device) as point:
+    with MeasuredPoint(task, 0, device) as point:
         point.prepare()
         point.build()
         for _ in range(2 * len(batches)):
@@ -104,7 +104,7 @@ def test_nothing_of_a_large_point_stays(device: torch.device) -> None:
     assert process.num_threads() <= threads + 1  # its pulse
 
 
-def of_the_table(spec: RankSpec, **more: Any) -> Task:
+def of_the_table(spec: RankSpec, **more: Any) -> MeasureTask:
     task = a_task(batch_rows=spec.training.batch_rows)
     return task.model_copy(update={"workload": None, "plan": spec.plan, "data": spec.train, "model": spec.model} | more)
 
@@ -113,7 +113,7 @@ def test_batches_of_a_table(rank_spec: Callable[..., RankSpec], device: torch.de
     """Its first ones in memory, or read by the service meanwhile, over the end of the epoch; what is too large is said."""
     spec = rank_spec(tmp_path)
     kept = of_the_table(spec, key="kept")
-    assert [batch.global_rows for batch in batches_of(kept, 0)] == [160] * 8
+    assert [batch.global_rows for batch in load_batches(kept, 0)] == [160] * 8
     too_large = of_the_table(spec, key="large")
     too_large = too_large.model_copy(update={"training": a_task(batch_rows=5_000).training})
     with Service({"train": spec.train}, kept.preprocessing, tmp_path / "service") as service:
@@ -128,7 +128,7 @@ def test_batches_of_a_table(rank_spec: Callable[..., RankSpec], device: torch.de
 
 def test_a_slow_point_has_shorter_repeats(device: torch.device) -> None:
     task = a_task().model_copy(update={"steps": 50, "repeats": 5, "seconds": 3})
-    with Point(task, 0, device) as point:
+    with MeasuredPoint(task, 0, device) as point:
         point.prepare()
         point.build()
         made: list[int] = []

@@ -7,8 +7,8 @@ from typing import Any
 from scipy.stats.qmc import Sobol  # type: ignore[import-untyped]
 
 from models.config import DLRMConfig
-from pipeline.characterization.cost import layers_of
-from pipeline.characterization.points import Point
+from pipeline.characterization.cost import list_layers
+from pipeline.characterization.points import StudyPoint
 
 SPANS = {
     "dense_features": (16, 2_048),
@@ -30,7 +30,7 @@ MOST_CROSSED = 1_024
 """Numbers that the cross layers of a point take: their matrices have its square."""
 
 
-def spread(count: int, world_sizes: Sequence[int]) -> list[Point]:
+def draw_points(count: int, world_sizes: Sequence[int]) -> list[StudyPoint]:
     """The first points of a fixed sequence, so that more of them go on from fewer.
 
     Source:
@@ -40,7 +40,7 @@ def spread(count: int, world_sizes: Sequence[int]) -> list[Point]:
     return [_point(number, shares.tolist(), world_sizes) for number, shares in enumerate(sequence[:count])]
 
 
-def _point(number: int, shares: Sequence[float], world_sizes: Sequence[int]) -> Point:
+def _point(number: int, shares: Sequence[float], world_sizes: Sequence[int]) -> StudyPoint:
     drawn = {
         name: low * (high / low) ** share for (name, (low, high)), share in zip(SPANS.items(), shares, strict=False)
     }
@@ -53,7 +53,7 @@ def _point(number: int, shares: Sequence[float], world_sizes: Sequence[int]) -> 
     layers = [round(drawn["mlp"] / 16) * 16] * round(drawn["depth"])
     vectors = sparse + 1
     model = DLRMConfig(embedding_width=width, bottom_mlp=layers, top_mlp=layers, interaction=interaction)
-    weights = sum(layer.inputs * layer.outputs for layer in layers_of(model, dense, vectors))
+    weights = sum(layer.inputs * layer.outputs for layer in list_layers(model, dense, vectors))
     crossed = 4 * vectors**2 * width if interaction == "dot" else 0
     rows = min(drawn["batch_rows"], MOST_FLOP / (6 * weights + crossed), MOST_LOOKED_UP / (sparse * lookups * width))
     settings: dict[str, Any] = {
@@ -68,4 +68,4 @@ def _point(number: int, shares: Sequence[float], world_sizes: Sequence[int]) -> 
         "training.batch_rows": max(round(rows), SPANS["batch_rows"][0]),
         "training.world_size": world_size,
     }
-    return Point(values={"point": number, "ranks": world_size}, settings=settings)
+    return StudyPoint(values={"point": number, "ranks": world_size}, settings=settings)

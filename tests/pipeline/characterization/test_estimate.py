@@ -10,16 +10,16 @@ import torch
 
 from models.config import DLRMConfig, SparseFeature
 from models.dlrm import DLRM
-from pipeline.characterization.advice import (
-    Kept,
-    Part,
+from pipeline.characterization.estimate import (
+    MemorySetup,
     RankMachine,
     RankMemory,
-    checkpoint_bytes,
+    TablePart,
+    count_machines,
+    derive_shape,
+    estimate_checkpoint_bytes,
+    estimate_memory,
     has_room,
-    machines_needed,
-    memory_of,
-    shape_of,
 )
 from pipeline.jobs.training.rank import RankSpec, build_model, client
 from pipeline.preprocessing.client import InlineSource
@@ -41,7 +41,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("rank", [None, 3])
 def test_the_shape_is_the_models(interaction: Any, rank: int | None) -> None:
     config = DLRMConfig(embedding_width=4, bottom_mlp=(6,), top_mlp=(5, 3), interaction=interaction, cross_rank=rank)
-    shape = shape_of(config, 2, BAGS)
+    shape = derive_shape(config, 2, BAGS)
     model = DLRM(config, 2, BAGS)
     assert shape.tables == {"t": (9, 4), "u": (50, 4)}
     numbers = sum(parameter.numel() for parameter in model.parameters())
@@ -60,13 +60,13 @@ def test_state_and_checkpoint_are_those_of_a_trainer(
     )
     trainer = Trainer(model, spec.training, reader.batches, None, tmp_path / "made", lambda event: None, 1, device)
     trainer.train()
-    kept = Kept(
+    kept = MemorySetup(
         table_optimizer=spec.training.table_optimizer, dense_optimizer=spec.training.dense_optimizer,
         table_precision=spec.training.table_precision, average=spec.training.average_from_step is not None,
     )  # fmt: skip
-    shape = shape_of(spec.model, len(spec.train.plan.dense), spec.train.plan.sparse)
-    parts = [Part(rows=rows, columns=width) for rows, width in shape.tables.values()]
-    memory = memory_of(shape, kept, parts, 160, 40.0, 0)
+    shape = derive_shape(spec.model, len(spec.train.plan.dense), spec.train.plan.sparse)
+    parts = [TablePart(rows=rows, columns=width) for rows, width in shape.tables.values()]
+    memory = estimate_memory(shape, kept, parts, 160, 40.0, 0)
     state = {name: _bytes(tensor) for name, tensor in trainer.state().items()}
     steps = sum(size for name, size in state.items() if name.endswith("/step"))
     assert memory.tables == sum(size for name, size in state.items() if "embeddings" in name and name[0] != "a")
@@ -76,7 +76,9 @@ def test_state_and_checkpoint_are_those_of_a_trainer(
     assert memory.dense == dense - steps + 4 * gradients
     folder = checkpoint.checkpoints(tmp_path / "made")[-1]
     found = sum(path.stat().st_size for path in folder.iterdir())
-    assert checkpoint_bytes(shape, kept) == pytest.approx(found, rel=0.06), "mostly what a file says of each tensor"
+    assert estimate_checkpoint_bytes(shape, kept) == pytest.approx(found, rel=0.06), (
+        "mostly what a file says of each tensor"
+    )
 
 
 def _bytes(tensor: Any) -> int:
@@ -90,13 +92,13 @@ def rank(**sizes: int) -> RankMemory:
 
 def test_memory_in_closed_form() -> None:
     """One layer of 1 + 2 x 4 -> 1 over two vectors and their product; both optimizers keep moments of each number."""
-    shape = shape_of(
+    shape = derive_shape(
         DLRMConfig(embedding_width=4, top_mlp=()),
         0,
         [SparseFeature("a", "t", 9, "sum"), SparseFeature("b", "u", 5, "sum")],
     )
-    kept = Kept(table_optimizer="adam", dense_optimizer="adam")
-    memory = memory_of(shape, kept, [Part(rows=9, columns=4), Part(rows=5, columns=4)], 10, 8.0, 1_000)
+    kept = MemorySetup(table_optimizer="adam", dense_optimizer="adam")
+    memory = estimate_memory(shape, kept, [TablePart(rows=9, columns=4), TablePart(rows=5, columns=4)], 10, 8.0, 1_000)
     assert memory.tables == 14 * 4 * 4 * 3
     assert memory.dense == (5 + 1) * 4 * 4
     assert memory.checkpoint == memory.tables + 6 * 4 * 3
@@ -116,13 +118,14 @@ def test_room_is_shared_or_each_ranks_own() -> None:
 @pytest.mark.parametrize(("memory", "expected"), [(200, 1), (110, 1), (109, 2), (60, 2), (59, 3), (10, None)])
 def test_tables_are_shared_out_over_machines(memory: int, expected: int | None) -> None:
     whole = rank(process=6, activations=4, tables=100)
-    assert machines_needed(whole, RankMachine(memory_bytes=memory, most_ranks=8)) == expected
+    assert count_machines(whole, RankMachine(memory_bytes=memory, most_ranks=8)) == expected
 
 
 def test_a_copy_of_a_table_has_a_gradient() -> None:
-    shape = shape_of(DLRMConfig(embedding_width=4, top_mlp=()), 0, BAGS)
+    shape = derive_shape(DLRMConfig(embedding_width=4, top_mlp=()), 0, BAGS)
     cut, copied = (
-        memory_of(shape, Kept(), [Part(rows=50, columns=4, copied=copied)], 1, 8.0, 0) for copied in (False, True)
+        estimate_memory(shape, MemorySetup(), [TablePart(rows=50, columns=4, copied=copied)], 1, 8.0, 0)
+        for copied in (False, True)
     )
     assert copied.kernel - cut.kernel == 4 * (50 * 4 - 50)
     assert math.isclose(copied.tables, cut.tables)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, PositiveFloat, PositiveInt, model_validator
 
 from models.config import DLRMConfig, SparseFeature
 from models.dlrm import DLRM
-from pipeline.characterization.cost import BYTES, MOMENTS, row_sizes
+from pipeline.characterization.cost import BYTES, MOMENTS, count_row_bytes
 from pipeline.errors import ConfigError
 
 FLOAT = 4
@@ -26,7 +26,7 @@ BATCHES_HELD = 3
 """Batches that a rank holds: the one it trains, its copy in TorchRec's order, the next one."""
 
 
-class Shape(BaseModel, frozen=True):
+class ModelShape(BaseModel, frozen=True):
     """What a model holds."""
 
     tables: Mapping[str, tuple[int, int]]
@@ -42,13 +42,13 @@ class Shape(BaseModel, frozen=True):
         return sum(math.prod(shape) for shape in self.weights.values())
 
 
-def shape_of(config: DLRMConfig, num_dense: int, bags: Sequence[SparseFeature]) -> Shape:
+def derive_shape(config: DLRMConfig, num_dense: int, bags: Sequence[SparseFeature]) -> ModelShape:
     """The shape of a model that takes no memory.
 
     Example:
         >>> features = [SparseFeature("a", "t", 9, "sum"), SparseFeature("b", "t", 9, "sum")]
-        >>> shape_of(DLRMConfig(embedding_width=4, top_mlp=()), 0, features)
-        Shape(tables={'t': (9, 4)}, weights={'logit.weight': (1, 5), 'logit.bias': (1,)}, row_numbers=34)
+        >>> derive_shape(DLRMConfig(embedding_width=4, top_mlp=()), 0, features)
+        ModelShape(tables={'t': (9, 4)}, weights={'logit.weight': (1, 5), 'logit.bias': (1,)}, row_numbers=34)
     """
     with torch.device("meta"):
         model = DLRM(config, num_dense, bags, "meta")
@@ -66,10 +66,10 @@ def shape_of(config: DLRMConfig, num_dense: int, bags: Sequence[SparseFeature]) 
         kept += 2 * features * features  # all products, and their gradients
     elif config.interaction == "dcn":
         kept += 5 * config.cross_layers * vectors
-    return Shape(tables=tables, weights=weights, row_numbers=kept)
+    return ModelShape(tables=tables, weights=weights, row_numbers=kept)
 
 
-class Kept(BaseModel, frozen=True):
+class MemorySetup(BaseModel, frozen=True):
     """What a training keeps beside the weights."""
 
     table_optimizer: Literal["rowwise_adagrad", "adagrad", "sgd", "adam"] = "rowwise_adagrad"
@@ -81,7 +81,7 @@ class Kept(BaseModel, frozen=True):
     """Checkpoints are written from a copy, while training goes on."""
 
 
-class Part(BaseModel, frozen=True):
+class TablePart(BaseModel, frozen=True):
     """What a rank holds of a table."""
 
     rows: int
@@ -123,21 +123,21 @@ class RankMemory(BaseModel, frozen=True):
         return self.process + self.state + self.activations + self.batches
 
 
-def table_bytes(part: Part, kept: Kept) -> int:
+def count_table_bytes(part: TablePart, kept: MemorySetup) -> int:
     """Weights of a part of a table, and its optimizer's state.
 
     Example:
-        >>> part = Part(rows=10, columns=4)
-        >>> table_bytes(part, Kept()), table_bytes(part, Kept(table_optimizer="adam"))
+        >>> part = TablePart(rows=10, columns=4)
+        >>> count_table_bytes(part, MemorySetup()), count_table_bytes(part, MemorySetup(table_optimizer="adam"))
         (200, 480)
     """
-    return part.rows * sum(row_sizes(part.columns, kept.table_precision, kept.table_optimizer))
+    return part.rows * sum(count_row_bytes(part.columns, kept.table_precision, kept.table_optimizer))
 
 
-def memory_of(
-    shape: Shape,
-    kept: Kept,
-    parts: Sequence[Part],
+def estimate_memory(
+    shape: ModelShape,
+    kept: MemorySetup,
+    parts: Sequence[TablePart],
     rows: int,
     sample_bytes: float,
     process_bytes: int,
@@ -153,7 +153,7 @@ def memory_of(
         threads: Of the rank.
     """
     weights = FLOAT * shape.dense_parameters
-    tables = sum(table_bytes(part, kept) for part in parts)
+    tables = sum(count_table_bytes(part, kept) for part in parts)
     moments = MOMENTS[kept.dense_optimizer] * weights
     average = weights + sum(_weight_bytes(part, kept) for part in parts) if kept.average else 0
     return RankMemory(
@@ -169,15 +169,17 @@ def memory_of(
     )
 
 
-def checkpoint_bytes(shape: Shape, kept: Kept, parts: Sequence[Part] | None = None) -> int:
+def estimate_checkpoint_bytes(shape: ModelShape, kept: MemorySetup, parts: Sequence[TablePart] | None = None) -> int:
     """Bytes of a checkpoint's files.
 
     Args:
         parts: Of the tables, of all ranks; None: each table whole.
     """
-    found = [Part(rows=rows, columns=width) for rows, width in shape.tables.values()] if parts is None else list(parts)
+    found = (
+        [TablePart(rows=rows, columns=width) for rows, width in shape.tables.values()] if parts is None else list(parts)
+    )
     records = len(found) * (1 + bool(kept.table_optimizer != "sgd") + (kept.table_optimizer == "adam"))
-    size = sum(table_bytes(part, kept) for part in found)
+    size = sum(count_table_bytes(part, kept) for part in found)
     moments = MOMENTS[kept.dense_optimizer]
     names = len(shape.weights)
     records += names * (1 + moments + bool(moments))  # beside moments, the number of updates
@@ -211,7 +213,7 @@ def has_room(ranks: Sequence[RankMemory], machine: RankMachine, others_bytes: in
     return max(rank.total for rank in ranks) <= machine.memory_bytes
 
 
-def machines_needed(whole: RankMemory, machine: RankMachine, others_bytes: int = 0) -> int | None:
+def count_machines(whole: RankMemory, machine: RankMachine, others_bytes: int = 0) -> int | None:
     """How many such machines or devices the model needs, each with an even part of its state.
 
     Args:
@@ -220,7 +222,7 @@ def machines_needed(whole: RankMemory, machine: RankMachine, others_bytes: int =
         None: what does not shrink with their number is too large already.
     Example:
         >>> rank = dict(process=10, tables=80, dense=0, average=0, activations=0, batches=0, kernel=0, checkpoint=0)
-        >>> machines_needed(RankMemory(**rank), RankMachine(memory_bytes=50, most_ranks=1))
+        >>> count_machines(RankMemory(**rank), RankMachine(memory_bytes=50, most_ranks=1))
         2
     """
     parted = whole.tables + whole.kernel + min(whole.checkpoint, whole.tables)
@@ -228,17 +230,17 @@ def machines_needed(whole: RankMemory, machine: RankMachine, others_bytes: int =
     return max(math.ceil(parted / left), 1) if left > 0 else None
 
 
-def workers_needed(rows_per_second: float, worker_rows_per_second: float) -> int:
+def count_workers(rows_per_second: float, worker_rows_per_second: float) -> int:
     """Preprocessing workers that keep a training supplied.
 
     Example:
-        >>> workers_needed(45_000.0, 20_000.0)
+        >>> count_workers(45_000.0, 20_000.0)
         3
     """
     return max(math.ceil(rows_per_second / worker_rows_per_second), 1)
 
 
-def fed_speed(speed: float, worker: float, cores: int, devices: bool) -> float:
+def estimate_fed_speed(speed: float, worker: float, cores: int, devices: bool) -> float:
     """Rows per second of a training whose batches are made on the same machine.
 
     Args:
@@ -246,27 +248,27 @@ def fed_speed(speed: float, worker: float, cores: int, devices: bool) -> float:
         worker: Rows per second of one preprocessing worker, which has one core busy.
         devices: Ranks run on devices: workers have the cores to themselves.
     Example:
-        >>> fed_speed(100.0, 50.0, 2, devices=False), fed_speed(100.0, 40.0, 2, devices=True)
+        >>> estimate_fed_speed(100.0, 50.0, 2, devices=False), estimate_fed_speed(100.0, 40.0, 2, devices=True)
         (50.0, 80.0)
     """
     return min(speed, cores * worker) if devices else 1 / (1 / speed + 1 / (cores * worker))
 
 
-def epoch_seconds(rows: int, batch_rows: int, step_milliseconds: float) -> float:
+def estimate_epoch_seconds(rows: int, batch_rows: int, step_milliseconds: float) -> float:
     """Time of a pass over the rows, the last batch as long as the others.
 
     Example:
-        >>> epoch_seconds(1_001, 100, 20.0)
+        >>> estimate_epoch_seconds(1_001, 100, 20.0)
         0.22
     """
     return math.ceil(rows / batch_rows) * step_milliseconds / 1e3
 
 
-def _weight_bytes(part: Part, kept: Kept) -> int:
+def _weight_bytes(part: TablePart, kept: MemorySetup) -> int:
     return BYTES[kept.table_precision] * part.numbers
 
 
-class Described(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class DescribedMachine(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """A machine that is not there: its ceilings, by a data sheet or by somebody's measurement."""
 
     cpu: str

@@ -4,8 +4,16 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Literal, NamedTuple
 
-from pipeline.characterization.curves import Curve, Ratio, curves, ratio, short, shown, slope
-from pipeline.characterization.results import Study
+from pipeline.characterization.curves import (
+    Curve,
+    Ratio,
+    build_curves,
+    divide_speeds,
+    format_value,
+    measure_slope,
+    shorten_key,
+)
+from pipeline.characterization.results import StudyResults
 
 Verdict = Literal["agrees", "disagrees", "cannot tell"]
 NOTICEABLE = 1.1
@@ -18,11 +26,11 @@ CHANCE_NE = 0.002
 """Differences in NE up to this are taken for chance: each training is made with one seed."""
 
 
-Judge = Callable[[Study], tuple[Verdict, str]]
+ClaimCheck = Callable[[StudyResults], tuple[Verdict, str]]
 """The verdict, and the figure it rests on."""
 
 
-class Judged(NamedTuple):
+class ShapeVerdict(NamedTuple):
     """One curve or one pair of points, held against a claim."""
 
     verdict: Verdict
@@ -34,7 +42,7 @@ class Claim(NamedTuple):
 
     source: str
     text: str
-    judge: Judge
+    judge: ClaimCheck
 
 
 def _within(found: Ratio, low: float | None = None, high: float | None = None) -> Verdict:
@@ -45,67 +53,67 @@ def _within(found: Ratio, low: float | None = None, high: float | None = None) -
     return "agrees" if found.high < high else "disagrees" if found.low >= high else "cannot tell"
 
 
-def _falls(curve: Curve) -> Judged:
-    found = ratio(curve.spots[-1].rows_per_second, curve.spots[0].rows_per_second)
-    return Judged(_within(found, high=1 / NOTICEABLE), found.median)
+def _falls(curve: Curve) -> ShapeVerdict:
+    found = divide_speeds(curve.spots[-1].rows_per_second, curve.spots[0].rows_per_second)
+    return ShapeVerdict(_within(found, high=1 / NOTICEABLE), found.median)
 
 
-def _rises(curve: Curve) -> Judged:
-    found = ratio(curve.spots[-1].rows_per_second, curve.spots[0].rows_per_second)
-    return Judged(_within(found, low=NOTICEABLE), found.median)
+def _rises(curve: Curve) -> ShapeVerdict:
+    found = divide_speeds(curve.spots[-1].rows_per_second, curve.spots[0].rows_per_second)
+    return ShapeVerdict(_within(found, low=NOTICEABLE), found.median)
 
 
-def _hardly_matters(curve: Curve) -> Judged:
+def _hardly_matters(curve: Curve) -> ShapeVerdict:
     ordered = sorted((spot.rows_per_second for spot in curve.spots), key=lambda one: one.median)
-    found = ratio(ordered[0], ordered[-1])
-    return Judged(_within(found, low=1 / HARDLY), found.median)
+    found = divide_speeds(ordered[0], ordered[-1])
+    return ShapeVerdict(_within(found, low=1 / HARDLY), found.median)
 
 
 def _halves(curve: Curve) -> tuple[Ratio, Ratio]:
     """Slopes of the first and of the second half."""
     middle = curve.spots[(len(curve.spots) - 1) // 2]
-    return slope(curve.spots[0], middle), slope(middle, curve.spots[-1])
+    return measure_slope(curve.spots[0], middle), measure_slope(middle, curve.spots[-1])
 
 
-def _saturates(curve: Curve) -> Judged:
+def _saturates(curve: Curve) -> ShapeVerdict:
     early, late = _halves(curve)
     share = late.median / early.median if early.median > 0 else float("nan")
     if early.low > 0 and late.high < SATURATED * early.low:
-        return Judged("agrees", share)
-    return Judged("disagrees" if late.low >= SATURATED * max(early.high, 0.0) > 0 else "cannot tell", share)
+        return ShapeVerdict("agrees", share)
+    return ShapeVerdict("disagrees" if late.low >= SATURATED * max(early.high, 0.0) > 0 else "cannot tell", share)
 
 
-def _steepens(curve: Curve) -> Judged:
+def _steepens(curve: Curve) -> ShapeVerdict:
     early, late = _halves(curve)
     verdict: Verdict = "agrees" if late.high < early.low else "disagrees" if late.low >= early.high else "cannot tell"
-    return Judged(verdict, late.median - early.median)
+    return ShapeVerdict(verdict, late.median - early.median)
 
 
-def _along(axis: str, rule: Callable[[Curve], Judged], figure: str, spots: int = 2) -> Judge:
+def _along(axis: str, rule: Callable[[Curve], ShapeVerdict], figure: str, spots: int = 2) -> ClaimCheck:
     """Looks for a shape in each curve along an axis that has enough points."""
 
-    def judge(study: Study) -> tuple[Verdict, str]:
-        found = [curve for curve in curves(study.results, axis) if len(curve.spots) >= spots]
+    def judge(study: StudyResults) -> tuple[Verdict, str]:
+        found = [curve for curve in build_curves(study.results, axis) if len(curve.spots) >= spots]
         if not found:
-            return "cannot tell", f"fewer than {spots} points along {short(axis)}"
+            return "cannot tell", f"fewer than {spots} points along {shorten_key(axis)}"
         ends = sorted({(curve.spots[0].x, curve.spots[-1].x) for curve in found})
-        span = "; ".join(f"{short(axis)} {shown(low)} to {shown(high)}" for low, high in ends)
+        span = "; ".join(f"{shorten_key(axis)} {format_value(low)} to {format_value(high)}" for low, high in ends)
         return _together([rule(curve) for curve in found], f"{span}: {figure}")
 
     return judge
 
 
-def _in_order(axis: str, pairs: Sequence[tuple[str, str]]) -> Judge:
+def _in_order(axis: str, pairs: Sequence[tuple[str, str]]) -> ClaimCheck:
     """Looks whether the first of each pair of named points is faster than the second."""
 
-    def judge(study: Study) -> tuple[Verdict, str]:
+    def judge(study: StudyResults) -> tuple[Verdict, str]:
         found, names = [], []
-        for curve in curves(study.results, axis):
+        for curve in build_curves(study.results, axis):
             at = {spot.x: spot.rows_per_second for spot in curve.spots}
             for faster, slower in pairs:
                 if faster in at and slower in at:
-                    one = ratio(at[slower], at[faster])
-                    found.append(Judged(_within(one, high=1.0), one.median))
+                    one = divide_speeds(at[slower], at[faster])
+                    found.append(ShapeVerdict(_within(one, high=1.0), one.median))
                     names.append(f"{slower} / {faster} {one.median:.2f}")
         if not found:
             return "cannot tell", "none of " + ", ".join(f"{slower} beside {faster}" for faster, slower in pairs)
@@ -118,7 +126,7 @@ def _in_order(axis: str, pairs: Sequence[tuple[str, str]]) -> Judge:
     return judge
 
 
-def _together(judged: Sequence[Judged], figure: str) -> tuple[Verdict, str]:
+def _together(judged: Sequence[ShapeVerdict], figure: str) -> tuple[Verdict, str]:
     """One verdict of several curves: those that can tell must all say the same, and one of them must be able to."""
     telling = [one for one in judged if one.verdict != "cannot tell"]
     verdicts = {one.verdict for one in telling}
@@ -132,7 +140,7 @@ def _together(judged: Sequence[Judged], figure: str) -> tuple[Verdict, str]:
     return (verdicts.pop() if len(verdicts) == 1 else "cannot tell"), text
 
 
-def _qualities(study: Study) -> list[tuple[float, float, float]]:
+def _qualities(study: StudyResults) -> list[tuple[float, float, float]]:
     """(rows of a batch, NE with the config's rates, NE with tuned ones), in order."""
     found = [
         (result.point.values["training.batch_rows"], result.quality["ne"], result.quality["tuned_ne"])
@@ -142,30 +150,33 @@ def _qualities(study: Study) -> list[tuple[float, float, float]]:
     return sorted(found)
 
 
-def _ne_grows(study: Study) -> tuple[Verdict, str]:
+def _ne_grows(study: StudyResults) -> tuple[Verdict, str]:
     found = _qualities(study)
     if len(found) < 2:
         return "cannot tell", "fewer than 2 batch sizes"
     (small, base, _), (large, ne, _) = found[0], found[-1]
     verdict: Verdict = "cannot tell" if abs(ne - base) <= CHANCE_NE else "agrees" if ne > base else "disagrees"
-    return verdict, f"batch_rows {shown(small)} to {shown(large)}: NE {base:.4f} to {ne:.4f}"
+    return verdict, f"batch_rows {format_value(small)} to {format_value(large)}: NE {base:.4f} to {ne:.4f}"
 
 
-def _tuning_helps(study: Study) -> tuple[Verdict, str]:
+def _tuning_helps(study: StudyResults) -> tuple[Verdict, str]:
     found = _qualities(study)
     if len(found) < 2 or found[-1][1] - found[0][1] <= CHANCE_NE:
         return "cannot tell", "no loss to win back"
     (_, base, _), (large, ne, tuned) = found[0], found[-1]
-    text = f"batch_rows {shown(large)}: NE {ne:.4f}, tuned {tuned:.4f}: {(ne - tuned) / (ne - base):.0%} of the loss"
+    share = (ne - tuned) / (ne - base)
+    text = f"batch_rows {format_value(large)}: NE {ne:.4f}, tuned {tuned:.4f}: {share:.0%} of the loss"
     return ("agrees" if ne - tuned > CHANCE_NE else "disagrees"), text
 
 
-def _a_gap_stays(study: Study) -> tuple[Verdict, str]:
+def _a_gap_stays(study: StudyResults) -> tuple[Verdict, str]:
     found = _qualities(study)
     if len(found) < 2:
         return "cannot tell", "fewer than 2 batch sizes"
     gap = found[-1][2] - found[0][2]
-    text = f"tuned NE {found[0][2]:.4f} at {shown(found[0][0])}, {found[-1][2]:.4f} at {shown(found[-1][0])}"
+    text = (
+        f"tuned NE {found[0][2]:.4f} at {format_value(found[0][0])}, {found[-1][2]:.4f} at {format_value(found[-1][0])}"
+    )
     return ("agrees" if gap > CHANCE_NE else "disagrees" if gap <= 0 else "cannot tell"), text
 
 

@@ -1,16 +1,16 @@
 """Points of a calibration span the space, and none is so large that it takes as long as all others."""
 
-from pipeline.characterization.spread import MOST_HELD, MOST_LOOKED_UP, SPANS, spread
+from pipeline.characterization.calibration_points import MOST_HELD, MOST_LOOKED_UP, SPANS, draw_points
 
 
 def test_more_points_go_on_from_fewer():
-    points = spread(48, [1, 2])
-    assert points[:10] == spread(10, [1, 2])
+    points = draw_points(48, [1, 2])
+    assert points[:10] == draw_points(10, [1, 2])
     assert len({point.key for point in points}) == 48
 
 
 def test_values_lie_in_their_spans_and_span_them():
-    points = [{key.rsplit(".", 1)[1]: value for key, value in p.settings.items()} for p in spread(48, [1, 2])]
+    points = [{key.rsplit(".", 1)[1]: value for key, value in p.settings.items()} for p in draw_points(48, [1, 2])]
     for name in ("dense_features", "sparse_features", "lookups", "batch_rows", "embedding_width"):
         low, high = SPANS[name]
         values = [point[name] for point in points]
@@ -23,7 +23,7 @@ def test_values_lie_in_their_spans_and_span_them():
 
 
 def test_no_point_is_too_large():
-    for point in spread(64, [1]):
+    for point in draw_points(64, [1]):
         one = {key.rsplit(".", 1)[1]: value for key, value in point.settings.items()}
         width = one["sparse_features"] * one["embedding_width"]
         assert width * one["hash_size"] <= 1.01 * MOST_HELD

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.characterization.config import Workload
-from pipeline.characterization.workload import batches
+from pipeline.characterization.workload import draw_batches
 from pipeline.transforms.ops import FillNull, FirstX, SigridHash, Standardise
 from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
 from storage.config import WarehouseConfig
@@ -26,7 +26,7 @@ MOST_ROWS = 65_536
 """Of a row group, as in other tables."""
 
 
-def write(workload: Workload, rows: int, folder: Path, seed: int) -> tuple[Warehouse, SnapshotRef]:
+def write_workload(workload: Workload, rows: int, folder: Path, seed: int) -> tuple[Warehouse, SnapshotRef]:
     """One day of so many rows in an embedded catalog below the folder; those that are there are taken."""
     inputs = f"{LAYOUT} {rows} {seed} {workload.model_dump_json()}"
     identity = hashlib.sha256(inputs.encode()).hexdigest()[:16]
@@ -41,7 +41,7 @@ def write(workload: Workload, rows: int, folder: Path, seed: int) -> tuple[Wareh
     return warehouse, warehouse.replace_days(table, {DAY: identity}, schema, _chunks(uncut, rows, group, seed), rows)
 
 
-def features_of(workload: Workload) -> FeatureSchema:
+def make_schema(workload: Workload) -> FeatureSchema:
     """What a reader makes of the columns: the features of `plan_of`, lists cut before they are hashed."""
     scaled = (Standardise(mean=0.0, std=1.0), FillNull())  # as they are, but at the usual cost
     cut = (FirstX(limit=workload.truncation), SigridHash(size=workload.hash_size))
@@ -55,7 +55,7 @@ def _chunks(workload: Workload, rows: int, chunk_rows: int, seed: int) -> Iterat
 
 
 def _chunk(workload: Workload, rows: int, seed: int) -> pa.RecordBatch:
-    (batch,) = batches(workload, rows, 1, seed)
+    (batch,) = draw_batches(workload, rows, 1, seed)
     columns: dict[str, pa.Array] = {"day": pa.array([DAY] * rows, pa.date32())}
     columns[LABEL] = pa.array(batch.labels.numpy().astype(np.int32))
     columns |= {f"dense_{i}": pa.array(column) for i, column in enumerate(batch.dense.T.contiguous().numpy())}
