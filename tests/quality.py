@@ -6,20 +6,20 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.evaluation.config import EvaluationConfig
-from pipeline.evaluation.evaluate import Evaluation, Scored
+from pipeline.evaluation.evaluate import Evaluation, ScoredRows
 from pipeline.evaluation.metrics import Quality
-from pipeline.evaluation.sums import Tally
+from pipeline.evaluation.sums import MetricSums
 from storage.reader import DAY
 
 
 def quality(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> Quality:
     """All metrics of some rows."""
-    tally = Tally()
-    tally.add(np.asarray(labels, np.float64), np.asarray(probabilities, np.float64))
-    return tally.quality()
+    sums = MetricSums()
+    sums.add(np.asarray(labels, np.float64), np.asarray(probabilities, np.float64))
+    return sums.quality()
 
 
-def evaluate(parts: Iterable[Scored], config: EvaluationConfig, units: str = DAY) -> Evaluation:
+def evaluate(parts: Iterable[ScoredRows], config: EvaluationConfig, units: str = DAY) -> Evaluation:
     """The sums of all parts."""
     evaluation = Evaluation(config, units)
     for part in parts:

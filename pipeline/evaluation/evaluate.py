@@ -1,4 +1,4 @@
-"""Scored rows -> EvalReport: overall, per slice, and beside the best that could be reached where that is known."""
+"""Scored rows -> EvalReport: overall, per slice, and against the best possible NE where that is known."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -6,22 +6,21 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel
 from scipy.special import ndtri  # type: ignore[import-untyped]
 
 from pipeline.errors import EmptyDatasetError
 from pipeline.evaluation.config import EvaluationConfig
-from pipeline.evaluation.grouped import Grouped, GroupedAuc
-from pipeline.evaluation.metrics import Bin, Quality, curves, equal_bins, losses
-from pipeline.evaluation.sums import COARSE_BINS, MOST_VALUES, Members, Pairs, Tally, unit_groups
+from pipeline.evaluation.grouped import GroupedAuc, GroupedPredictions
+from pipeline.evaluation.metrics import Bin, Floats, Integers, Quality, curves, equal_bins, losses
+from pipeline.evaluation.sums import COARSE_BINS, MOST_VALUES, Members, MetricSums, PairedSums, unit_groups
 from storage.reader import DAY
 
 
 @dataclass(frozen=True, eq=False)
-class Scored:
-    """Predictions beside the labels they are for.
+class ScoredRows:
+    """Predictions and labels of rows.
 
     Shapes:
         labels, probabilities: float64 [N]. extra: table of N rows with the slice columns, and what the gate
@@ -29,12 +28,12 @@ class Scored:
         those of the model before its tables were rounded, where they were. weights: float64 [N], where rows have some.
     """
 
-    labels: npt.NDArray[np.float64]
-    probabilities: npt.NDArray[np.float64]
+    labels: Floats
+    probabilities: Floats
     extra: pa.Table
-    champion: npt.NDArray[np.float64] | None = None
-    exact: npt.NDArray[np.float64] | None = None
-    weights: npt.NDArray[np.float64] | None = None
+    champion: Floats | None = None
+    exact: Floats | None = None
+    weights: Floats | None = None
 
 
 class Slice(BaseModel, frozen=True):
@@ -93,73 +92,61 @@ class EvalReport(BaseModel, frozen=True):
         return (1.0 - self.overall.ne) / (1.0 - self.ne_floor)
 
 
-class Sliced:
+class SliceSums:
     """Sums by the values of one column."""
 
-    def __init__(self, weighted: bool = False) -> None:
+    def __init__(self) -> None:
         self.members = Members()
-        self.weighted = weighted
-        self.tally, self.pairs = self._nothing()
+        self.metrics, self.pairs = MetricSums(0, COARSE_BINS), PairedSums(0)
 
-    def add(
-        self, part: Scored, column: str, apart: npt.NDArray[np.float64] | None, units: npt.NDArray[np.int64]
-    ) -> None:
-        """Takes rows in."""
-        members = self.members.number(part.extra.column(column))
+    def add(self, part: ScoredRows, column: str, difference: Floats | None, units: Integers) -> None:
+        """Adds rows."""
+        members = self.members.encode(part.extra.column(column))
         self._make_room()
         if members is not None:
-            self.tally.add(part.labels, part.probabilities, members, part.weights)
-            if apart is not None:
-                self.pairs.add(part.labels, apart, units, members, part.weights)
+            self.metrics.add(part.labels, part.probabilities, members, part.weights)
+            if difference is not None:
+                self.pairs.add(part.labels, difference, units, members, part.weights)
 
     def merge(self, other: Self) -> None:
-        """Takes the rows of another one in."""
+        """Adds the sums of other rows."""
         names = None if other.members.codes is None else list(other.members.codes)
-        at = None if names is None else self.members.numbered(names)
+        at = None if names is None else self.members.number(names)
         if names is None:
             self.members.codes = None
         self._make_room()
         if at is not None:
-            self.tally.merge(other.tally, at)
+            self.metrics.merge(other.metrics, at)
             self.pairs.merge(other.pairs, at)
 
     def _make_room(self) -> None:
         wanted = 0 if self.members.codes is None else len(self.members.codes)
-        if wanted > len(self.tally.sums):
+        if wanted > len(self.metrics.sums):
             room = min(2 * wanted, MOST_VALUES)
-            self.tally.grow(room)
+            self.metrics.grow(room)
             self.pairs.grow(room)
         elif self.members.codes is None:
-            self.tally, self.pairs = self._nothing()
-
-    def _nothing(self) -> tuple[Tally, Pairs]:
-        return Tally(0, COARSE_BINS, self.weighted), Pairs(0, self.weighted)
+            self.metrics, self.pairs = MetricSums(0, COARSE_BINS), PairedSums(0)
 
 
 class Evaluation:
-    """Everything that is known of the rows so far, in memory that does not grow with them.
-
-    Two that have seen some rows each, in processes of their own, merge to what one that has seen all would be, bit
-    for bit.
+    """All sums over the rows so far, in memory that does not grow with the rows.
 
     Args:
-        units: Column that the gate resamples by; units are put into groups.
-        folder: Predictions are kept here until they are grouped for GAUC.
-        weighted: Whether rows have weights; then all of them do.
+        units: Column that the gate resamples by. Its values are put into groups.
+        folder: Holds the predictions until they are grouped for GAUC.
     """
 
-    def __init__(
-        self, config: EvaluationConfig, units: str = DAY, folder: Path | None = None, weighted: bool = False
-    ) -> None:
+    def __init__(self, config: EvaluationConfig, units: str = DAY, folder: Path | None = None) -> None:
         self.config, self.units = config, units
-        self.model, self.champion, self.exact = (Tally(weighted=weighted) for _ in range(3))
-        self.truth = None if config.true_probability is None else Tally(weighted=weighted)
-        self.pairs = Pairs(weighted=weighted)
-        self.slices = {column: Sliced(weighted) for column in config.slices}
-        self.grouped = None if config.group_by is None or folder is None else Grouped(folder)
+        self.model, self.champion, self.exact = (MetricSums() for _ in range(3))
+        self.truth = None if config.true_probability is None else MetricSums()
+        self.pairs = PairedSums()
+        self.slices = {column: SliceSums() for column in config.slices}
+        self.grouped = None if config.group_by is None or folder is None else GroupedPredictions(folder)
 
-    def add(self, part: Scored) -> None:
-        """Takes scored rows in."""
+    def add(self, part: ScoredRows) -> None:
+        """Adds scored rows."""
         labels, weights = part.labels, part.weights
         self.model.add(labels, part.probabilities, weights=weights)
         if self.truth is not None and self.config.true_probability is not None:
@@ -167,24 +154,24 @@ class Evaluation:
             self.truth.add(labels, truth, weights=weights)
         if part.exact is not None:
             self.exact.add(labels, part.exact, weights=weights)
-        apart, units = None, np.zeros(len(labels), np.int64)
+        difference, units = None, np.zeros(len(labels), np.int64)
         if part.champion is not None:
             self.champion.add(labels, part.champion, weights=weights)
-            apart = np.nan_to_num(losses(labels, part.probabilities) - losses(labels, part.champion))
+            difference = np.nan_to_num(losses(labels, part.probabilities) - losses(labels, part.champion))
             units = unit_groups(part.extra.column(self.units)) if self.units in part.extra.column_names else units
-            self.pairs.add(labels, apart, units, weights=weights)
+            self.pairs.add(labels, difference, units, weights=weights)
         for column, sliced in self.slices.items():
-            sliced.add(part, column, apart, units)
+            sliced.add(part, column, difference, units)
         if self.grouped is not None and self.config.group_by is not None:
             self.grouped.add(part.extra.column(self.config.group_by), labels, part.probabilities, weights)
 
     def close(self) -> None:
-        """Ends what is open: it can then be sent to another process."""
+        """Closes the open file. The evaluation can then be sent to another process."""
         if self.grouped is not None:
             self.grouped.close()
 
     def merge(self, other: Self) -> None:
-        """Takes the rows of another evaluation in; its files, if any, lie in the same folder already."""
+        """Adds the sums of another evaluation. Its files, if any, lie in the same folder already."""
         self.model.merge(other.model)
         self.champion.merge(other.champion)
         self.exact.merge(other.exact)
@@ -195,7 +182,7 @@ class Evaluation:
             sliced.merge(other.slices[column])
 
     def report(self) -> EvalReport:
-        """What the rows say of the model.
+        """Computes all metrics.
 
         Raises:
             EmptyDatasetError: If there was no row.
@@ -203,12 +190,13 @@ class Evaluation:
         overall = self.model.quality()
         if overall.rows == 0:
             raise EmptyDatasetError("evaluation rows", "at least one", "none", "Check split and filter.")
-        roc, precision_recall = ([], []) if overall.auc is None else curves(self.model.binned())
+        by_log_odds = self.model.by_log_odds[0]
+        roc, precision_recall = ([], []) if overall.auc is None else curves(by_log_odds)
         too_many = f"more than {MOST_VALUES:,} values"
         return EvalReport(
             overall=overall,
             slices=tuple(found for column in self.slices for found in self._slices(column)),
-            calibration=tuple(equal_bins(self.model.binned(), self.model.predicted[0])),
+            calibration=tuple(equal_bins(by_log_odds, self.model.predicted[0])),
             roc=tuple(roc),
             precision_recall=tuple(precision_recall),
             ne_floor=None if self.truth is None else self.truth.quality().ne,
@@ -218,19 +206,37 @@ class Evaluation:
         )
 
     def _slices(self, column: str) -> Iterable[Slice]:
-        """The most frequent values, the first by name among equals."""
+        """Yields the most frequent values, in the order of their names where equally frequent."""
         sliced, config = self.slices[column], self.config
-        rows = sliced.tally.sums[:, 0] + sliced.tally.sums[:, 2]
+        rows = sliced.metrics.rows
         ranked = sorted((sliced.members.codes or {}).items(), key=lambda item: (-rows[item[1]], item[0]))
-        reach = float(ndtri(1.0 - config.level / 2.0))
         for value, member in ranked[: config.slice_values]:
-            quality, error = sliced.tally.quality(member), sliced.tally.ne_error(member)
-            known = quality.ne is not None and error is not None
-            yield Slice(
-                column=column,
-                value=value,
-                quality=quality,
-                ne_low=quality.ne - reach * error if known else None,  # type: ignore[operator]
-                ne_high=quality.ne + reach * error if known else None,  # type: ignore[operator]
-                small=quality.rows < config.small_slice_rows,
-            )
+            quality, error = sliced.metrics.quality(member), sliced.metrics.ne_error(member)
+            low = high = None
+            if quality.ne is not None and error is not None:
+                margin = float(ndtri(1.0 - config.level / 2.0)) * error
+                low, high = quality.ne - margin, quality.ne + margin
+            small = quality.rows < config.small_slice_rows
+            yield Slice(column=column, value=value, quality=quality, ne_low=low, ne_high=high, small=small)
+
+
+class OrderedMerge:
+    """Merges evaluations by their number, whatever order they arrive in.
+
+    Sums of floats depend on their order. Here the order is that of the numbers, and so are the bits.
+
+    Args:
+        whole: Takes the sums of all.
+    """
+
+    def __init__(self, whole: Evaluation) -> None:
+        self.whole = whole
+        self.waiting: dict[int, Evaluation] = {}
+        self.next = 0
+
+    def add(self, number: int, part: Evaluation) -> None:
+        """Merges a part once all parts with smaller numbers are merged."""
+        self.waiting[number] = part
+        while self.next in self.waiting:
+            self.whole.merge(self.waiting.pop(self.next))
+            self.next += 1

@@ -1,4 +1,4 @@
-"""Challenger against champion on the same rows -> promote, hold or reject, with the reason."""
+"""Compares a challenger with the champion on the same rows: promote, hold or reject, with the reason."""
 
 import math
 from typing import Any, Literal
@@ -9,28 +9,28 @@ from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from pipeline.evaluation.config import GateConfig
 from pipeline.evaluation.evaluate import EvalReport, Evaluation
-from pipeline.evaluation.metrics import UNIT, Floats, Integers, Quality, base_entropy, losses
-from pipeline.evaluation.sums import Pairs, moments_of, sum_of_squares
+from pipeline.evaluation.metrics import Floats, Integers, Moments, Quality, base_entropy, losses
+from pipeline.evaluation.sums import PairedSums
 from storage.reader import DAY
 
 ENOUGH_DAYS = 20
-"""From so many days on, days are what differs by chance: rows of a day have much in common."""
+"""From so many days on, days are resampled by default: rows of a day have much in common."""
 FEWEST_UNITS = 5
-"""With fewer of them an interval says nothing."""
+"""With fewer units an interval says nothing."""
 
 
 class Difference(BaseModel, frozen=True):
-    """NE of the challenger less that of the champion on the same rows, with a two-sided interval."""
+    """NE of the challenger minus NE of the champion on the same rows, with a two-sided interval."""
 
     ne: float
     low: float
     high: float
     units: int
-    """Things resampled: rows, days, users; more than 1,024 that are not rows are put into so many groups."""
+    """Resampled units: rows, days, users. More than 1,024 that are not rows share so many groups."""
 
 
 class Verdict(BaseModel, frozen=True):
-    """What becomes of a version."""
+    """The gate's decision on a version."""
 
     decision: Literal["promote", "hold", "reject"]
     reason: str
@@ -41,17 +41,17 @@ class Verdict(BaseModel, frozen=True):
     difference: Difference | None = None
 
 
-def ne_difference(pairs: Pairs, by_rows: bool, level: float, member: int = 0) -> Difference | None:
-    """NE of one model less that of another, and the interval that chance leaves it; None where it is undefined.
+def ne_difference(pairs: PairedSums, by_rows: bool, level: float, member: int = 0) -> Difference | None:
+    """Returns NE of one model minus NE of another with its confidence interval. None: it is undefined.
 
-    The interval is the closed form of the paired bootstrap over units: NE is a ratio of means over the same rows, so
-    to first order the difference is a mean of one number for each unit (the delta method), and Student's distribution
+    The interval is the closed form of the paired bootstrap over units. NE is a ratio of means over the same rows. To
+    first order the difference is therefore a mean of one number per unit (the delta method), and Student's distribution
     gives its bounds. It costs one pass instead of a thousand, and stays right for few units.
 
     Args:
         pairs: Sums of the differences of their losses.
-        by_rows: Each row is a unit; else each group of units is one.
-        level: Chance that the interval leaves out the truth.
+        by_rows: Each row is a unit. Otherwise each group of units is one.
+        level: Chance that the interval misses the true difference.
     Source:
         Efron and Tibshirani 1993, "An introduction to the bootstrap", chapter 21 (the delta method as its limit);
         Cameron and Miller 2015, "A practitioner's guide to cluster-robust inference", section II.
@@ -61,50 +61,41 @@ def ne_difference(pairs: Pairs, by_rows: bool, level: float, member: int = 0) ->
         >>> ne_difference(paired(labels, sure, unsure), True, 0.05).high < 0.0
         True
     """
-    used = pairs.by_unit[member][pairs.by_unit[member][:, 0] > 0]
-    in_rows, positive, apart = used.T.astype(np.float64)
-    scale = UNIT if pairs.weighted else 1.0
-    rows, positives, total = in_rows.sum() * scale, positive.sum() * scale, apart.sum() * UNIT
-    rate = positives / rows if rows else 0.0
-    counted = int(pairs.counts[member, 0]) if pairs.weighted else int(rows)
-    entropy, count = base_entropy(rate), counted if by_rows else len(in_rows)
-    if entropy == 0.0 or count < FEWEST_UNITS:
+    by_unit = pairs.by_unit[member]
+    rows, positives, losses_apart = by_unit[by_unit[:, 0] > 0.0].T
+    weight = rows.sum()
+    rate = float(positives.sum() / weight) if weight else 0.0
+    entropy, units = base_entropy(rate), int(pairs.rows[member]) if by_rows else len(rows)
+    if entropy == 0.0 or units < FEWEST_UNITS:
         return None
-    mean = total / rows
-    difference = mean / entropy
-    over = difference * math.log((1.0 - rate) / rate)  # the change of the entropy with the rate
-    if by_rows and pairs.weighted:
-        squares = moments_of(pairs.moments[member]).spread(mean, rate, over)
-    elif by_rows:
-        of_positives, *limbs = pairs.sums[member].tolist()
-        squares = (
-            sum_of_squares(*limbs) - rows * mean * mean - 2.0 * over * (of_positives * UNIT - rows * mean * rate)
-            + over * over * rows * rate * (1.0 - rate)
-        )  # fmt: skip
+    mean = losses_apart.sum() / weight
+    difference = float(mean / entropy)
+    slope = difference * math.log((1.0 - rate) / rate)  # of the entropy, by the rate
+    if by_rows:
+        squares = Moments(*pairs.moments[member].tolist()).spread(mean, rate, slope)
     else:
-        of_rows, of_labels = in_rows * scale, positive * scale
-        squares = float(np.square(apart * UNIT - of_rows * mean - over * (of_labels - of_rows * rate)).sum())
-    error = math.sqrt(count / (count - 1) * max(squares, 0.0)) / rows / entropy
-    reach = float(stdtrit(count - 1, 1.0 - level / 2.0)) * error  # Student's distribution
-    return Difference(ne=difference, low=difference - reach, high=difference + reach, units=count)
+        squares = float(np.square(losses_apart - rows * mean - slope * (positives - rows * rate)).sum())
+    error = math.sqrt(units / (units - 1) * squares) / weight / entropy
+    margin = float(stdtrit(units - 1, 1.0 - level / 2.0) * error)  # Student's distribution
+    return Difference(ne=difference, low=difference - margin, high=difference + margin, units=units)
 
 
 def paired(
     labels: Floats, ours: Floats, theirs: Floats, units: Integers | None = None, weights: Floats | None = None
-) -> Pairs:
-    """The sums of rows at hand; units as numbers below 1,024.
+) -> PairedSums:
+    """Sums rows in memory. Units are numbers below 1,024.
 
     Shapes:
         labels, ours, theirs: float64 [N], probabilities of both models. units: int64 [N].
     """
-    pairs = Pairs(weighted=weights is not None)
-    apart = losses(labels, ours) - losses(labels, theirs)
-    pairs.add(labels, apart, np.zeros(len(labels), np.int64) if units is None else units, weights=weights)
+    pairs = PairedSums()
+    difference = losses(labels, ours) - losses(labels, theirs)
+    pairs.add(labels, difference, np.zeros(len(labels), np.int64) if units is None else units, weights=weights)
     return pairs
 
 
 def compare(evaluation: Evaluation, report: EvalReport, config: GateConfig, version: int) -> Verdict:
-    """The verdict on a challenger whose rows the champion has scored too.
+    """Decides on a challenger. The champion has scored the same rows.
 
     Args:
         evaluation: The sums of both.
@@ -112,27 +103,27 @@ def compare(evaluation: Evaluation, report: EvalReport, config: GateConfig, vers
         version: The champion's.
     """
     champion = evaluation.champion.quality()
-    days = int((evaluation.pairs.by_unit[0, :, 0] > 0).sum()) if evaluation.units == DAY else 0
+    days = int((evaluation.pairs.by_unit[0, :, 0] > 0.0).sum()) if evaluation.units == DAY else 0
     by = config.resample_by or (DAY if days >= ENOUGH_DAYS else "row")
     known: dict[str, Any] = {"champion": version, "champion_ne": champion.ne, "resampled_by": by}
 
     def verdict(decision: Literal["promote", "hold", "reject"], reason: str) -> Verdict:
         return Verdict(decision=decision, reason=reason, **known)
 
-    for whose, quality in (("this model", report.overall), (f"version {version}", champion)):
+    for model, quality in (("this model", report.overall), (f"version {version}", champion)):
         if quality.ne is None:
-            return verdict("hold", f"NE of {whose} is undefined: {quality.undefined['ne']}.")
+            return verdict("hold", f"NE of {model} is undefined: {quality.undefined['ne']}.")
     difference = ne_difference(evaluation.pairs, by == "row", config.level)
     if difference is None or champion.ne is None:
         return verdict("hold", f"NE cannot be compared: there are fewer than {FEWEST_UNITS} {by}s.")
     known["difference"] = difference
     against = f"that of version {version}, {champion.ne:.4f}"
-    found = _in_words(difference, champion.ne, by)
+    found = _describe(difference, champion.ne, by)
     if difference.low > 0.0:
         return verdict("reject", f"NE is higher than {against}, by {found}.")
-    if reason := _off(report.overall, champion, config, version):
+    if reason := _calibration_problem(report.overall, champion, config, version):
         return verdict("reject", reason)
-    if reason := _lost_slice(evaluation, report, by == "row", config, version):
+    if reason := _slice_problem(evaluation, report, by == "row", config, version):
         return verdict("reject", reason)
     if difference.high < -config.least_gain * champion.ne:
         return verdict("promote", f"NE is lower than {against}, by {found}.")
@@ -142,22 +133,22 @@ def compare(evaluation: Evaluation, report: EvalReport, config: GateConfig, vers
     return verdict("hold", f"NE differs from {against}, by {found}{least}.")
 
 
-def _off(challenger: Quality, champion: Quality, config: GateConfig, version: int) -> str | None:
-    """Why the challenger's calibration rules it out."""
+def _calibration_problem(challenger: Quality, champion: Quality, config: GateConfig, version: int) -> str | None:
+    """Returns why the challenger's calibration rules it out."""
     ours, theirs = challenger.calibration, champion.calibration
     if ours is None or config.calibration_low <= ours <= config.calibration_high:
         return None
     if theirs is not None and ours > 0.0 and abs(math.log(ours)) <= abs(math.log(theirs or 1e-9)):
         return None
-    shown = "undefined" if theirs is None else f"{theirs:.3f}"
+    known = "undefined" if theirs is None else f"{theirs:.3f}"
     bounds = f"{config.calibration_low:g} to {config.calibration_high:g}"
-    return f"Calibration {ours:.3f} lies outside {bounds}; that of version {version} is {shown}."
+    return f"Calibration {ours:.3f} lies outside {bounds}; that of version {version} is {known}."
 
 
-def _lost_slice(
+def _slice_problem(
     evaluation: Evaluation, report: EvalReport, by_rows: bool, config: GateConfig, version: int
 ) -> str | None:
-    """The slice where more is lost than may be; chance is shared among all slices that are looked at (Bonferroni)."""
+    """Describes a slice that loses more than allowed. The level is shared among all large slices (Bonferroni)."""
     large = [part for part in report.slices if not part.small]
     for part in large:
         sliced = evaluation.slices[part.column]
@@ -167,15 +158,15 @@ def _lost_slice(
             continue
         ne = part.quality.ne - found.ne
         if found.low > config.slice_loss * ne:
-            lost = _in_words(found, ne, "")
+            lost = _describe(found, ne, "")
             return (
                 f"Where {part.column} = {part.value}, NE is higher than that of version {version}, {ne:.4f}, by {lost}."
             )
     return None
 
 
-def _in_words(found: Difference, ne: float, by: str) -> str:
-    """A difference as percents of an NE, with its interval."""
+def _describe(found: Difference, ne: float, by: str) -> str:
+    """Formats a difference and its interval as percentages of an NE."""
     size, low, high = abs(found.ne) / ne, found.low / ne, found.high / ne
-    over = f" over {found.units:,} {by}s" if by else ""
-    return f"{size:.2%} ({low:+.2%} to {high:+.2%}{over})"
+    units = f" over {found.units:,} {by}s" if by else ""
+    return f"{size:.2%} ({low:+.2%} to {high:+.2%}{units})"

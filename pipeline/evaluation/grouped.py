@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from storage.query import connect
 
 STEPS = 1_000_000_000
-"""AUCs are added up as whole numbers of 1 / STEPS: the order of groups changes no bit of the mean."""
+"""AUCs are added up in whole steps of 1 / STEPS: DuckDB adds groups in any order, and the mean keeps its bits."""
 QUERY = """
 WITH ranked AS (
     SELECT unit, label, rank() OVER (PARTITION BY unit ORDER BY probability) AS first,
@@ -26,7 +26,7 @@ SELECT count(*), sum(n), sum(CAST(round((doubled / 2 - p * (p + 1) / 2) / (p * (
 FROM units WHERE p > 0 AND p < n
 """
 WEIGHT_STEPS = 10_000
-"""Weights are whole numbers of 1 / WEIGHT_STEPS here, for the same reason."""
+"""Weights are rounded to whole steps of 1 / WEIGHT_STEPS, for the same reason."""
 WEIGHTED = """
 WITH ranked AS (
     SELECT unit, label, weight, sum(weight * (1 - label)) OVER (PARTITION BY unit ORDER BY probability) AS upto,
@@ -54,7 +54,7 @@ class GroupedAuc(BaseModel, frozen=True):
     """Their rows."""
 
 
-class Grouped:
+class GroupedPredictions:
     """Predictions kept in files until they can be grouped.
 
     Source:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from pipeline.evaluation import plots
 from pipeline.evaluation.evaluate import EvalReport
-from pipeline.evaluation.importance import FeatureWorth
+from pipeline.evaluation.importance import FeatureImportance
 from pipeline.evaluation.plots import Curve
 
 METRICS = {
@@ -37,7 +37,7 @@ class RunRecord(BaseModel, frozen=True):
     result: Mapping[str, Any]
     """The run's result line."""
     report: EvalReport
-    features: tuple[FeatureWorth, ...]
+    features: tuple[FeatureImportance, ...]
     curves: Mapping[str, Curve]
     placement: tuple[Mapping[str, Any], ...]
     parameters: Mapping[str, str]

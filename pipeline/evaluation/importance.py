@@ -1,4 +1,4 @@
-"""What each feature is worth to a model, and what its values look like: how many, how long, how often they collide."""
+"""Feature importance, and facts about the values of features: coverage, length, hash collisions."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,46 +10,45 @@ from pydantic import BaseModel
 
 from pipeline.evaluation.gate import ne_difference
 from pipeline.evaluation.metrics import Floats, losses
-from pipeline.evaluation.sums import Pairs
+from pipeline.evaluation.sums import PairedSums
 from pipeline.transforms.column import Column
 from pipeline.transforms.plan.plan import Plan
 from pipeline.transforms.plan.schedule import Schedule
 
 
-class FeatureWorth(BaseModel, frozen=True):
+class FeatureImportance(BaseModel, frozen=True):
     """One feature on a sample of the evaluation rows."""
 
     name: str
     kind: str
     """dense or sparse."""
     ne_loss: float | None
-    """By how much NE rises when the feature's values are dealt out anew among the rows of a batch."""
+    """Rise of NE when the feature's values are permuted among the rows of a batch."""
     low: float | None
     high: float | None
     coverage: float
     """Share of rows that have a value."""
     mean_length: float | None
-    """Ids a row, rows without any included; None: a number."""
+    """Ids per row, including rows without any. None: a dense feature."""
     truncated: float | None
-    """Share of ids that the transforms leave out."""
+    """Share of ids that the transforms drop."""
     collisions: float | None
-    """1 - rows of the table used / distinct ids, in the sample; None: not hashed."""
+    """1 - used rows of the table / distinct ids, in the sample. None: not hashed."""
     droppable: bool
-    """Whether even the upper bound of its loss is too small to matter."""
+    """Whether even the upper bound of its NE loss is too small to matter."""
 
 
-class Study:
-    """Collects what a sample of rows says of all features.
+class ImportanceEstimator:
+    """Estimates the importance of all features on a sample of rows.
 
-    The rows of a batch exchange the values of one feature at a time, so that it keeps its distribution and loses its
-    meaning. A pooled vector is exchanged whole: the tables are looked up once, not once for each feature.
+    The values of one feature at a time are permuted among the rows of a batch: it keeps its distribution and loses its
+    meaning. A pooled vector is permuted whole: the tables are looked up once, not once per feature.
 
     Args:
         score: Probabilities, float64 [B], of dense numbers [B, D] and pooled vectors [B, F, E].
         seed: Of the permutations.
-        level: Chance that an interval leaves out the truth.
-        least_loss: Loss of NE that matters.
-        weighted: Whether rows have weights.
+        level: Chance that an interval misses the true loss.
+        least_loss: Smallest NE loss that matters.
     Source:
         Breiman 2001, "Random forests", section 10; Fisher, Rudin and Dominici 2019, arXiv:1801.01489.
     """
@@ -61,11 +60,10 @@ class Study:
         seed: int,
         level: float,
         least_loss: float,
-        weighted: bool = False,
     ) -> None:
         self.plan, self.score, self.seed, self.level, self.least_loss = plan, score, seed, level, least_loss
         self.names = plan.features
-        self.pairs = Pairs(len(self.names), weighted)
+        self.pairs = PairedSums(len(self.names))
         self.batches = self.rows = 0
         makers = {op.output: op for op in plan.ops}
         self.ends = {name: plan.direct.get(name, name) for name in self.names}
@@ -92,13 +90,13 @@ class Study:
         vectors: torch.Tensor,
         weights: Floats | None = None,
     ) -> None:
-        """Takes a batch in.
+        """Adds a batch.
 
         Args:
-            rows: The raw rows, of which `dense` and `vectors` were made.
+            rows: The raw rows that `dense` and `vectors` were made from.
             weights: float64 [N], where rows have weights.
         """
-        self._look_at(rows)
+        self._count_values(rows)
         before = losses(labels, self.score(dense, vectors))
         none = np.zeros(len(labels), np.int64)
         for number in range(len(self.names)):
@@ -111,17 +109,17 @@ class Study:
             self.pairs.add(labels, np.nan_to_num(losses(labels, after) - before), none, none + number, weights)
         self.batches += 1
 
-    def worths(self) -> list[FeatureWorth]:
-        """All features, the most valuable first."""
-        found = [self._worth(number, name) for number, name in enumerate(self.names)]
-        return sorted(found, key=lambda worth: -(worth.ne_loss or 0.0))
+    def estimate(self) -> list[FeatureImportance]:
+        """Returns all features, the most important first."""
+        found = [self._estimate(number, name) for number, name in enumerate(self.names)]
+        return sorted(found, key=lambda feature: -(feature.ne_loss or 0.0))
 
-    def _look_at(self, rows: pa.Table) -> None:
+    def _count_values(self, rows: pa.Table) -> None:
         columns = self.schedule.run(self.plan.completed(rows), Counter(), Counter())
         self.rows += rows.num_rows
         for name in self.names:
             start, end = columns[self.starts[name]], columns[self.ends[name]]
-            self.present[name] += _present(start)
+            self.present[name] += _count_present(start)
             if start.offsets is not None:
                 self.ids[name] += len(start.values)
                 self.kept[name] += min(len(end.values), len(start.values))
@@ -132,7 +130,7 @@ class Study:
             for seen, key in zip(self.distinct[name], keys, strict=True):
                 seen.append(np.unique(columns[key].values))
 
-    def _worth(self, number: int, name: str) -> FeatureWorth:
+    def _estimate(self, number: int, name: str) -> FeatureImportance:
         found = ne_difference(self.pairs, True, self.level, number)
         sparse = number >= len(self.plan.dense)
         ids = self.ids[name]
@@ -140,7 +138,7 @@ class Study:
         if name in self.distinct and self.batches:
             before, after = (len(np.unique(np.concatenate(seen))) for seen in self.distinct[name])
             collisions = 1.0 - after / before if before else 0.0
-        return FeatureWorth(
+        return FeatureImportance(
             name=name,
             kind="sparse" if sparse else "dense",
             ne_loss=None if found is None else found.ne,
@@ -154,8 +152,8 @@ class Study:
         )
 
 
-def _present(column: Column) -> int:
-    """Rows with a value."""
+def _count_present(column: Column) -> int:
+    """Counts rows with a value."""
     if column.offsets is None:
         return int(np.count_nonzero(~np.isnan(column.values)))
     return int(np.count_nonzero(np.diff(column.offsets)))

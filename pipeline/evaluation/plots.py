@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from pipeline.evaluation.evaluate import EvalReport
-from pipeline.evaluation.importance import FeatureWorth
+from pipeline.evaluation.importance import FeatureImportance
 from pipeline.evaluation.series import Course, trailing
 from pipeline.figure import plain_figure
 
@@ -162,7 +162,7 @@ MOST_BARS = 30
 """Features in the figure of what they are worth."""
 
 
-def importance(worths: Sequence[FeatureWorth]) -> Figure:
+def importance(worths: Sequence[FeatureImportance]) -> Figure:
     """NE that is lost without each feature's meaning, with its interval; the most valuable features."""
     shown = [worth for worth in worths if worth.ne_loss is not None][:MOST_BARS]
     title = "What features are worth" + (f", the first {MOST_BARS} of {len(worths)}" if len(worths) > MOST_BARS else "")

@@ -1,4 +1,8 @@
-"""Sums over scored rows in fixed memory. Whole numbers: rows in any order and any parts give the same bits."""
+"""Sums over scored rows, in memory that does not grow with the rows.
+
+Sums of floats depend on the order in which they are added. Each portion of the rows is summed alone, and portions are
+merged in the order of the data (`evaluate.OrderedMerge`): the bits do not depend on which process scored what.
+"""
 
 import datetime
 import zlib
@@ -9,97 +13,69 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.errors import DataError
 from pipeline.evaluation.metrics import (
     ECE_BINS,
-    UNIT,
-    Counts,
     Floats,
     Integers,
     Moments,
     Quality,
     log_odds_bins,
     losses,
-    ne_interval_error,
+    ne_error,
     quality,
-    weighted_ne_error,
 )
 
 FINE_BINS, COARSE_BINS = 1 << 16, 1 << 12
-"""Bins of log-odds for all rows, where AUC is right to 1e-5 (4,000 rows; closer for more), and for a slice: to 1e-4."""
+"""Bins of log-odds. Fine ones for all rows: AUC is right to 1e-5 (4,000 rows; closer for more). Coarse ones for a
+slice: to 1e-4."""
 MOST_VALUES = 1_000
-"""Values of a slice column; one with more of them is no slice column."""
-COARSE, FINE = 2.0**-20, 2.0**-50
-"""Units of squares; sums of either hold 8 billion rows."""
-LARGE = 2.0**10
-"""Unit of what is too large for them where rows have weights."""
+"""Values of a slice column. A column with more of them has no slices."""
 UNIT_GROUPS = 1_024
-"""Groups that the units of the gate, such as users, are put into where there are more of them."""
+"""Groups of the gate's units, such as users. More units than this share groups."""
 
 
-class Sums:
-    """Arrays of sums by member, int64 [K, ...] each."""
-
-    sums: Integers
+class MemberSums:
+    """Arrays of sums by member, float64 [K, ...] each."""
 
     def merge(self, other: Self, members: Sequence[int] | None = None) -> None:
-        """Takes the rows of another one in; `members` says where each of its members stands here, None: at its own."""
-        at = np.arange(len(other.sums)) if members is None else np.array(members, np.int64)
-        for name in vars(self):
-            getattr(self, name)[at] += getattr(other, name)[: len(at)]
-        self.fits()
+        """Adds the sums of other rows.
 
-    def of_weights(self) -> list[Integers]:
-        """Sums that are never negative unless they became too large; none where rows have no weights."""
-        return []
-
-    def fits(self) -> None:
-        """Refuses sums of weights that have become too large for whole numbers.
-
-        Raises:
-            DataError: If there are any.
+        Args:
+            members: The member here for each member of `other`. None: the same one.
         """
-        if any((array < 0).any() for array in self.of_weights()):
-            raise DataError(
-                "weights of the evaluation rows", "less than 8 billion in all, losses by weight as well", "more",
-                "Scale the weight column down.",
-            )  # fmt: skip
+        for name, array in vars(self).items():
+            added = getattr(other, name)
+            if members is None:
+                array += added
+            else:
+                array[np.array(members, np.int64)] += added[: len(members)]
 
     def grow(self, members: int) -> None:
         """Makes room for so many members."""
         for name, array in vars(self).items():
-            more = np.zeros((members - len(array), *array.shape[1:]), np.int64)
+            more = np.zeros((members - len(array), *array.shape[1:]))
             setattr(self, name, np.concatenate([array, more]))
 
 
-class Tally(Sums):
-    """Sums of the predictions for K members of a column's values (or for all rows as the only one).
+class MetricSums(MemberSums):
+    """Sums of the predictions for K members: the values of a slice column, or all rows as the only member.
+
+    A row without a weight has weight 1.
 
     Shapes:
-        sums: int64 [K, 8]: rows, positive rows, rows without a probability, units of prediction, of loss and of the
-        loss of positive rows, and squared losses as two numbers (see `squares`).
-        by_log_odds: int64 [K, bins, 2]: rows, positive rows. by_width: int64 [K, ECE_BINS, 3]: these, and units of
-        prediction. predicted: int64 [K, bins], kept for all rows alone.
-        Where rows have weights, all sums and bins but the counts of rows are of units times weight, bins count units
-        of weight, and there are also weights: int64 [K, 2], units of weight of rows and of positive rows, and moments:
-        int64 [K, 5, 3] (see `Moments`), each as three numbers (see `limbs`). Products are rounded to 2^-30.
+        sums: float64 [K, 6]: rows, rows without a probability, and by weight: rows, positive rows, predictions, losses.
+        moments: float64 [K, 5], of the losses (see `Moments`).
+        by_log_odds: float64 [K, bins, 2]: weight of rows and of positive rows.
+        by_width: float64 [K, ECE_BINS, 3]: the same and weighted predictions, by probability.
+        predicted: float64 [K, bins], weighted predictions by log-odds. For all rows only.
     """
 
-    def __init__(self, members: int = 1, bins: int = FINE_BINS, weighted: bool = False) -> None:
-        self.sums = np.zeros((members, 8), np.int64)
-        self.weights = np.zeros((members, 2 if weighted else 0), np.int64)
-        self.moments = np.zeros((members, 5 if weighted else 0, 3), np.int64)
-        self.by_log_odds = np.zeros((members, bins, 2), np.int64)
-        self.by_width = np.zeros((members, ECE_BINS, 3), np.int64)
-        self.predicted = np.zeros((members, bins if bins == FINE_BINS else 0), np.int64)
-
-    @property
-    def weighted(self) -> bool:
-        """Whether rows have weights."""
-        return self.weights.shape[1] > 0
-
-    def of_weights(self) -> list[Integers]:
-        return [self.sums, self.weights] if self.weighted else []
+    def __init__(self, members: int = 1, bins: int = FINE_BINS) -> None:
+        self.sums = np.zeros((members, 6))
+        self.moments = np.zeros((members, 5))
+        self.by_log_odds = np.zeros((members, bins, 2))
+        self.by_width = np.zeros((members, ECE_BINS, 3))
+        self.predicted = np.zeros((members, bins if bins == FINE_BINS else 0))
 
     def add(
         self,
@@ -108,152 +84,108 @@ class Tally(Sums):
         members: Integers | None = None,
         weights: Floats | None = None,
     ) -> None:
-        """Takes rows in.
+        """Adds rows.
 
         Args:
             labels: 0 or 1, float64 [N].
             probabilities: float64 [N].
-            members: int64 [N]: what each row belongs to. None: all to the first.
-            weights: float64 [N], where rows have weights.
+            members: int64 [N], the member of each row. None: the first for all.
+            weights: float64 [N]. None: 1 for all.
         """
         at = np.zeros(len(labels), np.int64) if members is None else members
+        weights = np.ones(len(labels)) if weights is None else weights
         probabilities = np.asarray(probabilities, np.float64)
         good = (probabilities >= 0.0) & (probabilities <= 1.0)  # NaN is neither
         if not good.all():
-            _add(self.sums, at[~good], (0, 0, 1))
-            at, labels, probabilities = at[good], labels[good], probabilities[good]
-            weights = None if weights is None else weights[good]
-        positive = labels.astype(np.int64)
-        loss = losses(labels, probabilities)
-        if weights is not None:
-            self._add_weighted(at, positive, probabilities, loss, weights)
-            return
-        units, predicted = in_units(loss), in_units(probabilities)
-        _add(self.sums, at, (1, positive, 0, predicted, units, units * positive, *squares(loss)))
-        self._add_binned(at, probabilities, 1, positive, predicted)
-
-    def _add_weighted(
-        self, at: Integers, positive: Integers, probabilities: Floats, loss: Floats, weights: Floats
-    ) -> None:
-        units, predicted, weight = in_units(loss * weights), in_units(probabilities * weights), in_units(weights)
-        _add(self.sums, at, (1, positive, 0, predicted, units, units * positive))
-        _add(self.weights, at, (weight, weight * positive))
-        add_moments(self.moments, at, positive, loss, weights)
-        self._add_binned(at, probabilities, weight, weight * positive, predicted)
-        self.fits()
-
-    def _add_binned(
-        self, at: Integers, probabilities: Floats, ones: Integers | int, positive: Integers, predicted: Integers
-    ) -> None:
+            _add(self.sums, at[~good], (0.0, 1.0))
+            at, labels, probabilities, weights = at[good], labels[good], probabilities[good], weights[good]
+        loss, positive, predicted = losses(labels, probabilities), weights * labels, weights * probabilities
+        _add(self.sums, at, (1.0, 0.0, weights, positive, predicted, weights * loss))
+        _add_moments(self.moments, at, labels, loss, weights)
         count = self.by_log_odds.shape[1]
         bins = at * count + log_odds_bins(probabilities, count)
-        _add(self.by_log_odds, bins, (ones, positive))
+        _add(self.by_log_odds, bins, (weights, positive))
         if self.predicted.shape[1]:
             _add(self.predicted[..., None], bins, (predicted,))
         widths = np.minimum((probabilities * ECE_BINS).astype(np.int64), ECE_BINS - 1)
-        _add(self.by_width, at * ECE_BINS + widths, (ones, positive, predicted))
+        _add(self.by_width, at * ECE_BINS + widths, (weights, positive, predicted))
+
+    @property
+    def rows(self) -> Integers:
+        """Rows of each member, with or without a probability, int64 [K]."""
+        return self.sums[:, :2].sum(axis=1).astype(np.int64)
 
     def quality(self, member: int = 0) -> Quality:
-        """All metrics of a member's rows."""
-        rows, positives, broken, predicted, loss, *_ = self.sums[member].tolist()
-        by_width: Counts = self.by_width[member]
-        weight = None
-        if self.weighted:
-            weight, positives = (float(value) * UNIT for value in self.weights[member])
-            by_width = by_width * np.array([UNIT, UNIT, 1.0])
-        return quality(
-            rows + broken, positives, predicted * UNIT, loss * UNIT, self.binned(member), by_width, broken, weight
-        )
-
-    def binned(self, member: int = 0) -> Counts:
-        """[bins, 2]: rows and positive rows by log-odds; where rows have weights, the sums of these."""
-        return self.by_log_odds[member] * UNIT if self.weighted else self.by_log_odds[member]
+        """Returns all metrics of a member's rows."""
+        _, broken, weight, positives, predicted, loss = self.sums[member].tolist()
+        by_log_odds, by_width = self.by_log_odds[member], self.by_width[member]
+        rows = int(self.rows[member])
+        return quality(rows, weight, positives, predicted, loss, by_log_odds, by_width, int(broken))
 
     def ne_error(self, member: int = 0) -> float | None:
-        """Standard error of a member's NE, rows taken as independent."""
-        rows, positives, _, _, loss, of_positives, *squared = self.sums[member].tolist()
-        if self.weighted:
-            weight, positives = (float(value) * UNIT for value in self.weights[member])
-            return weighted_ne_error(rows, weight, positives, loss * UNIT, moments_of(self.moments[member]))
-        return ne_interval_error(rows, positives, loss * UNIT, sum_of_squares(*squared), of_positives * UNIT)
+        """Returns the standard error of a member's NE, with rows as independent draws."""
+        rows, _, weight, positives, _, loss = self.sums[member].tolist()
+        return ne_error(int(rows), weight, positives, loss, Moments(*self.moments[member].tolist()))
 
 
-class Pairs(Sums):
+class PairedSums(MemberSums):
     """Sums of the losses of two models on the same rows, for K members and by groups of units.
 
     Shapes:
-        sums: int64 [K, 3]: units of the difference of the losses where the label is 1, and the squares of all
-        differences as two numbers (see `squares`).
-        by_unit: int64 [K, UNIT_GROUPS, 3]: rows, positive rows and units of the difference of the losses.
-        Where rows have weights, these are units of weight, the difference times the weight, and there are also
-        counts: int64 [K, 1], the rows, and moments: int64 [K, 5, 3] of the difference, as in `Tally`.
+        rows: float64 [K].
+        by_unit: float64 [K, UNIT_GROUPS, 3]: by weight, rows, positive rows and differences of the losses.
+        moments: float64 [K, 5], of the differences (see `Moments`).
     """
 
-    def __init__(self, members: int = 1, weighted: bool = False) -> None:
-        self.sums = np.zeros((members, 3), np.int64)
-        self.by_unit = np.zeros((members, UNIT_GROUPS, 3), np.int64)
-        self.counts = np.zeros((members, 1 if weighted else 0), np.int64)
-        self.moments = np.zeros((members, 5 if weighted else 0, 3), np.int64)
-
-    @property
-    def weighted(self) -> bool:
-        """Whether rows have weights."""
-        return self.counts.shape[1] > 0
-
-    def of_weights(self) -> list[Integers]:
-        return [self.by_unit[..., :2]] if self.weighted else []
+    def __init__(self, members: int = 1) -> None:
+        self.rows = np.zeros(members)
+        self.by_unit = np.zeros((members, UNIT_GROUPS, 3))
+        self.moments = np.zeros((members, 5))
 
     def add(
         self,
         labels: Floats,
-        apart: Floats,
+        difference: Floats,
         units: Integers,
         members: Integers | None = None,
         weights: Floats | None = None,
     ) -> None:
-        """Takes rows in.
+        """Adds rows.
 
         Args:
             labels: 0 or 1, float64 [N].
-            apart: Loss of the one model less that of the other, float64 [N].
+            difference: Loss of the first model minus that of the second, float64 [N].
             units: int64 [N], each below UNIT_GROUPS.
-            members, weights: As of `Tally.add`.
+            members, weights: As in `MetricSums.add`.
         """
         at = np.zeros(len(labels), np.int64) if members is None else members
-        if weights is not None:
-            positive, weight = labels.astype(np.int64), in_units(weights)
-            values = (weight, weight * positive, in_units(apart * weights))
-            _add(self.by_unit, at * UNIT_GROUPS + units, values)
-            _add(self.counts, at, (1,))
-            add_moments(self.moments, at, positive, apart, weights)
-            self.fits()
-            return
-        positive, difference = labels.astype(np.int64), in_units(apart)
-        _add(self.sums, at, (difference * positive, *squares(apart)))
-        _add(self.by_unit, at * UNIT_GROUPS + units, (1, positive, difference))
+        weights = np.ones(len(labels)) if weights is None else weights
+        np.add.at(self.rows, at, 1.0)
+        _add(self.by_unit, at * UNIT_GROUPS + units, (weights, weights * labels, weights * difference))
+        _add_moments(self.moments, at, labels, difference, weights)
 
 
 class Members:
-    """The values of a column, numbered as they come.
+    """The values of a column, numbered in the order in which they appear.
 
     Attributes:
-        codes: Value as text -> its number; None once there were too many.
+        codes: Value as text -> its number. None: there were too many values.
     """
 
     def __init__(self) -> None:
         self.codes: dict[str, int] | None = {}
 
-    def number(self, values: pa.Array | pa.ChunkedArray) -> Integers | None:
-        """The number of each row's value, int64 [N]; None where the column has too many."""
+    def encode(self, values: pa.Array | pa.ChunkedArray) -> Integers | None:
+        """Returns the number of each row's value, int64 [N]. None: the column has too many values."""
         if self.codes is None:
             return None
         combined = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
         encoded = pc.dictionary_encode(combined, null_encoding="encode")
-        own = self.numbered(["(null)" if not value.is_valid else str(value.as_py()) for value in encoded.dictionary])
+        own = self.number(["(null)" if not value.is_valid else str(value.as_py()) for value in encoded.dictionary])
         return None if own is None else np.array(own, np.int64)[encoded.indices.to_numpy(zero_copy_only=False)]
 
-    def numbered(self, names: Sequence[str]) -> list[int] | None:
-        """The numbers of values given as text; None where they are too many."""
+    def number(self, names: Sequence[str]) -> list[int] | None:
+        """Returns the numbers of values given as text. None: the column has too many values."""
         if self.codes is None:
             return None
         own = [self.codes.setdefault(name, len(self.codes)) for name in names]
@@ -263,56 +195,23 @@ class Members:
         return own
 
 
-def _add(sums: Integers, at: Integers, values: Sequence[Integers | int]) -> None:
-    """Adds to rows `at` of sums, seen as rows of its last axis; NumPy is fast where indices are flat."""
+def _add(sums: Floats, at: Integers, values: Sequence[Floats | float]) -> None:
+    """Adds values to rows `at` of sums, seen as rows of its last axis. NumPy is fast where indices are flat."""
     flat, width = sums.reshape(-1), sums.shape[-1]
     for column, value in enumerate(values):
-        if not (isinstance(value, int) and value == 0):
+        if not (isinstance(value, float) and value == 0.0):
             np.add.at(flat, at * width + column, value)
 
 
-def in_units(values: Floats) -> Integers:
-    """Whole numbers of UNIT."""
-    result: Integers = np.rint(values * (1.0 / UNIT)).astype(np.int64)
-    return result
-
-
-def squares(values: Floats) -> tuple[Integers, Integers]:
-    """Squares as whole numbers of COARSE and, for the rest, of FINE: models that hardly differ have tiny squares."""
-    return _parts(np.square(values))
-
-
-def _parts(values: Floats) -> tuple[Integers, Integers]:
-    coarse = np.floor(values / COARSE)
-    return coarse.astype(np.int64), np.rint((values - coarse * COARSE) / FINE).astype(np.int64)
-
-
-def sum_of_squares(coarse: int, fine: int) -> float:
-    """What sums of `squares` stand for."""
-    return coarse * COARSE + fine * FINE
-
-
-def limbs(values: Floats) -> tuple[Integers, Integers, Integers]:
-    """Numbers of any size as whole numbers of 2^10, COARSE and FINE, so that sums of all three have room."""
-    large = np.floor(values / LARGE)
-    return (large.astype(np.int64), *_parts(values - large * LARGE))
-
-
-def add_moments(sums: Integers, at: Integers, positive: Integers, values: Floats, weights: Floats) -> None:
-    """Adds rows to moments, int64 [K, 5, 3]; see `Moments`."""
-    weight, weighted = np.square(weights), np.square(weights) * values
-    products = (weight, weight * positive, weighted, weighted * positive, weighted * values)
-    for number, product in enumerate(products):
-        _add(sums, at * len(products) + number, limbs(product))
-
-
-def moments_of(sums: Integers) -> Moments:
-    """What sums of `limbs`, int64 [5, 3], stand for."""
-    return Moments(*(large * LARGE + sum_of_squares(coarse, fine) for large, coarse, fine in sums.tolist()))
+def _add_moments(sums: Floats, at: Integers, labels: Floats, values: Floats, weights: Floats) -> None:
+    """Adds rows to moments, float64 [K, 5] (see `Moments`)."""
+    weight = np.square(weights)
+    weighted = weight * values
+    _add(sums, at, (weight, weight * labels, weighted, weighted * labels, weighted * values))
 
 
 def unit_groups(values: pa.ChunkedArray) -> Integers:
-    """The group of each row's unit, int64 [N]; up to UNIT_GROUPS days in a row have one each."""
+    """Returns the group of each row's unit, int64 [N]. Up to UNIT_GROUPS consecutive days have one group each."""
     encoded = pc.dictionary_encode(values.combine_chunks(), null_encoding="encode")
     groups = np.array([_group(value.as_py()) for value in encoded.dictionary], np.int64)
     return groups[encoded.indices.to_numpy(zero_copy_only=False)] if len(groups) else np.empty(0, np.int64)

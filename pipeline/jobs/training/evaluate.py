@@ -1,5 +1,6 @@
 """A trained model judged on the evaluation rows, beside the champion."""
 
+import math
 import multiprocessing
 import os
 import shutil
@@ -15,9 +16,9 @@ from pipeline.config import RunConfig
 from pipeline.data.joined.reader import schema_of
 from pipeline.errors import ConfigError
 from pipeline.evaluation.config import EvaluationConfig
-from pipeline.evaluation.evaluate import EvalReport, Evaluation, Scored
+from pipeline.evaluation.evaluate import EvalReport, Evaluation, OrderedMerge, ScoredRows
 from pipeline.evaluation.gate import Verdict, compare
-from pipeline.evaluation.importance import FeatureWorth, Study
+from pipeline.evaluation.importance import FeatureImportance, ImportanceEstimator
 from pipeline.evaluation.metrics import Floats
 from pipeline.jobs.console import Progress
 from pipeline.jobs.training.job import TrainingJob, columns_at, tracker_of, warehouse_of
@@ -32,8 +33,9 @@ from storage.reader import DAY, Fragment
 
 IMPORTANCE_BATCH_ROWS = 2_048
 """Rows that exchange the values of a feature."""
-PORTIONS = 16
-"""Pieces of work that each process gets, so that progress is seen and none waits long for another."""
+PORTIONS = 64
+"""Most pieces of work that the evaluation rows are cut into, for any number of workers: float sums depend on which rows
+are added up together."""
 
 
 class Judged(BaseModel, frozen=True):
@@ -43,7 +45,7 @@ class Judged(BaseModel, frozen=True):
     gate: Verdict
     weights_sha256: str = ""
     """Of the trained model that was judged."""
-    features: tuple[FeatureWorth, ...] = ()
+    features: tuple[FeatureImportance, ...] = ()
     """The most valuable first; none where they were not looked at."""
 
     @property
@@ -89,29 +91,35 @@ class Comparison(BaseModel, frozen=True):
     groups: Path
     """Folder for the predictions that GAUC groups."""
 
-    def over(self, fragments: Sequence[Fragment]) -> Iterator[tuple[int, Evaluation, str | None]]:
-        """(rows so far, sums so far, why the champion failed if it did), after each fragment.
+    def empty(self, groups: Path | None = None) -> Evaluation:
+        """Returns the sums of no rows."""
+        return Evaluation(self.evaluation, self.units, groups)
 
-        Rows are scored fragment by fragment, whoever does it: arithmetic may differ in its last bits between batches
-        of different sizes.
+
+class PortionScorer:
+    """Scores portions of the evaluation rows in this process, with models that are loaded once."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison, self.worker = comparison, Worker(comparison.spec)
+        self.model, self.champion = LoadedModel(comparison.model), Champion(comparison.champion)
+        self.exact = None if comparison.exact is None else LoadedModel(comparison.exact)
+
+    def score(self, fragments: Sequence[Fragment]) -> tuple[int, Evaluation, str | None]:
+        """Returns the number of rows, their sums, and why the champion failed if it did.
+
+        Rows are scored fragment by fragment: arithmetic may differ in its last bits between batches of different sizes.
         """
-        model, champion = LoadedModel(self.model), Champion(self.champion)
-        exact = None if self.exact is None else LoadedModel(self.exact)
-        worker, evaluation = Worker(self.spec), self.nothing(self.groups)
-        done = 0
+        evaluation, done = self.comparison.empty(self.comparison.groups), 0
         for fragment in fragments:
-            rows = worker.read_selected(fragment)
-            labels, weights = outcomes_of(worker, rows, fragment)
-            extra = rows.select(list(self.spec.extra))
-            before = None if exact is None else exact.score(rows)
-            evaluation.add(Scored(labels, model.score(rows), extra, champion.score(rows), before, weights))
+            rows = self.worker.read_selected(fragment)
+            labels, weights = outcomes_of(self.worker, rows, fragment)
+            extra = rows.select(list(self.comparison.spec.extra))
+            exact = None if self.exact is None else self.exact.score(rows)
+            champion = self.champion.score(rows)
+            evaluation.add(ScoredRows(labels, self.model.score(rows), extra, champion, exact, weights))
             done += rows.num_rows
-            yield done, evaluation, champion.error
         evaluation.close()
-
-    def nothing(self, groups: Path | None = None) -> Evaluation:
-        """The sums of no rows."""
-        return Evaluation(self.evaluation, self.units, groups, self.spec.weight is not None)
+        return done, evaluation, self.champion.error
 
 
 def outcomes_of(worker: Worker, rows: pa.Table, fragment: Fragment) -> tuple[Floats, Floats | None]:
@@ -120,13 +128,10 @@ def outcomes_of(worker: Worker, rows: pa.Table, fragment: Fragment) -> tuple[Flo
     return labels.astype("float64"), None if weights is None else weights.astype("float64")
 
 
-def portion(comparison: Comparison, fragments: Sequence[Fragment]) -> tuple[int, Evaluation, str | None]:
-    """What a process of its own finds in some fragments."""
+def score_portion(comparison: Comparison, fragments: Sequence[Fragment]) -> tuple[int, Evaluation, str | None]:
+    """Scores some fragments in a process of its own."""
     torch.set_num_threads(max((os.cpu_count() or 1) // comparison.evaluation.workers, 1))
-    found: tuple[int, Evaluation, str | None] = (0, comparison.nothing(), None)
-    for seen in comparison.over(fragments):
-        found = seen
-    return found
+    return PortionScorer(comparison).score(fragments)
 
 
 def judge(config: RunConfig, job: TrainingJob, model: Path, progress: Progress, exact: Path | None = None) -> Judged:
@@ -195,16 +200,15 @@ def quality(config: RunConfig, spec: DataSpec, rows: int, model: Path, progress:
     return evaluation.report()
 
 
-def worths(config: RunConfig, job: TrainingJob, model: Path, progress: Progress) -> tuple[FeatureWorth, ...]:
+def worths(config: RunConfig, job: TrainingJob, model: Path, progress: Progress) -> tuple[FeatureImportance, ...]:
     """What the features are worth on a sample of the evaluation rows: the first of fragments spread over all."""
     evaluation, wanted = config.evaluation, config.evaluation.importance_rows
     if wanted is None:
         return ()
     loaded, worker = LoadedModel(model), Worker(job.data["test"], warehouse_of(config))
-    study = Study(
-        loaded.plan, loaded.score_parts, config.seed, evaluation.level, evaluation.droppable_ne_loss,
-        worker.spec.weight is not None,
-    )  # fmt: skip
+    estimator = ImportanceEstimator(
+        loaded.plan, loaded.score_parts, config.seed, evaluation.level, evaluation.droppable_ne_loss
+    )
     fragments = worker.fragments()
     most = max(wanted // len(fragments), IMPORTANCE_BATCH_ROWS)
     total = min(wanted, job.rows["test"])
@@ -214,9 +218,9 @@ def worths(config: RunConfig, job: TrainingJob, model: Path, progress: Progress)
         for start in range(0, sample.num_rows, IMPORTANCE_BATCH_ROWS):
             rows = sample.slice(start, IMPORTANCE_BATCH_ROWS)
             part = slice(start, start + rows.num_rows)
-            study.add(rows, labels[part], *loaded.parts(rows), None if weights is None else weights[part])
-            progress("features", min(study.rows, total), total)
-    return tuple(study.worths())
+            estimator.add(rows, labels[part], *loaded.parts(rows), None if weights is None else weights[part])
+            progress("features", min(estimator.rows, total), total)
+    return tuple(estimator.estimate())
 
 
 def _champion(
@@ -244,28 +248,35 @@ def _evaluated(
     comparison: Comparison, fragments: Sequence[Fragment], total: int, progress: Progress
 ) -> tuple[Evaluation, str | None]:
     """The sums over all fragments, and why the champion failed if it did."""
-    whole, failed = comparison.nothing(comparison.groups), None
+    size = math.ceil(len(fragments) / PORTIONS) or 1
+    portions = [fragments[start : start + size] for start in range(0, len(fragments), size)]
+    merged, seen, failed = OrderedMerge(comparison.empty(comparison.groups)), 0, None
+    for number, (done, evaluation, error) in _scored_portions(comparison, portions):
+        merged.add(number, evaluation)
+        seen, failed = seen + done, failed or error
+        progress("evaluate", seen, total)
+    return merged.whole, failed
+
+
+def _scored_portions(
+    comparison: Comparison, portions: Sequence[Sequence[Fragment]]
+) -> Iterator[tuple[int, tuple[int, Evaluation, str | None]]]:
+    """Yields the number of each portion and what `PortionScorer.score` returns for it, in the order they finish."""
     workers = comparison.evaluation.workers
     if workers == 1:
-        for done, evaluation, error in comparison.over(fragments):
-            whole, failed = evaluation, error
-            progress("evaluate", done, total)
-        return whole, failed
-    seen, size = 0, max(len(fragments) // (workers * PORTIONS), 1)
+        scorer = PortionScorer(comparison)
+        yield from ((number, scorer.score(fragments)) for number, fragments in enumerate(portions))
+        return
     with ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), die_with_parent, (os.getpid(),)
     ) as pool:  # fmt: skip
-        parts = [fragments[start : start + size] for start in range(0, len(fragments), size)]
         try:
-            for future in as_completed([pool.submit(portion, comparison, part) for part in parts]):
-                done, evaluation, error = future.result()
-                whole.merge(evaluation)
-                seen, failed = seen + done, failed or error
-                progress("evaluate", seen, total)
+            numbers = {pool.submit(score_portion, comparison, part): number for number, part in enumerate(portions)}
+            for future in as_completed(list(numbers)):
+                yield numbers.pop(future), future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return whole, failed
 
 
 def moved(config: RunConfig, version: int, verdict: Verdict) -> tuple[Verdict, str | None]:

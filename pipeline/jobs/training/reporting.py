@@ -5,7 +5,7 @@ from pydantic import ValidationError
 from pipeline.errors import RegistryError
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.html import RunRecord, rendered
-from pipeline.evaluation.importance import FeatureWorth
+from pipeline.evaluation.importance import FeatureImportance
 from pipeline.jobs.training.job import TrainingJob
 from pipeline.registration.tracking import RESULT, Tracker
 
@@ -39,7 +39,7 @@ def _read(tracker: Tracker, run_id: str) -> RunRecord:
         title=f"{model['name']} version {model['version']}",
         result=result,
         report=EvalReport.model_validate(tracker.read_json(run_id, REPORT)),
-        features=tuple(FeatureWorth.model_validate(one) for one in tracker.read_json(run_id, FEATURES)),
+        features=tuple(FeatureImportance.model_validate(one) for one in tracker.read_json(run_id, FEATURES)),
         curves=tracker.curves(run_id, [*CURVES, *STALL_CURVES]),
         placement=tuple(tracker.read_json(run_id, PLAN)),
         parameters=dict(run.data.params),

@@ -1,7 +1,8 @@
-"""The report: slices and their intervals, GAUC, floor, curves; rows in any parts and order; what is refused."""
+"""The report: slices and their intervals, GAUC, floor, curves; rows that arrive in any order; what is refused."""
 
 import io
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,7 @@ from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 from pipeline.errors import EmptyDatasetError
 from pipeline.evaluation import plots
 from pipeline.evaluation.config import EvaluationConfig
-from pipeline.evaluation.evaluate import Evaluation, Scored
+from pipeline.evaluation.evaluate import Evaluation, OrderedMerge, ScoredRows
 from pipeline.evaluation.metrics import base_entropy
 from pipeline.evaluation.sums import MOST_VALUES
 from tests.quality import evaluate, quality
@@ -29,7 +30,9 @@ def parts():
     extra = pa.table({"country": country, "truth": truth, "user": user})
     champion = np.clip(truth + random.normal(0, 0.2, 3_000), 0.01, 0.99)
     return [
-        Scored(*(values[i : i + 700] for values in (labels, probabilities)), extra.slice(i, 700), champion[i : i + 700])
+        ScoredRows(
+            *(values[i : i + 700] for values in (labels, probabilities)), extra.slice(i, 700), champion[i : i + 700]
+        )
         for i in range(0, 3_000, 700)
     ]
 
@@ -58,32 +61,50 @@ def test_parts_are_judged_together(parts):
 EVERYTHING = EvaluationConfig(slices=("country",), group_by="user", true_probability="truth")
 
 
+ARRIVALS = [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3], [1, 0, 3, 2, 4], [3, 4, 0, 2, 1]]
+
+
 def arrays(evaluation):
-    tallies = [evaluation.model, evaluation.champion, evaluation.truth, evaluation.pairs]
-    return [array.tolist() for tally in tallies for array in vars(tally).values()]
+    sliced = evaluation.slices["country"]
+    sums = [evaluation.model, evaluation.champion, evaluation.truth, evaluation.pairs, sliced.metrics, sliced.pairs]
+    return [array.tolist() for one in sums for array in vars(one).values()], sliced.members.codes
 
 
-def test_parts_scored_elsewhere_in_another_order_change_no_bit(parts, tmp_path):
-    """One process against three, each with some of the rows, the last first."""
-    one = Evaluation(EVERYTHING, "user", tmp_path / "one")
-    for part in parts:
-        one.add(part)
-    merged = Evaluation(EVERYTHING, "user", tmp_path / "three")
-    for own in (parts[3:], parts[1:3], parts[:1]):
-        other = Evaluation(EVERYTHING, "user", tmp_path / "three")
-        for part in own:
-            other.add(part)
-        other.close()
-        merged.merge(other)
-    assert arrays(merged) == arrays(one)
-    reports = merged.report(), one.report()
-    assert reports[0] == reports[1]
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_order_of_arrival_changes_no_bit(parts, tmp_path, weighted):
+    """Portions that several processes score arrive in any order. Here in five."""
+    if weighted:
+        random = np.random.default_rng(3)
+        parts = [replace(part, weights=random.uniform(1e-3, 5e3, len(part.labels))) for part in parts]
+    found, reports = [], []
+    for arrival in ARRIVALS:
+        merged = OrderedMerge(Evaluation(EVERYTHING, "user", tmp_path / "groups"))
+        for number in arrival:
+            portion = Evaluation(EVERYTHING, "user", tmp_path / "groups")
+            portion.add(parts[number])
+            portion.close()
+            merged.add(number, portion)
+        assert not merged.waiting
+        found.append(arrays(merged.whole))
+        reports.append(merged.whole.report())
+    assert all(other == found[0] for other in found[1:])
+    assert all(other == reports[0] for other in reports[1:])
+    assert reports[0].overall.rows == 3_000
     assert reports[0].grouped is not None
     assert not list(tmp_path.iterdir())
 
 
+def test_portions_are_merged_as_soon_as_all_before_them_are(parts):
+    merged = OrderedMerge(Evaluation(EvaluationConfig()))
+    rows = []
+    for number in (1, 0, 3, 4, 2):
+        merged.add(number, evaluate([parts[number]], EvaluationConfig()))
+        rows.append(int(merged.whole.model.rows[0]))
+    assert rows == [0, 1_400, 1_400, 1_400, 3_000]
+
+
 def test_memory_does_not_grow_with_rows(parts):
-    """All that is kept, as it would be sent to another process: whole numbers of more digits, and no more of them."""
+    """The sums as they would be sent to another process keep their size."""
     evaluation = evaluate(parts, EvaluationConfig(slices=("country",)))
     before = len(pickle.dumps(evaluation))
     for part in parts * 3:
@@ -136,21 +157,22 @@ def test_only_the_most_frequent_values_are_shown(parts):
 
 def test_a_column_of_too_many_values_has_no_slices():
     rows = MOST_VALUES + 1
-    part = Scored(np.zeros(rows), np.full(rows, 0.5), pa.table({"id": np.arange(rows)}))
+    part = ScoredRows(np.zeros(rows), np.full(rows, 0.5), pa.table({"id": np.arange(rows)}))
     config = EvaluationConfig(slices=("id",))
     report = reported([part], config)
     assert (report.slices, report.notes) == ((), {"id": "more than 1,000 values"})
     halves = [
-        evaluate([Scored(part.labels[s], part.probabilities[s], part.extra[s])], config)
+        evaluate([ScoredRows(part.labels[s], part.probabilities[s], part.extra[s])], config)
         for s in (slice(600), slice(600, None))
     ]
     halves[0].merge(halves[1])
-    assert halves[0].report() == report
+    merged = halves[0].report()
+    assert (merged.slices, merged.notes, merged.overall.rows) == (report.slices, report.notes, rows)
 
 
 def test_gauc_against_a_loop_over_the_groups(parts, tmp_path):
     evaluation = Evaluation(EvaluationConfig(group_by="user"), folder=tmp_path / "groups")
-    coarse = [Scored(part.labels, np.round(part.probabilities, 1), part.extra) for part in parts]
+    coarse = [ScoredRows(part.labels, np.round(part.probabilities, 1), part.extra) for part in parts]
     for part in coarse:
         evaluation.add(part)
     labels, probabilities, extra = whole(coarse)
@@ -164,7 +186,7 @@ def test_gauc_against_a_loop_over_the_groups(parts, tmp_path):
 
 def test_gauc_is_undefined_where_no_group_has_both_labels(tmp_path):
     evaluation = Evaluation(EvaluationConfig(group_by="user"), folder=tmp_path / "groups")
-    evaluation.add(Scored(np.array([0.0, 1.0]), np.array([0.2, 0.3]), pa.table({"user": ["a", "b"]})))
+    evaluation.add(ScoredRows(np.array([0.0, 1.0]), np.array([0.2, 0.3]), pa.table({"user": ["a", "b"]})))
     grouped = evaluation.report().grouped
     assert (grouped.gauc, grouped.groups, grouped.rows) == (None, 0, 0)
 
@@ -200,7 +222,7 @@ def test_any_report_can_be_drawn():
     labels, odd = np.array([0.0, 1.0] * 40), pa.array(["$10_$20", "$\\x$", "a\nb", None] * 20)
     for probabilities in (np.full(80, np.nan), np.append(np.nan, np.full(79, 0.5)), np.full(80, 0.5)):
         report = reported(
-            [Scored(labels, probabilities, pa.table({"price": odd}))], EvaluationConfig(slices=("price",))
+            [ScoredRows(labels, probabilities, pa.table({"price": odd}))], EvaluationConfig(slices=("price",))
         )
         for draw in (plots.roc, plots.precision_recall, plots.calibration, plots.slices):
             with io.BytesIO() as file:
@@ -213,7 +235,7 @@ def test_any_report_can_be_drawn():
 def test_true_probabilities_may_be_certain_or_unknown(kind):
     labels = np.array([0.0, 1.0] * 10)
     truth = pa.array([0.0, 1.0] * 10, kind)
-    parts = [Scored(labels, np.full(20, 0.5), pa.table({"truth": truth}))]
+    parts = [ScoredRows(labels, np.full(20, 0.5), pa.table({"truth": truth}))]
     assert reported(parts, EvaluationConfig(true_probability="truth")).ne_floor == pytest.approx(0.0, abs=1e-9)
-    parts = [Scored(labels, np.full(20, 0.5), pa.table({"truth": pa.nulls(20, kind)}))]
+    parts = [ScoredRows(labels, np.full(20, 0.5), pa.table({"truth": pa.nulls(20, kind)}))]
     assert reported(parts, EvaluationConfig(true_probability="truth")).ne_floor is None

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 
 from pipeline.evaluation.config import EvaluationConfig
-from pipeline.evaluation.evaluate import Scored
+from pipeline.evaluation.evaluate import ScoredRows
 from pipeline.evaluation.html import RunRecord, rendered
-from pipeline.evaluation.importance import FeatureWorth
+from pipeline.evaluation.importance import FeatureImportance
 from tests.quality import evaluate
 
 TRAIN = {
@@ -24,9 +24,9 @@ def record(title, shift, **parameters):
     truth = random.beta(2, 5, 2_000)
     labels = (random.random(2_000) < truth).astype(float)
     country = pa.array([["<b>A</b>", "B"][i % 40 == 0] for i in range(2_000)])
-    scored = Scored(labels, np.clip(truth + shift, 0.01, 0.99), pa.table({"country": country}))
+    scored = ScoredRows(labels, np.clip(truth + shift, 0.01, 0.99), pa.table({"country": country}))
     report = evaluate([scored], EvaluationConfig(slices=("country",), small_slice_rows=100)).report()
-    worth = FeatureWorth(
+    worth = FeatureImportance(
         name="price", kind="dense", ne_loss=0.0123, low=0.01, high=0.02, coverage=0.875, mean_length=None,
         truncated=None, collisions=None, droppable=False,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What features are worth, against models whose use of them is known, and their facts against plain counts."""
+"""What features are feature, against models whose use of them is known, and their facts against plain counts."""
 
 import numpy as np
 import pyarrow as pa
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.data.batch import sparse_tensor
-from pipeline.evaluation.importance import Study
+from pipeline.evaluation.importance import ImportanceEstimator
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import FeatureSchema
 from tests.quality import quality
@@ -40,12 +40,12 @@ def score(dense, vectors):
 
 
 @pytest.fixture(scope="module")
-def worths(rows):
+def importances(rows):
     plan = build_plan(FeatureSchema.model_validate(SCHEMA), rows.schema)
-    study = Study(plan, score, 1, 0.05, 0.0005)
+    estimator = ImportanceEstimator(plan, score, 1, 0.05, 0.0005)
     for start in range(0, ROWS, 500):
-        study.add(*batch(plan, rows.slice(start, 500)))
-    return {worth.name: worth for worth in study.worths()}
+        estimator.add(*batch(plan, rows.slice(start, 500)))
+    return {feature.name: feature for feature in estimator.estimate()}
 
 
 def batch(plan, rows):
@@ -57,7 +57,7 @@ def batch(plan, rows):
     return rows, rows.column("label").to_numpy().astype(float), torch.from_numpy(made.dense), vectors
 
 
-def test_the_loss_is_that_of_a_column_dealt_out_anew(rows, worths):
+def test_the_loss_is_that_of_a_column_dealt_out_anew(rows, importances):
     """The column is shuffled by hand, over and over, inside the same batches."""
     plan = build_plan(FeatureSchema.model_validate(SCHEMA), rows.schema)
     _, labels, dense, vectors = batch(plan, rows)
@@ -67,22 +67,22 @@ def test_the_loss_is_that_of_a_column_dealt_out_anew(rows, worths):
         changed = dense.clone()
         changed[:, 0] = dense[order, 0]
         losses.append(quality(labels, score(changed, vectors)).ne - before)
-    strong = worths["strong"]
+    strong = importances["strong"]
     assert strong.low < np.mean(losses) < strong.high
     assert strong.low > 0.2
 
 
-def test_features_are_ranked_and_what_is_not_used_could_be_dropped(worths):
-    assert next(iter(worths)) == "strong"
-    assert {name for name, worth in worths.items() if worth.droppable} >= {"unused", "items", "hour"}
-    assert not worths["strong"].droppable
-    assert (worths["unused"].ne_loss, worths["unused"].low, worths["unused"].high) == (0.0, 0.0, 0.0)
+def test_features_are_ranked_and_what_is_not_used_could_be_dropped(importances):
+    assert next(iter(importances)) == "strong"
+    assert {name for name, feature in importances.items() if feature.droppable} >= {"unused", "items", "hour"}
+    assert not importances["strong"].droppable
+    assert (importances["unused"].ne_loss, importances["unused"].low, importances["unused"].high) == (0.0, 0.0, 0.0)
 
 
-def test_the_facts_of_a_feature_against_plain_counts(rows, worths):
+def test_the_facts_of_a_feature_against_plain_counts(rows, importances):
     lists = [value or [] for value in rows.column("items").to_pylist()]
     ids = sum(len(value) for value in lists)
-    items, hour, strong = worths["items"], worths["hour"], worths["strong"]
+    items, hour, strong = importances["items"], importances["hour"], importances["strong"]
     assert items.coverage == pytest.approx(sum(bool(value) for value in lists) / ROWS)
     assert items.mean_length == pytest.approx(ids / ROWS)
     assert items.truncated == pytest.approx(1 - sum(min(len(value), 3) for value in lists) / ids)

@@ -10,7 +10,7 @@ from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 from torchrec.metrics.ne import NEMetricComputation
 
 from pipeline.evaluation.metrics import EPS, base_entropy, equal_bins
-from pipeline.evaluation.sums import COARSE_BINS, Tally
+from pipeline.evaluation.sums import COARSE_BINS, MetricSums
 from tests.quality import quality
 
 
@@ -51,9 +51,9 @@ def test_ranks_count_ties_half(rows):
 
 def test_coarse_bins_are_fine_enough_for_a_slice(rows):
     labels, probabilities = rows
-    tally = Tally(1, COARSE_BINS)
-    tally.add(labels, probabilities)
-    assert tally.quality().auc == pytest.approx(roc_auc_score(labels, probabilities), abs=1e-4)
+    sums = MetricSums(1, COARSE_BINS)
+    sums.add(labels, probabilities)
+    assert sums.quality().auc == pytest.approx(roc_auc_score(labels, probabilities), abs=1e-4)
 
 
 def test_recalibration_against_a_fitted_intercept(rows):
@@ -85,9 +85,9 @@ def test_ece_against_a_loop(rows):
 
 
 def test_bins_of_equal_rows(rows):
-    tally = Tally()
-    tally.add(*rows)
-    found = equal_bins(tally.by_log_odds[0], tally.predicted[0], 20)
+    sums = MetricSums()
+    sums.add(*rows)
+    found = equal_bins(sums.by_log_odds[0], sums.predicted[0], 20)
     assert [part.rows for part in found] == pytest.approx([200] * 20, abs=5)
     assert sum(part.rows for part in found) == 4_000
     assert [part.predicted for part in found] == sorted(part.predicted for part in found)
