@@ -99,8 +99,9 @@ def test_what_a_killed_attempt_left_behind_is_not_counted(smoke, home, copied):
 def test_processes_that_share_the_rows_judge_as_one_does(smoke, home, copied):
     job, model = the_model(smoke, home)
     alone = evaluate.judge(load(CONFIG), job, model, lambda *note: None)
-    several = evaluate.judge(load(CONFIG, {"evaluation.workers": 2}), job, model, lambda *note: None)
-    assert several == alone
+    for workers in (2, 3):
+        several = evaluate.judge(load(CONFIG, {"evaluation.workers": workers}), job, model, lambda *note: None)
+        assert several == alone
     assert alone.gate.difference.ne == 0.0
 
 
