@@ -46,7 +46,7 @@ from models.dlrm import DLRM
 from pipeline.data.batch import Batch, Position
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import RANK_ENVIRONMENT
-from pipeline.training.tables.model import sharded
+from pipeline.training.tables.model import shard_model
 from pipeline.training.tables.prefetch import with_next
 from pipeline.training.trainer import Trainer
 
@@ -267,7 +267,7 @@ def ours(shape: Shape, rank: int, ranks: int, device: torch.device, **settings: 
     )  # fmt: skip
     bags = [SparseFeature(name, name, shape.rows, "sum") for name in names(shape)]
     model = DLRM(DLRMConfig(embedding_width=shape.width, bottom_mlp=BOTTOM, top_mlp=TOP), DENSE, bags, "meta")
-    whole, _ = sharded(model, config, device, seed=1, half_width=None)
+    whole, _ = shard_model(model, config, device, seed=1, half_width=None)
     trainer = Trainer(whole, config, lambda position: iter(()), None, Path(), lambda event: None, 1, device)
     endless = _endless(
         [

@@ -66,7 +66,7 @@ def _folders(config: RunConfig, run: str | None) -> list[Path]:
         if not runs:
             raise ConfigError(f"run '{run}'", f"a run of '{config.name}' in '{root}'", f"{known}", "Name one of them.")
     best = [[folder / "checkpoints" / BEST] for folder in runs]
-    found = [store.checkpoints(folder / "checkpoints") + last for folder, last in zip(runs, best, strict=True)]
+    found = [store.list_checkpoints(folder / "checkpoints") + last for folder, last in zip(runs, best, strict=True)]
     return [folder for folders in found for folder in folders if folder.is_dir()]
 
 

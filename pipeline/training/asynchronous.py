@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pipeline.data.batch import Batch
 from pipeline.training.optim import dense_parameters
-from pipeline.training.state.async_checkpoint import Saver
+from pipeline.training.state.async_checkpoint import AsyncCheckpointer
 from pipeline.training.tables.bags import NumbaBags
 from pipeline.training.trainer import Trainer
 
@@ -82,7 +82,7 @@ class AsyncTrainer(Trainer):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self.saver = Saver(background=False)  # each rank would copy all tables
+        self.checkpointer = AsyncCheckpointer(background=False)  # each rank would copy all tables
         self.elastic = self.config.sync == "easgd"
         self.sums, fd = shared(torch.zeros(dist.get_world_size(), 4, dtype=torch.float64))
         os.close(fd)
@@ -186,9 +186,9 @@ class AsyncTrainer(Trainer):
         super().finish()
         self.adopt()
 
-    def exported(self) -> dict[str, torch.Tensor] | None:
+    def export_weights(self) -> dict[str, torch.Tensor] | None:
         """See `Trainer`; every rank has all weights."""
-        return super().exported() if dist.get_rank() == 0 else None
+        return super().export_weights() if dist.get_rank() == 0 else None
 
     @torch.no_grad()
     def adopt(self, optimizer: bool = False) -> None:

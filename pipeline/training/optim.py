@@ -14,14 +14,15 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan, ShardingType
+from torchrec.distributed.types import ShardingPlan as TorchRecPlan
+from torchrec.distributed.types import ShardingType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import SGD, Adagrad, Adam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from pipeline.training.config import TrainConfig
-from pipeline.training.tables.bags import set_update
-from pipeline.training.tables.sharding import lookups
+from pipeline.training.tables.bags import set_update_number
+from pipeline.training.tables.sharding import iter_lookups
 
 SOME = 0.01
 """A number for tables whose content does not matter."""
@@ -41,7 +42,7 @@ TABLE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
-def fuse_table_optimizer(model: nn.Module, config: TrainConfig, plan: ShardingPlan) -> None:
+def fuse_table_optimizer(model: nn.Module, config: TrainConfig, plan: TorchRecPlan) -> None:
     """An exact optimizer that updates the tables inside the backward pass; call before sharding.
 
     Tables that the plan replicates are left to `ReplicatedTables`: their gradients are known after all ranks met.
@@ -177,7 +178,7 @@ class Rates:
         replicated: ReplicatedTables | None = None,
     ) -> None:
         self.dense, self.fused, self.replicated, self.config = optimizer, model.fused_optimizer, replicated, config
-        modules = (module for lookup in lookups(model) for module in lookup.modules())
+        modules = (module for lookup in iter_lookups(model) for module in lookup.modules())
         self.kernels = [module for module in modules if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen)]
         self.factor: float | None = None
         """Of the rates that the optimizers have."""
@@ -189,7 +190,7 @@ class Rates:
             steps_before: Updates that the optimizers' state has seen in earlier trainings.
         """
         for kernel in self.kernels:
-            set_update(kernel, steps_before + step + 1)
+            set_update_number(kernel, steps_before + step + 1)
         if self.replicated is not None:
             self.replicated.steps = steps_before + step + 1
         factor = schedule(self.config, step)

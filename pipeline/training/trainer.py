@@ -28,12 +28,12 @@ from pipeline.training.optim import (
     replicated_tables,
 )
 from pipeline.training.state import checkpoint
-from pipeline.training.state.async_checkpoint import Saver
+from pipeline.training.state.async_checkpoint import AsyncCheckpointer
 from pipeline.training.state.averaging import WeightAverage
-from pipeline.training.state.checkpoint import BEST, LOWER, Identity, local_parts
-from pipeline.training.state.progress import Progress, Sums
-from pipeline.training.tables.cached import forget
-from pipeline.training.tables.prefetch import Ahead, with_next
+from pipeline.training.state.checkpoint import BEST, LOWER, CheckpointError, Identity, local_parts
+from pipeline.training.state.progress import LossSums, TrainingProgress
+from pipeline.training.tables.cached import drop_cache
+from pipeline.training.tables.prefetch import InputDistPrefetcher, with_next
 
 RECENT_STEPS = 256
 """Steps whose times are kept."""
@@ -59,7 +59,7 @@ class Trainer:
         model: DistributedModelParallel,
         config: TrainConfig,
         batches: Callable[[Position], Iterator[Batch]],
-        validate: Callable[[DistributedModelParallel], Sums] | None,
+        validate: Callable[[DistributedModelParallel], LossSums] | None,
         folder: Path,
         emit: Callable[[dict[str, Any]], None],
         seed: int,
@@ -76,19 +76,19 @@ class Trainer:
         self.dense = [parameter for _, parameter in dense_parameters(model)]
         self.draws = any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())
         several = config.sync == "synchronous" and dist.get_world_size() > 1
-        self.ahead = Ahead(model) if config.send_ids_ahead and several else None
+        self.prefetcher = InputDistPrefetcher(model) if config.send_ids_ahead and several else None
         self.identity, self.begin = identity or {}, begin
-        self.saver = Saver(config.checkpoint_async)
-        self.progress = Progress()
+        self.checkpointer = AsyncCheckpointer(config.checkpoint_async)
+        self.progress = TrainingProgress()
         self.average = None if config.average_from_step is None else WeightAverage(model)
         self.window = torch.zeros(4, dtype=torch.float64, device=device)
         self.step_seconds = 0.0
         self.recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self.times: list[Times] = []
 
-    def train(self) -> Progress:
+    def train(self) -> TrainingProgress:
         """Train to the end of the plan, starting from the last checkpoint if there is one."""
-        with self.saver:
+        with self.checkpointer:
             self.restore()
             while not self.done():
                 self.train_epoch()
@@ -107,19 +107,20 @@ class Trainer:
                 self.log()
             if self.due(self.config.validate_every_steps):
                 self.validate()
-            if self.due(self.config.checkpoint_every_steps) or self.saver.due(self.config.checkpoint_every_seconds):
+            seconds = self.config.checkpoint_every_seconds
+            if self.due(self.config.checkpoint_every_steps) or self.checkpointer.due(seconds):
                 self.save()
-            self.saver.check()
+            self.checkpointer.check()
             if self.done():
-                if self.ahead is not None:
-                    self.ahead.settle()
+                if self.prefetcher is not None:
+                    self.prefetcher.settle()
                 return
         self.end_epoch()
 
     def steps(self) -> Iterator[tuple[Batch, Batch | None]]:
         """The rest of the epoch's batches, each with the one whose ids are to be sent meanwhile."""
         batches = (batch.to(self.device) for batch in self.batches(self.progress.position))
-        return ((batch, None) for batch in batches) if self.ahead is None else with_next(batches)
+        return ((batch, None) for batch in batches) if self.prefetcher is None else with_next(batches)
 
     def require_steps(self) -> None:
         """Running out of rows is an error where a number of steps was asked for.
@@ -155,11 +156,11 @@ class Trainer:
             parameter.grad = None
         if self.replicated is not None:
             self.replicated.zero_grad()
-        if self.ahead is not None:
-            self.ahead.announce(coming)
+        if self.prefetcher is not None:
+            self.prefetcher.announce(coming)
         logits = logits_of(self.model, batch, self.config)
-        if self.ahead is not None:
-            self.ahead.send()
+        if self.prefetcher is not None:
+            self.prefetcher.send()
         losses = F.binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="none")
         if not self.skips(losses.detach()):
             self.update(losses, batch)
@@ -239,7 +240,8 @@ class Trainer:
         """Reports the NE of the rows since the last report, and of all rows on first sight."""
         self.await_device()
         window = self.take_window()
-        values: dict[str, float | None] = {"train_ne_window": window.ne, **self.take_times(), **self.saver.take_times()}
+        times = self.take_times() | self.checkpointer.take_times()
+        values: dict[str, float | None] = {"train_ne_window": window.ne, **times}
         if self.config.on_nonfinite == "skip":
             values["skipped_batches"] = self.progress.skipped_batches
         if self.progress.position.epoch == 0:
@@ -257,7 +259,7 @@ class Trainer:
             torch.cuda.synchronize(self.device)
             self.step_seconds += time.perf_counter() - start
 
-    def take_window(self) -> Sums:
+    def take_window(self) -> LossSums:
         """Loss sums of all ranks since the last call.
 
         Raises:
@@ -266,7 +268,7 @@ class Trainer:
         rows, loss, labels, predictions = self.total_window().tolist()
         if not math.isfinite(loss):
             raise TrainingError(f"loss at step {self.progress.steps}", "a finite number", f"{loss}", LOWER)
-        return Sums(rows=rows, loss=loss, labels=labels, predictions=predictions)
+        return LossSums(rows=rows, loss=loss, labels=labels, predictions=predictions)
 
     def total_window(self) -> torch.Tensor:
         """Loss sums of all ranks since the last call, float64 [4]."""
@@ -300,10 +302,10 @@ class Trainer:
             with torch.no_grad():
                 sums = self.validation(self.model)
             self.model.train()
-            if self.judge(sums):
+            if self.record_validation(sums):
                 self.save(BEST)
 
-    def judge(self, sums: Sums) -> bool:
+    def record_validation(self, sums: LossSums) -> bool:
         """Takes a validation into the progress; whether it is the best so far.
 
         Raises:
@@ -364,14 +366,14 @@ class Trainer:
                 checkpoint.prune(self.folder, self.config.keep_checkpoints)
                 self.emit(event)
 
-        self.saver.save(folder, self.state(), self.progress.model_dump(), self.identity, sealed)
+        self.checkpointer.save(folder, self.state(), self.progress.model_dump(), self.identity, sealed)
 
     def restore(self) -> None:
         """Continues from the newest whole checkpoint, if there is one; rank 0 looks for it."""
         found = None
         if dist.get_rank() == 0:
-            checkpoint.sweep(self.folder)
-            found = checkpoint.latest(self.folder, lambda error: self.emit({"event": "damaged", "error": str(error)}))
+            checkpoint.remove_partial(self.folder)
+            found = checkpoint.find_latest(self.folder, self.report_damaged)
         step = torch.tensor(-1 if found is None else int(found.name.removeprefix("step-")), device=self.device)
         dist.broadcast(step, 0)
         if step >= 0:
@@ -379,6 +381,10 @@ class Trainer:
             self.emit({"event": "resumed", "step": self.progress.steps, "rows": self.progress.rows})
         elif self.begin is not None:
             self.begin(self)
+
+    def report_damaged(self, error: CheckpointError) -> None:
+        """Reports a checkpoint that does not verify."""
+        self.emit({"event": "damaged", "error": str(error)})
 
     def start_from(self, folder: Path) -> None:
         """Starts with the weights that another training has exported and its optimizers' state, at step 0.
@@ -391,9 +397,9 @@ class Trainer:
         own = {name: tensor for name, tensor in self.state().items() if not name.startswith("average/")}
         tensors = {name.replace("model/", served, 1): tensor for name, tensor in own.items()}
         checkpoint.load(folder, tensors, self.identity, aside=("model/", "average/"))
-        forget(self.model)
-        before = Progress.model_validate(checkpoint.read_progress(folder))
-        self.progress = Progress(steps_before=before.steps_before + before.steps)
+        drop_cache(self.model)
+        before = TrainingProgress.model_validate(checkpoint.read_progress(folder))
+        self.progress = TrainingProgress(steps_before=before.steps_before + before.steps)
 
     def take_over(self, other: "Trainer") -> None:
         """Starts with the weights and the optimizers' state that another trainer has ended with, at step 0.
@@ -408,15 +414,15 @@ class Trainer:
                 if not name.startswith("average/"):
                     for own, given in zip(local_parts(tensor), local_parts(theirs[name]), strict=True):
                         own.copy_(given)
-        forget(self.model)
+        drop_cache(self.model)
         done = other.progress
-        self.progress = Progress(steps_before=done.steps_before + (done.best_step or done.steps))
+        self.progress = TrainingProgress(steps_before=done.steps_before + (done.best_step or done.steps))
 
-    def train_on(self, batches: Callable[[Position], Iterator[Batch]]) -> Progress:
+    def train_incremental(self, batches: Callable[[Position], Iterator[Batch]]) -> TrainingProgress:
         """Trains further on other rows, from the state as it is; ends with the mean of the weights if one is kept."""
         self.batches = batches
-        self.progress = Progress(steps_before=self.progress.steps_before + self.progress.steps)
-        with self.saver:
+        self.progress = TrainingProgress(steps_before=self.progress.steps_before + self.progress.steps)
+        with self.checkpointer:
             while not self.done():
                 self.train_epoch()
         self.require_steps()
@@ -426,11 +432,11 @@ class Trainer:
 
     def load(self, folder: Path) -> None:
         """Puts a checkpoint's tensors and progress in place."""
-        if any(name.startswith("dense/") for name in checkpoint.stored_tensors(folder)):
+        if any(name.startswith("dense/") for name in checkpoint.stored_shapes(folder)):
             self.make_dense_state()
         checkpoint.load(folder, self.state(), self.identity)
-        forget(self.model)
-        self.progress = Progress.model_validate(checkpoint.read_progress(folder))
+        drop_cache(self.model)
+        self.progress = TrainingProgress.model_validate(checkpoint.read_progress(folder))
 
     def finish(self) -> None:
         """Marks the end, so that the same command does not train further, and goes back to the best model."""
@@ -439,7 +445,7 @@ class Trainer:
                 self.validate()
             self.progress = self.progress.model_copy(update={"finished": True})
             self.save()
-        self.saver.wait()
+        self.checkpointer.wait()
         final = self.progress
         if final.best_step is not None:
             checkpoint.verify(self.folder / BEST)
@@ -448,7 +454,7 @@ class Trainer:
         elif self.average is not None and final.averaged:
             self.average.apply()
 
-    def exported(self) -> dict[str, torch.Tensor] | None:
+    def export_weights(self) -> dict[str, torch.Tensor] | None:
         """The whole weights on rank 0, None elsewhere; called by all ranks together."""
         return checkpoint.full_state(self.model.state_dict())
 
@@ -483,7 +489,7 @@ def loss_sums(logits: torch.Tensor, losses: torch.Tensor, batch: Batch) -> torch
 
 def evaluate_sums(
     model: DistributedModelParallel, batches: Iterator[Batch], device: torch.device, config: TrainConfig
-) -> Sums:
+) -> LossSums:
     """Loss sums of all ranks over some batches; the model is left as it is."""
     total = torch.zeros(4, dtype=torch.float64, device=device)
     for batch in batches:
@@ -493,4 +499,4 @@ def evaluate_sums(
         total += loss_sums(logits, losses, batch)
     dist.all_reduce(total)
     rows, loss, labels, predictions = total.tolist()
-    return Sums(rows=rows, loss=loss, labels=labels, predictions=predictions)
+    return LossSums(rows=rows, loss=loss, labels=labels, predictions=predictions)

@@ -112,7 +112,7 @@ def test_fault_9_a_checkpoint_on_a_full_disk_leaves_the_earlier_ones(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
     checkpoint.verify(tmp_path / "step-0000000001")
     save(2)
-    newest = checkpoint.latest(tmp_path)
+    newest = checkpoint.find_latest(tmp_path)
     assert newest is not None
     assert newest.name == "step-0000000002"
 

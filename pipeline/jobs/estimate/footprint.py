@@ -35,9 +35,9 @@ from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
 from pipeline.training.config import TrainConfig
-from pipeline.training.tables.planner import place
-from pipeline.training.tables.sharding import Placement
-from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse, measure
+from pipeline.training.tables.planner import plan_sharding
+from pipeline.training.tables.sharding import ShardingPlan
+from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse, measure_table_use
 from pipeline.transforms.column import Column
 
 SAMPLED_BATCHES = 4
@@ -73,11 +73,11 @@ def looked_at(config: RunConfig, snapshot_id: int | None) -> Asked:
         bags = plan.sparse
         batches = workload.draw_batches(shape, config.training.batch_rows, SAMPLED_BATCHES, config.seed)
         columns = [_column([batch.sparse[bag.name] for batch in batches]) for bag in bags]
-        uses = measure(bags, columns, config.training.batch_rows)
+        uses = measure_table_use(bags, columns, config.training.batch_rows)
         return Asked(len(plan.dense), bags, uses, None, None, None)
     snapshot, data, rows = prepared(config, snapshot_id)
     bags = data.plan.sparse
-    uses = measure(bags, Worker(data).sample(SAMPLE_ROWS), config.training.batch_rows)
+    uses = measure_table_use(bags, Worker(data).sample(SAMPLE_ROWS), config.training.batch_rows)
     return Asked(len(data.plan.dense), bags, uses, rows, snapshot.snapshot_id, worker_speed(config, data))
 
 
@@ -129,7 +129,7 @@ class Ranks:
     """The model on some ranks of a machine."""
 
     world_size: int
-    placement: Placement
+    placement: ShardingPlan
     load: Load
     memory: list[RankMemory]
     fits: bool
@@ -147,7 +147,7 @@ def on_ranks(config: RunConfig, asked: Asked, world_size: int, room: RankMachine
     planned = training.model_copy(update={"memory_per_rank_bytes": memory})
     device = "cpu" if room.shared else "cuda"
     model = DLRM(config.model, asked.dense, asked.bags, "meta", kind)
-    placement = place(model, planned.for_sharding, device, asked.uses)
+    placement = plan_sharding(model, planned.for_sharding, device, asked.uses)
     load = load_of(config, asked, training, placement)
     shape = derive_shape(config.model, asked.dense, asked.bags)
     kept, rows = kept_of(training), -(-training.batch_rows // world_size)
@@ -179,7 +179,7 @@ def sized_for(training: TrainConfig, world_size: int) -> TrainConfig:
         raise ConfigError("training.world_size", error.errors()[0]["msg"], f"{world_size}", "Change it.") from None
 
 
-def load_of(config: RunConfig, asked: Asked, training: TrainConfig, placement: Placement) -> Load:
+def load_of(config: RunConfig, asked: Asked, training: TrainConfig, placement: ShardingPlan) -> Load:
     """What a step asks of the machine."""
     kinds = {table.table: table.kind for table in placement}
     members: dict[str, list[SparseFeature]] = {}
@@ -203,7 +203,7 @@ def kept_of(training: TrainConfig) -> MemorySetup:
     )  # fmt: skip
 
 
-def parts_of(placement: Placement, rank: int) -> list[TablePart]:
+def parts_of(placement: ShardingPlan, rank: int) -> list[TablePart]:
     """What a rank holds of the tables."""
     return [
         TablePart(rows=piece.rows, columns=piece.columns, copied=table.kind == "data_parallel")

@@ -21,8 +21,8 @@ from pipeline.jobs.training.rank import RankSpec, assembled, client, enter, even
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.dataset import DataSpec, fit_plan
 from pipeline.training.config import TrainConfig
-from pipeline.training.launch.heartbeat import Pulse
-from pipeline.training.state.progress import Sums
+from pipeline.training.launch.heartbeat import Heartbeat
+from pipeline.training.state.progress import LossSums
 from pipeline.training.trainer import Trainer, evaluate_sums
 from storage.warehouse import Warehouse
 
@@ -60,7 +60,7 @@ class Rehearsal:
 
     def __init__(self, spec: RehearsalSpec, rank: int, device: torch.device, emit: Callable[[Any], None]) -> None:
         self.spec, self.rank, self.device, self.emit = spec, rank, device, emit
-        self.pulse = Pulse(emit)
+        self.heartbeat = Heartbeat(emit)
         self.trainer: Trainer | None = None
         self.plan = spec.scratch.train.plan
         self.trained_to = self.scratch_day = spec.first_days[-1]
@@ -84,17 +84,17 @@ class Rehearsal:
                 self.trained_to = day
             self.tell(day, sums, decision, rows, time.perf_counter() - began)
         assert self.trainer is not None
-        weights = self.trainer.exported()
+        weights = self.trainer.export_weights()
         if weights is not None:
             self.emit({"event": "result", "weights_sha256": weights_sha256(weights)})
 
-    def tell(self, day: datetime.date, sums: Sums | None, decision: Decision, rows: int, seconds: float) -> None:
+    def tell(self, day: datetime.date, sums: LossSums | None, decision: Decision, rows: int, seconds: float) -> None:
         """What a day has brought, for the flow. Rows trained count once for each epoch."""
         cost = {"rows": rows, "seconds": seconds}
         judged = None if sums is None else sums.model_dump()
         self.emit({"event": "day", "day": f"{day}", "sums": judged, "decision": decision.model_dump(), "cost": cost})
 
-    def standing(self, day: datetime.date, sums: Sums) -> Standing:
+    def standing(self, day: datetime.date, sums: LossSums) -> Standing:
         """How the model stands on a day."""
         return Standing(
             trained_to=self.trained_to,
@@ -113,14 +113,14 @@ class Rehearsal:
         upto = [other for other in self.spec.rows if other <= day]
         return upto if self.spec.policy.window_days is None else upto[-self.spec.policy.window_days :]
 
-    def judge(self, day: datetime.date) -> Sums:
+    def judge(self, day: datetime.date) -> LossSums:
         """Loss sums over a day."""
         assert self.trainer is not None
         model = self.trainer.model
         batches = self.reader(on(self.spec.judged, [day]), shuffled=False).batches()
         model.eval()
         with torch.no_grad():
-            sums = evaluate_sums(model, self.pulse.over(batches, "judging"), self.device, self.spec.further)
+            sums = evaluate_sums(model, self.heartbeat.track(batches, "judging"), self.device, self.spec.further)
         model.train()
         return sums
 
@@ -133,11 +133,11 @@ class Rehearsal:
         if self.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # of the model before
         dist.barrier()
-        trainer = assembled(spec, self.rank, self.device, self.emit, self.pulse)
+        trainer = assembled(spec, self.rank, self.device, self.emit, self.heartbeat)
         progress = trainer.train()
         self.trainer = assembled(
             spec.model_copy(update={"training": self.spec.further.model_copy(update=KEEP_NONE), "valid": None}),
-            self.rank, self.device, self.emit, self.pulse,
+            self.rank, self.device, self.emit, self.heartbeat,
         )  # fmt: skip
         self.trainer.take_over(trainer)
         return progress.rows
@@ -146,7 +146,9 @@ class Rehearsal:
         """The same model, trained on new days; returns their rows."""
         assert self.trainer is not None
         reader = self.reader(on(self.spec.new, days), shuffled=True)
-        return self.trainer.train_on(lambda position: self.pulse.over(reader.batches(position), "training")).rows
+        return self.trainer.train_incremental(
+            lambda position: self.heartbeat.track(reader.batches(position), "training")
+        ).rows
 
     def reader(self, rows: DataSpec, shuffled: bool) -> Client:
         """Batches of some rows under the model's plan."""

@@ -179,7 +179,7 @@ def start_of(config: RunConfig, champion: Champion, plan: Plan) -> Start:
         CheckpointError: If it is damaged.
     """
     root = inside(config.home_path / "runs", champion.run_folder) / CHECKPOINTS
-    found = checkpoint.served(root)
+    found = checkpoint.find_served(root)
     if found is None:
         where = f"model '{config.model_name}', version {champion.version}"
         raise RegistryError(where, f"its checkpoint in '{root}'", "none", "Train from scratch: scratch=true.")

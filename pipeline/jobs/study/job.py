@@ -25,7 +25,7 @@ from pipeline.jobs.training.provenance import versions
 from pipeline.jobs.training.rank import takes_cuda
 from pipeline.jobs.training.summary import commit
 from pipeline.registration.tracking import Tracker, answering
-from pipeline.training.launch.processes import threads_of
+from pipeline.training.launch.processes import resolve_threads
 from storage.artifacts import write_json
 
 RESULT, MACHINE, CODE = "result.json", "machine.json", "code.json"
@@ -141,7 +141,7 @@ def machine_of(config: RunConfig, folder: Path) -> Machine:
     if path.exists():
         return Machine.model_validate_json(path.read_text(encoding="utf-8"))
     training = config.training
-    threads = threads_of(training.threads_per_rank, training.world_size) * training.world_size
+    threads = resolve_threads(training.threads_per_rank, training.world_size) * training.world_size
     machine = measure_machine(threads, "cuda" if takes_cuda(training) else "cpu")
     write_json(path, machine.model_dump(mode="json"))
     return machine

@@ -22,7 +22,7 @@ from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import Worker
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse
-from pipeline.training.tables.statistics import measure as measure_uses
+from pipeline.training.tables.statistics import measure_table_use as measure_uses
 from pipeline.transforms.column import Column
 from storage.artifacts import write_json
 

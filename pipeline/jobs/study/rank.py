@@ -34,9 +34,9 @@ from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
-from pipeline.training.launch.heartbeat import Pulse
+from pipeline.training.launch.heartbeat import Heartbeat
 from pipeline.training.tables.bags import NumbaBags
-from pipeline.training.tables.sharding import Placement, lookups
+from pipeline.training.tables.sharding import ShardingPlan, iter_lookups
 from pipeline.training.trainer import Trainer
 from pipeline.transforms.plan.plan import Plan
 
@@ -69,7 +69,7 @@ class MeasureTask(BaseModel, frozen=True):
     service: str | None = None
     """Address of the preprocessing service that has `data` by the name `train`; None: the first batches are read before
     the clock starts."""
-    placement: Placement | None = None
+    placement: ShardingPlan | None = None
     warm_up_steps: int
     steps: int
     repeats: int
@@ -93,10 +93,10 @@ def main(path: str) -> None:
 def measure_all(spec: MeasureSpec, rank: int, device: torch.device, emit: Emit | None = None) -> None:
     """All points; an event as each begins and ends."""
     emit = emit or event_writer()
-    pulse = Pulse(emit)
+    heartbeat = Heartbeat(emit)
     for task in spec.tasks:
         emit({"event": "point_begins", "key": task.key})
-        pulse.says(f"measuring {task.key}")
+        heartbeat.report(f"measuring {task.key}")
         try:
             with MeasuredPoint(task, rank, device) as point:
                 measurement = point.measure()
@@ -311,10 +311,10 @@ def list_parts(trainer: Trainer) -> list[StepPart]:
     ]
     if trainer.replicated is not None:
         parts.append(StepPart(trainer.replicated, "step", "optimizer"))
-    if trainer.ahead is not None:
+    if trainer.prefetcher is not None:
         parts += [
-            StepPart(trainer.ahead, "announce", "communication"),
-            StepPart(trainer.ahead, "send", "communication"),
+            StepPart(trainer.prefetcher, "announce", "communication"),
+            StepPart(trainer.prefetcher, "send", "communication"),
         ]
     if isinstance(trainer, AsyncTrainer):
         parts.append(StepPart(trainer, "exchange", "communication"))
@@ -326,7 +326,7 @@ def list_parts(trainer: Trainer) -> list[StepPart]:
 
 def find_own_kernels(model: DistributedModelParallel) -> list[NumbaBags]:
     """The kernels of this rank's tables that are ours."""
-    return [module for lookup in lookups(model) for module in lookup.modules() if isinstance(module, NumbaBags)]
+    return [module for lookup in iter_lookups(model) for module in lookup.modules() if isinstance(module, NumbaBags)]
 
 
 def release_trainer(trainer: Trainer) -> None:

@@ -20,8 +20,8 @@ from pipeline.errors import ConfigError, RegistryError
 from pipeline.jobs.training.job import TrainingJob, train_tag
 from pipeline.jobs.training.summary import commit, lock_hash
 from pipeline.registration.tracking import Tracker, absent
-from pipeline.training.launch.processes import threads_of
-from pipeline.training.tables.sharding import Placement
+from pipeline.training.launch.processes import resolve_threads
+from pipeline.training.tables.sharding import ShardingPlan
 from storage.reader import SnapshotRef
 
 RECORD = "record.json"
@@ -46,7 +46,7 @@ class Record(BaseModel, frozen=True):
     """Key of the config -> seed."""
     plan_hash: str
     """Of the transforms, with the numbers that they have learned."""
-    placement: Placement
+    placement: ShardingPlan
     """The sharding plan."""
     world_size: int
     threads_per_rank: int
@@ -60,7 +60,7 @@ class Record(BaseModel, frozen=True):
     """The day of a training by flows.recurring, which reads other rows than the config's split says."""
 
 
-def recorded(config: RunConfig, job: TrainingJob, placement: Placement, summary: Mapping[str, Any]) -> Record:
+def recorded(config: RunConfig, job: TrainingJob, placement: ShardingPlan, summary: Mapping[str, Any]) -> Record:
     """The record of a training that is done.
 
     Args:
@@ -76,7 +76,7 @@ def recorded(config: RunConfig, job: TrainingJob, placement: Placement, summary:
         plan_hash=job.plan.hash,
         placement=placement,
         world_size=training.world_size,
-        threads_per_rank=threads_of(training.threads_per_rank, training.world_size),
+        threads_per_rank=resolve_threads(training.threads_per_rank, training.world_size),
         device=summary["device"],
         commit=commit(),
         lock_hash=lock_hash(),
@@ -152,7 +152,7 @@ def changed(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
     return load(config, overrides)
 
 
-def differences(old: Record, new: Record, planned: Placement) -> list[str]:
+def differences(old: Record, new: Record, planned: ShardingPlan) -> list[str]:
     """What is not as it was, in words.
 
     Args:
@@ -173,6 +173,6 @@ def differences(old: Record, new: Record, planned: Placement) -> list[str]:
     return found
 
 
-def _layout(placement: Placement) -> list[Any]:
+def _layout(placement: ShardingPlan) -> list[Any]:
     """A placement without what the planner expects of it."""
     return [table.model_dump(exclude={"pieces": {"__all__": {"bytes", "milliseconds"}}}) for table in placement]

@@ -37,7 +37,7 @@ from pipeline.preprocessing.worker import Worker
 from pipeline.process import die_with_parent
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
-from pipeline.training.launch.heartbeat import Pulse
+from pipeline.training.launch.heartbeat import Heartbeat
 from pipeline.training.optim import TABLES
 from pipeline.training.state.checkpoint import (
     full_state,
@@ -49,12 +49,12 @@ from pipeline.training.state.checkpoint import (
     whole_shapes,
     write_whole,
 )
-from pipeline.training.state.progress import Progress, Sums
-from pipeline.training.state.transfer import Features, grown
-from pipeline.training.tables.model import sharded
-from pipeline.training.tables.planner import place
-from pipeline.training.tables.sharding import Placement, describe
-from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse, measure
+from pipeline.training.state.progress import LossSums, TrainingProgress
+from pipeline.training.state.transfer import FeatureState, transfer_state
+from pipeline.training.tables.model import shard_model
+from pipeline.training.tables.planner import plan_sharding
+from pipeline.training.tables.sharding import ShardingPlan, describe_plan
+from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse, measure_table_use
 from pipeline.training.trainer import Trainer, evaluate_sums
 from pipeline.transforms.plan.carry_over import kept
 from pipeline.transforms.plan.plan import Plan
@@ -87,7 +87,7 @@ class RankSpec(BaseModel, frozen=True):
     """Address of the preprocessing service that has the rows `train` and `valid`; none: each rank reads for itself."""
     valid_rows: int = 0
     """Rows of `valid`."""
-    placement: Placement | None = None
+    placement: ShardingPlan | None = None
     """Where the tables lie; None: as the planner places them without knowing how they are used."""
     seed: int
     folder: str
@@ -117,7 +117,7 @@ class ModelSpec(Protocol):
     def plan(self) -> Plan: ...
 
     @property
-    def placement(self) -> Placement | None: ...
+    def placement(self) -> ShardingPlan | None: ...
 
     @property
     def seed(self) -> int: ...
@@ -185,15 +185,15 @@ def train(
 ) -> None:
     """Builds everything, trains, exports."""
     emit = emit or event_writer()
-    pulse = Pulse(emit)
-    trainer = assembled(spec, rank, device, emit, pulse)
+    heartbeat = Heartbeat(emit)
+    trainer = assembled(spec, rank, device, emit, heartbeat)
     started = time.perf_counter()
     progress = trainer.train()
     seconds = time.perf_counter() - started
-    pulse.says("exporting")
+    heartbeat.report("exporting")
     by_rank = figures_by_rank(trainer, device)
     probe = probabilities(spec, trainer.model, rank, device)
-    weights = trainer.exported()
+    weights = trainer.export_weights()
     if weights is None:
         return
     weights = {name: tensor.float() for name, tensor in weights.items()}
@@ -206,14 +206,14 @@ def train(
         | by_rank
         | {
             "seconds": seconds,
-            "checkpoint_blocked_seconds": trainer.saver.blocked_seconds,
+            "checkpoint_blocked_seconds": trainer.checkpointer.blocked_seconds,
             "weights_sha256": weights_sha256(weights),
         }
     )
 
 
 def assembled(
-    spec: RankSpec, rank: int, device: torch.device, emit: Callable[[dict[str, Any]], None], pulse: Pulse
+    spec: RankSpec, rank: int, device: torch.device, emit: Callable[[dict[str, Any]], None], heartbeat: Heartbeat
 ) -> Trainer:
     """The trainer with its model, its batches and its validation, ready to train."""
     world_size = dist.get_world_size()
@@ -229,14 +229,14 @@ def assembled(
         kept = spec.valid_rows <= spec.preprocessing.shuffle_window_rows
         judge = kept_batches(client(spec, source, "valid", spec.valid, rank, shuffled=False), kept)
 
-        def validate(model: DistributedModelParallel) -> Sums:
-            return evaluate_sums(model, pulse.over(judge(), "validating"), device, spec.training)
+        def validate(model: DistributedModelParallel) -> LossSums:
+            return evaluate_sums(model, heartbeat.track(judge(), "validating"), device, spec.training)
 
     kind = Trainer if spec.training.sync == "synchronous" else AsyncTrainer
     return kind(
         model,
         spec.training,
-        lambda position: pulse.over(reader.batches(position), "training"),
+        lambda position: heartbeat.track(reader.batches(position), "training"),
         validate,
         Path(spec.folder) / "checkpoints",
         emit,
@@ -277,8 +277,8 @@ def grow(spec: RankSpec, start: Start, trainer: Trainer) -> Path:
         old = {name.replace(served, "model/", 1): tensor for name, tensor in stored.items()}
         old_spec = spec.model_copy(update={"train": spec.train.model_copy(update={"plan": start.plan})})
         require_identity(source, identity_of(old_spec))
-        before, now = (Features(dense=plan.dense, bags=plan.sparse) for plan in (start.plan, spec.train.plan))
-        made = grown(spec.model, old, fresh, (before, now), kept(spec.train.plan, start.plan))
+        before, now = (FeatureState(dense=plan.dense, bags=plan.sparse) for plan in (start.plan, spec.train.plan))
+        made = transfer_state(spec.model, old, fresh, (before, now), kept(spec.train.plan, start.plan))
         progress = read_progress(source) | {"averaged": 0}
         write_whole(folder, made.tensors, progress, identity_of(spec))
         trainer.emit({"event": "grown", "new": list(made.new_tables), "larger": list(made.larger_tables)})
@@ -286,7 +286,7 @@ def grow(spec: RankSpec, start: Start, trainer: Trainer) -> Path:
     return folder
 
 
-def result_of(progress: Progress, device: torch.device) -> dict[str, Any]:
+def result_of(progress: TrainingProgress, device: torch.device) -> dict[str, Any]:
     """What the launcher hands on about a finished training."""
     return {
         "event": "result",
@@ -336,15 +336,15 @@ def build_model(
     """The sharded model in its initial state, the same for every placement and world size, and its plan as rows.
 
     Args:
-        drawn: See `sharded`.
+        drawn: See `shard_model`.
     """
     torch.manual_seed(spec.seed)
     training = spec.training.model_copy(update={"world_size": world_size})
-    model, placement = sharded(
+    model, placement = shard_model(
         unsharded(spec), training, device, spec.seed, spec.model.embedding_init, spec.placement, drawn
     )
     kind = {} if training.sync == "synchronous" else {"sharding": "shared"}
-    return model, [row | kind for row in describe(placement)]
+    return model, [row | kind for row in describe_plan(placement)]
 
 
 def unsharded(spec: ModelSpec) -> DLRM:
@@ -360,13 +360,15 @@ def placed(spec: Described, uses: Mapping[str, TableUse]) -> Described:
         ContractError: If the tables cannot be placed as the config asks.
     """
     device = "cuda" if takes_cuda(spec.training) else "cpu"
-    return spec.model_copy(update={"placement": place(unsharded(spec), spec.training.for_sharding, device, uses)})
+    return spec.model_copy(
+        update={"placement": plan_sharding(unsharded(spec), spec.training.for_sharding, device, uses)}
+    )
 
 
 def table_uses(spec: RankSpec) -> dict[str, TableUse]:
     """How the tables are used in a sample of the training rows: the first of the snapshot, so always the same."""
     rows = Worker(spec.train).sample(SAMPLE_ROWS)
-    return measure(spec.train.plan.sparse, rows, spec.training.batch_rows)
+    return measure_table_use(spec.train.plan.sparse, rows, spec.training.batch_rows)
 
 
 def kept_batches(reader: Client, kept: bool) -> Callable[[], Iterator[Batch]]:

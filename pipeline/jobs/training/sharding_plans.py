@@ -23,7 +23,7 @@ from pipeline.jobs.training.summary import commit
 from pipeline.registration.tracking import Tracker
 from pipeline.training.config import COLUMN_SHARDING, TrainConfig
 from pipeline.training.launch.processes import Event, Limits, run_ranks
-from pipeline.training.tables.sharding import Placement, describe, per_rank
+from pipeline.training.tables.sharding import ShardingPlan, describe_plan, sum_per_rank
 
 TOLERANCE = 1e-4
 """Largest difference of a loss that the order of float32 sums explains; a wrong placement is off by 1e-2 and more."""
@@ -41,7 +41,7 @@ PARTITIONERS = ("largest_differencing", "memory_balanced")
 
 
 def place_tables(
-    spec: RankSpec, tracker: Tracker, run_id: str, logger: Logger, given: Placement | None = None
+    spec: RankSpec, tracker: Tracker, run_id: str, logger: Logger, given: ShardingPlan | None = None
 ) -> RankSpec:
     """The spec with the placement of its tables, which is told and drawn; what cannot be placed is refused here.
 
@@ -49,7 +49,7 @@ def place_tables(
         given: The placement; None: as it is planned.
     """
     spec = placed(spec, table_uses(spec)) if given is None else spec.model_copy(update={"placement": given})
-    rows = describe(spec.placement or ())
+    rows = describe_plan(spec.placement or ())
     logger.info("placement of the tables:\n%s", as_text(rows))
     tracker.log_json(run_id, rows, "sharding_plan.json")
     tracker.log_figures(run_id, {"placement": plots.placement(rows, spec.training.world_size)})
@@ -86,7 +86,7 @@ class Candidate(BaseModel, frozen=True):
     partitioner: str
     table_optimizer: str
     world_size: int
-    placement: Placement | None = None
+    placement: ShardingPlan | None = None
     refused: str | None = None
     same_as: str | None = None
     """Name of an earlier candidate with the very same placement."""
@@ -217,11 +217,11 @@ def trained(spec: RankSpec, candidate: Candidate, show: Any) -> tuple[dict[str, 
     )  # fmt: skip
     weights = load_file(folder / "weights.safetensors")
     shutil.rmtree(folder)
-    rows = describe(candidate.placement or ())
+    rows = describe_plan(candidate.placement or ())
     return {
-        "predicted_bytes": per_rank(rows, "bytes", candidate.world_size),
+        "predicted_bytes": sum_per_rank(rows, "bytes", candidate.world_size),
         "measured_bytes": result["table_bytes"],
-        "predicted_ms": per_rank(rows, "milliseconds", candidate.world_size),
+        "predicted_ms": sum_per_rank(rows, "milliseconds", candidate.world_size),
         "measured_ms": result["step_milliseconds"],
         "losses": [losses[step] for step in sorted(losses)],
     }, weights

@@ -79,7 +79,7 @@ from pipeline.registration.scorer import WEIGHTS, LoadedModel
 from pipeline.registration.tracking import RESULT, unanswered
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.launch.ray_train import run_ranks_on_ray
-from pipeline.training.tables.sharding import Placement
+from pipeline.training.tables.sharding import ShardingPlan
 from storage.artifacts import write_json, write_text
 
 MOST_CHARACTERS = 5_000
@@ -176,7 +176,7 @@ def train(
     config: RunConfig,
     job: TrainingJob,
     run_id: str,
-    given: Placement | None = None,
+    given: ShardingPlan | None = None,
     watch: Callable[[Event | None], object] | None = None,
 ) -> Trained:
     """Warehouse rows -> weights. Safe to repeat: it goes on from the last checkpoint.
@@ -205,7 +205,7 @@ def train(
             on_event = _both(on_event, watch)
             limits = replace(limits, check=partial(watch, None))
         if service is not None:
-            limits = replace(limits, headway=service.totals.progress)
+            limits = replace(limits, progress=service.totals.progress)
         launch = run_ranks
         if training.launcher == "ray":
             launch = partial(run_ranks_on_ray, address=config.preprocessing.ray_address)

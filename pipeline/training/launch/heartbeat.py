@@ -10,7 +10,7 @@ WAITING = "waiting for a batch"
 Item = TypeVar("Item")
 
 
-class Pulse:
+class Heartbeat:
     """Says every few seconds what this process does, and how often it has come further.
 
     A thread says it, so that it is said while the process is busy as well; whoever listens looks at the count.
@@ -22,23 +22,23 @@ class Pulse:
     def __init__(self, emit: Callable[[dict[str, Any]], None], seconds: float = BEAT_SECONDS) -> None:
         self.emit, self.seconds = emit, seconds
         self.count, self.doing = 0, "starting"
-        self.thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self.thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self.thread.start()
 
-    def says(self, doing: str) -> None:
+    def report(self, doing: str) -> None:
         """Notes that something new has begun."""
         self.count, self.doing = self.count + 1, doing
 
-    def over(self, items: Iterator[Item], doing: str) -> Iterator[Item]:
+    def track(self, items: Iterator[Item], doing: str) -> Iterator[Item]:
         """The items; notes the wait for each and the work on it."""
         while True:
-            self.says(WAITING)
+            self.report(WAITING)
             try:
                 item = next(items)
             except StopIteration:
-                self.says(doing)
+                self.report(doing)
                 return
-            self.says(doing)
+            self.report(doing)
             yield item
 
     def _beat(self) -> None:

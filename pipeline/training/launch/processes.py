@@ -49,7 +49,7 @@ class Limits:
     deadline_seconds: int | None = None
     hang_seconds: int | None = None
     restart_limit: int = 0
-    headway: Callable[[], object] = lambda: None
+    progress: Callable[[], object] = lambda: None
     """What preprocessing has done so far: while it changes, ranks that wait for a batch do not hang."""
     check: Callable[[], object] = lambda: None
     """Called several times a second; what it raises ends the ranks."""
@@ -64,7 +64,7 @@ def run_ranks(
     limits: Limits,
     on_event: Callable[[Event], None],
     root: Path,
-    make_group: "Callable[..., Group] | None" = None,
+    make_group: "Callable[..., RankGroup] | None" = None,
 ) -> Event:
     """Runs `python -m module SPEC` once per rank and returns the event named `result`, with `restarts` added.
 
@@ -77,18 +77,18 @@ def run_ranks(
         folder: Logs of the ranks and the spec are kept here; no other group works in it.
         on_event: Called with each event as it comes, and with `restart` before ranks are started again.
         root: Working directory of the ranks.
-        make_group: Another way of starting ranks than as processes of this machine; called as `Group` is.
+        make_group: Another way of starting ranks than as processes of this machine; called as `RankGroup` is.
     Raises:
         ContractError: What a rank raised, as it raised it; it would raise it again.
         TrainingError: If ranks were lost more often than they may be, or the deadline passed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "spec.json", spec.model_dump_json(indent=2), mode=0o600)  # it holds the catalog's credentials
-    threads = threads_of(threads_per_rank, world_size)
+    threads = resolve_threads(threads_per_rank, world_size)
     deadline = None if limits.deadline_seconds is None else time.monotonic() + limits.deadline_seconds
     attempt = restarts = saved = began = 0
     while True:
-        group = (make_group or Group)(folder, limits, deadline, on_event, saved)
+        group = (make_group or RankGroup)(folder, limits, deadline, on_event, saved)
         try:
             result = group.run(module, world_size, threads, attempt, root)
         except RankLostError as lost:
@@ -110,13 +110,13 @@ def run_ranks(
             return result | {"restarts": attempt}
 
 
-def threads_of(threads_per_rank: int | None, world_size: int) -> int:
+def resolve_threads(threads_per_rank: int | None, world_size: int) -> int:
     """Threads of a rank: as asked, else an equal share of the cores."""
     return threads_per_rank or max((os.cpu_count() or 1) // world_size, 1)
 
 
 @dataclass
-class Group:
+class RankGroup:
     """Ranks from their start to their end."""
 
     folder: Path
@@ -128,7 +128,7 @@ class Group:
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     count: int = -1
     doing: str = "starting"
-    headway: object = None
+    progress: object = None
     last_sign: float = field(default_factory=time.monotonic)
 
     def run(self, module: str, world_size: int, threads: int, attempt: int, root: Path) -> Event:
@@ -198,10 +198,10 @@ class Group:
                 "training", f"an end within training.deadline_seconds={self.limits.deadline_seconds}",
                 "ranks still at work", "Raise it, or run the command again to go on from the last checkpoint.",
             )  # fmt: skip
-        headway = self.limits.headway()
-        if self.doing == WAITING and headway != self.headway:
+        progress = self.limits.progress()
+        if self.doing == WAITING and progress != self.progress:
             self.last_sign = now
-        self.headway = headway
+        self.progress = progress
         limit = self.limits.hang_seconds
         if limit is not None and now - self.last_sign > limit:
             raise RankLostError(

@@ -21,8 +21,8 @@ from pipeline.training.launch.processes import (
     POLL_SECONDS,
     RANK_ENVIRONMENT,
     Event,
-    Group,
     Limits,
+    RankGroup,
     RankLostError,
     run_ranks,
 )
@@ -77,14 +77,14 @@ def require_ray() -> None:
 
 
 @dataclass
-class RayGroup(Group):
+class RayGroup(RankGroup):
     """Workers of Ray Train from their start to their end."""
 
     address: str | None = None
     """Of the cluster; None starts one on this machine."""
 
     def run(self, module: str, world_size: int, threads: int, attempt: int, root: Path) -> Event:
-        """See `Group`. The connection is this group's own, so that ranks that hang end with it."""
+        """See `RankGroup`. The connection is this group's own, so that ranks that hang end with it."""
         spec = (self.folder / "spec.json").read_text(encoding="utf-8")
         with _cluster(self.address, world_size * threads, root):
             from ray.util.queue import Queue

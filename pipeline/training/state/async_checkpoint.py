@@ -1,4 +1,4 @@
-"""Saver: checkpoints in the background, so that training stands still for a copy of its state alone."""
+"""AsyncCheckpointer: checkpoints in the background, so that training stands still for a copy of its state alone."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from torch.distributed._shard.sharding_spec import ShardMetadata
 from pipeline.training.state.checkpoint import STEP, Identity, local_parts, save
 
 
-class Saver:
+class AsyncCheckpointer:
     """Saves one checkpoint at a time; in the background, so that training stands still for a copy of its state alone.
 
     A `with` block ends when nothing is being written any more. Methods are called by all ranks together. What goes

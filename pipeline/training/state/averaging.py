@@ -9,7 +9,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline.training.state.checkpoint import local_parts
-from pipeline.training.tables.cached import forget, write_back
+from pipeline.training.tables.cached import drop_cache, flush_cache
 
 
 class WeightAverage:
@@ -28,7 +28,7 @@ class WeightAverage:
 
     def take(self, count: int) -> None:
         """Adds the weights as they are now as number `count`, counted from 1."""
-        write_back(self.model)
+        flush_cache(self.model)
         with torch.no_grad():
             for mean, now in self._pairs():
                 mean += (now - mean) / count
@@ -36,7 +36,7 @@ class WeightAverage:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """The model has the mean weights inside, and its own again afterwards."""
-        write_back(self.model)
+        flush_cache(self.model)
         own = [now.clone() for _, now in self._pairs()]
         self.apply()
         try:
@@ -45,14 +45,14 @@ class WeightAverage:
             with torch.no_grad():
                 for kept, (_, now) in zip(own, self._pairs(), strict=True):
                     now.copy_(kept)
-            forget(self.model)
+            drop_cache(self.model)
 
     def apply(self) -> None:
         """Puts the mean weights into the model."""
         with torch.no_grad():
             for mean, now in self._pairs():
                 now.copy_(mean)
-        forget(self.model)
+        drop_cache(self.model)
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for name, tensor in self.weights.items():

@@ -210,7 +210,7 @@ def load(folder: Path, tensors: dict[str, Any], identity: Identity | None = None
         CheckpointError: If a tensor has another shape, the checkpoint another identity, or one of them has a tensor
             that the other has not, and names it, before anything is read; if a shard cannot be read.
     """
-    stored = stored_tensors(folder)
+    stored = stored_shapes(folder)
     wanted = whole_shapes(tensors)
     for name in sorted(wanted.keys() & stored.keys()):
         if wanted[name] != stored[name]:
@@ -331,7 +331,7 @@ def describe(folder: Path) -> dict[str, Any]:
     }
 
 
-def stored_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of what a checkpoint holds."""
     metadata = _SafeReader(str(folder)).read_metadata()
     return {
@@ -341,13 +341,13 @@ def stored_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
-def latest(root: Path, damaged: Callable[[CheckpointError], None] = lambda error: None) -> Path | None:
+def find_latest(root: Path, damaged: Callable[[CheckpointError], None] = lambda error: None) -> Path | None:
     """The newest checkpoint of `root` that verifies.
 
     Args:
         damaged: Told of each one that is passed over.
     """
-    for folder in reversed(checkpoints(root)):
+    for folder in reversed(list_checkpoints(root)):
         try:
             verify(folder)
         except CheckpointError as error:
@@ -357,13 +357,13 @@ def latest(root: Path, damaged: Callable[[CheckpointError], None] = lambda error
     return None
 
 
-def served(root: Path) -> Path | None:
+def find_served(root: Path) -> Path | None:
     """The checkpoint that holds what a finished training has exported: the best one, or the last; None: it is gone.
 
     Raises:
         CheckpointError: If the best one is damaged: the last one is another model.
     """
-    last = latest(root)
+    last = find_latest(root)
     if last is None or not read_progress(last).get("finished"):
         return None
     if read_progress(last).get("best_step") is None:
@@ -372,18 +372,18 @@ def served(root: Path) -> Path | None:
     return root / BEST
 
 
-def checkpoints(root: Path) -> list[Path]:
+def list_checkpoints(root: Path) -> list[Path]:
     """Checkpoints by step, oldest first."""
     return sorted(folder for folder in root.glob("step-*") if STEP.match(folder.name))
 
 
 def prune(root: Path, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints."""
-    for folder in checkpoints(root)[:-keep]:
+    for folder in list_checkpoints(root)[:-keep]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def sweep(root: Path) -> None:
+def remove_partial(root: Path) -> None:
     """Removes what saves that were cut short have left."""
     for folder in root.glob(".*.tmp"):
         shutil.rmtree(folder, ignore_errors=True)

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from pipeline.data.batch import Batch, Position
 
 
-class Sums(BaseModel, frozen=True):
+class LossSums(BaseModel, frozen=True):
     """What NE and calibration need of a stretch of rows; each counts by its weight, where rows have weights."""
 
     rows: float = 0.0
@@ -15,9 +15,9 @@ class Sums(BaseModel, frozen=True):
     labels: float = 0.0
     predictions: float = 0.0
 
-    def plus(self, other: "Sums") -> "Sums":
+    def plus(self, other: "LossSums") -> "LossSums":
         """Both stretches together."""
-        return Sums(**{name: getattr(self, name) + getattr(other, name) for name in Sums.model_fields})
+        return LossSums(**{name: getattr(self, name) + getattr(other, name) for name in LossSums.model_fields})
 
     @property
     def ne(self) -> float | None:
@@ -28,13 +28,13 @@ class Sums(BaseModel, frozen=True):
         return self.loss / self.rows / -(rate * math.log(rate) + (1.0 - rate) * math.log(1.0 - rate))
 
 
-class Progress(BaseModel, frozen=True):
+class TrainingProgress(BaseModel, frozen=True):
     """Where training stands; saved with every checkpoint."""
 
     steps: int = 0
     rows: int = 0
     position: Position = Position()
-    first_sight: Sums = Sums()
+    first_sight: LossSums = LossSums()
     """Rows predicted before they were ever trained on: the progressive NE."""
     best_ne: float | None = None
     best_step: int | None = None
@@ -65,7 +65,7 @@ class Progress(BaseModel, frozen=True):
         """Share of the time spent waiting for batches."""
         return self.wait_seconds / self.busy_seconds if self.busy_seconds else 0.0
 
-    def after(self, batch: Batch) -> "Progress":
+    def after(self, batch: Batch) -> "TrainingProgress":
         """Progress once the batch is trained."""
         return self.model_copy(
             update={"steps": self.steps + 1, "rows": self.rows + batch.global_rows, "position": batch.position}

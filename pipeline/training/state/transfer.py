@@ -13,14 +13,14 @@ STATES = ("model/", "average/", "dense/", "tables/")
 """Beginnings of the names of tensors in a checkpoint."""
 
 
-class Features(BaseModel, frozen=True, arbitrary_types_allowed=True):
+class FeatureState(BaseModel, frozen=True, arbitrary_types_allowed=True):
     """What a model reads."""
 
     dense: tuple[str, ...]
     bags: tuple[SparseFeature, ...]
 
 
-class Grown(BaseModel, frozen=True, arbitrary_types_allowed=True):
+class TransferredState(BaseModel, frozen=True, arbitrary_types_allowed=True):
     """The state of a model that has grown, and what of it is new."""
 
     tensors: Mapping[str, torch.Tensor]
@@ -30,13 +30,13 @@ class Grown(BaseModel, frozen=True, arbitrary_types_allowed=True):
     """Tables with rows behind those that they had."""
 
 
-def grown(
+def transfer_state(
     config: DLRMConfig,
     old: Mapping[str, torch.Tensor],
     fresh: Mapping[str, torch.Tensor],
-    features: tuple[Features, Features],
+    features: tuple[FeatureState, FeatureState],
     kept: Collection[str],
-) -> Grown:
+) -> TransferredState:
     """The state of a model with other features than the older one that it goes on from.
 
     Tables keep the rows that they had; new rows and tables stay as they are initially. A layer whose inputs depend on
@@ -65,7 +65,7 @@ def grown(
             result[name] = _mapped(old[name], tensor, axes[0][parameter], axes[1][parameter])
         else:
             result[name] = old[name] if name in old and old[name].shape == tensor.shape else tensor
-    return Grown(tensors=result, new_tables=tuple(new), larger_tables=tuple(larger))
+    return TransferredState(tensors=result, new_tables=tuple(new), larger_tables=tuple(larger))
 
 
 def _marked(names: Sequence[str], kept: Collection[str], which: int) -> list[str]:

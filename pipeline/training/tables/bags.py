@@ -28,7 +28,7 @@ SUMS_BYTES = 16 << 20
 
 
 @contextmanager
-def table_kernel(config: TrainConfig, device: torch.device, ours: "type[NumbaBags]") -> Iterator[None]:
+def use_table_kernel(config: TrainConfig, device: torch.device, ours: "type[NumbaBags]") -> Iterator[None]:
     """Tables that TorchRec shards inside get the kernel of the config.
 
     TorchRec has no place to name another than FBGEMM's, so the class is exchanged while it builds its modules.
@@ -37,7 +37,7 @@ def table_kernel(config: TrainConfig, device: torch.device, ours: "type[NumbaBag
         ours: The class of our kernel.
     """
     stock = SplitTableBatchedEmbeddingBagsCodegen
-    if not fbgemm_updates(config, device.type):
+    if not uses_fbgemm(config, device.type):
         setattr(batched_embedding_kernel, stock.__name__, ours)
     try:
         yield
@@ -45,7 +45,7 @@ def table_kernel(config: TrainConfig, device: torch.device, ours: "type[NumbaBag
         setattr(batched_embedding_kernel, stock.__name__, stock)
 
 
-def fbgemm_updates(config: TrainConfig, device: str) -> bool:
+def uses_fbgemm(config: TrainConfig, device: str) -> bool:
     """Whether tables have FBGEMM's kernel."""
     return config.embedding_kernel == "fbgemm" or config.table_precision != "fp32" or device != "cpu"
 
@@ -65,7 +65,7 @@ def require_fbgemm(config: TrainConfig, device: str) -> None:
         raise ConfigError(where, "no table_weight_decay", f"{config.table_weight_decay}", remedy)
 
 
-def set_update(bags: SplitTableBatchedEmbeddingBagsCodegen, number: int) -> None:
+def set_update_number(bags: SplitTableBatchedEmbeddingBagsCodegen, number: int) -> None:
     """Tells a kernel the number of the update that comes next, counted from 1; Adam's bias correction needs it.
 
     FBGEMM's own `set_optimizer_step` is no way: it sets a counter that the kernel looks at before its first pass alone,
@@ -110,7 +110,7 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         self.arrays: dict[str, tuple[int | None, np.ndarray]] = {}
         """Address and array of tensors; an array keeps its memory, so no other tensor gets the address."""
         self.steps = 0
-        """Updates made, this one included; see `set_update`."""
+        """Updates made, this one included; see `set_update_number`."""
         self.second = torch.zeros_like(self.weights_host.detach()) if self.kind == kernels.ADAM else torch.empty(0)
         rows, widths = np.array([spec[0] for spec in embedding_specs]), np.array([spec[1] for spec in embedding_specs])
         origin = np.array(self.weights_physical_offsets)

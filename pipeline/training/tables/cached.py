@@ -2,16 +2,16 @@
 
 from torch import nn
 
-from pipeline.training.tables.sharding import lookups
+from pipeline.training.tables.sharding import iter_lookups
 
 
-def write_back(model: nn.Module) -> None:
+def flush_cache(model: nn.Module) -> None:
     """Puts rows that were trained on the device into their tables; weights are read after this."""
-    for lookup in lookups(model):
+    for lookup in iter_lookups(model):
         lookup.flush()
 
 
-def forget(model: nn.Module) -> None:
+def drop_cache(model: nn.Module) -> None:
     """Lets go of the device's copies; called after weights were written, which the copies would hide and undo."""
-    for lookup in lookups(model):
+    for lookup in iter_lookups(model):
         lookup.purge()

@@ -10,20 +10,20 @@ from models.dlrm import DLRM
 from pipeline.training.asynchronous import SharedBags
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import fill_tables, fuse_table_optimizer, init_tables
-from pipeline.training.tables.bags import NumbaBags, table_kernel
-from pipeline.training.tables.planner import place
-from pipeline.training.tables.sharding import Placement, shard, sharding_plan
+from pipeline.training.tables.bags import NumbaBags, use_table_kernel
+from pipeline.training.tables.planner import plan_sharding
+from pipeline.training.tables.sharding import ShardingPlan, apply_plan, to_torchrec
 
 
-def sharded(
+def shard_model(
     model: DLRM,
     config: TrainConfig,
     device: torch.device,
     seed: int,
     half_width: float | None,
-    placement: Placement | None = None,
+    placement: ShardingPlan | None = None,
     drawn: bool = True,
-) -> tuple[DistributedModelParallel, Placement]:
+) -> tuple[DistributedModelParallel, ShardingPlan]:
     """The model on this rank, ready to train, and where its tables lie; called by all ranks together.
 
     Args:
@@ -33,14 +33,14 @@ def sharded(
         drawn: Whether initial numbers of tables are drawn; where only time counts they are all alike, which is sooner.
     """
     # The planner leaves marks on the model that it is given.
-    placement = placement or place(copy.deepcopy(model), config.for_sharding, device.type)
+    placement = placement or plan_sharding(copy.deepcopy(model), config.for_sharding, device.type)
     for table in model.embeddings.embedding_bag_configs():
         table.init_fn = _left_alone  # TorchRec would draw numbers that are drawn again below
-    fuse_table_optimizer(model, config, sharding_plan(placement, device))
+    fuse_table_optimizer(model, config, to_torchrec(placement, device))
     lockstep = config.sync == "synchronous"
     group = None if lockstep else dist.new_subgroups(1)[0]  # each rank has all tables, in memory that all share
-    with table_kernel(config, device, NumbaBags if lockstep else SharedBags):
-        whole = shard(model, placement, device, config.vector_communication, config.gradient_communication, group)
+    with use_table_kernel(config, device, NumbaBags if lockstep else SharedBags):
+        whole = apply_plan(model, placement, device, config.vector_communication, config.gradient_communication, group)
     if config.compile:
         inner = get_unwrapped_module(whole)
         inner.score = torch.compile(inner.score)

@@ -34,12 +34,12 @@ from models.dlrm import DLRM
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.training.config import COLUMN_SHARDING, ROW_SHARDING, TrainConfig, requested_sharding_type
 from pipeline.training.optim import TABLE_OPTIMIZERS
-from pipeline.training.tables.bags import fbgemm_updates, require_fbgemm
+from pipeline.training.tables.bags import require_fbgemm, uses_fbgemm
 from pipeline.training.tables.partitioner import LargestDifferencing
-from pipeline.training.tables.sharding import KERNELS, BagSharder, Piece, Placement, TablePlacement
+from pipeline.training.tables.sharding import KERNELS, BagSharder, ShardingPlan, TableShard, TableSharding
 from pipeline.training.tables.statistics import MeasuredCache, TableUse
 
-AUTO = ("data_parallel", "table_wise", "row_wise")
+AUTO_SHARDING_TYPES = ("data_parallel", "table_wise", "row_wise")
 """Kinds that auto chooses from; cuts of columns need another optimizer, on one machine table_row_wise is row_wise."""
 GRID_PROPOSALS = 1_000
 """All combinations of kinds are tried where there are no more than these."""
@@ -48,7 +48,9 @@ CACHE_SHARE = 0.2
 WHERE = "training.sharding"
 
 
-def place(model: DLRM, config: TrainConfig, device: str, uses: Mapping[str, TableUse] | None = None) -> Placement:
+def plan_sharding(
+    model: DLRM, config: TrainConfig, device: str, uses: Mapping[str, TableUse] | None = None
+) -> ShardingPlan:
     """The placement of a model's tables, a function of the arguments and of the machine's memory.
 
     Args:
@@ -60,7 +62,7 @@ def place(model: DLRM, config: TrainConfig, device: str, uses: Mapping[str, Tabl
     """
     tables = model.embeddings.embedding_bag_configs()
     kinds = {table.name: requested_sharding_type(config.sharding, table.name) for table in tables}
-    refuse(model, config, device, kinds)
+    require_trainable(model, config, device, kinds)
     for parameter in model.embeddings.parameters():
         parameter._optimizer_classes = [TABLE_OPTIMIZERS[config.table_optimizer]]  # type: ignore[attr-defined]
     constraints = {
@@ -98,7 +100,7 @@ def _best(
     return {option.name: option for option in planner._best_plan or []}
 
 
-def refuse(model: DLRM, config: TrainConfig, device: str, kinds: Mapping[str, str]) -> None:
+def require_trainable(model: DLRM, config: TrainConfig, device: str, kinds: Mapping[str, str]) -> None:
     """Refuses what cannot train, or would train something else.
 
     Raises:
@@ -113,7 +115,7 @@ def refuse(model: DLRM, config: TrainConfig, device: str, kinds: Mapping[str, st
             f"training.table_memory '{config.table_memory}'", "a CUDA device, whose memory it extends", "cpu",
             "Set it to `device`.",
         )  # fmt: skip
-    if fbgemm_updates(config, device):
+    if uses_fbgemm(config, device):
         require_fbgemm(config, device)
     for key in ("vector_communication", "gradient_communication"):
         if getattr(config, key) == "bf16" and device == "cpu":
@@ -185,7 +187,7 @@ def _constraints(
     cached = config.table_memory == "uvm_caching"
     alone = config.world_size == 1  # then a cut only adds work: on the demo's tables a step took twice as long
     choice = [
-        kind for kind in AUTO
+        kind for kind in AUTO_SHARDING_TYPES
         if kind not in ROW_SHARDING or (not alone and _row_for_each(table.num_embeddings, config.world_size))
     ]  # fmt: skip
     if device == "cpu" or _why_no_copies(config):  # on CPU they are an order of magnitude slower
@@ -261,14 +263,14 @@ class _Enumerator(EmbeddingEnumerator):
         return [kind for kind in kinds if kind in allowed_sharding_types]
 
 
-def _written_down(option: ShardingOption) -> TablePlacement:
+def _written_down(option: ShardingOption) -> TableSharding:
     rows, width = option.tensor.shape
     cache = option.cache_params.load_factor if option.cache_params is not None else None
-    return TablePlacement(
+    return TableSharding(
         table=option.name, rows=rows, width=width, kind=option.sharding_type, kernel=option.compute_kernel,
         cache_load_factor=cache if option.compute_kernel == "fused_uvm_caching" else None,
         pieces=tuple(
-            Piece(
+            TableShard(
                 rank=shard.rank, row=shard.offset[0], column=shard.offset[1], rows=shard.size[0],
                 columns=shard.size[1], bytes=shard.storage.hbm + shard.storage.ddr, milliseconds=shard.perf.total,
             )

@@ -1,4 +1,4 @@
-"""Ahead: the ids of the next batch travel to the ranks that hold their tables while this one is trained."""
+"""Input-dist prefetch: sends the ids of the next batch to the ranks with their tables while this batch is trained."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from pipeline.data.batch import Batch
 
 
-class Ahead:
+class InputDistPrefetcher:
     """Sends ids in two parts: how many go where, before the forward pass of the batch before; the ids, behind it.
 
     Called by all ranks alike. It is what TorchRec's TrainPipelineSparseDist does, whose tracer takes models of one

@@ -19,8 +19,8 @@ from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ParameterSharding,
     ShardingEnv,
-    ShardingPlan,
 )
+from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
@@ -29,7 +29,7 @@ from pipeline.training.config import Precision, ShardingType, TableMemory
 KERNELS: dict[TableMemory, str] = {"device": "fused", "uvm": "fused_uvm", "uvm_caching": "fused_uvm_caching"}
 
 
-class Piece(BaseModel, frozen=True):
+class TableShard(BaseModel, frozen=True):
     """The part of a table that one rank holds."""
 
     rank: int
@@ -45,7 +45,7 @@ class Piece(BaseModel, frozen=True):
     """Time of a step that the planner expects."""
 
 
-class TablePlacement(BaseModel, frozen=True):
+class TableSharding(BaseModel, frozen=True):
     """Where a table lies. All tables together are a plan: made once, the same on every rank."""
 
     table: str
@@ -56,10 +56,10 @@ class TablePlacement(BaseModel, frozen=True):
     """dense: updated after the backward pass; fused: in it; fused_uvm, fused_uvm_caching: in it, from the host."""
     cache_load_factor: float | None = None
     """Share of the rows that fused_uvm_caching keeps on the device."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TableShard, ...]
 
 
-Placement = tuple[TablePlacement, ...]
+ShardingPlan = tuple[TableSharding, ...]
 
 
 class BagSharder(EmbeddingBagCollectionSharder):
@@ -82,9 +82,9 @@ class BagSharder(EmbeddingBagCollectionSharder):
         return ["dense" if sharding_type == "data_parallel" else self.kernel]
 
 
-def shard(
+def apply_plan(
     model: nn.Module,
-    placement: Placement,
+    placement: ShardingPlan,
     device: torch.device,
     vectors: Precision = "fp32",
     gradients: Precision = "fp32",
@@ -96,7 +96,7 @@ def shard(
         vectors, gradients: Numbers in which ranks send each other pooled vectors, and the gradients of these.
         group: Ranks that the placement is for; None: all.
     """
-    plan = sharding_plan(placement, device)
+    plan = to_torchrec(placement, device)
     alone = dist.get_world_size(group) == 1
     if group is not None:
         for table in plan.plan["embeddings"].values():  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ def _look_up_here(module: ShardedEmbeddingBagCollection) -> None:
     module.forward = forward
 
 
-def _divide_lengths_once(module: ShardedEmbeddingBagCollection, placement: Placement) -> None:
+def _divide_lengths_once(module: ShardedEmbeddingBagCollection, placement: ShardingPlan) -> None:
     """Keeps the vectors of tables that are not row-wise as their kernels give them.
 
     Where a row-wise table is pooled by its mean, TorchRec 1.8 divides the vectors of ALL features by their lengths but
@@ -153,7 +153,7 @@ def _divide_lengths_once(module: ShardedEmbeddingBagCollection, placement: Place
             module._pooling_type_to_rs_features[PoolingType.SUM.value].extend(config.feature_names)
 
 
-def lookups(model: nn.Module) -> Iterator[Any]:
+def iter_lookups(model: nn.Module) -> Iterator[Any]:
     """TorchRec's modules that hold this rank's tables; it keeps them in plain lists, so `model.modules()` has none."""
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingBagCollection):
@@ -161,7 +161,7 @@ def lookups(model: nn.Module) -> Iterator[Any]:
                 yield lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
 
 
-def sharding_plan(placement: Placement, device: torch.device) -> ShardingPlan:
+def to_torchrec(placement: ShardingPlan, device: torch.device) -> TorchRecPlan:
     """The placement as TorchRec takes it."""
     tables = {
         table.table: ParameterSharding(
@@ -173,10 +173,10 @@ def sharding_plan(placement: Placement, device: torch.device) -> ShardingPlan:
         )
         for table in placement
     }
-    return ShardingPlan({"embeddings": EmbeddingModuleShardingPlan(tables)})
+    return TorchRecPlan({"embeddings": EmbeddingModuleShardingPlan(tables)})
 
 
-def _spec(table: TablePlacement, device: torch.device) -> EnumerableShardingSpec:
+def _spec(table: TableSharding, device: torch.device) -> EnumerableShardingSpec:
     return EnumerableShardingSpec(
         [
             ShardMetadata(
@@ -189,7 +189,7 @@ def _spec(table: TablePlacement, device: torch.device) -> EnumerableShardingSpec
     )
 
 
-def describe(placement: Placement) -> list[dict[str, Any]]:
+def describe_plan(placement: ShardingPlan) -> list[dict[str, Any]]:
     """The placement as rows of a table; bytes and milliseconds by rank, as the planner expects them."""
     rows = []
     for table in placement:
@@ -212,11 +212,13 @@ def describe(placement: Placement) -> list[dict[str, Any]]:
     return rows
 
 
-def per_rank(rows: Sequence[dict[str, Any]], what: Literal["bytes", "milliseconds"], world_size: int) -> list[float]:
+def sum_per_rank(
+    rows: Sequence[dict[str, Any]], what: Literal["bytes", "milliseconds"], world_size: int
+) -> list[float]:
     """Sums over the tables of `describe`, rank by rank.
 
     Example:
-        >>> per_rank([{"ranks": [1], "bytes": [5]}, {"ranks": [0, 1], "bytes": [2, 3]}], "bytes", 2)
+        >>> sum_per_rank([{"ranks": [1], "bytes": [5]}, {"ranks": [0, 1], "bytes": [2, 3]}], "bytes", 2)
         [2, 8]
     """
     sums: list[float] = [0] * world_size

@@ -58,7 +58,7 @@ class MeasuredCache(CacheStatistics):
         return float(np.trapezoid(self.use.miss_rates, LOAD_FACTORS))
 
 
-def measure(bags: Sequence[SparseFeature], columns: Sequence[Column], batch_rows: int) -> dict[str, TableUse]:
+def measure_table_use(bags: Sequence[SparseFeature], columns: Sequence[Column], batch_rows: int) -> dict[str, TableUse]:
     """The use of each table in a sample of rows.
 
     Args:
@@ -66,7 +66,7 @@ def measure(bags: Sequence[SparseFeature], columns: Sequence[Column], batch_rows
         batch_rows: Rows of a global batch; a smaller sample counts as one batch.
     Example:
         >>> bag = SparseFeature("user", "user", 4, "sum")
-        >>> use = measure([bag], [Column(np.array([3, 3, 1, 3]), np.array([0, 1, 3, 3, 4]))], 2)["user"]
+        >>> use = measure_table_use([bag], [Column(np.array([3, 3, 1, 3]), np.array([0, 1, 3, 3, 4]))], 2)["user"]
         >>> use.ids_per_bag, use.filled_share, use.distinct_rows
         ((1.3333333333333333,), (0.75,), 1.5)
     """

@@ -14,7 +14,7 @@ from models.dlrm import DLRM
 from pipeline.characterization.cost import LoadSetup, TableLoad, count_batch_load, count_load, count_row_bytes
 from pipeline.data.batch import Batch, Position
 from pipeline.training.config import TrainConfig
-from pipeline.training.tables.model import sharded
+from pipeline.training.tables.model import shard_model
 
 ROWS, DENSE = 32, 5
 BAGS = [
@@ -107,7 +107,7 @@ def test_bytes_of_tables_are_those_of_a_built_model(optimizer: Any, device: torc
         world_size=1, batch_rows=ROWS, device=device.type, sharding="table_wise", table_optimizer=optimizer,
         dense_optimizer="adam",
     )  # fmt: skip
-    model, _ = sharded(DLRM(MODELS["dot"], DENSE, BAGS, "meta"), config, device, 1, None)
+    model, _ = shard_model(DLRM(MODELS["dot"], DENSE, BAGS, "meta"), config, device, 1, None)
     # Adam's second state of a kernel that FBGEMM knows nothing of included; scalars such as counters are not counted
     states = [value for state in model.fused_optimizer.state_dict()["state"].values() for value in state.values()]
     of_states = sum(value.local_tensor().nbytes if hasattr(value, "local_tensor") else 0 for value in states)

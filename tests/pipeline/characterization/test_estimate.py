@@ -74,7 +74,7 @@ def test_state_and_checkpoint_are_those_of_a_trainer(
     gradients = sum(p.grad.numel() for n, p in model.named_parameters() if "embeddings" not in n and p.grad is not None)
     dense = sum(size for name, size in state.items() if "embeddings" not in name and name[0] != "a")
     assert memory.dense == dense - steps + 4 * gradients
-    folder = checkpoint.checkpoints(tmp_path / "made")[-1]
+    folder = checkpoint.list_checkpoints(tmp_path / "made")[-1]
     found = sum(path.stat().st_size for path in folder.iterdir())
     assert estimate_checkpoint_bytes(shape, kept) == pytest.approx(found, rel=0.06), (
         "mostly what a file says of each tensor"

@@ -10,7 +10,7 @@ import torch
 from pipeline.data.batch import Batch, Position
 from pipeline.jobs.training.rank import RankSpec, build_model, client
 from pipeline.preprocessing.client import Client, InlineSource
-from pipeline.training.state.progress import Sums
+from pipeline.training.state.progress import LossSums
 from pipeline.training.trainer import Trainer
 
 
@@ -21,7 +21,7 @@ def make_trainer(
     """(validate, batches, dropout, **training) -> a trainer on the small warehouse, and the list its events go to."""
 
     def make(
-        validate: Callable[[Any], Sums] | None = None,
+        validate: Callable[[Any], LossSums] | None = None,
         batches: Callable[[Position], Iterator[Batch]] | None = None,
         dropout: float = 0.0,
         **training: Any,

@@ -78,7 +78,7 @@ def batches(rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
 def trained(config: TrainConfig, device: torch.device) -> tuple[list[float], dict[str, torch.Tensor] | None]:
     """Loss of each step, and on rank 0 the whole weights."""
     torch.manual_seed(SEED)
-    sharded, _ = model.sharded(DLRM(MODEL, DENSE, BAGS, device="meta"), config, device, SEED, MODEL.embedding_init)
+    sharded, _ = model.shard_model(DLRM(MODEL, DENSE, BAGS, device="meta"), config, device, SEED, MODEL.embedding_init)
     trainer = Trainer(sharded, config, lambda position: iter(()), None, Path(), print, SEED, device)
     losses = []
     for batch in batches(dist.get_rank(), dist.get_world_size()):

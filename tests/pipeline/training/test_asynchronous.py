@@ -22,7 +22,7 @@ from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.state import checkpoint
-from pipeline.training.state.progress import Sums
+from pipeline.training.state.progress import LossSums
 from pipeline.training.trainer import Trainer
 from tests.pipeline.conftest import DAYS, completed_here
 from tests.pipeline.training.conftest import train_batches
@@ -36,7 +36,7 @@ Maker = Callable[..., Trainer]
 def make(rank_spec: Callable[..., RankSpec], device: torch.device, tmp_path: Path) -> Maker:
     """(folder, validate, **training) -> a trainer that is the only rank."""
 
-    def maker(folder: str, validate: Callable[[Any], Sums] | None = None, **training: Any) -> Trainer:
+    def maker(folder: str, validate: Callable[[Any], LossSums] | None = None, **training: Any) -> Trainer:
         spec = rank_spec(tmp_path / folder, **training)
         model, _ = build_model(spec, 1, device)
         kind = Trainer if spec.training.sync == "synchronous" else AsyncTrainer

@@ -18,7 +18,7 @@ from pipeline.errors import ConfigError
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import BETAS, EPS, ReplicatedTables, dense_parameters
 from pipeline.training.state import checkpoint
-from pipeline.training.tables.bags import NumbaBags, set_update
+from pipeline.training.tables.bags import NumbaBags, set_update_number
 from pipeline.training.trainer import Trainer
 
 Maker = Callable[..., tuple[Trainer, list[dict[str, Any]]]]
@@ -64,7 +64,7 @@ def test_replicated_tables_follow_the_rule_of_fused_ones(kind: str, decay: float
         gradient = torch.from_numpy(random.normal(size=(4, 8)).astype(np.float32))
         offsets = torch.arange(0, 13, 3)
         replicated.steps = step
-        set_update(fused, step)
+        set_update_number(fused, step)
         fused(ids, offsets).backward(gradient)
         weight.grad = None
         nn.functional.embedding_bag(ids, weight, offsets[:-1], mode="sum").backward(gradient)

@@ -21,7 +21,7 @@ from pipeline.errors import TrainingError
 from pipeline.preprocessing.client import Client
 from pipeline.training import trainer as trainer_module
 from pipeline.training.state import async_checkpoint, checkpoint
-from pipeline.training.state.progress import Progress, Sums
+from pipeline.training.state.progress import LossSums, TrainingProgress
 from pipeline.training.trainer import Trainer
 from pipeline.transforms.column import Column
 
@@ -46,17 +46,17 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
 
 
-def scripted(values: list[float], seen: list[dict[str, torch.Tensor]] | None = None) -> Callable[[Any], Sums]:
+def scripted(values: list[float], seen: list[dict[str, torch.Tensor]] | None = None) -> Callable[[Any], LossSums]:
     """A validation that finds these NEs, one a call, and notes the weights it was given."""
     coming = iter(values)
 
-    def validate(model: Any) -> Sums:
+    def validate(model: Any) -> LossSums:
         assert not model.training
         if seen is not None:
             whole = checkpoint.full_state(model.state_dict())
             assert whole is not None
             seen.append({name: value.clone() for name, value in whole.items()})
-        return Sums(rows=100, labels=50, predictions=50, loss=next(coming) * 100 * math.log(2.0))
+        return LossSums(rows=100, labels=50, predictions=50, loss=next(coming) * 100 * math.log(2.0))
 
     return validate
 
@@ -146,19 +146,19 @@ def test_ne_is_log_loss_over_entropy() -> None:
     labels, predictions = (random.random(500) < 0.2).astype(float), random.uniform(0.01, 0.9, 500)
     entropy = log_loss(labels, np.full(500, labels.mean()))
     parts = [
-        Sums(
+        LossSums(
             rows=len(y), labels=float(y.sum()), predictions=float(p.sum()),
             loss=float(log_loss(y, p, labels=[0, 1], normalize=False)),
         )
         for y, p in ((labels[:100], predictions[:100]), (labels[100:], predictions[100:]))
     ]  # fmt: skip
     assert parts[0].plus(parts[1]).ne == pytest.approx(log_loss(labels, predictions) / entropy, rel=1e-12)
-    assert Sums().plus(parts[0]) == parts[0]
+    assert LossSums().plus(parts[0]) == parts[0]
 
 
 @pytest.mark.parametrize("labels", [0.0, 5.0])
 def test_ne_of_one_class_is_undefined(labels: float) -> None:
-    assert Sums(rows=5.0, loss=1.0, labels=labels).ne is None
+    assert LossSums(rows=5.0, loss=1.0, labels=labels).ne is None
 
 
 class Cut(Exception):
@@ -222,7 +222,7 @@ def test_cut_anywhere_and_resumed_gives_the_same_bits(
         assert without_times(progress) == without_times(expected)
 
 
-def without_times(progress: Progress) -> dict[str, Any]:
+def without_times(progress: TrainingProgress) -> dict[str, Any]:
     values = progress.model_dump(exclude={"busy_seconds", "wait_seconds"})
     sums = values.pop("first_sight")
     return values | {name: pytest.approx(value, rel=1e-12) for name, value in sums.items()}
@@ -316,7 +316,7 @@ def test_the_metrics_say_how_long_training_stood_still(make_trainer: Maker) -> N
         if "checkpoint_blocked_seconds" in event.get("metrics", {})
     }
     assert list(told) == [5, 9, 13]  # the steps after
-    assert 0.0 < sum(told.values()) < trainer.saver.blocked_seconds
+    assert 0.0 < sum(told.values()) < trainer.checkpointer.blocked_seconds
 
 
 @pytest.mark.parametrize("values", [(math.nan,), (math.nan, math.inf)])
@@ -380,10 +380,10 @@ def test_no_checkpoint_before_the_end(make_trainer: Maker, tmp_path: Path) -> No
 
 def finite_checkpoint(root: Path) -> int | None:
     """Step of the newest checkpoint, all of whose numbers are finite."""
-    folder = checkpoint.latest(root)
+    folder = checkpoint.find_latest(root)
     if folder is None:
         return None
-    tensors = {name: torch.zeros(size) for name, size in checkpoint.stored_tensors(folder).items()}
+    tensors = {name: torch.zeros(size) for name, size in checkpoint.stored_shapes(folder).items()}
     checkpoint.load(folder, tensors)
     assert all(tensor.isfinite().all() for tensor in tensors.values())
     return int(checkpoint.read_progress(folder)["steps"])
@@ -461,7 +461,9 @@ def test_a_validation_that_is_no_number_ends_training(make_trainer: Maker, tmp_p
 
 
 def test_validation_needs_both_labels(make_trainer: Maker) -> None:
-    trainer, _ = make_trainer(lambda model: Sums(rows=5, labels=5, loss=1.0, predictions=3.0), validate_every_steps=1)
+    trainer, _ = make_trainer(
+        lambda model: LossSums(rows=5, labels=5, loss=1.0, predictions=3.0), validate_every_steps=1
+    )
     with pytest.raises(TrainingError) as caught:
         trainer.train()
     assert str(caught.value) == (
@@ -488,7 +490,7 @@ def test_no_warnings_in_a_step(make_trainer: Maker) -> None:
 def test_checkpoint_of_another_hash_size_names_the_tensor(make_trainer: Maker, tmp_path: Path) -> None:
     trainer, _ = make_trainer(max_steps=2)
     trainer.train()
-    folder = checkpoint.latest(tmp_path / "checkpoints")
+    folder = checkpoint.find_latest(tmp_path / "checkpoints")
     assert folder is not None
     wanted = trainer.state()
     name = "model/embeddings.embedding_bags.cat_user.weight"
@@ -532,7 +534,7 @@ def test_averaging_does_not_disturb_training(make_trainer: Maker, tmp_path: Path
         **place,
     )  # fmt: skip
     averaged.train()
-    averaged.load(checkpoint.latest(tmp_path / "checkpoints"))
+    averaged.load(checkpoint.find_latest(tmp_path / "checkpoints"))
     assert same(weights_of(averaged), weights)
 
 

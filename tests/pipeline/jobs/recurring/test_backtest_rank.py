@@ -33,7 +33,7 @@ def run(module: str, spec: Any, folder: Path) -> tuple[Event, list[Event]]:
 
 def served(spec: RankSpec) -> Path:
     """The checkpoint of what a finished training has exported."""
-    found = checkpoint.served(Path(spec.folder) / "checkpoints")
+    found = checkpoint.find_served(Path(spec.folder) / "checkpoints")
     assert found is not None
     return found
 

@@ -85,7 +85,7 @@ def test_steps_are_the_trainers(device: torch.device, tmp_path: Path) -> None:
         for _ in range(2 * len(batches)):
             point.step()
         assert point.trainer is not None
-        found, expected = point.trainer.exported(), trainer.exported()
+        found, expected = point.trainer.export_weights(), trainer.export_weights()
     assert found is not None
     assert expected is not None
     assert all(found[name].equal(expected[name]) for name in expected)
@@ -101,7 +101,7 @@ def test_nothing_of_a_large_point_stays(device: torch.device) -> None:
     assert first["measurement"]["model_bytes"] > tables
     assert second["measurement"]["peak_bytes"] < before + tables / 4
     assert process.memory_info().rss < before + tables / 4
-    assert process.num_threads() <= threads + 1  # its pulse
+    assert process.num_threads() <= threads + 1  # its heartbeat
 
 
 def of_the_table(spec: RankSpec, **more: Any) -> MeasureTask:

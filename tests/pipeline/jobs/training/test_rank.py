@@ -278,7 +278,7 @@ def test_fault_23_a_loss_that_is_no_number_ends_all_ranks_at_once(
     """By default, and without another attempt; what was kept before is whole and finite."""
     with pytest.raises(ContractError, match=r"^loss at step 7: expected a finite number, got nan\. Lower"):
         dying(rank_spec(tmp_path / "run", **SETTINGS), [[0, 1, "train_step", "step 6;", "nan"]])
-    folder = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    folder = checkpoint.find_latest(tmp_path / "run" / "checkpoints")
     assert folder is not None
     assert folder.name == "step-0000000004"
     assert all(value.isfinite().all() for value in read_all(folder).values())

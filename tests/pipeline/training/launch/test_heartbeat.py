@@ -3,22 +3,22 @@
 import queue
 from typing import Any
 
-from pipeline.training.launch.heartbeat import WAITING, Pulse
+from pipeline.training.launch.heartbeat import WAITING, Heartbeat
 
 
 def test_a_wait_can_be_told_from_work() -> None:
     heard: queue.Queue[dict[str, Any]] = queue.Queue()
-    pulse = Pulse(heard.put, seconds=0.01)
+    heartbeat = Heartbeat(heard.put, seconds=0.01)
 
     def items() -> Any:
-        assert pulse.doing == WAITING
+        assert heartbeat.doing == WAITING
         yield "a"
-        assert pulse.doing == WAITING
+        assert heartbeat.doing == WAITING
         yield "b"
-        assert pulse.doing == WAITING
+        assert heartbeat.doing == WAITING
 
     assert heard.get(timeout=5)["doing"] == "starting"
-    counts = [pulse.count for _ in pulse.over(items(), "training") if pulse.doing == "training"]
+    counts = [heartbeat.count for _ in heartbeat.track(items(), "training") if heartbeat.doing == "training"]
     assert counts == [2, 4]
     while (beat := heard.get(timeout=5))["doing"] != "training":
         pass
@@ -32,7 +32,7 @@ def test_it_ends_when_nobody_listens() -> None:
         calls.append(event)
         raise BrokenPipeError
 
-    pulse = Pulse(broken, seconds=0.001)
-    pulse.thread.join(5)
-    assert not pulse.thread.is_alive()
+    heartbeat = Heartbeat(broken, seconds=0.001)
+    heartbeat.thread.join(5)
+    assert not heartbeat.thread.is_alive()
     assert len(calls) == 1

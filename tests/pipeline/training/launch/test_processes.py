@@ -258,13 +258,13 @@ def test_signs_of_progress_keep_a_group_alive(run: Callable[..., Event], does: s
     """Its own, or those of preprocessing while it waits."""
     ticks = iter(range(10_000))
     with pytest.raises(TrainingError, match="deadline_seconds=3"):
-        run(does, "wait", hang_seconds=1, deadline_seconds=3, headway=lambda: next(ticks) if does == "waiting" else 0)
+        run(does, "wait", hang_seconds=1, deadline_seconds=3, progress=lambda: next(ticks) if does == "waiting" else 0)
 
 
 def test_headway_of_preprocessing_does_not_hide_a_hung_step(run: Callable[..., Event]) -> None:
     ticks = iter(range(10_000))
     with pytest.raises(TrainingError, match="got none while rank 0 was starting"):
-        run("wait", "wait", hang_seconds=1, headway=lambda: next(ticks))
+        run("wait", "wait", hang_seconds=1, progress=lambda: next(ticks))
 
 
 def test_ranks_that_cannot_start_leave_nothing(run: Callable[..., Event], tmp_path: Path) -> None:

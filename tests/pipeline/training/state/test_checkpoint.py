@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from pipeline.errors import TrainingError
 from pipeline.training.state import checkpoint
-from pipeline.training.state.async_checkpoint import Saver
+from pipeline.training.state.async_checkpoint import AsyncCheckpointer
 from pipeline.training.state.checkpoint import CheckpointError
 from storage.artifacts import sha256
 
@@ -52,14 +52,14 @@ def seal(folder: Path) -> None:
 
 
 def test_round_trip(root: Path) -> None:
-    folder = checkpoint.latest(root)
+    folder = checkpoint.find_latest(root)
     assert name(folder) == "step-0000000010"
     assert folder is not None
     found = {key: torch.zeros_like(value) for key, value in tensors().items()}
     checkpoint.load(folder, found)
     assert all(found[key].equal(value) for key, value in tensors(10).items())
     assert checkpoint.read_progress(folder) == PROGRESS | {"steps": 10}
-    assert checkpoint.stored_tensors(folder) == {key: tuple(value.shape) for key, value in tensors().items()}
+    assert checkpoint.stored_shapes(folder) == {key: tuple(value.shape) for key, value in tensors().items()}
     assert not list(root.glob(".*"))
 
 
@@ -110,20 +110,20 @@ def test_fault_21_a_damaged_checkpoint_is_passed_over(root: Path, damage: str) -
     spoil(root / "step-0000000010")
     with pytest.raises(CheckpointError, match=rf"^checkpoint 'step-0000000010': .*{message}"):
         checkpoint.verify(root / "step-0000000010")
-    assert name(checkpoint.latest(root)) == "step-0000000002"
+    assert name(checkpoint.find_latest(root)) == "step-0000000002"
     spoil(root / "step-0000000002")
-    assert name(checkpoint.latest(root)) == "step-0000000001"
+    assert name(checkpoint.find_latest(root)) == "step-0000000001"
     spoil(root / "step-0000000001")
-    assert checkpoint.latest(root) is None
+    assert checkpoint.find_latest(root) is None
 
 
 def test_temporary_and_foreign_folders_do_not_disturb(root: Path) -> None:
     shutil.copytree(root / "step-0000000002", root / ".step-0000000011.tmp")
     shutil.copytree(root / "step-0000000002", root / "step-99")
     shutil.copytree(root / "step-0000000002", root / "best")
-    assert name(checkpoint.latest(root)) == "step-0000000010"
+    assert name(checkpoint.find_latest(root)) == "step-0000000010"
     checkpoint.save(root / "step-0000000011", tensors(11), PROGRESS)
-    assert name(checkpoint.latest(root)) == "step-0000000011"
+    assert name(checkpoint.find_latest(root)) == "step-0000000011"
     assert not (root / ".step-0000000011.tmp").exists()
 
 
@@ -134,7 +134,7 @@ def test_pruning_keeps_the_newest(root: Path) -> None:
 
 
 def test_no_folder_no_checkpoint(tmp_path: Path) -> None:
-    assert checkpoint.latest(tmp_path / "absent") is None
+    assert checkpoint.find_latest(tmp_path / "absent") is None
 
 
 @pytest.mark.parametrize("part", ["save", "write_json", "seal_folder"])
@@ -223,8 +223,8 @@ def test_a_save_in_the_background_keeps_what_was_there_when_it_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, state, folder, sealed = Gate(monkeypatch), tensors(3), tmp_path / "step-0000000003", list[str]()
-    with Saver(background=True) as saver:
-        saver.save(folder, state, PROGRESS, {}, lambda: sealed.append("sealed"))
+    with AsyncCheckpointer(background=True) as checkpointer:
+        checkpointer.save(folder, state, PROGRESS, {}, lambda: sealed.append("sealed"))
         for tensor in state.values():
             tensor.zero_()
         assert (folder.exists(), sealed) == (False, [])
@@ -238,9 +238,9 @@ def test_a_save_in_the_background_keeps_what_was_there_when_it_began(
 def test_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     threading.Timer(0.2, gate.opened.set).start()
-    with Saver(background=True) as saver:
+    with AsyncCheckpointer(background=True) as checkpointer:
         for step in (1, 2, 3):
-            saver.save(tmp_path / f"step-000000000{step}", tensors(step), PROGRESS, {})
+            checkpointer.save(tmp_path / f"step-000000000{step}", tensors(step), PROGRESS, {})
     assert gate.most == 1
     for step in (1, 2, 3):  # although the copy is written over by the next
         found = tensors()
@@ -256,19 +256,19 @@ def test_what_goes_wrong_in_the_background_is_told_by_the_next_call(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "seal_folder", full)
-    saver = Saver(background=True)
-    saver.save(tmp_path / "step-0000000001", tensors(), PROGRESS, {})
-    assert saver.thread is not None
-    saver.thread.join()
+    checkpointer = AsyncCheckpointer(background=True)
+    checkpointer.save(tmp_path / "step-0000000001", tensors(), PROGRESS, {})
+    assert checkpointer.thread is not None
+    checkpointer.thread.join()
     calls: dict[str, Callable[[], object]] = {
-        "check": saver.check,
-        "wait": saver.wait,
-        "save": lambda: saver.save(tmp_path / "step-0000000002", tensors(), PROGRESS, {}),
-        "end": lambda: saver.__exit__(None, None, None),
+        "check": checkpointer.check,
+        "wait": checkpointer.wait,
+        "save": lambda: checkpointer.save(tmp_path / "step-0000000002", tensors(), PROGRESS, {}),
+        "end": lambda: checkpointer.__exit__(None, None, None),
     }
     with pytest.raises(CheckpointError, match="expected to be written, got No space left on device"):
         calls[call]()
-    saver.wait()  # it is told once
+    checkpointer.wait()  # it is told once
     assert not list(tmp_path.iterdir())
 
 
@@ -276,26 +276,26 @@ def test_what_goes_wrong_in_the_background_is_told_by_the_next_call(
 def test_fault_23_numbers_that_are_not_finite_are_not_kept(tmp_path: Path, background: bool) -> None:
     state = tensors() | {"tables/x": torch.tensor([1.0, float("nan")])}
     with pytest.raises(TrainingError, match=r"weights at step 3, 'tables/x': expected finite numbers, got inf or nan"):  # noqa: SIM117
-        with Saver(background) as saver:
-            saver.save(tmp_path / "step-0000000003", state, PROGRESS, {})
+        with AsyncCheckpointer(background) as checkpointer:
+            checkpointer.save(tmp_path / "step-0000000003", state, PROGRESS, {})
     assert not list(tmp_path.iterdir())
 
 
 def test_the_error_that_ends_training_is_told_first(tmp_path: Path) -> None:
     state = {"x": torch.tensor([float("nan")])}
-    saver = Saver(background=True)
-    saver.save(tmp_path / "step-0000000003", state, PROGRESS, {})
-    saver.__exit__(KeyError, KeyError(), None)  # raises nothing of its own
-    assert saver.thread is not None
-    assert not saver.thread.is_alive()
+    checkpointer = AsyncCheckpointer(background=True)
+    checkpointer.save(tmp_path / "step-0000000003", state, PROGRESS, {})
+    checkpointer.__exit__(KeyError, KeyError(), None)  # raises nothing of its own
+    assert checkpointer.thread is not None
+    assert not checkpointer.thread.is_alive()
 
 
 def test_the_copy_takes_no_new_memory_the_second_time(tmp_path: Path) -> None:
-    with Saver(background=True) as saver:
-        saver.save(tmp_path / "step-0000000001", tensors(1), PROGRESS, {})
-        before = {name: copy.data_ptr() for name, copy in saver.copies.items()}
-        saver.save(tmp_path / "step-0000000002", tensors(2), PROGRESS, {})
-        assert {name: copy.data_ptr() for name, copy in saver.copies.items()} == before
+    with AsyncCheckpointer(background=True) as checkpointer:
+        checkpointer.save(tmp_path / "step-0000000001", tensors(1), PROGRESS, {})
+        before = {name: copy.data_ptr() for name, copy in checkpointer.copies.items()}
+        checkpointer.save(tmp_path / "step-0000000002", tensors(2), PROGRESS, {})
+        assert {name: copy.data_ptr() for name, copy in checkpointer.copies.items()} == before
 
 
 def test_export_is_the_whole_weights(root: Path) -> None:
@@ -335,9 +335,9 @@ def test_what_a_checkpoint_is(root: Path) -> None:
 def test_fault_20_what_cut_saves_left_is_swept_away(root: Path) -> None:
     for name_of_rubbish in (".step-0000000011.tmp", ".best.0a1b.tmp"):
         shutil.copytree(root / "step-0000000002", root / name_of_rubbish)
-    checkpoint.sweep(root)
+    checkpoint.remove_partial(root)
     assert len(list(root.iterdir())) == 3
-    checkpoint.sweep(root / "absent")
+    checkpoint.remove_partial(root / "absent")
 
 
 class Payload:
@@ -355,7 +355,7 @@ def test_fault_33_a_payload_as_metadata_is_not_run(root: Path, tmp_path: Path) -
     (folder / ".metadata").write_bytes(pickle.dumps(Payload(canary)))
     seal(folder)
     checkpoint.verify(folder)
-    for use in (lambda: checkpoint.load(folder, tensors()), lambda: checkpoint.stored_tensors(folder)):
+    for use in (lambda: checkpoint.load(folder, tensors()), lambda: checkpoint.stored_shapes(folder)):
         with pytest.raises(CheckpointError) as caught:
             use()
         assert str(caught.value) == (
@@ -426,7 +426,7 @@ def test_fault_11_shards_outside_the_checkpoint_are_not_read(root: Path, tmp_pat
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     seal(folder)
     (folder / "linked").symlink_to(root / "other" / "__0_0.distcp")
-    for read in (checkpoint.stored_tensors, lambda path: checkpoint.read_whole(path, "model/")):
+    for read in (checkpoint.stored_shapes, lambda path: checkpoint.read_whole(path, "model/")):
         with pytest.raises(CheckpointError, match="expected shards among its files, got name"):
             read(folder)
 
@@ -439,4 +439,4 @@ def test_fault_11_a_checkpoint_of_links_is_passed_over(root: Path) -> None:
         path.symlink_to(other / path.name)
     with pytest.raises(CheckpointError, match="expected files of its own, got links: "):
         checkpoint.verify(folder)
-    assert name(checkpoint.latest(root)) == "step-0000000002"
+    assert name(checkpoint.find_latest(root)) == "step-0000000002"

@@ -6,13 +6,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.config import DLRMConfig, SparseFeature
 from models.dlrm import DLRM
-from pipeline.training.state.transfer import Features, grown
+from pipeline.training.state.transfer import FeatureState, transfer_state
 
 ROWS = 7
-BEFORE = Features(
+BEFORE = FeatureState(
     dense=("a", "b"), bags=(SparseFeature("user", "user", 5, "sum"), SparseFeature("item", "things", 6, "mean"))
 )
-AFTER = Features(
+AFTER = FeatureState(
     dense=("new", "b", "a"),
     bags=(
         SparseFeature("fresh", "fresh", 3, "sum"), SparseFeature("item", "things", 9, "mean"), SparseFeature("other", "things", 9, "mean"),
@@ -21,12 +21,12 @@ AFTER = Features(
 )  # fmt: skip
 
 
-def built(config: DLRMConfig, features: Features, seed: int) -> DLRM:
+def built(config: DLRMConfig, features: FeatureState, seed: int) -> DLRM:
     torch.manual_seed(seed)
     return DLRM(config, len(features.dense), features.bags).eval()
 
 
-def rows(features: Features, seed: int) -> tuple[torch.Tensor, KeyedJaggedTensor]:
+def rows(features: FeatureState, seed: int) -> tuple[torch.Tensor, KeyedJaggedTensor]:
     """The same values for the same features."""
     dense, keys, values, lengths = [], [], [], []
     for name in features.dense:
@@ -59,7 +59,7 @@ def state(model: DLRM, momentum: float) -> dict[str, torch.Tensor]:
 def test_features_that_are_added_change_nothing_at_first(kind):
     config = DLRMConfig(**{"embedding_width": 4, "bottom_mlp": (5,), "top_mlp": (6,)} | kind)
     small, large = built(config, BEFORE, 1), built(config, AFTER, 2)
-    made = grown(config, state(small, 3.0), state(large, 0.0), (BEFORE, AFTER), {"a", "b", "user", "item"})
+    made = transfer_state(config, state(small, 3.0), state(large, 0.0), (BEFORE, AFTER), {"a", "b", "user", "item"})
     assert (made.new_tables, made.larger_tables) == (("fresh",), ("things",))
     fresh = large.state_dict()
     large.load_state_dict({n.removeprefix("model/"): t for n, t in made.tensors.items() if n.startswith("model/")})
@@ -78,7 +78,7 @@ def test_features_that_are_added_change_nothing_at_first(kind):
 def test_what_means_something_else_starts_anew():
     config = DLRMConfig(embedding_width=4, bottom_mlp=(5,), top_mlp=(6,))
     small, large = built(config, BEFORE, 1), built(config, BEFORE, 2)
-    made = grown(config, state(small, 3.0), state(large, 0.0), (BEFORE, BEFORE), {"a", "user"})
+    made = transfer_state(config, state(small, 3.0), state(large, 0.0), (BEFORE, BEFORE), {"a", "user"})
     assert made.new_tables == ("things",)
     name = "embeddings.embedding_bags.things.weight"
     assert torch.equal(made.tensors[f"model/{name}"], large.state_dict()[name])
@@ -89,9 +89,11 @@ def test_what_means_something_else_starts_anew():
 def test_features_that_go_leave_the_rest_as_it_is():
     config = DLRMConfig(embedding_width=4, bottom_mlp=(5,), top_mlp=(6,))
     large = built(config, AFTER, 2)
-    fewer = Features(
+    fewer = FeatureState(
         dense=("b",), bags=(SparseFeature("user", "user", 5, "sum"), SparseFeature("item", "things", 9, "mean"))
     )
-    made = grown(config, state(large, 3.0), state(built(config, fewer, 4), 0.0), (AFTER, fewer), {"b", "user", "item"})
+    made = transfer_state(
+        config, state(large, 3.0), state(built(config, fewer, 4), 0.0), (AFTER, fewer), {"b", "user", "item"}
+    )
     assert (made.new_tables, made.larger_tables) == ((), ())
     assert torch.equal(made.tensors["model/bottom.0.weight"][:, 0], large.state_dict()["bottom.0.weight"][:, 1])

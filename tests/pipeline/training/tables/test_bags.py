@@ -11,7 +11,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 
 from pipeline.errors import ConfigError
 from pipeline.training.config import TrainConfig
-from pipeline.training.tables.bags import NumbaBags, require_fbgemm, set_update
+from pipeline.training.tables.bags import NumbaBags, require_fbgemm, set_update_number
 
 OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
@@ -61,7 +61,7 @@ def train(bags: Any) -> list[torch.Tensor]:
     """Pooled vectors of every step."""
     pooled = []
     for step, (ids, offsets, gradient) in enumerate(batches()):
-        set_update(bags, step + 1)
+        set_update_number(bags, step + 1)
         out = bags(ids, offsets)
         pooled.append(out.detach().clone())
         out.backward(gradient)
@@ -254,7 +254,7 @@ def test_fbgemm_on_cuda_follows_the_same_rules(optimizer: str) -> None:
     ):
         table.copy_(start)
     for step, (ids, offsets, gradient) in enumerate(batches()):
-        set_update(bags, step + 1)
+        set_update_number(bags, step + 1)
         bags(ids.cuda(), offsets.cuda()).backward(gradient.cuda())
         bags(ids.cuda(), offsets.cuda())
     _, expected = reference(optimizer, False, 0.0, np.inf)

@@ -12,8 +12,8 @@ from models.config import DLRMConfig, SparseFeature
 from models.dlrm import DLRM
 from pipeline.errors import ConfigError, ContractError, TrainingError
 from pipeline.training.config import ShardingRule, TrainConfig, requested_sharding_type
-from pipeline.training.tables.planner import AUTO, place
-from pipeline.training.tables.sharding import Placement, describe, per_rank
+from pipeline.training.tables.planner import AUTO_SHARDING_TYPES, plan_sharding
+from pipeline.training.tables.sharding import ShardingPlan, describe_plan, sum_per_rank
 from pipeline.training.tables.statistics import LOAD_FACTORS, TableUse
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -22,9 +22,9 @@ BAGS = [SparseFeature(f"f{i}", f"t{i}", 100 * (i + 1), "sum") for i in range(5)]
 
 def placed(
     bags: list[SparseFeature] = BAGS, width: int = 16, uses: dict[str, TableUse] | None = None, **settings: Any
-) -> Placement:
+) -> ShardingPlan:
     config = TrainConfig(**{"batch_rows": 64, "device": "cpu"} | settings)
-    return place(DLRM(DLRMConfig(embedding_width=width), 2, bags, device="meta"), config, "cpu", uses)
+    return plan_sharding(DLRM(DLRMConfig(embedding_width=width), 2, bags, device="meta"), config, "cpu", uses)
 
 
 KINDS = [
@@ -45,7 +45,7 @@ def test_plan_is_of_the_kind_and_covers_every_table(kind: str, world_size: int) 
     plan = placed(sharding=kind, world_size=world_size, table_optimizer="adagrad")
     assert [table.table for table in plan] == [bag.table for bag in BAGS]
     for table, bag in zip(plan, BAGS, strict=True):
-        assert table.kind in (AUTO if kind == "auto" else [kind])
+        assert table.kind in (AUTO_SHARDING_TYPES if kind == "auto" else [kind])
         assert (table.rows, table.width) == (bag.rows, 16)
         assert table.kernel == ("dense" if table.kind == "data_parallel" else "fused")
         cells = [(row, column) for piece in table.pieces for row in range(piece.row, piece.row + piece.rows)
@@ -108,7 +108,9 @@ def test_measured_use_decides_what_lies_together() -> None:
 def test_memory_counts_the_optimizer() -> None:
     sizes = {
         optimizer: sum(
-            per_rank(describe(placed(sharding="table_wise", world_size=1, table_optimizer=optimizer)), "bytes", 1)
+            sum_per_rank(
+                describe_plan(placed(sharding="table_wise", world_size=1, table_optimizer=optimizer)), "bytes", 1
+            )
         )
         for optimizer in ("sgd", "rowwise_adagrad", "adagrad", "adam")
     }
@@ -125,8 +127,8 @@ def test_a_plan_stays_within_the_memory(partitioner: str) -> None:
     uses = {f"t{i}": use(f"t{i}", ids) for i, ids in enumerate((9.0, 40.0, 40.0, 9.0))}
     settings = {"bags": bags, "uses": uses, "sharding": "table_wise", "world_size": 2, "partitioner": partitioner}
     for memory in (20_000_000, 9_000_000, 8_000_000):
-        rows = describe(placed(**settings, memory_per_rank_bytes=memory))
-        assert max(per_rank(rows, "bytes", 2)) <= memory
+        rows = describe_plan(placed(**settings, memory_per_rank_bytes=memory))
+        assert max(sum_per_rank(rows, "bytes", 2)) <= memory
     with pytest.raises(TrainingError):
         placed(**settings, memory_per_rank_bytes=6_000_000)
 

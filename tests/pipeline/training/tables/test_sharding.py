@@ -16,7 +16,7 @@ from models.config import SparseFeature
 from models.dlrm import DLRM
 from pipeline.training.launch.processes import Limits, run_ranks
 from pipeline.training.optim import INIT_BLOCK_ROWS, _block
-from pipeline.training.tables.model import sharded
+from pipeline.training.tables.model import shard_model
 from tests.pipeline.training.placements import BAGS, DENSE, MODEL, SEED, Cases, batches, trained, training
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -189,7 +189,7 @@ def test_two_ranks_train_like_plain_pytorch(two: Result, unsharded: dict[str, An
 def test_one_rank_looks_up_what_torchrec_sends_to_itself(device: torch.device, bags: list[SparseFeature]) -> None:
     """Bit for bit, whatever the order of the ids."""
     whole = DLRM(MODEL, DENSE, bags, device="meta")
-    model, _ = sharded(whole, training(1, sharding="table_wise"), device, SEED, MODEL.embedding_init)
+    model, _ = shard_model(whole, training(1, sharding="table_wise"), device, SEED, MODEL.embedding_init)
     tables = get_unwrapped_module(model).embeddings
     sparse = next(batches()).sparse.permute(list(reversed(range(len(bags))))).to(device)
     found, expected = tables(sparse).to_dict(), ShardedEmbeddingBagCollection.forward(tables, sparse).to_dict()

@@ -10,7 +10,7 @@ import pytest
 
 from models.config import SparseFeature
 from pipeline.jobs.training.rank import RankSpec, table_uses
-from pipeline.training.tables.statistics import LOAD_FACTORS, MeasuredCache, measure
+from pipeline.training.tables.statistics import LOAD_FACTORS, MeasuredCache, measure_table_use
 from pipeline.transforms.column import Column
 
 
@@ -25,7 +25,7 @@ def column(lists: list[list[int]]) -> Column:
 def test_two_features_of_a_table_count_together() -> None:
     bags = [SparseFeature("a", "t", 10, "sum"), SparseFeature("b", "t", 10, "sum"), SparseFeature("c", "u", 5, "sum")]
     columns = [column([[1, 2], [], [1], [3]]), column([[2], [2], [4], []]), column([[], [], [], []])]
-    uses = measure(bags, columns, batch_rows=2)
+    uses = measure_table_use(bags, columns, batch_rows=2)
     assert uses["t"].ids_per_bag == (4 / 3, 1.0)
     assert uses["t"].filled_share == (0.75, 0.75)
     assert uses["t"].distinct_rows == (len({1, 2}) + len({1, 3, 4})) / 2
@@ -37,7 +37,7 @@ def test_miss_rates_of_a_known_distribution() -> None:
     random = np.random.default_rng(1)
     hot = random.random(40_000) < 0.9
     ids = np.where(hot, random.integers(0, 10, 40_000), random.integers(10, 1000, 40_000))
-    use = measure([SparseFeature("a", "t", 1000, "sum")], [Column(ids, np.arange(40_001))], 4_000)["t"]
+    use = measure_table_use([SparseFeature("a", "t", 1000, "sum")], [Column(ids, np.arange(40_001))], 4_000)["t"]
     cache = MeasuredCache(use)
     assert use.miss_rates[0] == 1.0
     assert use.miss_rates[-1] == 0.0
@@ -50,7 +50,8 @@ def test_miss_rates_of_a_known_distribution() -> None:
 
 def test_rows_never_seen_are_not_taken_for_hits() -> None:
     """Ids that come once each: what the first half has seen says nothing of the second."""
-    use = measure([SparseFeature("a", "t", 10**6, "sum")], [Column(np.arange(1000), np.arange(1001))], 100)["t"]
+    feature = SparseFeature("a", "t", 10**6, "sum")
+    use = measure_table_use([feature], [Column(np.arange(1000), np.arange(1001))], 100)["t"]
     assert MeasuredCache(use).expected_miss_rate(0.2) == pytest.approx(0.8, abs=0.01)
     assert len(use.miss_rates) == len(LOAD_FACTORS)
 
