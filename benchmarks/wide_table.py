@@ -18,7 +18,8 @@ import pyarrow as pa
 
 from pipeline.data.selection import Selection
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.transforms.ops import FillNull, FirstX, Log, SigridHash, Standardise
+from pipeline.transforms.ops.dense import FillNull, Log, Standardise
+from pipeline.transforms.ops.sparse import FirstX, SigridHash
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
 from storage.config import WarehouseConfig

@@ -14,7 +14,7 @@ from models.config import DLRMConfig, SparseFeature
 from models.layers import CatInteraction, CrossInteraction, DotInteraction, mlp
 
 
-class Shared(NamedTuple):
+class SharedFeatures(NamedTuple):
     """Bags that several rows have in common: looked up once, their vectors go to all these rows.
 
     Shapes:
@@ -25,11 +25,11 @@ class Shared(NamedTuple):
     features: tuple[int, ...]
     """Numbers of the features, rising."""
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> "Shared":
+    def to(self, device: torch.device, non_blocking: bool = False) -> "SharedFeatures":
         """The same on another device."""
-        return Shared(self.inverse_B.to(device, non_blocking=non_blocking), self.features)
+        return SharedFeatures(self.inverse_B.to(device, non_blocking=non_blocking), self.features)
 
-    def expanded(self, vectors_BFE: torch.Tensor) -> list[torch.Tensor]:
+    def expand(self, vectors_BFE: torch.Tensor) -> list[torch.Tensor]:
         """The vectors of each row, of those of each bag: pieces of neighbouring features, side by side all of them.
 
         `gather` and `split`, because the gradients of `index_select` and of slices take several times as long on CPU.
@@ -86,10 +86,12 @@ class DLRM(nn.Module):
         self.top = mlp(self.interaction.width_out, config.top_mlp, config.dropout)
         self.logit = nn.Linear(config.top_mlp[-1] if config.top_mlp else self.interaction.width_out, 1)
 
-    def forward(self, dense_BD: torch.Tensor, sparse: KeyedJaggedTensor, shared: Shared | None = None) -> torch.Tensor:
+    def forward(
+        self, dense_BD: torch.Tensor, sparse: KeyedJaggedTensor, shared: SharedFeatures | None = None
+    ) -> torch.Tensor:
         """Logits of the rows."""
         vectors_BFE = self.pool(sparse)
-        return self.score(dense_BD, *([vectors_BFE] if shared is None else shared.expanded(vectors_BFE)))
+        return self.score(dense_BD, *([vectors_BFE] if shared is None else shared.expand(vectors_BFE)))
 
     def pool(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """The tables alone: one vector for each bag, float32 [B, F, E]."""

@@ -9,7 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 TABLES = "embeddings.embedding_bags."
 """Begin of the names that a DLRM's tables have among its weights."""
-OF_A_ROW = 8
+ROW_OVERHEAD_BYTES = 8
 """Bytes behind a row's numbers: its scale and its least number, float32 each."""
 
 
@@ -20,7 +20,7 @@ class QuantisedBags(nn.Module):
     TorchRec's quantised collection pads rows to 16 bytes; numbers of 1e-4 were off by 10 steps there, not by a half.
 
     Args:
-        tables: Names, sizes and pooling; their rows come with the state dict, as `quantised` makes them.
+        tables: Names, sizes and pooling; their rows come with the state dict, as `quantise_tables` makes them.
     Shapes:
         F bags of B rows -> float32 [B, F * E], features in the order of the bags. An empty bag is zeros.
     """
@@ -46,7 +46,7 @@ class _Table(nn.Module):
     def __init__(self, table: EmbeddingBagConfig) -> None:
         super().__init__()
         self.mean = table.pooling == PoolingType.MEAN
-        size = (table.num_embeddings, table.embedding_dim + OF_A_ROW)
+        size = (table.num_embeddings, table.embedding_dim + ROW_OVERHEAD_BYTES)
         self.register_buffer("weight", torch.zeros(size, dtype=torch.uint8))
 
     def forward(self, ids_V: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
@@ -60,14 +60,14 @@ class _Table(nn.Module):
         return sums_BE / lengths_B.clamp(min=1).unsqueeze(1) if self.mean else sums_BE
 
 
-def quantised(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def quantise_tables(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A DLRM's weights with its tables rounded to bytes; all else stays as it is.
 
     A number is off by at most half of (greatest - least) / 255 of its row.
 
     Example:
         >>> table = torch.tensor([[0.0, 1.0, 2.55]])
-        >>> quantised({TABLES + "user.weight": table})[TABLES + "user.weight"][0, :3].tolist()
+        >>> quantise_tables({TABLES + "user.weight": table})[TABLES + "user.weight"][0, :3].tolist()
         [0, 100, 255]
     """
     pack = torch.ops.quantized.embedding_bag_byte_prepack

@@ -10,7 +10,8 @@ import pyarrow as pa
 
 from pipeline.characterization.config import Workload
 from pipeline.characterization.workload import draw_batches
-from pipeline.transforms.ops import FillNull, FirstX, SigridHash, Standardise
+from pipeline.transforms.ops.dense import FillNull, Standardise
+from pipeline.transforms.ops.sparse import FirstX, SigridHash
 from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
 from storage.config import WarehouseConfig
 from storage.reader import SnapshotRef

@@ -7,7 +7,7 @@ import torch
 from pydantic import BaseModel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from models.dlrm import Shared
+from models.dlrm import SharedFeatures
 from pipeline.transforms.column import Column
 from pipeline.transforms.kernels.hashing import take_lists
 
@@ -59,7 +59,7 @@ class Batch:
     times: Times = NO_TIMES
     global_weight: float | None = None
     """Sum of the weights of all its rows, over all ranks; None: each weighs 1."""
-    shared: Shared | None = None
+    shared: SharedFeatures | None = None
     """Bags that rows have in common; None: each row has its own."""
 
     @property
@@ -68,7 +68,7 @@ class Batch:
         return self.global_rows if self.global_weight is None else self.global_weight
 
     @property
-    def inputs(self) -> tuple[torch.Tensor, KeyedJaggedTensor] | tuple[torch.Tensor, KeyedJaggedTensor, Shared]:
+    def inputs(self) -> tuple[torch.Tensor, KeyedJaggedTensor] | tuple[torch.Tensor, KeyedJaggedTensor, SharedFeatures]:
         """What a model takes."""
         return (self.dense, self.sparse) if self.shared is None else (self.dense, self.sparse, self.shared)
 

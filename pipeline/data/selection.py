@@ -16,7 +16,7 @@ from pipeline.transforms.column import sparse_from_arrow
 from pipeline.transforms.kernels import hashing
 from pipeline.transforms.kernels.row_hashes import row_hashes
 from pipeline.transforms.ops.sampling import Sampling
-from pipeline.transforms.schema import absent
+from pipeline.transforms.schema import unknown_column
 from storage.arrow import is_list, is_text
 
 HASH_BITS = 20
@@ -180,7 +180,7 @@ def check_sampling(sampling: Sampling, table: pa.Schema) -> None:
     """
     for name in sampling.inputs:
         if name not in table.names:
-            raise absent("sampling.inputs", name, table.names)
+            raise unknown_column("sampling.inputs", name, table.names)
         kind = table.field(name).type
         value = kind.value_type if is_list(kind) else kind
         text = is_text(value)

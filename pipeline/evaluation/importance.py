@@ -115,7 +115,7 @@ class ImportanceEstimator:
         return sorted(found, key=lambda feature: -(feature.ne_loss or 0.0))
 
     def _count_values(self, rows: pa.Table) -> None:
-        columns = self.schedule.run(self.plan.completed(rows), Counter(), Counter())
+        columns = self.schedule.run(self.plan.with_absent_columns(rows), Counter(), Counter())
         self.rows += rows.num_rows
         for name in self.names:
             start, end = columns[self.starts[name]], columns[self.ends[name]]

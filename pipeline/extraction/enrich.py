@@ -15,7 +15,7 @@ from pipeline.data.joined.reader import Side, bare
 from pipeline.data.joined.source import SideSource, added_columns, contents, pin
 from pipeline.data.selection import days_between
 from pipeline.errors import ConfigError
-from pipeline.transforms.schema import Joined
+from pipeline.transforms.schema import FeatureJoin
 from storage.days import notes
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
@@ -42,7 +42,7 @@ class Enriched(BaseModel, frozen=True):
 
 
 def enrich(
-    joined: Sequence[Joined],
+    joined: Sequence[FeatureJoin],
     warehouse: Warehouse,
     table: str,
     root: Path,
@@ -120,7 +120,7 @@ class _Columns:
         return pa.schema([*self.kept, *self.added])
 
 
-def _columns(joined: Sequence[Joined], warehouse: Warehouse, table: str, root: Path) -> _Columns:
+def _columns(joined: Sequence[FeatureJoin], warehouse: Warehouse, table: str, root: Path) -> _Columns:
     """Checked against the table: a column that an ingest wrote is not written over."""
     sources = [SideSource(pinned, warehouse) for pinned in pin(joined, root, warehouse)]
     stored = warehouse.table(table).schema().as_arrow()  # a column may be gone, or renamed, since the last commit

@@ -10,7 +10,7 @@ from pipeline.data.columns import LEAST_WEIGHT, MOST_WEIGHT
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.join import LEFT_OUT, REASON
 from pipeline.extraction.sources import FILE, ROW
-from pipeline.transforms.schema import FeatureSchema, absent, input_kinds, resolve
+from pipeline.transforms.schema import FeatureSchema, input_kinds, resolve, unknown_column
 from storage.query import column_types, quoted
 from storage.reader import DAY
 
@@ -118,17 +118,17 @@ def dense_columns(schema: FeatureSchema, names: list[str], made: Sequence[str]) 
     for dense in schema.dense:
         columns = _resolved(schema, dense.columns, known, "features.dense column")
         read += columns
-        found += columns if dense.kind_read("dense") == "dense" else []
+        found += columns if dense.read_kind("dense") == "dense" else []
     for sparse in schema.sparse:
         columns = _resolved(schema, sparse.columns, known, "features.sparse column")
         read += columns
-        found += columns if sparse.kind_read("sparse") == "dense" else []
+        found += columns if sparse.read_kind("sparse") == "dense" else []
     for op in schema.derived:
         for name, kind in zip(op.inputs, input_kinds(op), strict=False):
             if name not in known:
                 if _joined(schema, name):
                     continue
-                raise absent(f"{op.kind} of '{op.output}', input", name, known)
+                raise unknown_column(f"{op.kind} of '{op.output}', input", name, known)
             read.append(name)
             found += [name] if kind == "dense" else []
     refuse_outcomes(read, made)

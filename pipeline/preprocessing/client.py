@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from models.dlrm import Shared
+from models.dlrm import SharedFeatures
 from pipeline.data.batch import Batch, Position, Times
 from pipeline.errors import DataError, from_wire
 from pipeline.preprocessing import wire
@@ -202,5 +202,7 @@ class Client:
             global_rows=note.rows,
             times=Times(extract=note.extract_seconds, transform=note.transform_seconds, wait=waited),
             global_weight=float(arrays["totals"][i]) if "totals" in arrays else None,
-            shared=Shared(torch.from_numpy(arrays["inverse"][row : row + rows]), self.shared) if self.shared else None,
+            shared=SharedFeatures(torch.from_numpy(arrays["inverse"][row : row + rows]), self.shared)
+            if self.shared
+            else None,
         )

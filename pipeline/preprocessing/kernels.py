@@ -1,21 +1,16 @@
 """The numba loops that put the features of a split side by side and deal its rows out to batches."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.transforms.kernels.jit import compiled
+
 Ids = npt.NDArray[np.int64]
-F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _compiled(function: F) -> F:
-    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
-
-
-@_compiled
+@compiled
 def append_lists(
     values: Ids, offsets: Ids, out: npt.NDArray[Any], starts: npt.NDArray[Any], first: int, at: int
 ) -> int:
@@ -28,7 +23,7 @@ def append_lists(
     return offsets[-1] + shift
 
 
-@_compiled
+@compiled
 def scatter_lengths(
     rows: Ids, lanes: Ids, strides: Ids, starts: npt.NDArray[Any], features: Ids, out: npt.NDArray[np.int32]
 ) -> None:
@@ -46,7 +41,7 @@ def scatter_lengths(
             out[lanes[j] + features[i] * strides[j]] = starts[at + 1] - starts[at]
 
 
-@_compiled
+@compiled
 def scatter_ids(
     rows: Ids,
     lanes: Ids,
@@ -80,7 +75,7 @@ def scatter_ids(
             k += 4
 
 
-@_compiled
+@compiled
 def scatter_rows(
     rows: Ids,
     places: Ids,
@@ -96,7 +91,7 @@ def scatter_rows(
             dense_out[places[j], d] = dense[rows[j], d]
 
 
-@_compiled
+@compiled
 def number_bags(source: Ids, shares: Ids) -> tuple[Ids, npt.NDArray[np.bool_]]:
     """The bag of each row where rows that follow each other in a share and come from one run have one in common.
 

@@ -20,10 +20,10 @@ from pipeline.preprocessing.batches import BatchWork, FeatureIndices, Ids, Windo
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Writer
 from pipeline.preprocessing.splits import Split, permutation, session_permutation
-from pipeline.transforms.column import Column, concatenated, sparse_from_arrow
-from pipeline.transforms.plan.dedup import RepeatPlan, Runs
+from pipeline.transforms.column import Column, concatenate, sparse_from_arrow
+from pipeline.transforms.plan.dedup import DedupedFeatures, DedupPlan
 from pipeline.transforms.plan.plan import TransformedRows
-from pipeline.transforms.plan.schedule import whole
+from pipeline.transforms.plan.schedule import single_array
 from storage.errors import CorruptFileError
 from storage.reader import Fragment
 from storage.warehouse import Warehouse
@@ -80,7 +80,7 @@ class Worker:
         warehouse = Warehouse(spec.warehouse, Path(spec.home)) if warehouse is None else warehouse
         self.reader = reader_of(warehouse, spec.snapshot, spec.columns, spec.selection.expression(), spec.joined)
         rows = max((feature.rows for feature in spec.plan.sparse), default=0)
-        self.repeats = RepeatPlan(spec.plan, spec.deduplicate) if spec.deduplicate else None
+        self.repeats = DedupPlan(spec.plan, spec.deduplicate) if spec.deduplicate else None
         self.id_type = "int32" if rows <= np.iinfo(np.int32).max else "int64"
         self.orders: dict[tuple[int, int, int, int], npt.NDArray[np.int64]] = {}
 
@@ -122,7 +122,7 @@ class Worker:
                         break
             if rows <= 0:
                 break
-        return [concatenated(list(columns)) for columns in zip(*parts, strict=True)]
+        return [concatenate(list(columns)) for columns in zip(*parts, strict=True)]
 
     def transform_split(self, split: Split, writer: Writer) -> tuple[int, Costs]:
         """Transforms the selected rows of a split; says how many they are.
@@ -165,7 +165,7 @@ class Worker:
 
     def _transformed(
         self, rows: pa.RecordBatch | pa.Table, sessions: Ids | None, costs: Costs
-    ) -> tuple[TransformedRows, Runs | None]:
+    ) -> tuple[TransformedRows, DedupedFeatures | None]:
         """The features of each row, and what is made once for several."""
         if self.repeats is None or sessions is None:
             return self.spec.plan.apply(rows, costs.counts, costs.op_seconds), None
@@ -181,15 +181,15 @@ class Worker:
             writer.add({f"{chunk}.weights": ("float32", weights.shape)})[f"{chunk}.weights"][...] = weights
         _append(rows.sparse, out[f"{chunk}.starts"], out[f"{chunk}.ids"])
 
-    def _put_sessions(self, chunk: int, sessions: Ids | None, runs: Runs | None, writer: Writer) -> None:
+    def _put_sessions(self, chunk: int, sessions: Ids | None, runs: DedupedFeatures | None, writer: Writer) -> None:
         if sessions is not None:
             name = f"{chunk}.sessions"
             writer.add({name: ("int64", sessions.shape)})[name][...] = sessions
         if runs is not None:
             count = len(runs.columns[0])
             shapes = self._lists(f"{chunk}.shared_", runs.columns, count)
-            out = writer.add({f"{chunk}.runs": ("int64", runs.of_rows.shape)} | shapes)
-            out[f"{chunk}.runs"][...] = runs.of_rows
+            out = writer.add({f"{chunk}.runs": ("int64", runs.inverse.shape)} | shapes)
+            out[f"{chunk}.runs"][...] = runs.inverse
             _append(runs.columns, out[f"{chunk}.shared_starts"], out[f"{chunk}.shared_ids"])
 
     def _lists(self, prefix: str, columns: Sequence[Column], rows: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -242,7 +242,7 @@ class Worker:
         name = self.spec.session
         if name is None:
             return None
-        column = sparse_from_arrow(name, whole(rows.column(name)))
+        column = sparse_from_arrow(name, single_array(rows.column(name)))
         assert column.offsets is not None
         sessions = -1 - np.arange(len(column))
         sessions[np.diff(column.offsets) > 0] = column.values

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 
 from models.config import DLRMConfig
-from models.quantised import quantised
+from models.quantised import quantise_tables
 from pipeline.errors import RegistryError
 from pipeline.registration import scorer
 from pipeline.registration.config import Default, Weights
@@ -76,7 +76,7 @@ def pack(
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_file(folder / scorer.WEIGHTS) as temporary:
         if form == "int8":
-            save_file(quantised(load_file(weights)), temporary)
+            save_file(quantise_tables(load_file(weights)), temporary)
         else:
             shutil.copyfile(weights, temporary)
     write_text(folder / scorer.PLAN, plan.model_dump_json(indent=2))

@@ -17,7 +17,7 @@ from pipeline.data.joined.source import Pinned, contents
 from pipeline.data.selection import Selection, days_between
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.scoring.config import PROBABILITY, VERSION, ScoringConfig
-from pipeline.transforms.schema import absent
+from pipeline.transforms.schema import unknown_column
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 
@@ -87,7 +87,7 @@ def planned(
     schema, table = schema_of(warehouse, source, joined), f"{source.table}_{SCORES}"
     for name in config.keep:
         if name not in schema.names:
-            raise absent("scoring.keep", name, schema.names)
+            raise unknown_column("scoring.keep", name, schema.names)
     if row_filter is not None:
         check_filter(row_filter, filter_schema(warehouse, source, joined))
     days = days_between(warehouse.day_rows(source), start, end, "days to score")

@@ -64,11 +64,11 @@ class Column:
         return Column(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
 
 
-def concatenated(columns: list[Column]) -> Column:
+def concatenate(columns: list[Column]) -> Column:
     """The rows of several columns, one after the other.
 
     Example:
-        >>> concatenated([Column(np.array([1.0])), Column(np.array([2.0]))]).values.tolist()
+        >>> concatenate([Column(np.array([1.0])), Column(np.array([2.0]))]).values.tolist()
         [1.0, 2.0]
     """
     if len(columns) == 1:

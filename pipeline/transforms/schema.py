@@ -9,13 +9,14 @@ from pydantic import BaseModel, Field, model_validator
 from pipeline.data.columns import Names
 from pipeline.errors import ColumnError, ConfigError, closest_names
 from pipeline.transforms.kinds import Kind
-from pipeline.transforms.ops import AnyOp, FillNull, Standardise
+from pipeline.transforms.ops import AnyOp
+from pipeline.transforms.ops.dense import FillNull, Standardise
 from pipeline.transforms.ops.op import Reads
 
 COLUMN = "{column}"
 
 
-class Joined(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class FeatureJoin(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """A side source whose columns are joined to the rows by key: features that the table does not have, or not yet."""
 
     path: str | tuple[str, ...] | None = None
@@ -56,7 +57,7 @@ class Joined(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
         return any(fnmatch.fnmatchcase(pattern, name) or fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
-class Group(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class FeatureGroup(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Columns that are treated alike."""
 
     columns: Names
@@ -68,20 +69,20 @@ class Group(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tru
     """What a column becomes that is named, not meant by a pattern, and that the table does not have: fail refuses to
     train, default reads it as null throughout and takes no notice of it when the model is served."""
 
-    def kind_read(self, otherwise: Kind) -> Kind:
+    def read_kind(self, otherwise: Kind) -> Kind:
         """As what its columns are read: as the first op wants them that does not take any kind."""
         kinds: list[Any] = [op.reads[0] for op in self.transforms if op.reads[0] != "either"]
         return kinds[0] if kinds else otherwise
 
 
-class DenseGroup(Group):
+class DenseGroup(FeatureGroup):
     """Numbers; each column becomes one input of the bottom MLP."""
 
     transforms: tuple[AnyOp, ...] = (Standardise(), FillNull())
     """Ops in order. What is still not finite after the last one becomes 0 and is counted."""
 
 
-class SparseGroup(Group):
+class SparseGroup(FeatureGroup):
     """Ids or lists of ids; each column becomes one bag of an embedding table."""
 
     transforms: tuple[AnyOp, ...] = ()
@@ -107,7 +108,7 @@ class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     weighted by it. None: each counts once."""
     derived: tuple[AnyOp, ...] = ()
     """Columns made of others, in any order: ops with `inputs` and an `output`, which the groups can then name."""
-    joined: tuple[Joined, ...] = ()
+    joined: tuple[FeatureJoin, ...] = ()
     """Side sources whose columns the groups can name without their being in the table."""
     dense: tuple[DenseGroup, ...] = ()
     sparse: tuple[SparseGroup, ...] = Field(min_length=1)
@@ -131,12 +132,12 @@ def resolve(
     for pattern in patterns:
         names = [name for name in known if fnmatch.fnmatchcase(name, pattern)]
         if not names:
-            raise absent(where, pattern, known, what)
+            raise unknown_column(where, pattern, known, what)
         found |= dict.fromkeys(names)
     return list(found)
 
 
-def absent(where: str, name: str, known: Sequence[str], what: str = "a column of the table") -> ColumnError:
+def unknown_column(where: str, name: str, known: Sequence[str], what: str = "a column of the table") -> ColumnError:
     """The complaint about a column that is not there; names the closest ones."""
     return ColumnError(
         f"{where} '{name}'", what, "none of that name", f"Closest: {closest_names(name, known)}. Correct the name."

@@ -14,7 +14,7 @@ from pipeline.data.joined.source import pin
 from pipeline.errors import ConfigError
 from pipeline.jobs.training.job import alone, keep_inputs, pinned, selected, tracker_of, warehouse_of
 from pipeline.registration.register import find
-from pipeline.transforms.schema import Joined
+from pipeline.transforms.schema import FeatureJoin
 from storage.days import IDENTITIES
 
 CONFIG = "configs/smoke.yaml"
@@ -77,7 +77,7 @@ def test_sessions_that_the_table_does_not_have(ingested, keys, sentence):
 
 def test_fault_8_side_tables_are_tagged_like_the_samples(ingested):
     snapshot, config = ingested()["snapshot_id"], load(CONFIG)
-    warehouse, side = warehouse_of(config), Joined(table="smoke_profile", on=("column",))
+    warehouse, side = warehouse_of(config), FeatureJoin(table="smoke_profile", on=("column",))
     for _ in range(2):
         keep_inputs(warehouse, "1234567890abcdef", warehouse.current("smoke"), pin([side], ROOT, warehouse))
     held = {name: warehouse.current(name).snapshot_id for name in ("smoke", "smoke_profile")}

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.config import DLRMConfig, SparseFeature
-from models.dlrm import DLRM, Shared, tables_of
+from models.dlrm import DLRM, SharedFeatures, tables_of
 
 BAGS = (
     SparseFeature("user", "user", 11, "sum"),
@@ -116,7 +116,7 @@ def test_bags_in_common_train_the_plain_model(features: tuple[int, ...]) -> None
         each = [[bag[i] for i in inverse] if f in features else bag for f, bag in enumerate(bags)]
         dense, labels = torch.randn(6, 3, generator=random), torch.randint(2, (6,), generator=random).float()
         losses = []
-        inputs = [(jagged(each),), (jagged(once), Shared(inverse, features))]
+        inputs = [(jagged(each),), (jagged(once), SharedFeatures(inverse, features))]
         for model, optimizer, given in zip(models, optimizers, inputs, strict=True):
             loss = F.binary_cross_entropy_with_logits(model(dense, *given), labels)
             optimizer.zero_grad()

@@ -7,7 +7,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.config import DLRMConfig, SparseFeature
 from models.dlrm import tables_of
-from models.quantised import TABLES, QuantisedBags, quantised
+from models.quantised import TABLES, QuantisedBags, quantise_tables
 
 BAGS = (
     SparseFeature("a", "shared", 40, "sum"),
@@ -40,7 +40,7 @@ def by_row(row: np.ndarray) -> np.ndarray:
 
 def loaded() -> QuantisedBags:
     bags = QuantisedBags(tables_of(DLRMConfig(embedding_width=WIDTH), (*BAGS, KEPT)))
-    tables = {name: value for name, value in quantised(weights()).items() if name.startswith(TABLES)}
+    tables = {name: value for name, value in quantise_tables(weights()).items() if name.startswith(TABLES)}
     bags.load_state_dict({name.removeprefix("embeddings."): value for name, value in tables.items()})
     return bags
 
@@ -91,7 +91,7 @@ def test_no_ids_and_no_rows():
 
 
 def test_all_but_the_tables_stays_as_it_is():
-    before, after = weights(), quantised(weights())
+    before, after = weights(), quantise_tables(weights())
     assert before.keys() == after.keys()
     assert torch.equal(after["top.0.weight"], before["top.0.weight"])
     assert {value.dtype for name, value in after.items() if name.startswith(TABLES)} == {torch.uint8}

@@ -20,7 +20,8 @@ from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec, fit_plan
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import Event, Limits, run_ranks
-from pipeline.transforms.ops import Clamp, FillNull, SigridHash, Standardise
+from pipeline.transforms.ops.dense import Clamp, FillNull, Standardise
+from pipeline.transforms.ops.sparse import SigridHash
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
 from storage.config import WarehouseConfig

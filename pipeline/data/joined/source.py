@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pipeline.data.files import CSV, Stamp, files_of, fingerprint, stamp
 from pipeline.data.joined.stored import day_of, in_key_form, in_stored_form, key_type, stored_type
 from pipeline.errors import ConfigError, ContractError, DataError
-from pipeline.transforms.schema import Joined, absent, resolve
+from pipeline.transforms.schema import FeatureJoin, resolve, unknown_column
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 
@@ -25,7 +25,7 @@ CSV_BLOCK_BYTES = 8 << 20
 class Pinned(BaseModel, frozen=True):
     """A side source as it was when the work was planned; any process can open it."""
 
-    source: Joined
+    source: FeatureJoin
     files: tuple[str, ...] = ()
     stamps: tuple[Stamp, ...] = ()
     snapshot: SnapshotRef | None = None
@@ -37,7 +37,7 @@ class Pinned(BaseModel, frozen=True):
         return f"features.joined '{self.source.name}'"
 
 
-def pin(sources: Sequence[Joined], root: Path, warehouse: Warehouse) -> tuple[Pinned, ...]:
+def pin(sources: Sequence[FeatureJoin], root: Path, warehouse: Warehouse) -> tuple[Pinned, ...]:
     """The sources as they are now.
 
     Args:
@@ -51,7 +51,7 @@ def pin(sources: Sequence[Joined], root: Path, warehouse: Warehouse) -> tuple[Pi
         if source.table is not None:
             found.append(Pinned(source=source, snapshot=warehouse.current(source.table)))
         else:
-            assert source.path is not None  # Joined has one of the two
+            assert source.path is not None  # FeatureJoin has one of the two
             files = files_of(source.path, root, "features.joined path")
             names = tuple(str(path) for path in files)
             found.append(Pinned(source=source, files=names, stamps=tuple(stamp(path) for path in files)))
@@ -85,7 +85,7 @@ class SideSource:
         own = [name for name in self.raw.names if not pa.types.is_null(self.raw.field(name).type)]
         for name in [*self.source.on, *([self.source.day_column] if self.source.day_column else [])]:
             if name not in own:
-                raise absent(f"{pinned.where}, column", name, own)
+                raise unknown_column(f"{pinned.where}, column", name, own)
         reserved = {*self.source.on, self.source.day_column, DAY}
         wanted = resolve(self.source.columns, [name for name in own if name not in reserved], pinned.where)
         self.added = {f"{self.source.prefix}{name}": name for name in wanted}
@@ -217,7 +217,7 @@ def added_columns(sides: Sequence[SideSource], table: pa.Schema) -> pa.Schema:
         for name in side.source.on:
             where = f"{side.pinned.where}, key '{name}'"
             if name not in table.names:
-                raise absent(f"{side.pinned.where}, key", name, table.names)
+                raise unknown_column(f"{side.pinned.where}, key", name, table.names)
             kinds = [key_type(where, schema.field(name).type) for schema in (table, side.raw)]
             if kinds[0] != kinds[1]:
                 raise ConfigError(where, f"{kinds[0]} as in the table", f"{kinds[1]}", "Convert it.")

@@ -21,7 +21,7 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.registration.aliases import holder
 from pipeline.registration.register import find, packed
 from pipeline.training.state import checkpoint
-from pipeline.transforms.plan.carry_over import inherited
+from pipeline.transforms.plan.carry_over import carry_over_fit
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import inside
 from storage.reader import SnapshotRef
@@ -233,7 +233,7 @@ def job_of_day(
     data, start = _parts(config, today, days), None
     tags = {"day": f"{today.day}", "trained_from": "scratch" if from_scratch else f"{today.champion.version}"}
     if not from_scratch:
-        plan = inherited(data["train"].plan, known)
+        plan = carry_over_fit(data["train"].plan, known)
         data = {"train": all_but_test(data), "test": data["test"]}
         data = {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
         tags["scratch_day"] = f"{today.champion.scratch_day}"

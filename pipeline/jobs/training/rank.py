@@ -56,7 +56,7 @@ from pipeline.training.tables.planner import plan_sharding
 from pipeline.training.tables.sharding import ShardingPlan, describe_plan
 from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse, measure_table_use
 from pipeline.training.trainer import Trainer, evaluate_sums
-from pipeline.transforms.plan.carry_over import kept
+from pipeline.transforms.plan.carry_over import unchanged_features
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, write_json
 
@@ -278,7 +278,7 @@ def grow(spec: RankSpec, start: Start, trainer: Trainer) -> Path:
         old_spec = spec.model_copy(update={"train": spec.train.model_copy(update={"plan": start.plan})})
         require_identity(source, identity_of(old_spec))
         before, now = (FeatureState(dense=plan.dense, bags=plan.sparse) for plan in (start.plan, spec.train.plan))
-        made = transfer_state(spec.model, old, fresh, (before, now), kept(spec.train.plan, start.plan))
+        made = transfer_state(spec.model, old, fresh, (before, now), unchanged_features(spec.train.plan, start.plan))
         progress = read_progress(source) | {"averaged": 0}
         write_whole(folder, made.tensors, progress, identity_of(spec))
         trainer.emit({"event": "grown", "new": list(made.new_tables), "larger": list(made.larger_tables)})

@@ -3,15 +3,10 @@
 Tables lie one behind the other in flat float32 arrays. Each loop runs on one thread and releases the interpreter lock.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
-import numba
 import numpy as np
 
 from pipeline.training.tables.simd import LANES, across, load, plus, prefetch, spread, store, times, zero
-
-F = TypeVar("F", bound=Callable[..., Any])
+from pipeline.transforms.kernels.jit import compiled_fast
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = range(4)
 AHEAD = 8
@@ -22,13 +17,7 @@ FOUR = 4 * LANES
 """Numbers that are added up in four registers."""
 
 
-def compiled(function: F) -> F:
-    """A numba loop: kept on disk, without the interpreter lock; sums may be taken in vectors."""
-    fast = {"reassoc", "contract", "nsz"}
-    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=fast)(function))
-
-
-@compiled
+@compiled_fast
 def pool(
     weights: np.ndarray, features: np.ndarray, mean: bool, indices: np.ndarray, offsets: np.ndarray, out: np.ndarray,
     first: int, last: int,
@@ -90,7 +79,7 @@ def pool(
     return outside
 
 
-@compiled
+@compiled_fast
 def _add(sums: np.ndarray, begin: int, vector: np.ndarray) -> None:
     """sums[begin : begin + len(vector)] += vector."""
     width = len(vector)
@@ -109,7 +98,7 @@ def _add(sums: np.ndarray, begin: int, vector: np.ndarray) -> None:
         sums[begin + e] += vector[e]
 
 
-@compiled
+@compiled_fast
 def _step(
     kind: int, weights: np.ndarray, moment: np.ndarray, second: np.ndarray, settings: np.ndarray, row: int, begin: int,
     total: np.ndarray,
@@ -153,7 +142,7 @@ def _step(
             values[e] -= rate * total[e]
 
 
-@compiled
+@compiled_fast
 def update(
     kind: int, weights: np.ndarray, moment: np.ndarray, second: np.ndarray, settings: np.ndarray, tables: np.ndarray,
     members: np.ndarray, tasks: np.ndarray, mean: bool, indices: np.ndarray, offsets: np.ndarray, gradient: np.ndarray,

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from pipeline.transforms.kernels.hashing import Floats, Ids, compiled
+from pipeline.transforms.kernels.hashing import Floats, Ids
+from pipeline.transforms.kernels.jit import compiled
 
 
 @compiled

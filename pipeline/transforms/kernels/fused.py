@@ -6,8 +6,11 @@ from typing import Any
 import numpy as np
 
 from pipeline.transforms.column import Column
-from pipeline.transforms.kernels.hashing import Ids, chain, compiled, mix
-from pipeline.transforms.ops import ID_MAX, ID_MIN, Clamp, FirstX, Op, SigridHash
+from pipeline.transforms.kernels.hashing import Ids, chain, mix
+from pipeline.transforms.kernels.jit import compiled
+from pipeline.transforms.ops.dense import Clamp
+from pipeline.transforms.ops.op import ID_MAX, ID_MIN, Op
+from pipeline.transforms.ops.sparse import FirstX, SigridHash
 
 ORDER: dict[type[Op], int] = {FirstX: 0, SigridHash: 1, Clamp: 2}
 """Ops that can share a pass, in the order in which they can."""
@@ -20,7 +23,7 @@ def fusable(first: Op, second: Op) -> bool:
     return type(first) in ORDER and type(second) in ORDER and ORDER[type(first)] < ORDER[type(second)]
 
 
-def in_one_pass(ops: Sequence[Op], column: Column) -> tuple[Column, list[int]]:
+def run_in_one_pass(ops: Sequence[Op], column: Column) -> tuple[Column, list[int]]:
     """The column that a chain of fusable ops makes, and how many values each of them changed."""
     assert column.offsets is not None
     limit, size, salt, low, high = ID_MAX, 0, 0, ID_MIN, ID_MAX

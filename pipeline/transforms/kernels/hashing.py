@@ -1,20 +1,14 @@
 """The numba loops behind the ops. They release the interpreter lock, so reading threads run side by side."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.transforms.kernels.jit import compiled
+
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def compiled(function: F) -> F:
-    """The function as machine code, kept on disk for the next process."""
-    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
 
 
 def offsets_of(lengths: npt.NDArray[Any]) -> Ids:

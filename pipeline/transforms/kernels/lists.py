@@ -3,7 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.transforms.kernels.hashing import Floats, Ids, chain, compiled, mix
+from pipeline.transforms.kernels.hashing import Floats, Ids, chain, mix
+from pipeline.transforms.kernels.jit import compiled
 
 Flags = npt.NDArray[np.bool_]
 

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from pipeline.transforms.kernels.hashing import Ids, compiled, mix
+from pipeline.transforms.kernels.hashing import Ids, mix
+from pipeline.transforms.kernels.jit import compiled
 
 
 @compiled

@@ -127,7 +127,7 @@ class GetLocalHour(Op):
         if len(chosen) > 1:
             raise ConfigError(where, "one kind of time zone", " and ".join(chosen), "Leave out the others.")
         if self.time_zone is not None:
-            zones.check(where, self.time_zone)
+            zones.check_zone(where, self.time_zone)
         return self
 
     def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
@@ -137,7 +137,9 @@ class GetLocalHour(Op):
         from pipeline.transforms.kernels.dense import local_hours
 
         time, *shifts = columns
-        table = zones.fixed(self.offset_seconds) if self.time_zone is None else zones.named(self.time_zone)
+        table = (
+            zones.fixed_offset(self.offset_seconds) if self.time_zone is None else zones.zone_offsets(self.time_zone)
+        )
         shift = shifts[0].values if shifts else np.empty(0)
         unit, per_second = SECONDS[self.offset_unit or "seconds"], PER_SECOND[self.time_unit]
         hours, offsets, bad = local_hours(time.values, per_second, shift, unit, table.since, table.offsets, table.until)

@@ -16,7 +16,7 @@ FIRST, LAST = (int((datetime(year, 1, 1, tzinfo=UTC) - EPOCH).total_seconds()) f
 DAY_SECONDS = 86_400
 
 
-class Offsets(NamedTuple):
+class ZoneOffsets(NamedTuple):
     """Local time minus UTC, in seconds: `offsets[k]` from second `since[k]` since 1970 on, all before `until`."""
 
     since: "npt.NDArray[np.int64]"
@@ -24,14 +24,14 @@ class Offsets(NamedTuple):
     until: int
 
 
-def fixed(seconds: int) -> Offsets:
+def fixed_offset(seconds: int) -> ZoneOffsets:
     """One offset at all times."""
     import numpy as np
 
-    return Offsets(np.array([-(1 << 53)]), np.array([seconds]), 1 << 53)
+    return ZoneOffsets(np.array([-(1 << 53)]), np.array([seconds]), 1 << 53)
 
 
-def check(where: str, zone: str) -> None:
+def check_zone(where: str, zone: str) -> None:
     """Refuses a zone that is not known.
 
     Raises:
@@ -49,11 +49,11 @@ def check(where: str, zone: str) -> None:
 
 
 @lru_cache
-def named(zone: str) -> Offsets:
+def zone_offsets(zone: str) -> ZoneOffsets:
     """The offsets of a zone from 1900 to 2099, to the second.
 
     Example:
-        >>> named("Asia/Tokyo").offsets[-1] / 3_600
+        >>> zone_offsets("Asia/Tokyo").offsets[-1] / 3_600
         np.float64(9.0)
     """
     import numpy as np
@@ -75,4 +75,4 @@ def named(zone: str) -> Offsets:
             low, high = (middle, high) if offset(middle) == offsets[-1] else (low, middle)
         since.append(high)
         offsets.append(offset(high))
-    return Offsets(np.array(since), np.array(offsets), LAST)
+    return ZoneOffsets(np.array(since), np.array(offsets), LAST)

@@ -1,9 +1,12 @@
 """What a plan takes over from the one before it: learned numbers, and which features still mean the same."""
 
-from pipeline.transforms.ops import AnyOp, Bucketize, MapId, Standardise
-from pipeline.transforms.plan.fit import learns
+from pipeline.transforms.ops import AnyOp
+from pipeline.transforms.ops.dense import Standardise
+from pipeline.transforms.ops.discrete import Bucketize
+from pipeline.transforms.ops.sparse import MapId
+from pipeline.transforms.plan.fit import needs_fit
 from pipeline.transforms.plan.plan import Plan
-from pipeline.transforms.plan.schedule import above
+from pipeline.transforms.plan.schedule import upstream_columns
 
 LEARNED: dict[type[AnyOp], dict[str, None]] = {
     Bucketize: {"borders": None},
@@ -13,7 +16,7 @@ LEARNED: dict[type[AnyOp], dict[str, None]] = {
 """Op -> fields that it learns, as they are before."""
 
 
-def inherited(plan: Plan, old: Plan) -> Plan:
+def carry_over_fit(plan: Plan, old: Plan) -> Plan:
     """The plan with the numbers that the same ops have learned in an older one; new ops still have to learn theirs.
 
     A model that is trained further needs its inputs on the scale that it knows. What was learned from a column that
@@ -26,7 +29,7 @@ def inherited(plan: Plan, old: Plan) -> Plan:
         before = taught.get(op.output)
         upstream = [name for name in op.inputs if name in known or name in taught]
         same = all(known.get(name) == taught.get(name) for name in upstream)
-        fits = learns(op) and before is not None and same and _unlearned(before) == op
+        fits = needs_fit(op) and before is not None and same and _unlearned(before) == op
         known[op.output] = before if fits and before is not None else op
     return plan.model_copy(update={"ops": tuple(known[op.output] for op in plan.ops)})
 
@@ -35,7 +38,7 @@ def _unlearned(op: AnyOp) -> AnyOp:
     return op.model_copy(update=LEARNED.get(type(op), {}))
 
 
-def kept(plan: Plan, old: Plan) -> set[str]:
+def unchanged_features(plan: Plan, old: Plan) -> set[str]:
     """Features of a plan whose values mean what they meant in an older one.
 
     Ids keep their rows where a vocabulary has only been added to at its end.
@@ -56,7 +59,7 @@ def _same(plan: Plan, old: Plan, feature: str) -> bool:
 
 def _ops_of(plan: Plan, feature: str) -> dict[str, AnyOp]:
     """Output -> op, of all that a feature is made by."""
-    names = above(plan.ops, [plan.direct.get(feature, feature)])
+    names = upstream_columns(plan.ops, [plan.direct.get(feature, feature)])
     return {op.output: op for op in plan.ops if op.output in names}
 
 

@@ -8,25 +8,26 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pipeline.transforms.column import Column
-from pipeline.transforms.kernels.hashing import Ids, compiled
-from pipeline.transforms.ops import Counts
+from pipeline.transforms.kernels.hashing import Ids
+from pipeline.transforms.kernels.jit import compiled
+from pipeline.transforms.ops.op import Counts
 from pipeline.transforms.plan.plan import Plan, TransformedRows
 from pipeline.transforms.plan.schedule import Seconds
 
 
-class Runs(NamedTuple):
+class DedupedFeatures(NamedTuple):
     """Some features of N rows, made once for each of U runs of rows whose columns are all the same.
 
     Shapes:
-        columns: one Column of U bags per feature, in the order of the plan. of_rows: int64 [N], the run of each row,
+        columns: one Column of U bags per feature, in the order of the plan. inverse: int64 [N], the run of each row,
         rising from 0 to U - 1.
     """
 
     columns: tuple[Column, ...]
-    of_rows: Ids
+    inverse: Ids
 
 
-class RepeatPlan:
+class DedupPlan:
     """A plan parted into features that are made once for each run of equal rows, and all others.
 
     Ops are functions of a row, so what is made is the same; only their counts and seconds are those of fewer rows.
@@ -45,7 +46,7 @@ class RepeatPlan:
 
     def apply(
         self, rows: pa.Table | pa.RecordBatch, sessions: Ids, counts: Counts, seconds: Seconds
-    ) -> tuple[TransformedRows, Runs]:
+    ) -> tuple[TransformedRows, DedupedFeatures]:
         """Raw rows in; the features of each row, and those of each run.
 
         Args:
@@ -53,23 +54,23 @@ class RepeatPlan:
         Raises:
             DataError: If a column holds values of a kind that cannot be read as declared.
         """
-        rows = self.others.completed(rows)
+        rows = self.others.with_absent_columns(rows)
         read = {name: self.repeated.read(rows, name, seconds) for name in self.repeated.raw}
-        begins = begins_of(sessions, read)
+        begins = run_starts(sessions, read)
         first = np.flatnonzero(begins)
         if len(first) < len(begins):
             read = {name: column.take(first) for name, column in read.items()}
         made = self.repeated.run(rows, counts, seconds, read)
         columns = tuple(made[name] for name in self.repeated.wanted)
-        return self.others.apply(rows, counts, seconds), Runs(columns, np.cumsum(begins) - 1)
+        return self.others.apply(rows, counts, seconds), DedupedFeatures(columns, np.cumsum(begins) - 1)
 
 
-def begins_of(sessions: Ids, columns: Mapping[str, Column]) -> npt.NDArray[np.bool_]:
+def run_starts(sessions: Ids, columns: Mapping[str, Column]) -> npt.NDArray[np.bool_]:
     """Whether a row differs from the one before it in its session or any column, bool [N]; the first one does.
 
     Example:
         >>> column = Column(np.array([7, 8, 7, 8, 7]), np.array([0, 2, 4, 5, 5]))
-        >>> begins_of(np.zeros(4, np.int64), {"ids": column}).tolist()
+        >>> run_starts(np.zeros(4, np.int64), {"ids": column}).tolist()
         [True, False, True, True]
     """
     begins = np.ones(len(sessions), bool)
@@ -79,12 +80,12 @@ def begins_of(sessions: Ids, columns: Mapping[str, Column]) -> npt.NDArray[np.bo
         if column.offsets is None:
             begins[1:] |= bits[1:] != bits[:-1]
         else:
-            mark_lists(bits, column.offsets, begins)
+            mark_changed_lists(bits, column.offsets, begins)
     return begins
 
 
 @compiled
-def mark_lists(values: Ids, offsets: Ids, begins: npt.NDArray[np.bool_]) -> None:
+def mark_changed_lists(values: Ids, offsets: Ids, begins: npt.NDArray[np.bool_]) -> None:
     """Marks the lists that differ from the one before them."""
     for i in range(1, len(begins)):
         before, start, stop = offsets[i - 1], offsets[i], offsets[i + 1]

@@ -10,8 +10,11 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.transforms.column import Column
-from pipeline.transforms.ops import AnyOp, Bucketize, MapId, Standardise
-from pipeline.transforms.plan.schedule import Schedule, content
+from pipeline.transforms.ops import AnyOp
+from pipeline.transforms.ops.dense import Standardise
+from pipeline.transforms.ops.discrete import Bucketize
+from pipeline.transforms.ops.sparse import MapId
+from pipeline.transforms.plan.schedule import Schedule, content_key
 from storage.query import connect
 
 if TYPE_CHECKING:
@@ -41,12 +44,12 @@ The set (op) has so few groups that its sums run over the rows in order; those o
 """
 
 
-def learns(op: AnyOp) -> TypeGuard[Learner]:
+def needs_fit(op: AnyOp) -> TypeGuard[Learner]:
     """Whether an op still has to learn its numbers."""
     return isinstance(op, Learner) and not op.fitted
 
 
-def learned(
+def fit_ops(
     ops: Sequence[AnyOp],
     ready: Sequence[Learner],
     chunks: Callable[[], Iterable[pa.Table]],
@@ -63,7 +66,7 @@ def learned(
     schedule = Schedule(ops, [op.inputs[0] for op in ready])
     alike: dict[tuple[str, str], list[Learner]] = {}
     for op in ready:
-        alike.setdefault((schedule.stand_in(op.inputs[0]), content(op)), []).append(op)
+        alike.setdefault((schedule.canonical(op.inputs[0]), content_key(op)), []).append(op)
     firsts = [same[0] for same in alike.values()]
     fractions = sorted({share for op in firsts if isinstance(op, Bucketize) for share in _shares(op)})
     with (

@@ -10,21 +10,22 @@ from models.config import SparseFeature
 from pipeline.data.columns import NAME
 from pipeline.errors import ColumnError, ConfigError
 from pipeline.transforms.kinds import KINDS, Kind
-from pipeline.transforms.ops import VALUE, AnyOp
+from pipeline.transforms.ops import AnyOp
+from pipeline.transforms.ops.op import VALUE
 from pipeline.transforms.plan.schedule import raw_key
 from pipeline.transforms.schema import (
     COLUMN,
     DenseGroup,
     FeatureSchema,
     SparseGroup,
-    absent,
     input_kinds,
     resolve,
+    unknown_column,
 )
 from storage.arrow import is_list, is_text
 
 
-class Made(NamedTuple):
+class MadeColumn(NamedTuple):
     """A column on the way: its name, what its rows hold, and what its ids are below, if anything."""
 
     key: str
@@ -48,7 +49,7 @@ class Graph:
         self.direct: dict[str, str] = {}
         self.absent: dict[str, None] = {}
         self._raw: dict[str, set[Kind]] = {}
-        self._made: dict[str, Made] = {}
+        self._made: dict[str, MadeColumn] = {}
         self._derived = {op.output: op for op in schema.derived}
         self._check_outputs()
         for dense in schema.dense:
@@ -92,7 +93,7 @@ class Graph:
         """Adds the ops of one column; returns the feature's name and the bound of its ids."""
         name = group.name.replace(COLUMN, column)
         _check_name("feature", name, "Set the group's `name`.")
-        made = self._derive(column) if column in self._derived else self._read(column, group.kind_read(wanted))
+        made = self._derive(column) if column in self._derived else self._read(column, group.read_kind(wanted))
         for i, template in enumerate(group.transforms):
             _check_step(template, name, made.kind)
             made = self._add(template, (made,), name if i == len(group.transforms) - 1 else f"{name}:{i}")
@@ -103,14 +104,14 @@ class Graph:
             self.direct[name] = made.key
         return name, made.limit
 
-    def _read(self, column: str, kind: Kind) -> Made:
+    def _read(self, column: str, kind: Kind) -> MadeColumn:
         """A raw column."""
         if column not in self.absent:
             _check_type(column, self.table.field(column).type, kind)
         self._raw.setdefault(column, set()).add(kind)
-        return Made(raw_key(column, kind), kind)
+        return MadeColumn(raw_key(column, kind), kind)
 
-    def _derive(self, output: str, above: tuple[str, ...] = ()) -> Made:
+    def _derive(self, output: str, above: tuple[str, ...] = ()) -> MadeColumn:
         """A derived column, made after all that it reads."""
         if output in above:
             circle = " -> ".join([*above[above.index(output) :], output])
@@ -133,21 +134,21 @@ class Graph:
             self._made[output] = self._add(op, inputs, raw_key(output, "derived"))
         return self._made[output]
 
-    def _input(self, op: AnyOp, name: str, kind: Kind | Literal["either"], above: tuple[str, ...]) -> Made:
+    def _input(self, op: AnyOp, name: str, kind: Kind | Literal["either"], above: tuple[str, ...]) -> MadeColumn:
         if name in self._derived:
             return self._derive(name, above)
         if name not in self.table.names:
-            raise absent(f"{op.kind} of '{op.output}', input", name, [*self.table.names, *self._derived])
+            raise unknown_column(f"{op.kind} of '{op.output}', input", name, [*self.table.names, *self._derived])
         if name == self.schema.label:
             raise ConfigError(
                 f"{op.kind} of '{op.output}'", "inputs other than the label", f"'{name}'", "Name another column."
             )
         return self._read(name, _natural(self.table.field(name).type) if kind == "either" else kind)
 
-    def _add(self, op: AnyOp, inputs: Sequence[Made], output: str) -> Made:
+    def _add(self, op: AnyOp, inputs: Sequence[MadeColumn], output: str) -> MadeColumn:
         self.ops.append(op.bound(tuple(made.key for made in inputs), output))
         kind = inputs[0].kind if op.makes == "same" else op.makes
-        return Made(output, kind, op.ids_below(*(made.limit for made in inputs)))
+        return MadeColumn(output, kind, op.ids_below(*(made.limit for made in inputs)))
 
     def _check_outputs(self) -> None:
         for op in self.schema.derived:

@@ -16,10 +16,11 @@ from models.config import SparseFeature
 from pipeline.errors import ConfigError
 from pipeline.transforms.column import Column
 from pipeline.transforms.kinds import Kind
-from pipeline.transforms.ops import AnyOp, Counts
-from pipeline.transforms.plan.fit import Learner, learned, learns
+from pipeline.transforms.ops import AnyOp
+from pipeline.transforms.ops.op import Counts
+from pipeline.transforms.plan.fit import Learner, fit_ops, needs_fit
 from pipeline.transforms.plan.graph import Graph
-from pipeline.transforms.plan.schedule import Schedule, Seconds, above
+from pipeline.transforms.plan.schedule import Schedule, Seconds, upstream_columns
 from pipeline.transforms.schema import FeatureSchema
 
 
@@ -82,7 +83,7 @@ class Plan(BaseModel, frozen=True):
         """Raw columns to read."""
         return [name for name in self.raw if name not in self.absent]
 
-    def completed(self, rows: pa.Table | pa.RecordBatch) -> pa.Table | pa.RecordBatch:
+    def with_absent_columns(self, rows: pa.Table | pa.RecordBatch) -> pa.Table | pa.RecordBatch:
         """The rows with the absent columns, null throughout."""
         for name in self.absent:
             rows = rows.drop_columns([name]) if name in rows.schema.names else rows
@@ -113,7 +114,7 @@ class Plan(BaseModel, frozen=True):
             DataError: If a column holds values of a kind that cannot be read as declared.
         """
         counts = Counter() if counts is None else counts
-        columns = self.schedule.run(self.completed(rows), counts, Counter() if seconds is None else seconds)
+        columns = self.schedule.run(self.with_absent_columns(rows), counts, Counter() if seconds is None else seconds)
         dense = np.zeros((rows.num_rows, len(self.dense)), np.float32)
         for i, name in enumerate(self.dense):
             with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite here, 0 and counted below
@@ -127,7 +128,7 @@ class Plan(BaseModel, frozen=True):
 
     def unfitted(self) -> list[Learner]:
         """Ops that still have to learn their numbers."""
-        return [op for op in self.ops if learns(op)]
+        return [op for op in self.ops if needs_fit(op)]
 
     def columns_of(self, feature: str) -> frozenset[str]:
         """Raw columns that a feature is made of."""
@@ -150,8 +151,8 @@ class Plan(BaseModel, frozen=True):
         plan = self
         while unfitted := plan.unfitted():
             waiting = {op.output for op in unfitted}
-            ready = [op for op in unfitted if not above(plan.ops, op.inputs) & waiting]
-            ops = learned(plan.ops, ready, lambda: map(self.completed, chunks()), temporary)
+            ready = [op for op in unfitted if not upstream_columns(plan.ops, op.inputs) & waiting]
+            ops = fit_ops(plan.ops, ready, lambda: map(self.with_absent_columns, chunks()), temporary)
             plan = plan.model_copy(update={"ops": tuple(ops.get(op.output, op) for op in plan.ops)})
         return plan
 
@@ -166,7 +167,7 @@ class Plan(BaseModel, frozen=True):
         return [feature.name for feature in self.sparse]
 
     def _raw_of(self, names: Iterable[str]) -> frozenset[str]:
-        keys = [name.rpartition(":") for name in above(self.ops, names)]
+        keys = [name.rpartition(":") for name in upstream_columns(self.ops, names)]
         return frozenset(column for column, _, kind in keys if kind in self.raw.get(column, ()))
 
     def _key(self, feature: str) -> str:

@@ -9,8 +9,9 @@ from types import MappingProxyType
 import pyarrow as pa
 
 from pipeline.transforms.column import Column, from_arrow
-from pipeline.transforms.kernels.fused import fusable, in_one_pass
-from pipeline.transforms.ops import AnyOp, Counts
+from pipeline.transforms.kernels.fused import fusable, run_in_one_pass
+from pipeline.transforms.ops import AnyOp
+from pipeline.transforms.ops.op import Counts
 
 Seconds = Counter[str]
 """What ran -> seconds: kinds of ops, joined by + where they shared a pass, and 'arrow' for raw columns."""
@@ -53,7 +54,7 @@ class Step:
             made = ops[0].apply(columns, changed)
             changes = [changed.total()]
         else:
-            made, changes = in_one_pass(ops, columns[0])
+            made, changes = run_in_one_pass(ops, columns[0])
         for twins, change in zip(self.twins, changes, strict=True):
             for op in twins:
                 op.count(counts, change)
@@ -73,15 +74,15 @@ class Schedule:
         self._same: dict[str, str] = {}
         alike: dict[tuple[tuple[str, ...], str], list[AnyOp]] = {}
         for op in _needed(ops, self.wanted):
-            inputs = tuple(self.stand_in(name) for name in op.inputs)
-            twins = alike.setdefault((inputs, content(op)), [])
+            inputs = tuple(self.canonical(name) for name in op.inputs)
+            twins = alike.setdefault((inputs, content_key(op)), [])
             twins.append(op)
             self._same[op.output] = twins[0].output
         steps = [Step((tuple(twins),), inputs) for (inputs, _), twins in alike.items()]
-        kept = {self.stand_in(name) for name in self.wanted}
-        self.steps = _with_spent(_joined(steps, kept), kept)
+        kept = {self.canonical(name) for name in self.wanted}
+        self.steps = _mark_spent(_fuse_steps(steps, kept), kept)
 
-    def stand_in(self, column: str) -> str:
+    def canonical(self, column: str) -> str:
         """The column that is made in another one's place, being the same."""
         return self._same.get(column, column)
 
@@ -89,7 +90,7 @@ class Schedule:
     def raw(self) -> list[str]:
         """Raw columns that are read."""
         made = {step.output for step in self.steps}
-        names = [*(name for step in self.steps for name in step.inputs), *map(self.stand_in, self.wanted)]
+        names = [*(name for step in self.steps for name in step.inputs), *map(self.canonical, self.wanted)]
         return [name for name in dict.fromkeys(names) if name not in made]
 
     def read(self, rows: pa.Table | pa.RecordBatch, name: str, seconds: Seconds) -> Column:
@@ -100,7 +101,7 @@ class Schedule:
         """
         began = time.perf_counter()
         source, _, kind = name.rpartition(":")
-        column = from_arrow(source, whole(rows.column(source)), kind)  # type: ignore[arg-type]
+        column = from_arrow(source, single_array(rows.column(source)), kind)  # type: ignore[arg-type]
         seconds["arrow"] += time.perf_counter() - began  # type: ignore[assignment]
         return column
 
@@ -132,15 +133,15 @@ class Schedule:
             seconds[step.name] += time.perf_counter() - began  # type: ignore[assignment]
             for name in step.spent:
                 del columns[name]
-        return {name: read(self.stand_in(name)) for name in self.wanted}
+        return {name: read(self.canonical(name)) for name in self.wanted}
 
 
-def content(op: AnyOp) -> str:
+def content_key(op: AnyOp) -> str:
     """What an op does, whatever it reads and makes."""
     return op.model_dump_json(exclude={"inputs", "output"})
 
 
-def above(ops: Sequence[AnyOp], wanted: Iterable[str]) -> set[str]:
+def upstream_columns(ops: Sequence[AnyOp], wanted: Iterable[str]) -> set[str]:
     """All columns, raw ones too, that the wanted ones are made of, themselves included."""
     found = set(wanted)
     for op in reversed(ops):
@@ -150,11 +151,11 @@ def above(ops: Sequence[AnyOp], wanted: Iterable[str]) -> set[str]:
 
 
 def _needed(ops: Sequence[AnyOp], wanted: Iterable[str]) -> list[AnyOp]:
-    names = above(ops, wanted)
+    names = upstream_columns(ops, wanted)
     return [op for op in ops if op.output in names]
 
 
-def _joined(steps: list[Step], kept: set[str]) -> list[Step]:
+def _fuse_steps(steps: list[Step], kept: set[str]) -> list[Step]:
     """Steps that can run in the pass of the step before them do, unless something else reads what lies between."""
     readers = Counter([*kept, *(name for step in steps for name in step.inputs)])
     joined: list[Step] = []
@@ -171,7 +172,7 @@ def _joined(steps: list[Step], kept: set[str]) -> list[Step]:
     return joined
 
 
-def _with_spent(steps: list[Step], kept: set[str]) -> list[Step]:
+def _mark_spent(steps: list[Step], kept: set[str]) -> list[Step]:
     seen = set(kept)
     done: list[Step] = []
     for step in reversed(steps):
@@ -181,7 +182,7 @@ def _with_spent(steps: list[Step], kept: set[str]) -> list[Step]:
     return done[::-1]
 
 
-def whole(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+def single_array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     """A column as one array."""
     if isinstance(column, pa.Array):
         return column

@@ -16,7 +16,7 @@ from pipeline.data.joined.reader import reader_of
 from pipeline.data.joined.source import pin
 from pipeline.errors import ConfigError, ContractError, DataError, EmptyDatasetError
 from pipeline.extraction.enrich import Enriched, enrich
-from pipeline.transforms.schema import Joined
+from pipeline.transforms.schema import FeatureJoin
 from storage.config import WarehouseConfig
 from storage.errors import ConflictError
 from storage.layout.rewrite import rewrite_day
@@ -26,7 +26,7 @@ from storage.warehouse import Warehouse
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]
 CONFIG = WarehouseConfig(row_group_rows=40, file_rows=100)
-SOURCE = Joined(path="side/*.parquet", on="user", day_column="day")
+SOURCE = FeatureJoin(path="side/*.parquet", on="user", day_column="day")
 
 
 def day_of(number: int, rows: int = 230) -> pa.Table:
@@ -72,7 +72,7 @@ def warehouse(tmp_path: Path) -> Warehouse:
     return warehouse
 
 
-def run(warehouse: Warehouse, *sources: Joined, **more: Any) -> Enriched:
+def run(warehouse: Warehouse, *sources: FeatureJoin, **more: Any) -> Enriched:
     return enrich(sources or (SOURCE,), warehouse, "t", warehouse.home.parent, **more)
 
 
@@ -136,7 +136,7 @@ def test_a_second_side_source_leaves_the_first_ones_columns(warehouse, tmp_path)
     run(warehouse)
     first = read(warehouse, warehouse.current("t"), ["score", "liked"])
     pq.write_table(pa.table({"text": [f"t{i}" for i in range(9)], "weight": range(9)}), tmp_path / "w.parquet")
-    whole = Joined(path="w.parquet", on="text")
+    whole = FeatureJoin(path="w.parquet", on="text")
     assert run(warehouse, whole).days_written == tuple(DAYS)
     rows = read(warehouse, warehouse.current("t"))
     assert rows.select(["score", "liked"]).equals(first)
@@ -214,7 +214,7 @@ def test_a_day_that_is_ingested_meanwhile_is_not_written_over(warehouse):
     assert warehouse.written_days("t")[DAYS[1]] == "second"
 
 
-def refused(warehouse: Warehouse, *sources: Joined, **more: Any) -> str:
+def refused(warehouse: Warehouse, *sources: FeatureJoin, **more: Any) -> str:
     with pytest.raises(ContractError) as error:
         run(warehouse, *sources, **more)
     return f"{type(error.value).__name__}: {error.value}"
@@ -229,9 +229,9 @@ def test_what_is_refused(warehouse, tmp_path):
         "got none from 2026-01-01 to the last. Change start and end."
     )
     pq.write_table(pa.table({"user": [1], "num": [1.0]}), tmp_path / "own.parquet")
-    assert "expected columns that the table does not have, got again num" in refused(warehouse, Joined(path="own.parquet", on="user"))  # fmt: skip
+    assert "expected columns that the table does not have, got again num" in refused(warehouse, FeatureJoin(path="own.parquet", on="user"))  # fmt: skip
     pq.write_table(pa.table({"user": [1, 1], "x": [1.0, 2.0]}), tmp_path / "twice.parquet")
-    said = refused(warehouse, Joined(path="twice.parquet", on="user"))
+    said = refused(warehouse, FeatureJoin(path="twice.parquet", on="user"))
     assert said.startswith(f"{DataError.__name__}: features.joined 'twice.parquet': expected each key once, got key 1")
     assert (warehouse.current("t"), on_disk(warehouse.home)) == (before, there)
     assert not [path for path in os.listdir(tmp_path) if path.endswith(".tmp")]

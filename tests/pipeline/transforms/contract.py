@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from pipeline.transforms.column import Column, concatenated
-from pipeline.transforms.ops import ID_MAX, ID_MIN, Op
+from pipeline.transforms.column import Column, concatenate
+from pipeline.transforms.ops.op import ID_MAX, ID_MIN, Op
 
 QUICK = settings(derandomize=True, max_examples=40, deadline=None, database=None)
 MILLION = 1_000_000
@@ -118,7 +118,7 @@ def assert_contract(case: Case) -> None:
             case.op.apply([column.slice(i, min(i + chunk, len(column))) for column in columns], in_chunks)
             for i in range(0, len(whole), chunk)
         ]
-        np.testing.assert_equal(rows_of(concatenated(parts)), rows_of(whole))
+        np.testing.assert_equal(rows_of(concatenate(parts)), rows_of(whole))
         assert in_chunks == counts
     for old, new in zip(before, arrays, strict=True):
         np.testing.assert_array_equal(old, new)

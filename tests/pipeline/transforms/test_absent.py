@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.errors import ColumnError
 from pipeline.registration.register import columns_of
-from pipeline.transforms.plan.dedup import RepeatPlan
+from pipeline.transforms.plan.dedup import DedupPlan
 from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import FeatureSchema
 
@@ -68,8 +68,8 @@ def test_what_comes_later_under_the_name_is_no_matter() -> None:
 
 def test_runs_of_rows_that_repeat_take_absent_columns_too() -> None:
     made = plan()
-    rows, runs = RepeatPlan(made, ("tags", "user")).apply(ROWS, np.zeros(2, np.int64), Counter(), Counter())
-    assert runs.of_rows.tolist() == [0, 0]
+    rows, runs = DedupPlan(made, ("tags", "user")).apply(ROWS, np.zeros(2, np.int64), Counter(), Counter())
+    assert runs.inverse.tolist() == [0, 0]
     assert [len(column) for column in runs.columns] == [1, 1]
     assert np.array_equal(rows.dense, made.apply(ROWS).dense)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import DataError
-from pipeline.transforms.column import Column, concatenated, dense_from_arrow, scores_from_arrow, sparse_from_arrow
+from pipeline.transforms.column import Column, concatenate, dense_from_arrow, scores_from_arrow, sparse_from_arrow
 
 QUICK = settings(derandomize=True, max_examples=40, deadline=None, database=None)
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -166,13 +166,13 @@ def test_take_slice_and_concatenate_are_those_of_lists(rows: list[list[int]], da
     start, stop = sorted((data.draw(st.integers(0, len(rows))), data.draw(st.integers(0, len(rows)))))
     assert lists_of(column.slice(start, stop)) == rows[start:stop]
     parts = [column.slice(0, start), column.slice(start, stop), column.slice(stop, len(rows))]
-    assert lists_of(concatenated(parts)) == rows
+    assert lists_of(concatenate(parts)) == rows
 
 
 def test_take_slice_and_concatenate_of_numbers() -> None:
     column = Column(np.array([1.0, 2.0, 3.0]))
     assert column.take(np.array([2, 0])).values.tolist() == [3.0, 1.0]
-    assert concatenated([column.slice(0, 1), column.slice(1, 3)]).values.tolist() == [1.0, 2.0, 3.0]
+    assert concatenate([column.slice(0, 1), column.slice(1, 3)]).values.tolist() == [1.0, 2.0, 3.0]
     assert len(column) == 3
 
 

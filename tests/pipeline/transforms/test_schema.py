@@ -60,7 +60,7 @@ def test_groups_name_columns(columns: list[str]) -> None:
 )
 def test_columns_are_read_as_the_first_op_wants_them(transforms: list[dict[str, object]], kind: str) -> None:
     group = SparseGroup.model_validate({"columns": ["a"], "transforms": transforms})
-    assert group.kind_read("sparse") == kind
+    assert group.read_kind("sparse") == kind
 
 
 def test_inputs_of_an_op_of_any_number() -> None:

@@ -19,7 +19,7 @@ from pipeline.data.joined.reader import Keyed, filter_schema, reader_of, schema_
 from pipeline.data.joined.source import contents, pin
 from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, ContractError, DataError
-from pipeline.transforms.schema import Joined
+from pipeline.transforms.schema import FeatureJoin
 from storage.config import WarehouseConfig
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
@@ -97,7 +97,9 @@ def test_joined_rows_are_those_of_a_merge(seed, dated, tmp_path, warehouse, monk
     cut = int(random.integers(1, side.num_rows))
     for name, part in (("a", side[:cut]), ("b", side[cut:])):
         pq.write_table(part, tmp_path / f"{name}.parquet", row_group_size=50)
-    source = Joined(path="*.parquet", on=("user", "shop"), day_column="date" if dated else None, columns=("[isw]*",))
+    source = FeatureJoin(
+        path="*.parquet", on=("user", "shop"), day_column="date" if dated else None, columns=("[isw]*",)
+    )
     if seed % 2:
         monkeypatch.setattr(module, "KEPT_BYTES", 1)  # no day is kept but the newest
     joined = pin([source], tmp_path, warehouse)
@@ -120,7 +122,7 @@ def test_a_table_of_the_warehouse_is_a_side_source(warehouse):
     random = np.random.default_rng(7)
     rows, side = rows_of(random), side_of(random, True).rename_columns({"date": "day"}).sort_by("day")
     snapshot, _ = stored(warehouse, rows), stored(warehouse, side, "beta")
-    joined = pin([Joined(table="beta", on=("user", "shop"), day_column="day", prefix="b_")], Path(), warehouse)
+    joined = pin([FeatureJoin(table="beta", on=("user", "shop"), day_column="day", prefix="b_")], Path(), warehouse)
     found = read(reader_of(warehouse, snapshot, ["row", "b_score", "b_ids"], None, joined))
     expected = merged(rows, side, ["user", "shop", "day"])
     assert found.column("b_score").to_pylist() == values(expected["score"])
@@ -136,7 +138,7 @@ def test_csv_and_text_days(name, tmp_path, warehouse):
     side = pa.table({"user": [1, 1, 2], "at": ["2025-03-01 10:00:00", "2025-03-02 23:59:59", "2025-03-02 00:00:00"], "x": [0.5, None, 1.5]})  # fmt: skip
     with pa.CompressedOutputStream(str(tmp_path / name), "gzip") if name.endswith("gz") else pa.OSFile(str(tmp_path / name), "wb") as out:  # fmt: skip
         pc_csv.write_csv(side, out)
-    joined = pin([Joined(path=name, on="user", day_column="at")], tmp_path, warehouse)
+    joined = pin([FeatureJoin(path=name, on="user", day_column="at")], tmp_path, warehouse)
     assert read(reader_of(warehouse, snapshot, ["x"], None, joined)).column("x").to_pylist() == [0.5, None]
 
 
@@ -155,7 +157,7 @@ def test_types_are_those_that_an_ingest_stores(tmp_path, warehouse):
         }
     )
     pq.write_table(side, tmp_path / "s.parquet")
-    joined = pin([Joined(path="s.parquet", on="user")], tmp_path, warehouse)
+    joined = pin([FeatureJoin(path="s.parquet", on="user")], tmp_path, warehouse)
     schema = schema_of(warehouse, snapshot, joined)
     kinds = {"small": pa.int32(), "wide": pa.int64(), "kind": pa.large_string(), "at": pa.timestamp("us", "UTC")}
     assert {name: schema.field(name).type for name in schema.names[2:]} == kinds
@@ -174,7 +176,7 @@ def test_equal_hashes_of_different_keys_do_not_meet(monkeypatch):
 def test_without_a_wanted_column_nothing_is_opened(tmp_path, warehouse):
     snapshot = stored(warehouse, rows_of(np.random.default_rng(0)))
     pq.write_table(pa.table({"user": [1], "x": [1]}), tmp_path / "s.parquet")
-    joined = pin([Joined(path="s.parquet", on="user")], tmp_path, warehouse)
+    joined = pin([FeatureJoin(path="s.parquet", on="user")], tmp_path, warehouse)
     (tmp_path / "s.parquet").unlink()
     assert isinstance(reader_of(warehouse, snapshot, ["num"], None, joined), SnapshotReader)
 
@@ -184,7 +186,7 @@ def refused(
 ) -> str:
     snapshot = stored(warehouse, rows_of(np.random.default_rng(0)))
     pq.write_table(pa.table(side), tmp_path / "s.parquet")
-    joined = pin([Joined.model_validate({"path": "s.parquet", "on": "user"} | source)], tmp_path, warehouse)
+    joined = pin([FeatureJoin.model_validate({"path": "s.parquet", "on": "user"} | source)], tmp_path, warehouse)
     with pytest.raises(ContractError) as error:
         read(reader_of(warehouse, snapshot, [column], None, joined))
     return str(error.value)
@@ -213,7 +215,7 @@ def test_what_is_refused(source, side, said, tmp_path, warehouse):
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, warehouse):
     snapshot = stored(warehouse, rows_of(np.random.default_rng(0)))
     pq.write_table(pa.table({"user": [1], "x": [1]}), tmp_path / "s.parquet")
-    joined = pin([Joined(path="s.parquet", on="user")], tmp_path, warehouse)
+    joined = pin([FeatureJoin(path="s.parquet", on="user")], tmp_path, warehouse)
     reader = reader_of(warehouse, snapshot, ["x"], None, joined)
     os.utime(tmp_path / "s.parquet", ns=(1, 1))
     with pytest.raises(DataError, match="the file that the work began with"):
@@ -228,10 +230,10 @@ def test_one_source_and_its_days():
         ({"on": "a", "table": "y", "day_column": "d"}, "day_column 'day'"),
     ):
         with pytest.raises(ConfigError, match=said):
-            Joined.model_validate(values)
+            FeatureJoin.model_validate(values)
 
 
 def test_a_pinned_source_travels_as_json(tmp_path, warehouse):
     pq.write_table(pa.table({"user": [1], "x": [1]}), tmp_path / "s.parquet")
-    pinned = pin([Joined(path="s.parquet", on="user")], tmp_path, warehouse)[0]
+    pinned = pin([FeatureJoin(path="s.parquet", on="user")], tmp_path, warehouse)[0]
     assert type(pinned).model_validate(json.loads(pinned.model_dump_json())) == pinned

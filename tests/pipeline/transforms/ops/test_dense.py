@@ -12,7 +12,8 @@ import scipy.stats
 from pydantic import ValidationError
 
 from pipeline.errors import ConfigError
-from pipeline.transforms.ops import BoxCox, Clamp, FillNull, Log, Logit, Op, Standardise
+from pipeline.transforms.ops.dense import BoxCox, Clamp, FillNull, Log, Logit, Standardise
+from pipeline.transforms.ops.op import Op
 from tests.pipeline.transforms.contract import MILLION, Case, apply
 
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipeline.errors import ConfigError
-from pipeline.transforms.ops import Bucketize, GetLocalHour, Onehot, Op, zones
+from pipeline.transforms.ops import zones
+from pipeline.transforms.ops.discrete import Bucketize, GetLocalHour, Onehot
+from pipeline.transforms.ops.op import Op
 from tests.pipeline.transforms.contract import QUICK, Case, apply
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -72,7 +74,7 @@ def test_bucketize_goldens_of_torcharrow() -> None:
 
 @pytest.mark.parametrize("zone", ZONES)
 def test_hours_around_each_change_of_a_zone(zone: str) -> None:
-    changes = zones.named(zone).since.tolist()[1:]
+    changes = zones.zone_offsets(zone).since.tolist()[1:]
     times = [float(second + shift) for second in changes for shift in (-3_600, -1, 0, 1, 3_600)]
     assert apply(GetLocalHour(time_zone=zone), times) == [hour(time, zone) for time in times]
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pipeline.transforms.ops import Cartesian, IdListTransform, NGram, Op, PositiveIntersect
+from pipeline.transforms.ops.lists import Cartesian, IdListTransform, NGram, PositiveIntersect
+from pipeline.transforms.ops.op import Op
 from tests.pipeline.transforms.contract import MILLION, Case, apply, chain, mix, signed
 
 

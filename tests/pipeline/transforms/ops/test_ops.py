@@ -9,7 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.transforms.ops import AnyOp, Clamp, FillNull, FirstX, Log, Op, SigridHash, known_kinds
+from pipeline.transforms.ops import AnyOp, known_kinds
+from pipeline.transforms.ops.dense import Clamp, FillNull, Log
+from pipeline.transforms.ops.op import Op
+from pipeline.transforms.ops.sparse import FirstX, SigridHash
 from tests.pipeline.transforms.contract import (
     QUICK,
     Case,

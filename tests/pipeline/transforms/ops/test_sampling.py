@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipeline.transforms.column import Column
-from pipeline.transforms.ops import Sampling
+from pipeline.transforms.ops.sampling import Sampling
 from tests.pipeline.transforms.contract import DENSE, HARD, IDS, MASK, MILLION, QUICK, bits, chain, column_of, mix
 
 KEYS = ("user", "score", "hour")

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipeline.transforms.ops import ComputeScore
-from pipeline.transforms.ops.score import Function
+from pipeline.transforms.ops.score import ComputeScore, Function
 from tests.pipeline.transforms.contract import ID, MILLION, Case, apply
 
 INVALID = -7.0

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from pipeline.errors import ConfigError
 from pipeline.transforms.column import sparse_from_arrow
-from pipeline.transforms.ops import ID_MAX, ID_MIN, Enumerate, FirstX, MapId, Op, SigridHash
+from pipeline.transforms.ops.op import ID_MAX, ID_MIN, Op
+from pipeline.transforms.ops.sparse import Enumerate, FirstX, MapId, SigridHash
 from tests.pipeline.transforms.contract import MILLION, Case, apply, chain, mix, rows_of, signed
 
 

@@ -4,8 +4,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.transforms.ops import Bucketize, Clamp, FillNull, MapId, SigridHash, Standardise
-from pipeline.transforms.plan.carry_over import inherited, kept
+from pipeline.transforms.ops.dense import Clamp, FillNull, Standardise
+from pipeline.transforms.ops.discrete import Bucketize
+from pipeline.transforms.ops.sparse import MapId, SigridHash
+from pipeline.transforms.plan.carry_over import carry_over_fit, unchanged_features
 from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
 
@@ -28,14 +30,14 @@ USERS = {"u": (MapId(size=4),)}
 
 def test_the_same_ops_keep_what_they_have_learned():
     old = plan(OLD, [("a", SCALED)], USERS)
-    assert inherited(plan(None, [("a", SCALED)], USERS), old) == old
+    assert carry_over_fit(plan(None, [("a", SCALED)], USERS), old) == old
     assert old != plan(NEW, [("a", SCALED)], USERS)
 
 
 def test_new_ops_learn_from_new_rows():
     old = plan(OLD, [("a", SCALED)], USERS)
     wanted = plan(None, [("a", SCALED), ("b", SCALED)], USERS | {"v": (MapId(size=2),)})
-    half = inherited(wanted, old)
+    half = carry_over_fit(wanted, old)
     assert {op.output for op in half.unfitted()} == {op.output for op in wanted.unfitted()} - {
         op.output for op in plan(None, [("a", SCALED)], USERS).unfitted()
     }
@@ -44,33 +46,33 @@ def test_new_ops_learn_from_new_rows():
     known = {op.output: op for op in old.ops}
     for op in whole.ops:
         assert op == known.get(op.output, fresh.get(op.output))
-    assert kept(whole, old) == {"a", "u"}
+    assert unchanged_features(whole, old) == {"a", "u"}
 
 
 def test_a_changed_op_is_not_taken_over():
     """Nor is one behind it: it has learned from other values."""
     old = plan(OLD, [("a", (Clamp(low=0, high=4), *SCALED))], {"u": (MapId(size=4, min_count=2),)})
-    new = inherited(plan(None, [("a", (Clamp(low=0, high=5), *SCALED))], USERS), old)
+    new = carry_over_fit(plan(None, [("a", (Clamp(low=0, high=5), *SCALED))], USERS), old)
     assert len(new.unfitted()) == 2
-    assert kept(new.fit(lambda: [OLD]), old) == set()
+    assert unchanged_features(new.fit(lambda: [OLD]), old) == set()
 
 
 def test_a_hash_of_another_size_means_something_else():
     old, new = (plan(None, [], {"u": (SigridHash(size=size),), "v": (SigridHash(size=8),)}) for size in (8, 16))
-    assert kept(new, old) == {"v"}
+    assert unchanged_features(new, old) == {"v"}
 
 
 def test_a_vocabulary_may_be_added_to():
     old = plan(None, [], {"u": (MapId(vocabulary=(7, 8)),)})
-    assert kept(plan(None, [], {"u": (MapId(vocabulary=(7, 8, 9)),)}), old) == {"u"}
-    assert kept(plan(None, [], {"u": (MapId(vocabulary=(8, 7, 9)),)}), old) == set()
-    assert kept(plan(None, [], {"u": (MapId(vocabulary=(7, 8, 9), unknown=3),)}), old) == set()
+    assert unchanged_features(plan(None, [], {"u": (MapId(vocabulary=(7, 8, 9)),)}), old) == {"u"}
+    assert unchanged_features(plan(None, [], {"u": (MapId(vocabulary=(8, 7, 9)),)}), old) == set()
+    assert unchanged_features(plan(None, [], {"u": (MapId(vocabulary=(7, 8, 9), unknown=3),)}), old) == set()
 
 
 def test_quantiles_are_taken_over():
     ops = {"a": (Bucketize(quantiles=3),)}
     old = plan(OLD, [], ops)
-    assert inherited(plan(None, [], ops), old) == old
+    assert carry_over_fit(plan(None, [], ops), old) == old
 
 
 def test_nothing_is_taken_over_from_a_column_that_was_absent():
@@ -85,9 +87,9 @@ def test_nothing_is_taken_over_from_a_column_that_was_absent():
     after = before.append_column("new", pa.array([1e6, 1.1e6, 1.2e6]))
     old = build_plan(schema, before.schema).fit(lambda: [before])
     assert old.absent == ("new",)
-    half = inherited(build_plan(schema, after.schema), old)
-    assert kept(half, old) == {"a", "u"}
+    half = carry_over_fit(build_plan(schema, after.schema), old)
+    assert unchanged_features(half, old) == {"a", "u"}
     fresh = build_plan(schema, after.schema)
     assert half.fit(lambda: [after]) == fresh.fit(lambda: [after])  # `a` has learned the same from the same rows
-    assert inherited(build_plan(schema, before.schema), old) == old
-    assert kept(old, old) == {"a", "u", "new"}
+    assert carry_over_fit(build_plan(schema, before.schema), old) == old
+    assert unchanged_features(old, old) == {"a", "u", "new"}

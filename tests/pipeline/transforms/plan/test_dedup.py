@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.transforms.column import Column
-from pipeline.transforms.plan.dedup import RepeatPlan, begins_of
+from pipeline.transforms.plan.dedup import DedupPlan, run_starts
 from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import FeatureSchema
 
@@ -69,21 +69,21 @@ def test_what_is_made_once_is_what_is_made_for_every_row(drawn: list[tuple[objec
     rows = [row for row in drawn for _ in range(row[5])]  # type: ignore[arg-type]
     whole = plan().apply(table(rows))
     sessions = np.array([row[0] for row in rows], np.int64)
-    own, runs = RepeatPlan(plan(), GROUP).apply(table(rows), sessions, Counter(), Counter())
+    own, runs = DedupPlan(plan(), GROUP).apply(table(rows), sessions, Counter(), Counter())
     np.testing.assert_array_equal(own.dense, whole.dense)
-    shared = [column.take(runs.of_rows) for column in runs.columns]
+    shared = [column.take(runs.inverse) for column in runs.columns]
     names = [feature.name for feature in plan().sparse]
     made = dict(zip([name for name in names if name not in GROUP], own.sparse, strict=True))
     made |= dict(zip([name for name in names if name in GROUP], shared, strict=True))
     for name, column in zip(names, whole.sparse, strict=True):
         np.testing.assert_array_equal(made[name].values, column.values)
         np.testing.assert_array_equal(made[name].offsets, column.offsets)
-    expected = [list(group) for _, group in groupby(rows, key=content)]
+    expected = [list(group) for _, group in groupby(rows, key=content_key)]
     assert [len(column) for column in runs.columns] == [len(expected)] * len(GROUP)
-    assert np.bincount(runs.of_rows, minlength=len(expected)).tolist() == [len(group) for group in expected]
+    assert np.bincount(runs.inverse, minlength=len(expected)).tolist() == [len(group) for group in expected]
 
 
-def content(row: tuple[object, ...]) -> tuple[object, ...]:
+def content_key(row: tuple[object, ...]) -> tuple[object, ...]:
     """What the ops of the group see of a row: nulls inside lists are left out, a null list is an empty one."""
     session, items, words, _, age, _ = row
     known = tuple(item for item in items or () if item is not None)  # type: ignore[attr-defined]
@@ -93,7 +93,7 @@ def content(row: tuple[object, ...]) -> tuple[object, ...]:
 def test_scores_and_numbers_are_compared_by_their_bits() -> None:
     scores = Column(np.array([np.nan, 1.0, np.nan, 1.0, np.nan, 2.0]), np.array([0, 2, 4, 6]))
     numbers = Column(np.array([np.nan, np.nan, 0.0]))
-    assert begins_of(np.zeros(3, np.int64), {"scores": scores}).tolist() == [True, False, True]
-    assert begins_of(np.zeros(3, np.int64), {"numbers": numbers}).tolist() == [True, False, True]
-    assert begins_of(np.array([5, 6, 6]), {}).tolist() == [True, True, False]
-    assert begins_of(np.zeros(0, np.int64), {"scores": Column(np.zeros(0), np.zeros(1, np.int64))}).tolist() == []
+    assert run_starts(np.zeros(3, np.int64), {"scores": scores}).tolist() == [True, False, True]
+    assert run_starts(np.zeros(3, np.int64), {"numbers": numbers}).tolist() == [True, False, True]
+    assert run_starts(np.array([5, 6, 6]), {}).tolist() == [True, True, False]
+    assert run_starts(np.zeros(0, np.int64), {"scores": Column(np.zeros(0), np.zeros(1, np.int64))}).tolist() == []

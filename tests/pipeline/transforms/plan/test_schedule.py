@@ -10,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.transforms.column import Column, from_arrow
-from pipeline.transforms.kernels.fused import first_hash_clamp, floored, fusable, in_one_pass
+from pipeline.transforms.kernels.fused import first_hash_clamp, floored, fusable, run_in_one_pass
 from pipeline.transforms.kernels.hashing import sigrid_hash
-from pipeline.transforms.ops import ID_MAX, ID_MIN, AnyOp, Bucketize, Clamp, FillNull, FirstX, SigridHash
+from pipeline.transforms.ops import AnyOp
+from pipeline.transforms.ops.dense import Clamp, FillNull
+from pipeline.transforms.ops.discrete import Bucketize
+from pipeline.transforms.ops.op import ID_MAX, ID_MIN
+from pipeline.transforms.ops.sparse import FirstX, SigridHash
 from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.plan.schedule import Schedule
 from pipeline.transforms.schema import FeatureSchema
@@ -177,7 +181,7 @@ def test_lists_longer_than_a_block_and_stretches_of_short_ones() -> None:
         column, counts = Column(values, offsets), Counter[str]()
         for op in ops:
             column = op.apply([column], counts)
-        fused, changed = in_one_pass(ops, Column(values, offsets))
+        fused, changed = run_in_one_pass(ops, Column(values, offsets))
         np.testing.assert_array_equal(fused.values, column.values)
         np.testing.assert_array_equal(fused.offsets, column.offsets)
         assert changed == [counts["first_x value"], 0, counts["clamp value"]]

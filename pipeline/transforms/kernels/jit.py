@@ -1,0 +1,19 @@
+"""How the project's loops become machine code."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compiled(function: F) -> F:
+    """Compiles a loop with numba. It releases the interpreter lock, and its code is cached on disk."""
+    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+
+
+def compiled_fast(function: F) -> F:
+    """Compiles a loop as `compiled` does. The compiler may also reorder sums to take them in vectors."""
+    fast = {"reassoc", "contract", "nsz"}
+    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=fast)(function))
