@@ -17,7 +17,7 @@ from functools import cache
 
 import numpy as np
 
-from pipeline.evaluation.gate import ne_difference, paired
+from pipeline.evaluation.gate import ne_difference, sum_pairs
 from pipeline.evaluation.metrics import Floats, base_entropy, losses
 
 APART = 0.3
@@ -79,7 +79,7 @@ def false_alarms(pairs: int, rows: int, seed: int = 1) -> int:
     """How many pairs of equal quality are called different."""
     called = 0
     for number in range(pairs):
-        found = ne_difference(paired(*pair(rows, 0.0, np.random.default_rng([seed, number]))), True, LEVEL)
+        found = ne_difference(sum_pairs(*pair(rows, 0.0, np.random.default_rng([seed, number]))), True, LEVEL)
         called += found is not None and not found.low <= 0.0 <= found.high
     return called
 
@@ -88,7 +88,9 @@ def promoted(pairs: int, rows: int, better_by: float, seed: int = 2) -> int:
     """How many challengers that are better by a share of NE are found to be so."""
     found = 0
     for number in range(pairs):
-        difference = ne_difference(paired(*pair(rows, better_by, np.random.default_rng([seed, number]))), True, LEVEL)
+        difference = ne_difference(
+            sum_pairs(*pair(rows, better_by, np.random.default_rng([seed, number]))), True, LEVEL
+        )
         found += difference is not None and difference.high < 0.0
     return found
 

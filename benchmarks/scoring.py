@@ -36,8 +36,8 @@ from benchmarks.machine import ROOT, in_words, machine, say
 from pipeline.config import RunConfig, load
 from pipeline.jobs.training.job import selected, tracker_of, warehouse_of
 from pipeline.preprocessing.worker import Worker
-from pipeline.registration.aliases import versions
-from pipeline.registration.register import packed, raw_frame
+from pipeline.registration.aliases import list_versions
+from pipeline.registration.register import download_packed, raw_frame
 from pipeline.registration.scorer import LoadedModel
 
 PACKAGES = (
@@ -64,7 +64,7 @@ def main(words: Sequence[str]) -> None:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlrm-benchmark-")))
         os.environ["DLRM_HOME"] = str(folder.resolve())
         config = load(options.config)
-        if not versions(tracker_of(config), config.model_name):
+        if not list_versions(tracker_of(config), config.model_name):
             say(f"training {options.config} in {folder}")
             command = [sys.executable, "-m", "flows.end_to_end", options.config]
             subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
@@ -97,9 +97,9 @@ def measured(
     """
     facts = machine(PACKAGES)
     tracker, name = tracker_of(config), config.model_name
-    version = versions(tracker, name)[-1]
+    version = list_versions(tracker, name)[-1]
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlrm-model-")))
-    loaded = LoadedModel(packed(tracker, name, version, folder))
+    loaded = LoadedModel(download_packed(tracker, name, version, folder))
     rows = raw_rows(config, batch_rows).select(list(loaded.columns))
     say(f"scoring {rows.num_rows:,} rows, {rounds} times")
     batch = in_batches(loaded, rows, rounds)

@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from flows.ingest import ingest
 from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError
-from pipeline.evaluation.series import Course
+from pipeline.evaluation.series import BacktestResult
 from pipeline.jobs.recurring import backtest as backtesting
 from pipeline.jobs.recurring.backtest import Rehearsed, pinned_rehearsal, rehearse
 from pipeline.jobs.training.job import warehouse_of
@@ -61,13 +61,13 @@ def pin(config: RunConfig, start: datetime.date | None, end: datetime.date | Non
 
 
 @task(cache_policy=NO_CACHE, task_run_name="rehearse {name}")
-def course(config: RunConfig, rehearsed: Rehearsed, name: str) -> Course:
+def course(config: RunConfig, rehearsed: Rehearsed, name: str) -> BacktestResult:
     """One policy over all days. Safe to repeat: a finished one is read from its file."""
     return rehearse(config, rehearsed, name, config.recurring.policies[name])
 
 
 @task(cache_policy=NO_CACHE, task_run_name="show")
-def show(config: RunConfig, rehearsed: Rehearsed, courses: list[Course]) -> dict[str, Any]:
+def show(config: RunConfig, rehearsed: Rehearsed, courses: list[BacktestResult]) -> dict[str, Any]:
     """Table and figure. Safe to repeat: it makes another MLflow run."""
     return backtesting.show(config, rehearsed, courses, config.recurring.policies)
 

@@ -10,7 +10,7 @@ from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError
 from pipeline.jobs.training.job import tracker_of
 from pipeline.jobs.training.summary import flow_run_name
-from pipeline.registration.aliases import CHAMPION, move
+from pipeline.registration.aliases import CHAMPION, move_alias
 
 
 @flow(name="promote", flow_run_name=flow_run_name)
@@ -31,7 +31,7 @@ def promote(
     settings = load(config, overrides)
     if version is None:
         raise ConfigError("argument 'version'", "the version that becomes champion", "none", "Add version=N.")
-    done = move(tracker_of(settings), settings.model_name, CHAMPION, version, "person", reason)
+    done = move_alias(tracker_of(settings), settings.model_name, CHAMPION, version, "person", reason)
     get_run_logger().info("%s version %s is champion, version %s was", settings.model_name, version, done.previous)
     return {"status": "ok", "model": settings.model_name} | done.model_dump()
 

@@ -16,7 +16,7 @@ from pipeline.config import RunConfig, load
 from pipeline.evaluation import plots
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.policy import Decision, decide
-from pipeline.evaluation.series import Course, DaySums
+from pipeline.evaluation.series import BacktestResult, DaySums
 from pipeline.jobs.console import Progress
 from pipeline.jobs.recurring.day import (
     DAY_TAG,
@@ -171,7 +171,7 @@ def note_champion(config: RunConfig, report: EvalReport, run_id: str) -> None:
         tracker.log_figures(run_id, {"next_day": plots.courses([_course_so_far(config)], 7)})
 
 
-def _course_so_far(config: RunConfig) -> Course:
+def _course_so_far(config: RunConfig) -> BacktestResult:
     """Next-day quality of the champions, as the runs of the days have it."""
     tracker = tracker_of(config)
     runs = tracker.client.search_runs(
@@ -192,7 +192,7 @@ def _course_so_far(config: RunConfig) -> Course:
                 predictions=metrics.get("champion_calibration", 0.0) * rate * rows,
             )  # fmt: skip
     ordered = tuple(days[day] for day in sorted(days))
-    return Course(name="champion", days=ordered, rows_trained=trained, seconds=0.0, trainings={})
+    return BacktestResult(name="champion", days=ordered, rows_trained=trained, seconds=0.0, trainings={})
 
 
 @task(cache_policy=NO_CACHE, task_run_name="keep the champion")
@@ -217,7 +217,7 @@ def done_before(config: RunConfig, today: Today, version: int | None, run_id: st
     """The result of a day that was done before. Safe to repeat: it only reads."""
     what = "no training was due" if version is None else f"version {version} was trained on it"
     get_run_logger().info("skipped: %s is done, %s; again=true does it once more", today.day, what)
-    return tracker_of(config).result(run_id) | {"status": "skipped"}
+    return tracker_of(config).load_result(run_id) | {"status": "skipped"}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pipeline.jobs.training.job import JOB, REGISTERED, RUN_ID, TrainingJob, job
 from pipeline.jobs.training.provenance import RECORD, Record, recorded_config
 from pipeline.jobs.training.summary import flow_run_name
 from pipeline.jobs.training.tasks import TRAINED, Trained
-from pipeline.registration.tracking import answering
+from pipeline.registration.tracking import reporting_unreachable
 
 
 @flow(name="register", flow_run_name=flow_run_name)
@@ -37,9 +37,9 @@ def register(
     if (folder / REGISTERED).exists():
         get_run_logger().info("skipped: run %s is registered", run_id)
         tracker = tracker_of(settings)
-        with answering(f"Run it again once it answers: python -m flows.register CONFIG run={run}"):
+        with reporting_unreachable(f"Run it again once it answers: python -m flows.register CONFIG run={run}"):
             tracker.end(run_id, "FINISHED")  # MLflow may have missed the very end
-            return tracker.result(run_id) | {"status": "skipped"}
+            return tracker.load_result(run_id) | {"status": "skipped"}
     if (folder / JOB).exists():
         job = TrainingJob.model_validate_json((folder / JOB).read_text(encoding="utf-8"))
     else:

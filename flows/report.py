@@ -10,7 +10,7 @@ from pipeline.errors import ConfigError
 from pipeline.jobs.training.job import tracker_of
 from pipeline.jobs.training.reporting import PAGE, page_of
 from pipeline.jobs.training.summary import flow_run_name
-from pipeline.registration.aliases import CHAMPION, holder
+from pipeline.registration.aliases import CHAMPION, find_holder
 from pipeline.registration.tracking import Tracker
 from storage.artifacts import inside, write_text
 
@@ -32,7 +32,7 @@ def report(
     """
     settings = load(config, overrides)
     tracker, name = tracker_of(settings), settings.model_name
-    asked = [run or holder(tracker, name), *([against] if against else [])]
+    asked = [run or find_holder(tracker, name), *([against] if against else [])]
     runs = [_run_id(tracker, name, one) for one in asked]
     path = inside(settings.home_path / "reports", f"{name}-{'-'.join(str(one) for one in asked)}.html")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def report(
 
 def _run_id(tracker: Tracker, name: str, asked: str | int | None) -> str:
     """The MLflow run that is meant by its id, or by the number of the version that it made."""
-    version = None if asked is None else tracker.version(name, str(asked))
+    version = None if asked is None else tracker.get_version(name, str(asked))
     if version is not None:
         return str(version.run_id)
     if asked is None or str(asked).isdigit():

@@ -58,7 +58,7 @@ def ne_difference(pairs: PairedSums, by_rows: bool, level: float, member: int = 
     Example:
         >>> labels = np.array([0.0, 1.0] * 50)
         >>> sure, unsure = np.where(labels == 1.0, 0.8, 0.2), np.full(100, 0.5)
-        >>> ne_difference(paired(labels, sure, unsure), True, 0.05).high < 0.0
+        >>> ne_difference(sum_pairs(labels, sure, unsure), True, 0.05).high < 0.0
         True
     """
     by_unit = pairs.by_unit[member]
@@ -80,7 +80,7 @@ def ne_difference(pairs: PairedSums, by_rows: bool, level: float, member: int = 
     return Difference(ne=difference, low=difference - margin, high=difference + margin, units=units)
 
 
-def paired(
+def sum_pairs(
     labels: Floats, ours: Floats, theirs: Floats, units: Integers | None = None, weights: Floats | None = None
 ) -> PairedSums:
     """Sums rows in memory. Units are numbers below 1,024.

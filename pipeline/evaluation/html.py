@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pipeline.evaluation import plots
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.importance import FeatureImportance
+from pipeline.evaluation.metrics import format_interval, format_metric
 from pipeline.evaluation.plots import Curve
 
 METRICS = {
@@ -45,7 +46,7 @@ class RunRecord(BaseModel, frozen=True):
     """What it was trained on, in words."""
 
 
-def rendered(records: Sequence[RunRecord]) -> str:
+def render_report(records: Sequence[RunRecord]) -> str:
     """The report as HTML; of two runs the tables have a column for each and the figures stand side by side."""
     folder = Path(__file__).parent
     environment = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined)
@@ -82,17 +83,19 @@ def _quality(records: Sequence[RunRecord]) -> dict[str, Any]:
     rows = []
     for key, name in METRICS.items():
         values = [getattr(record.report.overall, key) for record in records]
-        rows.append(_row(name, *map(_shown, values), *([_apart(*values)] if two else [])))
+        rows.append(_row(name, *map(format_metric, values), *([_difference(*values)] if two else [])))
     floors = [record.report.ne_floor for record in records]
     if any(floor is not None for floor in floors):
-        rows.append(_row("NE of the true probabilities", *map(_shown, floors), *([_apart(*floors)] if two else [])))
+        rows.append(
+            _row("NE of the true probabilities", *map(format_metric, floors), *([_difference(*floors)] if two else []))
+        )
     grouped = [record.report.grouped for record in records]
     if any(grouped):
         values = [None if one is None else one.gauc for one in grouped]
-        rows.append(_row("GAUC", *map(_shown, values), *([_apart(*values)] if two else [])))
+        rows.append(_row("GAUC", *map(format_metric, values), *([_difference(*values)] if two else [])))
     champions = [record.result["gate"].get("champion_ne") for record in records]
     if any(champion is not None for champion in champions):
-        rows.append(_row("NE of the champion then", *map(_shown, champions), *([""] if two else [])))
+        rows.append(_row("NE of the champion then", *map(format_metric, champions), *([""] if two else [])))
     rows.append(_row("rows", *(f"{record.report.overall.rows:,}" for record in records), *([""] if two else [])))
     return {"header": ["", *(record.title for record in records), *(["difference"] if two else [])], "rows": rows}
 
@@ -167,9 +170,9 @@ def _across(records: Sequence[RunRecord], of: Callable[[RunRecord], Mapping[str,
 def _slices(record: RunRecord) -> dict[str, Any]:
     rows = [
         _row(
-            f"{part.column} = {part.value}", f"{part.quality.rows:,}", _shown(part.quality.label_rate),
-            _shown(part.quality.ne), f"{_shown(part.ne_low)} to {_shown(part.ne_high)}", _shown(part.quality.auc),
-            _shown(part.quality.calibration), few=part.small,
+            f"{part.column} = {part.value}", f"{part.quality.rows:,}", format_metric(part.quality.label_rate),
+            format_metric(part.quality.ne), format_interval(part.ne_low, part.ne_high), format_metric(part.quality.auc),
+            format_metric(part.quality.calibration), few=part.small,
         )
         for part in record.report.slices
     ]  # fmt: skip
@@ -180,7 +183,7 @@ def _slices(record: RunRecord) -> dict[str, Any]:
 def _features(record: RunRecord) -> dict[str, Any]:
     rows = [
         _row(
-            worth.name, _shown(worth.ne_loss), f"{_shown(worth.low)} to {_shown(worth.high)}", f"{worth.coverage:.1%}",
+            worth.name, format_metric(worth.ne_loss), format_interval(worth.low, worth.high), f"{worth.coverage:.1%}",
             "–" if worth.mean_length is None else f"{worth.mean_length:.2f}", _percent(worth.truncated),
             _percent(worth.collisions), "yes" if worth.droppable else "", few=worth.droppable,
         )
@@ -197,15 +200,11 @@ def _row(*cells: str, few: bool = False) -> dict[str, Any]:
     return {"cells": cells, "few": few}
 
 
-def _shown(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
-
-
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def _apart(first: float | None, second: float | None) -> str:
+def _difference(first: float | None, second: float | None) -> str:
     return "–" if first is None or second is None else f"{second - first:+.4f}"
 
 

@@ -56,6 +56,11 @@ def format_metric(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
 
 
+def format_interval(low: float | None, high: float | None) -> str:
+    """Formats the bounds of an interval as `format_metric` does."""
+    return f"{format_metric(low)} to {format_metric(high)}"
+
+
 def losses(labels: Floats, probabilities: Floats) -> Floats:
     """Returns the log loss of each row, float64 [N]."""
     p = np.clip(probabilities, EPS, 1.0 - EPS)

@@ -12,7 +12,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.importance import FeatureImportance
-from pipeline.evaluation.series import Course, trailing
+from pipeline.evaluation.series import BacktestResult, trailing
 from pipeline.figure import plain_figure
 
 Curve = Sequence[tuple[int, float]]
@@ -70,7 +70,7 @@ def stall_timeline(curves: Mapping[str, Curve]) -> Figure:
     return figure
 
 
-def courses(policies: Sequence[Course], span: int) -> Figure:
+def courses(policies: Sequence[BacktestResult], span: int) -> Figure:
     """Next-day NE and calibration of retraining policies over the last `span` days, and rows trained so far."""
     figure = Figure(figsize=(7.6, 7.2), layout="constrained", dpi=110)
     quality, balance, cost = figure.subplots(3, sharex=True, height_ratios=(3, 2, 2))

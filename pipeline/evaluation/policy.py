@@ -35,7 +35,7 @@ class Policy(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
         return self
 
 
-class Standing(BaseModel, frozen=True):
+class ChampionStanding(BaseModel, frozen=True):
     """How the champion stands on a day that it has not seen."""
 
     trained_to: datetime.date
@@ -56,12 +56,13 @@ class Decision(BaseModel, frozen=True):
     reason: str
 
 
-def decide(policy: Policy, standing: Standing, day: datetime.date) -> Decision:
+def decide(policy: Policy, standing: ChampionStanding, day: datetime.date) -> Decision:
     """What the policy makes of a day.
 
     Example:
-        >>> stood = Standing(trained_to="2013-01-31", scratch_day="2013-01-31", new_rows=800, ne=0.9, calibration=1.2)
-        >>> decide(Policy(every_days=7, calibration_above=1.1), stood, datetime.date(2013, 2, 1)).reason
+        >>> day = datetime.date(2013, 1, 31)
+        >>> standing = ChampionStanding(trained_to=day, scratch_day=day, new_rows=800, ne=0.9, calibration=1.2)
+        >>> decide(Policy(every_days=7, calibration_above=1.1), standing, datetime.date(2013, 2, 1)).reason
         'the calibration of the champion, 1.2000, is above 1.1'
     """
     age, since = (day - standing.scratch_day).days, (day - standing.trained_to).days

@@ -59,7 +59,7 @@ def pooled_ne(days: Sequence[DaySums], level: float = 0.05) -> Interval | None:
     return _over_days(days, np.array([day.loss for day in days]), level)
 
 
-def ne_apart(ours: Sequence[DaySums], theirs: Sequence[DaySums], level: float = 0.05) -> Interval | None:
+def pooled_ne_difference(ours: Sequence[DaySums], theirs: Sequence[DaySums], level: float = 0.05) -> Interval | None:
     """Pooled NE of one series less that of another over the same days, and the interval of the difference.
 
     Raises:
@@ -101,7 +101,7 @@ def trailing(days: Sequence[DaySums], span: int) -> list[tuple[datetime.date, fl
 SUMS = ("rows", "loss", "labels", "predictions")
 
 
-class Course(BaseModel, frozen=True):
+class BacktestResult(BaseModel, frozen=True):
     """What a retraining policy has brought and what it has cost."""
 
     name: str

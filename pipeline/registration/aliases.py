@@ -8,7 +8,7 @@ from mlflow.exceptions import MlflowException
 from pydantic import BaseModel
 
 from pipeline.errors import RegistryError
-from pipeline.registration.tracking import Tracker, absent
+from pipeline.registration.tracking import Tracker, is_not_found
 
 CHAMPION, CHALLENGER = "champion", "challenger"
 MOVE = "move."
@@ -28,36 +28,36 @@ class Move(BaseModel, frozen=True):
     reason: str
 
 
-def holder(tracker: Tracker, name: str, alias: str = CHAMPION) -> int | None:
+def find_holder(tracker: Tracker, name: str, alias: str = CHAMPION) -> int | None:
     """The version that has an alias; None: no version, or no such model."""
     try:
         found = tracker.client.get_registered_model(name).aliases.get(alias)
     except MlflowException as error:
-        if not absent(error):  # no answer does not mean that there is no champion
+        if not is_not_found(error):  # no answer does not mean that there is no champion
             raise
         return None
     return None if found is None else int(found)
 
 
-def chosen(tracker: Tracker, name: str, version: int | None) -> tuple[int, str]:
+def choose_version(tracker: Tracker, name: str, version: int | None) -> tuple[int, str]:
     """The version that is to score, None the champion, and what tells its weights from all others.
 
     Raises:
         RegistryError: If there is no such version, or no champion.
     """
-    number = holder(tracker, name) if version is None else version
+    number = find_holder(tracker, name) if version is None else version
     if number is None:
         raise RegistryError(
             f"model '{name}'", "a champion", "none", "Train a model first, or name a version: version=N."
         )
-    found = tracker.version(name, str(number))
+    found = tracker.get_version(name, str(number))
     if found is None:
         raise _no_version(tracker, name, number)
     tags = [found.tags.get(tag, "") for tag in ("weights_sha256", "weights", "plan_hash")]
     return number, " ".join([name, str(number), str(found.run_id), *tags])
 
 
-def move(
+def move_alias(
     tracker: Tracker, name: str, alias: str, version: int, by: Literal["gate", "person", "rollback"], reason: str
 ) -> Move:
     """Gives an alias to a version and writes it down. Of two moves at once the later one counts; both are recorded.
@@ -65,20 +65,20 @@ def move(
     Raises:
         RegistryError: If there is no such version.
     """
-    previous = holder(tracker, name, alias)
-    if tracker.version(name, str(version)) is None:
+    previous = find_holder(tracker, name, alias)
+    if tracker.get_version(name, str(version)) is None:
         raise _no_version(tracker, name, version)
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H-%M-%S.%fZ")
     done = Move(time=now, alias=alias, version=version, previous=previous, by=by, reason=reason)
     # Written down first: cut short between the two, the alias stays, and a rollback passes over what did not happen.
     tracker.client.set_registered_model_tag(name, MOVE + now, done.model_dump_json())
     tracker.client.set_registered_model_alias(name, alias, str(version))
-    if alias == CHAMPION and holder(tracker, name, CHALLENGER) == version:
+    if alias == CHAMPION and find_holder(tracker, name, CHALLENGER) == version:
         tracker.client.delete_registered_model_alias(name, CHALLENGER)
     return done
 
 
-def moves(tracker: Tracker, name: str) -> list[Move]:
+def list_moves(tracker: Tracker, name: str) -> list[Move]:
     """All moves of a model's aliases, the oldest first."""
     with suppress(MlflowException):
         tags = tracker.client.get_registered_model(name).tags
@@ -92,24 +92,24 @@ def rollback(tracker: Tracker, name: str) -> Move:
     Raises:
         RegistryError: If there is none.
     """
-    version = holder(tracker, name)
+    version = find_holder(tracker, name)
     came = [
-        found for found in moves(tracker, name)
+        found for found in list_moves(tracker, name)
         if (found.alias, found.version) == (CHAMPION, version) and found.by != "rollback"
     ]  # fmt: skip
     previous = came[-1].previous if came else None
     if version is None or previous is None:
         present = "no champion" if version is None else f"version {version}, the first"
         raise RegistryError(f"model '{name}'", "a champion with one before it", present, "Promote another: version=N.")
-    return move(tracker, name, CHAMPION, previous, "rollback", f"rolled back from version {version}")
+    return move_alias(tracker, name, CHAMPION, previous, "rollback", f"rolled back from version {version}")
 
 
 def _no_version(tracker: Tracker, name: str, version: int) -> RegistryError:
-    known = ", ".join(str(number) for number in versions(tracker, name)) or "none"
+    known = ", ".join(str(number) for number in list_versions(tracker, name)) or "none"
     return RegistryError(f"model '{name}'", f"a version among {known}", f"{version}", "Name one of them: version=N.")
 
 
-def versions(tracker: Tracker, name: str) -> list[int]:
+def list_versions(tracker: Tracker, name: str) -> list[int]:
     """The versions of a model, the oldest first."""
     found = tracker.client.search_model_versions(f"name = '{name}'")
     return sorted(int(version.version) for version in found)

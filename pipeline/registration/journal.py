@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from mlflow.entities import Metric
 
-from pipeline.registration.tracking import STOP_SECONDS, Tracker, redacted
+from pipeline.registration.tracking import STOP_SECONDS, Tracker, redact
 from storage.artifacts import write_json
 
 POINTS, SENT = "metrics.jsonl", "metrics.sent.json"
@@ -129,7 +129,7 @@ class Journal:
     def _note(self, error: Exception | None) -> None:
         """Says when MLflow goes away and when it is back, once each."""
         if error is not None and not self.away:
-            reason = redacted(" ".join(str(error).split()))[:300]
+            reason = redact(" ".join(str(error).split()))[:300]
             self.warn(f"MLflow takes no metrics ({reason}); they are kept in '{self.path}' and sent later")
         elif error is None and self.away:
             self.warn("MLflow is back and has all metrics")

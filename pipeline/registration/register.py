@@ -28,7 +28,7 @@ from models.quantised import quantise_tables
 from pipeline.errors import RegistryError
 from pipeline.registration import scorer
 from pipeline.registration.config import Default, Weights
-from pipeline.registration.tracking import Tracker, lacking, unanswered
+from pipeline.registration.tracking import Tracker, is_disk_error, is_unreachable
 from pipeline.transforms.kinds import Kind
 from pipeline.transforms.plan.plan import Plan
 from storage.arrow import is_list, is_text
@@ -212,20 +212,20 @@ def check_probabilities(
         )  # fmt: skip
 
 
-def registered(tracker: Tracker, name: str, run_id: str) -> ModelVersion | None:
+def find_registered(tracker: Tracker, name: str, run_id: str) -> ModelVersion | None:
     """The version that a run has made already, before it was cut short; None: none."""
     found = tracker.client.search_model_versions(f"run_id = '{run_id}'")
     versions = [int(version.version) for version in found if version.name == name]
     return ModelVersion(name=name, version=max(versions), alias=None) if versions else None
 
 
-def packed(tracker: Tracker, name: str, version: int, folder: Path) -> Path:
+def download_packed(tracker: Tracker, name: str, version: int, folder: Path) -> Path:
     """What `pack` made of a version, fetched from the registry into a folder."""
     mlflow.artifacts.download_artifacts(f"models:/{name}/{version}", dst_path=str(folder), tracking_uri=tracker.uri)
     return folder / "artifacts" / "model"
 
 
-def hashes(folder: Path) -> dict[str, str]:
+def hash_files(folder: Path) -> dict[str, str]:
     """Name -> sha256 of the files that `pack` wrote."""
     found = {}
     for name in (scorer.MODEL, scorer.PLAN, scorer.WEIGHTS):
@@ -234,29 +234,29 @@ def hashes(folder: Path) -> dict[str, str]:
     return found
 
 
-def whole(tracker: Tracker, name: str, version: int, run_id: str) -> bool:
+def is_intact(tracker: Tracker, name: str, version: int, run_id: str) -> bool:
     """Whether a version and the result of its run can be fetched as they were registered.
 
     Versions from before there were hashes are taken for whole once their files are there.
     """
     with TemporaryDirectory() as temporary:
         try:
-            tracker.result(run_id)
-            found = hashes(packed(tracker, name, version, Path(temporary)))
+            tracker.load_result(run_id)
+            found = hash_files(download_packed(tracker, name, version, Path(temporary)))
         except (MlflowException, RegistryError, OSError, ValueError) as error:  # the last: JSON that is none
-            if unanswered(error) or lacking(error):
+            if is_unreachable(error) or is_disk_error(error):
                 raise
             return False
     tags = tracker.client.get_model_version(name, str(version)).tags
     return FILES not in tags or json.loads(tags[FILES]) == found
 
 
-def find(tracker: Tracker, name: str, identity: str) -> list[tuple[int, str]]:
+def find_versions(tracker: Tracker, name: str, identity: str) -> list[tuple[int, str]]:
     """(version, run id) of the versions made from the same work, oldest first."""
     try:
         versions = tracker.client.search_model_versions(f"name = '{name}' and tags.{IDENTITY} = '{identity}'")
     except MlflowException as error:
-        if unanswered(error):
+        if is_unreachable(error):
             raise
         return []
     return sorted((int(version.version), str(version.run_id)) for version in versions)

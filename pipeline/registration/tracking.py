@@ -66,7 +66,7 @@ class Tracker:
                 os.environ.pop("MLFLOW_TRACKING_URI", None)
         self.client = MlflowClient(tracking_uri=self.uri)
         self.experiment = experiment
-        with answering("Start it, or name another: registration.tracking_uri or MLFLOW_TRACKING_URI."):
+        with reporting_unreachable("Start it, or name another: registration.tracking_uri or MLFLOW_TRACKING_URI."):
             self.experiment_id = self._experiment(experiment, home)
 
     def _experiment(self, name: str, home: Path) -> str:
@@ -89,7 +89,7 @@ class Tracker:
                 self.tag(resume, tags)
                 return resume
             except MlflowException as error:  # somebody has deleted it
-                if unanswered(error):
+                if is_unreachable(error):
                     raise
         run: Run = self.client.create_run(self.experiment_id, run_name=name, tags=dict(tags))
         shown = [Param(key, str(value)[:PARAM_CHARACTERS]) for key, value in params.items()]
@@ -116,7 +116,7 @@ class Tracker:
         for start in range(0, len(metrics), 1_000):  # the most that MLflow takes at once
             self.client.log_batch(run_id, metrics=metrics[start : start + 1_000])
 
-    def curves(self, run_id: str, names: Iterable[str]) -> dict[str, list[tuple[int, float]]]:
+    def load_curves(self, run_id: str, names: Iterable[str]) -> dict[str, list[tuple[int, float]]]:
         """Logged metrics as (step, value) points; a step logged twice counts once, by its last value."""
         history = {name: self.client.get_metric_history(run_id, name) for name in names}
         return {
@@ -146,7 +146,7 @@ class Tracker:
         )
 
     @contextmanager
-    def ended(self, run_id: str) -> Iterator[None]:
+    def ending(self, run_id: str) -> Iterator[None]:
         """Ends the run with the block, whatever ends that: FINISHED, FAILED, or KILLED by a signal.
 
         Where MLflow does not hear how a run failed, the next start ends it (`reap`). Until then the load of the machine
@@ -165,7 +165,7 @@ class Tracker:
             ending.start()
             ending.join(STOP_SECONDS)
         command = f"python -m flows.register CONFIG run={run_id}"
-        with answering(f"The work is done, only the status of its run is missing: {command} sets it."):
+        with reporting_unreachable(f"The work is done, only the status of its run is missing: {command} sets it."):
             self.end(run_id, "FINISHED")
 
     def end(self, run_id: str, status: str) -> None:
@@ -181,7 +181,7 @@ class Tracker:
                 stale.append(str(run.info.run_id))
         return stale
 
-    def finished(self, identity: str, tags: Mapping[str, str]) -> str | None:
+    def find_finished(self, identity: str, tags: Mapping[str, str]) -> str | None:
         """Id of the newest run that has finished the work of this identity; None: there is none."""
         wanted = {"identity": identity, **tags}
         conditions = [f"tags.`{key}` = '{value}'" for key, value in wanted.items()]
@@ -189,7 +189,7 @@ class Tracker:
         runs = self.client.search_runs([self.experiment_id], query, max_results=1)
         return str(runs[0].info.run_id) if runs else None
 
-    def result(self, run_id: str) -> dict[str, Any]:
+    def load_result(self, run_id: str) -> dict[str, Any]:
         """The result line of a finished run."""
         record: dict[str, Any] = self.read_json(run_id, RESULT)
         return record
@@ -203,18 +203,18 @@ class Tracker:
         try:
             return json.loads(mlflow.artifacts.load_text(f"runs:/{run_id}/{path}"))
         except (MlflowException, OSError) as error:
-            if unanswered(error) or lacking(error):
+            if is_unreachable(error) or is_disk_error(error):
                 raise
             raise RegistryError(
                 f"MLflow run '{run_id}'", f"one with {path}", "none", "Name a run of a finished training."
             ) from None
 
-    def version(self, name: str, version: str) -> ModelVersion | None:
+    def get_version(self, name: str, version: str) -> ModelVersion | None:
         """A version of a model as MLflow knows it; None where there is none."""
         try:
             return self.client.get_model_version(name, version)
         except MlflowException as error:
-            if unanswered(error):
+            if is_unreachable(error):
                 raise
             return None
 
@@ -241,7 +241,7 @@ def _lives(tags: Mapping[str, str]) -> bool:
         return False
 
 
-def unanswered(error: Exception) -> bool:
+def is_unreachable(error: Exception) -> bool:
     """Whether an error means that MLflow's server or database cannot be reached just now."""
     if isinstance(error, MlflowException):
         silent = not isinstance(error, RestException) and str(error).startswith("API request to")
@@ -249,33 +249,33 @@ def unanswered(error: Exception) -> bool:
     return isinstance(error, requests.ConnectionError | requests.Timeout)
 
 
-def lacking(error: Exception) -> bool:
+def is_disk_error(error: Exception) -> bool:
     """Whether this machine lacks room or rights, which says nothing of what was asked for; MLflow wraps such errors.
 
     Example:
-        >>> lacking(OSError(errno.ENOSPC, "No space left on device")), lacking(FileNotFoundError("no"))
+        >>> is_disk_error(OSError(errno.ENOSPC, "No space left on device")), is_disk_error(FileNotFoundError("no"))
         (True, False)
     """
     return any(f"[Errno {code}]" in str(error) for code in (errno.ENOSPC, errno.EDQUOT, errno.EACCES))
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """A text whose addresses tell no password.
 
     Example:
-        >>> redacted("postgresql://me:p@ss/word@host/db?password=x&a=1")
+        >>> redact("postgresql://me:p@ss/word@host/db?password=x&a=1")
         'postgresql://host/db?password=...&a=1'
     """
     return re.sub(r"(password|pwd)=[^&\s]*", r"\1=...", re.sub(r"//\S*@", "//", text))
 
 
-def absent(error: MlflowException) -> bool:
+def is_not_found(error: MlflowException) -> bool:
     """Whether MLflow says that there is no such thing, which is an answer."""
     return str(error.error_code) == "RESOURCE_DOES_NOT_EXIST"
 
 
 @contextmanager
-def answering(remedy: str) -> Iterator[None]:
+def reporting_unreachable(remedy: str) -> Iterator[None]:
     """Puts it into one sentence that MLflow does not answer, whatever of it was called.
 
     Raises:
@@ -286,8 +286,8 @@ def answering(remedy: str) -> Iterator[None]:
     except TrackingError as error:
         raise TrackingError(error.where, error.expected, error.actual, remedy) from None
     except (MlflowException, requests.RequestException) as error:
-        if not unanswered(error):
+        if not is_unreachable(error):
             raise
-        address = redacted(mlflow.get_tracking_uri())
+        address = redact(mlflow.get_tracking_uri())
         reason = "a locked database" if "locked" in str(error) else "none"
         raise TrackingError(f"MLflow at {address}", "an answer", reason, remedy) from None  # which names passwords

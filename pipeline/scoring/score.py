@@ -54,14 +54,14 @@ class ScoringWork(BaseModel, frozen=True):
     """Side sources of columns that the table does not have."""
 
 
-class Scored(BaseModel, frozen=True):
+class ScoringResult(BaseModel, frozen=True):
     """What a scoring wrote."""
 
     rows: int
     mean_probability: float | None
 
 
-def planned(
+def plan_scoring(
     config: ScoringConfig,
     warehouse: Warehouse,
     source: SnapshotRef,
@@ -119,7 +119,7 @@ def score(
     model: Model,
     version: int,
     report: Callable[[int, int], None] = lambda done, total: None,
-) -> Scored:
+) -> ScoringResult:
     """Writes the scores of the days to do; memory holds what the warehouse does while it writes.
 
     Args:
@@ -163,7 +163,7 @@ def score(
         identities = {day: work.todo[day] for day in days}
         rows = sum(work.rows[day] for day in days)
         warehouse.replace_days(work.table, identities, written, scored(days), rows)
-    return Scored(rows=count, mean_probability=sum_of_scores / count if count else None)
+    return ScoringResult(rows=count, mean_probability=sum_of_scores / count if count else None)
 
 
 def _counted(

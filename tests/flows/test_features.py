@@ -16,7 +16,7 @@ from pipeline.config import load
 from pipeline.config.files import ROOT
 from pipeline.jobs.training.job import pinned, selected, tracker_of, warehouse_of
 from pipeline.preprocessing.worker import Worker
-from pipeline.registration.register import columns_of, packed
+from pipeline.registration.register import columns_of, download_packed
 from pipeline.registration.scorer import LoadedModel
 
 CONFIG = "configs/smoke.yaml"
@@ -187,7 +187,7 @@ def test_a_column_that_is_not_there_is_null_in_training_and_no_matter_to_the_mod
     assert code == 0, log
     assert "table 'smoke' lacks num_new, list_new: read as null (on_missing: default)" in log
     config = load(CONFIG, ABSENT)
-    model = LoadedModel(packed(tracker_of(config), "smoke", result["model"]["version"], copied / "fetched"))
+    model = LoadedModel(download_packed(tracker_of(config), "smoke", result["model"]["version"], copied / "fetched"))
     assert not {"num_new", "list_new"} & set(model.columns)
     assert {feature.name for feature in model.plan.sparse} >= {"list_new"}
     row = {name: [None] for name in model.columns}

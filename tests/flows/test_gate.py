@@ -11,7 +11,7 @@ from pipeline.config import load
 from pipeline.evaluation.gate import Verdict
 from pipeline.jobs.training import evaluate, tasks
 from pipeline.jobs.training.job import pinned
-from pipeline.registration.aliases import CHAMPION, holder, move, moves
+from pipeline.registration.aliases import CHAMPION, find_holder, list_moves, move_alias
 from pipeline.registration.scorer import LoadedModel
 
 CONFIG = "configs/smoke.yaml"
@@ -33,13 +33,13 @@ def test_fault_31_a_worse_model_is_rejected_and_a_better_one_promoted(copied, co
     assert better["eval"]["ne"] < worse["gate"]["champion_ne"]
     assert (better["gate"]["decision"], better["model"]["alias"]) == ("promote", "champion")
     tracker = tasks.tracker_of(load(CONFIG))
-    assert holder(tracker, "smoke") == better["model"]["version"]
-    assert [one.version for one in moves(tracker, "smoke")] == [1, better["model"]["version"]]
+    assert find_holder(tracker, "smoke") == better["model"]["version"]
+    assert [one.version for one in list_moves(tracker, "smoke")] == [1, better["model"]["version"]]
     assert tracker.client.get_run(better["mlflow_run_id"]).data.metrics["gate_ne_high"] < 0.0
     code, back, log = command(rollback, CONFIG, home=copied)
     assert code == 0, log
     assert (back["status"], back["version"], back["previous"]) == ("ok", 1, better["model"]["version"])
-    assert holder(tracker, "smoke") == 1
+    assert find_holder(tracker, "smoke") == 1
 
 
 def test_a_person_promotes(copied, command):
@@ -47,7 +47,7 @@ def test_a_person_promotes(copied, command):
     assert code == 0, log
     assert (result["status"], result["model"], result["version"], result["by"]) == ("ok", "smoke", 1, "person")
     assert result["reason"] == "it is the only one"
-    assert moves(tasks.tracker_of(load(CONFIG)), "smoke")[-1].reason == "it is the only one"
+    assert list_moves(tasks.tracker_of(load(CONFIG)), "smoke")[-1].reason == "it is the only one"
     code, result, _ = command(promote, CONFIG, "version=999", home=copied)
     assert code == 1
     assert result["error"].startswith("model 'smoke': expected a version among 1")
@@ -112,6 +112,6 @@ def test_a_champion_changed_meanwhile_is_not_overruled(copied):
     found, alias = evaluate.moved(config, 1, verdict)
     assert (found.decision, alias) == ("hold", "challenger")
     assert found.reason == "Version 1 became champion meanwhile. NE is lower."
-    assert holder(tracker, "smoke") == 1
-    move(tracker, "smoke", CHAMPION, 1, "person", "")
+    assert find_holder(tracker, "smoke") == 1
+    move_alias(tracker, "smoke", CHAMPION, 1, "person", "")
     assert evaluate.moved(config, 1, verdict.model_copy(update={"champion": 1}))[1] == "champion"

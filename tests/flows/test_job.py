@@ -13,7 +13,7 @@ from pipeline.config.files import ROOT
 from pipeline.data.joined.source import pin
 from pipeline.errors import ConfigError
 from pipeline.jobs.training.job import alone, keep_inputs, pinned, selected, tracker_of, warehouse_of
-from pipeline.registration.register import find
+from pipeline.registration.register import find_versions
 from pipeline.transforms.schema import FeatureJoin
 from storage.days import IDENTITIES
 
@@ -113,7 +113,7 @@ def test_fault_28_a_version_whose_files_are_gone_or_damaged_is_made_anew(smoke, 
     config = load(CONFIG)
     assert pinned(config, None, False).done is not None
     tracker, found = tracker_of(config), []
-    for version, run_id in find(tracker, "smoke", smoke["identity"]):
+    for version, run_id in find_versions(tracker, "smoke", smoke["identity"]):
         model = tracker.client.get_model_version("smoke", str(version)).source.rpartition("/")[2]
         found += (home / "mlflow").glob(f"**/{run_id if what == 'result.json' else model}/**/{what}")
     kept = {path: path.read_bytes() for path in found}

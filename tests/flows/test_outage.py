@@ -16,7 +16,7 @@ from flows.register import register
 from flows.train import train
 from pipeline.config import load
 from pipeline.jobs.training.job import tracker_of
-from pipeline.registration.aliases import CHAMPION, holder
+from pipeline.registration.aliases import CHAMPION, find_holder
 
 CONFIG = "configs/smoke.yaml"
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
@@ -116,7 +116,7 @@ def test_fault_29_down_in_training_and_down_at_register(smoke, copied, command, 
     tracker = tracker_of(load(CONFIG))
     run_id = (folder / "mlflow_run_id").read_text()
     assert tracker.client.get_run(run_id).info.status == "RUNNING"  # nobody could tell it
-    assert holder(tracker, "smoke") is None
+    assert find_holder(tracker, "smoke") is None
     judged, weights = ((folder / name).stat().st_mtime_ns for name in ("judged.json", "weights.safetensors"))
 
     code, result, log = command(register, CONFIG, f"run={run_id}", home=copied)
@@ -128,7 +128,7 @@ def test_fault_29_down_in_training_and_down_at_register(smoke, copied, command, 
     assert judged == (folder / "judged.json").stat().st_mtime_ns
     assert weights == (folder / "weights.safetensors").stat().st_mtime_ns
     assert len(tracker.client.search_model_versions("name = 'smoke'")) == 1
-    assert holder(tracker, "smoke") == 1
+    assert find_holder(tracker, "smoke") == 1
     [run] = tracker.client.search_runs([tracker.experiment_id])
     assert (run.info.run_id, run.info.status) == (run_id, "FINISHED")
     for name in ("train_ne_window", "stall_fraction_window"):

@@ -13,12 +13,12 @@ from flows.recurring import recurring
 from flows.replay import replay
 from pipeline.config import load
 from pipeline.errors import ConfigError, ContractError, RegistryError
-from pipeline.evaluation.series import Course, DaySums
+from pipeline.evaluation.series import BacktestResult, DaySums
 from pipeline.jobs.recurring import day
 from pipeline.jobs.recurring.backtest import summed_up, table
 from pipeline.jobs.recurring.day import Champion, identity_of_day
 from pipeline.jobs.training.job import tracker_of, warehouse_of
-from pipeline.registration.aliases import holder
+from pipeline.registration.aliases import find_holder
 
 CONFIG = "configs/smoke.yaml"
 TOY = {
@@ -68,7 +68,7 @@ def test_days_follow_one_another(filled, monkeypatch, tmp_path):
     second = tags(config, 2)
     assert (second["trained_to"], second["scratch_day"], second["trained_from"]) == ("2025-01-08", "2025-01-07", "1")
     assert filled["model"] == {"name": "toy_daily", "version": 2, "alias": "champion"}
-    assert holder(tracker_of(config), "toy_daily") == 2
+    assert find_holder(tracker_of(config), "toy_daily") == 2
 
     once_more = recurring(CONFIG, TOY, day="2025-01-08")
     assert (once_more["status"], once_more["model"], once_more["gate"]["decision"]) == (
@@ -205,13 +205,15 @@ def test_old_checkpoints_make_room(tmp_path, monkeypatch):
     assert day.clear(config, datetime.date(2025, 1, 5)) == []
 
 
-def course(name: str, shift: float) -> Course:
+def course(name: str, shift: float) -> BacktestResult:
     days = [
         DaySums(day=datetime.date(2025, 1, 1 + i), rows=100, loss=50 + i + shift, labels=20 + i, predictions=22 + i)
         for i in range(6)
     ]
     trained = {day.day: 10.0 for day in days[:2]}
-    return Course(name=name, days=days, rows_trained=trained, seconds=1.25, trainings={"further": 2, "scratch": 0})
+    return BacktestResult(
+        name=name, days=days, rows_trained=trained, seconds=1.25, trainings={"further": 2, "scratch": 0}
+    )
 
 
 def test_the_table_of_policies():

@@ -209,7 +209,7 @@ def test_a_release_with_a_candidate_that_fails_and_one_that_is_stopped(smoke, co
         ("compare", "base"): "FINISHED", ("compare", "wild"): "FINISHED", ("retrain", "base"): "FINISHED",
     }  # fmt: skip
     model = result["model"]
-    version = tracker.version(model["name"], str(model["version"]))
+    version = tracker.get_version(model["name"], str(model["version"]))
     assert version.run_id == result["model_run_id"] == stages["retrain", "base"].info.run_id
     assert tracker.read_json(result["mlflow_run_id"], "stages.json") == result["stages"]
     [folder] = (copied / "releases").iterdir()

@@ -9,7 +9,7 @@ from pipeline.config import load
 from pipeline.errors import ConfigError, RegistryError, StorageError
 from pipeline.jobs.training import tasks
 from pipeline.jobs.training.provenance import RECORD, changed, differences, fetched, recorded_config
-from pipeline.registration.aliases import moves, versions
+from pipeline.registration.aliases import list_moves, list_versions
 
 CONFIG = "configs/smoke.yaml"
 
@@ -128,8 +128,8 @@ def test_a_snapshot_that_has_expired_is_named(record):
 @pytest.mark.slow
 def test_a_replay_on_other_workers_has_the_same_weights(smoke, command, copied):
     tracker = tasks.tracker_of(load(CONFIG))
-    made = versions(tracker, "smoke")
-    before = len(moves(tracker, "smoke")), tracker.client.get_registered_model("smoke").aliases
+    made = list_versions(tracker, "smoke")
+    before = len(list_moves(tracker, "smoke")), tracker.client.get_registered_model("smoke").aliases
     workers = smoke["train"]["preprocessing"]["workers"] + 1
     words = [f"preprocessing.workers={workers}", "training.log_every_steps=10", "version=1"]
     code, result, log = command(replay, CONFIG, *words, home=copied)
@@ -139,8 +139,8 @@ def test_a_replay_on_other_workers_has_the_same_weights(smoke, command, copied):
     assert [line for line in result["differences"] if not line.startswith("commit")] == []
     assert result["train"]["preprocessing"]["workers"] == workers
     assert result["model"] == {"name": "smoke", "version": 1}
-    assert (len(moves(tracker, "smoke")), tracker.client.get_registered_model("smoke").aliases) == before
-    assert versions(tracker, "smoke") == made
+    assert (len(list_moves(tracker, "smoke")), tracker.client.get_registered_model("smoke").aliases) == before
+    assert list_versions(tracker, "smoke") == made
     run = tracker.client.get_run(result["mlflow_run_id"])
     assert (run.info.status, run.info.run_name) == ("FINISHED", "replay of smoke version 1")
     assert (run.data.tags["dlrm.replay_of"], run.data.tags["dlrm.replay_equal"]) == ("smoke/1", "true")

@@ -13,7 +13,7 @@ from flows.score import score
 from pipeline.config import load
 from pipeline.config.files import ROOT
 from pipeline.jobs.training import tasks
-from pipeline.registration.aliases import CHAMPION, move, versions
+from pipeline.registration.aliases import CHAMPION, list_versions, move_alias
 from pipeline.registration.scorer import LoadedModel
 
 CONFIG = "configs/smoke.yaml"
@@ -32,7 +32,7 @@ def another_champion() -> int:
     tracker = tasks.tracker_of(load(CONFIG))
     first = tracker.client.get_model_version("smoke", "1")
     made = tracker.client.create_model_version("smoke", first.source, first.run_id, tags=first.tags)
-    move(tracker, "smoke", CHAMPION, int(made.version), "person", "the same again")
+    move_alias(tracker, "smoke", CHAMPION, int(made.version), "person", "the same again")
     return int(made.version)
 
 
@@ -86,7 +86,7 @@ def test_days_are_scored_once_for_each_champion_and_content(smoke, home, copied,
 
 def test_what_cannot_be_scored_is_said_in_a_sentence(copied, command):
     code, result, _ = command(score, CONFIG, "version=99", home=copied)
-    known = ", ".join(str(number) for number in versions(tasks.tracker_of(load(CONFIG)), "smoke"))
+    known = ", ".join(str(number) for number in list_versions(tasks.tracker_of(load(CONFIG)), "smoke"))
     assert (code, result["error"]) == (
         1, f"model 'smoke': expected a version among {known}, got 99. Name one of them: version=N.",
     )  # fmt: skip

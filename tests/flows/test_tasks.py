@@ -13,7 +13,7 @@ from pipeline.config import load
 from pipeline.jobs.training import tasks
 from pipeline.jobs.training.job import pinned
 from pipeline.preprocessing.worker import Worker
-from pipeline.registration.register import packed, raw_frame
+from pipeline.registration.register import download_packed, raw_frame
 from pipeline.registration.scorer import LoadedModel
 from storage.artifacts import sha256
 
@@ -50,7 +50,7 @@ def test_a_model_of_int8_tables_is_registered_as_it_is_judged(smoke, home, copie
     width = config.model.embedding_width
     ratio = weights.stat().st_size / int(others["size_bytes"])
     assert ratio == pytest.approx((width + 8) / (4 * width), abs=0.01)
-    fetched = packed(tasks.tracker_of(config), "smoke", model.version, copied / "fetched")
+    fetched = download_packed(tasks.tracker_of(config), "smoke", model.version, copied / "fetched")
     assert sha256(fetched / "weights.safetensors") == sha256(weights)
     worker = Worker(job.data["test"], tasks.warehouse_of(config))
     rows = pa.concat_tables([worker.read_selected(fragment) for fragment in worker.fragments()])

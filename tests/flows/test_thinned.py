@@ -10,7 +10,7 @@ from flows.end_to_end import end_to_end
 from pipeline.config import load
 from pipeline.errors import ConfigError
 from pipeline.jobs.training import tasks
-from pipeline.registration.register import packed
+from pipeline.registration.register import download_packed
 from pipeline.registration.scorer import LoadedModel
 from tests.quality import quality
 
@@ -35,7 +35,7 @@ def test_a_thinned_model_is_calibrated_on_all_rows(smoke, home, tmp_path, monkey
     assert judged["label_rate"] == pytest.approx(smoke["eval"]["label_rate"], abs=0.03)
     files = sorted((home / "warehouse" / "dlrm" / "smoke" / "data" / "day=2025-01-09").glob("*.parquet"))
     rows = pa.concat_tables([pq.read_table(file, partitioning=None) for file in files])
-    model = LoadedModel(packed(tasks.tracker_of(load(CONFIG)), "smoke", 1, Path(tmp_path / "model")))
+    model = LoadedModel(download_packed(tasks.tracker_of(load(CONFIG)), "smoke", 1, Path(tmp_path / "model")))
     assert "sample_weight" not in model.columns
     found = quality(rows.column("label").to_numpy(), model.score(rows))
     assert found.rows == 5_000

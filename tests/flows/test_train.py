@@ -23,7 +23,7 @@ from pipeline.config import load
 from pipeline.errors import ConfigError
 from pipeline.jobs.training import tasks
 from pipeline.jobs.training.job import pinned, tracked_run
-from pipeline.registration.aliases import versions
+from pipeline.registration.aliases import list_versions
 from pipeline.registration.register import raw_frame
 from pipeline.registration.scorer import LoadedModel
 from storage.config import WarehouseConfig
@@ -91,7 +91,7 @@ def test_mlflow_holds_the_run(smoke, at_home):
     assert run.data.tags["snapshot_id"] == str(smoke["snapshot_id"])
     assert run.data.params["training.batch_rows"] == "512"
     assert run.inputs.dataset_inputs[0].dataset.name == "smoke"
-    curve = tracker.curves(smoke["mlflow_run_id"], tasks.CURVES)
+    curve = tracker.load_curves(smoke["mlflow_run_id"], tasks.CURVES)
     assert [step for step, _ in curve["train_ne_window"]] == [5, 10, 15, 20]
     assert [step for step, _ in curve["valid_ne"]] == [20]
     names = {item.path for item in tracker.client.list_artifacts(smoke["mlflow_run_id"])}
@@ -120,7 +120,7 @@ def test_mlflow_holds_the_run(smoke, at_home):
 
 def test_mlflow_says_where_the_time_of_preprocessing_went(smoke, at_home):
     tracker = tasks.tracker_of(load(CONFIG))
-    curves = tracker.curves(smoke["mlflow_run_id"], tasks.STALL_CURVES)
+    curves = tracker.load_curves(smoke["mlflow_run_id"], tasks.STALL_CURVES)
     assert curves.keys() == {
         "stall_fraction_window", "batch_extract_seconds", "batch_transform_seconds", "batch_wait_seconds",
     }  # fmt: skip
@@ -138,7 +138,7 @@ def test_mlflow_says_where_the_time_of_preprocessing_went(smoke, at_home):
     assert kept["workers"] >= 1
     assert (kept["executor"], kept["quarantined"], kept["late_results"]) == ("process", [], 0)
     assert kept["costs"]["bytes_stored"] > kept["costs"]["bytes_read"] > 0
-    [*_, (step, stalled)] = tracker.curves(smoke["mlflow_run_id"], ("stall_fraction",))["stall_fraction"]
+    [*_, (step, stalled)] = tracker.load_curves(smoke["mlflow_run_id"], ("stall_fraction",))["stall_fraction"]
     assert (step, stalled) == (20, pytest.approx(smoke["train"]["stall_fraction"]))
 
 
@@ -349,7 +349,7 @@ def test_a_run_that_died_before_its_record_is_finished_by_the_next(copied, monke
         broken.setattr(tasks.publish, "fn", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(config=CONFIG, overrides=over)
-    version = len(versions(tasks.tracker_of(load(CONFIG)), "smoke"))
+    version = len(list_versions(tasks.tracker_of(load(CONFIG)), "smoke"))
     result = train(config=CONFIG, overrides=over)
     assert (result["status"], result["model"]["version"]) == ("ok", version)
     assert result["gate"]["champion"] != version

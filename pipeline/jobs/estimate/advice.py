@@ -209,7 +209,7 @@ def told(config: RunConfig, result: dict[str, Any], speed: Speed) -> dict[str, A
     params = config.flat() | {"model.dense_parameters": result["dense_parameters"]}
     tags = {"git_commit": commit(), "mlflow.source.name": "flows.estimate"}
     run_id = tracker.start(f"size of {config.name}", params, tags, None)
-    with tracker.ended(run_id):
+    with tracker.ending(run_id):
         tracker.log(run_id, 0, figures_of(result))
         tracker.log_json(run_id, result | {"mlflow_run_id": run_id}, "advice.json")
         tracker.log_json(run_id, speed.table, "unseen_points.json")

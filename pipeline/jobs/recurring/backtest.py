@@ -17,13 +17,14 @@ from pipeline.config.files import ROOT
 from pipeline.data.config import Part
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.evaluation import plots
+from pipeline.evaluation.metrics import format_interval
 from pipeline.evaluation.policy import Policy
-from pipeline.evaluation.series import Course, DaySums, Interval, ne_apart, pooled_ne
+from pipeline.evaluation.series import BacktestResult, DaySums, Interval, pooled_ne, pooled_ne_difference
 from pipeline.jobs.console import Progress
 from pipeline.jobs.recurring.backtest_rank import RehearsalSpec
 from pipeline.jobs.recurring.day import all_but_test, require_hash_split
 from pipeline.jobs.training.job import TrainingJob, own_folder, selected, tracker_of, warehouse_of
-from pipeline.jobs.training.summary import commit, shown
+from pipeline.jobs.training.summary import commit
 from pipeline.jobs.training.tasks import rank_spec
 from pipeline.preprocessing.dataset import count_rows
 from pipeline.registration.tracking import RESULT
@@ -91,14 +92,14 @@ def pinned_rehearsal(config: RunConfig, start: datetime.date | None, end: dateti
     return Rehearsed(folder=folder, spec=spec)
 
 
-def rehearse(config: RunConfig, rehearsed: Rehearsed, name: str, policy: Policy) -> Course:
+def rehearse(config: RunConfig, rehearsed: Rehearsed, name: str, policy: Policy) -> BacktestResult:
     """One policy from the first day to the last; one that was rehearsed before is read from its file."""
     logger = get_run_logger()
     words = hashlib.sha256(policy.model_dump_json().encode()).hexdigest()[:8]
     path = Path(rehearsed.folder) / f"{words}.json"
     if path.exists():
         logger.info("%s: rehearsed before, see %s", name, path)
-        return Course.model_validate_json(path.read_text(encoding="utf-8")).model_copy(update={"name": name})
+        return BacktestResult.model_validate_json(path.read_text(encoding="utf-8")).model_copy(update={"name": name})
     events: list[Event] = []
     with own_folder(Path(rehearsed.folder) / words) as folder, Progress(logger, "days") as progress:
 
@@ -126,11 +127,11 @@ def rehearse(config: RunConfig, rehearsed: Rehearsed, name: str, policy: Policy)
     return course
 
 
-def _course(name: str, events: Sequence[Event]) -> Course:
+def _course(name: str, events: Sequence[Event]) -> BacktestResult:
     """What the events of a rehearsal come to; the first is the first model's."""
     days = [event for event in events if event["sums"] is not None]
     kinds = [event["decision"]["training"] for event in days]
-    return Course(
+    return BacktestResult(
         name=name,
         days=tuple(DaySums(day=event["day"], **event["sums"]) for event in days),
         rows_trained={event["day"]: event["cost"]["rows"] for event in days},
@@ -139,12 +140,12 @@ def _course(name: str, events: Sequence[Event]) -> Course:
     )
 
 
-def summed_up(courses: Sequence[Course], level: float) -> dict[str, Any]:
+def summed_up(courses: Sequence[BacktestResult], level: float) -> dict[str, Any]:
     """Quality and cost of each policy, and how it differs from the first one, as JSON values."""
     found: dict[str, Any] = {}
     for course in courses:
         labels = sum(day.labels for day in course.days)
-        ne, apart = pooled_ne(course.days, level), ne_apart(course.days, courses[0].days, level)
+        ne, apart = pooled_ne(course.days, level), pooled_ne_difference(course.days, courses[0].days, level)
         found[course.name] = {
             "ne": _in_json(ne),
             "ne_difference": None if course is courses[0] else _in_json(apart),
@@ -173,7 +174,7 @@ def table(summary: Mapping[str, Any]) -> str:
     for name, values in summary.items():
         ne, apart = values["ne"], values["ne_difference"]
         trained = ", ".join(f"{count} {kind}" for kind, count in values["trainings"].items() if count) or "none"
-        quality = ("–", "–") if ne is None else (f"{ne['value']:.4f}", f"{shown(ne['low'])} to {shown(ne['high'])}")
+        quality = ("–", "–") if ne is None else (f"{ne['value']:.4f}", format_interval(ne["low"], ne["high"]))
         than = "" if apart is None else f"{apart['value']:+.4f}"
         if apart is not None and apart["low"] is not None:
             than += f" ({apart['low']:+.4f} to {apart['high']:+.4f})"
@@ -184,7 +185,7 @@ def table(summary: Mapping[str, Any]) -> str:
 
 
 def show(
-    config: RunConfig, rehearsed: Rehearsed, courses: Sequence[Course], policies: Mapping[str, Policy]
+    config: RunConfig, rehearsed: Rehearsed, courses: Sequence[BacktestResult], policies: Mapping[str, Policy]
 ) -> dict[str, Any]:
     """Table and figure of the policies -> the rehearsal's folder, and an MLflow run with one below it for each."""
     folder, tracker = Path(rehearsed.folder), tracker_of(config)
@@ -207,11 +208,11 @@ def show(
     name = f"policies {rehearsed.spec.days[0]} to {rehearsed.spec.days[-1]}"
     tags = {"mlflow.source.name": "flows.backtest", "git_commit": commit()}
     parent = tracker.start(name, config.flat(), tags, None)
-    with tracker.ended(parent):
+    with tracker.ending(parent):
         for course in courses:
             chosen = policies[course.name].model_dump(mode="json")
             child = tracker.start(course.name, chosen, tags | {"mlflow.parentRunId": parent}, None)
-            with tracker.ended(child):
+            with tracker.ending(child):
                 _log_course(config, child, course, summary[course.name])
         tracker.client.log_text(parent, text, TABLE)
         tracker.log_figures(parent, {"policies": figure})
@@ -220,7 +221,7 @@ def show(
     return result
 
 
-def _log_course(config: RunConfig, run_id: str, course: Course, values: Mapping[str, Any]) -> None:
+def _log_course(config: RunConfig, run_id: str, course: BacktestResult, values: Mapping[str, Any]) -> None:
     """Next-day NE and calibration by the number of the day, and what the policy came to."""
     tracker = tracker_of(config)
     points = [

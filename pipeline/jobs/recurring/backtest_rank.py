@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from pipeline.evaluation.policy import Decision, Policy, Standing, decide
+from pipeline.evaluation.policy import ChampionStanding, Decision, Policy, decide
 from pipeline.jobs.training.rank import RankSpec, assembled, client, enter, event_writer, placed, weights_sha256
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.dataset import DataSpec, fit_plan
@@ -94,9 +94,9 @@ class Rehearsal:
         judged = None if sums is None else sums.model_dump()
         self.emit({"event": "day", "day": f"{day}", "sums": judged, "decision": decision.model_dump(), "cost": cost})
 
-    def standing(self, day: datetime.date, sums: LossSums) -> Standing:
+    def standing(self, day: datetime.date, sums: LossSums) -> ChampionStanding:
         """How the model stands on a day."""
-        return Standing(
+        return ChampionStanding(
             trained_to=self.trained_to,
             scratch_day=self.scratch_day,
             new_rows=sum(self.spec.rows[new] for new in self.new_days(day)),

@@ -14,12 +14,12 @@ from pydantic import BaseModel
 from pipeline.config import RunConfig
 from pipeline.data.config import Part
 from pipeline.errors import ConfigError, EmptyDatasetError, RegistryError
-from pipeline.evaluation.policy import Decision, Standing
+from pipeline.evaluation.policy import ChampionStanding, Decision
 from pipeline.jobs.training.job import REGISTERED, TrainingJob, job_in, specs, tracker_of, warehouse_of
 from pipeline.jobs.training.rank import Start
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.registration.aliases import holder
-from pipeline.registration.register import find, packed
+from pipeline.registration.aliases import find_holder
+from pipeline.registration.register import download_packed, find_versions
 from pipeline.training.state import checkpoint
 from pipeline.transforms.plan.carry_over import carry_over_fit
 from pipeline.transforms.plan.plan import Plan
@@ -57,9 +57,9 @@ class Today(BaseModel, frozen=True):
     scratch_days: tuple[datetime.date, ...]
     """What a model would be trained on from scratch."""
 
-    def standing(self, ne: float | None, calibration: float | None) -> Standing:
+    def standing(self, ne: float | None, calibration: float | None) -> ChampionStanding:
         """How the champion stands, for the policy."""
-        return Standing(
+        return ChampionStanding(
             trained_to=self.champion.trained_to,
             scratch_day=self.champion.scratch_day,
             new_rows=self.new_rows,
@@ -130,10 +130,10 @@ def require_hash_split(config: RunConfig) -> None:
 
 def _done(config: RunConfig, identity: str) -> tuple[int | None, str] | None:
     tracker = tracker_of(config)
-    versions = find(tracker, config.model_name, identity)
+    versions = find_versions(tracker, config.model_name, identity)
     if versions:
         return versions[-1]
-    run = tracker.finished(identity, {TRAINING_TAG: "none"})
+    run = tracker.find_finished(identity, {TRAINING_TAG: "none"})
     return None if run is None else (None, run)
 
 
@@ -151,7 +151,7 @@ def champion_folder(config: RunConfig) -> Path | None:
 def _holder(config: RunConfig) -> tuple[int | None, Mapping[str, str]]:
     """The champion's version and its tags; none where there is no champion."""
     tracker, name = tracker_of(config), config.model_name
-    version = holder(tracker, name)
+    version = find_holder(tracker, name)
     return version, {} if version is None else tracker.client.get_model_version(name, str(version)).tags
 
 
@@ -188,7 +188,7 @@ def start_of(config: RunConfig, champion: Champion, plan: Plan) -> Start:
 
 def fetched(config: RunConfig, champion: Champion, folder: Path) -> Path:
     """The champion's packed model, from the registry."""
-    return packed(tracker_of(config), config.model_name, champion.version, folder)
+    return download_packed(tracker_of(config), config.model_name, champion.version, folder)
 
 
 def judged_rows(config: RunConfig, today: Today) -> DataSpec:

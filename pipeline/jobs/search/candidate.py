@@ -16,7 +16,7 @@ from pipeline.jobs.training import tasks
 from pipeline.jobs.training.job import TrainingJob, job_in, selected, tracked_run, tracker_of
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.registration.journal import Journal
-from pipeline.registration.tracking import answering
+from pipeline.registration.tracking import reporting_unreachable
 from pipeline.training.launch.processes import Event
 
 BEST_NE = "best_valid_ne"
@@ -86,7 +86,7 @@ def train_candidate(
         except StoppedEarly:
             tracker.tag(run_id, {"dlrm.stopped_early": "true"})
             return Outcome(run_id=run_id, valid_ne=None)
-        with answering("Once it answers, run the same command again: it goes on from here."):
+        with reporting_unreachable("Once it answers, run the same command again: it goes on from here."):
             Journal(tracker, run_id, Path(job.folder), get_run_logger().warning).deliver()
             tracker.log(run_id, trained.summary["steps"], {BEST_NE: trained.summary["valid_ne"]})
     return Outcome(run_id=run_id, valid_ne=trained.summary["valid_ne"], summary=trained.summary)

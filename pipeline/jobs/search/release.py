@@ -16,6 +16,7 @@ from pipeline.config import RunConfig, load
 from pipeline.data.config import Part
 from pipeline.data.selection import share_rows
 from pipeline.errors import ConfigError, EmptyDatasetError, TrainingError
+from pipeline.evaluation.metrics import format_metric
 from pipeline.jobs.search.candidate import BEST_NE
 from pipeline.jobs.search.trials import (
     AGAIN,
@@ -29,11 +30,11 @@ from pipeline.jobs.search.trials import (
     search_run,
 )
 from pipeline.jobs.training.job import selected, tracker_of
-from pipeline.jobs.training.summary import artifact_key, shown
+from pipeline.jobs.training.summary import artifact_key
 from pipeline.jobs.training.tasks import cosmetic
-from pipeline.registration.register import whole
+from pipeline.registration.register import is_intact
 from pipeline.registration.tracking import RESULT as RESULT_OF_RUN
-from pipeline.registration.tracking import Tracker, answering
+from pipeline.registration.tracking import Tracker, reporting_unreachable
 from pipeline.search import plots
 from pipeline.search.config import ReleaseConfig
 from pipeline.search.release import (
@@ -154,8 +155,8 @@ def finished(job: SearchJob, config: RunConfig) -> dict[str, Any] | None:
     if result.get("status") != "ok":
         return None
     model = result["model"]
-    with answering(AGAIN):
-        if not whole(tracker_of(config), model["name"], model["version"], result["model_run_id"]):
+    with reporting_unreachable(AGAIN):
+        if not is_intact(tracker_of(config), model["name"], model["version"], result["model_run_id"]):
             return None
     get_run_logger().info("skipped: release %s is done; again=true makes a new one", job.name)
     return dict(result) | {"status": "skipped"}
@@ -212,7 +213,7 @@ def run_stage(release: Release, stage: Stage, names: Sequence[str]) -> list[Cand
     note(release, stage, standings)
     if standings[0].valid_ne is None:
         raise failed(release, stage, standings)
-    get_run_logger().info("%s: best is %s, NE %s", stage, standings[0].name, shown(standings[0].valid_ne))
+    get_run_logger().info("%s: best is %s, NE %s", stage, standings[0].name, format_metric(standings[0].valid_ne))
     return standings
 
 
@@ -227,7 +228,9 @@ def run_candidate(release: Release, trials: Trials, stage: Stage, draw: Draw) ->
 def tell(stage: Stage, record: TrialRecord) -> None:
     """A line for people once a candidate is done with a stage."""
     one = make_standing(record)
-    result = f"failed: {one.failed}" if one.failed else "stopped" if one.stopped else f"NE {shown(one.valid_ne)}"
+    result = (
+        f"failed: {one.failed}" if one.failed else "stopped" if one.stopped else f"NE {format_metric(one.valid_ne)}"
+    )
     get_run_logger().info("%s %s: %s", stage, one.name, result)
 
 
@@ -326,4 +329,4 @@ def _cell(standings: Sequence[CandidateStanding], name: str) -> str:
     one = next((one for one in standings if one.name == name), None)
     if one is None:
         return ""
-    return "failed" if one.failed else "stopped" if one.stopped else shown(one.valid_ne)
+    return "failed" if one.failed else "stopped" if one.stopped else format_metric(one.valid_ne)

@@ -14,9 +14,10 @@ from prefect.cache_policies import NO_CACHE
 
 from pipeline.config import load
 from pipeline.errors import TrainingError
+from pipeline.evaluation.metrics import format_metric
 from pipeline.jobs.search.sweep import Sweep, without_sweep
 from pipeline.jobs.search.trials import RESULT
-from pipeline.jobs.training.summary import artifact_key, shown
+from pipeline.jobs.training.summary import artifact_key
 from pipeline.jobs.training.tasks import cosmetic
 from pipeline.search import plots
 from pipeline.search.config import Dimension
@@ -36,7 +37,9 @@ def write_best(sweep: Sweep, best: TrialRecord) -> Path:
     text = yaml.safe_dump(plain.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     write_text(base, text, mode=0o600)  # it may hold the catalog's credentials
     values = load(plain, best.params).model_dump(mode="json")
-    head = f"# Trial {best.number} of sweep {sweep.job.name}: NE {shown(best.valid_ne)} on the validation rows.\n"
+    head = (
+        f"# Trial {best.number} of sweep {sweep.job.name}: NE {format_metric(best.valid_ne)} on the validation rows.\n"
+    )
     over = yaml.safe_dump({"base": BASE} | layered(values, best.params), sort_keys=False, allow_unicode=True)
     write_text(path, head + over)
     return path
@@ -85,7 +88,7 @@ def conclude(sweep: Sweep) -> dict[str, Any]:
         tracker.log_figures(sweep.run_id, figures(records, space, shares))
     tracker.log_file(sweep.run_id, path)
     table = as_table(records, list(space))
-    head = f"Best: trial {best.number}, NE {shown(best.valid_ne)} on the validation rows, `{BEST}`.\n\n"
+    head = f"Best: trial {best.number}, NE {format_metric(best.valid_ne)} on the validation rows, `{BEST}`.\n\n"
     tags = {f"best.{key}": json.dumps(value) for key, value in best.params.items()}
     tracker.tag(sweep.run_id, {"mlflow.note.content": head + table, "dlrm.best_trial": str(best.number)} | tags)
     with cosmetic("page in Prefect"):
@@ -103,7 +106,7 @@ def conclude(sweep: Sweep) -> dict[str, Any]:
         "mlflow_run_id": sweep.run_id,
     }
     write_json(sweep.folder / RESULT, result)
-    get_run_logger().info("best: trial %s, NE %s: %s", best.number, shown(best.valid_ne), in_words(best.params))
+    get_run_logger().info("best: trial %s, NE %s: %s", best.number, format_metric(best.valid_ne), in_words(best.params))
     return result
 
 
@@ -139,7 +142,7 @@ def as_table(records: Sequence[TrialRecord], keys: Sequence[str]) -> str:
     order = sorted(records, key=lambda record: (record.valid_ne is None, record.valid_ne, record.number))
     lines = ["| trial | NE | " + " | ".join(f"`{key}`" for key in keys) + " |", "|---" * (len(keys) + 2) + "|"]
     for record in order[:MOST_ROWS]:
-        ne = shown(record.valid_ne) if record.state == "complete" else record.state
+        ne = format_metric(record.valid_ne) if record.state == "complete" else record.state
         values = " | ".join(_rounded(record.params.get(key)) for key in keys)
         lines.append(f"| {record.number} | {ne} | {values} |")
     return "\n".join(lines)

@@ -5,10 +5,10 @@ from functools import partial
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from pipeline.evaluation.metrics import format_metric
 from pipeline.jobs.search.candidate import BEST_NE
 from pipeline.jobs.search.sweep import SOURCE, Sweep
 from pipeline.jobs.search.sweep_result import in_numbers, in_words, write_best
-from pipeline.jobs.training.summary import shown
 from pipeline.search.grid import count_trials
 from pipeline.search.study import Draw, TrialRecord
 
@@ -38,10 +38,10 @@ def run_trial(sweep: Sweep, draw: Draw) -> None:
 def tell(sweep: Sweep, record: TrialRecord) -> None:
     """What is known after a trial: a line for people, a point in MLflow, the best config so far."""
     done, best, number = sweep.done(), sweep.study.best, record.number
-    result = {"complete": f"NE {shown(record.valid_ne)}", "failed": f"failed: {record.notes.get('error')}"}
+    result = {"complete": f"NE {format_metric(record.valid_ne)}", "failed": f"failed: {record.notes.get('error')}"}
     line = f"trial {number}: {result.get(record.state, record.state)}; "
     line += f"{len(done)} of {count_trials(sweep.config.sweep)} done"
-    note = f"best NE {shown(best.valid_ne)} (trial {best.number})" if best else "none has an NE"
+    note = f"best NE {format_metric(best.valid_ne)} (trial {best.number})" if best else "none has an NE"
     note += sweep.time_left(len(done))
     get_run_logger().info("%s, %s", line, note)
     sweep.progress.page.show("trials", len(done), count_trials(sweep.config.sweep), note)

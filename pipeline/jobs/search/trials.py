@@ -29,7 +29,7 @@ from pipeline.jobs.search.candidate import StoppedEarly, candidate_job, train_ca
 from pipeline.jobs.training.evaluate import in_a_line
 from pipeline.jobs.training.job import joined_of, keep_inputs, own_folder, run_of, tracker_of, warehouse_of
 from pipeline.jobs.training.summary import commit
-from pipeline.registration.tracking import Tracker, answering, unanswered
+from pipeline.registration.tracking import Tracker, is_unreachable, reporting_unreachable
 from pipeline.search.grid import count_trials
 from pipeline.search.study import Draw, SearchStudy, TrialRecord
 from pipeline.training.launch.processes import Event
@@ -148,7 +148,7 @@ def search_run(
         write_json(folder / PINNED, job.model_dump(mode="json"))
         tags = {"snapshot_id": str(job.snapshot.snapshot_id), "git_commit": commit(), **tags}
         tracker, params = tracker_of(config), config.flat() | dict(params)
-        with run_of(folder, config, name, params, tags, AGAIN) as (run_id, _), answering(AGAIN):
+        with run_of(folder, config, name, params, tags, AGAIN) as (run_id, _), reporting_unreachable(AGAIN):
             tracker.log_json(run_id, config.shareable(), "config.json")
             yield tracker, run_id
 
@@ -277,4 +277,4 @@ def surroundings(error: Exception) -> bool:
     """Whether an error says nothing of the trial that it ended: MLflow, the warehouse or the disk would fail any."""
     if isinstance(error, EmptyDatasetError):  # by the trial's own sampling
         return False
-    return isinstance(error, TrackingError | StorageError | OSError) or unanswered(error)
+    return isinstance(error, TrackingError | StorageError | OSError) or is_unreachable(error)

@@ -24,7 +24,7 @@ from pipeline.jobs.training.job import own_folder, run_of, selected, tracker_of
 from pipeline.jobs.training.provenance import versions
 from pipeline.jobs.training.rank import takes_cuda
 from pipeline.jobs.training.summary import commit
-from pipeline.registration.tracking import Tracker, answering
+from pipeline.registration.tracking import Tracker, reporting_unreachable
 from pipeline.training.launch.processes import resolve_threads
 from storage.artifacts import write_json
 
@@ -118,7 +118,10 @@ def opened(config: RunConfig, job: StudyJob) -> Iterator[Work]:
     with own_folder(Path(job.folder)) as folder:
         machine, code = machine_of(config, folder), code_of(folder)
         title = config.characterize.experiment or "study"
-        with run_of(folder, config, f"{title} of {config.name}", params, tags, AGAIN) as (run_id, _), answering(AGAIN):
+        with (
+            run_of(folder, config, f"{title} of {config.name}", params, tags, AGAIN) as (run_id, _),
+            reporting_unreachable(AGAIN),
+        ):
             yield Work(config, job, tracker_of(config), run_id, machine, code)
 
 

@@ -13,8 +13,8 @@ from pipeline.catalog.usage import Run, Usage, Version, Worth, worths_of_columns
 from pipeline.errors import RegistryError
 from pipeline.jobs.training.job import PLAN
 from pipeline.jobs.training.reporting import FEATURES
-from pipeline.registration.aliases import versions
-from pipeline.registration.tracking import Tracker, absent
+from pipeline.registration.aliases import list_versions
+from pipeline.registration.tracking import Tracker, is_not_found
 from pipeline.transforms.plan.plan import Plan
 
 MEASURED_RUNS = 20
@@ -87,7 +87,7 @@ def _runs(tracker: Tracker) -> list[MlflowRun]:
 
 
 def _versions(tracker: Tracker, model: str, plans: _Plans) -> list[Version]:
-    numbers = versions(tracker, model)
+    numbers = list_versions(tracker, model)
     if not numbers:
         return []
     aliases: dict[int, list[str]] = {}
@@ -95,7 +95,7 @@ def _versions(tracker: Tracker, model: str, plans: _Plans) -> list[Version]:
         aliases.setdefault(int(number), []).append(alias)
     found = []
     for number in numbers:
-        version = tracker.version(model, str(number))
+        version = tracker.get_version(model, str(number))
         run = None if version is None else _read(partial(tracker.client.get_run, str(version.run_id)))
         plan = plans.of(run) if run is not None else None
         if plan is not None:
@@ -120,6 +120,6 @@ def _read(read: Callable[[], Any]) -> Any:
     except RegistryError:
         return None
     except MlflowException as error:
-        if not absent(error):
+        if not is_not_found(error):
             raise
         return None

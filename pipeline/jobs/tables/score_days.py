@@ -10,11 +10,11 @@ from pydantic import BaseModel
 from pipeline.config import RunConfig
 from pipeline.jobs.console import Progress
 from pipeline.jobs.training.job import joined_of, tracker_of, warehouse_of
-from pipeline.registration.aliases import chosen
-from pipeline.registration.register import packed
+from pipeline.registration.aliases import choose_version
+from pipeline.registration.register import download_packed
 from pipeline.registration.scorer import LoadedModel
 from pipeline.registration.tracking import Tracker
-from pipeline.scoring.score import planned, score
+from pipeline.scoring.score import plan_scoring, score
 from storage.reader import SnapshotRef
 
 
@@ -46,10 +46,10 @@ def score_days(
         version: None: the champion.
     """
     tracker, warehouse = tracker_of(config), warehouse_of(config)
-    number, identity = chosen(tracker, config.model_name, version)
+    number, identity = choose_version(tracker, config.model_name, version)
     source = warehouse.current(config.name)
     joined = joined_of(config)
-    work = planned(config.scoring, warehouse, source, config.filter, identity, start, end, again, joined)
+    work = plan_scoring(config.scoring, warehouse, source, config.filter, identity, start, end, again, joined)
     rows, mean, speed = 0, None, None
     if work.todo:
         model = _fetched(tracker, config.model_name, number, config.home_path / "tmp")
@@ -73,4 +73,4 @@ def _fetched(tracker: Tracker, name: str, version: int, temporary: Path) -> Load
     """A version's model in memory; what was fetched is taken away again."""
     temporary.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="score-", dir=temporary) as folder:
-        return LoadedModel(packed(tracker, name, version, Path(folder)))
+        return LoadedModel(download_packed(tracker, name, version, Path(folder)))

@@ -25,10 +25,10 @@ from pipeline.jobs.training.job import TrainingJob, columns_at, tracker_of, ware
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
 from pipeline.process import die_with_parent
-from pipeline.registration.aliases import CHALLENGER, CHAMPION, holder, move
-from pipeline.registration.register import packed
+from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, move_alias
+from pipeline.registration.register import download_packed
 from pipeline.registration.scorer import LoadedModel, plan_of
-from pipeline.registration.tracking import unanswered
+from pipeline.registration.tracking import is_unreachable
 from storage.reader import DAY, Fragment
 
 IMPORTANCE_BATCH_ROWS = 2_048
@@ -141,7 +141,7 @@ def judge(config: RunConfig, job: TrainingJob, model: Path, progress: Progress, 
         model: Folder of the packed model.
         exact: The same before its tables were rounded, to tell what that costs.
     """
-    version, warehouse = holder(tracker_of(config), config.model_name), warehouse_of(config)
+    version, warehouse = find_holder(tracker_of(config), config.model_name), warehouse_of(config)
     resampled = config.gate.resample_by
     fetched, groups = Path(job.folder) / "champion", Path(job.folder) / "groups"
     shutil.rmtree(groups, ignore_errors=True)  # of an attempt that was killed
@@ -234,10 +234,10 @@ def _champion(
     if version is None:
         return None, [], None
     try:
-        model = packed(tracker_of(config), config.model_name, version, folder)
+        model = download_packed(tracker_of(config), config.model_name, version, folder)
         columns = plan_of(model).columns
     except Exception as error:  # as above
-        if unanswered(error):  # it will be there later
+        if is_unreachable(error):  # it will be there later
             raise
         return None, [], in_a_line(error)
     absent = [name for name in columns if name not in known]
@@ -282,7 +282,7 @@ def _scored_portions(
 def moved(config: RunConfig, version: int, verdict: Verdict) -> tuple[Verdict, str | None]:
     """Carries a verdict out: the verdict, or another where the champion has changed since; the version's alias."""
     tracker, name = tracker_of(config), config.model_name
-    present = holder(tracker, name)
+    present = find_holder(tracker, name)
     if verdict.decision == "promote" and present != verdict.champion:
         changed = "The champion was taken away" if present is None else f"Version {present} became champion"
         reason = f"{changed} meanwhile. {verdict.reason}"
@@ -290,7 +290,7 @@ def moved(config: RunConfig, version: int, verdict: Verdict) -> tuple[Verdict, s
     if verdict.decision == "reject":
         return verdict, None
     alias = CHAMPION if verdict.decision == "promote" else CHALLENGER
-    move(tracker, name, alias, version, "gate", verdict.reason)
+    move_alias(tracker, name, alias, version, "gate", verdict.reason)
     return verdict, alias
 
 

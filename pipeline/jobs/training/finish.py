@@ -12,7 +12,7 @@ from pipeline.jobs.training.evaluate import Judged
 from pipeline.jobs.training.job import TrainingJob, tracker_of
 from pipeline.jobs.training.provenance import RECORD
 from pipeline.registration.journal import Journal
-from pipeline.registration.tracking import answering
+from pipeline.registration.tracking import reporting_unreachable
 from storage.artifacts import write_text
 
 JUDGED = "judged.json"
@@ -26,7 +26,7 @@ def finish(config: RunConfig, job: TrainingJob, trained: tasks.Trained, run_id: 
     """
     folder = Path(job.folder)
     command = f"python -m flows.register CONFIG run={folder.name}"
-    with answering(f"The trained model is safe in '{folder}'; once MLflow answers, finish it by {command}"):
+    with reporting_unreachable(f"The trained model is safe in '{folder}'; once MLflow answers, finish it by {command}"):
         tracker = tracker_of(config)
         Journal(tracker, run_id, folder, get_run_logger().warning).deliver()
         for path in (folder / RECORD, folder / tasks.PREPROCESSING):

@@ -26,9 +26,9 @@ from pipeline.jobs.console import Logger
 from pipeline.jobs.training.rank import Start
 from pipeline.jobs.training.summary import commit, run_name
 from pipeline.preprocessing.dataset import DataSpec, count_rows, fit_plan
-from pipeline.registration.register import IDENTITY, columns_of, find, whole
+from pipeline.registration.register import IDENTITY, columns_of, find_versions, is_intact
 from pipeline.registration.request import check_defaults
-from pipeline.registration.tracking import Tracker, answering
+from pipeline.registration.tracking import Tracker, reporting_unreachable
 from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import resolve
 from storage.arrow import is_text
@@ -113,8 +113,8 @@ def pinned(config: RunConfig, snapshot_id: int | None, again: bool) -> TrainingJ
     snapshot, data = selected(config, snapshot_id)
     identity = config.identity(snapshot.snapshot_id)
     tracker = tracker_of(config)
-    versions = [] if again else find(tracker, config.model_name, identity)
-    done = next((one for one in reversed(versions) if whole(tracker, config.model_name, *one)), None)
+    versions = [] if again else find_versions(tracker, config.model_name, identity)
+    done = next((one for one in reversed(versions) if is_intact(tracker, config.model_name, *one)), None)
     folders = (config.home_path / "runs" / f"{config.name}-{identity[:12]}-{attempt}" for attempt in itertools.count())
     folder = next(folder for folder in folders if not (folder / REGISTERED).exists())
     return job_in(folder, config, identity, (snapshot, data), done)
@@ -357,7 +357,7 @@ def tracked_run(
     ):
         if new:
             tracker = tracker_of(config)
-            with answering(again):
+            with reporting_unreachable(again):
                 tracker.log_snapshot(run_id, job.snapshot.table, job.snapshot.snapshot_id, job.rows["train"])
                 tracker.log_json(run_id, config.shareable(), "config.json")
                 tracker.log_json(run_id, job.plan.model_dump(mode="json"), PLAN)
@@ -377,9 +377,9 @@ def run_of(
     """
     tracker, note = tracker_of(config), folder / RUN_ID
     resume = note.read_text(encoding="utf-8").strip() if note.exists() else None
-    with answering(again):
+    with reporting_unreachable(again):
         tracker.reap()
         run_id = tracker.start(name, params, tags, resume)
     write_text(note, run_id)
-    with tracker.ended(run_id):
+    with tracker.ending(run_id):
         yield run_id, run_id != resume

@@ -19,7 +19,7 @@ from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError, RegistryError
 from pipeline.jobs.training.job import TrainingJob, train_tag
 from pipeline.jobs.training.summary import commit, lock_hash
-from pipeline.registration.tracking import Tracker, absent
+from pipeline.registration.tracking import Tracker, is_not_found
 from pipeline.training.launch.processes import resolve_threads
 from pipeline.training.tables.sharding import ShardingPlan
 from storage.reader import SnapshotRef
@@ -113,7 +113,7 @@ def fetched(tracker: Tracker, name: str, version: int) -> Record:
     try:
         place = tracker.client.get_model_version(name, str(version)).tags.get("record")
     except MlflowException as error:
-        if not absent(error):
+        if not is_not_found(error):
             raise
         raise RegistryError(where, "a version of the registry", "none", "Name another: version=N.") from None
     if place is None:

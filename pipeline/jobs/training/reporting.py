@@ -4,7 +4,7 @@ from pydantic import ValidationError
 
 from pipeline.errors import RegistryError
 from pipeline.evaluation.evaluate import EvalReport
-from pipeline.evaluation.html import RunRecord, rendered
+from pipeline.evaluation.html import RunRecord, render_report
 from pipeline.evaluation.importance import FeatureImportance
 from pipeline.jobs.training.job import TrainingJob
 from pipeline.registration.tracking import RESULT, Tracker
@@ -40,7 +40,7 @@ def _read(tracker: Tracker, run_id: str) -> RunRecord:
         result=result,
         report=EvalReport.model_validate(tracker.read_json(run_id, REPORT)),
         features=tuple(FeatureImportance.model_validate(one) for one in tracker.read_json(run_id, FEATURES)),
-        curves=tracker.curves(run_id, [*CURVES, *STALL_CURVES]),
+        curves=tracker.load_curves(run_id, [*CURVES, *STALL_CURVES]),
         placement=tuple(tracker.read_json(run_id, PLAN)),
         parameters=dict(run.data.params),
         data=tracker.read_json(run_id, DATA),
@@ -49,7 +49,7 @@ def _read(tracker: Tracker, run_id: str) -> RunRecord:
 
 def page_of(tracker: Tracker, *run_ids: str) -> str:
     """The report of a run, or of two, as one HTML file that needs nothing else."""
-    return rendered([record_of(tracker, run_id) for run_id in run_ids])
+    return render_report([record_of(tracker, run_id) for run_id in run_ids])
 
 
 def data_in_words(job: TrainingJob) -> dict[str, str]:

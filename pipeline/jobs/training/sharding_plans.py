@@ -121,7 +121,7 @@ def compare(config: RunConfig, world_sizes: Sequence[int], steps: int, snapshot_
         tags = {"snapshot_id": str(snapshot.snapshot_id), "git_commit": commit()}
         tags["mlflow.source.name"] = "flows.sharding"
         run_id = tracker.start(f"placements of {config.name}", config.flat() | {"steps": steps}, tags, None)
-        with tracker.ended(run_id):
+        with tracker.ending(run_id):
             plans = measured(spec, candidates, progress, steps)
             result = {
                 "status": "ok", "snapshot_id": snapshot.snapshot_id, "mlflow_run_id": run_id, "steps": steps,

@@ -12,6 +12,7 @@ from prefect.runtime import flow_run
 from pipeline.config import RunConfig
 from pipeline.config.files import ROOT
 from pipeline.evaluation.evaluate import EvalReport
+from pipeline.evaluation.metrics import format_interval, format_metric
 from pipeline.registration.tracking import Tracker
 
 QUALITY = ("ne", "logloss", "auc", "calibration", "ece")
@@ -59,11 +60,15 @@ def lock_hash() -> str:
 def page(config: RunConfig, result: Mapping[str, Any], report: EvalReport, tracker: Tracker) -> str:
     """The run report as markdown: quality, slices, speed, and where the rest is."""
     evaluation, training = result["eval"], result["train"]
-    quality = " | ".join(shown(evaluation[key]) for key in QUALITY)
+    quality = " | ".join(format_metric(evaluation[key]) for key in QUALITY)
     blocks = [
         "| | NE | log loss | AUC | calibration | ECE | rows |\n|---|---|---|---|---|---|---|\n"
         f"| evaluation | {quality} | {evaluation['rows']:,} |"
-        + (f"\n| floor | {shown(evaluation['ne_floor'])} | | | | | |" if evaluation["ne_floor"] is not None else ""),
+        + (
+            f"\n| floor | {format_metric(evaluation['ne_floor'])} | | | | | |"
+            if evaluation["ne_floor"] is not None
+            else ""
+        ),
         f"**{result['gate']['decision']}**: {result['gate']['reason']}",
         f"Trained on {training['rows']:,} rows in {training['steps']:,} steps on {training['world_size']} ranks, "
         f"{training['rows_per_second']:,.0f} rows/s, {training['stall_fraction']:.1%} of the time waiting for data.",
@@ -73,8 +78,8 @@ def page(config: RunConfig, result: Mapping[str, Any], report: EvalReport, track
     if report.slices:
         rows = [
             f"| {part.column} = {part.value} | {part.quality.rows:,}{' (few)' if part.small else ''} "
-            f"| {shown(part.quality.label_rate)} | {shown(part.quality.ne)} "
-            f"| {shown(part.ne_low)} to {shown(part.ne_high)} | {shown(part.quality.calibration)} |"
+            f"| {format_metric(part.quality.label_rate)} | {format_metric(part.quality.ne)} "
+            f"| {format_interval(part.ne_low, part.ne_high)} | {format_metric(part.quality.calibration)} |"
             for part in report.slices
         ]
         head = ["| slice | rows | label rate | NE | interval | calibration |", "|---|---|---|---|---|---|"]
@@ -85,17 +90,12 @@ def page(config: RunConfig, result: Mapping[str, Any], report: EvalReport, track
 def in_words(report: EvalReport) -> str:
     """The quality as one line, beside the floor where it is known."""
     overall = report.overall
-    line = f"NE {shown(overall.ne)}, AUC {shown(overall.auc)}, calibration {shown(overall.calibration)}"
-    line += f", {overall.rows:,} rows"
+    line = f"NE {format_metric(overall.ne)}, AUC {format_metric(overall.auc)}"
+    line += f", calibration {format_metric(overall.calibration)}, {overall.rows:,} rows"
     if report.learned_share is not None:
-        line += f"; floor {shown(report.ne_floor)}, {report.learned_share:.1%} of what can be learned"
+        line += f"; floor {format_metric(report.ne_floor)}, {report.learned_share:.1%} of what can be learned"
     undefined = "; ".join(f"{name} undefined: {reason}" for name, reason in overall.undefined.items())
     return f"{line}; {undefined}" if undefined else line
-
-
-def shown(value: float | None) -> str:
-    """A number for people; undefined is a dash."""
-    return "–" if value is None else f"{value:.4f}"
 
 
 def run_address(run_id: str, tracker: Tracker) -> str:

@@ -19,6 +19,7 @@ from flows.runtime.pages import show_result
 from pipeline.config import RunConfig
 from pipeline.config.files import ROOT
 from pipeline.evaluation import plots
+from pipeline.evaluation.metrics import format_metric
 from pipeline.extraction.enrich import Enriched
 from pipeline.extraction.enrich import enrich as write_columns
 from pipeline.extraction.extract import IngestResult, extract
@@ -54,13 +55,13 @@ from pipeline.jobs.training.reporting import (
     page_of,
 )
 from pipeline.jobs.training.sharding_plans import place_tables
-from pipeline.jobs.training.summary import commit, in_words, lock_hash, page, shown
+from pipeline.jobs.training.summary import commit, in_words, lock_hash, page
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.master import WORKERS_FILE, Totals
 from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import Costs, Worker
-from pipeline.registration.aliases import CHAMPION, holder
+from pipeline.registration.aliases import CHAMPION, find_holder
 from pipeline.registration.config import Weights
 from pipeline.registration.journal import Journal
 from pipeline.registration.register import (
@@ -70,13 +71,13 @@ from pipeline.registration.register import (
     TOLERANCE,
     ModelVersion,
     check_probabilities,
-    hashes,
+    find_registered,
+    hash_files,
     pack,
-    registered,
 )
 from pipeline.registration.register import register as put_into_registry
 from pipeline.registration.scorer import WEIGHTS, LoadedModel
-from pipeline.registration.tracking import RESULT, unanswered
+from pipeline.registration.tracking import RESULT, is_unreachable
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.launch.ray_train import run_ranks_on_ray
 from pipeline.training.tables.sharding import ShardingPlan
@@ -356,7 +357,7 @@ def note(config: RunConfig, job: TrainingJob, trained: Trained, judged: Judged, 
     tracker.log_json(run_id, data_in_words(job), DATA)
     tracker.log_json(run_id, trained.placement, PLAN)
     with cosmetic("figures"):
-        curves, best = tracker.curves(run_id, [*CURVES, *STALL_CURVES]), trained.summary["best_step"]
+        curves, best = tracker.load_curves(run_id, [*CURVES, *STALL_CURVES]), trained.summary["best_step"]
         figures = {
             "learning_curve": plots.learning_curve(curves, best, report.overall.ne, report.ne_floor),
             "stall_timeline": plots.stall_timeline(curves),
@@ -377,7 +378,7 @@ def cosmetic(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if unanswered(error):  # that can be finished later
+        if is_unreachable(error):  # that can be finished later
             raise
         get_run_logger().warning("the run has no %s: %s", what, in_a_line(error))
 
@@ -387,7 +388,7 @@ def register(config: RunConfig, job: TrainingJob, trained: Trained, judged: Judg
     """Weights + plan -> a version in the registry. Safe to repeat up to its last call, which makes the version."""
     report = judged.report
     tracker = tracker_of(config)
-    made = registered(tracker, config.model_name, run_id)
+    made = find_registered(tracker, config.model_name, run_id)
     if made is not None:  # by an attempt that was cut short later
         return made
     probe = _first_rows(Worker(job.data["test"], warehouse_of(config)), len(trained.probe))
@@ -399,15 +400,15 @@ def register(config: RunConfig, job: TrainingJob, trained: Trained, judged: Judg
         "lock_hash": lock_hash(),
         "seed": str(config.seed),
         "weights_sha256": trained.summary["weights_sha256"],
-        FILES: json.dumps(hashes(folder)),
+        FILES: json.dumps(hash_files(folder)),
         "weights": config.registration.weights,
         "size_bytes": str((folder / WEIGHTS).stat().st_size),
         "record": f"runs:/{run_id}/{RECORD}",
         "run_folder": Path(job.folder).name,
         "trained_to": f"{job.trained_to}",
         "scratch_day": f"{job.trained_to}",
-        "ne": shown(report.overall.ne),
-        "auc": shown(report.overall.auc),
+        "ne": format_metric(report.overall.ne),
+        "auc": format_metric(report.overall.auc),
     } | dict(job.tags)
     if report.rounding_cost is not None:
         tags["ne_int8_cost"] = f"{report.rounding_cost:+.6f}"
@@ -440,7 +441,7 @@ def publish(
     """
     tracker = tracker_of(config)
     summary, report = trained.summary, judged.report
-    done = holder(tracker, model.name) == model.version  # by an attempt that was cut short later
+    done = find_holder(tracker, model.name) == model.version  # by an attempt that was cut short later
     gate, alias = (judged.gate, CHAMPION) if done else moved(config, model.version, judged.gate)
     tags = {"gate": gate.decision, "gate_reason": gate.reason}
     tracker.tag(run_id, tags)
@@ -487,7 +488,7 @@ def finished(config: RunConfig, job: TrainingJob) -> dict[str, Any]:
     """The result of a training that was done before."""
     assert job.done is not None
     version, run_id = job.done
-    result = tracker_of(config).result(run_id) | {"status": "skipped"}
+    result = tracker_of(config).load_result(run_id) | {"status": "skipped"}
     logger = get_run_logger()
     logger.info(
         "skipped: %s version %s was made from the same snapshot and config; again=true trains anew",

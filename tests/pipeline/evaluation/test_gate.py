@@ -8,7 +8,7 @@ from benchmarks.gate import false_alarms, pair, promoted, sigmoid, truth
 from pipeline.errors import ConfigError
 from pipeline.evaluation.config import EvaluationConfig, GateConfig
 from pipeline.evaluation.evaluate import ScoredRows
-from pipeline.evaluation.gate import compare, ne_difference, paired
+from pipeline.evaluation.gate import compare, ne_difference, sum_pairs
 from pipeline.evaluation.metrics import base_entropy, losses
 from pipeline.evaluation.sums import unit_groups
 from tests.quality import evaluate, quality
@@ -27,9 +27,9 @@ def test_half_a_percent_is_found_on_200000_rows():
 
 def test_the_difference_is_that_of_the_two_nes():
     labels, ours, theirs = pair(5_000, 0.005, np.random.default_rng(1))
-    found = ne_difference(paired(labels, ours, theirs), True, LEVEL)
+    found = ne_difference(sum_pairs(labels, ours, theirs), True, LEVEL)
     assert found.ne == pytest.approx(quality(labels, ours).ne - quality(labels, theirs).ne, abs=1e-9)
-    swapped = ne_difference(paired(labels, theirs, ours), True, LEVEL)
+    swapped = ne_difference(sum_pairs(labels, theirs, ours), True, LEVEL)
     assert (swapped.low, swapped.high) == pytest.approx((-found.high, -found.low))
 
 
@@ -42,7 +42,7 @@ def test_the_interval_is_that_of_a_bootstrap(clustered):
     if clustered:  # rows of a unit have errors in common
         shift = random.normal(0.0, 0.4, 80)[units]
         ours = sigmoid(np.log(ours / (1.0 - ours)) + shift)
-    found = ne_difference(paired(labels, ours, theirs, units if clustered else None), not clustered, LEVEL)
+    found = ne_difference(sum_pairs(labels, ours, theirs, units if clustered else None), not clustered, LEVEL)
     rows_of = [np.flatnonzero(units == unit) for unit in range(units.max() + 1)]
     drawn = []
     for _ in range(2_000):
@@ -70,7 +70,7 @@ def test_rows_of_a_day_have_much_in_common():
     for number in range(100):
         labels, ours, theirs, day = days_apart(np.random.default_rng([3, number]))
         for by, units in (("row", None), ("day", day)):
-            found = ne_difference(paired(labels, ours, theirs, units), units is None, LEVEL)
+            found = ne_difference(sum_pairs(labels, ours, theirs, units), units is None, LEVEL)
             called[by] += not found.low <= 0.0 <= found.high
     assert called["row"] > 30
     assert called["day"] <= 11
@@ -79,7 +79,7 @@ def test_rows_of_a_day_have_much_in_common():
 @pytest.mark.parametrize("labels", [np.zeros(100), np.ones(100), np.array([0.0, 1.0]), np.empty(0)])
 def test_what_cannot_be_compared_is_none(labels):
     half = np.full(len(labels), 0.5)
-    assert ne_difference(paired(labels, half, half), True, LEVEL) is None
+    assert ne_difference(sum_pairs(labels, half, half), True, LEVEL) is None
 
 
 def judged(labels, ours, theirs, config=None, slices=(), small=1_000, **extra):
@@ -202,7 +202,7 @@ def test_models_that_hardly_differ_are_not_called_different(noise):
         logits = truth(5_000, random)
         labels = (random.random(5_000) < sigmoid(logits)).astype(float)
         ours, theirs = (sigmoid(logits + random.normal(0.0, noise, 5_000)) for _ in range(2))
-        found = ne_difference(paired(labels, ours, theirs), True, LEVEL)
+        found = ne_difference(sum_pairs(labels, ours, theirs), True, LEVEL)
         called += not found.low <= 0.0 <= found.high
     assert called <= 6
 

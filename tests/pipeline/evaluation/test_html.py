@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import ScoredRows
-from pipeline.evaluation.html import RunRecord, rendered
+from pipeline.evaluation.html import RunRecord, render_report
 from pipeline.evaluation.importance import FeatureImportance
 from tests.quality import evaluate
 
@@ -68,7 +68,7 @@ def one():
 
 
 def test_a_report_says_what_it_is_given(one):
-    page = Page(text := rendered([one]))
+    page = Page(text := render_report([one]))
     assert ["NE", f"{one.report.overall.ne:.4f}"] in page.rows
     assert ["NE of the champion then", "0.8123"] in page.rows
     assert ["price", "0.0123", "0.0100 to 0.0200", "87.5%", "–", "–", "–", ""] in page.rows
@@ -79,7 +79,7 @@ def test_a_report_says_what_it_is_given(one):
 
 
 def test_it_needs_nothing_from_outside(one):
-    page = Page(rendered([one]))
+    page = Page(render_report([one]))
     assert len(page.sources) >= 5
     assert all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)
     assert not {"script", "link", "iframe"} & set(page.tags)
@@ -90,18 +90,18 @@ def test_it_needs_nothing_from_outside(one):
 
 
 def test_values_do_not_become_markup(one):
-    page = Page(text := rendered([one]))
+    page = Page(text := render_report([one]))
     assert "<b>" not in text
     assert any(row[0] == "country = <b>A</b>" for row in page.rows)
 
 
 def test_two_runs_stand_side_by_side(one):
     other = record("ads version 4", 0.2, colour="red")
-    page = Page(rendered([one, other]))
+    page = Page(render_report([one, other]))
     assert ["", "ads version 3", "ads version 4", "difference"] in page.rows
     apart = other.report.overall.ne - one.report.overall.ne
     row = next(row for row in page.rows if row and row[0] == "NE")
     assert row[1:] == [f"{one.report.overall.ne:.4f}", f"{other.report.overall.ne:.4f}", f"{apart:+.4f}"]
     assert ["colour", "–", "red"] in page.rows
     assert not any(row[0] == "seed" for row in page.rows if row)
-    assert len(page.sources) == 2 * len(Page(rendered([one])).sources)
+    assert len(page.sources) == 2 * len(Page(render_report([one])).sources)

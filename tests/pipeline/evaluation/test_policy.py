@@ -5,14 +5,14 @@ import datetime
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.evaluation.policy import Policy, Standing, decide
+from pipeline.evaluation.policy import ChampionStanding, Policy, decide
 
 DAY = datetime.date(2013, 3, 1)
 
 
 def standing(**given):
     usual = {"trained_to": "2013-02-28", "scratch_day": "2013-01-31", "new_rows": 900, "ne": 0.9, "calibration": 1.1}
-    return Standing.model_validate(usual | given)
+    return ChampionStanding.model_validate(usual | given)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.evaluation.series import DaySums, ne_apart, pooled_ne, trailing
+from pipeline.evaluation.series import DaySums, pooled_ne, pooled_ne_difference, trailing
 
 
 def made(seed: int, count: int = 60, noise: float = 0.0) -> list[DaySums]:
@@ -47,7 +47,7 @@ def test_the_interval_is_that_of_days_drawn_anew():
 
 def test_two_policies_are_compared_on_the_same_days():
     worse, better, random = made(2, noise=1.0), made(3), np.random.default_rng(5)
-    found = ne_apart(worse, better)
+    found = pooled_ne_difference(worse, better)
     assert found.value == pytest.approx(ne_of(worse) - ne_of(better), rel=1e-9)
     picks = [random.integers(0, 60, 60) for _ in range(2_000)]
     drawn = [ne_of([worse[i] for i in pick]) - ne_of([better[i] for i in pick]) for pick in picks]
@@ -55,7 +55,7 @@ def test_two_policies_are_compared_on_the_same_days():
     assert (found.low, found.high) == pytest.approx((low, high), abs=0.25 * (high - low))
     assert found.low > 0.0
     with pytest.raises(ConfigError, match="the same days and rows"):
-        ne_apart(worse, better[1:])
+        pooled_ne_difference(worse, better[1:])
 
 
 def test_few_days_have_no_interval_and_equal_labels_no_ne():

@@ -12,7 +12,7 @@ from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 
 from pipeline.evaluation.config import EvaluationConfig, GateConfig
 from pipeline.evaluation.evaluate import Evaluation, ScoredRows
-from pipeline.evaluation.gate import compare, ne_difference, paired
+from pipeline.evaluation.gate import compare, ne_difference, sum_pairs
 from pipeline.evaluation.metrics import Quality, base_entropy, equal_bins, losses
 from pipeline.evaluation.sums import MetricSums
 
@@ -106,7 +106,7 @@ def test_the_interval_of_rows_is_that_of_a_weighted_mean(rows: dict[str, Any]) -
     over = mean / entropy * np.log((1 - rate) / rate)
     parts = weights * (apart - mean - over * (labels - rate))
     error = np.sqrt(ROWS / (ROWS - 1) * np.square(parts).sum()) / weights.sum() / entropy
-    found = ne_difference(paired(labels, rows["ours"], rows["theirs"], weights=weights), True, 0.05)
+    found = ne_difference(sum_pairs(labels, rows["ours"], rows["theirs"], weights=weights), True, 0.05)
     assert found is not None
     assert (found.units, found.ne) == (ROWS, pytest.approx(mean / entropy, rel=1e-7))
     assert found.high - found.ne == pytest.approx(student.ppf(0.975, ROWS - 1) * error, rel=1e-6)

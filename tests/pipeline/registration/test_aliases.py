@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import RegistryError
-from pipeline.registration.aliases import CHALLENGER, CHAMPION, chosen, holder, move, moves, rollback
+from pipeline.registration.aliases import (
+    CHALLENGER,
+    CHAMPION,
+    choose_version,
+    find_holder,
+    list_moves,
+    move_alias,
+    rollback,
+)
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.tracking import Tracker
 
@@ -30,12 +38,12 @@ def name(tracker: Tracker, request: pytest.FixtureRequest, tmp_path: Path) -> st
 
 
 def test_a_move_is_written_down(tracker, name):
-    assert holder(tracker, name) is None
-    first = move(tracker, name, CHAMPION, 1, "gate", "There is no champion yet.")
-    second = move(tracker, name, CHAMPION, 3, "person", "it's by far the better one")
-    assert holder(tracker, name) == 3
-    assert moves(tracker, name) == [first, second]
-    assert [(one.version, one.previous, one.by) for one in moves(tracker, name)] == [
+    assert find_holder(tracker, name) is None
+    first = move_alias(tracker, name, CHAMPION, 1, "gate", "There is no champion yet.")
+    second = move_alias(tracker, name, CHAMPION, 3, "person", "it's by far the better one")
+    assert find_holder(tracker, name) == 3
+    assert list_moves(tracker, name) == [first, second]
+    assert [(one.version, one.previous, one.by) for one in list_moves(tracker, name)] == [
         (1, None, "gate"),
         (3, 1, "person"),
     ]
@@ -43,54 +51,54 @@ def test_a_move_is_written_down(tracker, name):
 
 def test_a_move_that_was_cut_short_does_no_harm(tracker, name, monkeypatch):
     """Written down, but not made: the champion stays, and a rollback goes to the one before it."""
-    move(tracker, name, CHAMPION, 1, "gate", "")
-    move(tracker, name, CHAMPION, 2, "gate", "")
+    move_alias(tracker, name, CHAMPION, 1, "gate", "")
+    move_alias(tracker, name, CHAMPION, 2, "gate", "")
     with monkeypatch.context() as cut:
         cut.setattr(tracker.client, "set_registered_model_alias", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            move(tracker, name, CHAMPION, 3, "gate", "")
-    assert holder(tracker, name) == 2
+            move_alias(tracker, name, CHAMPION, 3, "gate", "")
+    assert find_holder(tracker, name) == 2
     assert rollback(tracker, name).version == 1
 
 
 def test_the_champion_scores_unless_a_version_is_named(tracker, name):
     with pytest.raises(RegistryError) as caught:
-        chosen(tracker, name, None)
+        choose_version(tracker, name, None)
     assert str(caught.value) == (
         f"model '{name}': expected a champion, got none. Train a model first, or name a version: version=N."
     )
-    move(tracker, name, CHAMPION, 2, "gate", "")
-    assert chosen(tracker, name, None) == chosen(tracker, name, 2)
-    assert chosen(tracker, name, None)[0] == 2
-    before = chosen(tracker, name, 3)
+    move_alias(tracker, name, CHAMPION, 2, "gate", "")
+    assert choose_version(tracker, name, None) == choose_version(tracker, name, 2)
+    assert choose_version(tracker, name, None)[0] == 2
+    before = choose_version(tracker, name, 3)
     tracker.client.set_model_version_tag(name, "3", "weights_sha256", "f" * 64)
-    assert chosen(tracker, name, 3)[1] != before[1]
+    assert choose_version(tracker, name, 3)[1] != before[1]
     with pytest.raises(RegistryError) as caught:
-        chosen(tracker, name, 9)
+        choose_version(tracker, name, 9)
     assert (
         str(caught.value) == f"model '{name}': expected a version among 1, 2, 3, 4, got 9. Name one of them: version=N."
     )
 
 
 def test_a_challenger_that_becomes_champion_challenges_no_more(tracker, name):
-    move(tracker, name, CHAMPION, 1, "gate", "")
-    move(tracker, name, CHALLENGER, 2, "gate", "")
-    assert holder(tracker, name, CHALLENGER) == 2
-    move(tracker, name, CHAMPION, 2, "person", "")
-    assert (holder(tracker, name), holder(tracker, name, CHALLENGER)) == (2, None)
+    move_alias(tracker, name, CHAMPION, 1, "gate", "")
+    move_alias(tracker, name, CHALLENGER, 2, "gate", "")
+    assert find_holder(tracker, name, CHALLENGER) == 2
+    move_alias(tracker, name, CHAMPION, 2, "person", "")
+    assert (find_holder(tracker, name), find_holder(tracker, name, CHALLENGER)) == (2, None)
 
 
 def test_rolling_back_goes_back_step_by_step(tracker, name):
     for version in (1, 3, 2):
-        move(tracker, name, CHAMPION, version, "gate", "")
+        move_alias(tracker, name, CHAMPION, version, "gate", "")
     assert [rollback(tracker, name).version for _ in range(2)] == [3, 1]
     with pytest.raises(RegistryError) as caught:
         rollback(tracker, name)
     assert str(caught.value) == (
         f"model '{name}': expected a champion with one before it, got version 1, the first. Promote another: version=N."
     )
-    assert holder(tracker, name) == 1
-    move(tracker, name, CHAMPION, 4, "gate", "")
+    assert find_holder(tracker, name) == 1
+    move_alias(tracker, name, CHAMPION, 4, "gate", "")
     assert rollback(tracker, name).version == 1
 
 
@@ -100,33 +108,33 @@ def test_there_must_be_a_champion_to_roll_back(tracker, name):
 
 
 def test_a_version_that_is_not_there_is_refused(tracker, name):
-    move(tracker, name, CHAMPION, 1, "gate", "")
+    move_alias(tracker, name, CHAMPION, 1, "gate", "")
     with pytest.raises(RegistryError) as caught:
-        move(tracker, name, CHAMPION, 9, "person", "")
+        move_alias(tracker, name, CHAMPION, 9, "person", "")
     assert (
         str(caught.value) == f"model '{name}': expected a version among 1, 2, 3, 4, got 9. Name one of them: version=N."
     )
-    assert holder(tracker, name) == 1
-    assert len(moves(tracker, name)) == 1
+    assert find_holder(tracker, name) == 1
+    assert len(list_moves(tracker, name)) == 1
 
 
 def test_a_model_that_is_not_there_has_no_champion(tracker):
-    assert holder(tracker, "nobody") is None
-    assert moves(tracker, "nobody") == []
+    assert find_holder(tracker, "nobody") is None
+    assert list_moves(tracker, "nobody") == []
 
 
 def test_fault_31_two_promotions_at_once_leave_one_champion(tracker, name):
-    move(tracker, name, CHAMPION, 1, "gate", "")
+    move_alias(tracker, name, CHAMPION, 1, "gate", "")
     start = threading.Barrier(2)
 
     def promote(version: int) -> None:
         start.wait()
-        move(tracker, name, CHAMPION, version, "gate", "")
+        move_alias(tracker, name, CHAMPION, version, "gate", "")
 
     threads = [threading.Thread(target=promote, args=(version,)) for version in (2, 3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert holder(tracker, name) in (2, 3)
-    assert sorted(one.version for one in moves(tracker, name)) == [1, 2, 3]
+    assert find_holder(tracker, name) in (2, 3)
+    assert sorted(one.version for one in list_moves(tracker, name)) == [1, 2, 3]

@@ -15,7 +15,7 @@ from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 from pipeline.errors import TrackingError
 from pipeline.registration import tracking
 from pipeline.registration.config import RegistrationConfig
-from pipeline.registration.tracking import Tracker, answering, unanswered
+from pipeline.registration.tracking import Tracker, is_unreachable, reporting_unreachable
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,8 @@ def test_fault_29_a_server_that_is_down_is_named_without_its_password(tmp_path: 
     ],
 )
 def test_only_silence_counts_as_away(error, away):
-    assert unanswered(error) == away
-    with pytest.raises(TrackingError if away else type(error)), answering("Wait."):
+    assert is_unreachable(error) == away
+    with pytest.raises(TrackingError if away else type(error)), reporting_unreachable("Wait."):
         raise error
 
 
@@ -107,7 +107,7 @@ def test_fault_29_a_run_ends_though_the_load_of_the_machine_cannot_be_sent(track
     monkeypatch.setattr(tracking.SystemMetricsMonitor, "finish", lambda self: back.wait(300))
     monkeypatch.setattr(tracking, "STOP_SECONDS", 0.05)
     run_id = tracker.start("run", {}, {}, None)
-    with tracker.ended(run_id):
+    with tracker.ending(run_id):
         pass
     back.set()
     assert tracker.client.get_run(run_id).info.status == "FINISHED"

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.scoring.config import ScoringConfig
-from pipeline.scoring.score import Scored, ScoringWork, planned, score
+from pipeline.scoring.score import ScoringResult, ScoringWork, plan_scoring, score
 from storage.config import WarehouseConfig
 from storage.errors import StorageError
 from storage.reader import SnapshotRef
@@ -86,7 +86,9 @@ def plan(
     model: str = "m 1",
     **range_: Any,
 ) -> ScoringWork:
-    return planned(config or ScoringConfig(keep=KEEP), warehouse, warehouse.current("t"), row_filter, model, **range_)
+    return plan_scoring(
+        config or ScoringConfig(keep=KEEP), warehouse, warehouse.current("t"), row_filter, model, **range_
+    )
 
 
 def run(
@@ -95,7 +97,7 @@ def run(
     scorer: Model | None = None,
     version: int = 1,
     **what: Any,
-) -> tuple[ScoringWork, Scored]:
+) -> tuple[ScoringWork, ScoringResult]:
     config = config or ScoringConfig(keep=KEEP)
     work = plan(warehouse, config, **what)
     return work, score(config, warehouse, work, scorer or Model(), version)
@@ -161,7 +163,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from pipeline.scoring.config import ScoringConfig
-from pipeline.scoring.score import planned, score
+from pipeline.scoring.score import plan_scoring, score
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
 import numpy as np
@@ -175,7 +177,7 @@ class Model:
 
 config = ScoringConfig(keep=("row",), rows_per_commit=1)
 warehouse = Warehouse(WarehouseConfig(row_group_rows=4, file_rows=10), Path(sys.argv[1]))
-score(config, warehouse, planned(config, warehouse, warehouse.current("t"), None, "m"), Model(), 1)
+score(config, warehouse, plan_scoring(config, warehouse, warehouse.current("t"), None, "m"), Model(), 1)
 """
 
 
