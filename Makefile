@@ -28,7 +28,7 @@ export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export RAY_USAGE_STATS_ENABLED = 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo paper test test-slow test-all test-gpu lint check ui serve worker deploy doctor lock clean
+.PHONY: help setup demo docs paper test test-slow test-all test-gpu lint check ui serve worker deploy doctor lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | column -t -s@
@@ -64,6 +64,11 @@ demo: setup  ## logs -> warehouse -> sharded training -> registered model, on ge
 paper: setup  ## the efficiency study: the experiments of configs/paper on this machine, reports in docs/efficiency
 	@$(RUN) -m flows.ingest configs/paper/e6_quality.yaml
 	@for config in configs/paper/e[1-8]_*.yaml; do $(RUN) -m flows.characterize $$config report=docs/efficiency || exit 1; done
+
+docs: setup  ## the reference pages from the code, and the site of docs/ in site/; a broken link is an error
+	@$(RUN) -m flows.reference
+	@$(RUN) -m mkdocs build --strict --quiet
+	@echo "open site/index.html"
 
 test: setup  ## the tests
 	@$(TEST)

@@ -89,7 +89,7 @@ class RecurringConfig(Policy, frozen=True, extra="forbid", use_attribute_docstri
     keep_checkpoints: PositiveInt = 7
     """Days whose checkpoints are kept, beside the champion's: a rollback can be trained further from one of them."""
     policies: Mapping[str, Policy] = {}
-    """Name -> policy: what `flows.compare` rehearses side by side."""
+    """Name -> policy: what `flows.backtest` rehearses side by side."""
 
 
 class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

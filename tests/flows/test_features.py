@@ -1,19 +1,16 @@
 """The catalogue of the smoke run's table: who reads what, what is declared, and what a training does about it."""
 
 import datetime
-import re
 import shutil
-from typing import get_args
 
 import pyarrow as pa
 import pytest
 
-from flows.features import Action, features
+from flows.features import features
 from flows.ingest import ingest
 from flows.preprocess import preprocess
 from flows.train import train
 from pipeline.config import load
-from pipeline.config.files import ROOT
 from pipeline.jobs.training.job import pinned, selected, tracker_of, warehouse_of
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.register import columns_of, download_packed
@@ -195,10 +192,3 @@ def test_a_column_that_is_not_there_is_null_in_training_and_no_matter_to_the_mod
     assert model.probabilities(row | {"list_new": [[1, 2]], "num_new": [9.0]}) == plain
     schema = warehouse_of(config).schema(warehouse_of(config).current("smoke"))
     assert columns_of(model.plan, schema) == model.columns
-
-
-def test_the_readme_shows_actions_that_there_are():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = set(re.findall(r"flows\.features \S+ action=(\w+)", readme))
-    assert shown <= {*get_args(Action)}
-    assert shown

@@ -1,66 +1,249 @@
-"""What the README shows works as it stands there."""
+"""What README and the pages of docs/ show works as it stands there."""
 
+import inspect
 import re
+import shlex
 import subprocess
 import sys
+import types
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import yaml
+from prefect import Flow
 
-from pipeline.config import load
+from flows import deploy
+from flows.features import Action
+from flows.reference import commands
+from flows.runtime.cli import parse
+from pipeline.config import RunConfig, load
+from pipeline.config.files import parse_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = ROOT / "docs"
+TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md")]
+PAGES = [*TOP, *sorted(DOCS.rglob("*.md"))]
+MEASURED = {DOCS / "efficiency" / f"e{number}.md" for number in range(1, 9)}
+"""Written by `flows.characterize`."""
+GENERATED = {DOCS / "reference" / "commands.md", *(DOCS / "reference" / "config").glob("*.md")}
+OTHER_PROGRAMS = {"source", "export", "createdb", "curl"}
+OTHER_YAML = {"job_variables"}
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+OWN_DATA = "configs/mine.yaml"
+"""The reader's own config: the first YAML block of docs/data.md."""
 
 
-def block(language: str) -> str:
-    found = re.search(rf"```{language}\n(.*?)```", README, re.DOTALL)
-    assert found is not None
-    return found[1]
+ELSEWHERE = {
+    OWN_DATA, "data/ml100k", "data/criteo10k", "flows/NAME.py", "pipeline/x/y.py", "tests/pipeline/x/test_y.py",
+}  # fmt: skip
+"""Files of the reader, and patterns of names."""
 
 
-def test_the_config_for_own_data_is_valid(tmp_path):
-    (tmp_path / "mine.yaml").write_text(block("yaml"), encoding="utf-8")
-    config = load(tmp_path / "mine.yaml")
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text_of(path), re.DOTALL | re.MULTILINE)
+
+
+def all_blocks(language: str) -> list[Any]:
+    return [
+        pytest.param(block, id=f"{path.relative_to(ROOT)}-{number}")
+        for path in PAGES
+        for number, block in enumerate(blocks(path, language))
+    ]
+
+
+def commands_in(block: str) -> Iterator[list[str]]:
+    """The words of each command of a shell block; a command may go over several lines."""
+    text = ""
+    for line in block.replace("\\\n", " ").splitlines():
+        text += line + "\n"
+        try:
+            words = shlex.split(text, comments=True)
+        except ValueError:  # an open quote
+            continue
+        text = ""
+        while "&&" in words:
+            yield words[: words.index("&&")]
+            words = words[words.index("&&") + 1 :]
+        if words:
+            yield words
+
+
+@pytest.fixture(scope="module")
+def own_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("configs") / "mine.yaml"
+    path.write_text(blocks(DOCS / "data.md", "yaml")[0], encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("block", all_blocks("sh"))
+def test_commands_are_valid(block: str, own_data: Path) -> None:
+    for words in commands_in(block):
+        check(words, own_data)
+
+
+def check(words: list[str], own_data: Path) -> None:
+    program, *rest = words
+    if program in ("python", ".venv/bin/python") and rest[0] == "-m":
+        module = rest[1].removeprefix("flows.")
+        if module == "pytest":
+            assert all((ROOT / word).exists() for word in rest[2:] if not word.startswith("-")), words
+        else:
+            check_command(module, rest[2:], own_data)
+    elif program == "python" and rest[0] == "-c":
+        compile(rest[1], "a page", "exec")
+    elif program == "dlrm":
+        if rest != ["--help"]:
+            check_command(rest[0], rest[1:], own_data)
+    elif program == "make":
+        targets = [word for word in rest if "=" not in word]
+        assert all(re.search(rf"^{target}:.*##", MAKEFILE, re.MULTILINE) for target in targets), words
+        assert all(f"$({word.split('=')[0]})" in MAKEFILE or word.startswith("CHAIN") for word in rest if "=" in word)
+    elif program == ".venv/bin/prefect":
+        if rest[:2] == ["deployment", "run"]:
+            assert rest[2] in declared()
+    else:
+        assert program in OTHER_PROGRAMS, f"{program}: a test should check this command"
+
+
+def check_command(name: str, words: Sequence[str], own_data: Path) -> None:
+    """Flow, parameters, keys and config exist and fit; nothing is run."""
+    command = commands()[name]
+    if isinstance(command, types.ModuleType):
+        if command is deploy:
+            deploy.parse(words)
+        return
+    named = [word for word in words if "=" not in word]
+    assert len(named) == (0 if name == "suggest" and "=" in words[0] else 1), words
+    if "force" not in inspect.signature(command.fn).parameters:
+        words = [word.replace("force=", "again=") for word in words]
+    overrides, _ = parse(words[len(named) :], command.fn)
+    if not named or named[0].startswith(".dlrm/"):  # a file that an earlier command writes
+        return
+    config = load(own_data if named[0] == OWN_DATA else ROOT / named[0], overrides)
+    assert config.name
+
+
+@pytest.mark.parametrize("block", all_blocks("yaml"))
+def test_configs_are_valid(block: str, own_data: Path, tmp_path: Path) -> None:
+    values = parse_yaml(block)
+    if values.keys() & OTHER_YAML:
+        return
+    assert values.keys() <= RunConfig.model_fields.keys()
+    if "name" not in values:
+        values["base"] = str(own_data if "source" in values else ROOT / "configs" / "smoke.yaml")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    load(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("block", all_blocks("python"))
+def test_code_compiles(block: str) -> None:
+    compile(block, "a page", "exec")
+
+
+def test_the_config_for_own_data_is_the_one_described(own_data: Path) -> None:
+    config = load(own_data)
     assert config.name == "mine"
     assert config.features.sparse[1].pooling == "mean"
 
 
-def test_make_targets_exist():
-    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    named = set(re.findall(r"`?make ([a-z-]+)`?", README))
-    assert named <= targets, named - targets
-    assert {"demo", "test", "test-slow", "test-all", "setup", "ui", "check", "help"} <= targets
-
-
-def test_modules_and_files_exist():
-    for name in re.findall(r"python -m flows\.(\w+)", README):
-        assert (ROOT / "flows" / f"{name}.py").exists()
-    for name in re.findall(r"\]\(([\w./]+)\)", README):
-        assert (ROOT / name).exists(), name
-    for name in re.findall(r"`(configs/\w+\.yaml)`", README):
-        assert (ROOT / name).exists() or name == "configs/mine.yaml"
-
-
-def test_deployments_named_are_declared():
-    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
-    declared = {f"{d['entrypoint'].split(':')[1].replace('_', '-')}/{d['name']}" for d in deployments}
-    assert (
-        set(
-            re.findall(
-                r"`((?:ingest|enrich|suggest|train|recurring|backfill|compare|preprocess|placement|characterize|size|checkpoint|features|layout|promote|rollback|register|replay|report|score|sweep|release|end-to-end)/[\w-]+)`",
-                README,
-            )
-        )
-        == declared
-    )
-
-
 @pytest.mark.usefixtures("smoke")
-def test_the_example_of_scoring_runs(home):
-    code = block("python").replace(".dlrm/", f"{home}/").replace("models:/demo@", "models:/smoke@")
+def test_the_example_of_serving_runs(home: Path) -> None:
+    code = (
+        blocks(DOCS / "serving.md", "python")[0]
+        .replace(".dlrm/", f"{home}/")
+        .replace("models:/demo@", "models:/smoke@")
+    )
     assert str(home) in code
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=home, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "probability" in done.stdout
+
+
+def test_the_example_of_an_op_runs(tmp_path: Path) -> None:
+    code = "\n".join(blocks(DOCS / "internals" / "add_an_op.md", "python"))
+    code += "\ncounts = Counts()\nprint(SquareRoot().apply([Column(np.array([9.0, -1.0]))], counts).values, *counts)"
+    (tmp_path / "example.py").write_text(code, encoding="utf-8")
+    done = subprocess.run([sys.executable, tmp_path / "example.py"], cwd=ROOT, capture_output=True, text=True,
+                          env={"PYTHONPATH": str(ROOT), "NUMBA_DISABLE_JIT": "1"})  # fmt: skip
+    assert done.stdout.strip() == "[3. 0.] square_root value", done.stderr
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*##", MAKEFILE, re.MULTILINE))
+    named = {name for path in PAGES for name in re.findall(r"`make ([a-z-]+)", text_of(path))}
+    assert named <= targets, named - targets
+    assert {"demo", "test", "test-slow", "test-all", "setup", "ui", "check", "help", "docs"} <= targets
+
+
+def test_commands_and_files_named_exist() -> None:
+    names = commands().keys() | {"runtime", "cli"}
+    for path in PAGES:
+        text = text_of(path)
+        assert set(re.findall(r"\bflows\.([a-z_]+)", text)) <= names, path
+        for name in re.findall(r"`((?:configs|benchmarks|tests|data)/[\w/.]+)`", text):
+            assert (ROOT / name).exists() or name in ELSEWHERE, (path, name)
+
+
+def test_links_outside_of_the_site_exist() -> None:
+    for path in TOP:
+        for name in re.findall(r"\]\((?!http)([\w./]+)(?:#[\w-]+)?\)", text_of(path)):
+            assert (path.parent / name).exists(), (path, name)
+
+
+def test_every_module_that_a_page_names_exists() -> None:
+    for path in PAGES:
+        for name in re.findall(r"`((?:flows|pipeline|storage|models)/[\w/]+\.py)`", text_of(path)):
+            assert (ROOT / name).exists() or name in ELSEWHERE, (path, name)
+
+
+def declared() -> set[str]:
+    deployments = yaml.safe_load(text_of(ROOT / "prefect.yaml"))["deployments"]
+    return {f"{one['entrypoint'].split(':')[1].replace('_', '-')}/{one['name']}" for one in deployments}
+
+
+def test_deployments_named_are_declared() -> None:
+    flows = {name.split("/")[0] for name in declared()}
+    for path in PAGES:
+        for flow, name in re.findall(r"`([a-z-]+)/([a-z-]+|\*)`", text_of(path)):
+            if flow in flows and name != "*":
+                assert f"{flow}/{name}" in declared(), (path, flow, name)
+
+
+def test_every_flow_but_recurring_runs_on_demand() -> None:
+    flows = {name.replace("_", "-") for name, command in commands().items() if isinstance(command, Flow)}
+    assert {f"{flow}/on-demand" for flow in flows - {"recurring"}} <= declared()
+
+
+def test_pages_show_actions_that_there_are() -> None:
+    shown = re.findall(r"flows\.features \S+ action=(\w+)", text_of(DOCS / "features.md"))
+    assert shown
+    assert set(shown) <= set(get_args(Action))
+
+
+def test_readme_is_short() -> None:
+    assert len(text_of(ROOT / "README.md").splitlines()) <= 150
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if path not in MEASURED | GENERATED], ids=lambda path: path.name
+)
+def test_lines_are_short(path: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", text_of(path), flags=re.DOTALL | re.MULTILINE)
+    long = [line for line in prose.splitlines() if len(line) > (120 if line.startswith("|") else 100)]
+    assert long == []
+
+
+def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    page = text_of(tmp_path / "site" / "index.html")
+    assert "fonts.googleapis" not in page
+    assert not re.search(r"<(?:script|link)[^>]+(?:src|href)=\"https?:", page)
