@@ -29,6 +29,7 @@ from models.config import DLRMConfig
 from pipeline.data.selection import Selection
 from pipeline.extraction.config import IngestConfig, SourceConfig
 from pipeline.extraction.extract import extract
+from pipeline.extraction.opening import SourceContext
 from pipeline.jobs.training.rank import RankSpec
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.config import PreprocessingConfig
@@ -115,7 +116,7 @@ def tables(folder: Path, rows: int, session_rows: float, list_ids: int) -> dict[
         home = folder / ("by_session" if order else "by_time")
         warehouse = Warehouse(WarehouseConfig(), home)
         config = IngestConfig(order_by=order)
-        made = extract(source, config, schema, warehouse, "events", folder, folder / "logs")
+        made = extract(SourceContext(source, schema, warehouse, "events", folder, folder / "logs"), config)
         found[name] = DataSpec(
             warehouse=warehouse.config, home=str(home), snapshot=made.snapshot, label=schema.label,
             selection=Selection(days=tuple(warehouse.day_rows(made.snapshot))),

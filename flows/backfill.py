@@ -12,7 +12,6 @@ from pydantic import PositiveInt
 
 from flows.recurring import recurring
 from pipeline.config import RunConfig, load
-from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.extraction.extract import IngestResult
 from pipeline.extraction.opening import source_days
@@ -74,7 +73,7 @@ def named(config: RunConfig, start: datetime.date | None, end: datetime.date | N
     if work == "train":
         days = list(warehouse.day_rows(warehouse.current(config.name)))
     else:
-        days = source_days(config.source, config.features, warehouse, config.name, ROOT, config.home_path / "logs")
+        days = source_days(tasks.source_context(config))
     found = [day for day in days if (start is None or start <= day) and (end is None or day <= end)]
     if not found:
         known = f"{days[0]} to {days[-1]}" if days else "none at all"

@@ -8,7 +8,7 @@ from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.runtime.pages import table_asset
-from pipeline.catalog.events import Event, events, newest, record
+from pipeline.catalog.events import Event, append_event, newest_events, read_events
 from pipeline.config import RunConfig, load
 from pipeline.jobs.training import tasks
 from pipeline.jobs.training.job import warehouse_of
@@ -19,11 +19,11 @@ from pipeline.jobs.training.summary import flow_run_name
 def declare(config: RunConfig, columns: Sequence[str]) -> None:
     """Columns of which nothing was declared -> beta in the catalogue. Safe to repeat: what was declared stays."""
     warehouse, now = warehouse_of(config), datetime.datetime.now(datetime.UTC)
-    known = newest(events(warehouse, config.name))
+    known = newest_events(read_events(warehouse, config.name))
     for name in columns:
         if name not in known:
             event = Event(at=now, feature=name, state="beta", by="flows.enrich", reason="back-filled")
-            record(warehouse, config.name, event)
+            append_event(warehouse, config.name, event)
 
 
 @flow(name="enrich", flow_run_name=flow_run_name)

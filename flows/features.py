@@ -8,7 +8,7 @@ from pydantic import PositiveInt
 
 from flows.runtime.pages import show_table
 from pipeline.catalog import text
-from pipeline.catalog.events import State, events, newest, record
+from pipeline.catalog.events import State, append_event, newest_events, read_events
 from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError
 from pipeline.jobs.tables import catalog
@@ -78,10 +78,10 @@ def features(
 
 
 def _listed(config: RunConfig, known: Catalogue) -> dict[str, Any]:
-    rows = text.rows_of(known.entries)
-    print(text.aligned(rows))
+    rows = text.feature_rows(known.entries)
+    print(text.format_table(rows))
     total = sum(entry.bytes for entry in known.entries)
-    line = f"{len(rows)} features of table {config.name}, {text.size(total)}"
+    line = f"{len(rows)} features of table {config.name}, {text.format_bytes(total)}"
     get_run_logger().info("%s", line)
     show_table("features", config.name, rows, line)
     listed = [entry.model_dump(mode="json", exclude={"days"}) for entry in known.entries]
@@ -93,7 +93,7 @@ def _shown(known: Catalogue, name: str) -> dict[str, Any]:
     for key, value in entry.model_dump(mode="json", exclude={"days"}).items():
         print(f"{key:<12} {', '.join(value) if isinstance(value, list) else '' if value is None else value}".rstrip())
     if entry.days:
-        print(text.aligned(text.rows_of_days(entry.days)))
+        print(text.format_table(text.day_rows(entry.days)))
     return {"feature": entry.model_dump(mode="json")}
 
 
@@ -101,10 +101,10 @@ def _proposed(config: RunConfig, known: Catalogue, unused_days: int) -> dict[str
     found = catalog.proposed(config, known, unused_days)
     total = sum(one.bytes for one in found)
     if found:
-        print(text.aligned(text.rows_of_candidates(found)))
-    line = f"{len(found)} features of table {config.name} could be retired, {text.size(total)} of its files"
+        print(text.format_table(text.candidate_rows(found)))
+    line = f"{len(found)} features of table {config.name} could be retired, {text.format_bytes(total)} of its files"
     get_run_logger().info("%s", line)
-    show_table("features-to-retire", config.name, text.rows_of_candidates(found), line)
+    show_table("features-to-retire", config.name, text.candidate_rows(found), line)
     return {"candidates": [one.model_dump(mode="json") for one in found], "bytes": total}
 
 
@@ -114,8 +114,8 @@ def _declared(
     if not changes:
         raise ConfigError("argument 'set'", f"one of {', '.join(DECLARED)}", "none", "Say what changes.")
     warehouse, warning = warehouse_of(config), None
-    log = events(warehouse, config.name)
-    before, deprecated = newest(log).get(name), changes.get("state") == "deprecated"
+    log = read_events(warehouse, config.name)
+    before, deprecated = newest_events(log).get(name), changes.get("state") == "deprecated"
     if deprecated and before is not None and before.state == "deprecated" and not again:
         get_run_logger().info("skipped: '%s' is deprecated already; again=true changes the words", name)
         return {"status": "skipped", "event": before.model_dump(mode="json"), "warning": None}
@@ -124,13 +124,13 @@ def _declared(
         warning = catalog.champion_warning(config, name, only_unused)
         if warning is not None:
             get_run_logger().warning("%s", warning)
-    record(warehouse, config.name, event)
+    append_event(warehouse, config.name, event)
     get_run_logger().info("feature '%s' of table %s is %s", name, config.name, event.state)
     return {"status": "ok", "event": event.model_dump(mode="json"), "warning": warning}
 
 
 def _history(config: RunConfig, name: str | None) -> dict[str, Any]:
-    log = [event for event in events(warehouse_of(config), config.name) if name in (None, event.feature)]
+    log = [event for event in read_events(warehouse_of(config), config.name) if name in (None, event.feature)]
     found = [event.model_dump(mode="json") for event in log]
     shown = [
         {
@@ -146,7 +146,7 @@ def _history(config: RunConfig, name: str | None) -> dict[str, Any]:
         for event in log
     ]
     if shown:
-        print(text.aligned(shown))
+        print(text.format_table(shown))
     return {"status": "ok", "action": "history", "table": config.name, "events": found}
 
 

@@ -8,8 +8,8 @@ from prefect import flow, get_run_logger
 
 from flows.runtime.pages import table_asset
 from pipeline.config import RunConfig, load
-from pipeline.extraction.intake import held_name
-from pipeline.extraction.writing import spoiled_name
+from pipeline.extraction.intake import held_back_name
+from pipeline.extraction.writing import quarantine_name
 from pipeline.jobs.tables.checks import checks_result
 from pipeline.jobs.training import tasks
 from pipeline.jobs.training.summary import flow_run_name
@@ -39,9 +39,11 @@ def ingest(
     if result.days_elsewhere:
         logger.info("%s other days stay in the table: this source does not have them", result.days_elsewhere)
     if result.days_held:
-        logger.warning("%s days broke a rule and are held in table %s", len(result.days_held), held_name(settings.name))
+        logger.warning(
+            "%s days broke a rule and are held in table %s", len(result.days_held), held_back_name(settings.name)
+        )
     for reason, rows in result.quarantined.items():
-        logger.warning("quarantined: %s rows, %s; see table %s", f"{rows:,}", reason, spoiled_name(settings.name))
+        logger.warning("quarantined: %s rows, %s; see table %s", f"{rows:,}", reason, quarantine_name(settings.name))
     touched = sorted([*result.days_written, *result.days_skipped, *result.days_held])
     return {
         "status": "ok" if result.days_written else "skipped",

@@ -7,8 +7,8 @@ from typing import Any
 import pyarrow as pa
 from pydantic import BaseModel
 
-from pipeline.catalog.events import Event, State, newest, since
-from pipeline.catalog.usage import Usage, Worth
+from pipeline.catalog.events import Event, State, newest_events, state_since
+from pipeline.catalog.usage import FeatureImportance, Usage
 from storage.arrow import is_list, is_text
 from storage.layout.columns import StoredColumn
 
@@ -16,7 +16,7 @@ RECENT_DAYS = 7
 """Newest days of a profile that coverage and lengths are taken from."""
 
 
-class Day(BaseModel, frozen=True):
+class FeatureDay(BaseModel, frozen=True):
     """A feature on one day, as the ingest has measured it."""
 
     day: datetime.date
@@ -36,7 +36,7 @@ class Entry(BaseModel, frozen=True):
     state: State
     """As declared; a column of which nothing was ever declared is active."""
     since: datetime.date | None
-    """Day of that state's first declaration; without one, the first day whose files have the column."""
+    """FeatureDay of that state's first declaration; without one, the first day whose files have the column."""
     owner: str | None = None
     description: str | None = None
     reason: str | None = None
@@ -54,7 +54,7 @@ class Entry(BaseModel, frozen=True):
     last_read: datetime.datetime | None
     """Start of the newest of them."""
     last_run: str | None
-    worth: Worth | None
+    worth: FeatureImportance | None
     """In the newest run that measured it."""
     coverage: float | None
     """Share of the rows of the newest days that have a value; None: not measured."""
@@ -63,11 +63,11 @@ class Entry(BaseModel, frozen=True):
     """Of the newest day."""
     drift: float | None
     """Of the newest day that has one: population stability index against the days before."""
-    days: tuple[Day, ...] = ()
+    days: tuple[FeatureDay, ...] = ()
     """All days that are measured, oldest first."""
 
 
-def entries(
+def build_entries(
     schema: pa.Schema,
     leave_out: Collection[str],
     log: Sequence[Event],
@@ -85,7 +85,7 @@ def entries(
         profile: Statistics by day and column.
         empty: Columns that are known to hold nothing where the profile says nothing.
     """
-    declared = newest(log)
+    declared = newest_events(log)
     days = _days(profile)
     kinds = dict(zip(profile["column"].to_pylist(), profile["kind"].to_pylist(), strict=True))
     names = sorted(({*schema.names} - {*leave_out}) | {*declared})
@@ -96,7 +96,7 @@ def entries(
         kind = event.kind if event is not None else None
         if kind is None:
             kind = kinds.get(name) or (kind_of(schema.field(name).type) if name in schema.names else "other")
-        first = since(log, name) or (column.first_day if column is not None else None)
+        first = state_since(log, name) or (column.first_day if column is not None else None)
         said = event.model_dump(include={"owner", "description", "reason", "alternatives"}) if event else {}
         statistics = _statistics(measured)
         if statistics["coverage"] is None and name in empty:
@@ -114,7 +114,7 @@ def entries(
                 runs=len(runs),
                 last_read=runs[0].at if runs else None,
                 last_run=runs[0].name if runs else None,
-                worth=next((run.worths[name] for run in runs if name in run.worths), None),
+                worth=next((run.importance[name] for run in runs if name in run.importance), None),
                 days=measured,
                 **said,
                 **statistics,
@@ -134,14 +134,16 @@ def kind_of(kind: pa.DataType) -> str:
     return "number" if pa.types.is_floating(kind) or pa.types.is_decimal(kind) else "other"
 
 
-def _days(profile: pa.Table) -> dict[str, tuple[Day, ...]]:
-    found: dict[str, list[Day]] = {}
+def _days(profile: pa.Table) -> dict[str, tuple[FeatureDay, ...]]:
+    found: dict[str, list[FeatureDay]] = {}
     for row in profile.sort_by([("day", "ascending")]).to_pylist():
-        found.setdefault(row["column"], []).append(Day.model_validate({key: row[key] for key in Day.model_fields}))
+        found.setdefault(row["column"], []).append(
+            FeatureDay.model_validate({key: row[key] for key in FeatureDay.model_fields})
+        )
     return {name: tuple(days) for name, days in found.items()}
 
 
-def _statistics(days: Sequence[Day]) -> dict[str, Any]:
+def _statistics(days: Sequence[FeatureDay]) -> dict[str, Any]:
     """What the newest days say."""
     recent = days[-RECENT_DAYS:]
     rows, present = sum(day.rows for day in recent), sum(day.present for day in recent)

@@ -56,7 +56,7 @@ def log_name(table: str) -> str:
     return f"{table}_features"
 
 
-def events(warehouse: Warehouse, table: str) -> list[Event]:
+def read_events(warehouse: Warehouse, table: str) -> list[Event]:
     """All events of a table's features, oldest first."""
     name = log_name(table)
     if not warehouse.has_table(name) or warehouse.table(name).current_snapshot() is None:
@@ -67,12 +67,12 @@ def events(warehouse: Warehouse, table: str) -> list[Event]:
     return sorted(found, key=lambda event: event.at)
 
 
-def newest(log: Sequence[Event]) -> dict[str, Event]:
+def newest_events(log: Sequence[Event]) -> dict[str, Event]:
     """Feature -> its newest event."""
     return {event.feature: event for event in log}
 
 
-def since(log: Sequence[Event], feature: str) -> datetime.date | None:
+def state_since(log: Sequence[Event], feature: str) -> datetime.date | None:
     """The day on which a feature came into its present state; None: nothing was ever declared."""
     found = None
     for event in (event for event in log if event.feature == feature):
@@ -80,7 +80,7 @@ def since(log: Sequence[Event], feature: str) -> datetime.date | None:
     return None if found is None else found.at.date()
 
 
-def record(warehouse: Warehouse, table: str, event: Event) -> None:
+def append_event(warehouse: Warehouse, table: str, event: Event) -> None:
     """Adds an event; of two at once both are kept, and the later one counts.
 
     Raises:
@@ -89,7 +89,7 @@ def record(warehouse: Warehouse, table: str, event: Event) -> None:
     warehouse.append(log_name(table), SCHEMA, [event.model_dump() | {"day": event.at.date()}])
 
 
-def declared(
+def build_event(
     log: Sequence[Event], columns: Collection[str], feature: str, by: str, changes: Mapping[str, Any]
 ) -> Event:
     """The event that changes something of a feature; nothing is written.
@@ -101,7 +101,7 @@ def declared(
     Raises:
         ConfigError: If there is no such feature, or it cannot come into that state from its present one.
     """
-    before = newest(log).get(feature)
+    before = newest_events(log).get(feature)
     state = changes.get("state")
     if before is None and feature not in columns and state != "beta":
         raise unknown_feature(feature, columns, "Correct the name, or declare it with state=beta.")
@@ -138,7 +138,7 @@ def refuse_deprecated(log: Sequence[Event], where: str, columns: Collection[str]
     Raises:
         ConfigError: Names them, since when and why they are deprecated, and what to read instead.
     """
-    found = [event for event in newest(log).values() if event.state == "deprecated" and event.feature in columns]
+    found = [event for event in newest_events(log).values() if event.state == "deprecated" and event.feature in columns]
     if found:
         raise ConfigError(
             f"features at {where}",
@@ -151,4 +151,4 @@ def refuse_deprecated(log: Sequence[Event], where: str, columns: Collection[str]
 def _in_words(log: Sequence[Event], event: Event) -> str:
     instead = ", ".join(f"'{name}'" for name in event.alternatives) or "nothing"
     reason = f", {event.reason}" if event.reason else ""
-    return f"'{event.feature}', deprecated since {since(log, event.feature)}{reason}; instead: {instead}"
+    return f"'{event.feature}', deprecated since {state_since(log, event.feature)}{reason}; instead: {instead}"

@@ -13,7 +13,7 @@ LAST_RUNS = 3
 """Newest measured runs of a feature in which it has to be droppable to count as worth nothing."""
 
 
-class Candidate(BaseModel, frozen=True):
+class RetireCandidate(BaseModel, frozen=True):
     """A feature that could be retired."""
 
     name: str
@@ -23,9 +23,9 @@ class Candidate(BaseModel, frozen=True):
     models: tuple[str, ...]
 
 
-def candidates(
+def find_candidates(
     found: Sequence[Entry], usage: Usage, roles: Collection[str], unused_days: int, now: datetime.datetime
-) -> list[Candidate]:
+) -> list[RetireCandidate]:
     """Features that nobody reads, that hold next to nothing or that no model gains from; the largest first.
 
     Features in state beta are left alone, for they are tried out, and so are columns that the config reads for
@@ -44,7 +44,9 @@ def candidates(
         if any(reasons):
             said = tuple(reason for reason in reasons if reason)
             proposed.append(
-                Candidate(name=entry.name, state=entry.state, bytes=entry.bytes, reasons=said, models=entry.models)
+                RetireCandidate(
+                    name=entry.name, state=entry.state, bytes=entry.bytes, reasons=said, models=entry.models
+                )
             )
     return sorted(proposed, key=lambda one: (-one.bytes, one.name))
 
@@ -64,8 +66,8 @@ def _empty(entry: Entry) -> str | None:
 
 
 def _worthless(entry: Entry, usage: Usage) -> str | None:
-    runs = [run for run in usage.runs_of(entry.name) if entry.name in run.worths][:LAST_RUNS]
-    worths = [run.worths[entry.name] for run in runs]
-    if not worths or not all(worth.droppable for worth in worths):
+    runs = [run for run in usage.runs_of(entry.name) if entry.name in run.importance][:LAST_RUNS]
+    importance = [run.importance[entry.name] for run in runs]
+    if not importance or not all(worth.droppable for worth in importance):
         return None
-    return f"NE rises by at most {max(worth.high for worth in worths):.5f} without it in {len(worths)} run(s)"
+    return f"NE rises by at most {max(worth.high for worth in importance):.5f} without it in {len(importance)} run(s)"

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
-from pipeline.catalog.entries import Day, Entry
-from pipeline.catalog.retire import Candidate
+from pipeline.catalog.entries import Entry, FeatureDay
+from pipeline.catalog.retire import RetireCandidate
 
 NUMBERS = {"since", "cover", "length", "distinct", "drift", "size", "rows", "runs", "read", "worth"}
 """Columns that are set flush right."""
 
 
-def rows_of(entries: Sequence[Entry]) -> list[dict[str, str]]:
+def feature_rows(entries: Sequence[Entry]) -> list[dict[str, str]]:
     """What the list shows of each feature."""
     return [
         {
@@ -21,32 +21,32 @@ def rows_of(entries: Sequence[Entry]) -> list[dict[str, str]]:
             "length": "" if one.mean_length is None else f"{one.mean_length:.1f}",
             "distinct": "" if one.distinct is None else f"{one.distinct:,}",
             "drift": "" if one.drift is None else f"{one.drift:.3f}",
-            "size": size(one.bytes),
+            "size": format_bytes(one.bytes),
             "runs": f"{one.runs}",
             "read": "" if one.last_read is None else f"{one.last_read.date()}",
             "worth": "" if one.worth is None else f"{one.worth.ne_loss:.5f}",
-            "models": shortened(one.models),
+            "models": shorten_names(one.models),
             "owner": one.owner or "",
         }
         for one in entries
     ]
 
 
-def rows_of_candidates(candidates: Sequence[Candidate]) -> list[dict[str, str]]:
+def candidate_rows(candidates: Sequence[RetireCandidate]) -> list[dict[str, str]]:
     """What the proposal shows of each feature."""
     return [
         {
             "feature": one.name,
             "state": one.state,
-            "size": size(one.bytes),
+            "size": format_bytes(one.bytes),
             "why": "; ".join(one.reasons),
-            "models": shortened(one.models),
+            "models": shorten_names(one.models),
         }
         for one in candidates
     ]
 
 
-def rows_of_days(days: Sequence[Day]) -> list[dict[str, str]]:
+def day_rows(days: Sequence[FeatureDay]) -> list[dict[str, str]]:
     """What is known of a feature day by day."""
     return [
         {
@@ -61,11 +61,11 @@ def rows_of_days(days: Sequence[Day]) -> list[dict[str, str]]:
     ]
 
 
-def aligned(rows: Sequence[Mapping[str, str]]) -> str:
+def format_table(rows: Sequence[Mapping[str, str]]) -> str:
     """Rows of equal keys as lines with one column a key; columns that are empty throughout are left out.
 
     Example:
-        >>> print(aligned([{"feature": "age", "size": "9 B"}, {"feature": "city", "size": "1.2 kB"}]))
+        >>> print(format_table([{"feature": "age", "size": "9 B"}, {"feature": "city", "size": "1.2 kB"}]))
         feature    size
         age         9 B
         city     1.2 kB
@@ -76,11 +76,11 @@ def aligned(rows: Sequence[Mapping[str, str]]) -> str:
     return "\n".join("  ".join(_set(key, line[key], widths[key]) for key in keys).rstrip() for line in lines)
 
 
-def size(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Bytes for people.
 
     Example:
-        >>> size(999), size(1_500), size(12_340_000)
+        >>> format_bytes(999), format_bytes(1_500), format_bytes(12_340_000)
         ('999 B', '1.5 kB', '12.3 MB')
     """
     value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
@@ -89,7 +89,7 @@ def size(count: int) -> str:
     return f"{count} B" if units[0] == "B" else f"{value:,.1f} {units[0]}"
 
 
-def shortened(names: Sequence[str]) -> str:
+def shorten_names(names: Sequence[str]) -> str:
     """The last of several names, and how many more there are; those in use come first."""
     ordered = [name for name in names if name.endswith(")")] or list(names[-1:])
     more = len(names) - len(ordered)

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pipeline.transforms.plan.plan import Plan
 
 
-class Worth(BaseModel, frozen=True):
+class FeatureImportance(BaseModel, frozen=True):
     """What a column was worth to a model: the most valuable of the features that are made of it."""
 
     ne_loss: float
@@ -27,7 +27,7 @@ class Run(BaseModel, frozen=True):
     at: datetime.datetime
     """Its start, UTC."""
     columns: frozenset[str]
-    worths: Mapping[str, Worth] = {}
+    importance: Mapping[str, FeatureImportance] = {}
     """Column -> worth; empty: not measured."""
 
 
@@ -64,14 +64,16 @@ class Usage(BaseModel, frozen=True):
         return [version for version in self.versions_of(column) if version.aliases]
 
 
-def worths_of_columns(plan: Plan, worths: Sequence[tuple[str, Worth]]) -> dict[str, Worth]:
+def importance_by_column(
+    plan: Plan, importance: Sequence[tuple[str, FeatureImportance]]
+) -> dict[str, FeatureImportance]:
     """Column -> the worth of the best feature that is made of it.
 
     Args:
-        worths: Feature -> what it was worth, as far as it was measured.
+        importance: Feature -> what it was worth, as far as it was measured.
     """
-    best: dict[str, Worth] = {}
-    for name, worth in worths:
+    best: dict[str, FeatureImportance] = {}
+    for name, worth in importance:
         for column in plan.columns_of(name):
             if column not in best or worth.ne_loss > best[column].ne_loss:
                 best[column] = worth

@@ -137,7 +137,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     def _negatives_keep_their_weight(self) -> Self:
         outcomes = self.source.outcomes
         if outcomes is not None:
-            outcomes.made(self.features.label)
+            outcomes.labels_by_column(self.features.label)
             if outcomes.keep_negatives is not None and self.features.weight != WEIGHT:
                 raise ConfigError(
                     "features.weight with source.outcomes.keep_negatives", WEIGHT, f"{self.features.weight}",

@@ -22,7 +22,7 @@ NOISE = 38.0
 """Of 16 buckets of equally distributed values, the drift times n m / (n + m) stays below this in 999 of 1,000 cases."""
 
 
-class Finding(BaseModel, frozen=True):
+class CheckFinding(BaseModel, frozen=True):
     """A rule that a day breaks."""
 
     day: datetime.date
@@ -51,14 +51,14 @@ class DayCheck(BaseModel, frozen=True):
     coverage: Mapping[str, float] = {}
 
 
-class Checked(BaseModel, frozen=True):
+class CheckResult(BaseModel, frozen=True):
     """What the rules say of the days of an ingest."""
 
     days: tuple[DayCheck, ...] = ()
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[CheckFinding, ...] = ()
 
     @property
-    def held(self) -> set[datetime.date]:
+    def held_back(self) -> set[datetime.date]:
         """Days that are not to stand in the table."""
         return {day.day for day in self.days if day.outcome == "quarantine"}
 
@@ -66,7 +66,7 @@ class Checked(BaseModel, frozen=True):
         """Outcome -> days that it was given to."""
         return dict(Counter(day.outcome for day in self.days if day.outcome != "stored"))
 
-    def refuse(self) -> None:
+    def raise_failed(self) -> None:
         """Ends the ingest if a day fails.
 
         Raises:
@@ -76,7 +76,7 @@ class Checked(BaseModel, frozen=True):
         if failed:
             first, more = failed[0], len(failed) - 1
             others = f" ({more} more)" if more else ""
-            remedy = f"Mend the source, or set ingest.checks.{first.rule} to quarantine, warn or off."
+            remedy = f"Correct the source, or set ingest.checks.{first.rule} to quarantine, warn or off."
             raise DataError(first.where, first.expected, f"{first.got}{others}", remedy)
 
 
@@ -90,7 +90,7 @@ def check(
     config: ChecksConfig,
     label: str,
     duplicates: Mapping[datetime.date, int],
-) -> tuple[pa.Table, Checked]:
+) -> tuple[pa.Table, CheckResult]:
     """Holds each new day against the days before it, which are stored or new and not held back themselves.
 
     Args:
@@ -104,7 +104,7 @@ def check(
     tables = {day: _of(earlier, day) for day in sorted(set(earlier[DAY].to_pylist()) - set(fresh))}
     days = {day: _by_column(table) for day, table in tables.items()}
     checked = [_day(day, "stored", days[day], label) for day in days if fresh and day < fresh[-1]]
-    findings: list[Finding] = []
+    findings: list[CheckFinding] = []
     drifted: list[pa.Table] = []
     for day in fresh:
         past = [other for other in sorted(tables) if other < day][-config.trailing_days :]
@@ -120,7 +120,7 @@ def check(
         if worst != "quarantine":  # a day that is held back is no measure of others
             tables[day], days[day] = table, new
     whole = pa.concat_tables([measured.slice(0, 0), *drifted])
-    return whole, Checked(days=tuple(sorted(checked, key=lambda one: one.day)), findings=tuple(findings))
+    return whole, CheckResult(days=tuple(sorted(checked, key=lambda one: one.day)), findings=tuple(findings))
 
 
 def bounds(new: Columns, past: Sequence[Columns], config: ChecksConfig, label: str) -> dict[str, tuple[float, float]]:
@@ -161,17 +161,17 @@ def _findings(
     config: ChecksConfig,
     label: str,
     duplicates: int,
-) -> Iterator[Finding]:
+) -> Iterator[CheckFinding]:
     """What a day breaks.
 
     Args:
         limits: As of `bounds`; none where there are too few days to compare with.
     """
 
-    def finding(rule: Rule, expected: str, got: str, column: str | None = None) -> Iterator[Finding]:
+    def finding(rule: Rule, expected: str, got: str, column: str | None = None) -> Iterator[CheckFinding]:
         outcome = config.outcome(rule)
         if outcome != "off":
-            yield Finding(day=day, rule=rule, outcome=outcome, column=column, expected=expected, got=got)
+            yield CheckFinding(day=day, rule=rule, outcome=outcome, column=column, expected=expected, got=got)
 
     rows = _rows(new)
     if duplicates > config.duplicate_share * rows:

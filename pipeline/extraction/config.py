@@ -86,7 +86,7 @@ class Outcomes(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=
                 raise ConfigError("source.outcomes.labels", expected, f"'{name}'", "Rename the label.")
         return self
 
-    def made(self, label: str) -> dict[str, OutcomeLabel]:
+    def labels_by_column(self, label: str) -> dict[str, OutcomeLabel]:
         """Returns column -> the outcomes it is computed from.
 
         Args:
@@ -106,7 +106,7 @@ class Outcomes(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=
 
     def columns(self, label: str) -> list[str]:
         """Returns the columns that the join adds to the feature log. None of them is known when a row is scored."""
-        return [*self.made(label), *([] if self.keep_negatives is None else [WEIGHT])]
+        return [*self.labels_by_column(label), *([] if self.keep_negatives is None else [WEIGHT])]
 
     def window_of(self, label: OutcomeLabel) -> int:
         """Returns the attribution window of a label in seconds."""
@@ -157,7 +157,7 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
             raise ConfigError("source.outcomes", "`path` of the outcome log", "none", "Add it.")
         return self
 
-    def said(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         """Returns the source as JSON values, without newer keys at their default: identities of older days stay."""
         content = self.model_dump(mode="json")
         for part, keys in LATER.items():
@@ -167,7 +167,7 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
                     del content[part][key]
         return content
 
-    def made(self, label: str) -> list[str]:
+    def outcome_columns(self, label: str) -> list[str]:
         """Returns the columns computed from outcomes.
 
         Args:
@@ -244,3 +244,25 @@ class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     profile: bool = True
     """Measure new days before they are written. The checks need it."""
     checks: ChecksConfig = ChecksConfig()
+
+
+class LabelColumns(BaseModel, frozen=True, extra="ignore", use_attribute_docstrings=True):
+    """The part of `features` that is known before any feature is declared. Other keys are ignored."""
+
+    label: str = "label"
+    """Column of 0 and 1."""
+    weight: str | None = None
+    """Column of the rows' weights. None: every row weighs the same."""
+
+
+class SourceOnly(BaseModel, frozen=True, extra="ignore", use_attribute_docstrings=True):
+    """A run config reduced to its source, for commands that look at rows before features are declared.
+
+    Other sections are ignored, so that a complete config can be read as one.
+    """
+
+    name: str = "mine"
+    """Name of the table."""
+    source: SourceConfig
+    ingest: IngestConfig = IngestConfig()
+    features: LabelColumns = LabelColumns()

@@ -1,4 +1,4 @@
-"""The days of a source: their rows counted, and an identity that changes with what they are made of."""
+"""The days of a source: row counts, and an identity that changes with the input of the day."""
 
 import datetime
 import json
@@ -8,35 +8,37 @@ from pathlib import Path
 
 from pipeline.data.files import stamp
 from pipeline.errors import EmptyDatasetError
-from pipeline.extraction.config import SourceConfig
 from pipeline.extraction.join import KEY, LEFT_OUT
-from pipeline.extraction.opening import Opened, fingerprint
-from pipeline.transforms.schema import FeatureSchema
+from pipeline.extraction.opening import OpenSource, SourceContext, fingerprint
 from storage.reader import DAY
 
 
 @dataclass(frozen=True)
-class Day:
-    """What a first look at the source says of one day."""
+class SourceDay:
+    """Row counts and identity of one day of a source."""
 
     day: datetime.date
     rows: int
     refused: int
     identity: str
     left_out: int = 0
-    """Negatives that are thinned out."""
+    """Negatives removed by downsampling."""
 
     @property
     def kept(self) -> int:
-        """Rows that are written."""
+        """Rows to write."""
         return self.rows - self.refused - self.left_out
 
 
-def survey(rows: Opened, source: SourceConfig, schema: FeatureSchema, order_by: Sequence[str]) -> list[Day]:
-    """Counts by day, and for each day an identity made of the files that hold its rows and, where logs are joined, of
-    those that may hold outcomes of them."""
+def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) -> list[SourceDay]:
+    """Counts the rows of each day and gives each day an identity.
+
+    The identity covers the config of the source and the files that hold rows of the day. If logs are joined, it also
+    covers the files that may hold outcomes of these rows.
+    """
+    schema = context.schema
     later = [part for part in (order_by, schema.weight) if part]  # days of older versions keep their identity
-    shared = fingerprint([source.said(), schema.label, _stamps(rows.lookups), *later])
+    shared = fingerprint([context.source.content(), schema.label, _stamps(rows.lookups), *later])
     stamps = {str(path.resolve()): _stamps([path]) for path in [*rows.files, *rows.outcomes]}
     outcomes = None if rows.join is None else rows.join.files_by_day(rows.view)
     which = f"sum(md5_number_lower(concat_ws(':', {KEY}, parse_filename(__file), __row))) FILTER (__reason IS NOT NULL)"
@@ -47,17 +49,17 @@ def survey(rows: Opened, source: SourceConfig, schema: FeatureSchema, order_by: 
     days = []
     for day, count, bad, files, aside in found:
         content = [shared, [stamps[file] for file in files]]
-        if outcomes is not None:  # a repeated impression may have its first row in the file of another day
+        if outcomes is not None:  # the first row of a repeated impression may lie in the file of another day
             content += [[stamps[file] for file in outcomes.get(day, [])], str(aside or 0)]
-        days.append(Day(day, count, bad, fingerprint(content)[:16]))
+        days.append(SourceDay(day, count, bad, fingerprint(content)[:16]))
     return days
 
 
-def named(days: Sequence[Day], only: Iterable[datetime.date]) -> list[Day]:
-    """The days that are asked for; none named: all of them.
+def select_days(days: Sequence[SourceDay], only: Iterable[datetime.date]) -> list[SourceDay]:
+    """Returns the days in `only`, or all days if it is empty.
 
     Raises:
-        EmptyDatasetError: If there is no day at all, or none of a name.
+        EmptyDatasetError: If the source has no day at all, or lacks one of `only`.
     """
     if not days:
         raise EmptyDatasetError("source", "at least one row", "none", "Check source.path.")
@@ -73,35 +75,35 @@ def named(days: Sequence[Day], only: Iterable[datetime.date]) -> list[Day]:
     return [day for day in days if not asked or day.day in asked]
 
 
-def thinned(rows: Opened, days: Sequence[Day]) -> list[Day]:
-    """The days, with the negatives that are left out of them."""
-    where = f"{LEFT_OUT} AND __reason IS NULL AND {within(days)}"
+def count_left_out(rows: OpenSource, days: Sequence[SourceDay]) -> list[SourceDay]:
+    """Returns the days with the number of negatives that downsampling removes from them."""
+    where = f"{LEFT_OUT} AND __reason IS NULL AND {days_condition(days)}"
     query = f"SELECT {DAY}, count(*) FROM {rows.view} WHERE {where} GROUP BY {DAY}"
     left_out = dict(rows.connection.sql(query).fetchall())
     return [replace(day, left_out=left_out.get(day.day, 0)) for day in days]
 
 
-def refused(rows: Opened, days: Sequence[Day]) -> dict[str, int]:
-    """Reason -> rows of the days that are refused for it."""
+def count_refused(rows: OpenSource, days: Sequence[SourceDay]) -> dict[str, int]:
+    """Returns reason -> rows of the days that are refused for it."""
     bad = [day for day in days if day.refused]
     if not bad:
         return {}
-    where = f"__reason IS NOT NULL AND {within(bad)}"
+    where = f"__reason IS NOT NULL AND {days_condition(bad)}"
     query = f"SELECT __reason, count(*) FROM {rows.view} WHERE {where} GROUP BY 1 ORDER BY 1"
     return dict(rows.connection.sql(query).fetchall())
 
 
-def within(days: Sequence[Day]) -> str:
-    """Condition on a row, as SQL: it is of one of the days."""
+def days_condition(days: Sequence[SourceDay]) -> str:
+    """Returns the SQL condition that a row belongs to one of the days."""
     if not days:
         return "false"
     dates = ", ".join(f"DATE '{day.day}'" for day in days)
     return f"{DAY} IN ({dates})"
 
 
-def groups(days: Iterable[Day], rows: int) -> Iterator[list[Day]]:
-    """Days in their order, together as long as they have no more rows than that."""
-    group: list[Day] = []
+def group_days(days: Iterable[SourceDay], rows: int) -> Iterator[list[SourceDay]]:
+    """Groups days in their order, with at most `rows` rows a group. A larger day is a group of its own."""
+    group: list[SourceDay] = []
     for day in days:
         if group and sum(other.rows for other in group) + day.rows > rows:
             yield group
@@ -112,5 +114,5 @@ def groups(days: Iterable[Day], rows: int) -> Iterator[list[Day]]:
 
 
 def _stamps(files: Iterable[Path]) -> str:
-    """Name, size and time of change of files: what tells that a file is the one already read."""
+    """Name, size and modification time of each file, as JSON: the same stamps mean the same files."""
     return json.dumps([stamp(path) for path in files])

@@ -24,7 +24,7 @@ COLUMNS = "dlrm.joined.columns"
 """Property of a table: JSON list of the columns that back-fills have written."""
 
 
-class Enriched(BaseModel, frozen=True):
+class EnrichResult(BaseModel, frozen=True):
     """What a back-fill did."""
 
     snapshot: SnapshotRef
@@ -50,7 +50,7 @@ def enrich(
     end: datetime.date | None = None,
     again: bool = False,
     report: Callable[[int, int], None] = lambda done, total: None,
-) -> Enriched:
+) -> EnrichResult:
     """Writes the columns of side sources into days of a table: each day in one commit, all else in it as it was.
 
     Memory holds what the warehouse does while it writes, and a day of each side source.
@@ -92,7 +92,7 @@ def enrich(
         done += days[day]
     snapshot, seen = warehouse.current(table), sum(side.rows for side in sides)
     files = warehouse.day_files(snapshot)
-    return Enriched(
+    return EnrichResult(
         snapshot=snapshot,
         columns=tuple(names),
         days_written=tuple(todo),

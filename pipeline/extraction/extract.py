@@ -1,24 +1,38 @@
-"""Stage entry: raw files in, labelled samples in the warehouse out."""
+"""Stage entry: reads raw files and writes labelled samples into the warehouse."""
 
 import datetime
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from pydantic import BaseModel
 
 from pipeline.errors import DataError, EmptyDatasetError
-from pipeline.extraction.checks import Checked
-from pipeline.extraction.config import IngestConfig, SourceConfig
-from pipeline.extraction.days import Day, groups, named, refused, survey, thinned, within
-from pipeline.extraction.intake import Warn, held_name, inspect, keep_profile, mend_profile, release
-from pipeline.extraction.join import Joined
-from pipeline.extraction.opening import Opened, Report, opened
-from pipeline.extraction.samples import count_rows, dense_columns
-from pipeline.extraction.writing import order_of, write
-from pipeline.transforms.schema import FeatureSchema
+from pipeline.extraction.checks import CheckResult
+from pipeline.extraction.config import IngestConfig
+from pipeline.extraction.days import (
+    SourceDay,
+    count_left_out,
+    count_refused,
+    days_condition,
+    group_days,
+    select_days,
+    survey,
+)
+from pipeline.extraction.intake import (
+    Intake,
+    Warn,
+    held_back_name,
+    inspect,
+    release_days,
+    repair_profile,
+    store_profile,
+)
+from pipeline.extraction.join import LabelJoin
+from pipeline.extraction.opening import OpenSource, Report, SourceContext, open_source_rows
+from pipeline.extraction.samples import count_rows, number_columns
+from pipeline.extraction.writing import order_clause, write_days
 from storage.reader import SnapshotRef
-from storage.warehouse import Warehouse
 
 
 class IngestResult(BaseModel, frozen=True):
@@ -29,153 +43,213 @@ class IngestResult(BaseModel, frozen=True):
     days_written: tuple[datetime.date, ...]
     days_skipped: tuple[datetime.date, ...]
     quarantined: Mapping[str, int]
+    """Reason -> rows refused for it."""
     unmatched: Mapping[str, int]
+    """Side table -> rows without a match in it."""
     days_elsewhere: int
     """Days of the table that this source does not have; they stay."""
-    outcomes: Mapping[str, Joined] = {}
-    """Label -> what became of its outcomes, where logs were joined."""
+    outcomes: Mapping[str, LabelJoin] = {}
+    """Label -> how its outcomes were matched, if logs were joined."""
     by_day: Mapping[datetime.date, "DayRows"] = {}
-    """Of the days written."""
+    """Row counts of the days written."""
     days_held: tuple[datetime.date, ...] = ()
-    """Days that broke a rule and stand in the table of held days instead."""
-    checked: Checked = Checked()
+    """Days that broke a rule. They are held back in a table of their own."""
+    checked: CheckResult = CheckResult()
 
 
 class DayRows(BaseModel, frozen=True):
-    """Where the rows of a day went: `rows` is the sum of the others."""
+    """Row counts of one day: `rows` is the sum of the others."""
 
     rows: int
     written: int
     quarantined: int
     left_out: int
-    """Negatives that were thinned out."""
+    """Negatives removed by downsampling."""
+
+
+@dataclass(frozen=True)
+class _Ingest:
+    """What stays the same during one ingest."""
+
+    context: SourceContext
+    config: IngestConfig
+    force: bool
+    report: Report
+    warn: Warn
+    rows: OpenSource
+    order: str
+    """ORDER BY clause of the rows written."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The days of an ingest, by what happens to them."""
+
+    wanted: list[SourceDay]
+    """All days asked for."""
+    due: list[SourceDay]
+    """Days to check and write: new or changed ones, or all with `force`."""
+    unchanged: Mapping[datetime.date, str]
+    """Day -> identity, of the days that the table already has from the same input."""
+    held_back: list[SourceDay]
+    """Days that an earlier ingest held back, from the same input."""
+    elsewhere: int
+    """Days of the table that the source does not have."""
 
 
 def extract(
-    source: SourceConfig,
+    context: SourceContext,
     config: IngestConfig,
-    schema: FeatureSchema,
-    warehouse: Warehouse,
-    table: str,
-    root: Path,
-    logs: Path,
     only: Iterable[datetime.date] = (),
-    again: bool = False,
+    force: bool = False,
     report: Report = lambda what, done, total: None,
-    on_checked: Callable[[Checked], None] = lambda checked: None,
+    on_checked: Callable[[CheckResult], None] = lambda checked: None,
     warn: Warn = lambda sentence: None,
 ) -> IngestResult:
-    """Writes the days of a source into the warehouse; days that stand there from the same input are left alone.
+    """Writes the days of a source into the warehouse. Days that were written from the same input are skipped.
 
     Args:
-        root: Folder that relative paths start from.
-        logs: Folder the generator writes its logs into.
-        only: Days to write; none means all.
-        again: Writes days that stand there already, too, and looks again at those that were held back.
-        on_checked: Called with what the rules say of the new days, before anything is written.
-        warn: Called with what went wrong and does not end the ingest.
+        only: Days to write; empty means all.
+        force: Also writes days that the table already has, and checks again those that were held back.
+        on_checked: Called with the result of the checks on the new days, before anything is written.
+        warn: Called with each problem that does not end the ingest.
     Raises:
-        ConfigError: If the source does not have the columns that the configuration names.
-        DataError: If values are of the wrong kind, too many labels of a day are bad, or a day breaks a rule that fails.
-        EmptyDatasetError: If there are no rows, a day asked for has none, or no day may be written and none is.
+        ConfigError: If the source lacks a column that the configuration names.
+        DataError: If values have the wrong type, too many labels of a day are bad, or a day fails a check.
+        EmptyDatasetError: If there are no rows, a day in `only` has none, or there is no table because no day may be
+            written.
     """
-    with opened(source, schema, warehouse, table, root, logs, report, bool(config.order_by)) as rows:
-        order = order_of(rows, config.order_by)
-        days = survey(rows, source, schema, config.order_by)
-        wanted = named(days, only)
-        _refuse_spoiled(rows, wanted, config)
-        stored = warehouse.written_days(table)
-        done = {} if again else stored
-        held = {} if again else warehouse.written_days(held_name(table))
-        todo = [day for day in wanted if day.identity not in (done.get(day.day), held.get(day.day))]
-        if rows.join is not None and todo:
-            rows.join.attribute(rows.view, within(todo))
-            todo = [day for day in thinned(rows, todo) if day.kept or day.day in stored]
-        intake = None
-        if config.profile:
-            numbers = _numbers(rows, schema, source)
-            standing = {day.day: day.identity for day in wanted if day.identity == done.get(day.day)}
-            mend_profile(rows.connection, warehouse, table, standing, numbers, warn)
-        if config.profile and todo:
-            good, counts = rows.good(within(todo)), {day.day: day.kept for day in todo}
-            checks, label = config.checks, schema.label
-            intake = inspect(rows.connection, good, counts, warehouse, table, checks, label, numbers, warn)
-        checked = Checked() if intake is None else intake.checked
+    with open_source_rows(context, report, bool(config.order_by)) as rows:
+        ingest = _Ingest(context, config, force, report, warn, rows, order_clause(rows, config.order_by))
+        plan = _plan_days(ingest, only)
+        intake = _check_days(ingest, plan)
+        checked = CheckResult() if intake is None else intake.checked
         if intake is not None:
             on_checked(checked)
-        checked.refuse()
-        back = checked.held
-        broken = [day for day in todo if day.day in back]
-        left = [day for day in wanted if held.get(day.day) == day.identity != done.get(day.day)]
-        todo = [day for day in todo if day not in broken]
-        if broken:
-            write(rows, warehouse, table, broken, order, held_name(table))
-        release(warehouse, table, [day.day for day in todo])
-        if not todo and not warehouse.has_table(table):
-            raise _no_table(table, wanted, [*broken, *left])
-        total = sum(day.kept for day in todo)
-        written = 0
-        for group in groups(todo, config.rows_per_commit):
-            write(rows, warehouse, table, group, order, table, partial(_report_from, report, written, total))
-            keep_profile(warehouse, table, intake, {day.day: day.identity for day in group})
-            written += sum(day.kept for day in group)
-        new = [*todo, *broken]
-        quarantined = refused(rows, new)
-        unmatched = {
-            path: count_rows(rows.connection, rows.view, f"{column} IS NULL AND {within(todo)}")
-            for path, column in rows.unmatched
-        }
-        outcomes = rows.join.counts() if rows.join is not None and new else {}
-    touched = {day.day for day in [*new, *left]}
+        checked.raise_failed()
+        passed = [day for day in plan.due if day.day not in checked.held_back]
+        broken = [day for day in plan.due if day.day in checked.held_back]
+        _move_held_back(ingest, passed, broken)
+        if not passed and not context.warehouse.has_table(context.table):
+            raise _no_table_error(context.table, plan.wanted, [*broken, *plan.held_back])
+        _write_days(ingest, passed, intake)
+        return _result(ingest, plan, passed, broken, checked)
+
+
+def _plan_days(ingest: _Ingest, only: Iterable[datetime.date]) -> _Plan:
+    """Sorts the days of the source by what the table has of them, and attributes outcomes to those that are due."""
+    rows, context = ingest.rows, ingest.context
+    days = survey(rows, context, ingest.config.order_by)
+    wanted = select_days(days, only)
+    _refuse_bad_days(rows, wanted, ingest.config.max_quarantined_share)
+    stored = context.warehouse.written_days(context.table)
+    written = {} if ingest.force else stored
+    held_back = {} if ingest.force else context.warehouse.written_days(held_back_name(context.table))
+    due = [day for day in wanted if day.identity not in (written.get(day.day), held_back.get(day.day))]
+    if rows.join is not None and due:
+        rows.join.attribute(rows.view, days_condition(due))
+        due = [day for day in count_left_out(rows, due) if day.kept or day.day in stored]
+    return _Plan(
+        wanted=wanted,
+        due=due,
+        unchanged={day.day: day.identity for day in wanted if day.identity == written.get(day.day)},
+        held_back=[day for day in wanted if held_back.get(day.day) == day.identity != written.get(day.day)],
+        elsewhere=len(stored.keys() - {day.day for day in days}),
+    )
+
+
+def _refuse_bad_days(rows: OpenSource, days: Sequence[SourceDay], max_share: float) -> None:
+    bad = [day for day in days if day.refused > max_share * day.rows or day.refused == day.rows]
+    if bad:
+        reasons = count_refused(rows, bad)
+        worst = max(bad, key=lambda day: day.refused / day.rows)
+        raise DataError(
+            f"labels of {len(bad)} day(s), worst {worst.day}",
+            f"at most {max_share:.2%} bad rows a day, and at least one good row",
+            f"{worst.refused} of {worst.rows} ({', '.join(reasons)})",
+            "Correct the source, or raise ingest.max_quarantined_share.",
+        )
+
+
+def _check_days(ingest: _Ingest, plan: _Plan) -> Intake | None:
+    """Measures the due days and checks them against earlier days. Returns None if they were not measured."""
+    if not ingest.config.profile:
+        return None
+    rows, context = ingest.rows, ingest.context
+    numbers = number_columns(context.schema, rows.columns, context.outcome_columns)
+    repair_profile(rows.connection, context.warehouse, context.table, plan.unchanged, numbers, ingest.warn)
+    if not plan.due:
+        return None
+    return inspect(
+        rows.connection,
+        rows.create_good_view(days_condition(plan.due)),
+        {day.day: day.kept for day in plan.due},
+        context.warehouse,
+        context.table,
+        ingest.config.checks,
+        context.schema.label,
+        numbers,
+        ingest.warn,
+    )
+
+
+def _move_held_back(ingest: _Ingest, passed: Sequence[SourceDay], broken: Sequence[SourceDay]) -> None:
+    """Writes the days that broke a rule into the table of held-back days; days that passed leave it."""
+    warehouse, table = ingest.context.warehouse, ingest.context.table
+    if broken:
+        write_days(ingest.rows, warehouse, table, broken, ingest.order, held_back_name(table))
+    release_days(warehouse, table, [day.day for day in passed])
+
+
+def _write_days(ingest: _Ingest, days: Sequence[SourceDay], intake: Intake | None) -> None:
+    """Writes days group by group, and the statistics of each group after its rows."""
+    warehouse, table = ingest.context.warehouse, ingest.context.table
+    total, written = sum(day.kept for day in days), 0
+    for group in group_days(days, ingest.config.rows_per_commit):
+        on_rows = partial(_report_from, ingest.report, written, total)
+        write_days(ingest.rows, warehouse, table, group, ingest.order, table, on_rows)
+        store_profile(warehouse, table, intake, {day.day: day.identity for day in group})
+        written += sum(day.kept for day in group)
+
+
+def _result(
+    ingest: _Ingest, plan: _Plan, passed: Sequence[SourceDay], broken: Sequence[SourceDay], checked: CheckResult
+) -> IngestResult:
+    rows, due = ingest.rows, [*passed, *broken]
+    touched = {day.day for day in [*due, *plan.held_back]}
     return IngestResult(
-        snapshot=warehouse.current(table),
-        rows=written,
-        days_written=tuple(day.day for day in todo),
-        days_skipped=tuple(day.day for day in wanted if day.day not in touched),
-        quarantined=quarantined,
-        unmatched=unmatched,
-        days_elsewhere=len(stored.keys() - {day.day for day in days}),
-        outcomes=outcomes,
+        snapshot=ingest.context.warehouse.current(ingest.context.table),
+        rows=sum(day.kept for day in passed),
+        days_written=tuple(day.day for day in passed),
+        days_skipped=tuple(day.day for day in plan.wanted if day.day not in touched),
+        quarantined=count_refused(rows, due),
+        unmatched={
+            path: count_rows(rows.connection, rows.view, f"{column} IS NULL AND {days_condition(passed)}")
+            for path, column in rows.unmatched
+        },
+        days_elsewhere=plan.elsewhere,
+        outcomes=rows.join.count_outcomes() if rows.join is not None and due else {},
         by_day={
             day.day: DayRows(rows=day.rows, written=day.kept, quarantined=day.refused, left_out=day.left_out)
-            for day in todo
+            for day in passed
         },
-        days_held=tuple(sorted(day.day for day in [*broken, *left])),
+        days_held=tuple(sorted(day.day for day in [*broken, *plan.held_back])),
         checked=checked,
     )
 
 
-def _refuse_spoiled(rows: Opened, days: Sequence[Day], config: IngestConfig) -> None:
-    spoiled = [day for day in days if day.refused > config.max_quarantined_share * day.rows or day.refused == day.rows]
-    if spoiled:
-        reasons = refused(rows, spoiled)
-        worst = max(spoiled, key=lambda day: day.refused / day.rows)
-        raise DataError(
-            f"labels of {len(spoiled)} day(s), worst {worst.day}",
-            f"at most {config.max_quarantined_share:.2%} bad rows a day, and a good one",
-            f"{worst.refused} of {worst.rows} ({', '.join(reasons)})",
-            "Mend the source, or raise ingest.max_quarantined_share.",
-        )
-
-
-def _no_table(table: str, days: Sequence[Day], held: Sequence[Day]) -> EmptyDatasetError:
-    """Why there is no table at all after an ingest."""
-    if held:
+def _no_table_error(table: str, days: Sequence[SourceDay], held_back: Sequence[SourceDay]) -> EmptyDatasetError:
+    """Explains why an ingest wrote no table at all."""
+    if held_back:
         return EmptyDatasetError(
             f"table '{table}'", "a day that keeps the rules of ingest.checks",
-            f"{len(held)} day(s), all held in table '{held_name(table)}'",
-            "Mend the source, or relax the rule and run again with again=true.",
+            f"{len(held_back)} day(s), all held back in table '{held_back_name(table)}'",
+            "Correct the source, or relax the rule and run again with again=true.",
         )  # fmt: skip
     return EmptyDatasetError(
-        f"{len(days)} day(s) of the source", "rows to keep", "only negatives that are thinned out",
+        f"{len(days)} day(s) of the source", "rows to keep", "only negatives that downsampling leaves out",
         "Raise source.outcomes.keep_negatives.",
     )  # fmt: skip
-
-
-def _numbers(rows: Opened, schema: FeatureSchema, source: SourceConfig) -> set[str]:
-    """Columns whose integers are counts or labels, not ids."""
-    made = source.made(schema.label)
-    return {schema.label, *made, *dense_columns(schema, rows.columns, made)}
 
 
 def _report_from(report: Report, base: int, total: int, rows: int) -> None:

@@ -18,7 +18,7 @@ from pipeline.data.profile import (
     with_drift,
 )
 from pipeline.errors import ConfigError, DataError
-from pipeline.extraction.checks import Checked, check
+from pipeline.extraction.checks import CheckResult, check
 from pipeline.extraction.config import ChecksConfig
 from pipeline.extraction.sources import first_line
 from storage.days import identities
@@ -40,10 +40,10 @@ class Intake:
     """What is known of new days before any is written."""
 
     profile: pa.Table
-    checked: Checked
+    checked: CheckResult
 
 
-def held_name(table: str) -> str:
+def held_back_name(table: str) -> str:
     """Name of the table with the days of `table` that were held back."""
     return f"{table}_{HELD}"
 
@@ -92,7 +92,7 @@ def inspect(
     return Intake(profile, checked)
 
 
-def keep_profile(warehouse: Warehouse, table: str, intake: Intake | None, days: Mapping[datetime.date, str]) -> None:
+def store_profile(warehouse: Warehouse, table: str, intake: Intake | None, days: Mapping[datetime.date, str]) -> None:
     """Stores the statistics of days that were written; where none were taken, those of older rows are dropped.
 
     Args:
@@ -106,7 +106,7 @@ def keep_profile(warehouse: Warehouse, table: str, intake: Intake | None, days: 
         store(warehouse, table, SCHEMA.empty_table(), days)
 
 
-def mend_profile(
+def repair_profile(
     connection: duckdb.DuckDBPyConnection,
     warehouse: Warehouse,
     table: str,
@@ -129,15 +129,15 @@ def mend_profile(
             measured = measure_days(connection, warehouse, warehouse.current(table), days, numbers)
         except duckdb.Error as error:
             warn(f"days that stand in table '{table}' could not be measured: {first_line(error)}")
-            keep_profile(warehouse, table, None, days)
+            store_profile(warehouse, table, None, days)
             continue
         earlier = profiles(warehouse, table, _before(warehouse, table, days, TRAILING_DAYS))
         store(warehouse, table, with_drift(measured, earlier), days)
 
 
-def release(warehouse: Warehouse, table: str, days: Collection[datetime.date]) -> None:
+def release_days(warehouse: Warehouse, table: str, days: Collection[datetime.date]) -> None:
     """Days that are to stand in the table leave that of held days."""
-    name = held_name(table)
+    name = held_back_name(table)
     gone = dict.fromkeys(set(days) & warehouse.written_days(name).keys(), "passed")
     if gone:
         schema = warehouse.table(name).schema().as_arrow()

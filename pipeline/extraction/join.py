@@ -17,7 +17,7 @@ KEY, SHOWN, REASON, LEFT_OUT = "__key", "__shown", "__unjoinable", "__left_out"
 REPEATED = "impression is repeated"
 
 
-class Joined(BaseModel, frozen=True):
+class LabelJoin(BaseModel, frozen=True):
     """What became of the outcomes of one label, over the impressions of the days written."""
 
     matched: int = 0
@@ -50,7 +50,7 @@ class Join:
         self, connection: duckdb.DuckDBPyConnection, source: str, outcomes: Outcomes, files: list[Path], label: str
     ) -> None:
         self.connection, self.source, self.config = connection, source, outcomes
-        self.made = outcomes.made(label)
+        self.made = outcomes.labels_by_column(label)
         create_view(connection, "outcomes", files, "auto", "source.outcomes.path")
         self._check(label)
         self.key, self.time = quoted(outcomes.on), quoted(outcomes.outcome_time)
@@ -85,7 +85,7 @@ class Join:
             f" LEFT JOIN repeated r ON r.file = s.{FILE} AND r.row = s.{ROW}"
         )
 
-    def set_repeated_aside(self) -> None:
+    def mark_repeated(self) -> None:
         """Notes down the rows of an impression that stands in the feature log more than once, but the first in time."""
         self.connection.execute(
             f"INSERT INTO repeated SELECT file, row FROM (SELECT {FILE} AS file, {ROW} AS row, row_number() OVER"
@@ -133,7 +133,7 @@ class Join:
             f"INSERT INTO found SELECT key, {', '.join(found)} FROM attributed WHERE {within} GROUP BY key"
         )
 
-    def counts(self) -> dict[str, Joined]:
+    def count_outcomes(self) -> dict[str, LabelJoin]:
         """What became of the outcomes of each label; they add up to all that were looked at."""
         result = {}
         for i, (name, made) in enumerate(self.made.items()):
@@ -144,7 +144,7 @@ class Join:
                 f" FROM attributed WHERE {_of(made)}"
             ).fetchall()[0]
             matched = int(self.connection.sql(f"SELECT count(*) FROM found WHERE n{i} > 0").fetchall()[0][0])
-            result[name] = Joined(
+            result[name] = LabelJoin(
                 matched=matched, repeated=inside - matched, late=late, early=early, unmatched=unmatched
             )
         return result

@@ -1,4 +1,4 @@
-"""A source opened: its files found or made, its rows one view of labelled samples."""
+"""Opens a source: finds or generates its files, and makes their rows one view of labelled samples."""
 
 import datetime
 import hashlib
@@ -15,113 +15,122 @@ import duckdb
 from pipeline.data.files import files_of
 from pipeline.data.profile import rows_of
 from pipeline.errors import DataError
-from pipeline.extraction.config import SourceConfig
+from pipeline.extraction.config import LabelColumns, SourceConfig
 from pipeline.extraction.generator.logs import write_logs
 from pipeline.extraction.join import KEY, LEFT_OUT, REASON, SHOWN, Join
 from pipeline.extraction.samples import GOOD, add_types
-from pipeline.extraction.sources import add_lookups, create_view, first_line, not_utf8
+from pipeline.extraction.sources import create_view, find_invalid_utf8, first_line, join_side_tables
 from pipeline.transforms.schema import FeatureSchema
 from storage.query import connect
 from storage.reader import DAY
 from storage.warehouse import Warehouse
 
 MEMORY = "512MB"
-"""What DuckDB may hold; joins and sorts beyond it are spilled to disk."""
+"""Memory limit of DuckDB. Larger joins and sorts spill to disk."""
 
 Report = Callable[[str, int, int], None]
-"""Called with (what, done, total) while rows are made or written."""
+"""Called with (what, done, total) while rows are generated or written."""
 
 
 @dataclass(frozen=True)
-class Opened:
-    """The rows of a source, to be asked for."""
+class SourceContext:
+    """A source, with all that is needed to read it."""
+
+    source: SourceConfig
+    schema: FeatureSchema | LabelColumns
+    """`LabelColumns` while no features are declared yet: then every column keeps its type."""
+    warehouse: Warehouse
+    table: str
+    """Table that the rows are for. It names the generated logs, too."""
+    root: Path
+    """Folder that relative paths start from."""
+    logs: Path
+    """Folder that the generator writes its logs into."""
+
+    @property
+    def outcome_columns(self) -> list[str]:
+        """Columns computed from outcomes: labels and weight, no features."""
+        return self.source.outcome_columns(self.schema.label)
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A source whose rows can be queried."""
 
     connection: duckdb.DuckDBPyConnection
     view: str
-    """Of `add_types`."""
+    """View made by `add_types`."""
     files: list[Path]
-    """Of the samples, or of the feature log."""
+    """Files of the samples, or of the feature log."""
     outcomes: list[Path]
-    """Of the outcome log."""
+    """Files of the outcome log."""
     lookups: list[Path]
-    """Of the side tables."""
+    """Files of the side tables."""
     join: Join | None
     unmatched: list[tuple[str, str]]
-    """(side table, column that is null where it lacks the key of the row)."""
+    """(side table, column that is null if the side table lacks the row's key)."""
 
     @property
     def columns(self) -> list[str]:
-        """Columns that are stored."""
+        """Columns to store."""
         return [name for name in self.connection.view(self.view).columns if not name.startswith("__")]
 
-    def good(self, where: str) -> str:
-        """A view of the rows to be written that meet a condition; returns its name."""
+    def create_good_view(self, where: str) -> str:
+        """Creates a view of the rows to write that meet a condition, and returns its name."""
         self.connection.execute(f"CREATE VIEW good AS SELECT * FROM {self.view} WHERE {GOOD} AND {where}")
         return "good"
 
 
 @contextmanager
-def opened(
-    source: SourceConfig,
-    schema: FeatureSchema,
-    warehouse: Warehouse,
-    table: str,
-    root: Path,
-    logs: Path,
-    report: Report = lambda what, done, total: None,
-    numbered: bool = False,
-) -> Iterator[Opened]:
-    """The samples of a source; those of joined logs are labelled once `Join.attribute` is called.
+def open_source_rows(
+    context: SourceContext, report: Report = lambda what, done, total: None, numbered: bool = False
+) -> Iterator[OpenSource]:
+    """Opens the samples of a source. Those of joined logs get their labels when `Join.attribute` is called.
 
     Args:
-        root: Folder that relative paths start from.
-        logs: Folder the generator writes its logs into.
-        numbered: Whether the order of the rows is needed where nothing is joined.
+        numbered: Whether the order of the rows is needed even if nothing is joined.
     Raises:
-        ConfigError: If the source does not have the columns that the configuration names.
-        DataError: If values are of the wrong kind, or cannot be read while the source is open.
+        ConfigError: If the source lacks a column that the configuration names.
+        DataError: If values have the wrong type, or cannot be read while the source is open.
     """
-    files, outcomes = _files(source, root, logs, table, report)
-    lookups = [(lookup, files_of(lookup.path, root, "source.lookups path")) for lookup in source.lookups]
+    source, label, made = context.source, context.schema.label, context.outcome_columns
+    files, outcomes = _find_files(context, report)
+    lookups = [(lookup, files_of(lookup.path, context.root, "source.lookups path")) for lookup in source.lookups]
     sides = [path for _, paths in lookups for path in paths]
-    with _connection([*files, *outcomes, *sides], warehouse.home / "tmp") as connection:
+    with _connection([*files, *outcomes, *sides], context.warehouse.home / "tmp") as connection:
         numbered = bool(lookups or source.outcomes or numbered)
         create_view(connection, "source", files, source.format, numbered=numbered)
-        view = add_lookups(connection, "source", lookups) if lookups else "source"
+        view = join_side_tables(connection, "source", lookups) if lookups else "source"
         unmatched = [(lookup.path, f"__matched_{i}") for i, lookup in enumerate(source.lookups)]
         join, columns = None, [column for _, column in unmatched]
         if source.outcomes is not None:
-            join = Join(connection, view, source.outcomes, outcomes, schema.label)
-            join.set_repeated_aside()
+            join = Join(connection, view, source.outcomes, outcomes, label)
+            join.mark_repeated()
             view, columns = join.view, [*columns, KEY, SHOWN, REASON, LEFT_OUT]
         day = source.day or source.day_column
         assert day is not None  # SourceConfig has one of the two
-        samples = add_types(connection, view, schema, day, columns, source.made(schema.label), numbered)
-        yield Opened(connection, samples, files, outcomes, sides, join, unmatched)
+        samples = add_types(connection, view, context.schema, day, columns, made, numbered)
+        yield OpenSource(connection, samples, files, outcomes, sides, join, unmatched)
 
 
-def source_days(
-    source: SourceConfig, schema: FeatureSchema, warehouse: Warehouse, table: str, root: Path, logs: Path
-) -> list[datetime.date]:
-    """Days that a source has rows of, in order. Arguments and errors as in `opened`."""
-    with opened(source, schema, warehouse, table, root, logs) as rows:
+def source_days(context: SourceContext) -> list[datetime.date]:
+    """Returns the days of a source in order. Raises as `open_source_rows`."""
+    with open_source_rows(context) as rows:
         return sorted(rows_of(rows.connection, rows.view))
 
 
 @contextmanager
-def open_samples(
-    source: SourceConfig, schema: FeatureSchema, warehouse: Warehouse, table: str, root: Path, logs: Path
-) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
-    """The rows that an ingest of all days would write, as a view. Arguments and errors as in `opened`."""
-    with opened(source, schema, warehouse, table, root, logs) as rows:
+def open_samples(context: SourceContext) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
+    """Opens a view of the rows that an ingest of all days would write. Raises as `open_source_rows`."""
+    with open_source_rows(context) as rows:
         if rows.join is not None:
             rows.join.attribute(rows.view, f"{DAY} IS NOT NULL")
-        yield rows.connection, rows.good("true")
+        yield rows.connection, rows.create_good_view("true")
 
 
 @contextmanager
 def _connection(files: Iterable[Path], temporary: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    """DuckDB with a temporary folder of its own; what it finds wrong in the rows is our kind of error."""
+    """Connects to DuckDB with a temporary folder of its own, and turns its errors about rows into ours."""
     temporary.mkdir(parents=True, exist_ok=True)
     with (
         TemporaryDirectory(prefix="ingest-", dir=temporary) as folder,
@@ -130,26 +139,27 @@ def _connection(files: Iterable[Path], temporary: Path) -> Iterator[duckdb.DuckD
         try:
             yield connection
         except duckdb.Error as error:
-            if "Invalid string encoding" in str(error) and (found := not_utf8(list(files))) is not None:
+            if "Invalid string encoding" in str(error) and (found := find_invalid_utf8(list(files))) is not None:
                 where = f"column '{found[1]}' of '{found[0].name}'"
-                raise DataError(where, "text in UTF-8", "bytes that are none", "Write the file anew.") from error
+                raise DataError(where, "text in UTF-8", "other bytes", "Write the file again in UTF-8.") from error
             if isinstance(error, duckdb.OutOfMemoryException):
                 raise DataError(
                     "memory of the ingest", f"at most {MEMORY} at a time", first_line(error),
                     "Ingest fewer days at once.",
                 ) from error  # fmt: skip
-            raise DataError("rows of the source", "readable values", first_line(error), "Mend the files.") from error
+            raise DataError("rows of the source", "readable values", first_line(error), "Correct the files.") from error
 
 
-def _files(source: SourceConfig, root: Path, logs: Path, table: str, report: Report) -> tuple[list[Path], list[Path]]:
-    """Files of the samples (or the feature log) and of the outcome log; the generator writes its own if absent."""
+def _find_files(context: SourceContext, report: Report) -> tuple[list[Path], list[Path]]:
+    """Files of the samples (or of the feature log) and of the outcome log. Generates the logs if they are missing."""
+    source, root = context.source, context.root
     if source.generator is None or source.outcomes is None:
         assert source.path is not None
         files = files_of(source.path, root, "source.path")
         logged = source.outcomes.path if source.outcomes else None
         return files, files_of(logged, root, "source.outcomes.path") if logged else []
-    content = [source.said()["generator"], source.outcomes.window_seconds]
-    folder = logs / f"{table}-{fingerprint(content)[:12]}"
+    content = [source.content()["generator"], source.outcomes.window_seconds]
+    folder = context.logs / f"{context.table}-{fingerprint(content)[:12]}"
     if not (folder / "complete").exists():
         total = source.generator.days * source.generator.rows_per_day
         made = Counter[str]()
@@ -164,5 +174,5 @@ def _files(source: SourceConfig, root: Path, logs: Path, table: str, report: Rep
 
 
 def fingerprint(value: object) -> str:
-    """A hash of what a JSON value says."""
+    """Returns the SHA-256 of a value as JSON, in hexadecimal."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
-from pipeline.extraction.checks import Checked, DayCheck, Finding
+from pipeline.extraction.checks import CheckFinding, CheckResult, DayCheck
 
 COLOURS = ("tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:cyan")
 """Of columns with a finding, which get a name, too; the others are grey."""
@@ -20,7 +20,7 @@ PALE = 60
 """Columns without a finding that are drawn."""
 
 
-def day_figure(title: str, checked: Checked) -> Figure:
+def day_figure(title: str, checked: CheckResult) -> Figure:
     """Rows, label rate and coverage by day, with the accepted band of the new days; findings are red."""
     figure = Figure(figsize=(7.6, 7.2), layout="constrained", dpi=110)
     rows, rate, coverage = figure.subplots(3, sharex=True, height_ratios=(2, 2, 3))
@@ -62,7 +62,7 @@ def _course(axes: Axes, points: Sequence[Point], marked: set[datetime.date]) -> 
     axes.set_ylim(0, 1.08 * max([*values, 1e-9]))
 
 
-def _coverage(axes: Axes, days: Sequence[DayCheck], findings: Sequence[Finding]) -> None:
+def _coverage(axes: Axes, days: Sequence[DayCheck], findings: Sequence[CheckFinding]) -> None:
     names = sorted({name for one in days for name in one.coverage})
     found = list(dict.fromkeys(finding.column for finding in findings if finding.column in names))
     others = [name for name in names if name not in found]
@@ -88,5 +88,5 @@ def _line(days: Sequence[DayCheck], name: str) -> tuple[Any, list[float]]:
     return [one.day for one in days], [one.coverage.get(name, 0.0) for one in days]
 
 
-def _marked(checked: Checked, *rules: str) -> set[datetime.date]:
+def _marked(checked: CheckResult, *rules: str) -> set[datetime.date]:
     return {finding.day for finding in checked.findings if finding.rule in rules}

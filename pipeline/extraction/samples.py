@@ -8,6 +8,7 @@ import duckdb
 
 from pipeline.data.columns import LEAST_WEIGHT, MOST_WEIGHT
 from pipeline.errors import ConfigError, DataError
+from pipeline.extraction.config import LabelColumns
 from pipeline.extraction.join import LEFT_OUT, REASON
 from pipeline.extraction.sources import FILE, ROW
 from pipeline.transforms.schema import FeatureSchema, input_kinds, resolve, unknown_column
@@ -30,7 +31,7 @@ _KEPT = ("BOOLEAN", "INTEGER", "BIGINT", "FLOAT", "DOUBLE", "VARCHAR", "DATE")
 def add_types(
     connection: duckdb.DuckDBPyConnection,
     view: str,
-    schema: FeatureSchema,
+    schema: FeatureSchema | LabelColumns,
     day: str | datetime.date,
     matched: Sequence[str],
     made: Sequence[str],
@@ -109,8 +110,19 @@ def _bad_weight(name: str) -> str:
     )
 
 
-def dense_columns(schema: FeatureSchema, names: list[str], made: Sequence[str]) -> list[str]:
-    """Columns that are read as numbers, all of the schema's columns checked to be there and to be no outcomes."""
+def number_columns(schema: FeatureSchema | LabelColumns, names: list[str], made: Sequence[str]) -> set[str]:
+    """Returns the columns of the stored rows with counts or labels: their integers are not ids."""
+    return {schema.label, *made, *dense_columns(schema, names, made)}
+
+
+def dense_columns(schema: FeatureSchema | LabelColumns, names: list[str], made: Sequence[str]) -> list[str]:
+    """Returns the columns that features read as numbers.
+
+    Raises:
+        ConfigError: If a column of the schema does not exist, or is an outcome.
+    """
+    if isinstance(schema, LabelColumns):
+        return []
     derived = [op.output for op in schema.derived]
     known = [*names, *derived]
     found: list[str] = []

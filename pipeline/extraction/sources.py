@@ -51,7 +51,7 @@ def create_view(
     except duckdb.Error as error:
         raise DataError(
             f"files of {where}, first '{files[0].name}'", f"readable files, format '{form}'", first_line(error),
-            "Set source.format, or mend the files." if where == "source.path" else "Mend the files.",
+            "Set source.format, or correct the files." if where == "source.path" else "Correct the files.",
         ) from error  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def first_line(error: Exception) -> str:
     return f"{lines[0]} of '{Path(file).name}', {reason.rstrip('.')}"
 
 
-def not_utf8(files: Sequence[Path]) -> tuple[Path, str] | None:
+def find_invalid_utf8(files: Sequence[Path]) -> tuple[Path, str] | None:
     """The first Parquet file, and column of it, with text that is not UTF-8; None: there is none."""
     for path in (path for path in files if not CSV.search(path.name)):
         with contextlib.suppress(pa.ArrowInvalid, OSError), pq.ParquetFile(path) as file:
@@ -99,7 +99,7 @@ def _relation(
     return rows.select(f"*, row_number() OVER () AS {ROW}") if numbered else rows
 
 
-def add_lookups(
+def join_side_tables(
     connection: duckdb.DuckDBPyConnection, source: str, lookups: Sequence[tuple[SideTable, list[Path]]]
 ) -> str:
     """A view of the source with every side table's columns; returns its name.

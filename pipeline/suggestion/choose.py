@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pipeline.data.columns import NAME
 from pipeline.errors import ConfigError
-from pipeline.suggestion.facts import Fact, Observed
+from pipeline.suggestion.facts import ColumnFacts, TableFacts
 from storage.reader import DAY
 
 LARGEST_TABLE = 1 << 22
@@ -33,7 +33,7 @@ COUNT_NAME = re.compile(
 class Choice:
     """What a column is for."""
 
-    fact: Fact
+    fact: ColumnFacts
     use: Literal["dense", "sparse", "ignored"]
     why: str
     transforms: tuple[Mapping[str, Any], ...] = ()
@@ -59,7 +59,7 @@ class Suggestion:
         return [choice for choice in self.choices if choice.use == use]
 
 
-def suggest(observed: Observed, label: str, apart: Mapping[str, str] | None = None) -> Suggestion:
+def suggest(observed: TableFacts, label: str, apart: Mapping[str, str] | None = None) -> Suggestion:
     """A config's features, split and sizes for a table.
 
     Args:
@@ -86,7 +86,7 @@ def suggest(observed: Observed, label: str, apart: Mapping[str, str] | None = No
     return Suggestion(label, tuple(choices), split, split_why, width, width_why, batch, groups)
 
 
-def choose(fact: Fact, apart: Mapping[str, str] | None = None) -> Choice:
+def choose(fact: ColumnFacts, apart: Mapping[str, str] | None = None) -> Choice:
     """What one column is for."""
     reason = _ignored(fact, apart or {})
     if reason is not None:
@@ -96,7 +96,7 @@ def choose(fact: Fact, apart: Mapping[str, str] | None = None) -> Choice:
     return _sparse(fact)
 
 
-def _ignored(fact: Fact, apart: Mapping[str, str]) -> str | None:
+def _ignored(fact: ColumnFacts, apart: Mapping[str, str]) -> str | None:
     """Why a column is no feature; None: it is one."""
     if not NAME.fullmatch(fact.name):
         return "no name that the warehouse takes; rename it"
@@ -117,7 +117,7 @@ def _ignored(fact: Fact, apart: Mapping[str, str]) -> str | None:
     return None
 
 
-def _is_category(fact: Fact) -> bool:
+def _is_category(fact: ColumnFacts) -> bool:
     """Whether whole numbers are ids: by the name, else by how they lie."""
     if fact.type == "BOOLEAN" or ID_NAME.search(fact.name):
         return True
@@ -131,7 +131,7 @@ def _is_category(fact: Fact) -> bool:
     return fact.distinct > 1_000 and fact.distinct > 0.5 * (high - low + 1)  # ids are handed out one after the other
 
 
-def _dense(fact: Fact) -> Choice:
+def _dense(fact: ColumnFacts) -> Choice:
     mean, deviation = fact.mean or 0.0, fact.deviation or 0.0
     low, high = fact.minimum or 0.0, fact.maximum or 0.0
     span = f"{low:.4g} to {high:.4g}, mean {mean:.4g}, deviation {deviation:.4g}, {fact.coverage:.0%} of rows"
@@ -146,7 +146,7 @@ def _dense(fact: Fact) -> Choice:
     return Choice(fact, "dense", why, (*ops, {"kind": "fill_null"}))
 
 
-def _sparse(fact: Fact) -> Choice:
+def _sparse(fact: ColumnFacts) -> Choice:
     size = table_rows(fact.distinct)
     share = f"{fact.coverage:.0%} of rows"
     capped = ", the largest that is suggested" if size == LARGEST_TABLE else ""
@@ -190,7 +190,7 @@ def _width(sparse: Sequence[Choice]) -> tuple[int, str]:
     )
 
 
-def _split(observed: Observed, used: Sequence[Choice]) -> tuple[dict[str, Any], str]:
+def _split(observed: TableFacts, used: Sequence[Choice]) -> tuple[dict[str, Any], str]:
     days = [day for day, _ in observed.days]
     if len(days) >= 2:
         *train, last = days

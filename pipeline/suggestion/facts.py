@@ -18,7 +18,7 @@ AT_A_TIME = 200
 
 
 @dataclass(frozen=True)
-class Fact:
+class ColumnFacts:
     """One column over all rows."""
 
     name: str
@@ -47,10 +47,10 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Observed:
+class TableFacts:
     """A table or source, looked at as a whole."""
 
-    facts: tuple[Fact, ...]
+    facts: tuple[ColumnFacts, ...]
     days: tuple[tuple[datetime.date, int], ...]
     """Days and their rows, in order."""
 
@@ -66,7 +66,7 @@ def observe(
     types: Mapping[str, str],
     days: Mapping[datetime.date, int],
     label: str,
-) -> Observed:
+) -> TableFacts:
     """Measures all columns over all days at once.
 
     Args:
@@ -79,15 +79,15 @@ def observe(
     measured = measure_columns(connection, lambda names: f"({as_one} {rows(names)})", columns, total, {label})
     pairs = correlations(connection, rows, columns, label)
     found = {row["column"]: row for row in measured.to_pylist()}
-    return Observed(
+    return TableFacts(
         facts=tuple(_fact(found[name], kind, *pairs.get(name, (None, None))) for name, kind in columns.items()),
         days=tuple(sorted(days.items())),
     )
 
 
-def _fact(row: Mapping[str, Any], kind: str, correlation: float | None, presence: float | None) -> Fact:
-    shared = {key: row[key] for key in Fact.__dataclass_fields__ if row.get(key) is not None}
-    return Fact(**shared, name=row["column"], type=kind, correlation=correlation, presence=presence)
+def _fact(row: Mapping[str, Any], kind: str, correlation: float | None, presence: float | None) -> ColumnFacts:
+    shared = {key: row[key] for key in ColumnFacts.__dataclass_fields__ if row.get(key) is not None}
+    return ColumnFacts(**shared, name=row["column"], type=kind, correlation=correlation, presence=presence)
 
 
 def correlations(

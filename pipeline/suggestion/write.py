@@ -13,7 +13,7 @@ HEAD = """# {name}: suggested by `python -m flows.suggest` from {rows:,} rows of
 """
 
 
-def written(
+def render_config(
     suggestion: Suggestion, kept: Mapping[str, Any], rows: int, days: int, source: str, weight: str | None = None
 ) -> str:
     """The whole file.

@@ -57,6 +57,6 @@ def test_a_day_that_fails_ends_the_ingest_and_the_report_is_there(command, confi
     assert (code, result["status"]) == (1, "failed")
     assert result["error"] == (
         "day 2025-01-05, rule rows: expected 100 to 300 as on the 4 days before it, got 60. "
-        "Mend the source, or set ingest.checks.rows to quarantine, warn or off."
+        "Correct the source, or set ingest.checks.rows to quarantine, warn or off."
     )
     assert (tmp_path / "home" / "reports" / "ingest-checked-2025-01-01-2025-01-05" / "checks.png").exists()

@@ -15,7 +15,7 @@ from flows.enrich import enrich
 from flows.ingest import ingest
 from flows.score import score
 from flows.train import train
-from pipeline.catalog.events import events
+from pipeline.catalog.events import read_events
 from pipeline.config import load
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
@@ -116,7 +116,7 @@ def test_the_feature_is_not_in_the_table_until_it_is_written(config, command, tm
     assert (code, result["days_written"]) == (0, 2), log
     code, result, log = command(enrich, config, home=tmp_path / "home")
     assert (code, result["days_written"], result["days_skipped"]) == (0, 2, 2), log
-    declared = [(event.feature, event.state, event.by) for event in events(warehouse, "beta")]
+    declared = [(event.feature, event.state, event.by) for event in read_events(warehouse, "beta")]
     assert sorted(declared) == [(name, "beta", "flows.enrich") for name in ("liked", "score")]
     code, result, _ = command(enrich, config, "features.joined=[]", home=tmp_path / "home")
     assert (code, result["error"]) == (1, "features.joined: expected a side source to back-fill from, got none. Add one.")  # fmt: skip

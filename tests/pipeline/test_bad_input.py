@@ -15,6 +15,7 @@ from pipeline.data.selection import Selection
 from pipeline.errors import DataError
 from pipeline.extraction.config import IngestConfig, SourceConfig
 from pipeline.extraction.extract import IngestResult, extract
+from pipeline.extraction.opening import SourceContext
 from pipeline.preprocessing.dataset import DataSpec, fit_plan
 from pipeline.preprocessing.memory import Arrays, PrivateWriter
 from pipeline.preprocessing.worker import Worker
@@ -35,7 +36,8 @@ def ingested(
     features = FeatureSchema.model_validate(schema)
     warehouse = Warehouse(WarehouseConfig(), root / "home")
     source = SourceConfig.model_validate({"path": file, "day": "2024-01-01"})
-    result = extract(source, IngestConfig(**config), features, warehouse, "events", root, root / "logs")
+    context = SourceContext(source, features, warehouse, "events", root, root / "logs")
+    result = extract(context, IngestConfig(**config))
     spec = DataSpec(
         warehouse=WarehouseConfig(), home=str(warehouse.home), snapshot=result.snapshot, label="label",
         selection=Selection(days=result.days_written or result.days_skipped), plan=build_plan(features, warehouse.schema(result.snapshot)),
@@ -124,7 +126,7 @@ def test_fault_12_text_that_is_not_utf8_names_file_and_column(tmp_path: Path) ->
     with pytest.raises(DataError) as error:
         ingested(tmp_path, groups)
     assert str(error.value) == (
-        "column 'tag' of 'rows.parquet': expected text in UTF-8, got bytes that are none. Write the file anew."
+        "column 'tag' of 'rows.parquet': expected text in UTF-8, got other bytes. Write the file again in UTF-8."
     )
     (tmp_path / "rows.csv").write_bytes(b"tag,label\nok,0\nd\xff\xfe,1\n")
     with pytest.raises(DataError, match=r"CSV Error on Line: 3 of 'rows.csv', Invalid unicode"):

@@ -18,6 +18,7 @@ import torch
 
 from pipeline.extraction.config import IngestConfig, SourceConfig
 from pipeline.extraction.extract import extract
+from pipeline.extraction.opening import SourceContext
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.journal import POINTS, Journal
 from pipeline.registration.tracking import Tracker
@@ -69,7 +70,9 @@ def test_fault_9_an_ingest_on_a_full_disk_leaves_the_table_as_it_was(tmp_path: P
     source = SourceConfig.model_validate({"path": "*.parquet", "day_column": "day"})
 
     def ingest() -> SnapshotRef:
-        return extract(source, IngestConfig(), features, warehouse, "t", tmp_path, tmp_path / "logs").snapshot
+        return extract(
+            SourceContext(source, features, warehouse, "t", tmp_path, tmp_path / "logs"), IngestConfig()
+        ).snapshot
 
     pq.write_table(day_of(0), tmp_path / "0.parquet")
     before = ingest()

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from pipeline.catalog.entries import Entry, entries
-from pipeline.catalog.events import Event, declared, events, newest, unknown_feature
-from pipeline.catalog.retire import Candidate, candidates
+from pipeline.catalog.entries import Entry, build_entries
+from pipeline.catalog.events import Event, build_event, newest_events, read_events, unknown_feature
+from pipeline.catalog.retire import RetireCandidate, find_candidates
 from pipeline.catalog.usage import Usage
 from pipeline.config import RunConfig
 from pipeline.data.profile import profiles
@@ -42,10 +42,10 @@ def catalogue(config: RunConfig) -> Catalogue:
     schema, profile = warehouse.schema(snapshot), profiles(warehouse, config.name)
     footers = Footers(warehouse.table(config.name), snapshot)
     unmeasured = {*schema.names} - {*profile["column"].to_pylist()}
-    found = entries(
+    found = build_entries(
         schema,
         (DAY, config.features.label),
-        events(warehouse, config.name),
+        read_events(warehouse, config.name),
         usage := usage_of(tracker_of(config), config.model_name),
         footers.columns(),
         profile,
@@ -66,10 +66,10 @@ def entry_of(known: Catalogue, feature: str) -> Entry:
     raise unknown_feature(feature, [entry.name for entry in known.entries], "Correct the name.")
 
 
-def proposed(config: RunConfig, known: Catalogue, unused_days: int) -> list[Candidate]:
+def proposed(config: RunConfig, known: Catalogue, unused_days: int) -> list[RetireCandidate]:
     """Features that could be retired."""
     now = datetime.datetime.now(datetime.UTC)
-    return candidates(known.entries, known.usage, _not_features(config), unused_days, now)
+    return find_candidates(known.entries, known.usage, _not_features(config), unused_days, now)
 
 
 def _not_features(config: RunConfig) -> set[str]:
@@ -95,8 +95,8 @@ def declaration(config: RunConfig, log: list[Event], feature: str, by: str | Non
     warehouse = warehouse_of(config)
     names = warehouse.schema(warehouse.current(config.name)).names
     columns = [name for name in names if name not in (DAY, config.features.label)]
-    _check_alternatives(feature, changes.get("alternatives", ()), {*columns, *newest(log)}, log)
-    return declared(log, columns, feature, by or _user(), changes)
+    _check_alternatives(feature, changes.get("alternatives", ()), {*columns, *newest_events(log)}, log)
+    return build_event(log, columns, feature, by or _user(), changes)
 
 
 def champion_warning(config: RunConfig, feature: str, only_unused: bool) -> str | None:
@@ -116,7 +116,7 @@ def champion_warning(config: RunConfig, feature: str, only_unused: bool) -> str 
 
 
 def _check_alternatives(feature: str, named: Any, known: set[str], log: list[Event]) -> None:
-    declared_now = newest(log)
+    declared_now = newest_events(log)
     for name in named:
         if name not in known or name == feature:
             raise unknown_feature(name, sorted(known - {feature}), "Correct `instead`.")

@@ -7,7 +7,7 @@ from prefect import get_run_logger
 
 from flows.runtime.pages import show_table
 from pipeline.config import RunConfig
-from pipeline.extraction.checks import Checked
+from pipeline.extraction.checks import CheckResult
 from pipeline.extraction.plots import day_figure
 from storage.artifacts import atomic_file, write_json
 
@@ -17,7 +17,7 @@ MOST_ROWS = 500
 """Rows of the table on the run's page."""
 
 
-def show_checks(config: RunConfig, checked: Checked) -> None:
+def show_checks(config: RunConfig, checked: CheckResult) -> None:
     """The findings of an ingest, where people look. What cannot be shown ends no ingest."""
     logger = get_run_logger()
     for finding in checked.findings[:MOST_LINES]:
@@ -33,7 +33,7 @@ def show_checks(config: RunConfig, checked: Checked) -> None:
         logger.warning("the checks are not shown on the run's page: %s", error)
 
 
-def checks_result(config: RunConfig, checked: Checked) -> dict[str, Any]:
+def checks_result(config: RunConfig, checked: CheckResult) -> dict[str, Any]:
     """What an ingest's result says of the rules: days by outcome, the findings, and where the report is."""
     if not checked.days:
         return {"findings": [], "report": None}
@@ -41,13 +41,13 @@ def checks_result(config: RunConfig, checked: Checked) -> dict[str, Any]:
     return checked.counts() | {"findings": found, "report": str(report_folder(config, checked))}
 
 
-def report_folder(config: RunConfig, checked: Checked) -> Path:
+def report_folder(config: RunConfig, checked: CheckResult) -> Path:
     """Where figure and numbers of an ingest are; the same days again replace them."""
     days = [one.day for one in checked.days if one.outcome != "stored"]
     return config.home_path / "reports" / f"ingest-{config.name}-{days[0]}-{days[-1]}"
 
 
-def _write(config: RunConfig, checked: Checked) -> None:
+def _write(config: RunConfig, checked: CheckResult) -> None:
     folder = report_folder(config, checked)
     write_json(folder / "checks.json", checked.model_dump(mode="json"))
     with atomic_file(folder / "checks.png") as path:

@@ -9,7 +9,7 @@ from mlflow.entities import Run as MlflowRun
 from mlflow.exceptions import MlflowException
 from pydantic import ValidationError
 
-from pipeline.catalog.usage import Run, Usage, Version, Worth, worths_of_columns
+from pipeline.catalog.usage import FeatureImportance, Run, Usage, Version, importance_by_column
 from pipeline.errors import RegistryError
 from pipeline.jobs.training.job import PLAN
 from pipeline.jobs.training.reporting import FEATURES
@@ -35,16 +35,16 @@ def usage_of(tracker: Tracker, model: str) -> Usage:
         plan = plans.of(run)
         if plan is None:
             continue
-        worths: dict[str, Worth] = {}
+        importance: dict[str, FeatureImportance] = {}
         if run.info.status == "FINISHED" and measured < MEASURED_RUNS:
-            worths, measured = worths_of_columns(plan, _worths(tracker, str(run.info.run_id))), measured + 1
+            importance, measured = importance_by_column(plan, _importance(tracker, str(run.info.run_id))), measured + 1
         runs.append(
             Run(
                 run_id=run.info.run_id,
                 name=f"{run.info.run_name} ({run.info.run_id[:8]})",
                 at=datetime.datetime.fromtimestamp(run.info.start_time / 1000, datetime.UTC),
                 columns=frozenset(plan.columns),
-                worths=worths,
+                importance=importance,
             )
         )
     return Usage(runs=tuple(runs), versions=tuple(_versions(tracker, model, plans)))
@@ -104,12 +104,12 @@ def _versions(tracker: Tracker, model: str, plans: _Plans) -> list[Version]:
     return found
 
 
-def _worths(tracker: Tracker, run_id: str) -> list[tuple[str, Worth]]:
+def _importance(tracker: Tracker, run_id: str) -> list[tuple[str, FeatureImportance]]:
     measured = _read(partial(tracker.read_json, run_id, FEATURES)) or []
     return [
-        (one["name"], Worth.model_validate({key: one[key] for key in Worth.model_fields}))
+        (one["name"], FeatureImportance.model_validate({key: one[key] for key in FeatureImportance.model_fields}))
         for one in measured
-        if None not in [one.get(key) for key in ("name", *Worth.model_fields)]
+        if None not in [one.get(key) for key in ("name", *FeatureImportance.model_fields)]
     ]
 
 

@@ -10,11 +10,11 @@ from pipeline.config import RunConfig, load
 from pipeline.config.files import ROOT, read_yaml
 from pipeline.data.profile import rows_of, stored_rows, types_of
 from pipeline.errors import ConfigError
-from pipeline.extraction.opening import open_samples
+from pipeline.extraction.opening import SourceContext, open_samples
 from pipeline.jobs.training.job import warehouse_of
 from pipeline.suggestion.choose import Suggestion, suggest
-from pipeline.suggestion.facts import Observed, observe
-from pipeline.suggestion.write import written
+from pipeline.suggestion.facts import TableFacts, observe
+from pipeline.suggestion.write import render_config
 from storage.artifacts import write_text
 from storage.query import column_types, connect, quoted
 from storage.reader import DAY
@@ -71,7 +71,7 @@ def given_source(config: RunConfig, path: str | None, label: str | None, day_col
     return load(config.model_dump(mode="json", exclude_defaults=True) | changes)
 
 
-def look(config: RunConfig, files: bool) -> tuple[Observed, str]:
+def look(config: RunConfig, files: bool) -> tuple[TableFacts, str]:
     """Statistics of the table, or of the source where there is no such table, and what was looked at, in words.
 
     Args:
@@ -92,14 +92,14 @@ def look(config: RunConfig, files: bool) -> tuple[Observed, str]:
             return observe(connection, rows, types, days, label), f"table {config.name}"
         logs = config.home_path / "logs"
         source, features = config.source, config.features
-        opened = open_samples(source, features, warehouse, config.name, ROOT, logs)
-        connection, view = stack.enter_context(opened)
+        context = SourceContext(source, features, warehouse, config.name, ROOT, logs)
+        connection, view = stack.enter_context(open_samples(context))
         days = rows_of(connection, view)
         types = column_types(connection, view)
         return observe(connection, lambda names: quoted(view), types, days, label), "files of the source"
 
 
-def write(config: RunConfig, observed: Observed, source: str) -> tuple[Path, Suggestion]:
+def write(config: RunConfig, observed: TableFacts, source: str) -> tuple[Path, Suggestion]:
     """The suggested config, as a file below `home` that every flow takes."""
     apart: dict[str, str] = {}
     if config.evaluation.true_probability:
@@ -110,7 +110,7 @@ def write(config: RunConfig, observed: Observed, source: str) -> tuple[Path, Sug
         apart[config.source.day_column] = f"gives the column {DAY}"
     suggestion = suggest(observed, config.features.label, apart)
     kept = {"name": config.name} | config.model_dump(mode="json", exclude_defaults=True, exclude=OWN)
-    text = written(suggestion, kept, observed.rows, len(observed.days), source, config.features.weight)
+    text = render_config(suggestion, kept, observed.rows, len(observed.days), source, config.features.weight)
     path = config.home_path / "suggested" / f"{config.name}.yaml"
     write_text(path, text, 0o600)  # the catalog's properties may hold a password
     load(path)

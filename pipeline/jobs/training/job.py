@@ -12,7 +12,7 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 from pydantic import BaseModel
 
-from pipeline.catalog.events import events, refuse_deprecated
+from pipeline.catalog.events import read_events, refuse_deprecated
 from pipeline.config import RunConfig
 from pipeline.config.files import ROOT
 from pipeline.data.config import PARTS, Part
@@ -227,7 +227,7 @@ def _plan_at(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> Pla
     except ColumnError as error:
         raise error.at(where) from None
     if not config.features.allow_deprecated:
-        refuse_deprecated(events(warehouse_of(config), config.name), where, plan.columns)
+        refuse_deprecated(read_events(warehouse_of(config), config.name), where, plan.columns)
     return plan
 
 

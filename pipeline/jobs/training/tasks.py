@@ -20,9 +20,10 @@ from pipeline.config import RunConfig
 from pipeline.config.files import ROOT
 from pipeline.evaluation import plots
 from pipeline.evaluation.metrics import format_metric
-from pipeline.extraction.enrich import Enriched
+from pipeline.extraction.enrich import EnrichResult
 from pipeline.extraction.enrich import enrich as write_columns
 from pipeline.extraction.extract import IngestResult, extract
+from pipeline.extraction.opening import SourceContext
 from pipeline.jobs.console import Logger, Progress
 from pipeline.jobs.tables.catalog import warn_of_columns
 from pipeline.jobs.tables.checks import show_checks
@@ -107,7 +108,7 @@ def ingest(config: RunConfig, days: tuple[datetime.date, ...] = (), again: bool 
 
 
 @materialize("iceberg://dlrm/table", by="dlrm-pipeline", cache_policy=NO_CACHE, task_run_name="enrich")
-def enrich(config: RunConfig, start: datetime.date | None, end: datetime.date | None, again: bool) -> Enriched:
+def enrich(config: RunConfig, start: datetime.date | None, end: datetime.date | None, again: bool) -> EnrichResult:
     """Columns of side sources -> days of the warehouse. Safe to repeat: days that are done are skipped."""
     logger, joined = get_run_logger(), config.features.joined
     with alone(config, ingest_of(config), logger), Progress(logger) as progress:
@@ -120,18 +121,19 @@ def ingest_of(config: RunConfig) -> str:
     return f"ingest of table '{config.name}'"
 
 
+def source_context(config: RunConfig) -> SourceContext:
+    """The run's source, with all that is needed to read it."""
+    logs = config.home_path / "logs"
+    return SourceContext(config.source, config.features, warehouse_of(config), config.name, ROOT, logs)
+
+
 def write_days(
     config: RunConfig, days: Sequence[datetime.date], again: bool, report: Callable[[str, int, int], None]
 ) -> IngestResult:
     """The days of the source, none named: all of them, as days of the warehouse."""
     return extract(
-        config.source,
+        source_context(config),
         config.ingest,
-        config.features,
-        warehouse_of(config),
-        config.name,
-        ROOT,
-        config.home_path / "logs",
         days,
         again,
         report,

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.catalog.events import MOVES, Event, declared, events, newest, record, refuse_deprecated, since
+from pipeline.catalog.events import (
+    MOVES,
+    Event,
+    append_event,
+    build_event,
+    newest_events,
+    read_events,
+    refuse_deprecated,
+    state_since,
+)
 from pipeline.errors import ConfigError
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
@@ -38,11 +47,11 @@ def event(day: int, feature: str, state: str, **fields: object) -> Event:
 def test_a_state_follows_another_only_as_allowed(before: str, after: str) -> None:
     log = [event(0, "x", before, owner="ann")]
     if before == after or (before, after) in ALLOWED:
-        done = declared(log, ["x"], "x", "bob", {"state": after})
+        done = build_event(log, ["x"], "x", "bob", {"state": after})
         assert (done.state, done.owner, done.by) == (after, "ann", "bob")
         return
     with pytest.raises(ConfigError) as error:
-        declared(log, ["x"], "x", "bob", {"state": after})
+        build_event(log, ["x"], "x", "bob", {"state": after})
     allowed = " or ".join(MOVES[before])  # type: ignore[index]
     assert str(error.value) == (
         f"feature 'x', which is {before}: expected {allowed} as the next state, got {after}. Name one of them."
@@ -50,15 +59,15 @@ def test_a_state_follows_another_only_as_allowed(before: str, after: str) -> Non
 
 
 def test_a_column_without_events_is_active_and_what_is_none_can_be_beta_only() -> None:
-    assert declared([], ["x"], "x", "me", {"owner": "ann"}).state == "active"
-    assert declared([], ["x"], "new", "me", {"state": "beta"}).state == "beta"
+    assert build_event([], ["x"], "x", "me", {"owner": "ann"}).state == "active"
+    assert build_event([], ["x"], "new", "me", {"state": "beta"}).state == "beta"
     with pytest.raises(
         ConfigError, match=r"^feature .x., which is active: expected deprecated as the next state, got beta"
     ):
-        declared([], ["x"], "x", "me", {"state": "beta"})
+        build_event([], ["x"], "x", "me", {"state": "beta"})
     for changes in ({"state": "experimental"}, {"owner": "ann"}):
         with pytest.raises(ConfigError) as error:
-            declared([], ["price", "prize"], "pricee", "me", changes)
+            build_event([], ["price", "prize"], "pricee", "me", changes)
         assert str(error.value) == (
             "feature 'pricee': expected a feature of the table, got none of that name. "
             "Closest: price, prize. Correct the name, or declare it with state=beta."
@@ -67,24 +76,26 @@ def test_a_column_without_events_is_active_and_what_is_none_can_be_beta_only() -
 
 def test_words_stay_until_they_change_and_alternatives_go_with_the_deprecation() -> None:
     gone = event(0, "x", "deprecated", owner="ann", description="old", alternatives=("y",), reason="slow")
-    back = declared([gone], ["x"], "x", "bob", {"state": "active", "owner": "bob"})
+    back = build_event([gone], ["x"], "x", "bob", {"state": "active", "owner": "bob"})
     assert (back.owner, back.description, back.alternatives, back.reason) == ("bob", "old", (), None)
 
 
 def test_since_is_the_beginning_of_the_present_state() -> None:
     log = [event(0, "x", "active"), event(1, "y", "beta"), event(2, "x", "deprecated"), event(3, "x", "deprecated")]
-    assert since(log, "x") == START.date() + timedelta(days=2)
-    assert since([*log, event(5, "x", "active"), event(6, "x", "active")], "x") == START.date() + timedelta(days=5)
-    assert since(log, "z") is None
+    assert state_since(log, "x") == START.date() + timedelta(days=2)
+    assert state_since([*log, event(5, "x", "active"), event(6, "x", "active")], "x") == START.date() + timedelta(
+        days=5
+    )
+    assert state_since(log, "z") is None
 
 
 def test_two_threads_at_once_both_land_and_the_later_word_counts(warehouse: Warehouse) -> None:
-    assert events(warehouse, "t") == []
+    assert read_events(warehouse, "t") == []
     found = [event(day, f"f{day % 3}", STATES[day % 4], alternatives=("a", "b") if day % 2 else ()) for day in range(8)]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda one: record(warehouse, "t", one), found))
-    assert events(warehouse, "t") == found
-    assert newest(events(warehouse, "t")) == {"f0": found[6], "f1": found[7], "f2": found[5]}
+        list(pool.map(lambda one: append_event(warehouse, "t", one), found))
+    assert read_events(warehouse, "t") == found
+    assert newest_events(read_events(warehouse, "t")) == {"f0": found[6], "f1": found[7], "f2": found[5]}
 
 
 def test_deprecated_features_are_refused_with_all_that_helps() -> None:

@@ -5,11 +5,11 @@ import datetime
 import pyarrow as pa
 import pytest
 
-from pipeline.catalog.entries import Entry, entries
+from pipeline.catalog.entries import Entry, build_entries
 from pipeline.catalog.events import Event
-from pipeline.catalog.retire import candidates
-from pipeline.catalog.text import aligned, rows_of
-from pipeline.catalog.usage import Run, Usage, Version, Worth, worths_of_columns
+from pipeline.catalog.retire import find_candidates
+from pipeline.catalog.text import feature_rows, format_table
+from pipeline.catalog.usage import FeatureImportance, Run, Usage, Version, importance_by_column
 from pipeline.data.profile import SCHEMA as PROFILE
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import FeatureSchema
@@ -43,11 +43,12 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Warehouse, pa.Schem
 
 
 def run(days_ago: int, *columns: str, **high: float) -> Run:
-    worths = {
-        name: Worth(ne_loss=bound / 2, low=-bound, high=bound, droppable=bound < 0.001) for name, bound in high.items()
+    importance = {
+        name: FeatureImportance(ne_loss=bound / 2, low=-bound, high=bound, droppable=bound < 0.001)
+        for name, bound in high.items()
     }
     at = NOW - datetime.timedelta(days=days_ago)
-    return Run(run_id=f"{days_ago}", name=f"run {days_ago}", at=at, columns=frozenset(columns), worths=worths)
+    return Run(run_id=f"{days_ago}", name=f"run {days_ago}", at=at, columns=frozenset(columns), importance=importance)
 
 
 USED = ("used", "null", "worthless")
@@ -68,11 +69,11 @@ def catalogue(table: tuple[Warehouse, pa.Schema], usage: Usage = USAGE, profile:
     log = [Event(at=NOW, feature="tried", state="beta", by="me"), Event(at=NOW, feature="plan", state="beta", by="me")]
     empty = footers.without_values(schema.names).columns
     measured = PROFILE.empty_table() if profile is None else profile
-    return entries(schema, ("day", "label"), log, usage, footers.columns(), measured, empty)
+    return build_entries(schema, ("day", "label"), log, usage, footers.columns(), measured, empty)
 
 
 def test_candidates_are_unused_empty_or_worthless_and_come_by_size(table):
-    found = candidates(catalogue(table), USAGE, {"key"}, 30, NOW)
+    found = find_candidates(catalogue(table), USAGE, {"key"}, 30, NOW)
     assert next(one.name for one in found) == "unread"
     by_name = {one.name: one for one in found}
     assert by_name["unread"].reasons == ("no run of the last 30 days reads it: last read on 2024-04-12",)
@@ -83,7 +84,7 @@ def test_candidates_are_unused_empty_or_worthless_and_come_by_size(table):
 
 def test_worth_nothing_in_each_of_the_last_measured_runs(table):
     usage = USAGE.model_copy(update={"runs": USAGE.runs[:3]})
-    found = {one.name: one.reasons for one in candidates(catalogue(table, usage), usage, (), 30, NOW)}
+    found = {one.name: one.reasons for one in find_candidates(catalogue(table, usage), usage, (), 30, NOW)}
     assert found["worthless"] == ("NE rises by at most 0.00020 without it in 2 run(s)",)
     assert "used" not in found
     assert "tried" not in found  # beta
@@ -92,13 +93,13 @@ def test_worth_nothing_in_each_of_the_last_measured_runs(table):
 
 def test_nothing_is_unused_where_nobody_trains_or_what_serves_reads_it_or_it_is_new(table):
     old = Usage(runs=(run(90, "used"),))
-    assert {one.name for one in candidates(catalogue(table, old), old, (), 30, NOW)} == {"null"}
+    assert {one.name for one in find_candidates(catalogue(table, old), old, (), 30, NOW)} == {"null"}
     champion = Version(model="m", version=2, aliases=("champion",), columns=frozenset({"unread"}))
     served = USAGE.model_copy(update={"versions": (champion,)})
-    assert "unread" not in {one.name for one in candidates(catalogue(table, served), served, (), 30, NOW)}
+    assert "unread" not in {one.name for one in find_candidates(catalogue(table, served), served, (), 30, NOW)}
     early = datetime.datetime.combine(DAY, datetime.time(), datetime.UTC) + datetime.timedelta(days=3)
     fresh = Usage(runs=(Run(run_id="1", name="r", at=early, columns=frozenset({"used"})),))
-    assert {one.name for one in candidates(catalogue(table, fresh), fresh, (), 30, early)} == {"null"}
+    assert {one.name for one in find_candidates(catalogue(table, fresh), fresh, (), 30, early)} == {"null"}
 
 
 def test_an_entry_says_what_log_runs_and_profile_say(table):
@@ -121,7 +122,7 @@ def test_an_entry_says_what_log_runs_and_profile_say(table):
     assert (found["used"].kind, found["null"].kind, found["unread"].kind) == ("number", "ids", "text")
     assert (found["tried"].state, found["tried"].coverage) == ("beta", 0.0)
     assert (found["plan"].stored, found["plan"].bytes, found["plan"].kind) == (False, 0, "other")
-    lines = aligned(rows_of(list(found.values()))).splitlines()
+    lines = format_table(feature_rows(list(found.values()))).splitlines()
     assert len(lines) == 8
     assert lines[0].startswith("feature ")
 
@@ -146,5 +147,5 @@ def test_a_column_is_worth_what_the_best_of_its_features_is():
     assert {name: plan.columns_of(name) for name in plan.features} == {
         "x": {"x"}, "y": {"y"}, "yy": {"y"}, "x_bucket": {"x"},
     }  # fmt: skip
-    worths = [(name, Worth(ne_loss=loss, low=0, high=1, droppable=False)) for name, loss in [("x", 0.1), ("x_bucket", 0.3), ("y", 0.2), ("yy", 0.1)]]  # fmt: skip
-    assert {name: one.ne_loss for name, one in worths_of_columns(plan, worths).items()} == {"x": 0.3, "y": 0.2}
+    importance = [(name, FeatureImportance(ne_loss=loss, low=0, high=1, droppable=False)) for name, loss in [("x", 0.1), ("x_bucket", 0.3), ("y", 0.2), ("yy", 0.1)]]  # fmt: skip
+    assert {name: one.ne_loss for name, one in importance_by_column(plan, importance).items()} == {"x": 0.3, "y": 0.2}

@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.extraction.config import IngestConfig, SourceConfig
 from pipeline.extraction.extract import IngestResult, extract
+from pipeline.extraction.opening import SourceContext
 from pipeline.transforms.schema import FeatureSchema
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
@@ -36,16 +37,15 @@ def ingest(tmp_path: Path, warehouse: Warehouse) -> Ingest:
         derived: Iterable[dict[str, Any]] = (),
         only: Iterable[datetime.date] = (),
         into: Warehouse = warehouse,
-        again: bool = False,
+        force: bool = False,
         **config: Any,
     ) -> IngestResult:
         groups = {"dense": [{"columns": list(dense)}] if dense else [], "derived": list(derived)}
         hashed = [{"kind": "sigrid_hash", "size": 100}]
         schema = FeatureSchema.model_validate({**groups, "sparse": [{"columns": list(sparse), "transforms": hashed}]})
         settings = SourceConfig.model_validate(source)
-        return extract(
-            settings, IngestConfig(**config), schema, into, "events", tmp_path, tmp_path / "logs", only, again
-        )
+        context = SourceContext(settings, schema, into, "events", tmp_path, tmp_path / "logs")
+        return extract(context, IngestConfig(**config), only, force)
 
     return run
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pipeline.data.profile import SCHEMA, measure, profiles
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction import extract, intake
-from pipeline.extraction.checks import Checked, band, check
+from pipeline.extraction.checks import CheckResult, band, check
 from pipeline.extraction.config import ChecksConfig, Rule
 from pipeline.extraction.plots import day_figure
 from storage.query import connect
@@ -88,7 +88,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
     return measured(tmp_path_factory.mktemp("before"), [rows(day) for day in DAYS[:-1]])
 
 
-def told(checked: Checked) -> list[str]:
+def told(checked: CheckResult) -> list[str]:
     return [f"{one.where}: expected {one.expected}, got {one.got}" for one in checked.findings]
 
 
@@ -113,7 +113,7 @@ def test_a_day_that_breaks_one_rule(rule: Rule, before: pa.Table, tmp_path: Path
 
 def test_a_quiet_day_breaks_none(before: pa.Table, tmp_path: Path) -> None:
     checked = check(measured(tmp_path, [rows(LAST)]), before, ChecksConfig(), "label", {})[1]
-    assert (checked.findings, checked.counts(), checked.held) == ((), {"ok": 1}, set())
+    assert (checked.findings, checked.counts(), checked.held_back) == ((), {"ok": 1}, set())
     assert [day.outcome for day in checked.days] == ["stored"] * 5 + ["ok"]
 
 
@@ -134,7 +134,7 @@ def test_days_that_are_held_back_are_no_measure_of_the_next(before: pa.Table, tm
     days = [LAST + datetime.timedelta(days=i) for i in range(4)]
     new = measured(tmp_path, [rows(day, count=450) for day in days])
     held = check(new, before, ChecksConfig(rows="quarantine", trailing_days=3), "label", {})[1]
-    assert held.held == set(days)
+    assert held.held_back == set(days)
     warned = check(new, before, ChecksConfig(rows="warn", trailing_days=3), "label", {})[1]
     assert [finding.day for finding in warned.findings] == days[:2]
 
@@ -209,7 +209,7 @@ def test_a_day_that_fails_is_not_written_and_the_sentence_says_why(
         ingest(source(BREAKS["rows"][0]), checks={"rows": "fail"})
     assert str(error.value) == (
         "day 2025-03-06, rule rows: expected 500 to 1500 as on the 5 days before it, got 450. "
-        "Mend the source, or set ingest.checks.rows to quarantine, warn or off."
+        "Correct the source, or set ingest.checks.rows to quarantine, warn or off."
     )
     assert not warehouse.has_table("events")
     assert ingest(source(), checks={"rows": "fail"}).rows == 6_000
@@ -225,8 +225,8 @@ def test_a_day_in_quarantine_is_held_and_can_be_let_in(ingest: Any, source: Any,
     assert (again.days_held, again.days_written, again.days_skipped) == ((LAST,), (), tuple(DAYS[:-1]))
     assert again.snapshot == first.snapshot
     relaxed = ingest(changed, checks={"rows": "warn"})
-    assert (relaxed.days_held, relaxed.days_written) == ((LAST,), ()), "only again=true lets it in"
-    let_in = ingest(changed, checks={"rows": "warn"}, again=True)
+    assert (relaxed.days_held, relaxed.days_written) == ((LAST,), ()), "only force lets it in"
+    let_in = ingest(changed, checks={"rows": "warn"}, force=True)
     assert (let_in.days_held, let_in.rows) == ((), 5_450)
     assert (days_of(warehouse)[LAST], days_of(warehouse, "events_held")) == (450, {})
 
@@ -248,18 +248,18 @@ def test_an_older_version_of_a_held_day_stays(ingest: Any, source: Any, warehous
 def test_duplicates_are_counted_by_the_key(ingest: Any, source: Any, warehouse: Warehouse) -> None:
     changed = source(BREAKS["duplicates"][0])
     assert ingest(changed).checked.findings == (), "no key, no rule"
-    result = ingest(changed, checks={"key": "key"}, again=True)
+    result = ingest(changed, checks={"key": "key"}, force=True)
     assert told(result.checked) == [BREAKS["duplicates"][1]]
     with pytest.raises(ConfigError, match=r"ingest.checks.key: expected a column of the rows, got 'kye'"):
-        ingest(changed, checks={"key": "kye"}, again=True)
+        ingest(changed, checks={"key": "kye"}, force=True)
 
 
 def test_where_no_day_passes_there_is_no_table(ingest: Any, source: Any) -> None:
     with pytest.raises(EmptyDatasetError) as error:
         ingest(source(), checks={"duplicates": "quarantine", "key": "label"})
     assert str(error.value) == (
-        "table 'events': expected a day that keeps the rules of ingest.checks, got 6 day(s), all held in table "
-        "'events_held'. Mend the source, or relax the rule and run again with again=true."
+        "table 'events': expected a day that keeps the rules of ingest.checks, got 6 day(s), all held back in "
+        "table 'events_held'. Correct the source, or relax the rule and run again with again=true."
     )
 
 
@@ -278,7 +278,7 @@ def test_statistics_lost_between_two_commits_are_taken_by_the_next_ingest(
 ) -> None:
     rows_of = source()
     with monkeypatch.context() as killed:
-        killed.setattr(extract, "keep_profile", Mock(side_effect=KeyboardInterrupt))
+        killed.setattr(extract, "store_profile", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             ingest(rows_of, dense=["price"])
     assert profiles(warehouse, "events").num_rows == 0

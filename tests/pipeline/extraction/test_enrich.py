@@ -15,7 +15,7 @@ import pytest
 from pipeline.data.joined.reader import reader_of
 from pipeline.data.joined.source import pin
 from pipeline.errors import ConfigError, ContractError, DataError, EmptyDatasetError
-from pipeline.extraction.enrich import Enriched, enrich
+from pipeline.extraction.enrich import EnrichResult, enrich
 from pipeline.transforms.schema import FeatureJoin
 from storage.config import WarehouseConfig
 from storage.errors import ConflictError
@@ -72,7 +72,7 @@ def warehouse(tmp_path: Path) -> Warehouse:
     return warehouse
 
 
-def run(warehouse: Warehouse, *sources: FeatureJoin, **more: Any) -> Enriched:
+def run(warehouse: Warehouse, *sources: FeatureJoin, **more: Any) -> EnrichResult:
     return enrich(sources or (SOURCE,), warehouse, "t", warehouse.home.parent, **more)
 
 

@@ -222,8 +222,8 @@ def test_too_many_bad_labels_stop_all_days_unwritten(ingest: Any, stored: Any, p
     with pytest.raises(DataError) as error:
         ingest(BY_DAY, max_quarantined_share=0.49)
     assert str(error.value) == (
-        "labels of 1 day(s), worst 2024-01-02: expected at most 49.00% bad rows a day, and a good one, "
-        "got 2 of 4 (label is not 0 or 1, label is null). Mend the source, or raise ingest.max_quarantined_share."
+        "labels of 1 day(s), worst 2024-01-02: expected at most 49.00% bad rows a day, and at least one good row, "
+        "got 2 of 4 (label is not 0 or 1, label is null). Correct the source, or raise ingest.max_quarantined_share."
     )
     assert warehouse.current("events") == before
     assert not warehouse.has_table("events_quarantine")
@@ -232,7 +232,7 @@ def test_too_many_bad_labels_stop_all_days_unwritten(ingest: Any, stored: Any, p
 
 def test_a_day_without_a_good_row_is_refused(ingest: Any, put: Any) -> None:
     put("rows.parquet", user=[1], label=[5])
-    with pytest.raises(DataError, match="and a good one, got 1 of 1"):
+    with pytest.raises(DataError, match="and at least one good row, got 1 of 1"):
         ingest(FIXED, max_quarantined_share=1.0)
 
 
@@ -295,8 +295,9 @@ def test_a_source_that_contradicts_itself(source: dict[str, Any], sentence: str)
 
 MEASURED = """
 import pathlib, resource, sys
-from pipeline.extraction.extract import extract
 from pipeline.extraction.config import IngestConfig, SourceConfig
+from pipeline.extraction.extract import extract
+from pipeline.extraction.opening import SourceContext
 from pipeline.transforms.schema import FeatureSchema
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
@@ -310,7 +311,7 @@ schema = FeatureSchema.model_validate({
     "dense": [{"columns": ["num_*"]}], "sparse": [{"columns": ["cat_*", "list_*"], "transforms": hashed}],
 })
 warehouse = Warehouse(WarehouseConfig(), folder / "home")
-result = extract(source, IngestConfig(), schema, warehouse, "events", folder, folder / "logs")
+result = extract(SourceContext(source, schema, warehouse, "events", folder, folder / "logs"), IngestConfig())
 print(result.rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 

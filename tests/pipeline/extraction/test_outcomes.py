@@ -259,16 +259,16 @@ def test_a_source_of_negatives_that_are_all_thinned_out(ingest: Any, put: Any) -
     with pytest.raises(EmptyDatasetError) as error:
         ingest(source(keep_negatives=1e-4))
     assert str(error.value) == (
-        "1 day(s) of the source: expected rows to keep, got only negatives that are thinned out. "
+        "1 day(s) of the source: expected rows to keep, got only negatives that downsampling leaves out. "
         "Raise source.outcomes.keep_negatives."
     )
 
 
 def test_keys_that_came_later_do_not_change_what_a_source_is() -> None:
     plain = SourceConfig.model_validate({"generator": {}, "outcomes": {}, "day_column": "date"})
-    assert not {"labels", "keep_negatives", "keep_seed", "action_column"} & plain.said()["outcomes"].keys()
-    assert "lists_per" not in plain.said()["generator"]
+    assert not {"labels", "keep_negatives", "keep_seed", "action_column"} & plain.content()["outcomes"].keys()
+    assert "lists_per" not in plain.content()["generator"]
     changed = SourceConfig.model_validate(
         {"generator": {"lists_per": "session"}, "outcomes": {"keep_seed": 3}, "day_column": "date"}
     )
-    assert (changed.said()["generator"]["lists_per"], changed.said()["outcomes"]["keep_seed"]) == ("session", 3)
+    assert (changed.content()["generator"]["lists_per"], changed.content()["outcomes"]["keep_seed"]) == ("session", 3)

@@ -111,7 +111,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, ingest: Any, put: Any) -> Non
     assert sentence.endswith(". Set source.format, or mend the files.")
     put("b.parquet", user=[1], label=[0])
     with pytest.raises(
-        DataError, match=r"^files of source\.lookups 'a\.parquet', first 'a\.parquet'.*\. Mend the files\.$"
+        DataError, match=r"^files of source\.lookups 'a\.parquet', first 'a\.parquet'.*\. Correct the files\.$"
     ):
         ingest({"path": "b.parquet", "day": "2024-01-01", "lookups": [{"path": "a.parquet", "on": ["user"]}]})
 
@@ -125,7 +125,7 @@ def test_broken_lines_stop_the_ingest_before_anything_is_written(
         ingest({"path": "a.txt", "format": "criteo", "day": "2014-06-01"}, sparse=["cat_*"])
     assert str(error.value).startswith("rows of the source: expected readable values, got ")
     assert "Line: 2" in str(error.value)
-    assert str(error.value).endswith(". Mend the files.")
+    assert str(error.value).endswith(". Correct the files.")
     assert not list((tmp_path / "home").rglob("*.parquet"))
     assert not list((tmp_path / "home" / "tmp").iterdir())
 

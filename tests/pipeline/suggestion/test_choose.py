@@ -13,8 +13,8 @@ from pipeline.data.config import SplitConfig
 from pipeline.data.profile import rows_of, types_of
 from pipeline.errors import ConfigError
 from pipeline.suggestion.choose import Suggestion, patterns, suggest
-from pipeline.suggestion.facts import Observed, observe
-from pipeline.suggestion.write import written
+from pipeline.suggestion.facts import TableFacts, observe
+from pipeline.suggestion.write import render_config
 from pipeline.transforms.schema import FeatureSchema
 from storage.query import connect
 from storage.reader import DAY
@@ -54,7 +54,7 @@ def table(rows: int = 4_000, days: int = 4) -> pa.Table:
     )
 
 
-def looked_at(rows: pa.Table, folder: Path) -> Observed:
+def looked_at(rows: pa.Table, folder: Path) -> TableFacts:
     with connect([], folder / "tmp", "512MB") as connection:
         connection.register("rows", rows)
         types = types_of(connection, rows)
@@ -99,7 +99,9 @@ def test_numbers_are_those_that_were_measured(suggestion: Suggestion) -> None:
 
 
 def test_the_file_holds_sections_that_are_valid(suggestion: Suggestion) -> None:
-    text = written(suggestion, {"name": "t", "source": {"path": "x"}, "training": {"epochs": 2}}, 4_000, 4, "files")
+    text = render_config(
+        suggestion, {"name": "t", "source": {"path": "x"}, "training": {"epochs": 2}}, 4_000, 4, "files"
+    )
     values: Any = yaml.safe_load(text)
     features = FeatureSchema.model_validate(values["features"])
     assert features.sparse[0].columns == ("cat_*",)
