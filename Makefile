@@ -26,6 +26,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED = false
 export MLFLOW_DISABLE_TELEMETRY = true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export RAY_USAGE_STATS_ENABLED = 0
+export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo docs paper test test-slow test-all test-gpu lint check ui serve worker deploy doctor lock clean
