@@ -116,6 +116,11 @@ def _meaning(field: Any) -> str:
 
 
 def _default(field: Any) -> str:
+    choices = _choices(field.annotation)
+    return f"{_one_of(choices)}; {_value(field)}" if choices else _value(field)
+
+
+def _value(field: Any) -> str:
     value = field.default
     if field.default_factory is not None:
         value = field.default_factory()
@@ -203,14 +208,21 @@ def _code(usage: str) -> str:
 
 def _annotation(parameter: inspect.Parameter) -> str:
     choices, default = _choices(parameter.annotation), parameter.default
-    what = "one of " + ", ".join(f"`{choice}`" for choice in choices) + "; " if choices else ""
+    what = f"{_one_of(choices)}; " if choices else ""
     return f"{what}default none" if default is None else f"{what}default `{_shown(default)}`"
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:
+    """The values of a literal, or of a literal that may be None."""
     if typing.get_origin(kind) is typing.Literal:
         return typing.get_args(kind)
-    return next((found for inner in typing.get_args(kind) if (found := _choices(inner))), ())
+    inner = [one for one in typing.get_args(kind) if one is not types.NoneType]
+    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return _choices(inner[0]) if union and len(inner) == 1 else ()
+
+
+def _one_of(choices: Collection[Any]) -> str:
+    return "one of " + ", ".join(f"`{choice}`" for choice in choices)
 
 
 def _shown(value: Any) -> str:
