@@ -1,4 +1,4 @@
-"""How often the gate errs: pairs of models of known quality, judged on the same rows.
+"""How often the gate errs: pairs of models of known quality, evaluated on the same rows.
 
     python -m benchmarks.gate --json
 

@@ -168,7 +168,7 @@ def note_champion(config: RunConfig, report: EvalReport, run_id: str) -> None:
     tracker = tracker_of(config)
     tracker.log(run_id, 0, {f"champion_{name}": value for name, value in report.numbers.items()})
     with tasks.cosmetic("figure of the next-day NE"):
-        tracker.log_figures(run_id, {"next_day": plots.courses([_course_so_far(config)], 7)})
+        tracker.log_figures(run_id, {"next_day": plots.backtest([_course_so_far(config)], 7)})
 
 
 def _course_so_far(config: RunConfig) -> BacktestResult:

@@ -1,4 +1,4 @@
-"""Rows at hand, judged all at once."""
+"""Evaluates rows in memory at once."""
 
 from collections.abc import Iterable
 
@@ -13,14 +13,14 @@ from storage.reader import DAY
 
 
 def quality(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> Quality:
-    """All metrics of some rows."""
+    """Returns all metrics of rows."""
     sums = MetricSums()
     sums.add(np.asarray(labels, np.float64), np.asarray(probabilities, np.float64))
     return sums.quality()
 
 
 def evaluate(parts: Iterable[ScoredRows], config: EvaluationConfig, units: str = DAY) -> Evaluation:
-    """The sums of all parts."""
+    """Returns the sums of all parts."""
     evaluation = Evaluation(config, units)
     for part in parts:
         evaluation.add(part)

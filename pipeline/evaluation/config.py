@@ -1,4 +1,4 @@
-"""What a model is evaluated by, and when it takes the champion's place."""
+"""EvaluationConfig and GateConfig: how a model is evaluated, and when it replaces the champion."""
 
 from typing import Literal, Self
 
@@ -8,51 +8,54 @@ from pipeline.errors import ConfigError
 
 
 class EvaluationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """What a model is judged by."""
+    """How a model is evaluated."""
 
     slices: tuple[str, ...] = ()
-    """Columns whose values part the rows into slices; at most 1,000 values each."""
+    """Columns to slice the rows by. A column has at most 1,000 values."""
     slice_values: PositiveInt = 12
-    """Most frequent values shown of a slice column."""
+    """How many of the most frequent values of a slice column to report."""
     small_slice_rows: NonNegativeInt = 1_000
-    """Slices of fewer rows are marked as small and do not count for the gate: their numbers are mostly chance."""
+    """Slices with fewer rows are marked as small, and the gate ignores them: their metrics are mostly noise."""
     level: float = Field(0.05, gt=0.0, lt=0.5)
-    """Chance that the interval of a slice's NE leaves out the truth."""
+    """Chance that the interval of a slice's NE misses the true NE."""
     group_by: str | None = None
-    """Column, such as the user's id, in whose groups rows are ranked for GAUC."""
+    """Column to group rows by for GAUC, such as the user's id."""
     true_probability: str | None = None
-    """Column with the true probability of the label, where the data has one: its NE is the floor of every model."""
+    """Column with the true probability of the label, if the data has one. Its NE is the floor for every model."""
     importance_rows: PositiveInt | None = 16_384
-    """About so many evaluation rows, spread over all, say what each feature is worth. None: it is not looked at."""
+    """Approximate number of evaluation rows, spread over all, to estimate feature importance on. None: it is not
+    estimated."""
     droppable_ne_loss: PositiveFloat = 0.0005
-    """A feature whose loss costs less NE than this for sure could be dropped."""
+    """A feature could be dropped if the upper bound of its NE loss is below this."""
     workers: PositiveInt = 1
-    """Processes that score the evaluation rows; what they find adds up to the same bits, whoever scored which."""
+    """Processes that score the evaluation rows. The metrics have the same bits for any number of them."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns read beside the model's."""
+        """Columns to read in addition to the model's."""
         named = [*self.slices, self.true_probability, self.group_by]
         return tuple(dict.fromkeys(name for name in named if name is not None))
 
 
 class GateConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """When a new version takes the champion's place."""
+    """When a new version replaces the champion."""
 
     resample_by: str | None = None
-    """What is drawn by chance: `row`, `day`, or a column such as the user's id. None: day from 20 days on, else row."""
+    """Unit of resampling: `row`, `day`, or a column such as the user's id. None: day from 20 days on, otherwise row."""
     level: float = Field(0.05, gt=0.0, lt=0.5)
-    """How often two models of equal quality may be called different."""
+    """Chance that two models of equal quality are called different."""
     rule: Literal["better", "not_worse"] = "better"
-    """What a challenger must be beyond chance. not_worse: one whose NE may be equal takes the place, too: for models
-    that are trained on each new day, whose few rows can tell two of them apart only rarely."""
+    """What a challenger must be with confidence. not_worse: a challenger that may be equal is promoted, too. It suits
+    models trained on each new day: a day has too few rows to tell two models apart."""
     least_gain: NonNegativeFloat = 0.0
-    """Share of the champion's NE by which the challenger's must be lower, such as 0.001."""
+    """Share of the champion's NE by which the challenger's NE must be lower, such as 0.001."""
     calibration_low: PositiveFloat = 0.8
-    """A challenger below is rejected, unless the champion is further off."""
+    """A challenger with a lower calibration is rejected, unless the champion is further from 1."""
     calibration_high: PositiveFloat = 1.25
+    """The same for a higher calibration."""
     slice_loss: NonNegativeFloat = 0.01
-    """Share of a slice's NE that may be lost there; more, and beyond chance, rejects. Small slices decide nothing."""
+    """Share of a slice's NE that may be lost. A challenger that loses more with confidence is rejected. Small slices
+    do not count."""
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:

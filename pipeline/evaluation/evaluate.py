@@ -23,9 +23,9 @@ class ScoredRows:
     """Predictions and labels of rows.
 
     Shapes:
-        labels, probabilities: float64 [N]. extra: table of N rows with the slice columns, and what the gate
-        resamples by. champion: float64 [N], the champion's probabilities, where there is one. exact: float64 [N],
-        those of the model before its tables were rounded, where they were. weights: float64 [N], where rows have some.
+        labels, probabilities: float64 [N]. extra: table of N rows with the slice columns and the gate's resampling
+        column. champion: float64 [N], the champion's probabilities, if there is one. exact: float64 [N], probabilities
+        of the model before its tables were rounded, if they were. weights: float64 [N]. None: 1 for all.
     """
 
     labels: Floats
@@ -45,7 +45,7 @@ class Slice(BaseModel, frozen=True):
     ne_low: float | None
     ne_high: float | None
     small: bool
-    """Whether its rows are too few to say much."""
+    """Whether it has too few rows for reliable metrics."""
 
 
 class EvalReport(BaseModel, frozen=True):
@@ -54,7 +54,7 @@ class EvalReport(BaseModel, frozen=True):
     overall: Quality
     slices: tuple[Slice, ...]
     calibration: tuple[Bin, ...]
-    """Rows in bins of about equally many, for the calibration plot."""
+    """Bins of about equally many rows, for the calibration plot."""
     roc: tuple[tuple[float, float], ...]
     """(false positive rate, true positive rate) points."""
     precision_recall: tuple[tuple[float, float], ...]
@@ -62,9 +62,9 @@ class EvalReport(BaseModel, frozen=True):
     ne_floor: float | None
     """NE of the true probabilities on the same rows."""
     ne_exact: float | None
-    """NE of the model before its tables were rounded, where they were."""
+    """NE of the model before its tables were rounded, if they were."""
     grouped: GroupedAuc | None
-    """GAUC, where a column to group by is named."""
+    """GAUC, if a column to group by is configured."""
     notes: Mapping[str, str] = {}
     """Slice column -> why it has no slices."""
 
@@ -76,7 +76,7 @@ class EvalReport(BaseModel, frozen=True):
 
     @property
     def numbers(self) -> dict[str, float | None]:
-        """Every figure of all rows together, by name."""
+        """All metrics over all rows, by name."""
         return self.overall.model_dump(exclude={"undefined"}) | {
             "ne_floor": self.ne_floor,
             "learned_share": self.learned_share,
@@ -86,7 +86,7 @@ class EvalReport(BaseModel, frozen=True):
 
     @property
     def learned_share(self) -> float | None:
-        """(1 - NE) / (1 - floor): how much of what can be learned was."""
+        """(1 - NE) / (1 - floor): the learned share of what can be learned."""
         if self.ne_floor is None or self.overall.ne is None:
             return None
         return (1.0 - self.overall.ne) / (1.0 - self.ne_floor)

@@ -1,4 +1,4 @@
-"""GAUC: how well rows are ranked inside each group, such as a user; on disk, for there may be any number of groups."""
+"""GAUC: how well rows are ranked within each group, such as a user. It works on disk: there may be many groups."""
 
 import shutil
 import uuid
@@ -44,18 +44,18 @@ FROM units WHERE p > 0 AND p < n
 
 
 class GroupedAuc(BaseModel, frozen=True):
-    """Mean AUC over groups, each weighted by its rows, or by the sum of their weights."""
+    """Mean AUC over groups, each weighted by its rows or by the sum of their weights."""
 
     gauc: float | None
     """None: no group has labels of both kinds."""
     groups: int
-    """Groups with labels of both kinds; the others have no AUC and do not count."""
+    """Groups with labels of both kinds. The others have no AUC and do not count."""
     rows: int
     """Their rows."""
 
 
 class GroupedPredictions:
-    """Predictions kept in files until they can be grouped.
+    """Predictions in files, to be grouped once all rows are scored.
 
     Source:
         Zhou et al. 2018, arXiv:1706.06978, section 6.3: the AUC of each user, weighted by impressions.
@@ -72,7 +72,7 @@ class GroupedPredictions:
         probabilities: npt.NDArray[np.float64],
         weights: npt.NDArray[np.float64] | None = None,
     ) -> None:
-        """Takes rows in, either all with weights or none; those without a group are left out."""
+        """Adds rows, with weights for all or for none. Rows without a group are dropped."""
         rows = pa.table({"unit": groups, "label": labels.astype(np.int64), "probability": probabilities})
         if weights is not None:
             rows = rows.append_column("weight", pa.array(np.rint(weights * WEIGHT_STEPS).astype(np.int64)))
@@ -82,13 +82,13 @@ class GroupedPredictions:
         self.writer.write_table(rows.drop_null())
 
     def close(self) -> None:
-        """Ends the file; what it holds counts from here on."""
+        """Closes the file. Its rows count from here on."""
         if self.writer is not None:
             self.writer.close()
             self.writer = None
 
     def auc(self) -> GroupedAuc:
-        """GAUC of all rows of the folder, which is taken away."""
+        """Computes GAUC of all rows of the folder, and deletes the folder."""
         self.close()
         temporary = self.folder.with_name(self.folder.name + "-spill")
         try:

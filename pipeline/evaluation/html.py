@@ -1,4 +1,4 @@
-"""The report of a run, or of two side by side: one HTML file that needs nothing else."""
+"""The report of a run, or of two side by side, as one self-contained HTML file."""
 
 import base64
 import io
@@ -28,11 +28,11 @@ METRICS = {
     "label_rate": "label rate",
 }
 MOST_FEATURES = 40
-"""Features in the table of a report; the others are counted."""
+"""Features in the table of a report. The rest is only counted."""
 
 
 class RunRecord(BaseModel, frozen=True):
-    """What is known of a finished run."""
+    """The facts of a finished run that the report shows."""
 
     title: str
     result: Mapping[str, Any]
@@ -40,14 +40,14 @@ class RunRecord(BaseModel, frozen=True):
     report: EvalReport
     features: tuple[FeatureImportance, ...]
     curves: Mapping[str, Curve]
-    placement: tuple[Mapping[str, Any], ...]
+    sharding_plan: tuple[Mapping[str, Any], ...]
     parameters: Mapping[str, str]
     data: Mapping[str, str]
-    """What it was trained on, in words."""
+    """Description of the training data."""
 
 
 def render_report(records: Sequence[RunRecord]) -> str:
-    """The report as HTML; of two runs the tables have a column for each and the figures stand side by side."""
+    """Renders the report as HTML. For two runs, tables have a column for each and plots stand side by side."""
     folder = Path(__file__).parent
     environment = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined)
     titles = " and ".join(record.title for record in records)
@@ -78,7 +78,7 @@ def _head(record: RunRecord) -> dict[str, str]:
 
 
 def _quality(records: Sequence[RunRecord]) -> dict[str, Any]:
-    """Metrics by run, and how the second differs from the first."""
+    """Builds the table of metrics by run, with the difference of the second to the first."""
     two = len(records) == 2
     rows = []
     for key, name in METRICS.items():
@@ -95,7 +95,7 @@ def _quality(records: Sequence[RunRecord]) -> dict[str, Any]:
         rows.append(_row("GAUC", *map(format_metric, values), *([_difference(*values)] if two else [])))
     champions = [record.result["gate"].get("champion_ne") for record in records]
     if any(champion is not None for champion in champions):
-        rows.append(_row("NE of the champion then", *map(format_metric, champions), *([""] if two else [])))
+        rows.append(_row("NE of the champion at the time", *map(format_metric, champions), *([""] if two else [])))
     rows.append(_row("rows", *(f"{record.report.overall.rows:,}" for record in records), *([""] if two else [])))
     return {"header": ["", *(record.title for record in records), *(["difference"] if two else [])], "rows": rows}
 
@@ -130,18 +130,19 @@ def _sections(records: Sequence[RunRecord]) -> Iterable[dict[str, Any]]:
         *drawn("Precision and recall", lambda r: plots.precision_recall(r.report), lambda r: r.report.precision_recall),
     ])  # fmt: skip
     yield _section(
-        "Slices", "Intervals take rows as independent. Slices of few rows are pale.",
+        "Slices", "Intervals treat rows as independent. Slices with few rows are pale.",
         [_slices(record) for record in records if record.report.slices],
         drawn("NE by slice", lambda r: plots.slices(r.report), lambda r: r.report.slices),
     )  # fmt: skip
     yield _section(
         "Features",
-        "NE lost when a feature's values are dealt out anew among the rows of a batch; a sample of the rows.",
+        "NE lost when a feature's values are permuted among the rows of a batch, on a sample of the rows.",
         [_features(record) for record in records if record.features],
-        drawn("What features are worth", lambda r: plots.importance(r.features), lambda r: r.features),
+        drawn("Feature importance", lambda r: plots.importance(r.features), lambda r: r.features),
     )  # fmt: skip
-    yield _section("Placement of the tables", figures=drawn(
-        "Tables by rank", lambda r: plots.placement(r.placement, r.result["train"]["world_size"]), lambda r: r.placement
+    yield _section("Sharding plan", figures=drawn(
+        "Tables by rank", lambda r: plots.sharding_plan(r.sharding_plan, r.result["train"]["world_size"]),
+        lambda r: r.sharding_plan,
     ))  # fmt: skip
     yield _section("Data", tables=[_across(records, lambda record: record.data)])
     parameters = [record.parameters for record in records]
@@ -160,7 +161,7 @@ def _section(
 
 
 def _across(records: Sequence[RunRecord], of: Callable[[RunRecord], Mapping[str, str]]) -> dict[str, Any]:
-    """A row for each key of any run, a column for each run."""
+    """Builds a table with a row per key and a column per run."""
     values = [of(record) for record in records]
     keys = sorted({key for one in values for key in one})
     rows = [_row(key, *(one.get(key, "–") for one in values)) for key in keys]
@@ -183,11 +184,12 @@ def _slices(record: RunRecord) -> dict[str, Any]:
 def _features(record: RunRecord) -> dict[str, Any]:
     rows = [
         _row(
-            worth.name, format_metric(worth.ne_loss), format_interval(worth.low, worth.high), f"{worth.coverage:.1%}",
-            "–" if worth.mean_length is None else f"{worth.mean_length:.2f}", _percent(worth.truncated),
-            _percent(worth.collisions), "yes" if worth.droppable else "", few=worth.droppable,
+            feature.name, format_metric(feature.ne_loss), format_interval(feature.low, feature.high),
+            f"{feature.coverage:.1%}", "–" if feature.mean_length is None else f"{feature.mean_length:.2f}",
+            _percent(feature.truncated), _percent(feature.collisions), "yes" if feature.droppable else "",
+            few=feature.droppable,
         )
-        for worth in record.features[:MOST_FEATURES]
+        for feature in record.features[:MOST_FEATURES]
     ]  # fmt: skip
     more = len(record.features) - len(rows)
     header = ["feature", "NE loss", "interval", "coverage", "mean length", "cut off", "collisions", "could be dropped"]
@@ -209,7 +211,7 @@ def _difference(first: float | None, second: float | None) -> str:
 
 
 def _svg(figure: Figure) -> str:
-    """The figure as text that a page can hold; letters stay letters."""
+    """Encodes a plot as SVG for the page. Text stays text."""
     with io.BytesIO() as file, rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
         figure.savefig(file, format="svg", metadata={"Date": None})
         return base64.b64encode(file.getvalue()).decode("ascii")

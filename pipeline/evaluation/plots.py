@@ -1,11 +1,11 @@
-"""The figures of a run."""
+"""The plots of a run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")  # no screen is needed, and none is looked for
+matplotlib.use("Agg")  # no screen is needed
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -26,7 +26,7 @@ LABELS = {
 def learning_curve(
     curves: Mapping[str, Curve], best_step: int | None, final_ne: float | None, floor: float | None
 ) -> Figure:
-    """NE against the training step."""
+    """Plots NE against the training step."""
     figure, axes = plain_figure("Learning curve", "step", "normalized entropy")
     for name, label in LABELS.items():
         if points := curves.get(name):
@@ -42,7 +42,7 @@ def learning_curve(
 
 
 def stall_timeline(curves: Mapping[str, Curve]) -> Figure:
-    """Share of the time that training waited for batches, and what a batch took on its way, against the step."""
+    """Plots the share of time that training waited for batches, and the seconds per stage of a batch, by step."""
     figure = Figure(figsize=(6.4, 4.8), layout="constrained", dpi=110)
     above, below = figure.subplots(2, sharex=True)
     above.set_title("Waiting for batches", fontsize=11)
@@ -70,21 +70,21 @@ def stall_timeline(curves: Mapping[str, Curve]) -> Figure:
     return figure
 
 
-def courses(policies: Sequence[BacktestResult], span: int) -> Figure:
-    """Next-day NE and calibration of retraining policies over the last `span` days, and rows trained so far."""
+def backtest(policies: Sequence[BacktestResult], span: int) -> Figure:
+    """Plots next-day NE and calibration of retraining policies over `span` days, and the rows trained so far."""
     figure = Figure(figsize=(7.6, 7.2), layout="constrained", dpi=110)
     quality, balance, cost = figure.subplots(3, sharex=True, height_ratios=(3, 2, 2))
-    for course in policies:
-        points = trailing(course.days, span)
+    for policy in policies:
+        points = trailing(policy.days, span)
         if points:
             days, nes, calibrations = zip(*points, strict=True)
-            quality.plot(days, nes, label=course.name, linewidth=1.4)
-            balance.plot(days, calibrations, label=course.name, linewidth=1.4)
+            quality.plot(days, nes, label=policy.name, linewidth=1.4)
+            balance.plot(days, calibrations, label=policy.name, linewidth=1.4)
         trained, total = [], 0.0
-        for sums in course.days:
-            total += course.rows_trained.get(sums.day, 0.0)
+        for sums in policy.days:
+            total += policy.rows_trained.get(sums.day, 0.0)
             trained.append(total)
-        cost.step([sums.day for sums in course.days], trained, where="post", label=course.name, linewidth=1.4)
+        cost.step([sums.day for sums in policy.days], trained, where="post", label=policy.name, linewidth=1.4)
     over = "each day" if span == 1 else f"last {span} days"
     quality.set_title(f"Days that the model has not seen yet ({over})", fontsize=11)
     quality.set_ylabel("normalized entropy")
@@ -101,7 +101,7 @@ def courses(policies: Sequence[BacktestResult], span: int) -> Figure:
 
 
 def calibration(report: EvalReport) -> Figure:
-    """Observed rate against predicted probability, bins of equally many rows."""
+    """Plots the observed rate against the predicted probability, in bins of equally many rows."""
     figure, axes = plain_figure("Calibration on the evaluation rows", "predicted probability", "observed rate")
     predicted = [bin_.predicted for bin_ in report.calibration]
     observed = [bin_.observed for bin_ in report.calibration]
@@ -116,7 +116,7 @@ def calibration(report: EvalReport) -> Figure:
 
 
 def roc(report: EvalReport) -> Figure:
-    """True against false positive rate."""
+    """Plots the true against the false positive rate."""
     figure, axes = plain_figure("ROC on the evaluation rows", "false positive rate", "true positive rate")
     axes.plot([0, 1], [0, 1], color="grey", linestyle=":", linewidth=1)
     if report.roc:
@@ -126,7 +126,7 @@ def roc(report: EvalReport) -> Figure:
 
 
 def precision_recall(report: EvalReport) -> Figure:
-    """Precision against recall."""
+    """Plots precision against recall."""
     figure, axes = plain_figure("Precision and recall on the evaluation rows", "recall", "precision")
     if report.precision_recall:
         label = f"PR-AUC {report.overall.pr_auc:.4f}"
@@ -141,7 +141,7 @@ def precision_recall(report: EvalReport) -> Figure:
 
 
 def slices(report: EvalReport) -> Figure:
-    """NE of each slice with its interval, beside the overall NE; slices of few rows are pale."""
+    """Plots NE of each slice with its interval, and the overall NE. Slices with few rows are pale."""
     shown = [part for part in report.slices if part.quality.ne is not None]
     figure, axes = plain_figure("NE by slice", "normalized entropy", "", height=max(2.5, 0.25 * len(shown) + 1.0))
     names = [f"{part.column} = {part.value}".replace("$", r"\$") for part in shown]  # no formula
@@ -159,30 +159,30 @@ def slices(report: EvalReport) -> Figure:
 
 
 MOST_BARS = 30
-"""Features in the figure of what they are worth."""
+"""Features in the importance plot."""
 
 
-def importance(worths: Sequence[FeatureImportance]) -> Figure:
-    """NE that is lost without each feature's meaning, with its interval; the most valuable features."""
-    shown = [worth for worth in worths if worth.ne_loss is not None][:MOST_BARS]
-    title = "What features are worth" + (f", the first {MOST_BARS} of {len(worths)}" if len(worths) > MOST_BARS else "")
-    figure, axes = plain_figure(title, "NE lost without the feature", "", height=max(2.5, 0.22 * len(shown) + 1.0))
-    names = [worth.name for worth in shown]
-    colours = ["lightsteelblue" if worth.droppable else "tab:blue" for worth in shown]
-    axes.barh(names, [worth.ne_loss or 0.0 for worth in shown], color=colours)
-    for worth in shown:
-        axes.plot([worth.low or 0.0, worth.high or 0.0], [worth.name, worth.name], color="black", linewidth=1)
+def importance(features: Sequence[FeatureImportance]) -> Figure:
+    """Plots the NE loss of the most important features, with its interval."""
+    largest = [feature for feature in features if feature.ne_loss is not None][:MOST_BARS]
+    title = "Feature importance" + (f", the first {MOST_BARS} of {len(features)}" if len(features) > MOST_BARS else "")
+    figure, axes = plain_figure(title, "NE lost without the feature", "", height=max(2.5, 0.22 * len(largest) + 1.0))
+    names = [feature.name for feature in largest]
+    colours = ["lightsteelblue" if feature.droppable else "tab:blue" for feature in largest]
+    axes.barh(names, [feature.ne_loss or 0.0 for feature in largest], color=colours)
+    for feature in largest:
+        axes.plot([feature.low or 0.0, feature.high or 0.0], [feature.name, feature.name], color="black", linewidth=1)
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=8)
     return figure
 
 
 MOST_TABLES = 12
-"""Tables that get a colour of their own in the figure of a placement; the others are added up."""
+"""Tables with a colour of their own in the plot of a sharding plan. The others are added up."""
 
 
-def placement(rows: Sequence[Mapping[str, Any]], world_size: int) -> Figure:
-    """Memory and time of a step that the planner expects on each rank, table by table."""
+def sharding_plan(rows: Sequence[Mapping[str, Any]], world_size: int) -> Figure:
+    """Plots memory and time per step that the planner expects on each rank, by table."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained", dpi=110)
     largest = sorted(rows, key=lambda row: -sum(row["milliseconds"]))
     groups = [(row["table"], [row]) for row in largest[:MOST_TABLES]]
@@ -207,14 +207,14 @@ def placement(rows: Sequence[Mapping[str, Any]], world_size: int) -> Figure:
     return figure
 
 
-def placements(plans: Sequence[Mapping[str, Any]]) -> Figure:
-    """Loss curves of several placements over each other, and the time of a step of each."""
+def sharding_plans(plans: Sequence[Mapping[str, Any]]) -> Figure:
+    """Plots the loss curves of several sharding plans, and the time per step of each."""
     figure = Figure(figsize=(8.0, 2.8 + 0.22 * len(plans)), layout="constrained", dpi=110)
     above, below = figure.subplots(2, gridspec_kw={"height_ratios": [2.4, 0.22 * len(plans)]})
     names = [f"{p['kind']}, {p['partitioner']}, {p['table_optimizer']}, {p['world_size']} ranks" for p in plans]
     for plan in plans:
         above.plot(range(1, len(plan["losses"]) + 1), plan["losses"], linewidth=1.0, alpha=0.6)
-    above.set_title(f"Loss under {len(plans)} placements", fontsize=11)
+    above.set_title(f"Loss under {len(plans)} sharding plans", fontsize=11)
     above.set_xlabel("step")
     above.xaxis.set_major_locator(MaxNLocator(integer=True))
     above.set_ylabel("log loss")

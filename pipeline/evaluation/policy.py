@@ -1,4 +1,4 @@
-"""When a model is trained further on new days, and when another one is trained from scratch."""
+"""Retraining policy: when to train the champion incrementally on new days, and when to train from scratch."""
 
 import datetime
 from typing import Literal, Self
@@ -9,21 +9,21 @@ from pipeline.errors import ConfigError
 
 
 class Policy(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """When the champion is trained further. The first reason that holds counts; with none of them it never is."""
+    """When to train the champion incrementally. The first condition that holds counts. Without any: never."""
 
     every_days: PositiveInt | None = 1
-    """Once so many days have passed since the last one that it was trained on; None: time alone is no reason."""
+    """After so many days since the last day it was trained on. None: time alone is no reason."""
     after_rows: PositiveInt | None = None
-    """Once so many rows have come that it was not trained on."""
+    """After so many new rows that it was not trained on."""
     ne_above: PositiveFloat | None = None
-    """Once its NE on a new day is higher."""
+    """When its NE on a new day is higher."""
     calibration_below: PositiveFloat | None = None
-    """Once its calibration on a new day, predictions over labels, is lower."""
+    """When its calibration on a new day (predictions / labels) is lower."""
     calibration_above: PositiveFloat | None = None
     scratch_every_days: PositiveInt | None = None
-    """A model is trained from scratch once the last one that was is so many days old; None: never."""
+    """Train from scratch once the last training from scratch is so many days old. None: never."""
     window_days: PositiveInt | None = None
-    """Newest days that a model is trained on from scratch; None: all there are."""
+    """How many of the newest days to train on from scratch. None: all days."""
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:
@@ -36,28 +36,28 @@ class Policy(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
 
 
 class ChampionStanding(BaseModel, frozen=True):
-    """How the champion stands on a day that it has not seen."""
+    """The champion's age and quality on a day it has not seen."""
 
     trained_to: datetime.date
-    """Last day that it was trained on."""
+    """Last day it was trained on."""
     scratch_day: datetime.date
-    """Last day of the training from scratch that it came of."""
+    """Last day of the training from scratch that it descends from."""
     new_rows: int
-    """Rows that it was not trained on, up to the day."""
+    """Rows up to the day that it was not trained on."""
     ne: float | None
     """On the day; None: undefined."""
     calibration: float | None
 
 
 class Decision(BaseModel, frozen=True):
-    """What is to be done on a day."""
+    """What to do on a day."""
 
     training: Literal["none", "further", "scratch"]
     reason: str
 
 
 def decide(policy: Policy, standing: ChampionStanding, day: datetime.date) -> Decision:
-    """What the policy makes of a day.
+    """Decides what to do on a day.
 
     Example:
         >>> day = datetime.date(2013, 1, 31)

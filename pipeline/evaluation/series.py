@@ -1,4 +1,4 @@
-"""Quality from day to day: the NE of models on days that they have not seen yet."""
+"""Quality from day to day: NE of models on days they have not seen yet."""
 
 import datetime
 import math
@@ -12,11 +12,11 @@ from pipeline.errors import ConfigError
 from pipeline.evaluation.metrics import Floats, base_entropy
 
 FEWEST_DAYS = 5
-"""With fewer of them an interval says nothing."""
+"""With fewer days an interval says nothing."""
 
 
 class DaySums(BaseModel, frozen=True):
-    """Sums over the rows of a day, judged before the model is trained on them."""
+    """Sums over the rows of a day, scored before the model is trained on them."""
 
     day: datetime.date
     rows: float
@@ -26,18 +26,18 @@ class DaySums(BaseModel, frozen=True):
 
     @property
     def ne(self) -> float | None:
-        """Of the day alone; None where its labels are all alike."""
+        """NE of the day alone. None: its labels are all alike."""
         entropy = base_entropy(self.labels / self.rows) if self.rows else 0.0
         return self.loss / self.rows / entropy if entropy else None
 
     @property
     def calibration(self) -> float | None:
-        """Of the day alone; None where no label is positive."""
+        """Calibration of the day alone. None: it has no positive label."""
         return self.predictions / self.labels if self.labels else None
 
 
 class Interval(BaseModel, frozen=True):
-    """A value and the interval that chance leaves it."""
+    """A value and its confidence interval."""
 
     value: float
     low: float
@@ -45,12 +45,12 @@ class Interval(BaseModel, frozen=True):
 
 
 def pooled_ne(days: Sequence[DaySums], level: float = 0.05) -> Interval | None:
-    """Log loss of the rows of all days over the entropy of their pooled rate, and its interval over days.
+    """Returns the log loss over the entropy of the pooled label rate of all days, with its interval over days.
 
-    Days are what differs by chance: rows of one day have much in common. See `gate.ne_difference` for the form.
+    Days are the units of resampling: rows of one day have much in common. See `gate.ne_difference` for the form.
 
     Args:
-        level: Chance that the interval leaves out the truth.
+        level: Chance that the interval misses the true NE.
     Example:
         >>> days = [DaySums(day="2013-02-01", rows=10, loss=6, labels=5, predictions=5)] * 5
         >>> round(pooled_ne(days).value, 4)
@@ -60,13 +60,15 @@ def pooled_ne(days: Sequence[DaySums], level: float = 0.05) -> Interval | None:
 
 
 def pooled_ne_difference(ours: Sequence[DaySums], theirs: Sequence[DaySums], level: float = 0.05) -> Interval | None:
-    """Pooled NE of one series less that of another over the same days, and the interval of the difference.
+    """Returns pooled NE of one series minus that of another over the same days, with its interval.
 
     Raises:
-        ConfigError: If they are not of the same days and rows.
+        ConfigError: If the series do not cover the same days and rows.
     """
     if [(day.day, day.rows, day.labels) for day in ours] != [(day.day, day.rows, day.labels) for day in theirs]:
-        raise ConfigError("next-day series", "the same days and rows in both", "others", "Rehearse both anew.")
+        raise ConfigError(
+            "next-day series", "the same days and rows in both", "different ones", "Run both backtests again."
+        )
     pairs = zip(ours, theirs, strict=True)
     return _over_days(ours, np.array([one.loss - other.loss for one, other in pairs]), level)
 
@@ -80,15 +82,15 @@ def _over_days(days: Sequence[DaySums], losses: Floats, level: float) -> Interva
     value = float(mean / entropy)
     if len(days) < FEWEST_DAYS:
         return Interval(value=value, low=-math.inf, high=math.inf)
-    over = value * math.log((1.0 - rate) / rate)  # the change of the entropy with the rate
-    apart = losses - rows * mean - over * (labels - rows * rate)
-    error = math.sqrt(len(days) / (len(days) - 1) * float(np.square(apart).sum())) / float(rows.sum()) / entropy
-    reach = float(stdtrit(len(days) - 1, 1.0 - level / 2.0)) * error
-    return Interval(value=value, low=value - reach, high=value + reach)
+    slope = value * math.log((1.0 - rate) / rate)  # of the entropy, by the rate
+    residuals = losses - rows * mean - slope * (labels - rows * rate)
+    error = math.sqrt(len(days) / (len(days) - 1) * float(np.square(residuals).sum())) / float(rows.sum()) / entropy
+    margin = float(stdtrit(len(days) - 1, 1.0 - level / 2.0)) * error
+    return Interval(value=value, low=value - margin, high=value + margin)
 
 
 def trailing(days: Sequence[DaySums], span: int) -> list[tuple[datetime.date, float, float]]:
-    """(day, NE, calibration) of the rows of the last `span` days at each day; undefined ones are left out."""
+    """Returns (day, NE, calibration) over the last `span` days, for each day. Undefined points are dropped."""
     found = []
     for i, day in enumerate(days):
         last = days[max(i - span + 1, 0) : i + 1]
@@ -102,13 +104,13 @@ SUMS = ("rows", "loss", "labels", "predictions")
 
 
 class BacktestResult(BaseModel, frozen=True):
-    """What a retraining policy has brought and what it has cost."""
+    """Quality and cost of a retraining policy over past days."""
 
     name: str
     days: tuple[DaySums, ...]
     rows_trained: Mapping[datetime.date, float]
-    """Day -> rows trained on that day, once for each epoch; the first model is left out: all policies have it."""
+    """Day -> rows trained on that day, once per epoch. Without the first model, which all policies share."""
     seconds: float
-    """Training alone, the first model left out."""
+    """Training only, without the first model."""
     trainings: Mapping[str, int]
-    """Kind -> how many."""
+    """Kind of training -> number of trainings."""

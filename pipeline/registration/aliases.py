@@ -1,4 +1,4 @@
-"""Who is champion and who challenges: aliases of versions, moved with a record of when, why and from where."""
+"""Champion and challenger: aliases of versions. Every move is recorded with its time, reason and previous version."""
 
 import datetime
 from contextlib import suppress
@@ -12,35 +12,35 @@ from pipeline.registration.tracking import Tracker, is_not_found
 
 CHAMPION, CHALLENGER = "champion", "challenger"
 MOVE = "move."
-"""Begin of the tags of a registered model that hold its moves; the time follows, so no two are written over."""
+"""Prefix of the tags of a registered model that record moves. The time follows, which makes each tag unique."""
 
 
 class Move(BaseModel, frozen=True):
-    """An alias that was given to a version."""
+    """The move of an alias to a version."""
 
     time: str
     """UTC."""
     alias: str
     version: int
     previous: int | None
-    """Version that had it before."""
+    """Version that had the alias before."""
     by: Literal["gate", "person", "rollback"]
     reason: str
 
 
 def find_holder(tracker: Tracker, name: str, alias: str = CHAMPION) -> int | None:
-    """The version that has an alias; None: no version, or no such model."""
+    """Returns the version with an alias. None: no version has it, or there is no such model."""
     try:
         found = tracker.client.get_registered_model(name).aliases.get(alias)
     except MlflowException as error:
-        if not is_not_found(error):  # no answer does not mean that there is no champion
+        if not is_not_found(error):  # an unreachable MLflow does not mean that there is no champion
             raise
         return None
     return None if found is None else int(found)
 
 
 def choose_version(tracker: Tracker, name: str, version: int | None) -> tuple[int, str]:
-    """The version that is to score, None the champion, and what tells its weights from all others.
+    """Returns the version to score with (None: the champion), and a text that identifies its weights.
 
     Raises:
         RegistryError: If there is no such version, or no champion.
@@ -60,7 +60,7 @@ def choose_version(tracker: Tracker, name: str, version: int | None) -> tuple[in
 def move_alias(
     tracker: Tracker, name: str, alias: str, version: int, by: Literal["gate", "person", "rollback"], reason: str
 ) -> Move:
-    """Gives an alias to a version and writes it down. Of two moves at once the later one counts; both are recorded.
+    """Moves an alias to a version and records it. Of two concurrent moves the later one counts. Both are recorded.
 
     Raises:
         RegistryError: If there is no such version.
@@ -70,7 +70,7 @@ def move_alias(
         raise _no_version(tracker, name, version)
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H-%M-%S.%fZ")
     done = Move(time=now, alias=alias, version=version, previous=previous, by=by, reason=reason)
-    # Written down first: cut short between the two, the alias stays, and a rollback passes over what did not happen.
+    # The record comes first. If the process dies in between, the alias stays, and a rollback skips the record.
     tracker.client.set_registered_model_tag(name, MOVE + now, done.model_dump_json())
     tracker.client.set_registered_model_alias(name, alias, str(version))
     if alias == CHAMPION and find_holder(tracker, name, CHALLENGER) == version:
@@ -79,7 +79,7 @@ def move_alias(
 
 
 def list_moves(tracker: Tracker, name: str) -> list[Move]:
-    """All moves of a model's aliases, the oldest first."""
+    """Lists all moves of a model's aliases, oldest first."""
     with suppress(MlflowException):
         tags = tracker.client.get_registered_model(name).tags
         return [Move.model_validate_json(tags[key]) for key in sorted(tags) if key.startswith(MOVE)]
@@ -87,17 +87,17 @@ def list_moves(tracker: Tracker, name: str) -> list[Move]:
 
 
 def rollback(tracker: Tracker, name: str) -> Move:
-    """Makes the version champion that was so before the present one; again, the one before that.
+    """Makes the previous champion the champion again. A second rollback goes back one more.
 
     Raises:
         RegistryError: If there is none.
     """
     version = find_holder(tracker, name)
-    came = [
+    promotions = [
         found for found in list_moves(tracker, name)
         if (found.alias, found.version) == (CHAMPION, version) and found.by != "rollback"
     ]  # fmt: skip
-    previous = came[-1].previous if came else None
+    previous = promotions[-1].previous if promotions else None
     if version is None or previous is None:
         present = "no champion" if version is None else f"version {version}, the first"
         raise RegistryError(f"model '{name}'", "a champion with one before it", present, "Promote another: version=N.")
@@ -110,6 +110,6 @@ def _no_version(tracker: Tracker, name: str, version: int) -> RegistryError:
 
 
 def list_versions(tracker: Tracker, name: str) -> list[int]:
-    """The versions of a model, the oldest first."""
+    """Lists the versions of a model, oldest first."""
     found = tracker.client.search_model_versions(f"name = '{name}'")
     return sorted(int(version.version) for version in found)

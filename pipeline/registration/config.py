@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel
 from pipeline.errors import ConfigError
 
 Default = int | float | str | bool | None | tuple[int | float | str | None, ...]
-"""What a raw column may be declared to hold where a request does not say."""
+"""Default of a raw column for requests that lack it."""
 Weights = Literal["fp32", "int8"]
 
 
@@ -22,15 +22,15 @@ class RegistrationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_d
     """Where runs and models are recorded."""
 
     tracking_uri: str | None = None
-    """MLflow server or database; None: MLFLOW_TRACKING_URI, else SQLite below `home`."""
+    """MLflow server or database. None: MLFLOW_TRACKING_URI, else SQLite below `home`."""
     model_name: Annotated[str, AfterValidator(_model_name)] | None = None
-    """Name in the registry; None: the config's name."""
+    """Name in the registry. None: the config's name."""
     defaults: Mapping[str, Default] = {}
-    """Raw column -> what the registered model takes where a request has no such column or a value of the wrong kind.
+    """Raw column -> the value that the registered model uses if a request lacks the column or sends the wrong kind.
 
-    It is no part of a training's identity: a model that is registered already takes new ones with `again=true` only."""
+    Defaults are not part of a training's identity: a registered model takes new ones with `again=true` only."""
     weights: Weights = "fp32"
-    """int8: embedding tables of bytes, (width + 8) / (4 width) of the size; the rest of the model stays fp32.
+    """int8: embedding tables as bytes, (width + 8) / (4 width) of the size. The rest of the model stays fp32.
 
-    The model is judged in the form that is registered.
+    The model is evaluated in the form that is registered.
     """

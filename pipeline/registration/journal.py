@@ -1,4 +1,4 @@
-"""Metrics of a run on their way to MLflow: written down first, sent by a thread, kept until they have arrived."""
+"""Metrics of a run on their way to MLflow: written to a file, sent by a thread, kept until they have arrived."""
 
 import json
 import os
@@ -18,18 +18,18 @@ POINTS, SENT = "metrics.jsonl", "metrics.sent.json"
 BATCH_METRICS = 500
 """MLflow takes at most 1,000 in a request."""
 RETRY_SECONDS = 5.0
-"""Between two attempts while MLflow is away."""
+"""Interval of attempts while MLflow is away."""
 
 
 class Journal:
-    """A file in the run's folder, and a thread that sends what it holds: MLflow may be away for hours.
+    """A file of metrics in the run's folder, and a thread that sends them. MLflow may be away for hours.
 
-    A step is written down once for each metric, so a training that goes on from a checkpoint does not log steps again.
-    What is sent twice, because the answer was lost, has the same time and is one point to MLflow.
+    Each metric is written once per step: a training that resumes from a checkpoint does not log steps again. A point
+    that is sent twice because the answer was lost has the same time, and MLflow keeps one.
 
     Args:
-        folder: Holds the file, and beside it how much of it has arrived in which run.
-        warn: Told when MLflow goes away and when it is back.
+        folder: Holds the file, and a note of how much of it has arrived in which run.
+        warn: Called with a message when MLflow goes away and when it is back.
     """
 
     def __init__(self, tracker: Tracker, run_id: str, folder: Path, warn: Callable[[str], object]) -> None:
@@ -44,7 +44,7 @@ class Journal:
         self.sending, self.wake, self.ending = threading.Lock(), threading.Event(), threading.Event()
 
     def _read(self) -> None:
-        """Takes note of the last step of each metric; a line that a kill cut short is taken away."""
+        """Reads the last step of each metric, and removes an incomplete last line."""
         whole = 0
         with self.path.open("rb+") as file:
             for line in file:
@@ -69,7 +69,7 @@ class Journal:
         self.thread.join(STOP_SECONDS)
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Metrics of one step; undefined ones are left out, and those that are written down already."""
+        """Writes metrics of one step. Skips undefined ones and those written already."""
         new = {key: value for key, value in metrics.items() if value is not None and step > self.last.get(key, -1)}
         if not new:
             return
@@ -78,14 +78,14 @@ class Journal:
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
-        except OSError:  # a full disk takes part of a line, and the next one would be added to that
+        except OSError:  # a full disk takes part of a line; the next line must not continue it
             os.truncate(self.path, whole)
             raise
         self.last |= dict.fromkeys(new, step)
         self.wake.set()
 
     def deliver(self) -> None:
-        """Sends what has not arrived yet; raises what MLflow raises, and can be called again."""
+        """Sends what has not arrived yet. It raises what MLflow raises, and can be called again."""
         with self.sending:
             for metrics, end in self._batches():
                 self.tracker.client.log_batch(self.run_id, metrics=metrics)
@@ -93,14 +93,14 @@ class Journal:
                 write_json(self.mark, {"run_id": self.run_id, "bytes": end})
 
     def _batches(self) -> Iterator[tuple[list[Metric], int]]:
-        """Requests to make, each with the place in the file where it ends."""
+        """Yields the metrics of each request, and the position in the file where it ends."""
         batch: list[Metric] = []
         end = self.sent
         with self.path.open("rb") as file:
             file.seek(end)
             for line in file:
                 if not line.endswith(b"\n"):
-                    break  # about to be written
+                    break  # incomplete: it is being written
                 end += len(line)
                 point: dict[str, Any] = json.loads(line)
                 batch += [Metric(key, value, point["time"], point["step"]) for key, value in point["metrics"].items()]
@@ -117,7 +117,7 @@ class Journal:
             ending = self.ending.is_set()
             try:
                 self.deliver()
-            except Exception as error:  # whatever is wrong with MLflow, training goes on
+            except Exception as error:  # no error of MLflow may stop the training
                 self._note(error)
                 self.ending.wait(RETRY_SECONDS)
                 self.wake.set()
@@ -127,7 +127,7 @@ class Journal:
                 return
 
     def _note(self, error: Exception | None) -> None:
-        """Says when MLflow goes away and when it is back, once each."""
+        """Warns once when MLflow goes away, and once when it is back."""
         if error is not None and not self.away:
             reason = redact(" ".join(str(error).split()))[:300]
             self.warn(f"MLflow takes no metrics ({reason}); they are kept in '{self.path}' and sent later")

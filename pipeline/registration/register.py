@@ -37,16 +37,16 @@ from storage.artifacts import atomic_file, write_json, write_text
 TOLERANCE = 1e-6
 """Largest difference between the trainer's probabilities and the registered model's."""
 ROUGH_TOLERANCE = 5e-3
-"""The same where ranks send each other vectors of 11 bits or fewer."""
+"""The same if ranks exchange vectors of 11 bits or fewer."""
 IDENTITY = "identity"
-"""Tag of a version: what it was made from, so that the same work is recognised."""
+"""Tag of a version: the identity of the work it was made from."""
 FILES = "files_sha256"
-"""Tag of a version: JSON of each packed file's name and hash, so that one that was damaged later is noticed."""
+"""Tag of a version: names and hashes of the packed files as JSON, to detect later damage."""
 REQUIREMENTS = (
     *("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "safetensors"),
     *("mlflow", "numba", "numpy", "pandas", "pyarrow", "pydantic", "pyiceberg"),
 )
-"""What a process that serves the model needs, at the versions it was trained with."""
+"""Packages needed to serve the model, pinned at the versions of the training."""
 
 
 class ModelVersion(BaseModel, frozen=True):
@@ -66,12 +66,12 @@ def pack(
     form: Weights = "fp32",
     defaults: Mapping[str, Default] = MappingProxyType({}),
 ) -> Path:
-    """Puts what a scorer needs into one folder: no pickle, readable by eye but for the weights.
+    """Packs everything a scorer needs into one folder: no pickle, and all but the weights readable.
 
     Args:
-        weights: Those that the trainer exported, always float32.
-        form: int8 rounds the tables to bytes on the way.
-        defaults: What a column that a request lacks is taken for.
+        weights: The exported weights, always float32.
+        form: int8 rounds the tables to bytes.
+        defaults: Values of columns that a request lacks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_file(folder / scorer.WEIGHTS) as temporary:
@@ -91,12 +91,12 @@ def pack(
 
 
 def columns_of(plan: Plan, schema: pa.Schema) -> dict[str, str]:
-    """Raw columns that a plan reads, with their types as a caller of the model knows them."""
+    """Returns the raw columns that a plan reads, with their types for callers of the model."""
     return {name: column_type(schema.field(name).type, plan.raw[name]) for name in plan.columns}
 
 
 def column_type(kind: pa.DataType, uses: Sequence[Kind]) -> str:
-    """A raw column's type as a caller of the model knows it; numbers are doubles unless they are ids."""
+    """Returns a raw column's type for callers of the model. Numbers are doubles unless they are ids."""
     if is_list(kind):
         return f"list<{column_type(kind.value_type, uses)}>"
     if is_text(kind):
@@ -107,10 +107,10 @@ def column_type(kind: pa.DataType, uses: Sequence[Kind]) -> str:
 
 
 def raw_frame(rows: pa.Table, columns: Mapping[str, str]) -> pd.DataFrame:
-    """Warehouse rows as the data frame a caller would send.
+    """Converts warehouse rows to the data frame a caller would send.
 
-    Integer ids with a null among them are sent as lists of one: pandas, JSON readers and MLflow would make
-    floats of them, which lose the last digits of large ids.
+    Integer ids with a null among them are sent as lists of one: pandas, JSON readers and MLflow would convert them to
+    floats, and large ids would lose their last digits.
     """
     series = {}
     for name, kind in columns.items():
@@ -131,23 +131,23 @@ def raw_frame(rows: pa.Table, columns: Mapping[str, str]) -> pd.DataFrame:
 
 
 def _present(items: list[Any] | None) -> list[Any] | None:
-    """A list without its nulls, which no op sees either."""
+    """Removes nulls from a list. No op sees them either."""
     return None if items is None else [item for item in items if item is not None]
 
 
 def _numbers(items: list[Any] | None) -> list[float] | None:
-    """A list of scores, with NaN where one is null: it keeps its place beside its id."""
+    """Replaces nulls in a list of scores by NaN, which keeps scores and ids aligned."""
     return None if items is None else [np.nan if item is None else float(item) for item in items]
 
 
 def signature_of(columns: Mapping[str, str]) -> ModelSignature:
-    """MLflow's signature: the names of the raw columns. Their types are in the model's metadata.
+    """Returns MLflow's signature: the names of the raw columns. Their types are in the model's metadata.
 
-    Every column is of any type and optional, so that all values reach the model: MLflow's own check names no row, knows
-    no defaults, refuses nulls among integers and makes one row of a dict of lists once a column is an array. A text
-    becomes a column of its own there, which is lost unless it is named.
+    Every column is optional and of any type, and so all values reach the model. MLflow's own check names no row, knows
+    no defaults, refuses nulls among integers, and makes one row of a dict of lists if a column is an array. It turns a
+    text into a column of its own, which is lost unless the signature names it.
     """
-    names: list[Any] = [scorer.TEXT, *columns]  # first, where MLflow takes 0 for a name
+    names: list[Any] = [scorer.TEXT, *columns]  # first: only there MLflow accepts 0 as a name
     inputs: list[Any] = [ColSpec(AnyType(), name=name, required=False) for name in names]
     return ModelSignature(inputs=Schema(inputs), outputs=Schema([ColSpec(DataType.double, name="probability")]))
 
@@ -163,20 +163,20 @@ def register(
     root: Path,
     tolerance: float = TOLERANCE,
 ) -> ModelVersion:
-    """Registers a packed model once the loaded copy has given the expected probabilities on the probe's raw rows.
+    """Registers a packed model if a loaded copy gives the expected probabilities on the probe's raw rows.
 
     Args:
         probe: Raw rows, in the order of `expected`.
-        root: Holds the packages that travel with the model.
+        root: Folder of the packages that are saved with the model.
         tolerance: Largest difference of a probability.
     Raises:
-        RegistryError: If the copy scores differently; nothing is registered then.
+        RegistryError: If the copy scores differently. Nothing is registered then.
     """
     record: dict[str, Any] = json.loads((folder / scorer.MODEL).read_text(encoding="utf-8"))
     columns: dict[str, str] = record["columns"]
     frame = raw_frame(probe, columns)
     with mlflow.start_run(run_id=run_id), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # hints about type hints and integer columns that the signature answers
+        warnings.simplefilter("ignore")  # about type hints and integer columns, which the signature covers
         info = mlflow.pyfunc.log_model(
             name="model",
             python_model=str(root / "pipeline" / "registration" / "scorer.py"),
@@ -199,10 +199,10 @@ def register(
 def check_probabilities(
     run_id: str, actual: npt.NDArray[np.float64], expected: Sequence[float], tolerance: float
 ) -> None:
-    """Refuses a model that does not score as it is expected to.
+    """Compares probabilities with the expected ones.
 
     Raises:
-        RegistryError: If a probability is further off than the tolerance.
+        RegistryError: If a probability differs by more than the tolerance.
     """
     difference = float(np.abs(actual - np.array(expected)).max()) if len(expected) == len(actual) else float("inf")
     if not difference <= tolerance:
@@ -213,20 +213,20 @@ def check_probabilities(
 
 
 def find_registered(tracker: Tracker, name: str, run_id: str) -> ModelVersion | None:
-    """The version that a run has made already, before it was cut short; None: none."""
+    """Finds the version that an interrupted run has registered already. None: there is none."""
     found = tracker.client.search_model_versions(f"run_id = '{run_id}'")
     versions = [int(version.version) for version in found if version.name == name]
     return ModelVersion(name=name, version=max(versions), alias=None) if versions else None
 
 
 def download_packed(tracker: Tracker, name: str, version: int, folder: Path) -> Path:
-    """What `pack` made of a version, fetched from the registry into a folder."""
+    """Downloads the packed model of a version from the registry into a folder."""
     mlflow.artifacts.download_artifacts(f"models:/{name}/{version}", dst_path=str(folder), tracking_uri=tracker.uri)
     return folder / "artifacts" / "model"
 
 
 def hash_files(folder: Path) -> dict[str, str]:
-    """Name -> sha256 of the files that `pack` wrote."""
+    """Returns name -> sha256 of the files that `pack` wrote."""
     found = {}
     for name in (scorer.MODEL, scorer.PLAN, scorer.WEIGHTS):
         with (folder / name).open("rb") as file:
@@ -237,13 +237,13 @@ def hash_files(folder: Path) -> dict[str, str]:
 def is_intact(tracker: Tracker, name: str, version: int, run_id: str) -> bool:
     """Whether a version and the result of its run can be fetched as they were registered.
 
-    Versions from before there were hashes are taken for whole once their files are there.
+    A version without hashes counts as intact if its files are there.
     """
     with TemporaryDirectory() as temporary:
         try:
             tracker.load_result(run_id)
             found = hash_files(download_packed(tracker, name, version, Path(temporary)))
-        except (MlflowException, RegistryError, OSError, ValueError) as error:  # the last: JSON that is none
+        except (MlflowException, RegistryError, OSError, ValueError) as error:  # ValueError: invalid JSON
             if is_unreachable(error) or is_disk_error(error):
                 raise
             return False
@@ -252,7 +252,7 @@ def is_intact(tracker: Tracker, name: str, version: int, run_id: str) -> bool:
 
 
 def find_versions(tracker: Tracker, name: str, identity: str) -> list[tuple[int, str]]:
-    """(version, run id) of the versions made from the same work, oldest first."""
+    """Finds (version, run id) of the versions with this identity, oldest first."""
     try:
         versions = tracker.client.search_model_versions(f"name = '{name}' and tags.{IDENTITY} = '{identity}'")
     except MlflowException as error:

@@ -14,9 +14,9 @@ from pipeline.errors import ConfigError, InputError, closest_names
 from storage.arrow import is_text
 
 Rows = pd.DataFrame | Mapping[str, Any] | str
-"""A data frame, a dict of one list a column, or the JSON text of such a dict or of a list of rows."""
+"""A data frame, a dict with a list per column, or the JSON text of such a dict or of a list of rows."""
 EXACT_FLOAT = 2.0**53
-"""From here on a float may stand for several ids."""
+"""From here on a float may represent several ids."""
 TYPES: Mapping[str, pa.DataType] = {
     "double": pa.float64(),
     "long": pa.int64(),
@@ -26,16 +26,17 @@ TYPES: Mapping[str, pa.DataType] = {
     "list<long>": pa.list_(pa.int64()),
     "list<string>": pa.list_(pa.string()),
 }
-"""Types of raw columns, as they stand in the model's record."""
+"""Types of raw columns, as written in the model's record."""
 
 
 def table_of(rows: Rows, columns: Mapping[str, str], defaults: Mapping[str, Any]) -> pa.Table:
-    """Columns of the named types; others that the rows have are left out.
+    """Converts rows to a table of the given columns. Other columns of the rows are dropped.
 
     Args:
-        defaults: Column -> what it holds where the rows do not have it, or hold a value of the wrong kind.
+        columns: Name -> type, a key of TYPES.
+        defaults: Column -> the value to use if the rows lack the column or a value is of the wrong kind.
     Raises:
-        InputError: If a column is absent, or a value is of the wrong kind; names row and column.
+        InputError: If a column is absent or a value is of the wrong kind. It names row and column.
     Example:
         >>> table_of({"age": [25, None]}, {"age": "double", "user": "long"}, {"user": 7}).to_pylist()
         [{'age': 25.0, 'user': 7}, {'age': None, 'user': 7}]
@@ -44,7 +45,7 @@ def table_of(rows: Rows, columns: Mapping[str, str], defaults: Mapping[str, Any]
     absent = [name for name in columns if name not in sent]
     if len(absent) == len(columns):
         remedy = "Add them; a batch without rows names them, too."
-    else:  # without any column it is not known how many rows there are
+    else:  # without any column the number of rows is unknown
         absent = [name for name in absent if name not in defaults]
         remedy = "Add them."
     if absent:
@@ -66,7 +67,7 @@ def check_defaults(defaults: Mapping[str, Any], columns: Mapping[str, str]) -> N
     """Refuses defaults that a model with these raw columns cannot take.
 
     Raises:
-        ConfigError: If a column is not read by the model, or its default is of the wrong kind.
+        ConfigError: If the model does not read a column, or its default is of the wrong kind.
     """
     for name, value in defaults.items():
         where = f"registration.defaults '{name}'"
@@ -102,11 +103,11 @@ def _columns(rows: Rows) -> Mapping[str, Any]:
 
 
 def _array(name: str, kind: str, values: Sequence[Any], defaults: Mapping[str, Any]) -> pa.Array:
-    """A column as Arrow; None and NaN are null.
+    """Converts a column to Arrow. None and NaN are null.
 
-    Columns that are of one type throughout, as most are, do not pass through Python value by value.
+    Most columns have one type throughout. They do not pass through Python value by value.
     """
-    if kind != "timestamp":  # times with and without a zone may stand side by side
+    if kind != "timestamp":  # times with and without a zone may be mixed
         try:
             found = pa.array(values, from_pandas=True)
             if kind == "long":
@@ -127,18 +128,18 @@ def _array(name: str, kind: str, values: Sequence[Any], defaults: Mapping[str, A
 
 
 def _single(found: pa.Array) -> pa.Array:
-    """Ids that came as lists of at most one, or as floats that have lost nothing, as numbers; others as they are."""
+    """Converts ids sent as lists of at most one, or as exact floats, to numbers. Returns others unchanged."""
     if pa.types.is_list(found.type):
         lengths = pc.list_value_length(found)
         if (pc.max(lengths).as_py() or 0) <= 1:
             found = found.values.take(pc.if_else(pc.equal(lengths, 1), found.offsets[:-1], None))
     elif pa.types.is_floating(found.type) and (pc.max(pc.abs(found)).as_py() or 0.0) < EXACT_FLOAT:
-        return found.cast(pa.int64())  # raises where there is a fraction
+        return found.cast(pa.int64())  # raises if there is a fraction
     return found
 
 
 def _fits(found: pa.DataType, kind: str) -> bool:
-    """Whether values of a type are all of a kind, with nothing lost."""
+    """Whether values of an Arrow type can be cast to a kind without loss."""
     if pa.types.is_null(found):
         return True
     if kind.startswith("list"):
@@ -157,7 +158,7 @@ def _remedy(kind: str, value: Any) -> str:
 
 
 def _plain(value: Any, kind: str) -> Any:
-    """A value as Arrow takes it for a kind of column.
+    """Converts a value to what Arrow expects for a kind of column.
 
     Raises:
         TypeError, ValueError, OverflowError: If it is not of that kind.
@@ -179,20 +180,20 @@ def _item(value: Any, kind: str) -> Any:
     if isinstance(value, np.generic):
         return _item(value.item(), kind)
     if kind == "string" and isinstance(value, str):
-        value.encode()  # half a surrogate pair is no text
+        value.encode()  # raises for half a surrogate pair
         return value
     if kind == "double" and isinstance(value, int | float):
         return float(value)
     if kind == "long" and isinstance(value, int | float):
         if isinstance(value, float) and (not value.is_integer() or abs(value) >= EXACT_FLOAT):
-            raise ValueError("a float that has lost digits")  # pandas turns integers beside a null into floats
+            raise ValueError("a float that has lost digits")  # pandas converts integers to floats if there is a null
         return int(np.int64(int(value)))
     raise TypeError(f"not a {kind}")
 
 
 def _utc(value: Any) -> pd.Timestamp:
-    """A time or date, or its ISO text, in UTC and without saying so, as the warehouse holds it."""
-    if not isinstance(value, str | datetime.date | np.datetime64):  # a number would be taken for nanoseconds
+    """Converts a time, a date or its ISO text to a naive UTC time, as the warehouse has it."""
+    if not isinstance(value, str | datetime.date | np.datetime64):  # a number would be read as nanoseconds
         raise TypeError("not a time")
     time = pd.Timestamp(value)
     return (time if time.tzinfo is None else time.tz_convert(None)).floor("us")

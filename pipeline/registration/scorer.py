@@ -26,25 +26,25 @@ from pipeline.transforms.plan.plan import Plan
 BATCH_ROWS = 8_192
 WEIGHTS, PLAN, MODEL = "weights.safetensors", "plan.json", "model.json"
 TEXT = 0
-"""Column of the frame that MLflow makes of a single text."""
+"""Column of the frame that MLflow makes from a single text."""
 
 
 def plan_of(folder: Path) -> Plan:
-    """The transforms of a packed model."""
+    """Reads the transform plan of a packed model."""
     return Plan.model_validate_json((folder / PLAN).read_text(encoding="utf-8"))
 
 
 class LoadedModel:
-    """Weights, plan and shape of a trained model, ready to score on CPU. Tables of bytes stay so in memory.
+    """A trained model with its plan, ready to score on CPU. int8 tables stay int8 in memory.
 
     Args:
-        folder: Holds weights.safetensors, plan.json and model.json.
+        folder: Has weights.safetensors, plan.json and model.json.
     """
 
     def __init__(self, folder: Path) -> None:
         record = json.loads((folder / MODEL).read_text(encoding="utf-8"))
         self.columns: dict[str, str] = record["columns"]
-        self.defaults: dict[str, Any] = record.get("defaults", {})  # older versions in the registry have none
+        self.defaults: dict[str, Any] = record.get("defaults", {})  # absent in older versions of the registry
         self.plan = plan_of(folder)
         features = self.plan.sparse
         config, quantised = DLRMConfig.model_validate(record["model"]), record.get("weights") == "int8"
@@ -55,7 +55,7 @@ class LoadedModel:
         self.model.eval()
 
     def score(self, rows: pa.Table) -> npt.NDArray[np.float64]:
-        """Probabilities of raw rows, float64 [N]."""
+        """Returns the probabilities of raw rows, float64 [N]."""
         scores = [self._score(rows.slice(start, BATCH_ROWS)) for start in range(0, rows.num_rows, BATCH_ROWS)]
         return np.concatenate(scores) if scores else np.empty(0, np.float64)
 
@@ -63,33 +63,33 @@ class LoadedModel:
         return self.score_parts(*self.parts(rows))
 
     def parts(self, rows: pa.Table) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the layers above the tables take: dense numbers float32 [B, D] and pooled vectors float32 [B, F, E]."""
+        """Returns the input of the layers above the tables: dense float32 [B, D], pooled vectors float32 [B, F, E]."""
         transformed = self.plan.apply(rows)
         sparse = sparse_tensor([feature.name for feature in self.plan.sparse], transformed.sparse)
         with torch.no_grad():
             return torch.from_numpy(transformed.dense), self.model.pool(sparse)
 
     def score_parts(self, dense: torch.Tensor, vectors: torch.Tensor) -> npt.NDArray[np.float64]:
-        """Probabilities of rows whose parts are at hand, float64 [B]."""
+        """Returns the probabilities of rows from their `parts`, float64 [B]."""
         with torch.no_grad():
             logits = self.model.score(dense, vectors)
         result: npt.NDArray[np.float64] = torch.sigmoid(logits.double()).numpy()
         return result
 
     def table_of(self, rows: Rows) -> pa.Table:
-        """Raw rows as the warehouse holds them; columns the model does not read are left out.
+        """Converts raw rows to the warehouse's types. Columns that the model does not read are dropped.
 
         Raises:
-            InputError: If a column is absent, or a value is of the wrong kind, and the model declares no default for
-                it; names row and column.
+            InputError: If a column without a default is absent, or a value of it is of the wrong kind. It names row
+                and column.
         """
         return table_of(rows, self.columns, self.defaults)
 
     def probabilities(self, rows: Rows) -> npt.NDArray[np.float64]:
-        """Probabilities of rows as a caller sends them, float64 [N]; all of them are finite.
+        """Returns the probabilities of rows as a caller sends them, float64 [N]. All are finite.
 
         Raises:
-            InputError: As `table_of`, and if the probability of a row is not finite.
+            InputError: As `table_of`, or if the probability of a row is not finite.
         """
         found = self.score(self.table_of(rows))
         bad = np.flatnonzero(~np.isfinite(found))
@@ -109,10 +109,10 @@ class Scorer(PythonModel):
     def predict(
         self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, Any] | None = None
     ) -> pd.DataFrame:
-        """Raw rows -> a column `probability`. Takes all of `Rows`; MLflow warns of any other hint than that of a frame.
+        """Returns a column `probability`. Accepts all of `Rows`; MLflow warns of any type hint but that of a frame.
 
         Raises:
-            MlflowException: If a row cannot be scored; its code makes MLflow's server answer 400 with the reason.
+            MlflowException: If a row cannot be scored. Its code makes MLflow's server answer 400 with the reason.
         """
         try:
             return pd.DataFrame({"probability": self.loaded.probabilities(_as_sent(model_input, self.loaded.columns))})
@@ -121,7 +121,7 @@ class Scorer(PythonModel):
 
 
 def _as_sent(rows: Rows, columns: Mapping[str, str]) -> Rows:
-    """The rows before MLflow made a frame of one row: of a text, and of a dict whose lists hold nothing but text.
+    """Restores rows that MLflow made a frame of one row: a text, or a dict of lists of text.
 
     Raises:
         InputError: If they may have been one row or none.
@@ -133,7 +133,7 @@ def _as_sent(rows: Rows, columns: Mapping[str, str]) -> Rows:
         return str(cells[TEXT])
     if not all(isinstance(cell, list) and all(isinstance(item, str) for item in cell) for cell in cells.values()):
         return rows
-    if any(columns.get(name) in ("double", "string", "timestamp") for name in cells):  # which hold no lists
+    if any(columns.get(name) in ("double", "string", "timestamp") for name in cells):  # these have no lists
         return cells
     if any(cells.values()):
         return rows

@@ -1,4 +1,4 @@
-"""MLflow runs: one per training, always ended, resumed rather than repeated."""
+"""MLflow runs: one per training, always ended, and resumed instead of repeated."""
 
 import errno
 import json
@@ -27,20 +27,20 @@ from pipeline.errors import RegistryError, TrackingError
 from pipeline.registration.config import RegistrationConfig
 
 PARAM_CHARACTERS = 500
-"""Longest parameter value shown; the whole config is an artifact."""
+"""Longest logged parameter value. The whole config is an artifact."""
 SYSTEM_SECONDS = 5
-"""Between two looks at the load of the machine."""
+"""Interval of the system metrics."""
 STOP_SECONDS = 15.0
-"""How long the end of a run waits for what is on its way."""
+"""How long the end of a run waits for requests on their way."""
 LOCK_SECONDS = 60
-"""How long a database in a file is waited for while another process has it locked."""
+"""How long to wait for a database file that another process has locked."""
 SAME_START_SECONDS = 1.0
-"""Start times of one process differ by less than this when they are read again."""
+"""Two readings of one process's start time differ by less than this."""
 RESULT = "result.json"
 ENVIRONMENT_LOCK = threading.Lock()
-"""MLflow keeps its address in the environment: of trainings side by side, only one may look there at a time."""
+"""MLflow keeps its address in the environment. Only one of several parallel trainings may read it at a time."""
 KIND = {"mlflow.experimentKind": "custom_model_development"}
-"""Opens an experiment in MLflow's view of trainings, not of prompts."""
+"""Makes MLflow open the experiment in its view for trainings, not for prompts."""
 
 
 class Tracker:
@@ -49,7 +49,7 @@ class Tracker:
     Args:
         config: Names the server.
         home: Folder of the embedded database and of artifacts.
-        experiment: Name of the experiment, made if absent.
+        experiment: Name of the experiment. It is created if it does not exist.
     Raises:
         TrackingError: If MLflow does not answer.
     """
@@ -62,7 +62,7 @@ class Tracker:
                 Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
                 self.uri += "" if "?" in self.uri else f"?timeout={LOCK_SECONDS}"
             mlflow.set_tracking_uri(self.uri)
-            if named is None:  # MLflow has set it for all that comes after: another home has a database of its own
+            if named is None:  # MLflow has set it for the whole process, but another home has a database of its own
                 os.environ.pop("MLFLOW_TRACKING_URI", None)
         self.client = MlflowClient(tracking_uri=self.uri)
         self.experiment = experiment
@@ -73,14 +73,14 @@ class Tracker:
         found = self.client.get_experiment_by_name(name)
         if found is None:
             folder = None if self.uri.startswith("http") else (home / "mlflow" / "artifacts" / name).resolve().as_uri()
-            with suppress(MlflowException):  # made by another process meanwhile
+            with suppress(MlflowException):  # another process has created it meanwhile
                 return str(self.client.create_experiment(name, artifact_location=folder, tags=KIND))
             found = self.client.get_experiment_by_name(name)
         assert found is not None
         return str(found.experiment_id)
 
     def start(self, name: str, params: Mapping[str, Any], tags: Mapping[str, str], resume: str | None) -> str:
-        """The id of a running run: the one to resume if it still exists, else a new one."""
+        """Starts a run and returns its id: the run to resume if it still exists, else a new one."""
         process = {"dlrm.pid": str(os.getpid()), "dlrm.started": f"{psutil.Process().create_time():.2f}"}
         tags = {**tags, "dlrm.host": socket.gethostname()} | process
         if resume is not None:
@@ -88,7 +88,7 @@ class Tracker:
                 self.client.update_run(resume, status="RUNNING")
                 self.tag(resume, tags)
                 return resume
-            except MlflowException as error:  # somebody has deleted it
+            except MlflowException as error:  # the run was deleted
                 if is_unreachable(error):
                     raise
         run: Run = self.client.create_run(self.experiment_id, run_name=name, tags=dict(tags))
@@ -98,14 +98,14 @@ class Tracker:
         return str(run.info.run_id)
 
     def log(self, run_id: str, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Final metrics of a run; undefined ones are left out, and those that stand there with the same value."""
+        """Logs final metrics of a run. Skips undefined ones and those already logged with the same value."""
         now = mlflow.utils.time.get_current_time_millis()
         known = self.client.get_run(run_id).data.metrics
         new = {key: float(value) for key, value in metrics.items() if value is not None and known.get(key) != value}
         self.client.log_batch(run_id, metrics=[Metric(key, value, now, step) for key, value in new.items()])
 
     def log_points(self, run_id: str, points: Sequence[tuple[int, Mapping[str, float | None]]]) -> None:
-        """Metrics of several steps of a run; undefined ones are left out."""
+        """Logs metrics of several steps of a run. Skips undefined ones."""
         now = mlflow.utils.time.get_current_time_millis()
         metrics = [
             Metric(key, float(value), now, step)
@@ -113,31 +113,31 @@ class Tracker:
             for key, value in values.items()
             if value is not None
         ]
-        for start in range(0, len(metrics), 1_000):  # the most that MLflow takes at once
+        for start in range(0, len(metrics), 1_000):  # MLflow's limit per request
             self.client.log_batch(run_id, metrics=metrics[start : start + 1_000])
 
     def load_curves(self, run_id: str, names: Iterable[str]) -> dict[str, list[tuple[int, float]]]:
-        """Logged metrics as (step, value) points; a step logged twice counts once, by its last value."""
+        """Returns logged metrics as (step, value) points. Of a step logged twice, the last value counts."""
         history = {name: self.client.get_metric_history(run_id, name) for name in names}
         return {
             name: sorted({metric.step: metric.value for metric in points}.items()) for name, points in history.items()
         }
 
     def log_figures(self, run_id: str, figures: Mapping[str, Figure]) -> None:
-        """Figures as PNG under `plots/`."""
+        """Logs plots as PNG under `plots/`."""
         for name, figure in figures.items():
             self.client.log_figure(run_id, figure, f"plots/{name}.png")
 
     def log_json(self, run_id: str, value: Any, path: str) -> None:
-        """A JSON file among the run's artifacts."""
+        """Logs a JSON file as an artifact."""
         self.client.log_text(run_id, json.dumps(value, indent=2, sort_keys=True, default=str), path)
 
     def log_file(self, run_id: str, path: Path) -> None:
-        """A file among the run's artifacts."""
+        """Logs a file as an artifact."""
         self.client.log_artifact(run_id, str(path))
 
     def log_snapshot(self, run_id: str, table: str, snapshot_id: int, rows: int) -> None:
-        """The training data as a data set of the run."""
+        """Logs the training data as a data set of the run."""
         source = CodeDatasetSource(tags={"table": table, "snapshot_id": str(snapshot_id)})
         data = MetaDataset(source, name=table, digest=str(snapshot_id)[-12:])  # type: ignore[abstract]
         entity = data._to_mlflow_entity()
@@ -147,21 +147,21 @@ class Tracker:
 
     @contextmanager
     def ending(self, run_id: str) -> Iterator[None]:
-        """Ends the run with the block, whatever ends that: FINISHED, FAILED, or KILLED by a signal.
+        """Ends the run when the block ends: FINISHED, FAILED, or KILLED by a signal.
 
-        Where MLflow does not hear how a run failed, the next start ends it (`reap`). Until then the load of the machine
-        is among its metrics.
+        If MLflow cannot be reached when a run fails, the next start ends it (`reap`). System metrics are logged until
+        the block ends.
         """
         monitor = SystemMetricsMonitor(run_id, SYSTEM_SECONDS, resume_logging=True, tracking_uri=self.uri)
         monitor.start()
         try:
             yield
         except BaseException as error:
-            with suppress(MlflowException):  # what failed is more to the point than that MLflow is away as well
+            with suppress(MlflowException):  # the first error matters more than an unreachable MLflow
                 self.end(run_id, "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED")
             raise
         finally:
-            ending = threading.Thread(target=monitor.finish, daemon=True)  # it waits for a request that is on its way
+            ending = threading.Thread(target=monitor.finish, daemon=True)  # it waits for a request on its way
             ending.start()
             ending.join(STOP_SECONDS)
         command = f"python -m flows.register CONFIG run={run_id}"
@@ -173,7 +173,7 @@ class Tracker:
         self.client.set_terminated(run_id, status)
 
     def reap(self) -> list[str]:
-        """Ends runs that a killed process of this machine left RUNNING."""
+        """Ends runs that killed processes of this machine left RUNNING, and returns their ids."""
         stale = []
         for run in self.client.search_runs([self.experiment_id], "attributes.status = 'RUNNING'"):
             if run.data.tags.get("dlrm.host") == socket.gethostname() and not _lives(run.data.tags):
@@ -182,7 +182,7 @@ class Tracker:
         return stale
 
     def find_finished(self, identity: str, tags: Mapping[str, str]) -> str | None:
-        """Id of the newest run that has finished the work of this identity; None: there is none."""
+        """Returns the id of the newest finished run of this identity and tags. None: there is none."""
         wanted = {"identity": identity, **tags}
         conditions = [f"tags.`{key}` = '{value}'" for key, value in wanted.items()]
         query = " and ".join(["attributes.status = 'FINISHED'", *conditions])
@@ -190,12 +190,12 @@ class Tracker:
         return str(runs[0].info.run_id) if runs else None
 
     def load_result(self, run_id: str) -> dict[str, Any]:
-        """The result line of a finished run."""
+        """Loads the result line of a finished run."""
         record: dict[str, Any] = self.read_json(run_id, RESULT)
         return record
 
     def read_json(self, run_id: str, path: str) -> Any:
-        """What `log_json` wrote.
+        """Reads what `log_json` wrote.
 
         Raises:
             RegistryError: If the run has no such file.
@@ -210,7 +210,7 @@ class Tracker:
             ) from None
 
     def get_version(self, name: str, version: str) -> ModelVersion | None:
-        """A version of a model as MLflow knows it; None where there is none."""
+        """Returns MLflow's record of a model version. None: there is none."""
         try:
             return self.client.get_model_version(name, version)
         except MlflowException as error:
@@ -219,30 +219,30 @@ class Tracker:
             return None
 
     def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Tags of a run."""
+        """Sets tags of a run."""
         self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
 
 def embedded_uri(home: Path) -> str:
-    """The database used where no server is named."""
+    """Returns the address of the database used when no server is configured."""
     return f"sqlite:///{home.resolve()}/mlflow/mlflow.db"
 
 
 def _lives(tags: Mapping[str, str]) -> bool:
-    """Whether the process that works on a run is there: its number may have gone to another one since."""
+    """Whether the process of a run still lives. Its number may belong to another process by now."""
     try:
         process = psutil.Process(int(tags["dlrm.pid"]))
-        started = float(tags.get("dlrm.started", process.create_time()))  # runs of earlier versions do not say
+        started = float(tags.get("dlrm.started", process.create_time()))  # absent in runs of earlier versions
         same = abs(process.create_time() - started) < SAME_START_SECONDS
         return same and process.status() != psutil.STATUS_ZOMBIE
     except (KeyError, ValueError):
-        return True  # nothing that we would know
+        return True  # unknown
     except psutil.NoSuchProcess:
         return False
 
 
 def is_unreachable(error: Exception) -> bool:
-    """Whether an error means that MLflow's server or database cannot be reached just now."""
+    """Whether an error means that MLflow's server or database cannot be reached at present."""
     if isinstance(error, MlflowException):
         silent = not isinstance(error, RestException) and str(error).startswith("API request to")
         return silent or error.error_code == "TEMPORARILY_UNAVAILABLE"
@@ -250,7 +250,7 @@ def is_unreachable(error: Exception) -> bool:
 
 
 def is_disk_error(error: Exception) -> bool:
-    """Whether this machine lacks room or rights, which says nothing of what was asked for; MLflow wraps such errors.
+    """Whether this machine lacks disk space or permissions. MLflow wraps such errors.
 
     Example:
         >>> is_disk_error(OSError(errno.ENOSPC, "No space left on device")), is_disk_error(FileNotFoundError("no"))
@@ -260,7 +260,7 @@ def is_disk_error(error: Exception) -> bool:
 
 
 def redact(text: str) -> str:
-    """A text whose addresses tell no password.
+    """Removes passwords from addresses in a text.
 
     Example:
         >>> redact("postgresql://me:p@ss/word@host/db?password=x&a=1")
@@ -270,13 +270,13 @@ def redact(text: str) -> str:
 
 
 def is_not_found(error: MlflowException) -> bool:
-    """Whether MLflow says that there is no such thing, which is an answer."""
+    """Whether MLflow answered that the resource does not exist."""
     return str(error.error_code) == "RESOURCE_DOES_NOT_EXIST"
 
 
 @contextmanager
 def reporting_unreachable(remedy: str) -> Iterator[None]:
-    """Puts it into one sentence that MLflow does not answer, whatever of it was called.
+    """Raises one clear error if MLflow cannot be reached in the block.
 
     Raises:
         TrackingError: Names the address, without a password, and the remedy.
@@ -290,4 +290,6 @@ def reporting_unreachable(remedy: str) -> Iterator[None]:
             raise
         address = redact(mlflow.get_tracking_uri())
         reason = "a locked database" if "locked" in str(error) else "none"
-        raise TrackingError(f"MLflow at {address}", "an answer", reason, remedy) from None  # which names passwords
+        raise TrackingError(
+            f"MLflow at {address}", "an answer", reason, remedy
+        ) from None  # the original names passwords

@@ -1,4 +1,4 @@
-"""ScoringConfig: what stands beside the scores, and how they are written."""
+"""ScoringConfig: which columns to keep with the scores, and how scores are written."""
 
 from typing import Annotated
 
@@ -11,7 +11,7 @@ WRITTEN = ("day", PROBABILITY, VERSION)
 """Columns that every table of scores has."""
 
 
-def _handed_through(names: tuple[str, ...]) -> tuple[str, ...]:
+def _check_kept(names: tuple[str, ...]) -> tuple[str, ...]:
     ours = [name for name in names if name in WRITTEN or names.count(name) > 1]
     if ours:
         expected = f"each column once, without day, {PROBABILITY} and {VERSION}, which are always there"
@@ -20,9 +20,9 @@ def _handed_through(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class ScoringConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """What stands beside the scores of whole days, and how they are written."""
+    """Which columns to keep with the scores of whole days, and how scores are written."""
 
-    keep: Annotated[tuple[str, ...], AfterValidator(_handed_through)] = ()
-    """Columns handed through to the table of scores, such as the ids of user and item."""
+    keep: Annotated[tuple[str, ...], AfterValidator(_check_kept)] = ()
+    """Columns to copy to the table of scores, such as the ids of user and item."""
     rows_per_commit: PositiveInt = 1_000_000
-    """Days are written together until this many rows; each group is one commit."""
+    """Rows after which written days are committed. Each group of days is one commit."""

@@ -1,4 +1,4 @@
-"""Stage entry: warehouse days in, a probability for each of their rows out, in a table of its own."""
+"""Stage entry: warehouse days in, a table with a probability for each of their rows out."""
 
 import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,18 +26,18 @@ SCORES = "scores"
 
 
 class Model(Protocol):
-    """What gives the probabilities."""
+    """A model that scores raw rows."""
 
     @property
     def columns(self) -> Mapping[str, str]:
         """The raw columns it reads."""
 
     def score(self, rows: pa.Table) -> npt.NDArray[np.float64]:
-        """Probabilities of raw rows, float64 [N]."""
+        """Returns the probabilities of raw rows, float64 [N]."""
 
 
 class ScoringWork(BaseModel, frozen=True):
-    """Days that a model has to score, and what it may leave alone."""
+    """Days that a model has to score, and days that are done."""
 
     source: SnapshotRef
     table: str
@@ -45,17 +45,17 @@ class ScoringWork(BaseModel, frozen=True):
     filter: str | None
     keep: tuple[str, ...]
     todo: Mapping[datetime.date, str]
-    """Day -> identity of its scores: the model, the day's rows, and what is taken of them."""
+    """Day -> identity of its scores: the model, the day's rows, the filter and the kept columns."""
     rows: Mapping[datetime.date, int]
     """Rows of the days in `todo`."""
     done: tuple[datetime.date, ...]
-    """Days whose scores stand there already, or that have no row to score."""
+    """Days that have their scores already, or no row to score."""
     joined: tuple[Pinned, ...] = ()
-    """Side sources of columns that the table does not have."""
+    """Feature sources of columns that the table does not have."""
 
 
 class ScoringResult(BaseModel, frozen=True):
-    """What a scoring wrote."""
+    """Totals of a scoring run."""
 
     rows: int
     mean_probability: float | None
@@ -69,17 +69,17 @@ def plan_scoring(
     model: str,
     start: datetime.date | None = None,
     end: datetime.date | None = None,
-    again: bool = False,
+    force: bool = False,
     joined: tuple[Pinned, ...] = (),
 ) -> ScoringWork:
-    """Which days of a snapshot are to be scored; nothing but metadata is read, and the filter's columns.
+    """Plans which days of a snapshot to score. Reads only metadata and the filter's columns.
 
     Args:
-        model: Tells the model from all others.
-        start: First day; None: the table's.
-        end: Last day; None: the table's.
-        again: Scores days that are done, too.
-        joined: Side sources of columns that the table does not have.
+        model: Identity of the model.
+        start: First day. None: the table's.
+        end: Last day. None: the table's.
+        force: Scores days that are done, too.
+        joined: Feature sources of columns that the table does not have.
     Raises:
         ConfigError: If a column to keep, or one of the filter, is not in the table.
         EmptyDatasetError: If there is no day in the range, or no row to score.
@@ -91,12 +91,12 @@ def plan_scoring(
     if row_filter is not None:
         check_filter(row_filter, filter_schema(warehouse, source, joined))
     days = days_between(warehouse.day_rows(source), start, end, "days to score")
-    stands, beside = warehouse.day_contents(source), [contents(pinned, warehouse) for pinned in joined]
-    taken = [config.keep, row_filter, *beside]
-    identities = {day: fingerprint([model, stands[day], *taken]) for day in days}
+    present = warehouse.day_contents(source)
+    shared = [config.keep, row_filter, *(contents(pinned, warehouse) for pinned in joined)]
+    identities = {day: fingerprint([model, present[day], *shared]) for day in days}
     stored = warehouse.written_days(table)
-    stale = [day for day in days if again or stored.get(day) != identities[day]]
-    rows = _counted(warehouse, source, row_filter, {day: days[day] for day in stale}, joined)
+    stale = [day for day in days if force or stored.get(day) != identities[day]]
+    rows = _count_rows(warehouse, source, row_filter, {day: days[day] for day in stale}, joined)
     todo = {day: identities[day] for day in stale if rows[day] or day in stored}
     if not todo and not stored:
         raise EmptyDatasetError(f"filter '{row_filter}'", "at least one row to score", "none", "Change the filter.")
@@ -120,32 +120,32 @@ def score(
     version: int,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> ScoringResult:
-    """Writes the scores of the days to do; memory holds what the warehouse does while it writes.
+    """Scores the planned days and writes them. It needs no more memory than the warehouse does to write.
 
     Args:
-        version: Number of the model, kept beside each score.
+        version: Number of the model version, written with each score.
         report: Called with (done, total) while rows are scored.
     Raises:
-        ConfigError: If the table lacks a column that the model reads; nothing is read or written then.
-        DataError: If a row's score is not a number; the days before stay written.
+        ConfigError: If the table lacks a column that the model reads. Nothing is read or written then.
+        DataError: If a row's score is not a number. Earlier days stay written.
     """
     schema = schema_of(warehouse, work.source, work.joined)
-    lacking = [name for name in model.columns if name not in schema.names]
-    if lacking:
+    missing = [name for name in model.columns if name not in schema.names]
+    if missing:
         raise ConfigError(
             f"table '{work.source.table}'", f"the columns that version {version} reads",
-            f"none named {', '.join(lacking)}", "Ingest them, or name another version: version=N.",
+            f"none named {', '.join(missing)}", "Ingest them, or name another version: version=N.",
         )  # fmt: skip
     columns = list(dict.fromkeys([*model.columns, *work.keep]))
     read = [DAY, *(name for name in columns if name != DAY)]
     reader = reader_of(warehouse, work.source, read, _expression(work.filter), work.joined)
-    kept = [pa.field(name, bare(schema.field(name).type)) for name in work.keep]
+    keep = [pa.field(name, bare(schema.field(name).type)) for name in work.keep]
     written = pa.schema(
-        [pa.field(DAY, pa.date32()), *kept, pa.field(PROBABILITY, pa.float64()), pa.field(VERSION, pa.int64())]
+        [pa.field(DAY, pa.date32()), *keep, pa.field(PROBABILITY, pa.float64()), pa.field(VERSION, pa.int64())]
     )
     count, total, sum_of_scores = 0, sum(work.rows.values()), 0.0
 
-    def scored(days: Sequence[datetime.date]) -> Iterator[pa.RecordBatch]:
+    def score_days(days: Sequence[datetime.date]) -> Iterator[pa.RecordBatch]:
         nonlocal count, sum_of_scores
         for batch in _batches(reader, days):
             scores = model.score(pa.Table.from_batches([batch]))
@@ -162,18 +162,18 @@ def score(
     for days in _groups(work.rows, config.rows_per_commit):
         identities = {day: work.todo[day] for day in days}
         rows = sum(work.rows[day] for day in days)
-        warehouse.replace_days(work.table, identities, written, scored(days), rows)
+        warehouse.replace_days(work.table, identities, written, score_days(days), rows)
     return ScoringResult(rows=count, mean_probability=sum_of_scores / count if count else None)
 
 
-def _counted(
+def _count_rows(
     warehouse: Warehouse,
     source: SnapshotRef,
     row_filter: str | None,
     rows: Mapping[datetime.date, int],
     joined: tuple[Pinned, ...],
 ) -> dict[datetime.date, int]:
-    """Rows of each day that the filter keeps, given those of whole days."""
+    """Counts the rows of each day that the filter keeps, given the rows of whole days."""
     if row_filter is None:
         return dict(rows)
     counts = dict.fromkeys(rows, 0)

@@ -192,7 +192,7 @@ def show(
     summary = summed_up(courses, config.gate.level)
     text = table(summary)
     write_text(folder / TABLE, text + "\n")
-    figure = plots.courses(courses, min(TRAILING_DAYS, max(len(rehearsed.spec.days) // 4, 1)))
+    figure = plots.backtest(courses, min(TRAILING_DAYS, max(len(rehearsed.spec.days) // 4, 1)))
     figure.savefig(folder / FIGURE)
     result = {
         "status": "ok",

@@ -41,7 +41,7 @@ def _read(tracker: Tracker, run_id: str) -> RunRecord:
         report=EvalReport.model_validate(tracker.read_json(run_id, REPORT)),
         features=tuple(FeatureImportance.model_validate(one) for one in tracker.read_json(run_id, FEATURES)),
         curves=tracker.load_curves(run_id, [*CURVES, *STALL_CURVES]),
-        placement=tuple(tracker.read_json(run_id, PLAN)),
+        sharding_plan=tuple(tracker.read_json(run_id, PLAN)),
         parameters=dict(run.data.params),
         data=tracker.read_json(run_id, DATA),
     )

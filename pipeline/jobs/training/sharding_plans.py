@@ -52,7 +52,7 @@ def place_tables(
     rows = describe_plan(spec.placement or ())
     logger.info("placement of the tables:\n%s", as_text(rows))
     tracker.log_json(run_id, rows, "sharding_plan.json")
-    tracker.log_figures(run_id, {"placement": plots.placement(rows, spec.training.world_size)})
+    tracker.log_figures(run_id, {"placement": plots.sharding_plan(rows, spec.training.world_size)})
     return spec
 
 
@@ -135,7 +135,7 @@ def compare(config: RunConfig, world_sizes: Sequence[int], steps: int, snapshot_
             table = [{key: value for key, value in plan.items() if key != "losses"} for plan in plans]
             logger.info("placements:\n%s", as_text(table))
             tracker.log_json(run_id, result, "placements.json")
-            tracker.log_figures(run_id, {"placements": plots.placements(plans)})
+            tracker.log_figures(run_id, {"placements": plots.sharding_plans(plans)})
     return result
 
 

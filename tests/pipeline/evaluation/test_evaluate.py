@@ -50,7 +50,7 @@ def reported(parts, config):
     return evaluate(parts, config).report()
 
 
-def test_parts_are_judged_together(parts):
+def test_parts_are_evaluated_together(parts):
     report = reported(parts, EvaluationConfig())
     labels, probabilities, _ = whole(parts)
     assert report.overall == quality(labels, probabilities)

@@ -47,8 +47,8 @@ def test_the_interval_is_that_of_a_bootstrap(clustered):
     drawn = []
     for _ in range(2_000):
         rows = np.concatenate([rows_of[unit] for unit in random.integers(0, len(rows_of), len(rows_of))])
-        apart = (losses(labels[rows], ours[rows]) - losses(labels[rows], theirs[rows])).mean()
-        drawn.append(apart / base_entropy(labels[rows].mean()))
+        difference = (losses(labels[rows], ours[rows]) - losses(labels[rows], theirs[rows])).mean()
+        drawn.append(difference / base_entropy(labels[rows].mean()))
     low, high = np.quantile(drawn, [LEVEL / 2, 1 - LEVEL / 2])
     width = found.high - found.low
     assert (found.low, found.high) == pytest.approx((low, high), abs=0.1 * width)
@@ -82,7 +82,7 @@ def test_what_cannot_be_compared_is_none(labels):
     assert ne_difference(sum_pairs(labels, half, half), True, LEVEL) is None
 
 
-def judged(labels, ours, theirs, config=None, slices=(), small=1_000, **extra):
+def gate(labels, ours, theirs, config=None, slices=(), small=1_000, **extra):
     config, columns = config or GateConfig(), {"day": np.zeros(len(labels), np.int32)} | extra
     part = ScoredRows(labels, ours, pa.table(columns), theirs)
     units = "day" if config.resample_by in (None, "row") else config.resample_by
@@ -92,18 +92,18 @@ def judged(labels, ours, theirs, config=None, slices=(), small=1_000, **extra):
 
 def test_a_better_challenger_is_promoted_and_a_worse_one_rejected():
     labels, better, worse = pair(200_000, 0.02, np.random.default_rng(1))
-    up, down = judged(labels, better, worse), judged(labels, worse, better)
+    up, down = gate(labels, better, worse), gate(labels, worse, better)
     assert (up.decision, down.decision) == ("promote", "reject")
     assert up.reason.startswith("NE is lower than that of version 3, ")
     assert down.reason.startswith("NE is higher than that of version 3, ")
     assert up.champion == 3
     assert up.champion_ne == quality(labels, worse).ne
-    assert judged(labels, better, worse, GateConfig(least_gain=0.05)).decision == "hold"
+    assert gate(labels, better, worse, GateConfig(least_gain=0.05)).decision == "hold"
 
 
 def test_what_may_be_chance_is_held():
     labels, ours, theirs = pair(5_000, 0.0, np.random.default_rng(1))
-    verdict = judged(labels, ours, theirs)
+    verdict = gate(labels, ours, theirs)
     assert verdict.decision == "hold"
     assert verdict.reason.endswith("over 5,000 rows), which may be chance.")
 
@@ -112,24 +112,24 @@ def test_models_of_each_day_need_not_be_better():
     """What may be chance is promoted under `not_worse`; what is worse for sure, or off, is not."""
     config = GateConfig(rule="not_worse")
     labels, ours, theirs = pair(5_000, 0.0, np.random.default_rng(1))
-    verdict = judged(labels, ours, theirs, config)
+    verdict = gate(labels, ours, theirs, config)
     assert verdict.decision == "promote"
     assert verdict.reason.startswith("NE is not higher for sure than that of version 3, ")
-    assert judged(labels, np.full(len(labels), labels.mean()), theirs, config).decision == "reject"
+    assert gate(labels, np.full(len(labels), labels.mean()), theirs, config).decision == "reject"
     off = sigmoid(np.log(ours / (1.0 - ours)) + 0.5)
-    assert judged(labels, off, np.clip(theirs + random_noise(labels), 0.01, 0.99), config).decision == "reject"
+    assert gate(labels, off, np.clip(theirs + random_noise(labels), 0.01, 0.99), config).decision == "reject"
     with pytest.raises(ConfigError, match=r"gate\.least_gain with rule=not_worse"):
         GateConfig(rule="not_worse", least_gain=0.001)
 
 
 def test_the_same_predictions_are_held():
     labels, ours, _ = pair(1_000, 0.0, np.random.default_rng(1))
-    verdict = judged(labels, ours, ours)
+    verdict = gate(labels, ours, ours)
     assert (verdict.decision, verdict.difference.low, verdict.difference.high) == ("hold", 0.0, 0.0)
 
 
 def test_labels_that_are_all_alike_are_held():
-    verdict = judged(np.zeros(50), np.full(50, 0.1), np.full(50, 0.2))
+    verdict = gate(np.zeros(50), np.full(50, 0.1), np.full(50, 0.2))
     assert verdict.decision == "hold"
     assert verdict.reason == "NE of this model is undefined: all labels are alike."
 
@@ -137,9 +137,9 @@ def test_labels_that_are_all_alike_are_held():
 def test_a_challenger_that_is_off_is_rejected_unless_the_champion_is_further_off():
     labels, ours, theirs = pair(50_000, 0.0, np.random.default_rng(1))
     off = sigmoid(np.log(ours / (1.0 - ours)) + 0.5)
-    assert judged(labels, off, np.clip(theirs + random_noise(labels), 0.01, 0.99)).reason.startswith("Calibration 1.")
+    assert gate(labels, off, np.clip(theirs + random_noise(labels), 0.01, 0.99)).reason.startswith("Calibration 1.")
     further = sigmoid(np.log(theirs / (1.0 - theirs)) + 1.0)
-    assert judged(labels, off, further).decision == "promote"
+    assert gate(labels, off, further).decision == "promote"
 
 
 def random_noise(labels):
@@ -151,13 +151,13 @@ def test_a_slice_that_loses_much_rejects_a_challenger_that_is_better_as_a_whole(
     labels, ours, theirs = pair(100_000, 0.02, np.random.default_rng(1))
     country = np.where(np.arange(100_000) % 20 == 0, "small", "large")
     ours = np.where(country == "small", np.clip(1.0 - ours, 0.2, 0.4), ours)
-    verdict = judged(
+    verdict = gate(
         labels, ours, np.clip(theirs + random_noise(labels), 0.05, 0.95), slices=("country",), country=country
     )
     assert verdict.decision == "reject"
     assert verdict.reason.startswith("Where country = small, NE is higher than that of version 3, ")
     others = np.clip(theirs + random_noise(labels), 0.05, 0.95)
-    assert judged(labels, ours, others, slices=("country",), small=5_001, country=country).decision == "promote"
+    assert gate(labels, ours, others, slices=("country",), small=5_001, country=country).decision == "promote"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_slice_that_loses_much_rejects_a_challenger_that_is_better_as_a_whole(
 def test_what_is_resampled(days, by, expected):
     labels, ours, theirs = pair(1_000, 0.0, np.random.default_rng(1))
     number = np.arange(1_000)
-    verdict = judged(labels, ours, theirs, GateConfig(resample_by=by), day=number % days, user=number % 50)
+    verdict = gate(labels, ours, theirs, GateConfig(resample_by=by), day=number % days, user=number % 50)
     assert verdict.resampled_by == expected
     assert verdict.difference.units == {"row": 1_000, "day": days, "user": 50}[expected]
 
@@ -176,8 +176,8 @@ def test_more_users_than_groups_are_put_together_and_the_interval_stays():
     """Users whose rows are alike: half as many independent things as there are rows."""
     labels, ours, theirs = (np.repeat(values, 2) for values in pair(20_000, 0.0, np.random.default_rng(1)))
     users = np.array([f"user {number}" for number in np.repeat(np.arange(20_000), 2)])
-    by_user = judged(labels, ours, theirs, GateConfig(resample_by="user"), user=users).difference
-    by_row = judged(labels, ours, theirs, GateConfig(resample_by="row")).difference
+    by_user = gate(labels, ours, theirs, GateConfig(resample_by="user"), user=users).difference
+    by_row = gate(labels, ours, theirs, GateConfig(resample_by="row")).difference
     assert by_user.units == 1_024
     assert (by_user.high - by_user.low) / (by_row.high - by_row.low) == pytest.approx(2**0.5, rel=0.06)
 
@@ -186,7 +186,7 @@ def test_more_users_than_groups_are_put_together_and_the_interval_stays():
 def test_predictions_that_are_not_probabilities_are_held(bad, whose):
     labels, *both = pair(1_000, 0.0, np.random.default_rng(1))
     both[bad][[3, 4]] = np.nan
-    verdict = judged(labels, *both)
+    verdict = gate(labels, *both)
     assert (verdict.decision, verdict.reason) == (
         "hold",
         f"NE of {whose} is undefined: 2 predictions are not probabilities.",

@@ -26,13 +26,13 @@ def record(title, shift, **parameters):
     country = pa.array([["<b>A</b>", "B"][i % 40 == 0] for i in range(2_000)])
     scored = ScoredRows(labels, np.clip(truth + shift, 0.01, 0.99), pa.table({"country": country}))
     report = evaluate([scored], EvaluationConfig(slices=("country",), small_slice_rows=100)).report()
-    worth = FeatureImportance(
+    feature = FeatureImportance(
         name="price", kind="dense", ne_loss=0.0123, low=0.01, high=0.02, coverage=0.875, mean_length=None,
         truncated=None, collisions=None, droppable=False,
     )  # fmt: skip
     gate = {"decision": "hold", "reason": "It may be chance.", "champion_ne": 0.8123}
     return RunRecord(
-        title=title, report=report, features=(worth,), placement=(), parameters={"seed": "1"} | parameters,
+        title=title, report=report, features=(feature,), sharding_plan=(), parameters={"seed": "1"} | parameters,
         result={"gate": gate, "train": TRAIN, "git_commit": "abc", "snapshot_id": 7},
         curves={"valid_ne": [(6, 0.9), (12, 0.85)]}, data={"table": "ads", "train rows": "6,000 of 2 days"},
     )  # fmt: skip
@@ -70,7 +70,7 @@ def one():
 def test_a_report_says_what_it_is_given(one):
     page = Page(text := render_report([one]))
     assert ["NE", f"{one.report.overall.ne:.4f}"] in page.rows
-    assert ["NE of the champion then", "0.8123"] in page.rows
+    assert ["NE of the champion at the time", "0.8123"] in page.rows
     assert ["price", "0.0123", "0.0100 to 0.0200", "87.5%", "–", "–", "–", ""] in page.rows
     assert ["train rows", "6,000 of 2 days"] in page.rows
     assert ["seed", "1"] in page.rows

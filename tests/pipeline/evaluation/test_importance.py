@@ -57,7 +57,7 @@ def batch(plan, rows):
     return rows, rows.column("label").to_numpy().astype(float), torch.from_numpy(made.dense), vectors
 
 
-def test_the_loss_is_that_of_a_column_dealt_out_anew(rows, importances):
+def test_the_loss_is_that_of_a_permuted_column(rows, importances):
     """The column is shuffled by hand, over and over, inside the same batches."""
     plan = build_plan(FeatureSchema.model_validate(SCHEMA), rows.schema)
     _, labels, dense, vectors = batch(plan, rows)

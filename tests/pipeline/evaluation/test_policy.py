@@ -1,4 +1,4 @@
-"""When a policy asks for a training."""
+"""When a policy requests a training."""
 
 import datetime
 

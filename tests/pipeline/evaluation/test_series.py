@@ -37,7 +37,7 @@ def test_the_pooled_ne_takes_all_rows_together():
     assert days[0].calibration == pytest.approx(days[0].predictions / days[0].labels)
 
 
-def test_the_interval_is_that_of_days_drawn_anew():
+def test_the_interval_is_that_of_a_bootstrap_over_days():
     days, random = made(1), np.random.default_rng(3)
     drawn = [ne_of([days[i] for i in random.integers(0, len(days), len(days))]) for _ in range(2_000)]
     low, high = np.quantile(drawn, [0.025, 0.975])

@@ -100,11 +100,11 @@ def test_the_interval_of_rows_is_that_of_a_weighted_mean(rows: dict[str, Any]) -
     """Held against the sum written down with NumPy; the error of an NE is that of the difference to a model of loss 0."""
     weights = np.random.default_rng(2).uniform(0.5, 50.0, ROWS)
     labels = rows["labels"]
-    apart = losses(labels, rows["ours"]) - losses(labels, rows["theirs"])
-    rate, mean = np.average(labels, weights=weights), np.average(apart, weights=weights)
+    difference = losses(labels, rows["ours"]) - losses(labels, rows["theirs"])
+    rate, mean = np.average(labels, weights=weights), np.average(difference, weights=weights)
     entropy = base_entropy(rate)
-    over = mean / entropy * np.log((1 - rate) / rate)
-    parts = weights * (apart - mean - over * (labels - rate))
+    slope = mean / entropy * np.log((1 - rate) / rate)
+    parts = weights * (difference - mean - slope * (labels - rate))
     error = np.sqrt(ROWS / (ROWS - 1) * np.square(parts).sum()) / weights.sum() / entropy
     found = ne_difference(sum_pairs(labels, rows["ours"], rows["theirs"], weights=weights), True, 0.05)
     assert found is not None

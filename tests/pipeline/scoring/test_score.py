@@ -1,4 +1,4 @@
-"""Whole days are scored, each once per model and content, whatever ends the work in the middle."""
+"""Whole days are scored once per model and content, even if the work is interrupted."""
 
 import datetime
 import signal
@@ -41,7 +41,7 @@ def make_day(number: int, offset: int = 0) -> pa.Table:
 
 
 class Model:
-    """A probability that tells the row, its list and its nulls."""
+    """Gives a probability that depends on the row, its list and its nulls."""
 
     columns: Mapping[str, str] = {"row": "long", "items": "list<long>", "price": "double"}
 
@@ -134,7 +134,7 @@ def test_every_row_has_its_score_in_the_order_of_the_table(warehouse, rows_per_c
 def test_what_is_done_is_left_alone_until_rows_model_columns_or_filter_change(warehouse):
     run(warehouse)
     assert (plan(warehouse).todo, plan(warehouse).done) == ({}, DAYS)
-    assert tuple(plan(warehouse, again=True).todo) == DAYS
+    assert tuple(plan(warehouse, force=True).todo) == DAYS
     assert tuple(plan(warehouse, model="m 2").todo) == DAYS
     assert tuple(plan(warehouse, ScoringConfig(keep=("user",))).todo) == DAYS
     assert tuple(plan(warehouse, row_filter="row > 3").todo) == DAYS
