@@ -35,7 +35,7 @@ def test_the_difference_is_that_of_the_two_nes():
 
 @pytest.mark.parametrize("clustered", [False, True])
 def test_the_interval_is_that_of_a_bootstrap(clustered):
-    """The NE of both models anew for each draw of the units, two thousand times."""
+    """NE of both models on each of two thousand draws of the units."""
     random = np.random.default_rng(5)
     labels, ours, theirs = pair(4_000, 0.01, random)
     units = random.integers(0, 80, 4_000) if clustered else np.arange(4_000)
@@ -173,7 +173,7 @@ def test_what_is_resampled(days, by, expected):
 
 
 def test_more_users_than_groups_are_put_together_and_the_interval_stays():
-    """Users whose rows are alike: half as many independent things as there are rows."""
+    """Each user has two equal rows: half as many independent units as rows."""
     labels, ours, theirs = (np.repeat(values, 2) for values in pair(20_000, 0.0, np.random.default_rng(1)))
     users = np.array([f"user {number}" for number in np.repeat(np.arange(20_000), 2)])
     by_user = gate(labels, ours, theirs, GateConfig(resample_by="user"), user=users).difference
@@ -182,14 +182,14 @@ def test_more_users_than_groups_are_put_together_and_the_interval_stays():
     assert (by_user.high - by_user.low) / (by_row.high - by_row.low) == pytest.approx(2**0.5, rel=0.06)
 
 
-@pytest.mark.parametrize(("bad", "whose"), [(0, "this model"), (1, "version 3")])
-def test_predictions_that_are_not_probabilities_are_held(bad, whose):
+@pytest.mark.parametrize(("bad", "model"), [(0, "this model"), (1, "version 3")])
+def test_predictions_that_are_not_probabilities_are_held(bad, model):
     labels, *both = pair(1_000, 0.0, np.random.default_rng(1))
     both[bad][[3, 4]] = np.nan
     verdict = gate(labels, *both)
     assert (verdict.decision, verdict.reason) == (
         "hold",
-        f"NE of {whose} is undefined: 2 predictions are not probabilities.",
+        f"NE of {model} is undefined: 2 predictions are not probabilities.",
     )
 
 

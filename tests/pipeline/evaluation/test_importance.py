@@ -1,4 +1,4 @@
-"""What features are feature, against models whose use of them is known, and their facts against plain counts."""
+"""Feature importance against a model with known use of its features; facts of features against plain counts."""
 
 import numpy as np
 import pyarrow as pa
@@ -58,7 +58,7 @@ def batch(plan, rows):
 
 
 def test_the_loss_is_that_of_a_permuted_column(rows, importances):
-    """The column is shuffled by hand, over and over, inside the same batches."""
+    """Here the column is shuffled by hand, twenty times, within the same batches."""
     plan = build_plan(FeatureSchema.model_validate(SCHEMA), rows.schema)
     _, labels, dense, vectors = batch(plan, rows)
     before, random, losses = quality(labels, score(dense, vectors)).ne, np.random.default_rng(9), []
@@ -72,7 +72,7 @@ def test_the_loss_is_that_of_a_permuted_column(rows, importances):
     assert strong.low > 0.2
 
 
-def test_features_are_ranked_and_what_is_not_used_could_be_dropped(importances):
+def test_features_are_ranked_and_unused_ones_could_be_dropped(importances):
     assert next(iter(importances)) == "strong"
     assert {name for name, feature in importances.items() if feature.droppable} >= {"unused", "items", "hour"}
     assert not importances["strong"].droppable

@@ -65,7 +65,7 @@ def test_columns_of_pandas_types(dtype):
     assert table_of(rows, {"x": "long"}, {}).column("x").to_pylist() == [1, 0]
 
 
-def test_text_of_rows_keeps_large_ids_beside_nulls():
+def test_text_of_rows_keeps_large_ids_next_to_nulls():
     text = json.dumps([{"user": 2**62 + 1}, {"user": None}, {}])
     assert table_of(text, {"user": "long"}, {}).column("user").to_pylist() == [2**62 + 1, None, None]
 

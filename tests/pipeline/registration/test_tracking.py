@@ -1,4 +1,4 @@
-"""Runs whose process is gone, and an MLflow that does not answer."""
+"""Runs left by dead processes, and an MLflow that does not answer."""
 
 import os
 import socket
