@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import optuna
@@ -19,6 +19,9 @@ from pydantic import BaseModel
 
 from pipeline.search.config import Dimension, PruneConfig, SweepConfig
 from pipeline.search.grid import count_trials, grid_points
+
+if TYPE_CHECKING:
+    from optuna.importance import BaseImportanceEvaluator
 
 State = Literal["complete", "pruned", "failed", "running"]
 STATES: dict[TrialState, State] = {
@@ -211,14 +214,20 @@ class SearchStudy:
         Source:
             Watanabe, Bansal, Hutter 2023, PED-ANOVA, arXiv:2304.10255.
         """
-        # Not above: scikit-learn comes with it, and every command would wait for that.
-        from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+        from optuna.importance import get_param_importances  # imports scikit-learn, which is slow
 
         values = [trial.valid_ne for trial in self.records() if trial.valid_ne is not None]
         if len(values) < FEWEST_FOR_IMPORTANCES or len(set(values)) == 1:
             return {}
-        evaluator = PedAnovaImportanceEvaluator(target_quantile=BEST_SHARE)
-        return {key: float(share) for key, share in get_param_importances(self.study, evaluator=evaluator).items()}
+        shares = get_param_importances(self.study, evaluator=make_evaluator())
+        return {key: float(share) for key, share in shares.items()}
+
+
+def make_evaluator() -> "BaseImportanceEvaluator":
+    """Makes what weighs the keys of a sweep."""
+    from optuna.importance import PedAnovaImportanceEvaluator  # imports scikit-learn, which is slow
+
+    return PedAnovaImportanceEvaluator(target_quantile=BEST_SHARE)
 
 
 def make_distribution(dimension: Dimension) -> BaseDistribution:

@@ -242,7 +242,7 @@ def note(release: Release, stage: Stage, standings: list[CandidateStanding]) -> 
     tracker.log(run_id, len(release.stages), {BEST_NE: standings[0].valid_ne})
     tracker.tag(run_id, {"mlflow.note.content": as_table(release.stages, release.config.release.candidates)})
     with cosmetic("figure of the stages"):
-        tracker.log_figures(run_id, {"stages": plots.stages(release.stages)})
+        tracker.log_figures(run_id, {"stages": plots.draw_stages(release.stages)})
 
 
 def failed(release: Release, stage: Stage, standings: Sequence[CandidateStanding]) -> TrainingError:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from matplotlib.figure import Figure
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
@@ -20,7 +19,6 @@ from pipeline.jobs.search.trials import RESULT
 from pipeline.jobs.training.summary import artifact_key
 from pipeline.jobs.training.tasks import cosmetic
 from pipeline.search import plots
-from pipeline.search.config import Dimension
 from pipeline.search.study import TrialRecord
 from storage.artifacts import write_json, write_text
 
@@ -85,7 +83,7 @@ def conclude(sweep: Sweep) -> dict[str, Any]:
     with cosmetic("importances"):
         shares = sweep.study.importances()
     with cosmetic("figures"):
-        tracker.log_figures(sweep.run_id, figures(records, space, shares))
+        tracker.log_figures(sweep.run_id, plots.draw_sweep(sweep.study))
     tracker.log_file(sweep.run_id, path)
     table = as_table(records, list(space))
     head = f"Best: trial {best.number}, NE {format_metric(best.valid_ne)} on the validation rows, `{BEST}`.\n\n"
@@ -108,17 +106,6 @@ def conclude(sweep: Sweep) -> dict[str, Any]:
     write_json(sweep.folder / RESULT, result)
     get_run_logger().info("best: trial %s, NE %s: %s", best.number, format_metric(best.valid_ne), in_words(best.params))
     return result
-
-
-def figures(
-    records: Sequence[TrialRecord], space: Mapping[str, Dimension], shares: Mapping[str, float]
-) -> dict[str, Figure]:
-    """The figures of a sweep, by name."""
-    return {
-        "history": plots.history(records),
-        "parallel_coordinates": plots.parallel_coordinates(records, space),
-        "importance": plots.importance(shares),
-    }
 
 
 def in_numbers(records: Sequence[TrialRecord]) -> str:

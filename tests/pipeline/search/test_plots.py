@@ -1,61 +1,71 @@
-"""Figures of a sweep: drawn for what there is, also where that is little."""
+"""Figures of a sweep and of a release, also where there is little to draw."""
 
 import io
+import threading
 
+import matplotlib
+import matplotlib.pyplot as plt
 import pytest
 
 from pipeline.search import plots
-from pipeline.search.config import Dimension
+from pipeline.search.config import PruneConfig, SweepConfig
 from pipeline.search.release import CandidateStanding
-from pipeline.search.study import TrialRecord
+from pipeline.search.study import SearchStudy
 
 SPACE = {
-    "training.table_learning_rate": Dimension(low=0.01, high=1.0, log=True),
-    "model.bottom_mlp": Dimension(choices=([16], [32, 16])),
-    "model.embedding_width": Dimension(low=8, high=32, step=8),
+    "training.table_learning_rate": {"low": 0.01, "high": 1.0, "log": True},
+    "model.bottom_mlp": {"choices": [[16], [32, 16]]},
+    "features.name": {"choices": ["$a^$", None]},
+    "model.embedding_width": {"low": 8, "high": 32, "step": 8},
 }
 
 
-def record(number: int, state: str, rate: float, mlp: list[int], width: int, ne: float | None = None) -> TrialRecord:
-    params = dict(zip(SPACE, (rate, mlp, width), strict=True))
-    return TrialRecord(number=number, state=state, params=params, valid_ne=ne, seconds=1.0, notes={})
+def search(path, nes: list[float | None]) -> SearchStudy:
+    """A sweep whose trials end with these NEs. Of those without one, every second is pruned, the others failed."""
+    config = SweepConfig(strategy="random", trials=max(len(nes), 1), space=SPACE, prune=PruneConfig(every_rows=10))
+    found = SearchStudy(path / "study.db", config, {})
+    for number, ne in enumerate(nes):
+        draw = found.next()
+        if ne is not None:
+            found.finish(draw.number, ne)
+        elif number % 2:
+            found.report(draw.number, 10, 0.9)
+            found.prune(draw.number)
+        else:
+            found.fail(draw.number, "broken")
+    return found
 
 
-RECORDS = [
-    record(0, "complete", 0.01, [16], 8, 0.9),
-    record(1, "pruned", 0.1, [16], 16),
-    record(2, "complete", 0.1, [32, 16], 32, 0.8),
-    record(3, "failed", 1.0, [16], 16),
-]
-
-
-@pytest.mark.parametrize("records", [[], RECORDS[:1], RECORDS], ids=len)
-def test_figures_are_drawn(records):
-    for figure in (plots.history(records), plots.parallel_coordinates(records, SPACE), plots.importance({})):
+@pytest.mark.parametrize(
+    "nes",
+    [[], [None], [0.9], [0.9, None, None, 0.8, 0.85, 0.95], [0.9] * 6],
+    ids=["empty", "failed", "one", "mixed", "equal"],
+)
+def test_figures_are_drawn_and_leave_no_trace_in_pyplot(nes, tmp_path):
+    style = dict(matplotlib.rcParams)
+    figures = plots.draw_sweep(search(tmp_path, nes))
+    assert list(figures) == ["history", "parallel_coordinates", "importance"]
+    for figure in figures.values():
         figure.savefig(io.BytesIO())
+    assert plt.get_fignums() == []
+    assert dict(matplotlib.rcParams) == style
 
 
-def test_lines_go_through_the_values():
-    axes = plots.parallel_coordinates(RECORDS, SPACE).axes[0]
-    lines = [list(line.get_ydata()) for line in axes.lines if len(line.get_xdata()) == 4]
-    assert lines == [[0.0, 0.0, 0.0, pytest.approx(1.0)], [pytest.approx(0.5), 1.0, 1.0, 0.0]]
+def test_threads_can_draw_at_the_same_time(tmp_path):
+    found, drawn = search(tmp_path, [0.9, 0.8, 0.85, 0.95]), []
+    threads = [threading.Thread(target=lambda: drawn.append(plots.draw_sweep(found))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(drawn) == 3
+    assert plt.get_fignums() == []
 
 
-def test_choices_of_mappings_have_their_places_whatever_the_order_of_their_keys():
-    space = {"features.derived": Dimension(choices=([], [{"name": "a", "from": "b"}]))}
-    trial = TrialRecord(number=0, state="complete", params={"features.derived": [{"from": "b", "name": "a"}]}, valid_ne=0.9, seconds=1.0, notes={})  # fmt: skip
-    [line] = [line for line in plots.parallel_coordinates([trial], space).axes[0].lines if len(line.get_xdata()) == 2 and line.get_alpha()]  # fmt: skip
-    assert list(line.get_ydata()) == [1.0, 0.0]
-
-
-def test_the_best_so_far_falls():
-    [best] = [line for line in plots.history(RECORDS).axes[0].lines if line.get_label() == "best"]
-    assert list(best.get_ydata()) == [0.9, 0.8]
-
-
-def test_bars_of_importance():
-    axes = plots.importance({"a": 0.75, "b": 0.25}).axes[0]
-    assert [patch.get_width() for patch in axes.patches] == [0.75, 0.25]
+def test_the_axes_of_parallel_coordinates_have_the_whole_keys(tmp_path):
+    axes = plots.draw_parallel_coordinates(search(tmp_path, [0.9, 0.8])).axes[0]
+    names = [label.get_text().replace("\n", "") for label in axes.get_xticklabels()]
+    assert names == ["NE", *sorted(SPACE)]
 
 
 def test_lines_of_a_release_end_where_their_candidate_did():
@@ -67,7 +77,7 @@ def test_lines_of_a_release_end_where_their_candidate_did():
         ],
         "compare": [CandidateStanding(name="b", valid_ne=0.7), CandidateStanding(name="a", stopped=True)],
     }
-    figure = plots.stages(found)
+    figure = plots.draw_stages(found)
     figure.savefig(io.BytesIO())
     lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].lines}
     assert lines == {"a": ([0], [0.8]), "b": ([0, 1], [0.9, 0.7])}
