@@ -12,7 +12,7 @@ from pipeline.errors import ColumnError, ConfigError
 from pipeline.transforms.kinds import KINDS, Kind
 from pipeline.transforms.ops import AnyOp
 from pipeline.transforms.ops.op import VALUE
-from pipeline.transforms.plan.schedule import raw_key
+from pipeline.transforms.plan.schedule import ColumnKey
 from pipeline.transforms.schema import (
     COLUMN,
     DenseGroup,
@@ -96,7 +96,8 @@ class Graph:
         made = self._derive(column) if column in self._derived else self._read(column, group.read_kind(wanted))
         for i, template in enumerate(group.transforms):
             _check_step(template, name, made.kind)
-            made = self._add(template, (made,), name if i == len(group.transforms) - 1 else f"{name}:{i}")
+            is_last = i == len(group.transforms) - 1
+            made = self._add(template, (made,), name if is_last else str(ColumnKey(name, str(i))))
         if made.kind != wanted:
             remedy = "Sum them up with compute_score." if made.kind == "scores" else f"Move it to features.{made.kind}."
             raise ConfigError(f"feature '{name}'", f"{wanted} values in the end", f"{made.kind} ones", remedy)
@@ -109,7 +110,7 @@ class Graph:
         if column not in self.absent:
             _check_type(column, self.table.field(column).type, kind)
         self._raw.setdefault(column, set()).add(kind)
-        return MadeColumn(raw_key(column, kind), kind)
+        return MadeColumn(str(ColumnKey(column, kind)), kind)
 
     def _derive(self, output: str, above: tuple[str, ...] = ()) -> MadeColumn:
         """A derived column, made after all that it reads."""
@@ -131,7 +132,7 @@ class Graph:
                         f"'{name}' with {made.kind} ones",
                         "Name another input, or put an op between.",
                     )
-            self._made[output] = self._add(op, inputs, raw_key(output, "derived"))
+            self._made[output] = self._add(op, inputs, str(ColumnKey(output, "derived")))
         return self._made[output]
 
     def _input(self, op: AnyOp, name: str, kind: Kind | Literal["either"], above: tuple[str, ...]) -> MadeColumn:

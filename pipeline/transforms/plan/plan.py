@@ -20,7 +20,7 @@ from pipeline.transforms.ops import AnyOp
 from pipeline.transforms.ops.op import Counts
 from pipeline.transforms.plan.fit import Learner, fit_ops, needs_fit
 from pipeline.transforms.plan.graph import Graph
-from pipeline.transforms.plan.schedule import Schedule, Seconds, upstream_columns
+from pipeline.transforms.plan.schedule import ColumnKey, Schedule, Seconds, upstream_columns
 from pipeline.transforms.schema import FeatureSchema
 
 
@@ -167,8 +167,8 @@ class Plan(BaseModel, frozen=True):
         return [feature.name for feature in self.sparse]
 
     def _raw_of(self, names: Iterable[str]) -> frozenset[str]:
-        keys = [name.rpartition(":") for name in upstream_columns(self.ops, names)]
-        return frozenset(column for column, _, kind in keys if kind in self.raw.get(column, ()))
+        keys = map(ColumnKey.parse, upstream_columns(self.ops, names))
+        return frozenset(key.column for key in keys if key.kind in self.raw.get(key.column, ()))
 
     def _key(self, feature: str) -> str:
         return self.direct.get(feature, feature)

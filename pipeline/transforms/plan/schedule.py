@@ -1,10 +1,11 @@
-"""Schedule: how ops are run: common parts once, neighbours in one pass, columns held no longer than they are read."""
+"""Schedule: runs common parts of ops once and neighbours in one pass, and drops each column after its last reader."""
 
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -14,40 +15,62 @@ from pipeline.transforms.ops import AnyOp
 from pipeline.transforms.ops.op import Counts
 
 Seconds = Counter[str]
-"""What ran -> seconds: kinds of ops, joined by + where they shared a pass, and 'arrow' for raw columns."""
+"""Seconds by kind of op, joined by + for ops that shared a pass. 'arrow' counts the reading of raw columns."""
 
 
-def raw_key(column: str, kind: str) -> str:
-    """Name of a raw column that is read as a kind; no feature's name holds a colon, so they cannot meet."""
-    return f"{column}:{kind}"
+class ColumnKey(NamedTuple):
+    """Name inside a plan of a column that is not a feature.
+
+    Plans store it as `column:kind`. No feature's name holds a colon, so the two kinds of names cannot collide.
+
+    Example:
+        >>> str(ColumnKey("age", "dense"))
+        'age:dense'
+        >>> ColumnKey.parse("age:dense")
+        ColumnKey(column='age', kind='dense')
+    """
+
+    column: str
+    kind: str
+    """How a raw column is read, `derived`, or the number of the transform of a feature that makes it."""
+
+    def __str__(self) -> str:
+        return f"{self.column}:{self.kind}"
+
+    @classmethod
+    def parse(cls, name: str) -> "ColumnKey":
+        """Returns the key written as this name; a feature's name has no column."""
+        column, _, kind = name.rpartition(":")
+        return cls(column, kind)
 
 
 @dataclass(frozen=True)
 class Step:
-    """Ops that run in one pass; each stands for all the ops that do the same to the same columns."""
+    """Ops that run in one pass. Ops that do the same to the same columns run once."""
 
     twins: tuple[tuple[AnyOp, ...], ...]
+    """In the order of the pass: the op that runs, then the ops equal to it."""
     inputs: tuple[str, ...]
     spent: tuple[str, ...] = ()
     """Columns that no later step reads."""
 
     @property
     def ops(self) -> list[AnyOp]:
-        """The ops that are run, in order."""
+        """The ops to run, in order."""
         return [first for first, *_ in self.twins]
 
     @property
     def name(self) -> str:
-        """Under which its cost is counted."""
+        """The name that its cost is counted under."""
         return "+".join(op.kind for op in self.ops)
 
     @property
     def output(self) -> str:
-        """Column made."""
+        """The column that it makes."""
         return self.ops[-1].output
 
     def run(self, columns: Sequence[Column], counts: Counts) -> Column:
-        """The column made; every twin counts what it would have changed."""
+        """Returns the column made. Every twin counts the values that it would have changed."""
         ops = self.ops
         if len(ops) == 1:
             changed: Counts = Counter()
@@ -62,11 +85,11 @@ class Step:
 
 
 class Schedule:
-    """Ops put in the order and company in which they are run; what is made is the same as one by one.
+    """The order in which ops run. The results equal those of running the ops one by one.
 
     Args:
-        ops: In an order in which each reads what is raw or made before it.
-        wanted: Columns to make; ops that none of them needs are left out.
+        ops: Each reads raw columns or outputs of earlier ops.
+        wanted: Columns to make. Ops that none of them needs do not run.
     """
 
     def __init__(self, ops: Sequence[AnyOp], wanted: Iterable[str]) -> None:
@@ -83,25 +106,25 @@ class Schedule:
         self.steps = _mark_spent(_fuse_steps(steps, kept), kept)
 
     def canonical(self, column: str) -> str:
-        """The column that is made in another one's place, being the same."""
+        """Returns the column to read for this one: the same, or an equal one that an earlier op makes."""
         return self._same.get(column, column)
 
     @property
     def raw(self) -> list[str]:
-        """Raw columns that are read."""
+        """Names of the raw columns to read."""
         made = {step.output for step in self.steps}
         names = [*(name for step in self.steps for name in step.inputs), *map(self.canonical, self.wanted)]
         return [name for name in dict.fromkeys(names) if name not in made]
 
     def read(self, rows: pa.Table | pa.RecordBatch, name: str, seconds: Seconds) -> Column:
-        """A raw column.
+        """Reads a raw column.
 
         Raises:
             DataError: If it holds values of a kind that cannot be read as declared.
         """
         began = time.perf_counter()
-        source, _, kind = name.rpartition(":")
-        column = from_arrow(source, single_array(rows.column(source)), kind)  # type: ignore[arg-type]
+        key = ColumnKey.parse(name)
+        column = from_arrow(key.column, single_array(rows.column(key.column)), key.kind)  # type: ignore[arg-type]
         seconds["arrow"] += time.perf_counter() - began  # type: ignore[assignment]
         return column
 
@@ -112,10 +135,10 @@ class Schedule:
         seconds: Seconds,
         known: Mapping[str, Column] = MappingProxyType({}),
     ) -> Mapping[str, Column]:
-        """The wanted columns of the rows.
+        """Returns the wanted columns of the rows.
 
         Args:
-            known: Raw columns that are not read from the rows.
+            known: Raw columns that are given, not read from the rows.
         Raises:
             DataError: If a column holds values of a kind that cannot be read as declared.
         """
@@ -137,12 +160,12 @@ class Schedule:
 
 
 def content_key(op: AnyOp) -> str:
-    """What an op does, whatever it reads and makes."""
+    """Returns what an op does, without the columns that it reads and makes."""
     return op.model_dump_json(exclude={"inputs", "output"})
 
 
 def upstream_columns(ops: Sequence[AnyOp], wanted: Iterable[str]) -> set[str]:
-    """All columns, raw ones too, that the wanted ones are made of, themselves included."""
+    """Returns the wanted columns and all columns, raw ones too, that they are made of."""
     found = set(wanted)
     for op in reversed(ops):
         if op.output in found:
@@ -156,23 +179,24 @@ def _needed(ops: Sequence[AnyOp], wanted: Iterable[str]) -> list[AnyOp]:
 
 
 def _fuse_steps(steps: list[Step], kept: set[str]) -> list[Step]:
-    """Steps that can run in the pass of the step before them do, unless something else reads what lies between."""
+    """Joins a step to the pass of the step before it, unless something else reads the column between them."""
     readers = Counter([*kept, *(name for step in steps for name in step.inputs)])
-    joined: list[Step] = []
+    fused: list[Step] = []
     last: dict[str, int] = {}
     for step in steps:
         before = last.get(step.inputs[0])
-        if before is not None and readers[step.inputs[0]] == 1 and fusable(joined[before].ops[-1], step.ops[0]):
-            step = Step(joined[before].twins + step.twins, joined[before].inputs)
-            joined[before] = step
+        if before is not None and readers[step.inputs[0]] == 1 and fusable(fused[before].ops[-1], step.ops[0]):
+            step = Step(fused[before].twins + step.twins, fused[before].inputs)
+            fused[before] = step
         else:
-            before = len(joined)
-            joined.append(step)
+            before = len(fused)
+            fused.append(step)
         last[step.output] = before
-    return joined
+    return fused
 
 
 def _mark_spent(steps: list[Step], kept: set[str]) -> list[Step]:
+    """Adds to each step the columns that no later step reads and that are not kept."""
     seen = set(kept)
     done: list[Step] = []
     for step in reversed(steps):
@@ -183,7 +207,7 @@ def _mark_spent(steps: list[Step], kept: set[str]) -> list[Step]:
 
 
 def single_array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    """A column as one array."""
+    """Returns a column as one array."""
     if isinstance(column, pa.Array):
         return column
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # which copies even a single one
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # copies even a single chunk
