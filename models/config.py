@@ -23,20 +23,20 @@ class DLRMConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     """A deep learning recommendation model (Naumov et al. 2019, arXiv:1906.00091)."""
 
     embedding_width: PositiveInt = 16
-    """E: length of every embedding vector and of the bottom MLP's output."""
+    """E: length of every embedding vector and of the output of the bottom MLP."""
     bottom_mlp: tuple[PositiveInt, ...] = (64,)
     """Hidden layers between the dense columns and their vector."""
     top_mlp: tuple[PositiveInt, ...] = (64, 32)
     """Hidden layers between the interaction and the logit."""
     interaction: Literal["dot", "cat", "dcn"] = "dot"
-    """dot: products of all pairs of vectors. cat: the vectors side by side. dcn: cross layers over them (DCN-v2)."""
+    """dot: products of all pairs of vectors. cat: the concatenated vectors. dcn: cross layers over them (DCN-v2)."""
     cross_layers: PositiveInt = 2
     """Cross layers of dcn."""
     cross_rank: PositiveInt | None = None
-    """Rank of the cross layers' matrices; None: full."""
+    """Rank of the cross layers' matrices. None: full rank."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the top MLP's hidden units left out in training."""
+    """Share of the top MLP's hidden units to drop in training."""
     interaction_dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the interaction's outputs left out in training."""
+    """Share of the interaction's outputs to drop in training."""
     embedding_init: PositiveFloat | None = None
-    """Embeddings start uniform in [-this, this]; None: 1 / sqrt(rows of the table)."""
+    """Embeddings start uniform in [-x, x]. None: x = 1 / sqrt(rows of the table)."""

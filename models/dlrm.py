@@ -1,4 +1,4 @@
-"""DLRM: dense numbers and bags of ids -> logits. Shape letters: B rows, D dense columns, F vectors, E width."""
+"""DLRM: dense numbers and lists of ids -> logits. Shape letters: B rows, D dense columns, F vectors, E width."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,24 +15,24 @@ from models.layers import CatInteraction, CrossInteraction, DotInteraction, mlp
 
 
 class SharedFeatures(NamedTuple):
-    """Bags that several rows have in common: looked up once, their vectors go to all these rows.
+    """Deduplicated features (IKJT): each distinct list of ids is looked up once, for all rows that share it.
 
     Shapes:
-        inverse_B: int64 [B], for each row its bag among the first ones of these features.
+        inverse_B: int64 [B], for each row the index of its list among the distinct lists of these features.
     """
 
     inverse_B: torch.Tensor
     features: tuple[int, ...]
-    """Numbers of the features, rising."""
+    """Indices of the features, ascending."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "SharedFeatures":
-        """The same on another device."""
+        """Returns the same on another device."""
         return SharedFeatures(self.inverse_B.to(device, non_blocking=non_blocking), self.features)
 
     def expand(self, vectors_BFE: torch.Tensor) -> list[torch.Tensor]:
-        """The vectors of each row, of those of each bag: pieces of neighbouring features, side by side all of them.
+        """Expands the vectors of the distinct lists to all rows. Returns pieces of neighbouring features, in order.
 
-        `gather` and `split`, because the gradients of `index_select` and of slices take several times as long on CPU.
+        It uses `gather` and `split`: the gradients of `index_select` and of slices take several times as long on CPU.
         """
         alike = itertools.groupby(number in self.features for number in range(vectors_BFE.shape[1]))
         kinds = [(shared, len(list(members))) for shared, members in alike]
@@ -48,13 +48,13 @@ class DLRM(nn.Module):
 
     Args:
         config: Sizes and interaction.
-        num_dense: D; 0 leaves out the bottom MLP.
+        num_dense: D. 0 omits the bottom MLP.
         features: Those that name one table share it.
-        device: Where the tables live; `meta` where they are sharded later.
-        table_type: Numbers of the tables.
+        device: Device of the tables. `meta` if they are sharded later.
+        table_type: Number format of the tables.
     Shapes:
-        dense_BD float32 [B, D], sparse: F bags of B rows, those of shared features first and then empty ones ->
-        logits_B float32 [B].
+        dense_BD float32 [B, D], sparse: lists of ids of F features and B rows (a shared feature has its distinct lists
+        first, then empty ones) -> logits_B float32 [B].
     Source:
         Naumov et al. 2019, arXiv:1906.00091.
     """
@@ -89,20 +89,20 @@ class DLRM(nn.Module):
     def forward(
         self, dense_BD: torch.Tensor, sparse: KeyedJaggedTensor, shared: SharedFeatures | None = None
     ) -> torch.Tensor:
-        """Logits of the rows."""
+        """Returns the logits of the rows."""
         vectors_BFE = self.pool(sparse)
         return self.score(dense_BD, *([vectors_BFE] if shared is None else shared.expand(vectors_BFE)))
 
     def pool(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """The tables alone: one vector for each bag, float32 [B, F, E]."""
+        """Looks up the tables: one vector for each list of ids, float32 [B, F, E]."""
         pooled = self.embeddings(sparse)
         if list(pooled.keys()) == self.names:
             return pooled.values().unflatten(1, (len(self.names), -1))
-        by_name = pooled.to_dict()  # a sharded collection may give another order
+        by_name = pooled.to_dict()  # a sharded collection may have another order
         return torch.stack([by_name[name] for name in self.names], dim=1)
 
     def score(self, dense_BD: torch.Tensor, *pooled_BFE: torch.Tensor) -> torch.Tensor:
-        """Logits of the rows whose bags are pooled already, in one piece or several: everything but the tables."""
+        """Returns the logits from the pooled vectors, in one piece or several: the model without its tables."""
         pieces = list(pooled_BFE)
         if self.bottom is not None:
             dense_BE = self.bottom(dense_BD)
@@ -113,16 +113,16 @@ class DLRM(nn.Module):
 
 
 Labels = list[tuple[str, ...]]
-"""What the numbers along an axis of a weight belong to: names of features, and which number of a vector."""
+"""Labels of the numbers along an axis of a weight: names of features and indices in their vectors."""
 
 
 def axes_of(config: DLRMConfig, dense: Sequence[str], sparse: Sequence[str]) -> dict[str, tuple[Labels | None, ...]]:
-    """Weights whose size depends on the features -> what each axis counts; None: not the features.
+    """Returns the labels of each axis of the weights that depend on the features. None: the axis does not.
 
-    With it a model of more features can take the place of one of fewer: the same features have the same labels.
+    State transfer uses them to copy the weights of a model into one with other features: labels match by feature.
 
     Args:
-        dense: Names of the dense columns. sparse: Names of the bags.
+        dense: Names of the dense columns. sparse: Names of the sparse features.
     Example:
         >>> axes_of(DLRMConfig(embedding_width=1, top_mlp=()), [], ["user", "item"])["logit.weight"]
         (None, [('user', '0'), ('item', 'user')])
@@ -148,7 +148,7 @@ def axes_of(config: DLRMConfig, dense: Sequence[str], sparse: Sequence[str]) -> 
 
 
 def module_name(table: str) -> str:
-    """The table's name where it names a module: PyTorch keeps some, such as `items` and `type`, to itself.
+    """Returns the name of a table's module. PyTorch reserves some names, such as `items` and `type`.
 
     Example:
         >>> module_name("user"), module_name("type")

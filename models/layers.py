@@ -1,4 +1,4 @@
-"""MLP and interactions. Shape letters: B rows, F feature vectors of a row (the dense one first), E width, P pairs."""
+"""MLP and interactions. Shape letters: B rows, F feature vectors of a row (dense first), E width, P pairs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
 
 
 def mlp(inputs: int, sizes: Sequence[int], dropout: float = 0.0) -> nn.Sequential:
-    """Linear layers with ReLU behind each, float32 [B, inputs] -> [B, sizes[-1]].
+    """Returns linear layers, each followed by ReLU: float32 [B, inputs] -> [B, sizes[-1]].
 
     Example:
         >>> mlp(3, [8, 4])(torch.ones(2, 3)).shape
@@ -25,7 +25,7 @@ def mlp(inputs: int, sizes: Sequence[int], dropout: float = 0.0) -> nn.Sequentia
 
 
 class DotInteraction(nn.Module):
-    """Dot product of every pair of feature vectors, behind the dense vector itself.
+    """The dense vector, followed by the dot product of every pair of feature vectors.
 
     Args:
         num_features: F, vectors per row, the dense one included.
@@ -33,7 +33,7 @@ class DotInteraction(nn.Module):
     Shapes:
         features_BFE, float32 [B, F, E] -> float32 [B, E + P], P = F * (F - 1) / 2.
     Raises:
-        ValueError: If num_features is below 2, since there is no pair to take.
+        ValueError: If num_features is below 2, which makes no pair.
     Source:
         Naumov et al. 2019, arXiv:1906.00091, section 2. Self-pairs are left out.
     Example:
@@ -63,10 +63,10 @@ class DotInteraction(nn.Module):
 
 
 class _PairDots(torch.autograd.Function):
-    """The first vector, and the products of all pairs behind it.
+    """The first vector, followed by the products of all pairs.
 
-    Autograd alone would multiply once for each of the two factors and add the results up, and would put the gradient
-    of the first vector into zeros of the size of all.
+    Plain autograd would multiply once for each of the two factors and sum the results. It would also pad the gradient
+    of the first vector with zeros to the size of all vectors.
     """
 
     @staticmethod
@@ -90,7 +90,7 @@ class _PairDots(torch.autograd.Function):
 
 
 class CatInteraction(nn.Module):
-    """All vectors side by side, float32 [B, F, E] -> [B, F * E]."""
+    """The concatenated vectors, float32 [B, F, E] -> [B, F * E]."""
 
     def __init__(self, num_features: int, width: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class CatInteraction(nn.Module):
 
 
 class CrossInteraction(nn.Module):
-    """Cross layers x <- x0 * (W x + b) + x over all vectors side by side, float32 [B, F, E] -> [B, F * E].
+    """Cross layers x <- x0 * (W x + b) + x over the concatenated vectors, float32 [B, F, E] -> [B, F * E].
 
     Source:
         Wang et al. 2021, arXiv:2008.13535 (DCN-v2), section 3; the low-rank form W = U V from section 4.

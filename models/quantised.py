@@ -1,4 +1,4 @@
-"""Embedding tables of bytes, for scoring alone. Shape letters: B rows, V ids, R rows of a table, E width."""
+"""Embedding tables of bytes, for scoring only. Shape letters: B rows, V ids, R rows of a table, E width."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,21 +8,23 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 TABLES = "embeddings.embedding_bags."
-"""Begin of the names that a DLRM's tables have among its weights."""
+"""Prefix of a DLRM's tables among its weights."""
 ROW_OVERHEAD_BYTES = 8
-"""Bytes behind a row's numbers: its scale and its least number, float32 each."""
+"""Bytes after a row's numbers: its scale and its least number, float32 each."""
 
 
 class QuantisedBags(nn.Module):
-    """An EmbeddingBagCollection with a byte for each number; only the rows looked up become floats.
+    """An EmbeddingBagCollection with one byte per number. Only the rows that it looks up become floats.
 
-    A number is q * scale + least, q in [0, 255], (scale, least) of its own row, both float32 in PyTorch's kernel.
-    TorchRec's quantised collection pads rows to 16 bytes; numbers of 1e-4 were off by 10 steps there, not by a half.
+    A number is q * scale + least with q in [0, 255]. scale and least belong to the row and are float32, as PyTorch's
+    kernel has them. TorchRec's quantised collection pads rows to 16 bytes and rounds worse: numbers of 1e-4 were off
+    by 10 steps, not by half a step.
 
     Args:
-        tables: Names, sizes and pooling; their rows come with the state dict, as `quantise_tables` makes them.
+        tables: Names, sizes and pooling. Their rows are loaded from the state dict that `quantise_tables` makes.
     Shapes:
-        F bags of B rows -> float32 [B, F * E], features in the order of the bags. An empty bag is zeros.
+        Lists of ids of F features and B rows -> float32 [B, F * E], features in the order of the input. An empty
+        list gives zeros.
     """
 
     def __init__(self, tables: Sequence[EmbeddingBagConfig]) -> None:
@@ -31,7 +33,7 @@ class QuantisedBags(nn.Module):
         self.table_of = {name: table.name for table in tables for name in table.feature_names}
 
     def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
-        """The bags' vectors."""
+        """Returns one vector for each list of ids."""
         names = sparse.keys()
         pooled = []
         for name in names:
@@ -50,20 +52,20 @@ class _Table(nn.Module):
         self.register_buffer("weight", torch.zeros(size, dtype=torch.uint8))
 
     def forward(self, ids_V: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        """Sum or mean of each bag, float32 [B, E]."""
+        """Returns the sum or mean of each list, float32 [B, E]."""
         starts = torch.zeros(len(lengths_B) + 1, dtype=ids_V.dtype)
         torch.cumsum(lengths_B, 0, out=starts[1:])
         sums_BE: torch.Tensor = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
             self.weight, ids_V, starts, include_last_offset=True
         )
-        # The kernel takes a `mode` and passes it over.
+        # The kernel has a `mode` argument but ignores it.
         return sums_BE / lengths_B.clamp(min=1).unsqueeze(1) if self.mean else sums_BE
 
 
 def quantise_tables(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A DLRM's weights with its tables rounded to bytes; all else stays as it is.
+    """Rounds the tables of a DLRM's weights to bytes and keeps all other weights.
 
-    A number is off by at most half of (greatest - least) / 255 of its row.
+    The error of a number is at most half of (greatest - least) / 255 of its row.
 
     Example:
         >>> table = torch.tensor([[0.0, 1.0, 2.55]])

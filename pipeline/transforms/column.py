@@ -1,4 +1,4 @@
-"""Column: one feature of many rows, dense or a list of ids, as plain buffers."""
+"""Column: one feature of many rows as plain buffers, a number or a list per row."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +15,16 @@ from storage.arrow import is_list, is_text
 
 Ids = npt.NDArray[np.int64]
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
-"""How many of a timestamp's units make a second."""
+"""Units of a timestamp in a second."""
 
 
 @dataclass(frozen=True, eq=False)
 class Column:
     """Values of one feature.
 
-    A dense column has one float64 per row, NaN where it is null. A sparse column has int64 ids and
-    offsets: row i owns ids [offsets[i], offsets[i + 1]); a null list is an empty one. A column of scores is
-    a list of float64 per row, such as the scores of a list of ids.
+    A dense column has one float64 per row; null is NaN. A sparse column has int64 ids and offsets: row i owns ids
+    [offsets[i], offsets[i + 1]); a null list is empty. A column of scores has a list of float64 per row, such as the
+    scores of a list of ids.
 
     Shapes:
         dense: values float64 [N], offsets None. sparse: values int64 [V], offsets int64 [N + 1], offsets[0] == 0.
@@ -36,7 +36,7 @@ class Column:
 
     @property
     def kind(self) -> Kind:
-        """What the rows hold: a number, ids or scores."""
+        """The kind of the rows: a number, ids or scores."""
         if self.offsets is None:
             return "dense"
         return "sparse" if self.values.dtype == np.int64 else "scores"
@@ -45,7 +45,7 @@ class Column:
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
 
     def take(self, rows: Ids) -> "Column":
-        """The rows at the given positions, in the given order.
+        """Returns the rows at the given positions, in the given order.
 
         Example:
             >>> column = Column(np.array([7, 8, 9]), np.array([0, 2, 2, 3]))
@@ -57,7 +57,7 @@ class Column:
         return Column(*hashing.take_lists(self.values, self.offsets, rows))
 
     def slice(self, start: int, stop: int) -> "Column":
-        """Rows [start, stop)."""
+        """Returns rows [start, stop)."""
         if self.offsets is None:
             return Column(self.values[start:stop])
         offsets = self.offsets[start : stop + 1]
@@ -65,7 +65,7 @@ class Column:
 
 
 def concatenate(columns: list[Column]) -> Column:
-    """The rows of several columns, one after the other.
+    """Returns the rows of several columns, one column after the other.
 
     Example:
         >>> concatenate([Column(np.array([1.0])), Column(np.array([2.0]))]).values.tolist()
@@ -81,7 +81,7 @@ def concatenate(columns: list[Column]) -> Column:
 
 
 def from_arrow(name: str, array: pa.Array, kind: Kind) -> Column:
-    """A raw column read as numbers, as ids or as scores; buffers are shared with Arrow where they can be.
+    """Reads a raw column as numbers, ids or scores. Shares buffers with Arrow if possible.
 
     Raises:
         DataError: If the column holds nothing of that kind.
@@ -91,9 +91,9 @@ def from_arrow(name: str, array: pa.Array, kind: Kind) -> Column:
 
 
 def dense_from_arrow(name: str, array: pa.Array) -> Column:
-    """Numbers (integers, floats, decimals, booleans) as float64, times and dates as seconds since 1970, null as NaN.
+    """Reads numbers (integers, floats, decimals, booleans) as float64, times and dates as seconds since 1970.
 
-    A time without a zone and a day's midnight are UTC.
+    Null becomes NaN. A time without a zone and the midnight of a date are UTC.
 
     Raises:
         DataError: If the column holds neither numbers nor times.
@@ -111,7 +111,7 @@ def dense_from_arrow(name: str, array: pa.Array) -> Column:
     elif not (
         pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind)
     ):
-        raise DataError(f"column '{name}'", "numbers", f"{kind}", "Declare it under features.sparse, or convert it.")
+        raise DataError(f"column '{name}'", "numbers", f"{kind}", "Move it to features.sparse, or convert the column.")
     if array.type != pa.float64():
         array = array.cast(pa.float64(), safe=False)
     values = (pc.fill_null(array, np.nan) if array.null_count else array).to_numpy()
@@ -119,10 +119,10 @@ def dense_from_arrow(name: str, array: pa.Array) -> Column:
 
 
 def sparse_from_arrow(name: str, array: pa.Array) -> Column:
-    """Ids: integers or strings, one per row or a list of them.
+    """Reads ids: integers or strings, one per row or a list of them.
 
-    Strings become 64-bit FNV-1a hashes of their UTF-8 bytes, so that equal strings are equal ids in every
-    run and on every machine. Null rows become empty lists, nulls inside lists are left out.
+    Strings become 64-bit FNV-1a hashes of their UTF-8 bytes: equal strings are equal ids in every run and on every
+    machine. Null rows become empty lists. Nulls inside lists are dropped.
 
     Raises:
         DataError: If the column holds neither integers nor strings.
@@ -140,34 +140,36 @@ def sparse_from_arrow(name: str, array: pa.Array) -> Column:
 
 
 def scores_from_arrow(name: str, array: pa.Array) -> Column:
-    """Lists of numbers as float64, null numbers as NaN so that they stay beside their ids; null lists are empty.
+    """Reads lists of numbers as float64. A null number becomes NaN and keeps its place; a null list is empty.
 
     Raises:
         DataError: If the column does not hold lists of numbers.
     """
     if not is_list(array.type):
-        raise DataError(f"column '{name}'", "lists of numbers", f"{array.type}", "Name a column of scores.")
+        raise DataError(
+            f"column '{name}'", "lists of numbers", f"{array.type}", "Name a column that holds lists of numbers."
+        )
     offsets, items = _lists(array)
     return Column(dense_from_arrow(name, items).values, offsets)
 
 
 def _lists(array: pa.Array) -> tuple[Ids, pa.Array]:
-    """Offsets from 0 on, and the items they part; the items are a view unless a null row hides some."""
+    """Returns offsets that begin at 0 and the items. The items are a view unless a null row hides some."""
     if len(array) == 0:
         return np.zeros(1, np.int64), array.values.slice(0, 0)
-    stored = array.offsets.to_numpy()  # of a slice: those of its rows
+    stored = array.offsets.to_numpy()  # a slice has the offsets of its own rows
     offsets = stored.astype(np.int64)
     offsets -= offsets[0]
     if array.null_count:
         lengths = np.diff(offsets)
         hidden = lengths * ~_valid(array)
-        if hidden.any():  # a null row may own items all the same
+        if hidden.any():  # a null row may own items nevertheless
             return hashing.offsets_of(lengths - hidden), array.flatten()
     return offsets, array.values.slice(int(stored[0]), int(offsets[-1]))
 
 
 def _valid(array: pa.Array) -> npt.NDArray[np.bool_]:
-    """Whether each value is there; much faster than Arrow's own way to a NumPy array."""
+    """Returns whether each value is present. Much faster than Arrow's own conversion to NumPy."""
     bits = array.buffers()[0]
     if bits is None:
         return np.full(len(array), array.null_count == 0)
@@ -199,5 +201,8 @@ def _ids(name: str, items: pa.Array) -> Ids:
     if pa.types.is_date32(kind):
         return items.cast(pa.int32()).cast(pa.int64()).to_numpy(zero_copy_only=False)
     raise DataError(
-        f"column '{name}'", "integers, strings or lists of them", f"{kind}", "Bucketize a number before it is an id."
+        f"column '{name}'",
+        "integers, strings or lists of them",
+        f"{kind}",
+        "Add a bucketize op, or convert the column.",
     )

@@ -1,4 +1,4 @@
-"""FeatureSchema: which columns are dense, which are sparse, which is the label."""
+"""FeatureSchema: the dense and sparse features, the label and the weight of a row."""
 
 import fnmatch
 from collections.abc import Iterable, Sequence
@@ -17,23 +17,23 @@ COLUMN = "{column}"
 
 
 class FeatureJoin(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """A side source whose columns are joined to the rows by key: features that the table does not have, or not yet."""
+    """A feature source: files or a table with columns that are joined to the rows by key."""
 
     path: str | tuple[str, ...] | None = None
-    """Parquet or CSV files: a path, a glob, or several; below the project root unless absolute."""
+    """Parquet or CSV files: a path, a glob or a list of them. Relative paths start at the project root."""
     table: str | None = None
-    """Another table of the warehouse, instead of files."""
+    """Another table of the warehouse, in place of files."""
     on: Names
-    """Key columns, in the rows and in the side source; unique there, within a day where it has days."""
+    """Key columns, present in the rows and in the source. A key is unique in the source, or in each day of it."""
     columns: Names = ("*",)
     """Names or patterns of the columns to add."""
     day_column: str | None = None
-    """Column of the side source (date, timestamp or ISO text) with the day whose rows it is joined to: a process then
-    holds days of it, not all. None: joined to all days."""
+    """Column of the source (date, timestamp or ISO text) with the day of the rows to join. A process then holds only
+    the days that it reads. None joins the source to all days."""
     prefix: str = ""
-    """Put before the names of the added columns."""
+    """Prefix of the names of the added columns."""
     stored: bool = False
-    """Whether `flows.enrich` has written the columns into the table; they are read there then, and not joined."""
+    """Whether `flows.enrich` has backfilled the columns. They are then read from the table and not joined."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -41,88 +41,88 @@ class FeatureJoin(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
             raise ConfigError("features.joined", "either `path` or `table`", "both or neither", "Give exactly one.")
         if self.table is not None and self.day_column not in (None, "day"):
             raise ConfigError(
-                f"features.joined '{self.table}'", "day_column 'day', by which a table is parted, or none",
+                f"features.joined '{self.table}'", "day_column 'day', the partition column of a table, or none",
                 f"'{self.day_column}'", "Correct day_column.",
             )  # fmt: skip
         return self
 
     @property
     def name(self) -> str:
-        """The source as the user knows it."""
+        """Name of the source in logs and errors: the table or the paths."""
         return self.table or (self.path if isinstance(self.path, str) else ", ".join(self.path or ()))
 
     def may_add(self, pattern: str) -> bool:
-        """Whether a column of this name, or one that this pattern takes, may be among the added ones."""
+        """Whether a column that has this name or matches this pattern may be added."""
         names = [f"{self.prefix}{name}" for name in self.columns]
         return any(fnmatch.fnmatchcase(pattern, name) or fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 class FeatureGroup(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Columns that are treated alike."""
+    """Columns with the same transforms."""
 
     columns: Names
-    """Names or patterns: `int_*`, `cat_?`. A pattern takes the table's columns in their order, then derived ones."""
+    """Names or patterns: `int_*`, `cat_?`. A pattern matches the table's columns in their order, then derived ones."""
     name: str = COLUMN
-    """Feature name; `{column}` stands for the column, so that a column can be used more than once."""
+    """Feature name. `{column}` stands for the column. Set it to use a column in several groups."""
     transforms: tuple[AnyOp, ...] = ()
     on_missing: Literal["fail", "default"] = "fail"
-    """What a column becomes that is named, not meant by a pattern, and that the table does not have: fail refuses to
-    train, default reads it as null throughout and takes no notice of it when the model is served."""
+    """How to treat a column that is named here (not matched by a pattern) but is not in the table. fail refuses to
+    train. default reads it as null in every row, and serving ignores it."""
 
     def read_kind(self, otherwise: Kind) -> Kind:
-        """As what its columns are read: as the first op wants them that does not take any kind."""
+        """Returns the kind to read its columns as: that of the first op that does not accept any kind."""
         kinds: list[Any] = [op.reads[0] for op in self.transforms if op.reads[0] != "either"]
         return kinds[0] if kinds else otherwise
 
 
 class DenseGroup(FeatureGroup):
-    """Numbers; each column becomes one input of the bottom MLP."""
+    """Numbers. Each column becomes one input of the bottom MLP."""
 
     transforms: tuple[AnyOp, ...] = (Standardise(), FillNull())
-    """Ops in order. What is still not finite after the last one becomes 0 and is counted."""
+    """Ops in order. A value that is not finite after the last one becomes 0 and is counted."""
 
 
 class SparseGroup(FeatureGroup):
-    """Ids or lists of ids; each column becomes one bag of an embedding table."""
+    """Ids or lists of ids. Each column becomes one feature that looks up an embedding table."""
 
     transforms: tuple[AnyOp, ...] = ()
-    """Ops in order; the last ids must be bounded (sigrid_hash, bucketize, clamp): the bound is the table's size."""
+    """Ops in order. The last one must bound the ids (sigrid_hash, bucketize, clamp). The bound is the table's size."""
     table: str = COLUMN
-    """Embedding table; groups and columns that name the same one share its rows."""
+    """Embedding table. Groups and columns that name the same table share its rows."""
     pooling: Literal["sum", "mean"] = "sum"
-    """How the vectors of a list become one."""
+    """How the vectors of a list become one vector."""
 
 
 def input_kinds(op: AnyOp) -> Reads:
-    """Kind of each input of an op, as far as it says; one that takes any number wants all the others like the last."""
+    """Returns the kind of each input of an op. An op of any number of inputs repeats its last kind."""
     return (*op.reads, *op.reads[-1:] * (len(op.inputs) - len(op.reads)))
 
 
 class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Columns of the warehouse table and what they are for."""
+    """The columns of the warehouse table that become features, label and weight."""
 
     label: str = "label"
-    """Column of outcomes, 0 or 1."""
+    """Column of outcomes: 0 or 1."""
     weight: str | None = None
-    """Column that says how many rows each row stands for, 0.0001 to 10,000: losses, gradients and all metrics are
-    weighted by it. None: each counts once."""
+    """Column with the number of rows that each row counts for, 0.0001 to 10,000. It weights losses, gradients and all
+    metrics. None counts each row once."""
     derived: tuple[AnyOp, ...] = ()
-    """Columns made of others, in any order: ops with `inputs` and an `output`, which the groups can then name."""
+    """Ops with `inputs` and an `output`, in any order. Each makes a column that groups can name."""
     joined: tuple[FeatureJoin, ...] = ()
-    """Side sources whose columns the groups can name without their being in the table."""
+    """Feature sources. Groups can name their columns as if they were in the table."""
     dense: tuple[DenseGroup, ...] = ()
     sparse: tuple[SparseGroup, ...] = Field(min_length=1)
     allow_deprecated: bool = False
-    """Whether to train on features that `flows.features` has declared deprecated."""
+    """Whether to train on features that the catalog marks as deprecated."""
 
 
 def resolve(
     patterns: Iterable[str], known: Iterable[str], where: str, what: str = "a column of the table"
 ) -> list[str]:
-    """Columns (or what else) that the patterns name, in the order of the patterns, then of the table, each once.
+    """Returns the names that match the patterns, in the order of the patterns, then of `known`, each once.
 
     Raises:
-        ConfigError: If a name is absent or a pattern takes nothing; names the closest columns.
+        ColumnError: If a name or pattern matches nothing. Lists the closest names.
     Example:
         >>> resolve(["cat_*", "age"], ["age", "cat_a", "cat_b"], "features")
         ['cat_a', 'cat_b', 'age']

@@ -1,4 +1,4 @@
-"""The loops behind the ops that read numbers."""
+"""Loops of the ops that read numbers."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from pipeline.transforms.kernels.jit import compiled
 
 @compiled
 def clamp(values: Floats, low: float, high: float) -> tuple[Floats, int]:
-    """Numbers held in [low, high], NaN kept: (numbers, how many were outside)."""
+    """Limits numbers to [low, high] and keeps NaN: (numbers, how many were outside)."""
     out = np.empty(len(values), np.float64)
     outside = 0
     for i in range(len(values)):
@@ -20,7 +20,7 @@ def clamp(values: Floats, low: float, high: float) -> tuple[Floats, int]:
 
 @compiled
 def fill(values: Floats, value: float) -> tuple[Floats, int]:
-    """NaN becomes `value`: (numbers, how many were filled)."""
+    """Replaces NaN by `value`: (numbers, how many were filled)."""
     out = np.empty(len(values), np.float64)
     filled = 0
     for i in range(len(values)):
@@ -32,7 +32,10 @@ def fill(values: Floats, value: float) -> tuple[Floats, int]:
 
 @compiled
 def logit(values: Floats, eps: float, invalid: float) -> tuple[Floats, int]:
-    """log(p / (1 - p)) of p held in [eps, 1 - eps]; p outside [0, 1] becomes `invalid`, NaN stays: (numbers, bad)."""
+    """Computes log(p / (1 - p)) of p limited to [eps, 1 - eps]: (numbers, how many were invalid).
+
+    A p outside [0, 1] becomes `invalid`. NaN stays.
+    """
     out = np.empty(len(values), np.float64)
     bad = 0
     for i in range(len(values)):
@@ -50,9 +53,9 @@ def logit(values: Floats, eps: float, invalid: float) -> tuple[Floats, int]:
 
 @compiled
 def box_cox(values: Floats, power: float, shift: float, invalid: float) -> tuple[Floats, int]:
-    """((x + shift)^power - 1) / power, log(x + shift) at power 0; NaN stays: (numbers, invalid).
+    """Computes ((x + shift)^power - 1) / power, log(x + shift) at power 0: (numbers, how many were invalid).
 
-    x + shift at or below 0 or infinite becomes `invalid`.
+    If x + shift is at or below 0 or infinite, the number becomes `invalid`. NaN stays.
     """
     out = np.empty(len(values), np.float64)
     bad = 0
@@ -72,7 +75,7 @@ def box_cox(values: Floats, power: float, shift: float, invalid: float) -> tuple
 
 @compiled
 def bucketize(values: Floats, borders: Floats) -> tuple[Ids, Ids]:
-    """Index of the first border at or above each value, lists of one; NaN gives an empty list: (values, offsets)."""
+    """Finds the first border at or above each value: (indices as lists of one, offsets). NaN gives an empty list."""
     out = np.empty(len(values), np.int64)
     starts = np.empty(len(values) + 1, np.int64)
     starts[0] = 0
@@ -86,9 +89,9 @@ def bucketize(values: Floats, borders: Floats) -> tuple[Ids, Ids]:
 
 @compiled
 def onehot(values: Floats, size: int, invalid: int) -> tuple[Ids, Ids, int]:
-    """Whole numbers in [0, size) as lists of one id, NaN as an empty list: (values, offsets, how many others).
+    """Turns whole numbers in [0, size) into lists of one id: (values, offsets, how many others).
 
-    The others become `invalid`, or an empty list where that is negative.
+    NaN gives an empty list. Other numbers become `invalid`, or an empty list if that is negative.
     """
     out = np.empty(len(values), np.int64)
     starts = np.zeros(len(values) + 1, np.int64)
@@ -111,10 +114,10 @@ def onehot(values: Floats, size: int, invalid: int) -> tuple[Ids, Ids, int]:
 def local_hours(
     times: Floats, per_second: int, shifts: Floats, shift_seconds: int, since: Ids, offsets: Ids, until: int
 ) -> tuple[Ids, Ids, int]:
-    """Hour of the day of each time, as lists of one; NaN gives an empty list: (values, offsets, times not valid).
+    """Computes the hour of the day of each time, as lists of one: (values, offsets, how many were invalid).
 
-    `offsets[k]` holds from second `since[k]` on, the last one before second `until`; `shifts` (none or one a row)
-    are added to it.
+    `offsets[k]` applies from second `since[k]`, the last one before second `until`. `shifts` (none, or one per row)
+    are added. NaN gives an empty list.
     """
     out = np.empty(len(times), np.int64)
     starts = np.zeros(len(times) + 1, np.int64)
@@ -127,7 +130,7 @@ def local_hours(
         if abs(times[i]) >= 2.0**53 or abs(shift) > 86_400.0:
             bad += 1
             continue
-        second = np.int64(np.floor(times[i])) // per_second  # floored, so that times before 1970 are right
+        second = np.int64(np.floor(times[i])) // per_second  # floored, as times before 1970 need
         if second < since[0] or second >= until:
             bad += 1
             continue

@@ -1,4 +1,4 @@
-"""First X, hash and clamp of lists of ids in one pass, equal bit for bit to the three ops one after the other."""
+"""First X, hash and clamp of lists of ids in one pass. The bits equal those of the three ops in turn."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,18 +13,18 @@ from pipeline.transforms.ops.op import ID_MAX, ID_MIN, Op
 from pipeline.transforms.ops.sparse import FirstX, SigridHash
 
 ORDER: dict[type[Op], int] = {FirstX: 0, SigridHash: 1, Clamp: 2}
-"""Ops that can share a pass, in the order in which they can."""
+"""Ops that can share a pass, and their order in it."""
 BLOCK = 2_048
-"""Ids copied before they are hashed: they are still in the processor's nearest cache then."""
+"""Ids to copy before hashing them, few enough to stay in the processor's nearest cache."""
 
 
 def fusable(first: Op, second: Op) -> bool:
-    """Whether an op that reads only another's output can run in that one's pass."""
+    """Returns whether the second op, which reads only the output of the first, can run in its pass."""
     return type(first) in ORDER and type(second) in ORDER and ORDER[type(first)] < ORDER[type(second)]
 
 
 def run_in_one_pass(ops: Sequence[Op], column: Column) -> tuple[Column, list[int]]:
-    """The column that a chain of fusable ops makes, and how many values each of them changed."""
+    """Returns the column that a chain of fusable ops makes, and how many values each op changed."""
     assert column.offsets is not None
     limit, size, salt, low, high = ID_MAX, 0, 0, ID_MIN, ID_MAX
     for op in ops:
@@ -43,9 +43,9 @@ def run_in_one_pass(ops: Sequence[Op], column: Column) -> tuple[Column, list[int
 def first_hash_clamp(
     values: Ids, offsets: Ids, limit: int, size: int, salt: int, low: int, high: int
 ) -> tuple[Ids, Ids, int]:
-    """The first `limit` ids of each list, hashed into [0, size) unless size is 0, held in [low, high].
+    """Keeps the first `limit` ids of each list, hashes them into [0, size) unless size is 0, and limits them.
 
-    Lists that keep all their ids lie side by side and are copied as one stretch.
+    Neighbouring lists that keep all their ids are copied as one stretch.
 
     Returns:
         (ids, offsets, ids that were outside [low, high])
@@ -73,7 +73,7 @@ def first_hash_clamp(
 
 @compiled
 def _hash_clamp(ids: Ids, size: int, salt: int, low: int, high: int) -> int:
-    """In place, in loops without a division or a branch, so that the compiler makes vector instructions of them."""
+    """Works in place, in loops without divisions and branches, which the compiler can vectorise (SIMD)."""
     if size == 1:
         ids[:] = 0
     elif size > 1:
@@ -91,7 +91,10 @@ def _hash_clamp(ids: Ids, size: int, salt: int, low: int, high: int) -> int:
 
 @compiled
 def floored(value: Any, size: int, inverse: float) -> Any:
-    """value mod size, size above 1, without a division: the first quotient is off by 2**11 at most, the second by 1."""
+    """Computes value mod size, size above 1, without a division.
+
+    The first quotient is off by at most 2**11, the second by at most 1.
+    """
     value -= np.int64(np.floor(np.float64(value) * inverse)) * size
     value -= np.int64(np.floor(np.float64(value) * inverse)) * size
     value = value + size if value < 0 else value

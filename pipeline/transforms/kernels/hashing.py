@@ -1,4 +1,4 @@
-"""The numba loops behind the ops. They release the interpreter lock, so reading threads run side by side."""
+"""Loops that hash ids and strings, and loops over lists. They release the interpreter lock for reading threads."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ Ids = npt.NDArray[np.int64]
 
 
 def offsets_of(lengths: npt.NDArray[Any]) -> Ids:
-    """Offsets [N + 1] of lists of the given lengths [N].
+    """Returns the offsets [N + 1] of lists of the given lengths [N].
 
     Example:
         >>> offsets_of(np.array([2, 0, 1])).tolist()
@@ -25,7 +25,7 @@ def offsets_of(lengths: npt.NDArray[Any]) -> Ids:
 
 @compiled
 def fnv1a(text: npt.NDArray[np.uint8], starts: Ids) -> Ids:
-    """64-bit FNV-1a of each byte string text[starts[i]:starts[i + 1]]; constants as published by its authors."""
+    """Hashes each byte string text[starts[i]:starts[i + 1]] by 64-bit FNV-1a, with the authors' constants."""
     out = np.empty(len(starts) - 1, np.int64)
     for i in range(len(out)):
         state = np.uint64(0xCBF29CE484222325)
@@ -36,7 +36,7 @@ def fnv1a(text: npt.NDArray[np.uint8], starts: Ids) -> Ids:
 
 
 def fnv1a_text(text: str) -> int:
-    """64-bit FNV-1a of a string's UTF-8 bytes: the id that the string is in a column.
+    """Returns the 64-bit FNV-1a hash of a string's UTF-8 bytes: its id in a column.
 
     Example:
         >>> fnv1a_text("a")
@@ -48,7 +48,7 @@ def fnv1a_text(text: str) -> int:
 
 @compiled
 def take_lists(values: npt.NDArray[Any], offsets: Ids, rows: Ids) -> tuple[npt.NDArray[Any], Ids]:
-    """Lists at the given rows, in their order: (values, offsets)."""
+    """Copies the lists of the given rows, in that order: (values, offsets)."""
     starts = np.empty(len(rows) + 1, np.int64)
     starts[0] = 0
     for i in range(len(rows)):
@@ -63,7 +63,7 @@ def take_lists(values: npt.NDArray[Any], offsets: Ids, rows: Ids) -> tuple[npt.N
 
 @compiled
 def mix(value: int) -> Any:
-    """64 bits spread over 64 bits, one to one: Thomas Wang's mix, as an unsigned integer."""
+    """Mixes 64 bits one to one (Thomas Wang) into an unsigned integer."""
     key = np.uint64(value)
     key = ~key + (key << np.uint64(21))
     key ^= key >> np.uint64(24)
@@ -77,7 +77,7 @@ def mix(value: int) -> Any:
 
 @compiled
 def chain(upper: Any, lower: Any) -> Any:
-    """128 bits made 64: the last step of CityHash. Order matters: chain(a, b) is not chain(b, a)."""
+    """Hashes 128 bits to 64, the last step of CityHash. Order matters: chain(a, b) is not chain(b, a)."""
     multiplier = np.uint64(0x9DDFEA08EB382D69)
     low = (lower ^ upper) * multiplier
     low ^= low >> np.uint64(47)
@@ -88,12 +88,12 @@ def chain(upper: Any, lower: Any) -> Any:
 
 @compiled
 def sigrid_hash(values: Ids, salt: int, size: int) -> Ids:
-    """Salted hash of ids into [0, size): chain(salt, mix(id)), and the floored remainder.
+    """Hashes ids into [0, size): the floored remainder of chain(salt, mix(id)).
 
     Bit-compatible with TorchArrow's sigrid_hash.
     """
     upper = np.uint64(salt)
     out = np.empty(len(values), np.int64)
     for i in range(len(values)):
-        out[i] = np.int64(chain(upper, mix(values[i]))) % size  # floored, as Python's
+        out[i] = np.int64(chain(upper, mix(values[i]))) % size  # floored, like Python's
     return out

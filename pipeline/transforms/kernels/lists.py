@@ -1,4 +1,4 @@
-"""The loops behind the ops that read several lists of a row."""
+"""Loops of the ops that read several lists of a row."""
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ Flags = npt.NDArray[np.bool_]
 
 @compiled
 def cartesian(values: Ids, offsets: Ids, others: Ids, other_offsets: Ids, limit: int) -> tuple[Ids, Ids, int]:
-    """Hashes of the first `limit` pairs of each row, the first list outermost: (values, offsets, pairs left out)."""
+    """Hashes the first `limit` pairs of each row, the first list outermost: (values, offsets, pairs dropped)."""
     starts = np.zeros(len(offsets), np.int64)
     left_out = 0
     for i in range(len(offsets) - 1):
@@ -28,7 +28,7 @@ def cartesian(values: Ids, offsets: Ids, others: Ids, other_offsets: Ids, limit:
 
 @compiled
 def append_lists(values: Ids, offsets: Ids, others: Ids, other_offsets: Ids) -> tuple[Ids, Ids]:
-    """Both lists of each row, one after the other: (values, offsets)."""
+    """Appends the second list of each row to the first: (values, offsets)."""
     starts = offsets + other_offsets
     out = np.empty(starts[-1], np.int64)
     for i in range(len(offsets) - 1):
@@ -44,7 +44,7 @@ def append_lists(values: Ids, offsets: Ids, others: Ids, other_offsets: Ids) -> 
 
 @compiled
 def ngrams(values: Ids, offsets: Ids, n: int) -> tuple[Ids, Ids]:
-    """Hashes of all runs of n neighbours in each list: (values, offsets)."""
+    """Hashes every n neighbours of each list: (values, offsets)."""
     starts = np.zeros(len(offsets), np.int64)
     for i in range(len(offsets) - 1):
         starts[i + 1] = starts[i] + max(offsets[i + 1] - offsets[i] - n + 1, 0)
@@ -61,11 +61,11 @@ def ngrams(values: Ids, offsets: Ids, n: int) -> tuple[Ids, Ids]:
 
 @compiled
 def positions(values: Ids, offsets: Ids, others: Ids, other_offsets: Ids) -> Ids:
-    """Where each id stands in the other list of its row, the first time; -1 where it does not."""
+    """Finds the first position of each id in the other list of its row, -1 if it is not in it."""
     out = np.empty(len(values), np.int64)
     for i in range(len(offsets) - 1):
         other = others[other_offsets[i] : other_offsets[i + 1]]
-        if len(other) <= 16:  # looking through a short list is faster than sorting it
+        if len(other) <= 16:  # scanning a short list is faster than sorting it
             for j in range(offsets[i], offsets[i + 1]):
                 out[j] = -1
                 for k in range(len(other)):
@@ -84,7 +84,7 @@ def positions(values: Ids, offsets: Ids, others: Ids, other_offsets: Ids) -> Ids
 
 @compiled
 def keep_marked(values: Ids, offsets: Ids, keep: Flags) -> tuple[Ids, Ids]:
-    """The ids marked, row by row: (values, offsets)."""
+    """Keeps the marked ids of each row: (values, offsets)."""
     out = np.empty(len(values), np.int64)
     starts = np.zeros(len(offsets), np.int64)
     place = 0
@@ -99,7 +99,7 @@ def keep_marked(values: Ids, offsets: Ids, keep: Flags) -> tuple[Ids, Ids]:
 
 @compiled
 def firsts(places: Ids, offsets: Ids, other_offsets: Ids) -> Flags:
-    """Marks each position in the other list the first time its row shows it."""
+    """Marks the first occurrence of each position in its row."""
     seen = np.zeros(other_offsets[-1], np.bool_)
     out = np.zeros(len(places), np.bool_)
     for i in range(len(offsets) - 1):
@@ -113,7 +113,7 @@ def firsts(places: Ids, offsets: Ids, other_offsets: Ids) -> Flags:
 
 @compiled
 def align(scores: Floats, score_offsets: Ids, offsets: Ids) -> tuple[Floats, Flags]:
-    """Scores beside their ids; NaN in rows with another number of scores than ids: (scores, those rows)."""
+    """Aligns scores with their ids: (scores, rows with unequal numbers of both). Scores of such rows are NaN."""
     out = np.full(offsets[-1], np.nan, np.float64)
     bad = np.zeros(len(offsets) - 1, np.bool_)
     for i in range(len(offsets) - 1):
@@ -127,7 +127,7 @@ def align(scores: Floats, score_offsets: Ids, offsets: Ids) -> tuple[Floats, Fla
 
 @compiled
 def sum_equal_ids(scores: Floats, offsets: Ids, places: Ids) -> Floats:
-    """The scores of equal ids added up where the id stands first, 0 elsewhere; NaN counts as 0.
+    """Sums the scores of equal ids at the first place of the id, 0 elsewhere. NaN counts as 0.
 
     `places` are the positions of the ids in their own list.
     """
@@ -141,7 +141,7 @@ def sum_equal_ids(scores: Floats, offsets: Ids, places: Ids) -> Floats:
 
 @compiled
 def look_up(places: Ids, offsets: Ids, sums: Floats, other_offsets: Ids) -> Floats:
-    """The other list's number at each position; 0 where there is none."""
+    """Looks up the other list's number at each position, 0 if there is none."""
     out = np.zeros(len(places), np.float64)
     for i in range(len(offsets) - 1):
         for j in range(offsets[i], offsets[i + 1]):
@@ -152,7 +152,7 @@ def look_up(places: Ids, offsets: Ids, sums: Floats, other_offsets: Ids) -> Floa
 
 @compiled
 def row_sums(values: Floats, offsets: Ids) -> Floats:
-    """Sum of each list, in its order."""
+    """Sums each list, in its order."""
     out = np.zeros(len(offsets) - 1, np.float64)
     for i in range(len(out)):
         for j in range(offsets[i], offsets[i + 1]):
@@ -162,7 +162,7 @@ def row_sums(values: Floats, offsets: Ids) -> Floats:
 
 @compiled
 def row_extremes(values: Floats, offsets: Ids, keep: Flags) -> tuple[Floats, Floats, Ids]:
-    """Least and greatest number marked in each list, and how many are; infinities where none is."""
+    """Finds the least and greatest marked number of each list (infinities if none) and how many are marked."""
     low = np.full(len(offsets) - 1, np.inf, np.float64)
     high = np.full(len(offsets) - 1, -np.inf, np.float64)
     counts = np.zeros(len(offsets) - 1, np.int64)
@@ -176,7 +176,7 @@ def row_extremes(values: Floats, offsets: Ids, keep: Flags) -> tuple[Floats, Flo
 
 @compiled
 def fold_numbers(states: npt.NDArray[np.uint64], bits: Ids) -> npt.NDArray[np.uint64]:
-    """Each row's hash carried on over one number."""
+    """Continues each row's hash over one number."""
     out = np.empty(len(states), np.uint64)
     for i in range(len(states)):
         out[i] = chain(states[i], mix(bits[i]))
@@ -185,7 +185,7 @@ def fold_numbers(states: npt.NDArray[np.uint64], bits: Ids) -> npt.NDArray[np.ui
 
 @compiled
 def fold_lists(states: npt.NDArray[np.uint64], bits: Ids, offsets: Ids) -> npt.NDArray[np.uint64]:
-    """Each row's hash carried on over a list and its length."""
+    """Continues each row's hash over a list and its length."""
     out = np.empty(len(states), np.uint64)
     for i in range(len(states)):
         state = states[i]
@@ -197,5 +197,5 @@ def fold_lists(states: npt.NDArray[np.uint64], bits: Ids, offsets: Ids) -> npt.N
 
 @compiled
 def seeded(seed: int) -> int:
-    """The hash that a seed starts with."""
+    """Returns the first hash of a seed."""
     return mix(seed)

@@ -1,4 +1,4 @@
-"""The loops behind the ops that read one list of ids."""
+"""Loops of the ops that read one list of ids."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from pipeline.transforms.kernels.jit import compiled
 
 @compiled
 def first_x(values: Ids, offsets: Ids, limit: int) -> tuple[Ids, Ids, int]:
-    """The first `limit` ids of each list: (values, offsets, ids left out)."""
+    """Keeps the first `limit` ids of each list: (values, offsets, ids dropped)."""
     starts = np.empty(len(offsets), np.int64)
     starts[0] = 0
     for i in range(len(offsets) - 1):
@@ -22,7 +22,7 @@ def first_x(values: Ids, offsets: Ids, limit: int) -> tuple[Ids, Ids, int]:
 
 @compiled
 def clamp_ids(values: Ids, low: int, high: int) -> tuple[Ids, int]:
-    """Ids held in [low, high]: (ids, how many were outside)."""
+    """Limits ids to [low, high]: (ids, how many were outside)."""
     out = np.empty(len(values), np.int64)
     outside = 0
     for i in range(len(values)):
@@ -33,7 +33,7 @@ def clamp_ids(values: Ids, low: int, high: int) -> tuple[Ids, int]:
 
 @compiled
 def fill_lists(values: Ids, offsets: Ids, value: int) -> tuple[Ids, Ids, int]:
-    """Empty lists become [value]: (values, offsets, lists filled)."""
+    """Replaces empty lists by [value]: (values, offsets, lists filled)."""
     starts = np.empty(len(offsets), np.int64)
     starts[0] = 0
     for i in range(len(offsets) - 1):
@@ -52,7 +52,7 @@ def fill_lists(values: Ids, offsets: Ids, value: int) -> tuple[Ids, Ids, int]:
 
 @compiled
 def enumerate_lists(offsets: Ids) -> Ids:
-    """0, 1, 2, ... along each list."""
+    """Numbers the ids of each list: 0, 1, 2, ..."""
     out = np.empty(offsets[-1], np.int64)
     for i in range(len(offsets) - 1):
         for j in range(offsets[i], offsets[i + 1]):
@@ -62,7 +62,7 @@ def enumerate_lists(offsets: Ids) -> Ids:
 
 @compiled
 def hash_table(vocabulary: Ids) -> Ids:
-    """Positions of distinct ids, found by their mix: at least twice as many slots as ids, -1 where free."""
+    """Makes a hash table of the positions of distinct ids: at least twice as many slots as ids, -1 if free."""
     size = 2
     while size < 2 * len(vocabulary):
         size *= 2
@@ -78,9 +78,9 @@ def hash_table(vocabulary: Ids) -> Ids:
 
 @compiled
 def map_ids(values: Ids, offsets: Ids, vocabulary: Ids, slots: Ids, unknown: int) -> tuple[Ids, Ids, int]:
-    """Position of each id in the vocabulary: (values, offsets, ids that are not in it).
+    """Finds the position of each id in the vocabulary: (values, offsets, how many are not in it).
 
-    Those become `unknown`, or are left out where that is negative.
+    Those become `unknown`, or are dropped if that is negative.
     """
     out = np.empty(len(values), np.int64)
     starts = np.zeros(len(offsets), np.int64)

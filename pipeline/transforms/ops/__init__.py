@@ -1,4 +1,4 @@
-"""All transform ops, one frozen class each: same rows in, same rows out, however they are chunked."""
+"""All transform ops, one frozen class each. An op makes the same rows from the same rows in any chunks."""
 
 from typing import Annotated, Any, get_args
 

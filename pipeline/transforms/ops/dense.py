@@ -1,4 +1,4 @@
-"""Ops whose values stay what they are, numbers or ids: normalisation, bounds, what is missing."""
+"""Ops that keep the kind of their values: normalisation, bounds and missing values."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class BoxCox(Op):
     power: FiniteFloat
     shift: FiniteFloat = 0.0
     invalid: FiniteFloat = 0.0
-    """What an x becomes where x + shift is at or below 0, or infinite; such values are counted."""
+    """Replaces an x if x + shift is at or below 0 or infinite. Such values are counted."""
 
     def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
         from pipeline.transforms.column import Column
@@ -38,7 +38,7 @@ class BoxCox(Op):
 
 
 class Clamp(Op):
-    """Values held between two bounds, numbers or ids; missing ones stay missing."""
+    """Limits numbers or ids to [low, high]. Missing values stay missing."""
 
     reads, makes = ("either",), "same"
     kind: Literal["clamp"] = "clamp"
@@ -75,12 +75,12 @@ class Clamp(Op):
 
     @property
     def id_bounds(self) -> tuple[int, int]:
-        """The bounds for ids: whole numbers between `low` and `high`."""
+        """The bounds for ids: `low` rounded up and `high` rounded down."""
         return as_id(math.ceil(self.low)), as_id(math.floor(self.high))
 
 
 class FillNull(Op):
-    """A constant in place of a missing number, or of a missing or empty list of ids."""
+    """Replaces a missing number, or a missing or empty list of ids, by a constant."""
 
     reads, makes = ("either",), "same"
     kind: Literal["fill_null"] = "fill_null"
@@ -107,7 +107,7 @@ class FillNull(Op):
 
 
 class Log(Op):
-    """log(1 + x) of a count; x below 0 becomes 0 and is counted."""
+    """log(1 + x) of a count. An x below 0 becomes 0 and is counted."""
 
     reads, makes = ("dense",), "dense"
     kind: Literal["log"] = "log"
@@ -125,7 +125,7 @@ class Log(Op):
 
 
 class Logit(Op):
-    """Log-odds of a probability: p -> log(p / (1 - p)), p held in [eps, 1 - eps].
+    """Log-odds of a probability: p -> log(p / (1 - p)), p limited to [eps, 1 - eps].
 
     Source:
         Zhao et al. 2022, arXiv:2108.09373, table 11.
@@ -135,7 +135,7 @@ class Logit(Op):
     kind: Literal["logit"] = "logit"
     eps: float = Field(default=1e-6, ge=1e-15, lt=0.5)
     invalid: FiniteFloat = 0.0
-    """What a p outside [0, 1] becomes; such values are counted."""
+    """Replaces a p outside [0, 1]. Such values are counted."""
 
     def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
         from pipeline.transforms.column import Column
@@ -148,7 +148,7 @@ class Logit(Op):
 
 
 class Standardise(Op):
-    """x -> (x - mean) / std. Left without numbers in a config, it learns them from the training rows."""
+    """x -> (x - mean) / std. Without numbers in the config it learns them from the training rows."""
 
     reads, makes, learns = ("dense",), "dense", "moments"
     kind: Literal["standardise"] = "standardise"
@@ -165,11 +165,11 @@ class Standardise(Op):
 
     @property
     def fitted(self) -> bool:
-        """Whether its numbers are known."""
+        """Whether it has its numbers."""
         return self.mean is not None
 
     def fit(self, mean: float, std: float) -> "Standardise":
-        """A finished op; a constant column is only shifted."""
+        """Returns a fitted op. A constant column is only shifted."""
         return self.model_copy(update={"mean": mean, "std": std if std > 0.0 else 1.0})
 
     def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
@@ -180,5 +180,5 @@ class Standardise(Op):
         (column,) = columns
         if self.mean is None or self.std is None:
             raise ConfigError(f"standardise on '{self.output}'", "a fitted mean and std", "none", "Fit the plan first.")
-        with np.errstate(over="ignore"):  # the plan counts what is infinite in the end
+        with np.errstate(over="ignore"):  # the plan counts what is infinite after the last op
             return Column((column.values - self.mean) / self.std)

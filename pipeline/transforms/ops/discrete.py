@@ -1,4 +1,4 @@
-"""Ops that make an id of a number."""
+"""Ops that turn a number into an id."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, Self
@@ -18,10 +18,10 @@ SECONDS = {"seconds": 1, "minutes": 60, "hours": 3_600}
 
 
 class Bucketize(Op):
-    """A number becomes the index of its interval: ids 0 to len(borders); a missing number has no id.
+    """Turns a number into the index of its interval: ids 0 to len(borders). A missing number has no id.
 
-    Borders belong to the interval on their left, as in TorchArrow. Left without borders in a config, it learns
-    them from the training rows: the quantiles that part them into intervals of about as many rows each.
+    A border belongs to the interval on its left, as in TorchArrow. Without borders in the config it learns them from
+    the training rows: the quantiles that split them into intervals of about equally many rows.
 
     Raises:
         ConfigError: If there are neither borders nor quantiles, or borders that do not increase or are too many.
@@ -37,9 +37,9 @@ class Bucketize(Op):
     reads, makes, learns = ("dense",), "sparse", "quantiles"
     kind: Literal["bucketize"] = "bucketize"
     borders: Annotated[tuple[FiniteFloat, ...], Field(min_length=1)] | None = None
-    """Increasing numbers; None learns them."""
+    """Increasing numbers. None learns them."""
     quantiles: int | None = Field(default=None, ge=2, le=1 << 20)
-    """Intervals to learn, one more than borders; the bound of the ids, even where equal numbers leave fewer."""
+    """Number of intervals to learn, one more than borders. It bounds the ids even if equal numbers leave fewer."""
 
     @model_validator(mode="after")
     def _usable(self) -> Self:
@@ -64,7 +64,7 @@ class Bucketize(Op):
         return self.borders is not None
 
     def fit(self, borders: tuple[float, ...]) -> "Bucketize":
-        """A finished op; fewer borders than asked for are fine, for equal numbers cannot be parted."""
+        """Returns a fitted op. Equal numbers cannot be separated, so there may be fewer borders than requested."""
         return Bucketize.model_validate({**self.model_dump(), "borders": borders})
 
     def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
@@ -87,13 +87,12 @@ def _with_offset(op: "GetLocalHour") -> Reads:
 
 
 class GetLocalHour(Op):
-    """The hour, 0 to 23, that the user's clock shows at an event: a list of one id.
+    """Turns the time of an event into the hour, 0 to 23, on the user's clock: a list of one id.
 
     The first input is the time since 1970-01-01 00:00 UTC. The time zone is one of three: an offset of each row in a
-    second input, one offset for all rows, or a zone of the IANA database with its changes to and from summer time, as
-    the database on this machine has them. A missing time or offset has no id. Nor have a time that is not valid
-    (infinite, beyond 2^53, or, in a named zone, before 1900 or after 2099) and an offset of more than a day; they
-    are counted.
+    second input, one offset for all rows, or a zone of the IANA database on this machine, daylight saving time
+    included. A missing time or offset has no id. Neither has an invalid time (infinite, beyond 2^53, or in a named
+    zone before 1900 or after 2099) or an offset of more than a day. Invalid values are counted.
 
     Raises:
         ConfigError: If more than one kind of time zone is given, or a zone is not known.
@@ -115,9 +114,9 @@ class GetLocalHour(Op):
     offset_seconds: int = Field(default=0, ge=-DAY_SECONDS, le=DAY_SECONDS)
     """Local time minus UTC, for all rows: 7200 is UTC+2."""
     offset_unit: Literal["seconds", "minutes", "hours"] | None = None
-    """Unit of the second input, local time minus UTC of each row; None: there is no second input."""
+    """Unit of the second input, local time minus UTC of each row. None: there is no second input."""
     time_zone: str | None = None
-    """A zone of the IANA database for all rows, such as Europe/Berlin; None: the offset holds."""
+    """A zone of the IANA database for all rows, such as Europe/Berlin. None uses the offset."""
 
     @model_validator(mode="after")
     def _one_zone(self) -> Self:
@@ -151,7 +150,7 @@ class GetLocalHour(Op):
 
 
 class Onehot(Op):
-    """A whole number in [0, size) becomes the one id that is hot; a table's row of it is a one-hot vector's product.
+    """Turns a whole number in [0, size) into an id. Its table row is the product of a one-hot vector and the table.
 
     A missing number has no id. Any other number (negative, too large, a fraction, infinite) is counted.
 
@@ -169,7 +168,7 @@ class Onehot(Op):
     size: int = Field(gt=0, le=1 << 53)
     """Classes, numbered from 0."""
     invalid: Index | None = None
-    """Id of any other number, such as `size` for one of their own; None leaves them without an id."""
+    """Id of any other number. `size` gives them an id of their own, None no id."""
 
     def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
         from pipeline.transforms.column import Column

@@ -1,4 +1,4 @@
-"""Ops that make a feature of several lists of a row."""
+"""Ops that read several lists of a row."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -16,10 +16,10 @@ def _both(left: "Column", right: "Column") -> tuple["Ids", "Ids", "Ids", "Ids"]:
 
 
 class Cartesian(Op):
-    """Every pair of an id of one list and an id of another, as one id.
+    """Makes one id of every pair of an id of the first list and an id of the second.
 
-    The pairs come in order: all of the first id of the first list, then all of its second. The id of (a, b) is
-    chain(mix(a), mix(b)), a 64-bit hash in which order matters; a sigrid_hash bounds it.
+    All pairs of the first id come first, then all pairs of the second. The id of (a, b) is chain(mix(a), mix(b)), a
+    64-bit hash that depends on the order. Bound it with a sigrid_hash.
 
     Source:
         arXiv:2108.09373, table 11. mix and chain: pipeline/transforms/kernels/hashing.py.
@@ -34,7 +34,7 @@ class Cartesian(Op):
     reads, makes = ("sparse", "sparse"), "sparse"
     kind: Literal["cartesian"] = "cartesian"
     limit: Count = 1_000
-    """Most pairs a row; later ones are left out and counted, for two lists of a million ids have 10^12."""
+    """Most pairs of a row. Later ones are dropped and counted: two lists of a million ids have 10^12 pairs."""
 
     def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
         from pipeline.transforms.column import Column
@@ -50,10 +50,10 @@ class Cartesian(Op):
 
 
 class NGram(Op):
-    """Every run of n neighbours in the inputs' lists, one list after the other, as one id.
+    """Concatenates the inputs' lists and makes one id of every n neighbours.
 
-    The id of a run is a 64-bit hash: mix(first), then chain(hash, mix(next)) for each further one, so that a run of
-    two has the id of that pair in Cartesian; a sigrid_hash bounds it. Rows of fewer than n ids have none.
+    The id is a 64-bit hash: mix(first), then chain(hash, mix(next)) for each further neighbour. Two neighbours get the
+    same id as that pair in Cartesian. Bound it with a sigrid_hash. A row of fewer than n ids has none.
 
     Source:
         arXiv:2108.09373, table 11. mix and chain: pipeline/transforms/kernels/hashing.py.
@@ -69,7 +69,7 @@ class NGram(Op):
     reads, makes, variadic = ("sparse",), "sparse", True
     kind: Literal["ngram"] = "ngram"
     n: int = Field(ge=1, le=100)
-    """Ids of a run."""
+    """Neighbours of one id."""
 
     def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
         from pipeline.transforms.column import Column
@@ -86,7 +86,7 @@ class NGram(Op):
 
 
 class PositiveIntersect(Op):
-    """The ids that both lists have: each once, in the order in which the first list shows them.
+    """Keeps the ids that are in both lists: each once, in the order of the first list.
 
     Source:
         arXiv:2108.09373, table 11.
@@ -115,10 +115,10 @@ class PositiveIntersect(Op):
 
 
 class IdListTransform(Op):
-    """The first list as the second one sees it, in the first one's order, with its repetitions.
+    """Filters or maps the first list by the second. Order and repetitions are those of the first list.
 
-    intersection keeps the ids that the second list has too, difference those that it has not. map makes of each id
-    its position in the second list, the first of several: 0 is at the front; ids that it has not are left out.
+    intersection keeps the ids that are in the second list, difference those that are not. map replaces each id by its
+    first position in the second list, counted from 0, and drops the ids that are not in it.
 
     Source:
         arXiv:2108.09373, table 11.
@@ -136,7 +136,7 @@ class IdListTransform(Op):
     reads, makes = ("sparse", "sparse"), "sparse"
     kind: Literal["id_list_transform"] = "id_list_transform"
     mode: Literal["intersection", "difference", "map"] = "intersection"
-    """What becomes of an id. Positions made by map are not bounded; a clamp does that."""
+    """Positions made by map have no bound. Add a clamp."""
 
     def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
         from pipeline.transforms.column import Column

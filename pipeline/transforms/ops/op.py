@@ -1,4 +1,4 @@
-"""What every transform op is: a frozen class around one pure function over columns."""
+"""Op: the base of all transform ops. An op is a frozen record with one pure function over columns."""
 
 from abc import abstractmethod
 from collections import Counter
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pipeline.transforms.column import Column, Ids
 
 Counts = Counter[str]
-"""Values changed by a declared rule, as 'op output' -> number: what a log line and a report can show."""
+"""'op output' -> number of values that a declared rule changed, for logs and reports."""
 
 Reads = tuple[Kind | Literal["either"], ...]
 Makes = Kind | Literal["same"]
@@ -29,18 +29,18 @@ T = TypeVar("T")
 
 
 def as_id(value: float) -> int:
-    """A bound of a config as an id: within 64 bits, whatever was written."""
+    """Returns a bound of a config as an id, cut to 64 bits."""
     return min(max(int(value), ID_MIN), ID_MAX)
 
 
 def list_offsets(column: "Column") -> "Ids":
-    """The offsets of a column of lists; what op a column may be given to is checked when the plan is built."""
+    """Returns the offsets of a column of lists. The plan has checked that the op gets lists."""
     assert column.offsets is not None
     return column.offsets
 
 
 class PerOp(Generic[T]):
-    """`reads` or `makes` where they depend on an op's fields: an op answers for itself, the class gives the usual."""
+    """`reads` or `makes` of an op that depend on its fields. The class itself gives the usual value."""
 
     def __init__(self, usual: T, of: Callable[[Any], T]) -> None:
         self.usual, self.of = usual, of
@@ -50,43 +50,46 @@ class PerOp(Generic[T]):
 
 
 class Op(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """What all ops share: names of what is read and made.
+    """The columns that an op reads and the column that it makes.
 
-    In a feature group of a config the names are left out: `value` stands for the group's column.
+    A feature group of a config leaves both out. `value` stands for the group's column.
     """
 
     reads: ClassVar[Reads]
     """Kind of each input."""
     makes: ClassVar[Makes]
     variadic: ClassVar[bool] = False
-    """Whether it takes any number of inputs, all of the last kind of `reads`."""
+    """Whether it accepts any number of inputs, the further ones of the last kind of `reads`."""
     learns: ClassVar[Literal["moments", "quantiles", "vocabulary"] | None] = None
-    """What its `fit` takes from the training rows, for ops that can be left without their numbers."""
+    """What its `fit` learns from the training rows, for ops that a config may leave without numbers."""
 
     kind: str
     inputs: tuple[str, ...] = (VALUE,)
-    """Columns read, raw ones or outputs of earlier ops."""
+    """Columns to read: raw ones or outputs of earlier ops."""
     output: str = VALUE
-    """Column made."""
+    """Column to make."""
 
     @abstractmethod
     def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
-        """The column made of the inputs, row by row; the inputs are never changed."""
+        """Returns the column made of the inputs, row by row. Never changes the inputs.
+
+        Kernels and Arrow are imported here, because configs that name ops must load without them.
+        """
 
     @property
     def fitted(self) -> bool:
-        """Whether it can be applied: what it learns from rows, if anything, is known."""
+        """Whether it can be applied: it has all the numbers that it learns from rows."""
         return True
 
     def count(self, counts: Counts, changed: int) -> None:
-        """Adds to the op's counter."""
+        """Adds the number of changed values to the op's counter."""
         if changed:
             counts[f"{self.kind} {self.output}"] += changed
 
     def bound(self, inputs: tuple[str, ...], output: str) -> Self:
-        """The same op for other columns."""
+        """Returns the same op for other columns."""
         return self.model_copy(update={"inputs": inputs, "output": output})
 
     def ids_below(self, *limits: int | None) -> int | None:
-        """Ids made are in [0, this), given ids of each input in [0, limit); None: not bounded."""
+        """Returns the bound of its ids, given the limit of each input's: ids are in [0, bound). None: no bound."""
         return limits[0]

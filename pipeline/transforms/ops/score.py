@@ -1,4 +1,4 @@
-"""ComputeScore: arithmetic and similarity of lists of ids and their scores."""
+"""ComputeScore: arithmetic and similarity of lists of ids with scores."""
 
 import math
 from collections.abc import Sequence
@@ -49,17 +49,17 @@ def _makes(op: "ComputeScore") -> Makes:
 
 
 class ComputeScore(Op):
-    """Arithmetic and similarity of lists of ids and their scores.
+    """Computes arithmetic and similarity of lists of ids with scores.
 
-    As in TorchArrow: has_id_overlap is 1 or 0; id_overlap_count counts an id as often as both lists have it,
-    get_max_count as often as the list that has it more often; get_jaccard_similarity is the overlap count over the
-    size of the union; get_score_sum, get_score_min and get_score_max are of the matching scores whose ids are among
-    the ids, 0 if there are none; get_cosine_similarity and dot_product take both lists as vectors. Arithmetic takes
-    each of the first scores with the matching one, 0 where none matches.
+    The functions are TorchArrow's. has_id_overlap is 1 or 0. id_overlap_count counts an id as often as both lists have
+    it, get_max_count as often as the list that has it more often. get_jaccard_similarity is the overlap count divided
+    by the size of the union. get_score_sum, get_score_min and get_score_max aggregate the matching scores of ids that
+    are also in the first list, and are 0 if there are none. get_cosine_similarity and dot_product treat both lists as
+    vectors. Arithmetic combines each of the first scores with the matching score, or with 0 if none matches.
 
-    But for min and max, scores of equal ids of a list are added up first, in the order of the list. A missing score
-    counts as absent. What is undefined or not finite (no norm, no union, mean of nothing, division by 0), and a
-    row with another number of scores than ids, becomes `invalid` and is counted.
+    Scores of equal ids of a list are summed first, in the order of the list, except for min and max. A missing score
+    is ignored. An undefined or infinite result (no norm, no union, mean of nothing, division by 0), and a row in which
+    the numbers of scores and ids differ, become `invalid` and are counted.
 
     Source:
         arXiv:2108.09373, table 11; TorchArrow's documentation of the functions from has_id_overlap to get_score_max.
@@ -76,13 +76,12 @@ class ComputeScore(Op):
     makes = PerOp[Makes]("dense", _makes)  # type: ignore[assignment]
     kind: Literal["compute_score"] = "compute_score"
     function: Function
-    """What is computed; it decides the inputs. Of two lists of ids: `has_id_overlap`, `id_overlap_count`,
-    `get_max_count`, `get_jaccard_similarity`. Of ids, matching ids and their scores: `get_score_min`, `get_score_max`.
-    Of ids, scores, matching ids and their scores: `get_score_sum`, `get_cosine_similarity`, `dot_product`, and, making
-    scores beside the first ids, `add`, `subtract`, `multiply`, `divide`. Of one list of scores: `sum`, `mean`, `min`,
-    `max`."""
+    """The function decides the inputs. Two lists of ids: `has_id_overlap`, `id_overlap_count`, `get_max_count`,
+    `get_jaccard_similarity`. Ids, matching ids and their scores: `get_score_min`, `get_score_max`. Ids, scores,
+    matching ids and their scores: `get_score_sum`, `get_cosine_similarity`, `dot_product`, and `add`, `subtract`,
+    `multiply`, `divide`, which make scores of the first ids. One list of scores: `sum`, `mean`, `min`, `max`."""
     invalid: FiniteFloat | None = 0.0
-    """What is undefined becomes this; None: missing."""
+    """Replaces undefined results. None makes them missing."""
 
     def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
         from pipeline.transforms.kernels.scores import compute_score

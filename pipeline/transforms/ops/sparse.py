@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Enumerate(Op):
-    """The position of each id in its list: 0, 1, 2, ...; the ids themselves are lost.
+    """Replaces each id by its position in its list: 0, 1, 2, ...
 
-    Lists can be of any length, so a clamp has to bound the positions before they are looked up in a table.
+    Lists can have any length. Add a clamp to bound the positions before they look up a table.
 
     Source:
         arXiv:2108.09373, table 11.
@@ -44,7 +44,7 @@ class Enumerate(Op):
 
 
 class FirstX(Op):
-    """The first `limit` ids of a list; the others are left out and counted.
+    """Keeps the first `limit` ids of a list. The others are dropped and counted.
 
     Source:
         arXiv:2108.09373, table 11.
@@ -66,20 +66,20 @@ class FirstX(Op):
 
 @dataclass(frozen=True, eq=False)
 class IdLookup:
-    """A vocabulary as ids, and the hash table that finds them. Equal to itself alone: ops compare their fields."""
+    """A vocabulary as ids and the hash table that finds them. It equals only itself: ops compare by their fields."""
 
     ids: "Ids"
     slots: "Ids"
 
 
 class MapId(Op):
-    """An id becomes its index in a vocabulary: 0 for the first. Ids the vocabulary does not have are counted.
+    """Replaces an id by its index in a vocabulary, counted from 0. Ids that are not in the vocabulary are counted.
 
-    Left without a vocabulary in a config, it learns one from the training rows: the `size` most frequent ids.
+    Without a vocabulary in the config it learns one from the training rows: the `size` most frequent ids.
     A string in the vocabulary stands for its 64-bit FNV-1a hash, as strings do in a column.
 
     Raises:
-        ConfigError: If there is neither vocabulary nor size, an id comes twice, or there are more ids than `size`.
+        ConfigError: If there is neither vocabulary nor size, an id occurs twice, or there are more ids than `size`.
     Source:
         arXiv:2108.09373, table 11.
     Example:
@@ -93,13 +93,13 @@ class MapId(Op):
     reads, makes, learns = ("sparse",), "sparse", "vocabulary"
     kind: Literal["map_id"] = "map_id"
     vocabulary: tuple[Id | str, ...] | None = None
-    """Ids in the order of their indices; None learns it."""
+    """Ids in the order of their indices. None learns them."""
     size: Count | None = None
-    """Most ids to learn; the bound of the indices, even where the rows had fewer ids."""
+    """Most ids to learn. It bounds the indices even if the rows have fewer ids."""
     min_count: PositiveInt = 1
-    """Times the training rows must show an id for it to be learned."""
+    """Occurrences in the training rows that an id needs to be learned."""
     unknown: Index | None = None
-    """Index of all other ids, such as `size` for one of their own; None leaves them out. Counted in both cases."""
+    """Index of all other ids. `size` gives them an index of their own, None drops them. Both are counted."""
 
     @model_validator(mode="after")
     def _usable(self) -> Self:
@@ -111,7 +111,7 @@ class MapId(Op):
             raise self._error("ids in the vocabulary", "none", "Name some, or give a size to learn them.")
         if len(set(self.vocabulary)) < len(self.vocabulary):
             twice = Counter(self.vocabulary).most_common(1)[0][0]
-            raise self._error("each id once", f"{twice!r} twice", "Take the second one out.")
+            raise self._error("each id once", f"{twice!r} twice", "Remove the second one.")
         if self.size is not None and len(self.vocabulary) > self.size:
             raise self._error(f"at most size = {self.size} ids", f"{len(self.vocabulary)}", "Raise the size.")
         return self
@@ -124,7 +124,7 @@ class MapId(Op):
         return self.vocabulary is not None
 
     def fit(self, vocabulary: tuple[int, ...]) -> "MapId":
-        """A finished op; the vocabulary's most frequent id comes first."""
+        """Returns a fitted op. The most frequent id comes first."""
         return MapId.model_validate({**self.model_dump(), "vocabulary": vocabulary})
 
     def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
@@ -145,7 +145,7 @@ class MapId(Op):
 
     @cached_property
     def _lookup(self) -> IdLookup:
-        """The vocabulary ready to be searched; made once, for it can hold millions of ids."""
+        """The vocabulary ready for search. It is made once, because it can hold millions of ids."""
         import numpy as np
 
         from pipeline.transforms.kernels.hashing import fnv1a_text

@@ -1,4 +1,4 @@
-"""Time zones as tables of offsets from UTC, so that a compiled loop can look them up."""
+"""Time zones as tables of offsets from UTC that a compiled loop can look up."""
 
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -17,7 +17,7 @@ DAY_SECONDS = 86_400
 
 
 class ZoneOffsets(NamedTuple):
-    """Local time minus UTC, in seconds: `offsets[k]` from second `since[k]` since 1970 on, all before `until`."""
+    """Local time minus UTC in seconds: `offsets[k]` from second `since[k]` after 1970, the last one before `until`."""
 
     since: "npt.NDArray[np.int64]"
     offsets: "npt.NDArray[np.int64]"
@@ -25,14 +25,14 @@ class ZoneOffsets(NamedTuple):
 
 
 def fixed_offset(seconds: int) -> ZoneOffsets:
-    """One offset at all times."""
+    """Returns one offset for all times."""
     import numpy as np
 
     return ZoneOffsets(np.array([-(1 << 53)]), np.array([seconds]), 1 << 53)
 
 
 def check_zone(where: str, zone: str) -> None:
-    """Refuses a zone that is not known.
+    """Refuses an unknown zone.
 
     Raises:
         ConfigError: If the time zone database has no such zone.
@@ -44,13 +44,13 @@ def check_zone(where: str, zone: str) -> None:
             where,
             "a zone of the IANA time zone database",
             f"'{zone}'",
-            "Write it as in Europe/Berlin; a machine without the database needs the package tzdata.",
+            "Write it as in Europe/Berlin. A machine without the database needs the package tzdata.",
         ) from None
 
 
 @lru_cache
 def zone_offsets(zone: str) -> ZoneOffsets:
-    """The offsets of a zone from 1900 to 2099, to the second.
+    """Returns the offsets of a zone from 1900 to 2099, exact to the second.
 
     Example:
         >>> zone_offsets("Asia/Tokyo").offsets[-1] / 3_600

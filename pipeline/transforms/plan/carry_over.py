@@ -1,4 +1,4 @@
-"""What a plan takes over from the one before it: learned numbers, and which features still mean the same."""
+"""Carries learned numbers over from an older plan, and finds the features with unchanged meaning."""
 
 from pipeline.transforms.ops import AnyOp
 from pipeline.transforms.ops.dense import Standardise
@@ -13,14 +13,14 @@ LEARNED: dict[type[AnyOp], dict[str, None]] = {
     MapId: {"vocabulary": None},
     Standardise: {"mean": None, "std": None},
 }
-"""Op -> fields that it learns, as they are before."""
+"""Op -> the fields that it learns, with their values before the fit."""
 
 
 def carry_over_fit(plan: Plan, old: Plan) -> Plan:
-    """The plan with the numbers that the same ops have learned in an older one; new ops still have to learn theirs.
+    """Returns the plan with the numbers that the same ops learned in an older plan. New ops stay unfitted.
 
-    A model that is trained further needs its inputs on the scale that it knows. What was learned from a column that
-    the older plan's table did not have, and this one's has, is not taken over: nothing was learned.
+    A model in incremental training needs its inputs on the scale that it knows. An op that reads a column which the
+    older plan's table lacked and the new one has is not carried over, because it learned nothing.
     """
     new = set(old.absent) - set(plan.absent)
     taught = {op.output: op for op in old.ops if not new & old.columns_of_op(op)}
@@ -39,9 +39,9 @@ def _unlearned(op: AnyOp) -> AnyOp:
 
 
 def unchanged_features(plan: Plan, old: Plan) -> set[str]:
-    """Features of a plan whose values mean what they meant in an older one.
+    """Returns the features with the same meaning as in an older plan.
 
-    Ids keep their rows where a vocabulary has only been added to at its end.
+    Ids keep their table rows if their vocabulary has only grown at its end.
     """
     return {name for name in {*plan.features} & {*old.features} if _same(plan, old, name)}
 
@@ -58,13 +58,13 @@ def _same(plan: Plan, old: Plan, feature: str) -> bool:
 
 
 def _ops_of(plan: Plan, feature: str) -> dict[str, AnyOp]:
-    """Output -> op, of all that a feature is made by."""
+    """Returns output -> op of all ops that make a feature."""
     names = upstream_columns(plan.ops, [plan.direct.get(feature, feature)])
     return {op.output: op for op in plan.ops if op.output in names}
 
 
 def _extends(op: AnyOp, old: AnyOp) -> bool:
-    """Whether an op gives the ids that an older one gave, and maybe new ones."""
+    """Returns whether an op makes the ids of an older one, and possibly new ones."""
     if isinstance(op, MapId) and isinstance(old, MapId) and op.vocabulary and old.vocabulary:
         before = len(old.vocabulary)
         if op.vocabulary[:before] == old.vocabulary and op.unknown is None and old.unknown is None:

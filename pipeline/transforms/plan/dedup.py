@@ -1,4 +1,4 @@
-"""Repeats: features whose columns stay from row to row, made once for each run of such rows."""
+"""Dedup (IKJT): makes a feature once for each run of rows in which the columns that it reads do not change."""
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -16,11 +16,11 @@ from pipeline.transforms.plan.schedule import Seconds
 
 
 class DedupedFeatures(NamedTuple):
-    """Some features of N rows, made once for each of U runs of rows whose columns are all the same.
+    """Some features of N rows, made once for each of U runs of rows with equal columns.
 
     Shapes:
-        columns: one Column of U bags per feature, in the order of the plan. inverse: int64 [N], the run of each row,
-        rising from 0 to U - 1.
+        columns: one Column of U lists per feature, in the order of the plan. inverse: int64 [N], the run of each row,
+        ascending from 0 to U - 1.
     """
 
     columns: tuple[Column, ...]
@@ -28,12 +28,12 @@ class DedupedFeatures(NamedTuple):
 
 
 class DedupPlan:
-    """A plan parted into features that are made once for each run of equal rows, and all others.
+    """A plan split into the features to make once for each run of equal rows, and all others.
 
-    Ops are functions of a row, so what is made is the same; only their counts and seconds are those of fewer rows.
+    Ops are functions of a row, so the features are the same. Only the counts and seconds are those of fewer rows.
 
     Args:
-        names: Of the sparse features that are made once. A run goes on while all columns that they read stay.
+        names: Sparse features to make once per run. A run ends when a column that they read changes.
     Source:
         Zhao et al. 2022, arXiv:2211.05239: grouped inverse keyed jagged tensors.
     """
@@ -47,26 +47,26 @@ class DedupPlan:
     def apply(
         self, rows: pa.Table | pa.RecordBatch, sessions: Ids, counts: Counts, seconds: Seconds
     ) -> tuple[TransformedRows, DedupedFeatures]:
-        """Raw rows in; the features of each row, and those of each run.
+        """Returns the features of each raw row and those of each run.
 
         Args:
-            sessions: int64 [N]; a run ends where the session does.
+            sessions: int64 [N]. A run also ends with its session.
         Raises:
             DataError: If a column holds values of a kind that cannot be read as declared.
         """
         rows = self.others.with_absent_columns(rows)
         read = {name: self.repeated.read(rows, name, seconds) for name in self.repeated.raw}
-        begins = run_starts(sessions, read)
-        first = np.flatnonzero(begins)
-        if len(first) < len(begins):
+        starts = run_starts(sessions, read)
+        first = np.flatnonzero(starts)
+        if len(first) < len(starts):
             read = {name: column.take(first) for name, column in read.items()}
         made = self.repeated.run(rows, counts, seconds, read)
         columns = tuple(made[name] for name in self.repeated.wanted)
-        return self.others.apply(rows, counts, seconds), DedupedFeatures(columns, np.cumsum(begins) - 1)
+        return self.others.apply(rows, counts, seconds), DedupedFeatures(columns, np.cumsum(starts) - 1)
 
 
 def run_starts(sessions: Ids, columns: Mapping[str, Column]) -> npt.NDArray[np.bool_]:
-    """Whether a row differs from the one before it in its session or any column, bool [N]; the first one does.
+    """Returns whether a row differs from the previous one in its session or any column, bool [N]. The first one does.
 
     Example:
         >>> column = Column(np.array([7, 8, 7, 8, 7]), np.array([0, 2, 4, 5, 5]))
@@ -76,7 +76,7 @@ def run_starts(sessions: Ids, columns: Mapping[str, Column]) -> npt.NDArray[np.b
     begins = np.ones(len(sessions), bool)
     begins[1:] = sessions[1:] != sessions[:-1]
     for column in columns.values():
-        bits = column.values.view(np.int64)  # of a number too: NaN is NaN
+        bits = column.values.view(np.int64)  # numbers as bits too: NaN equals NaN
         if column.offsets is None:
             begins[1:] |= bits[1:] != bits[:-1]
         else:
@@ -86,7 +86,7 @@ def run_starts(sessions: Ids, columns: Mapping[str, Column]) -> npt.NDArray[np.b
 
 @compiled
 def mark_changed_lists(values: Ids, offsets: Ids, begins: npt.NDArray[np.bool_]) -> None:
-    """Marks the lists that differ from the one before them."""
+    """Marks the lists that differ from the previous one."""
     for i in range(1, len(begins)):
         before, start, stop = offsets[i - 1], offsets[i], offsets[i + 1]
         if begins[i]:

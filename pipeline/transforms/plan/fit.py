@@ -1,4 +1,4 @@
-"""What ops learn from rows: moments, quantiles and vocabularies of all of them in one pass, by DuckDB."""
+"""Fits ops: DuckDB computes moments, quantiles and vocabularies of all ops in one pass over the rows."""
 
 import tempfile
 from collections import Counter
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     import duckdb
 
 Learner = Bucketize | MapId | Standardise
-"""Ops that can be left without their numbers."""
+"""Ops that a config may leave without numbers."""
 MEMORY = "1GB"
-"""What DuckDB may hold; it spills into its folder beyond."""
+"""Memory of DuckDB. Beyond it, DuckDB spills into its folder."""
 LARGEST = float(np.finfo(np.float32).max)
-"""Numbers beyond, infinite and missing ones teach nothing: none of them can become a float32."""
+"""Larger, infinite and missing numbers are not learned from: none of them fits a float32."""
 STREAM = pa.schema({"op": pa.int32(), "moment": pa.float64(), "ranked": pa.float64(), "id": pa.int64()})
-"""Values to learn from, whatever op they are for: each is in one of the last three columns."""
+"""Values to learn from, for all ops. Each is in one of the last three columns."""
 COLUMN = {Standardise: "moment", Bucketize: "ranked", MapId: "id"}
 QUERY = """
     CREATE TEMP TABLE learned AS
@@ -38,14 +38,14 @@ QUERY = """
     GROUP BY GROUPING SETS ((op), (op, id))
     HAVING grouping(id) = 1 OR id IS NOT NULL
 """
-"""A row for each op, where id is null, and one for each of its ids.
+"""One row for each op (id is null) and one for each of its ids.
 
-The set (op) has so few groups that its sums run over the rows in order; those of (op, id) may spill.
+The set (op) has so few groups that its sums run over the rows in order. Those of (op, id) may spill.
 """
 
 
 def needs_fit(op: AnyOp) -> TypeGuard[Learner]:
-    """Whether an op still has to learn its numbers."""
+    """Returns whether an op has yet to learn its numbers."""
     return isinstance(op, Learner) and not op.fitted
 
 
@@ -55,13 +55,13 @@ def fit_ops(
     chunks: Callable[[], Iterable[pa.Table]],
     temporary: Path | None = None,
 ) -> dict[str, Learner]:
-    """Output -> finished op, for the ops that are ready to learn: no op before them still has to.
+    """Fits the ops that are ready, those with no unfitted op before them: output -> fitted op.
 
-    One pass over the chunks. DuckDB gets one thread, so that the values come in the order of the rows: the same rows
-    teach the same numbers, bit for bit, however they are chunked.
+    It makes one pass over the chunks. DuckDB gets one thread to see the values in the order of the rows: the same rows
+    teach the same numbers, bit for bit, in any chunks.
 
     Args:
-        temporary: Folder for what does not fit into memory; None takes one of the system's.
+        temporary: Folder for data that does not fit into memory. None uses one of the system's.
     """
     schedule = Schedule(ops, [op.inputs[0] for op in ready])
     alike: dict[tuple[str, str], list[Learner]] = {}
@@ -74,8 +74,8 @@ def fit_ops(
         connect([], Path(folder), MEMORY, threads=1) as connection,
     ):
         _aggregate(connection, schedule, firsts, chunks, fractions)
-        finished = [_finished(connection, number, op, fractions) for number, op in enumerate(firsts)]
-    pairs = zip(finished, alike.values(), strict=True)
+        fitted = [_fit_op(connection, number, op, fractions) for number, op in enumerate(firsts)]
+    pairs = zip(fitted, alike.values(), strict=True)
     return {op.output: done.bound(op.inputs, op.output) for done, same in pairs for op in same}
 
 
@@ -118,8 +118,8 @@ def _batch(number: int, op: Learner, column: Column) -> pa.RecordBatch:
     return pa.record_batch(list(arrays.values()), schema=STREAM)
 
 
-def _finished(connection: "duckdb.DuckDBPyConnection", number: int, op: Learner, fractions: Sequence[float]) -> Learner:
-    """The op with what the table says about it; with harmless numbers where there were no values at all."""
+def _fit_op(connection: "duckdb.DuckDBPyConnection", number: int, op: Learner, fractions: Sequence[float]) -> Learner:
+    """Returns the op with its numbers from the table, or with harmless numbers if it saw no values."""
     if isinstance(op, MapId):
         query = "SELECT id FROM learned WHERE op = ? AND id IS NOT NULL AND times >= ? ORDER BY times DESC, id LIMIT ?"
         ids = connection.execute(query, [number, op.min_count, op.size]).fetchall()
@@ -130,11 +130,11 @@ def _finished(connection: "duckdb.DuckDBPyConnection", number: int, op: Learner,
     if isinstance(op, Bucketize):
         known = dict(zip(fractions, quantiles or [0.0] * len(fractions), strict=True))
         return op.fit(tuple(sorted({min(max(known[share], low), high) for share in _shares(op)})))
-    constant = low == high  # has no spread at all, whatever the rounding
+    constant = low == high  # has no spread, whatever the rounding says
     return op.fit(low if constant else mean, 0.0 if constant else std)
 
 
 def _shares(op: Bucketize) -> list[float]:
-    """Shares of the rows below each border to learn."""
+    """Returns the share of the rows below each border to learn."""
     assert op.quantiles is not None
     return [i / op.quantiles for i in range(1, op.quantiles)]

@@ -1,4 +1,4 @@
-"""Graph: a schema's ops over a table's columns, put in order and checked before the first row is read."""
+"""Graph: orders a schema's ops over a table's columns and checks them before the first row is read."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ from storage.arrow import is_list, is_text
 
 
 class MadeColumn(NamedTuple):
-    """A column on the way: its name, what its rows hold, and what its ids are below, if anything."""
+    """A column of the graph: its name in the plan, its kind, and the bound of its ids, if any."""
 
     key: str
     kind: Kind
@@ -34,11 +34,11 @@ class MadeColumn(NamedTuple):
 
 
 class Graph:
-    """The ops of a schema in an order in which each reads what is made before it.
+    """The ops of a schema, ordered: each reads raw columns or outputs of earlier ops.
 
     Raises:
-        ConfigError: If a column is absent or of the wrong kind, an op does not fit its inputs, derived columns go in a
-            circle or are read by nothing, ids are not bounded, or the label is read.
+        ConfigError: If a column is missing or of the wrong kind, an op does not fit its inputs, derived columns form a
+            cycle or are unused, ids have no bound, or the label is read.
     """
 
     def __init__(self, schema: FeatureSchema, table: pa.Schema) -> None:
@@ -53,25 +53,25 @@ class Graph:
         self._derived = {op.output: op for op in schema.derived}
         self._check_outputs()
         for dense in schema.dense:
-            for column in self._resolved(dense, "features.dense column"):
+            for column in self._resolve(dense, "features.dense column"):
                 self.dense.append(self._bind(dense, column, "dense")[0])
         for sparse in schema.sparse:
-            for column in self._resolved(sparse, "features.sparse column"):
+            for column in self._resolve(sparse, "features.sparse column"):
                 self._add_sparse(sparse, column)
         _unique([*self.dense, *(feature.name for feature in self.sparse)])
         self._check_use()
 
     @property
     def raw(self) -> dict[str, tuple[Kind, ...]]:
-        """Raw columns read, and as what."""
+        """Raw columns to read, and the kinds to read them as."""
         return {column: tuple(kind for kind in KINDS if kind in kinds) for column, kinds in self._raw.items()}
 
-    def _resolved(self, group: DenseGroup | SparseGroup, where: str) -> list[str]:
+    def _resolve(self, group: DenseGroup | SparseGroup, where: str) -> list[str]:
         known = [*self.table.names, *self._derived]
         if group.on_missing == "default":
-            lacking = [name for name in group.columns if name not in known and NAME.fullmatch(name)]
-            self.absent |= dict.fromkeys(lacking)
-            known += lacking
+            missing = [name for name in group.columns if name not in known and NAME.fullmatch(name)]
+            self.absent |= dict.fromkeys(missing)
+            known += missing
         return resolve(group.columns, known, where)
 
     def _add_sparse(self, group: SparseGroup, column: str) -> None:
@@ -90,7 +90,7 @@ class Graph:
     def _bind(
         self, group: DenseGroup | SparseGroup, column: str, wanted: Literal["dense", "sparse"]
     ) -> tuple[str, int | None]:
-        """Adds the ops of one column; returns the feature's name and the bound of its ids."""
+        """Adds the ops of one column. Returns the feature's name and the bound of its ids."""
         name = group.name.replace(COLUMN, column)
         _check_name("feature", name, "Set the group's `name`.")
         made = self._derive(column) if column in self._derived else self._read(column, group.read_kind(wanted))
@@ -99,26 +99,26 @@ class Graph:
             is_last = i == len(group.transforms) - 1
             made = self._add(template, (made,), name if is_last else str(ColumnKey(name, str(i))))
         if made.kind != wanted:
-            remedy = "Sum them up with compute_score." if made.kind == "scores" else f"Move it to features.{made.kind}."
-            raise ConfigError(f"feature '{name}'", f"{wanted} values in the end", f"{made.kind} ones", remedy)
+            remedy = (
+                "Aggregate them with compute_score." if made.kind == "scores" else f"Move it to features.{made.kind}."
+            )
+            raise ConfigError(f"feature '{name}'", f"{wanted} values after the last op", f"{made.kind} values", remedy)
         if not group.transforms:
             self.direct[name] = made.key
         return name, made.limit
 
     def _read(self, column: str, kind: Kind) -> MadeColumn:
-        """A raw column."""
+        """Adds a raw column."""
         if column not in self.absent:
             _check_type(column, self.table.field(column).type, kind)
         self._raw.setdefault(column, set()).add(kind)
         return MadeColumn(str(ColumnKey(column, kind)), kind)
 
     def _derive(self, output: str, above: tuple[str, ...] = ()) -> MadeColumn:
-        """A derived column, made after all that it reads."""
+        """Adds a derived column after the columns that it reads."""
         if output in above:
-            circle = " -> ".join([*above[above.index(output) :], output])
-            raise ConfigError(
-                "features.derived", "ops that can be put in order", f"a circle: {circle}", "Take out one of its inputs."
-            )
+            cycle = " -> ".join([*above[above.index(output) :], output])
+            raise ConfigError("features.derived", "ops without a cycle", f"{cycle}", "Remove one of its inputs.")
         if output not in self._made:
             op = self._derived[output]
             _check_count(op)
@@ -129,8 +129,8 @@ class Graph:
                     raise ConfigError(
                         f"{op.kind} of '{output}'",
                         f"{kind} values",
-                        f"'{name}' with {made.kind} ones",
-                        "Name another input, or put an op between.",
+                        f"'{name}' with {made.kind} values",
+                        "Name another input, or insert an op.",
                     )
             self._made[output] = self._add(op, inputs, str(ColumnKey(output, "derived")))
         return self._made[output]
@@ -174,7 +174,7 @@ class Graph:
                     "features",
                     f"features other than the {what}",
                     f"'{column}'",
-                    f"Take the {what} out of the patterns.",
+                    f"Remove the {what} from the patterns.",
                 )
         unread = [output for output in self._derived if output not in self._made]
         if unread:
@@ -182,7 +182,7 @@ class Graph:
                 f"features.derived '{unread[0]}'",
                 "a feature that reads it",
                 "none",
-                "Name it in a group of features.dense or features.sparse, or take it out.",
+                "Name it in a group of features.dense or features.sparse, or remove it.",
             )
         for column, kinds in self._raw.items():
             if {"sparse", "scores"} <= kinds:
@@ -190,18 +190,18 @@ class Graph:
                     f"column '{column}'",
                     "ids or scores",
                     "both",
-                    "Read it as one of them: a null among ids is left out, among scores it is kept.",
+                    "Read it as one of them. A null is dropped from ids but kept in scores.",
                 )
 
 
 def _natural(kind: pa.DataType) -> Kind:
-    """As what a column is read by an op that takes numbers and ids alike."""
+    """Returns the kind to read a column as, for an op that accepts numbers and ids."""
     single = is_text(kind)
     return "sparse" if single or pa.types.is_nested(kind) else "dense"
 
 
 def _check_count(op: AnyOp) -> None:
-    """A derived column's op names all its inputs."""
+    """Refuses the op of a derived column with a wrong number of inputs."""
     count, least = len(op.inputs), len(op.reads)
     if count < least or (count > least and not op.variadic):
         raise ConfigError(
@@ -213,23 +213,25 @@ def _check_count(op: AnyOp) -> None:
 
 
 def _check_step(template: AnyOp, name: str, kind: Kind) -> None:
-    """An op of a group reads one column: what the op before it made."""
+    """Refuses an op of a group that cannot read the output of the previous op."""
     where = f"{template.kind} on '{name}'"
     if len(template.reads) > 1:
-        raise ConfigError(where, "an op of one input", f"one of {len(template.reads)}", "Put it into features.derived.")
+        raise ConfigError(where, "an op of one input", f"one of {len(template.reads)}", "Move it to features.derived.")
     if template.reads[0] not in ("either", kind):
-        raise ConfigError(where, f"a {template.reads[0]} input", f"a {kind} one", "Change the order of its transforms.")
+        raise ConfigError(
+            where, f"a {template.reads[0]} input", f"a {kind} input", "Change the order of its transforms."
+        )
     if (template.inputs, template.output) != ((VALUE,), VALUE):
         raise ConfigError(
             where,
             "an op without `inputs` and `output`",
             "one of them",
-            "Leave them out: each op of a group reads what the one before it made.",
+            "Remove them: each op of a group reads the output of the previous one.",
         )
 
 
 def _check_type(column: str, kind: pa.DataType, use: Kind) -> None:
-    """Refuses what cannot be read as declared."""
+    """Refuses a column that cannot be read as declared."""
     listed = is_list(kind)
     value = kind.value_type if listed else kind
     number = pa.types.is_integer(value) or pa.types.is_floating(value)
@@ -248,7 +250,7 @@ def _check_type(column: str, kind: pa.DataType, use: Kind) -> None:
             f"column '{column}'",
             "integers or strings for a sparse feature",
             f"{kind}",
-            "Bucketize it first, or convert the column.",
+            "Add a bucketize op, or convert the column.",
         )
     if use == "scores" and not (listed and number):
         raise ColumnError(f"column '{column}'", "lists of numbers for scores", f"{kind}", "Name another column.")

@@ -1,4 +1,4 @@
-"""Plan: ordered ops checked against a schema; the same plan runs in training, scoring and serving."""
+"""Plan: ordered ops checked against a schema. The same plan runs in training, scoring and serving."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ class TransformedRows(BaseModel, frozen=True, arbitrary_types_allowed=True):
     """Rows ready to be batched.
 
     Shapes:
-        dense: float32 [N, D]. sparse: one Column of N bags per feature, ids int64.
+        dense: float32 [N, D]. sparse: one Column of N lists per feature, ids int64.
     """
 
     dense: np.ndarray
@@ -39,18 +39,18 @@ class TransformedRows(BaseModel, frozen=True, arbitrary_types_allowed=True):
 
 
 class Plan(BaseModel, frozen=True):
-    """What happens to raw columns until they are tensors. Built by `build_plan`, saved as JSON beside every model."""
+    """The ops that turn raw columns into tensors. `build_plan` builds it; every model is saved with it, as JSON."""
 
     ops: tuple[AnyOp, ...]
-    """In an order in which each reads what is raw or made before it."""
+    """Ordered: each reads raw columns or outputs of earlier ops."""
     dense: tuple[str, ...]
     sparse: tuple[SparseFeature, ...]
     raw: Mapping[str, tuple[Kind, ...]]
-    """Raw columns read, and as what: numbers, ids or scores."""
+    """Raw columns to read, and the kinds to read them as: numbers, ids or scores."""
     direct: Mapping[str, str] = {}
-    """Features without ops of their own -> the column they are."""
+    """Features without ops of their own -> the column that they are."""
     absent: tuple[str, ...] = ()
-    """Columns of `raw` that the table did not have: they are null throughout, whatever a table has later."""
+    """Columns of `raw` that the table did not have. They are null in every row, even if a later table has them."""
 
     @model_validator(mode="after")
     def _one_size_per_table(self) -> Self:
@@ -84,7 +84,7 @@ class Plan(BaseModel, frozen=True):
         return [name for name in self.raw if name not in self.absent]
 
     def with_absent_columns(self, rows: pa.Table | pa.RecordBatch) -> pa.Table | pa.RecordBatch:
-        """The rows with the absent columns, null throughout."""
+        """Returns the rows with the absent columns, null in every row."""
         for name in self.absent:
             rows = rows.drop_columns([name]) if name in rows.schema.names else rows
             kind = _type_of(self.raw[name])
@@ -93,23 +93,23 @@ class Plan(BaseModel, frozen=True):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the plan's content: equal plans make equal tensors."""
+        """SHA-256 of the plan's content. Equal plans make equal tensors."""
         values = self.model_dump(mode="json", exclude=None if self.absent else {"absent"})
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     @cached_property
     def schedule(self) -> Schedule:
-        """How the ops are run; not part of what the plan says, so it is neither saved nor hashed."""
+        """The order in which the ops run. It is derived, so it is neither saved nor hashed."""
         return Schedule(self.ops, [self._key(name) for name in self.features])
 
     def apply(
         self, rows: pa.Table | pa.RecordBatch, counts: Counts | None = None, seconds: Seconds | None = None
     ) -> TransformedRows:
-        """Raw rows in, transformed rows out; as many, in the same order.
+        """Transforms raw rows. Returns as many rows, in the same order.
 
         Args:
-            counts: Gains the values that were changed by a declared rule.
-            seconds: Gains the cost of each kind of op, and of 'arrow', the conversion of raw columns.
+            counts: Collects the number of values that a declared rule changed.
+            seconds: Collects the cost of each kind of op, and of 'arrow', the conversion of raw columns.
         Raises:
             DataError: If a column holds values of a kind that cannot be read as declared.
         """
@@ -117,7 +117,7 @@ class Plan(BaseModel, frozen=True):
         columns = self.schedule.run(self.with_absent_columns(rows), counts, Counter() if seconds is None else seconds)
         dense = np.zeros((rows.num_rows, len(self.dense)), np.float32)
         for i, name in enumerate(self.dense):
-            with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite here, 0 and counted below
+            with np.errstate(over="ignore"):  # too large for float32 becomes infinite here, then 0 and counted
                 values = columns[self._key(name)].values.astype(np.float32)
             finite = np.isfinite(values)
             if not finite.all():
@@ -127,26 +127,26 @@ class Plan(BaseModel, frozen=True):
         return TransformedRows(dense=dense, sparse=tuple(columns[self._key(name)] for name in self._sparse_names))
 
     def unfitted(self) -> list[Learner]:
-        """Ops that still have to learn their numbers."""
+        """Returns the ops that have yet to learn their numbers."""
         return [op for op in self.ops if needs_fit(op)]
 
     def columns_of(self, feature: str) -> frozenset[str]:
-        """Raw columns that a feature is made of."""
+        """Returns the raw columns that a feature is made of."""
         return self._raw_of([self._key(feature)])
 
     def columns_of_op(self, op: AnyOp) -> frozenset[str]:
-        """Raw columns that an op reads, directly or through other ops."""
+        """Returns the raw columns that an op reads, directly or through other ops."""
         return self._raw_of(op.inputs)
 
     def fit_columns(self) -> frozenset[str]:
-        """Raw columns that the unfitted ops read, directly or through other ops."""
+        """Returns the raw columns that the unfitted ops read, directly or through other ops."""
         return self._raw_of(name for op in self.unfitted() for name in op.inputs)
 
     def fit(self, chunks: Callable[[], Iterable[pa.Table]], temporary: Path | None = None) -> "Plan":
-        """A plan whose ops carry the numbers they learned from the chunks; one pass for each level of chained fits.
+        """Returns a plan whose ops have learned their numbers, in one pass over the chunks per level of chained fits.
 
         Args:
-            temporary: Folder for what does not fit into memory; None takes one of the system's.
+            temporary: Folder for data that does not fit into memory. None uses one of the system's.
         """
         plan = self
         while unfitted := plan.unfitted():
@@ -157,7 +157,7 @@ class Plan(BaseModel, frozen=True):
         return plan
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Another plan, which makes its own schedule: pydantic would hand on the one of this plan."""
+        """Returns a copy with a schedule of its own. Pydantic alone would pass on the cached one."""
         copy = super().model_copy(update=update, deep=deep)
         copy.__dict__.pop("schedule", None)
         return copy
@@ -175,7 +175,7 @@ class Plan(BaseModel, frozen=True):
 
 
 def build_plan(schema: FeatureSchema, table: pa.Schema) -> Plan:
-    """The plan of a schema over a table's columns.
+    """Builds the plan of a schema over a table's columns.
 
     Raises:
         ConfigError: If the schema does not fit the table, or contradicts itself.
@@ -192,7 +192,7 @@ def build_plan(schema: FeatureSchema, table: pa.Schema) -> Plan:
 
 
 def _type_of(uses: tuple[Kind, ...]) -> pa.DataType:
-    """A type that can be read in all these ways."""
+    """Returns a type that can be read as all these kinds."""
     if "dense" in uses:
         return pa.int64() if len(uses) > 1 else pa.float64()
     return pa.list_(pa.float64() if "scores" in uses else pa.int64())

@@ -144,7 +144,10 @@ def test_scores_stay_beside_their_ids(outer: Any) -> None:
     assert scores_from_arrow("x", pa.array([[1, 2]])).values.tolist() == [1.0, 2.0]
     with pytest.raises(DataError) as error:
         scores_from_arrow("x", pa.array([1.0]))
-    assert str(error.value) == "column 'x': expected lists of numbers, got double. Name a column of scores."
+    assert (
+        str(error.value)
+        == "column 'x': expected lists of numbers, got double. Name a column that holds lists of numbers."
+    )
 
 
 def test_lists_without_nulls_share_memory_with_arrow() -> None:
@@ -182,18 +185,18 @@ def test_take_slice_and_concatenate_of_numbers() -> None:
         (
             dense_from_arrow,
             pa.array(["a"]),
-            "column 'age': expected numbers, got string. Declare it under features.sparse, or convert it.",
+            "column 'age': expected numbers, got string. Move it to features.sparse, or convert the column.",
         ),
         (
             dense_from_arrow,
             pa.array([[1.0]]),
-            "column 'age': expected numbers, got list<item: double>. Declare it under features.sparse, or convert it.",
+            "column 'age': expected numbers, got list<item: double>. Move it to features.sparse, or convert the column.",
         ),
         (
             sparse_from_arrow,
             pa.array([1.5]),
-            "column 'age': expected integers, strings or lists of them, got double. Bucketize a number before it is "
-            "an id.",
+            "column 'age': expected integers, strings or lists of them, got double. Add a bucketize op, or "
+            "convert the column.",
         ),
     ],
 )

@@ -172,12 +172,12 @@ def test_bucketize_learns_borders() -> None:
         (
             lambda: GetLocalHour(time_zone="Mars/Olympus", output="hour"),
             "get_local_hour on 'hour': expected a zone of the IANA time zone database, got 'Mars/Olympus'. "
-            "Write it as in Europe/Berlin; a machine without the database needs the package tzdata.",
+            "Write it as in Europe/Berlin. A machine without the database needs the package tzdata.",
         ),
         (
             lambda: GetLocalHour(time_zone="../etc/passwd", output="hour"),
             "get_local_hour on 'hour': expected a zone of the IANA time zone database, got '../etc/passwd'. "
-            "Write it as in Europe/Berlin; a machine without the database needs the package tzdata.",
+            "Write it as in Europe/Berlin. A machine without the database needs the package tzdata.",
         ),
         (
             lambda: GetLocalHour(time_zone="UTC", offset_unit="hours"),

@@ -126,7 +126,7 @@ def test_map_id_learns_a_vocabulary() -> None:
         ),
         (
             lambda: MapId(vocabulary=("a", "b", "a")),
-            "map_id on 'value': expected each id once, got 'a' twice. Take the second one out.",
+            "map_id on 'value': expected each id once, got 'a' twice. Remove the second one.",
         ),
         (
             lambda: MapId(size=1).fit((1, 2)),

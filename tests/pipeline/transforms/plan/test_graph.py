@@ -124,13 +124,13 @@ def test_integers_may_be_scores() -> None:
         (
             [{**SHORT, "inputs": ["b"], "output": "a"}, {**SHORT, "inputs": ["c"], "output": "b"}, {**SHORT, "inputs": ["a"], "output": "c"}],
             hashed("a"),
-            "features.derived: expected ops that can be put in order, got a circle: a -> b -> c -> a. "
-            "Take out one of its inputs.",
+            "features.derived: expected ops without a cycle, got a -> b -> c -> a. "
+            "Remove one of its inputs.",
         ),
         (
             [{**SHORT, "inputs": ["a"], "output": "a"}],
             hashed("a"),
-            "features.derived: expected ops that can be put in order, got a circle: a -> a. Take out one of its inputs.",
+            "features.derived: expected ops without a cycle, got a -> a. Remove one of its inputs.",
         ),
         (
             [SHORT, {**CROSS, "output": "first_item"}],
@@ -170,20 +170,20 @@ def test_integers_may_be_scores() -> None:
         (
             [SCORE, {**CROSS, "inputs": ["country", "mean_weight"]}],
             hashed("country_x_items"),
-            "cartesian of 'country_x_items': expected sparse values, got 'mean_weight' with dense ones. "
-            "Name another input, or put an op between.",
+            "cartesian of 'country_x_items': expected sparse values, got 'mean_weight' with dense values. "
+            "Name another input, or insert an op.",
         ),
         (
             [{**CROSS, "inputs": ["country", "price"]}],
             hashed("country_x_items"),
             "column 'price': expected integers or strings for a sparse feature, got double. "
-            "Bucketize it first, or convert the column.",
+            "Add a bucketize op, or convert the column.",
         ),
         (
             [{**SCORE, "inputs": ["age"]}],
             hashed("user"),
             "features.derived 'mean_weight': expected a feature that reads it, got none. "
-            "Name it in a group of features.dense or features.sparse, or take it out.",
+            "Name it in a group of features.dense or features.sparse, or remove it.",
         ),
         (
             [{"kind": "compute_score", "function": "has_id_overlap", "inputs": ["items", "label"], "output": "leak"}],
@@ -199,18 +199,18 @@ def test_integers_may_be_scores() -> None:
         (
             [],
             [{"columns": "items", "transforms": [{"kind": "cartesian"}]}],
-            "cartesian on 'items': expected an op of one input, got one of 2. Put it into features.derived.",
+            "cartesian on 'items': expected an op of one input, got one of 2. Move it to features.derived.",
         ),
         (
             [HOUR],
             [{"columns": "hour", "transforms": [{"kind": "bucketize", "borders": [5]}]}],
-            "bucketize on 'hour': expected a dense input, got a sparse one. Change the order of its transforms.",
+            "bucketize on 'hour': expected a dense input, got a sparse input. Change the order of its transforms.",
         ),
         (
             [{"kind": "cartesian", "inputs": ["country", "counts"], "output": "a"}, {**SCORE, "inputs": ["counts"]}],
             [*hashed("a"), {"columns": "mean_weight", "transforms": [{"kind": "bucketize", "borders": [5]}]}],
             "column 'counts': expected ids or scores, got both. "
-            "Read it as one of them: a null among ids is left out, among scores it is kept.",
+            "Read it as one of them. A null is dropped from ids but kept in scores.",
         ),
     ],
 )  # fmt: skip
@@ -231,12 +231,12 @@ def test_derived_columns_are_checked_early(derived: Any, sparse: Any, sentence: 
         (
             [{"kind": "compute_score", "function": "add", "inputs": ["items", "weights"] * 2, "output": "sums"}],
             "sums",
-            "feature 'sums': expected dense values in the end, got scores ones. Sum them up with compute_score.",
+            "feature 'sums': expected dense values after the last op, got scores values. Aggregate them with compute_score.",
         ),
         (
             [HOUR],
             "hour",
-            "feature 'hour': expected dense values in the end, got sparse ones. Move it to features.sparse.",
+            "feature 'hour': expected dense values after the last op, got sparse values. Move it to features.sparse.",
         ),
     ],
 )

@@ -223,35 +223,35 @@ def refused(dense: Any = (), sparse: Any = ({"columns": "user", "transforms": [H
             "price",
             [HASH],
             "column 'price': expected integers or strings for a sparse feature, got double. "
-            "Bucketize it first, or convert the column.",
+            "Add a bucketize op, or convert the column.",
         ),
         (
             "when",
             [HASH],
             "column 'when': expected integers or strings for a sparse feature, got timestamp[us]. "
-            "Bucketize it first, or convert the column.",
+            "Add a bucketize op, or convert the column.",
         ),
         (
             "age",
             [HASH, {"kind": "bucketize", "borders": [1]}],
-            "bucketize on 'age': expected a dense input, got a sparse one. Change the order of its transforms.",
+            "bucketize on 'age': expected a dense input, got a sparse input. Change the order of its transforms.",
         ),
         (
             "age",
             [{"kind": "log"}],
-            "feature 'age': expected sparse values in the end, got dense ones. Move it to features.dense.",
+            "feature 'age': expected sparse values after the last op, got dense values. Move it to features.dense.",
         ),
         (
             "age",
             [HASH | {"inputs": ["user"]}],
             "sigrid_hash on 'age': expected an op without `inputs` and `output`, got one of them. "
-            "Leave them out: each op of a group reads what the one before it made.",
+            "Remove them: each op of a group reads the output of the previous one.",
         ),
         (
             ["user", "user"],
             [HASH, HASH | {"output": "x"}],
             "sigrid_hash on 'user': expected an op without `inputs` and `output`, got one of them. "
-            "Leave them out: each op of a group reads what the one before it made.",
+            "Remove them: each op of a group reads the output of the previous one.",
         ),
         (
             "user id",
@@ -261,7 +261,7 @@ def refused(dense: Any = (), sparse: Any = ({"columns": "user", "transforms": [H
         (
             "label",
             [HASH],
-            "features: expected features other than the label, got 'label'. Take the label out of the patterns.",
+            "features: expected features other than the label, got 'label'. Remove the label from the patterns.",
         ),
     ],
 )
@@ -289,11 +289,11 @@ def test_sparse_features_are_checked_early(columns: Any, transforms: Any, senten
         ),
         (
             {"columns": "age", "transforms": [{"kind": "bucketize", "borders": [1]}]},
-            "feature 'age': expected dense values in the end, got sparse ones. Move it to features.sparse.",
+            "feature 'age': expected dense values after the last op, got sparse values. Move it to features.sparse.",
         ),
         (
             {"columns": "label"},
-            "features: expected features other than the label, got 'label'. Take the label out of the patterns.",
+            "features: expected features other than the label, got 'label'. Remove the label from the patterns.",
         ),
     ],
 )
