@@ -202,6 +202,19 @@ def test_every_module_that_a_page_names_exists() -> None:
             assert (ROOT / name).exists() or name in ELSEWHERE, (path, name)
 
 
+def test_every_stop_of_the_walk_is_where_it_says() -> None:
+    walk = text_of(DOCS / "internals" / "architecture.md").split("## A walk through the code")[1].split("\n## ")[0]
+    stops = re.findall(r"^\d+\. `([\w/.]+)`(?:, `(\w+)`)?:", walk, re.MULTILINE)
+    assert all(len(re.findall(r"^\d+\. ", part, re.MULTILINE)) <= 12 for part in walk.split("\n### ")[1:])
+    assert len(stops) == len(re.findall(r"^\d+\. ", walk, re.MULTILINE))
+    missing = [
+        (path, name)
+        for path, name in stops
+        if not re.search(rf"(?:def|class) {name}\b|^name:", text_of(ROOT / path), re.MULTILINE)
+    ]
+    assert missing == []
+
+
 def declared() -> set[str]:
     deployments = yaml.safe_load(text_of(ROOT / "prefect.yaml"))["deployments"]
     return {f"{one['entrypoint'].split(':')[1].replace('_', '-')}/{one['name']}" for one in deployments}
