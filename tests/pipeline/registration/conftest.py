@@ -1,4 +1,4 @@
-"""Weights as a trainer leaves them, for any features."""
+"""Weights as a trainer exports them, for any features."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +16,12 @@ from pipeline.transforms.schema import FeatureSchema
 
 @pytest.fixture
 def exported(tmp_path: Path) -> Callable[..., tuple[Path, Plan]]:
-    """Draws the weights of a model of some features and writes them; gives their file and the plan."""
+    """Draws and writes the weights of a model with some features. Returns their file and the plan."""
 
     def draw(
         features: FeatureSchema, columns: pa.Schema, config: DLRMConfig, spread: float | None = None
     ) -> tuple[Path, Plan]:
-        """`spread`: standard deviation of the tables' numbers; None: as they are initialised."""
+        """`spread`: standard deviation of the tables' numbers. None: the model's initialisation."""
         torch.manual_seed(5)
         plan = build_plan(features, columns)
         model = DLRM(config, len(plan.dense), plan.sparse)

@@ -1,4 +1,4 @@
-"""Moves of aliases: what they leave behind, one after another and two at once."""
+"""Moves of aliases and their records, one after another and two at once."""
 
 import threading
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_a_move_is_written_down(tracker, name):
 
 
 def test_a_move_that_was_cut_short_does_no_harm(tracker, name, monkeypatch):
-    """Written down, but not made: the champion stays, and a rollback goes to the one before it."""
+    """The move is recorded but not made: the champion stays, and a rollback goes to the one before it."""
     move_alias(tracker, name, CHAMPION, 1, "gate", "")
     move_alias(tracker, name, CHAMPION, 2, "gate", "")
     with monkeypatch.context() as cut:

@@ -1,4 +1,4 @@
-"""Metrics that MLflow misses for a while: kept, sent in order, once each."""
+"""Metrics while MLflow is away: kept, then sent in order, once each."""
 
 import json
 import sqlite3
@@ -57,7 +57,7 @@ def test_a_step_that_is_trained_again_is_logged_once(tracker, run_id, tmp_path):
 
 
 def test_what_is_sent_again_is_one_point(tracker, run_id, tmp_path):
-    """As where a server takes a request and dies before it says so."""
+    """A server accepts a request and dies before it answers."""
     journal = Journal(tracker, run_id, tmp_path, print)
     for step in range(40):
         journal.log(step, {f"metric_{number}": float(step) for number in range(30)})
@@ -68,7 +68,7 @@ def test_what_is_sent_again_is_one_point(tracker, run_id, tmp_path):
 
 
 def test_another_run_gets_all_of_it(tracker, run_id, tmp_path):
-    """As where somebody has deleted the first one."""
+    """Somebody has deleted the first run."""
     with Journal(tracker, run_id, tmp_path, print) as journal:
         journal.log(5, {"ne": 0.9})
     other = tracker.start("other", {}, {}, None)
@@ -104,7 +104,7 @@ def test_metrics_wait_for_a_server_that_is_away(tracker, run_id, tmp_path, monke
 
 @pytest.mark.slow
 def test_fault_29_a_locked_database_is_waited_for(tracker, home, run_id, tmp_path):
-    """Neither what is logged nor what the stages ask for fails while another process has the database for itself."""
+    """Logging and queries wait while another process has locked the database."""
     other = sqlite3.connect(home / "mlflow.db", isolation_level=None)
     other.execute("begin exclusive")
     asked, found = threading.Event(), []

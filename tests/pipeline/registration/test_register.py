@@ -1,4 +1,4 @@
-"""The folder of a model, in either form."""
+"""The folder of a packed model, in either form."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Raw rows as callers send them: what becomes of each value, what a default stands in for, what is refused."""
+"""Raw rows as callers send them: how values are converted, when defaults apply, what is refused."""
 
 import json
 
@@ -35,7 +35,7 @@ WRONG = {
 
 @pytest.mark.parametrize("kind", VALUES)
 def test_values_of_a_kind(kind):
-    """Together, and each alone, where columns of one type take the short way."""
+    """All values together, and each alone: columns of one type are converted on a faster path."""
     values, expected = VALUES[kind]
     series = pd.Series(values, dtype="object")
     assert table_of({"x": values}, {"x": kind}, {}).column("x").to_pylist() == expected

@@ -1,4 +1,4 @@
-"""Raw rows in, probabilities out: against the same arithmetic written by hand, and what is refused."""
+"""Raw rows in, probabilities out: compared with the arithmetic written by hand; and what is refused."""
 
 import datetime
 import json
@@ -50,7 +50,7 @@ def loaded(tmp_path, exported):
 
 
 def by_hand(loaded: LoadedModel, row: dict) -> float:
-    """One row, with no code of the project but the hash."""
+    """Scores one row without the project's code, except the hash."""
     weights = {name: value.double() for name, value in loaded.model.state_dict().items()}
     columns = loaded.plan.apply(pa.Table.from_pylist([row], ROWS.schema)).sparse
     age = 0.0 if row["age"] is None else (row["age"] - 30) / 10
@@ -140,7 +140,7 @@ def test_column_types():
 
 
 def logged(loaded: LoadedModel) -> mlflow.pyfunc.PyFuncModel:
-    """What `mlflow.pyfunc.load_model` gives, with MLflow's signature in front of the scorer."""
+    """The model from `mlflow.pyfunc.load_model`, with MLflow's signature before the scorer."""
     python_model = Scorer()
     python_model.loaded = loaded
     meta = Model(signature=ModelSignature.from_dict(signature_of(loaded.columns).to_dict()))

@@ -102,7 +102,7 @@ def test_only_silence_counts_as_away(error, away):
 
 @pytest.mark.timeout(60)
 def test_fault_29_a_run_ends_though_the_load_of_the_machine_cannot_be_sent(tracker, monkeypatch):
-    """Whoever sends it hangs in a request to an MLflow that is away."""
+    """The sender hangs in a request to an MLflow that is away."""
     back = threading.Event()
     monkeypatch.setattr(tracking.SystemMetricsMonitor, "finish", lambda self: back.wait(300))
     monkeypatch.setattr(tracking, "STOP_SECONDS", 0.05)
