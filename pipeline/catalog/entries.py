@@ -1,4 +1,4 @@
-"""The catalogue: all that is known of each feature of a table, in one entry."""
+"""The feature catalog: one entry for each feature of a table."""
 
 import datetime
 from collections.abc import Collection, Mapping, Sequence
@@ -13,11 +13,11 @@ from storage.arrow import is_list, is_text
 from storage.layout.columns import StoredColumn
 
 RECENT_DAYS = 7
-"""Newest days of a profile that coverage and lengths are taken from."""
+"""Coverage and lengths are means over this many newest days."""
 
 
 class FeatureDay(BaseModel, frozen=True):
-    """A feature on one day, as the ingest has measured it."""
+    """Statistics of a feature on one day, measured by the ingest."""
 
     day: datetime.date
     rows: int
@@ -28,15 +28,15 @@ class FeatureDay(BaseModel, frozen=True):
 
 
 class Entry(BaseModel, frozen=True):
-    """A feature in the catalogue."""
+    """A feature in the catalog."""
 
     name: str
     kind: str
     """number, id, ids, text or other."""
     state: State
-    """As declared; a column of which nothing was ever declared is active."""
+    """The declared state. A column without a declaration is active."""
     since: datetime.date | None
-    """FeatureDay of that state's first declaration; without one, the first day whose files have the column."""
+    """Day on which that state was declared. Without a declaration, the first day with the column in its files."""
     owner: str | None = None
     description: str | None = None
     reason: str | None = None
@@ -46,25 +46,25 @@ class Entry(BaseModel, frozen=True):
     bytes: int
     """Compressed bytes in the files of the snapshot."""
     models: tuple[str, ...]
-    """Versions that read it, with their aliases."""
+    """Model versions that read it, with their aliases."""
     served: bool
-    """Whether one of them has an alias, such as the champion."""
+    """Whether one of these versions has an alias, such as the champion."""
     runs: int
-    """Trainings that read it."""
+    """Number of training runs that read it."""
     last_read: datetime.datetime | None
-    """Start of the newest of them."""
+    """Start of the newest of these runs."""
     last_run: str | None
     worth: FeatureImportance | None
-    """In the newest run that measured it."""
+    """Feature importance in the newest run that measured it."""
     coverage: float | None
-    """Share of the rows of the newest days that have a value; None: not measured."""
+    """Share of rows with a value on the newest days. None: not measured."""
     mean_length: float | None
     distinct: int | None
-    """Of the newest day."""
+    """Distinct values on the newest day."""
     drift: float | None
-    """Of the newest day that has one: population stability index against the days before."""
+    """Population stability index against earlier days, on the newest day that has one."""
     days: tuple[FeatureDay, ...] = ()
-    """All days that are measured, oldest first."""
+    """All measured days, oldest first."""
 
 
 def build_entries(
@@ -76,14 +76,14 @@ def build_entries(
     profile: pa.Table,
     empty: Collection[str] = (),
 ) -> list[Entry]:
-    """Every feature of a table, by name: its columns, and what was declared without being one.
+    """Returns an entry for every column of a table and every declared feature without a column, by name.
 
     Args:
         schema: Columns of the table.
-        leave_out: Columns that are no features: day and label.
-        stored: What the columns take in the files.
+        leave_out: Columns that are not features: day and label.
+        stored: Size of the columns in the files.
         profile: Statistics by day and column.
-        empty: Columns that are known to hold nothing where the profile says nothing.
+        empty: Columns known to have no values, for those without a profile.
     """
     declared = newest_events(log)
     days = _days(profile)
@@ -97,7 +97,7 @@ def build_entries(
         if kind is None:
             kind = kinds.get(name) or (kind_of(schema.field(name).type) if name in schema.names else "other")
         first = state_since(log, name) or (column.first_day if column is not None else None)
-        said = event.model_dump(include={"owner", "description", "reason", "alternatives"}) if event else {}
+        declaration = event.model_dump(include={"owner", "description", "reason", "alternatives"}) if event else {}
         statistics = _statistics(measured)
         if statistics["coverage"] is None and name in empty:
             statistics["coverage"] = 0.0
@@ -116,7 +116,7 @@ def build_entries(
                 last_run=runs[0].name if runs else None,
                 worth=next((run.importance[name] for run in runs if name in run.importance), None),
                 days=measured,
-                **said,
+                **declaration,
                 **statistics,
             )
         )
@@ -124,7 +124,7 @@ def build_entries(
 
 
 def kind_of(kind: pa.DataType) -> str:
-    """Kind of a column by its type alone."""
+    """Returns the kind of a column by its type alone."""
     if is_list(kind):
         return "ids" if pa.types.is_integer(kind.value_type) or kind_of(kind.value_type) == "text" else "other"
     if is_text(kind):
@@ -144,7 +144,7 @@ def _days(profile: pa.Table) -> dict[str, tuple[FeatureDay, ...]]:
 
 
 def _statistics(days: Sequence[FeatureDay]) -> dict[str, Any]:
-    """What the newest days say."""
+    """Statistics over the newest days."""
     recent = days[-RECENT_DAYS:]
     rows, present = sum(day.rows for day in recent), sum(day.present for day in recent)
     lengths = [(day.mean_length, day.present) for day in recent if day.mean_length is not None and day.present]

@@ -1,4 +1,4 @@
-"""The log of a table's features: who declared what, and when; the newest word on each feature counts."""
+"""The event log of a table's features: who declared what, and when. The newest event of each feature counts."""
 
 import datetime
 from collections.abc import Collection, Mapping, Sequence
@@ -11,14 +11,14 @@ from pipeline.errors import ConfigError, closest_names
 from storage.warehouse import Warehouse
 
 State = Literal["beta", "experimental", "active", "deprecated"]
-"""Life of a feature: tried out, trained on by some, by all, no longer."""
+"""Life cycle of a feature: tried out, used by some trainings, used by all, no longer used."""
 MOVES: Mapping[State, tuple[State, ...]] = {
     "beta": ("experimental", "deprecated"),
     "experimental": ("beta", "active", "deprecated"),
     "active": ("deprecated",),
     "deprecated": ("active",),
 }
-"""State -> those that may follow it."""
+"""State -> states that may follow it."""
 SCHEMA = pa.schema(
     [
         ("day", pa.date32()),
@@ -36,7 +36,7 @@ SCHEMA = pa.schema(
 
 
 class Event(BaseModel, frozen=True):
-    """What was declared of a feature; each event says all that holds from then on."""
+    """A declaration about a feature. Each event is complete: it replaces the one before."""
 
     at: datetime.datetime
     """UTC."""
@@ -46,18 +46,18 @@ class Event(BaseModel, frozen=True):
     owner: str | None = None
     description: str | None = None
     alternatives: tuple[str, ...] = ()
-    """What to read instead of a deprecated feature."""
+    """Features to read instead of a deprecated one."""
     by: str
     reason: str | None = None
 
 
 def log_name(table: str) -> str:
-    """Name of the table that holds the events of a table's features."""
+    """Returns the name of the table with the events of a table's features."""
     return f"{table}_features"
 
 
 def read_events(warehouse: Warehouse, table: str) -> list[Event]:
-    """All events of a table's features, oldest first."""
+    """Reads all events of a table's features, oldest first."""
     name = log_name(table)
     if not warehouse.has_table(name) or warehouse.table(name).current_snapshot() is None:
         return []
@@ -68,12 +68,12 @@ def read_events(warehouse: Warehouse, table: str) -> list[Event]:
 
 
 def newest_events(log: Sequence[Event]) -> dict[str, Event]:
-    """Feature -> its newest event."""
+    """Returns feature -> its newest event."""
     return {event.feature: event for event in log}
 
 
 def state_since(log: Sequence[Event], feature: str) -> datetime.date | None:
-    """The day on which a feature came into its present state; None: nothing was ever declared."""
+    """Returns the day on which a feature entered its current state. None: it was never declared."""
     found = None
     for event in (event for event in log if event.feature == feature):
         found = event if found is None or found.state != event.state else found
@@ -81,7 +81,7 @@ def state_since(log: Sequence[Event], feature: str) -> datetime.date | None:
 
 
 def append_event(warehouse: Warehouse, table: str, event: Event) -> None:
-    """Adds an event; of two at once both are kept, and the later one counts.
+    """Appends an event. If two writers append at once, both events are kept and the later one counts.
 
     Raises:
         ConflictError: If other writers were faster each time.
@@ -92,14 +92,14 @@ def append_event(warehouse: Warehouse, table: str, event: Event) -> None:
 def build_event(
     log: Sequence[Event], columns: Collection[str], feature: str, by: str, changes: Mapping[str, Any]
 ) -> Event:
-    """The event that changes something of a feature; nothing is written.
+    """Builds the event that changes a feature. Nothing is written.
 
     Args:
-        columns: Those of the table. One without events is active; a feature that is not among them can only be beta,
-            or be deprecated.
-        changes: Fields of the event that change; the others stay.
+        columns: Columns of the table. A column without events is active. A feature without a column can only be beta
+            or deprecated.
+        changes: Fields of the event to change. The others stay.
     Raises:
-        ConfigError: If there is no such feature, or it cannot come into that state from its present one.
+        ConfigError: If there is no such feature, or its state may not change that way.
     """
     before = newest_events(log).get(feature)
     state = changes.get("state")
@@ -122,7 +122,7 @@ def build_event(
 
 
 def unknown_feature(feature: str, known: Collection[str], remedy: str) -> ConfigError:
-    """The complaint about a feature that is not there; names the closest ones."""
+    """Makes the error for an unknown feature, with the closest names."""
     close = closest_names(feature, list(known))
     return ConfigError(
         f"feature '{feature}'", "a feature of the table", "none of that name", f"Closest: {close}. {remedy}"
@@ -133,22 +133,22 @@ def refuse_deprecated(log: Sequence[Event], where: str, columns: Collection[str]
     """Refuses to train on deprecated features.
 
     Args:
-        where: Snapshot and table, in words.
-        columns: That the training reads.
+        where: Snapshot and table, for the error message.
+        columns: Columns that the training reads.
     Raises:
-        ConfigError: Names them, since when and why they are deprecated, and what to read instead.
+        ConfigError: With the deprecated features, since when and why they are, and what to read instead.
     """
     found = [event for event in newest_events(log).values() if event.state == "deprecated" and event.feature in columns]
     if found:
         raise ConfigError(
             f"features at {where}",
             "none that is deprecated",
-            "; ".join(_in_words(log, event) for event in sorted(found, key=lambda event: event.feature)),
+            "; ".join(_describe(log, event) for event in sorted(found, key=lambda event: event.feature)),
             "Read the alternatives, or set features.allow_deprecated=true.",
         )
 
 
-def _in_words(log: Sequence[Event], event: Event) -> str:
+def _describe(log: Sequence[Event], event: Event) -> str:
     instead = ", ".join(f"'{name}'" for name in event.alternatives) or "nothing"
     reason = f", {event.reason}" if event.reason else ""
     return f"'{event.feature}', deprecated since {state_since(log, event.feature)}{reason}; instead: {instead}"

@@ -1,4 +1,4 @@
-"""Which features could be retired, why, and what that would save."""
+"""Finds features that could be retired, why, and how many bytes that would save."""
 
 import datetime
 from collections.abc import Collection, Sequence
@@ -10,7 +10,7 @@ from pipeline.catalog.usage import Usage
 
 LEAST_COVERAGE = 0.01
 LAST_RUNS = 3
-"""Newest measured runs of a feature in which it has to be droppable to count as worth nothing."""
+"""A feature counts as useless if it was droppable in this many newest runs that measured it."""
 
 
 class RetireCandidate(BaseModel, frozen=True):
@@ -26,26 +26,28 @@ class RetireCandidate(BaseModel, frozen=True):
 def find_candidates(
     found: Sequence[Entry], usage: Usage, roles: Collection[str], unused_days: int, now: datetime.datetime
 ) -> list[RetireCandidate]:
-    """Features that nobody reads, that hold next to nothing or that no model gains from; the largest first.
+    """Returns features that nobody reads, that are nearly empty, or that no model gains from; the largest first.
 
-    Features in state beta are left alone, for they are tried out, and so are columns that the config reads for
-    something else. Without any run in the last `unused_days` nothing is called unused: nobody may have trained at all.
+    Features in state beta are skipped because they are being tried out. Columns that the config reads for something
+    else are skipped too. Without any run in the last `unused_days` no feature counts as unused: perhaps nobody trained.
 
     Args:
-        roles: Columns that the config reads for something else.
+        roles: Columns that the config reads for something other than features.
         now: UTC.
     """
     start = now - datetime.timedelta(days=unused_days)
     trained = any(run.at >= start for run in usage.runs)
-    kept = [one for one in found if one.stored and one.state in ("experimental", "active") and one.name not in roles]
+    eligible = [
+        one for one in found if one.stored and one.state in ("experimental", "active") and one.name not in roles
+    ]
     proposed = []
-    for entry in kept:
-        reasons = [_unused(entry, start, unused_days) if trained else None, _empty(entry), _worthless(entry, usage)]
+    for entry in eligible:
+        reasons = [_unused(entry, start, unused_days) if trained else None, _empty(entry), _useless(entry, usage)]
         if any(reasons):
-            said = tuple(reason for reason in reasons if reason)
+            reasons_found = tuple(reason for reason in reasons if reason)
             proposed.append(
                 RetireCandidate(
-                    name=entry.name, state=entry.state, bytes=entry.bytes, reasons=said, models=entry.models
+                    name=entry.name, state=entry.state, bytes=entry.bytes, reasons=reasons_found, models=entry.models
                 )
             )
     return sorted(proposed, key=lambda one: (-one.bytes, one.name))
@@ -65,7 +67,7 @@ def _empty(entry: Entry) -> str | None:
     return f"{entry.coverage:.2%} of the rows have a value"
 
 
-def _worthless(entry: Entry, usage: Usage) -> str | None:
+def _useless(entry: Entry, usage: Usage) -> str | None:
     runs = [run for run in usage.runs_of(entry.name) if entry.name in run.importance][:LAST_RUNS]
     importance = [run.importance[entry.name] for run in runs]
     if not importance or not all(worth.droppable for worth in importance):

@@ -1,4 +1,4 @@
-"""The catalogue as a table for the terminal: one line a feature, however many there are."""
+"""The catalog as a table for the terminal, one line a feature."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,11 +6,11 @@ from pipeline.catalog.entries import Entry, FeatureDay
 from pipeline.catalog.retire import RetireCandidate
 
 NUMBERS = {"since", "cover", "length", "distinct", "drift", "size", "rows", "runs", "read", "worth"}
-"""Columns that are set flush right."""
+"""Columns that are aligned to the right."""
 
 
 def feature_rows(entries: Sequence[Entry]) -> list[dict[str, str]]:
-    """What the list shows of each feature."""
+    """Returns the rows of the feature list."""
     return [
         {
             "feature": one.name,
@@ -33,7 +33,7 @@ def feature_rows(entries: Sequence[Entry]) -> list[dict[str, str]]:
 
 
 def candidate_rows(candidates: Sequence[RetireCandidate]) -> list[dict[str, str]]:
-    """What the proposal shows of each feature."""
+    """Returns the rows of the retirement proposal."""
     return [
         {
             "feature": one.name,
@@ -47,7 +47,7 @@ def candidate_rows(candidates: Sequence[RetireCandidate]) -> list[dict[str, str]
 
 
 def day_rows(days: Sequence[FeatureDay]) -> list[dict[str, str]]:
-    """What is known of a feature day by day."""
+    """Returns the statistics of a feature day by day."""
     return [
         {
             "day": f"{one.day}",
@@ -62,7 +62,7 @@ def day_rows(days: Sequence[FeatureDay]) -> list[dict[str, str]]:
 
 
 def format_table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Rows of equal keys as lines with one column a key; columns that are empty throughout are left out.
+    """Formats rows with equal keys as aligned lines, one column a key. Empty columns are left out.
 
     Example:
         >>> print(format_table([{"feature": "age", "size": "9 B"}, {"feature": "city", "size": "1.2 kB"}]))
@@ -73,11 +73,11 @@ def format_table(rows: Sequence[Mapping[str, str]]) -> str:
     keys = [key for key in (rows[0] if rows else ()) if any(row[key] for row in rows)]
     widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in keys}
     lines = [{key: key for key in keys}, *rows]
-    return "\n".join("  ".join(_set(key, line[key], widths[key]) for key in keys).rstrip() for line in lines)
+    return "\n".join("  ".join(_align(key, line[key], widths[key]) for key in keys).rstrip() for line in lines)
 
 
 def format_bytes(count: int) -> str:
-    """Bytes for people.
+    """Formats a number of bytes for people.
 
     Example:
         >>> format_bytes(999), format_bytes(1_500), format_bytes(12_340_000)
@@ -90,11 +90,11 @@ def format_bytes(count: int) -> str:
 
 
 def shorten_names(names: Sequence[str]) -> str:
-    """The last of several names, and how many more there are; those in use come first."""
+    """Shortens names to those with an alias, else the last one, and the number of the others."""
     ordered = [name for name in names if name.endswith(")")] or list(names[-1:])
     more = len(names) - len(ordered)
     return ", ".join(ordered) + (f" and {more} more" if more else "")
 
 
-def _set(key: str, text: str, width: int) -> str:
+def _align(key: str, text: str, width: int) -> str:
     return text.rjust(width) if key in NUMBERS else text.ljust(width)

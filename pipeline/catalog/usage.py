@@ -1,4 +1,4 @@
-"""Who reads which column: runs and versions of models, and what their features were worth."""
+"""Which runs and model versions read a column, and how important it was to them."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,10 @@ from pipeline.transforms.plan.plan import Plan
 
 
 class FeatureImportance(BaseModel, frozen=True):
-    """What a column was worth to a model: the most valuable of the features that are made of it."""
+    """Importance of a column to a model: that of the most important feature computed from it."""
 
     ne_loss: float
-    """By how much NE rises without its values."""
+    """How much NE rises without its values."""
     low: float
     high: float
     droppable: bool
@@ -20,19 +20,19 @@ class FeatureImportance(BaseModel, frozen=True):
 
 
 class Run(BaseModel, frozen=True):
-    """A training and the raw columns that it read."""
+    """A training run and the raw columns that it read."""
 
     run_id: str
     name: str
     at: datetime.datetime
-    """Its start, UTC."""
+    """Start, UTC."""
     columns: frozenset[str]
     importance: Mapping[str, FeatureImportance] = {}
-    """Column -> worth; empty: not measured."""
+    """Column -> importance. Empty: not measured."""
 
 
 class Version(BaseModel, frozen=True):
-    """A registered version of a model and the raw columns that it reads."""
+    """A registered model version and the raw columns that it reads."""
 
     model: str
     version: int
@@ -52,29 +52,29 @@ class Usage(BaseModel, frozen=True):
     versions: tuple[Version, ...] = ()
 
     def runs_of(self, column: str) -> list[Run]:
-        """Runs that read a column, newest first."""
+        """Returns the runs that read a column, newest first."""
         return [run for run in self.runs if column in run.columns]
 
     def versions_of(self, column: str) -> list[Version]:
-        """Versions that read a column."""
+        """Returns the versions that read a column."""
         return [version for version in self.versions if column in version.columns]
 
     def served(self, column: str) -> list[Version]:
-        """Versions with an alias, such as the champion, that read a column."""
+        """Returns the versions with an alias, such as the champion, that read a column."""
         return [version for version in self.versions_of(column) if version.aliases]
 
 
 def importance_by_column(
     plan: Plan, importance: Sequence[tuple[str, FeatureImportance]]
 ) -> dict[str, FeatureImportance]:
-    """Column -> the worth of the best feature that is made of it.
+    """Returns column -> importance of the most important feature computed from it.
 
     Args:
-        importance: Feature -> what it was worth, as far as it was measured.
+        importance: Features with their importance, as far as measured.
     """
     best: dict[str, FeatureImportance] = {}
-    for name, worth in importance:
+    for name, measured in importance:
         for column in plan.columns_of(name):
-            if column not in best or worth.ne_loss > best[column].ne_loss:
-                best[column] = worth
+            if column not in best or measured.ne_loss > best[column].ne_loss:
+                best[column] = measured
     return best

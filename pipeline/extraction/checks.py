@@ -1,4 +1,4 @@
-"""The rules a day has to keep before it is written, held against the days before it."""
+"""Rules that a day must keep before it is written, by comparison with the days before it."""
 
 import datetime
 import fnmatch
@@ -19,7 +19,7 @@ from storage.reader import DAY
 
 SEVERITY = ("fail", "quarantine", "warn")
 NOISE = 38.0
-"""Of 16 buckets of equally distributed values, the drift times n m / (n + m) stays below this in 999 of 1,000 cases."""
+"""Bound of drift times n m / (n + m) for 16 buckets of equally distributed values, kept in 999 of 1,000 cases."""
 
 
 class CheckFinding(BaseModel, frozen=True):
@@ -34,13 +34,13 @@ class CheckFinding(BaseModel, frozen=True):
 
     @property
     def where(self) -> str:
-        """Day, rule and column, in words."""
+        """Day, rule and column, for an error message."""
         column = f", column '{self.column}'" if self.column else ""
         return f"day {self.day}, rule {self.rule}{column}"
 
 
 class DayCheck(BaseModel, frozen=True):
-    """A day in numbers, with the bounds it was held against; a day before those of the ingest has none."""
+    """Numbers of a day and the bounds they were compared with. A stored day has no bounds."""
 
     day: datetime.date
     outcome: Literal["stored", "ok", "warn", "quarantine", "fail"]
@@ -52,25 +52,25 @@ class DayCheck(BaseModel, frozen=True):
 
 
 class CheckResult(BaseModel, frozen=True):
-    """What the rules say of the days of an ingest."""
+    """Result of the checks on the days of an ingest."""
 
     days: tuple[DayCheck, ...] = ()
     findings: tuple[CheckFinding, ...] = ()
 
     @property
     def held_back(self) -> set[datetime.date]:
-        """Days that are not to stand in the table."""
+        """Days to hold back from the table."""
         return {day.day for day in self.days if day.outcome == "quarantine"}
 
     def counts(self) -> dict[str, int]:
-        """Outcome -> days that it was given to."""
+        """Returns outcome -> number of days with it."""
         return dict(Counter(day.outcome for day in self.days if day.outcome != "stored"))
 
     def raise_failed(self) -> None:
-        """Ends the ingest if a day fails.
+        """Raises if a day fails a check.
 
         Raises:
-            DataError: Names the first day, its rule and column, and counts the other findings that fail.
+            DataError: With the first day that fails, its rule and column, and the number of other failures.
         """
         failed = [finding for finding in self.findings if finding.outcome == "fail"]
         if failed:
@@ -91,14 +91,14 @@ def check(
     label: str,
     duplicates: Mapping[datetime.date, int],
 ) -> tuple[pa.Table, CheckResult]:
-    """Holds each new day against the days before it, which are stored or new and not held back themselves.
+    """Checks each new day against the days before it. Days that are held back are not compared with.
 
     Args:
         measured: Statistics of the new days.
         earlier: Stored statistics of other days.
-        duplicates: New day -> rows whose key another row has; a day that is absent has none.
+        duplicates: New day -> rows that repeat the key of another row. A missing day has none.
     Returns:
-        The statistics of the new days with their drift, and what the rules say.
+        The statistics of the new days with their drift, and the result of the checks.
     """
     fresh = sorted(set(measured[DAY].to_pylist()))
     tables = {day: _of(earlier, day) for day in sorted(set(earlier[DAY].to_pylist()) - set(fresh))}
@@ -117,14 +117,14 @@ def check(
         checked.append(_day(day, worst, new, label, bands))
         findings += found
         drifted.append(table)
-        if worst != "quarantine":  # a day that is held back is no measure of others
+        if worst != "quarantine":  # later days are not compared with a held-back day
             tables[day], days[day] = table, new
     whole = pa.concat_tables([measured.slice(0, 0), *drifted])
     return whole, CheckResult(days=tuple(sorted(checked, key=lambda one: one.day)), findings=tuple(findings))
 
 
 def bounds(new: Columns, past: Sequence[Columns], config: ChecksConfig, label: str) -> dict[str, tuple[float, float]]:
-    """Bounds of the number of rows and of the label rate."""
+    """Returns the bounds of the number of rows and of the label rate."""
     sizes = [float(_rows(day)) for day in past]
     middle = statistics.median(sizes)
     found = {"rows": band(sizes, config.rows_change * middle, math.sqrt(middle), config.spread)}
@@ -138,11 +138,11 @@ def bounds(new: Columns, past: Sequence[Columns], config: ChecksConfig, label: s
 
 
 def band(past: Sequence[float], accepted: float, noise: float, spread: float) -> tuple[float, float]:
-    """Lowest and highest value that is like those of the past, none below zero.
+    """Returns the lowest and highest value accepted after those of the past, neither below zero.
 
     Args:
         accepted: Distance from the median that is always accepted.
-        noise: Standard deviation that chance alone would give.
+        noise: Standard deviation expected from chance alone.
     Example:
         >>> band([10.0, 11.0, 10.0, 30.0, 10.0], 1.5, 0.0, 4.0)
         (8.5, 11.5)
@@ -162,10 +162,10 @@ def _findings(
     label: str,
     duplicates: int,
 ) -> Iterator[CheckFinding]:
-    """What a day breaks.
+    """Yields the rules that a day breaks.
 
     Args:
-        limits: As of `bounds`; none where there are too few days to compare with.
+        limits: Result of `bounds`; empty if there are too few days to compare with.
     """
 
     def finding(rule: Rule, expected: str, got: str, column: str | None = None) -> Iterator[CheckFinding]:
@@ -176,7 +176,7 @@ def _findings(
     rows = _rows(new)
     if duplicates > config.duplicate_share * rows:
         allowed = math.floor(config.duplicate_share * rows)
-        yield from finding("duplicates", f"at most {allowed} rows whose key another has", f"{duplicates} of {rows}")
+        yield from finding("duplicates", f"at most {allowed} rows with a repeated key", f"{duplicates} of {rows}")
     if not limits:
         return
     span = f"on the {len(past)} days before it"
@@ -197,10 +197,10 @@ def _findings(
 def _of_column(
     new: dict[str, Any] | None, known: Sequence[dict[str, Any]], config: ChecksConfig, span: str
 ) -> Iterator[tuple[Rule, str, str]]:
-    """What a column breaks: (rule, expected, got).
+    """Yields the rules that a column breaks, as (rule, expected, got).
 
     Args:
-        known: Its statistics on the days before on which it had values.
+        known: Statistics of the column on earlier days with values.
     """
     there = new is not None and new["present"] > 0
     if not known or not there or new is None:
@@ -222,11 +222,15 @@ def _of_column(
     lengths = [row["mean_length"] for row in known if row["mean_length"] is not None]
     if lengths and new["mean_length"] is not None:
         middle = statistics.median(lengths)
-        noise = 2.0 * middle / math.sqrt(new["present"])  # lists vary by about twice their mean at most
+        noise = (
+            2.0 * middle / math.sqrt(new["present"])
+        )  # the deviation of list lengths is at most about twice their mean
         low, high = band(lengths, config.length_change * middle, noise, config.spread)
         if not low <= new["mean_length"] <= high:
             yield "length", f"{low:.2f} to {high:.2f} ids a list, as {span}", f"{new['mean_length']:.2f}"
-    alike = all(row["distinct"] <= 1 for row in [new, *known])  # such as a weekday: another value each day
+    alike = all(
+        row["distinct"] <= 1 for row in [new, *known]
+    )  # such as a weekday: one value a day, and each day another
     if new["drift"] is not None and not alike:
         chance = NOISE * (1.0 / new["present"] + 1.0 / sum(row["present"] for row in known))
         if new["drift"] > config.drift_limit + chance:

@@ -258,7 +258,7 @@ class LabelColumns(BaseModel, frozen=True, extra="ignore", use_attribute_docstri
 class SourceOnly(BaseModel, frozen=True, extra="ignore", use_attribute_docstrings=True):
     """A run config reduced to its source, for commands that look at rows before features are declared.
 
-    Other sections are ignored, so that a complete config can be read as one.
+    Other sections are ignored: a complete config can be read as one.
     """
 
     name: str = "mine"

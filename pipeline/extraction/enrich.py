@@ -1,4 +1,4 @@
-"""Stage entry: columns of side sources into the days of a table that is there already, a day at a time."""
+"""Stage entry: writes columns of feature sources into the days of an existing table, one day at a time."""
 
 import datetime
 import hashlib
@@ -31,14 +31,43 @@ class EnrichResult(BaseModel, frozen=True):
     columns: tuple[str, ...]
     days_written: tuple[datetime.date, ...]
     days_skipped: tuple[datetime.date, ...]
-    """They have the columns from the same side source."""
+    """Days that already have the columns from the same feature source."""
     days_without: tuple[datetime.date, ...]
-    """The side source has no row of them."""
+    """Days that the feature source has no rows for."""
     rows: int
     matched_share: float | None
-    """Share of the rows written whose key the side sources have; None: nothing was written."""
+    """Share of the rows written that have a match in the feature sources. None: nothing was written."""
     bytes_written: int
-    """Size of the files of the days written; those of other days were not touched."""
+    """Size of the files of the days written. Files of other days were not touched."""
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """What feature sources add to a table."""
+
+    sources: list[SideSource]
+    added: pa.Schema
+    kept: pa.Schema
+    """The table's other columns."""
+    existing: tuple[str, ...]
+    """All columns of the table."""
+
+    @property
+    def written(self) -> pa.Schema:
+        return pa.schema([*self.kept, *self.added])
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The days of a back-fill, by what happens to them."""
+
+    rows: Mapping[datetime.date, int]
+    """Day -> its rows, for all days in the range."""
+    due: list[datetime.date]
+    without: list[datetime.date]
+    """Days that the feature sources have no rows for."""
+    notes: Mapping[datetime.date, dict[str, str]]
+    """Due day -> column -> identity of the feature source that it is written from."""
 
 
 def enrich(
@@ -48,80 +77,50 @@ def enrich(
     root: Path,
     start: datetime.date | None = None,
     end: datetime.date | None = None,
-    again: bool = False,
+    force: bool = False,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> EnrichResult:
-    """Writes the columns of side sources into days of a table: each day in one commit, all else in it as it was.
+    """Writes the columns of feature sources into days of a table. Each day is one commit; its other columns stay.
 
-    Memory holds what the warehouse does while it writes, and a day of each side source.
+    Memory holds what the warehouse needs to write, and one day of each feature source.
 
     Args:
         root: Folder that relative paths start from.
-        start: First day; None: the table's.
-        end: Last day; None: the table's.
-        again: Writes days that are done, too, and over values that no back-fill wrote.
+        start: First day. None: the table's first.
+        end: Last day. None: the table's last.
+        force: Also writes days that are done, and overwrites values that no back-fill wrote.
     Raises:
-        ConfigError: If there is no side source, its columns or keys do not fit the table, or a day has values in the
-            columns that no back-fill wrote.
-        ConflictError: If a day was written by others meanwhile; the days before stay done.
-        DataError: If a side source has a key twice; the days before stay done.
+        ConfigError: If there is no feature source, its columns or keys do not fit the table, or a day has values in
+            the columns that no back-fill wrote.
+        ConflictError: If another writer wrote a day meanwhile. The days before it stay done.
+        DataError: If a feature source has a key twice. The days before stay done.
         EmptyDatasetError: If the table has no day in the range.
     """
     if not joined:
-        raise ConfigError("features.joined", "a side source to back-fill from", "none", "Add one.")
-    snapshot, columns = warehouse.current(table), _columns(joined, warehouse, table, root)
+        raise ConfigError("features.joined", "a feature source to back-fill from", "none", "Add one.")
+    snapshot, columns = warehouse.current(table), _resolve_columns(joined, warehouse, table, root)
     days = days_between(warehouse.day_rows(snapshot), start, end, "days to back-fill")
-    noted, wanted = warehouse.day_notes(table), _identities(columns.sources, days, warehouse)
-    names, lacking = columns.added.names, not set(columns.added.names).issubset(columns.there)
-    without = [day for day in days if not wanted[day] and not set(noted.get(day, {})) & set(names)]
-    todo = [
-        day for day in days if day not in without and (again or lacking or _due(noted.get(day, {}), wanted[day], names))
-    ]
-    if not again:
-        _refuse_values(warehouse, snapshot, columns, todo)
+    plan = _plan_days(columns, warehouse, table, days, force)
+    if not force:
+        _refuse_values(warehouse, snapshot, columns, plan.due)
     sides = [Side(source, source.schema.names) for source in columns.sources]
-    reader, identities = _reader(warehouse, snapshot, columns.kept.names), warehouse.written_days(table)
-    done, total = 0, sum(days[day] for day in todo)
-    for day in todo:
-        note = {name: value for name, value in noted.get(day, {}).items() if name not in names} | wanted[day]
-        batches = _joined(reader, day, sides, columns.written, partial(_report_from, report, done, total))
-        warehouse.replace_days(
-            table, {day: identities.get(day, "")}, columns.written, batches, days[day],
-            {day: note}, made_of=snapshot,
-        )  # fmt: skip
-        done += days[day]
-    snapshot, seen = warehouse.current(table), sum(side.rows for side in sides)
-    files = warehouse.day_files(snapshot)
+    _write_days(warehouse, snapshot, columns, plan, sides, report)
+    after, seen = warehouse.current(table), sum(side.rows for side in sides)
+    files = warehouse.day_files(after)
     return EnrichResult(
-        snapshot=snapshot,
-        columns=tuple(names),
-        days_written=tuple(todo),
-        days_skipped=tuple(day for day in days if day not in (*todo, *without)),
-        days_without=tuple(without),
-        rows=done,
+        snapshot=after,
+        columns=tuple(columns.added.names),
+        days_written=tuple(plan.due),
+        days_skipped=tuple(day for day in days if day not in (*plan.due, *plan.without)),
+        days_without=tuple(plan.without),
+        rows=sum(days[day] for day in plan.due),
         matched_share=sum(side.matched for side in sides) / seen if seen else None,
-        bytes_written=sum(file.file_size_in_bytes for day in todo for file in files[day]),
+        bytes_written=sum(file.file_size_in_bytes for day in plan.due for file in files[day]),
     )
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """What side sources add to a table."""
-
-    sources: list[SideSource]
-    added: pa.Schema
-    kept: pa.Schema
-    """The table's other columns."""
-    there: tuple[str, ...]
-    """All columns that the table has."""
-
-    @property
-    def written(self) -> pa.Schema:
-        return pa.schema([*self.kept, *self.added])
-
-
-def _columns(joined: Sequence[FeatureJoin], warehouse: Warehouse, table: str, root: Path) -> _Columns:
-    """Checked against the table: a column that an ingest wrote is not written over."""
+def _resolve_columns(joined: Sequence[FeatureJoin], warehouse: Warehouse, table: str, root: Path) -> _Columns:
+    """Checks the columns against the table: a column that an ingest wrote must not be overwritten."""
     sources = [SideSource(pinned, warehouse) for pinned in pin(joined, root, warehouse)]
     stored = warehouse.table(table).schema().as_arrow()  # a column may be gone, or renamed, since the last commit
     ours = set(json.loads(warehouse.property_of(table, COLUMNS) or "[]"))
@@ -133,38 +132,77 @@ def _columns(joined: Sequence[FeatureJoin], warehouse: Warehouse, table: str, ro
     return _Columns(sources, plain, pa.schema(kept), tuple(stored.names))
 
 
+def _plan_days(
+    columns: _Columns, warehouse: Warehouse, table: str, days: Mapping[datetime.date, int], force: bool
+) -> _Plan:
+    """Finds the days to write: those that lack a column, or have it from another feature source."""
+    noted, wanted = warehouse.day_notes(table), _identities(columns.sources, days, warehouse)
+    names = columns.added.names
+    force = force or not set(names).issubset(columns.existing)
+    without = [day for day in days if not wanted[day] and not set(noted.get(day, {})) & set(names)]
+
+    def is_due(day: datetime.date) -> bool:
+        known = noted.get(day, {})
+        return force or any(known.get(name) != wanted[day].get(name) for name in names)
+
+    due = [day for day in days if day not in without and is_due(day)]
+    others = {day: {name: value for name, value in noted.get(day, {}).items() if name not in names} for day in due}
+    return _Plan(days, due, without, {day: others[day] | wanted[day] for day in due})
+
+
+def _write_days(
+    warehouse: Warehouse,
+    snapshot: SnapshotRef,
+    columns: _Columns,
+    plan: _Plan,
+    sides: Sequence[Side],
+    report: Callable[[int, int], None],
+) -> None:
+    """Writes the due days, each in one commit."""
+    reader = _open_reader(warehouse, snapshot, columns.kept.names)
+    identities = warehouse.written_days(snapshot.table)
+    done, total = 0, sum(plan.rows[day] for day in plan.due)
+    for day in plan.due:
+        batches = _join_rows(reader, day, sides, columns.written, partial(_report_from, report, done, total))
+        warehouse.replace_days(
+            snapshot.table, {day: identities.get(day, "")}, columns.written, batches, plan.rows[day],
+            {day: plan.notes[day]}, made_of=snapshot,
+        )  # fmt: skip
+        done += plan.rows[day]
+
+
 def _refuse_values(
     warehouse: Warehouse, snapshot: SnapshotRef, columns: _Columns, days: Iterable[datetime.date]
 ) -> None:
-    """Values that no back-fill wrote, as of an ingest whose source has the column by now, are not written over."""
+    """Refuses to overwrite values that no back-fill wrote, such as those of an ingest that now has the column."""
     noted = notes(warehouse.table(snapshot.table))
     for day in days:
         names = [name for name in columns.added.names if name not in noted.get(day, {})]
-        names = [name for name in names if name in columns.there]
-        reader = _reader(warehouse, snapshot, names)
+        names = [name for name in names if name in columns.existing]
+        reader = _open_reader(warehouse, snapshot, names)
         batches = (batch for fragment in reader.fragments([day]) for batch in reader.batches(fragment))
         found = {name for batch in batches for name in names if batch.column(name).null_count < len(batch)}
         if found:
             raise ConfigError(
                 f"day {day} of table '{snapshot.table}'", f"no values in {', '.join(sorted(found))}",
-                "some that no back-fill wrote", "Set `prefix`, or write over them with again=true.",
+                "values that no back-fill wrote", "Set `prefix`, or overwrite them with force=true.",
             )  # fmt: skip
 
 
-def _reader(warehouse: Warehouse, snapshot: SnapshotRef, names: Sequence[str]) -> SnapshotReader:
-    """Rows by the columns that the table has now, for it is these that are written."""
+def _open_reader(warehouse: Warehouse, snapshot: SnapshotRef, names: Sequence[str]) -> SnapshotReader:
+    """Reads rows by the columns that the table has now, because these are written."""
     table = warehouse.table(snapshot.table)
     return SnapshotReader(table, snapshot, names, None, table.schema())
 
 
-def _joined(
+def _join_rows(
     reader: SnapshotReader,
     day: datetime.date,
     sides: Sequence[Side],
     schema: pa.Schema,
     on_rows: Callable[[int], None],
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of a day in their order, with the columns of the side sources."""
+    """Yields the rows of a day in their order, with the columns of the feature sources."""
     count = 0
     for batch in (batch for fragment in reader.fragments([day]) for batch in reader.batches(fragment)):
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
@@ -183,7 +221,7 @@ def _report_from(report: Callable[[int, int], None], base: int, total: int, rows
 def _identities(
     sources: Sequence[SideSource], days: Iterable[datetime.date], warehouse: Warehouse
 ) -> dict[datetime.date, dict[str, str]]:
-    """Day -> column -> what it would be written from; a source without rows of the day has no part in it."""
+    """Day -> column -> identity of what it would be written from. Sources without rows of the day are left out."""
     found: dict[datetime.date, dict[str, str]] = {day: {} for day in days}
     for source in sources:
         dated = source.source.day_column is not None
@@ -194,7 +232,3 @@ def _identities(
                 text = json.dumps([*declared, inside[day]])
                 found[day][name] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return found
-
-
-def _due(noted: Mapping[str, str], wanted: Mapping[str, str], names: Sequence[str]) -> bool:
-    return any(noted.get(name) != wanted.get(name) for name in names)

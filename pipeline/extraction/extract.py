@@ -244,7 +244,7 @@ def _no_table_error(table: str, days: Sequence[SourceDay], held_back: Sequence[S
         return EmptyDatasetError(
             f"table '{table}'", "a day that keeps the rules of ingest.checks",
             f"{len(held_back)} day(s), all held back in table '{held_back_name(table)}'",
-            "Correct the source, or relax the rule and run again with again=true.",
+            "Correct the source, or relax the rule and run again with force=true.",
         )  # fmt: skip
     return EmptyDatasetError(
         f"{len(days)} day(s) of the source", "rows to keep", "only negatives that downsampling leaves out",

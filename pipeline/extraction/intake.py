@@ -1,4 +1,4 @@
-"""Days between the source and the table: measured, held against the rules, held back where these say so."""
+"""Measures the days of an ingest before they are written, checks them, and stores their statistics."""
 
 import datetime
 from collections.abc import Callable, Collection, Mapping
@@ -27,9 +27,9 @@ from storage.reader import DAY
 from storage.warehouse import Warehouse
 
 HELD = "held"
-"""Suffix of the table that holds days which broke a rule."""
+"""Suffix of the table with the days that were held back."""
 DAYS_AT_ONCE = 30
-"""Days that are measured together where they stand in the table already."""
+"""Stored days that are measured together."""
 
 Warn = Callable[[str], None]
 """Called with a sentence for the log."""
@@ -37,14 +37,14 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Intake:
-    """What is known of new days before any is written."""
+    """Statistics of new days and the result of their checks, before any is written."""
 
     profile: pa.Table
     checked: CheckResult
 
 
 def held_back_name(table: str) -> str:
-    """Name of the table with the days of `table` that were held back."""
+    """Returns the name of the table with the held-back days of `table`."""
     return f"{table}_{HELD}"
 
 
@@ -59,41 +59,42 @@ def inspect(
     numbers: Collection[str],
     warn: Warn,
 ) -> Intake | None:
-    """Measures new days and holds them against the rules; nothing is written.
+    """Measures new days and checks them against the rules. Nothing is written.
 
     Args:
-        rows: View of the rows to be written.
+        rows: View of the rows to write.
         counts: New day -> its rows.
         numbers: Integer columns that are counts or labels, not ids.
-        warn: Hears of a measurement that failed.
+        warn: Called if the measurement fails.
     Returns:
-        None where they could not be measured.
+        None if the days could not be measured.
     Raises:
         ConfigError: If there is no column `config.key`.
-        DataError: If they could not be measured, and a rule fails days or holds them back.
+        DataError: If the days could not be measured, and a rule is set to fail or quarantine.
     """
     try:
         measured = measure(connection, rows, numbers, counts)
     except duckdb.Error as error:
-        said = first_line(error)
+        reason = first_line(error)
         if config.strict and not isinstance(error, duckdb.OutOfMemoryException):
             raise
         if config.strict:
             raise DataError(
-                "statistics of the new days", f"a measurement, which {', '.join(config.strict)} of ingest.checks need",
-                said, "Ingest fewer days at once, or set these rules to warn.",
+                "statistics of the new days",
+                f"a measurement, because ingest.checks sets {', '.join(config.strict)} to keep days out", reason,
+                "Ingest fewer days at once, or set these rules to warn.",
             ) from error  # fmt: skip
-        warn(f"days are written without statistics, and unchecked: {said}")
+        warn(f"days are written unchecked and without statistics: {reason}")
         return None
-    earlier = profiles(warehouse, table, _before(warehouse, table, counts, config.trailing_days))
-    asked = config.key is not None and config.duplicates != "off"
-    repeated = _repeated(connection, rows, config.key or "") if asked else {}
-    profile, checked = check(measured, earlier, config, label, repeated)
+    earlier = profiles(warehouse, table, _days_before(warehouse, table, counts, config.trailing_days))
+    by_key = config.key is not None and config.duplicates != "off"
+    duplicates = _count_duplicates(connection, rows, config.key or "") if by_key else {}
+    profile, checked = check(measured, earlier, config, label, duplicates)
     return Intake(profile, checked)
 
 
 def store_profile(warehouse: Warehouse, table: str, intake: Intake | None, days: Mapping[datetime.date, str]) -> None:
-    """Stores the statistics of days that were written; where none were taken, those of older rows are dropped.
+    """Stores the statistics of days that were written, or drops those of older rows if there are none.
 
     Args:
         days: Day -> identity of what was written.
@@ -110,33 +111,33 @@ def repair_profile(
     connection: duckdb.DuckDBPyConnection,
     warehouse: Warehouse,
     table: str,
-    standing: Mapping[datetime.date, str],
+    unchanged: Mapping[datetime.date, str],
     numbers: Collection[str],
     warn: Warn,
 ) -> None:
-    """Measures days whose stored statistics are not of what stands in the table: an ingest ended between the two.
+    """Measures days of the table again if their stored statistics are older: an ingest ended between the two writes.
 
     Args:
-        standing: Day of the table -> identity of what was written.
-        numbers, warn: As of `inspect`.
+        unchanged: Day of the table -> identity of what was written.
+        numbers, warn: As in `inspect`.
     """
     name = profile_name(table)
     known = identities(warehouse.table(name)) if warehouse.has_table(name) else {}
-    stale = sorted(day for day, identity in standing.items() if known.get(day) != identity)
+    stale = sorted(day for day, identity in unchanged.items() if known.get(day) != identity)
     for start in range(0, len(stale), DAYS_AT_ONCE):
-        days = {day: standing[day] for day in stale[start : start + DAYS_AT_ONCE]}
+        days = {day: unchanged[day] for day in stale[start : start + DAYS_AT_ONCE]}
         try:
             measured = measure_days(connection, warehouse, warehouse.current(table), days, numbers)
         except duckdb.Error as error:
-            warn(f"days that stand in table '{table}' could not be measured: {first_line(error)}")
+            warn(f"stored days of table '{table}' could not be measured: {first_line(error)}")
             store_profile(warehouse, table, None, days)
             continue
-        earlier = profiles(warehouse, table, _before(warehouse, table, days, TRAILING_DAYS))
+        earlier = profiles(warehouse, table, _days_before(warehouse, table, days, TRAILING_DAYS))
         store(warehouse, table, with_drift(measured, earlier), days)
 
 
 def release_days(warehouse: Warehouse, table: str, days: Collection[datetime.date]) -> None:
-    """Days that are to stand in the table leave that of held days."""
+    """Removes days from the table of held-back days."""
     name = held_back_name(table)
     gone = dict.fromkeys(set(days) & warehouse.written_days(name).keys(), "passed")
     if gone:
@@ -144,8 +145,10 @@ def release_days(warehouse: Warehouse, table: str, days: Collection[datetime.dat
         warehouse.replace_days(name, gone, schema, [], 0)
 
 
-def _before(warehouse: Warehouse, table: str, days: Collection[datetime.date], trailing: int) -> set[datetime.date]:
-    """Days with statistics that new days are compared with."""
+def _days_before(
+    warehouse: Warehouse, table: str, days: Collection[datetime.date], trailing: int
+) -> set[datetime.date]:
+    """Stored days with statistics that the given days are compared with."""
     name = profile_name(table)
     if not warehouse.has_table(name) or warehouse.table(name).current_snapshot() is None:
         return set()
@@ -153,8 +156,8 @@ def _before(warehouse: Warehouse, table: str, days: Collection[datetime.date], t
     return {other for day in days for other in [one for one in stored if one < day][-trailing:]}
 
 
-def _repeated(connection: duckdb.DuckDBPyConnection, rows: str, key: str) -> dict[datetime.date, int]:
-    """Day -> rows whose key another row of the day has, one of each key not counted."""
+def _count_duplicates(connection: duckdb.DuckDBPyConnection, rows: str, key: str) -> dict[datetime.date, int]:
+    """Day -> rows that repeat the key of another row of the day. The first row of each key does not count."""
     columns = connection.view(rows).columns
     if key not in columns:
         known = ", ".join([name for name in columns if not name.startswith("__")][:8])

@@ -1,4 +1,4 @@
-"""The feature log joined with its outcomes inside a window: each impression is one sample, or it is counted why not."""
+"""Joins the feature log with outcomes inside a window. An impression becomes one sample, or is counted as refused."""
 
 import datetime
 from pathlib import Path
@@ -13,37 +13,37 @@ from storage.query import column_types, quoted
 from storage.reader import DAY
 
 KEY, SHOWN, REASON, LEFT_OUT = "__key", "__shown", "__unjoinable", "__left_out"
-"""Columns of the joined view: impression, its time, why it cannot be a sample, and whether it is thinned out."""
+"""Columns of the joined view: impression, its time, why it is refused, and whether downsampling leaves it out."""
 REPEATED = "impression is repeated"
 
 
 class LabelJoin(BaseModel, frozen=True):
-    """What became of the outcomes of one label, over the impressions of the days written."""
+    """How the outcomes of one label matched the impressions of the days written."""
 
     matched: int = 0
-    """First outcomes inside the window: as many impressions are positive."""
+    """First outcomes inside the window: the number of positive impressions."""
     repeated: int = 0
-    """Further ones of the same impression inside the window."""
+    """Further outcomes of the same impression inside the window."""
     late: int = 0
-    """After the window."""
+    """Outcomes after the window."""
     early: int = 0
-    """Before the impression."""
+    """Outcomes before the impression."""
     unmatched: int = 0
-    """Of an impression that the feature log does not have, or without a time; of the whole outcome log."""
+    """Outcomes without a time, or of an impression that the feature log lacks; counted over the whole outcome log."""
 
 
 class Join:
     """Tables and views that give each impression its labels.
 
-    Only key, time and action of both logs are joined, and once; what is found, one row for each impression with an
-    outcome, is small and waits in a table until samples are written. DuckDB spills all of it where memory is short.
+    Only key, time and action of both logs are joined, and only once. The result has one row for each impression with an
+    outcome. It is small and stays in a table until samples are written. DuckDB spills all of it if memory is short.
 
     Args:
         source: View of the feature log, numbered.
-        files: Of the outcome log.
+        files: Files of the outcome log.
         label: `features.label`.
     Raises:
-        ConfigError: If a column is absent or of the wrong kind, or the feature log has one that the join makes.
+        ConfigError: If a column is missing or has the wrong type, or the feature log has a column that the join adds.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Join:
         self._create()
 
     def _create(self) -> None:
-        """Tables of what is found out later, empty as yet, and the view over them."""
+        """Creates the tables that are filled later, and the view over them."""
         counts = [f"CAST(0 AS BIGINT) AS n{i}, CAST(0 AS DOUBLE) AS v{i}" for i in range(len(self.made))]
         for table, columns in {
             "repeated": f"{FILE} AS file, {ROW} AS row",
@@ -86,7 +86,7 @@ class Join:
         )
 
     def mark_repeated(self) -> None:
-        """Notes down the rows of an impression that stands in the feature log more than once, but the first in time."""
+        """Marks the rows of impressions that the feature log repeats, except the first in time."""
         self.connection.execute(
             f"INSERT INTO repeated SELECT file, row FROM (SELECT {FILE} AS file, {ROW} AS row, row_number() OVER"
             f" (PARTITION BY {self.key} ORDER BY {self.shown}, {FILE}, {ROW}) AS number FROM {self.source} WHERE"
@@ -94,7 +94,7 @@ class Join:
         )
 
     def files_by_day(self, samples: str) -> dict[datetime.date, list[str]]:
-        """Day -> files of the outcome log that may hold an outcome of its impressions, by the times in them.
+        """Returns day -> files of the outcome log that may hold an outcome of its impressions, judging by their times.
 
         Args:
             samples: View of the samples.
@@ -108,10 +108,10 @@ class Join:
         return dict(rows)
 
     def attribute(self, samples: str, days: str) -> None:
-        """Finds the outcomes of the impressions of some days; from here on the view has their labels.
+        """Finds the outcomes of the impressions of some days. From then on the view has their labels.
 
         Args:
-            days: Condition on the day, as SQL.
+            days: SQL condition on the day.
         """
         extra = [f"o.{quoted(self.config.action_column)} AS action"] if self._actions() else []
         amounts = {made.amount for made in self.made.values() if made.amount is not None}
@@ -134,7 +134,7 @@ class Join:
         )
 
     def count_outcomes(self) -> dict[str, LabelJoin]:
-        """What became of the outcomes of each label; they add up to all that were looked at."""
+        """Returns label -> how its outcomes were matched. The counts add up to all outcomes considered."""
         result = {}
         for i, (name, made) in enumerate(self.made.items()):
             end = f"shown + to_seconds({self.config.window_of(made)})"
@@ -153,7 +153,7 @@ class Join:
         return any(made.action is not None for made in self.made.values())
 
     def _inside(self, made: OutcomeLabel) -> str:
-        """Condition on an attributed outcome: it counts for the label."""
+        """SQL condition that an attributed outcome counts for the label."""
         end = f"shown + to_seconds({self.config.window_of(made)})"
         return f"{_of(made)} AND happened >= shown AND happened < {end}"
 
@@ -178,30 +178,30 @@ class Join:
             if not known[names[1]].startswith(("TIMESTAMP", "DATE")):
                 kind = known[names[1]]
                 raise ConfigError(
-                    where, f"timestamps in column '{names[1]}'", kind, "Convert it, or name another column."
+                    where, f"timestamps in column '{names[1]}'", kind, "Convert the column, or name another."
                 )
         taken = [name for name in config.columns(label) if name in self.connection.view(source).columns]
         if taken:
             raise ConfigError(
                 "source.outcomes",
                 f"a feature log without '{taken[0]}'",
-                "one that has it",
-                "Leave out source.outcomes.",
+                "one that already has this column",
+                "Rename the column or the label. Without source.outcomes, rows keep their own label.",
             )
 
 
 def _of(made: OutcomeLabel) -> str:
-    """Condition on an outcome: its action is the label's."""
+    """SQL condition that an outcome has the action of the label."""
     return "true" if made.action is None else f"CAST(action AS VARCHAR) = {_text(made.action)}"
 
 
 def _value(made: OutcomeLabel, number: int) -> str:
-    """The label of a row, from what was found of its impression."""
+    """SQL expression of a row's label."""
     if made.take == "any":
         return f"CAST(coalesce(f.n{number}, 0) > 0 AS INTEGER)"
     return f"coalesce(f.n{number}, 0)" if made.take == "count" else f"coalesce(f.v{number}, 0.0)"
 
 
 def _text(value: str) -> str:
-    """A text as an SQL literal."""
+    """A string as an SQL literal."""
     return "'" + value.replace("'", "''") + "'"

@@ -55,7 +55,7 @@ class SourceContext:
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source whose rows can be queried."""
+    """An open source, ready for queries."""
 
     connection: duckdb.DuckDBPyConnection
     view: str

@@ -1,4 +1,4 @@
-"""The figure of an ingest: how new days compare with those before them."""
+"""Plot of an ingest: new days compared with those before them."""
 
 import datetime
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")  # no screen is needed, and none is looked for
+matplotlib.use("Agg")  # needs no display
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,21 +15,25 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 from pipeline.extraction.checks import CheckFinding, CheckResult, DayCheck
 
 COLOURS = ("tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:cyan")
-"""Of columns with a finding, which get a name, too; the others are grey."""
+"""Colours of the columns with a finding that are named in the legend. Further ones are grey."""
 PALE = 60
-"""Columns without a finding that are drawn."""
+"""How many columns without a finding are drawn."""
 
 
 def day_figure(title: str, checked: CheckResult) -> Figure:
-    """Rows, label rate and coverage by day, with the accepted band of the new days; findings are red."""
+    """Draws rows, label rate and coverage by day, with the accepted band of the new days. Findings are red."""
     figure = Figure(figsize=(7.6, 7.2), layout="constrained", dpi=110)
     rows, rate, coverage = figure.subplots(3, sharex=True, height_ratios=(2, 2, 3))
     rows.set_title(title, fontsize=11)
     days = checked.days
-    _course(rows, [(one.day, float(one.rows), one.rows_band) for one in days], _marked(checked, "rows", "duplicates"))
+    _plot_series(
+        rows,
+        [(one.day, float(one.rows), one.rows_band) for one in days],
+        _days_with_finding(checked, "rows", "duplicates"),
+    )
     rates = [(one.day, one.label_rate, one.label_rate_band) for one in days if one.label_rate is not None]
-    _course(rate, rates, _marked(checked, "label_rate"))
-    _coverage(coverage, days, checked.findings)
+    _plot_series(rate, rates, _days_with_finding(checked, "label_rate"))
+    _plot_coverage(coverage, days, checked.findings)
     rows.set_ylabel("rows")
     rows.yaxis.set_major_formatter(EngFormatter())
     rate.set_ylabel("label rate")
@@ -41,14 +45,14 @@ def day_figure(title: str, checked: CheckResult) -> Figure:
     return figure
 
 
-Point = tuple[datetime.date, float, tuple[float, float] | None]
+DayValue = tuple[datetime.date, float, tuple[float, float] | None]
 
 
-def _course(axes: Axes, points: Sequence[Point], marked: set[datetime.date]) -> None:
+def _plot_series(axes: Axes, points: Sequence[DayValue], marked: set[datetime.date]) -> None:
     days: Any = [day for day, _, _ in points]
     axes.plot(days, [value for _, value, _ in points], marker="o", markersize=4, linewidth=1.3, color="tab:blue")
     banded = [(day, *band) for day, _, band in points if band is not None]
-    for date, low, high in banded:  # a bar each: a day may stand alone
+    for date, low, high in banded:  # one bar a day: a day may have no neighbour
         day: Any = date
         axes.plot([day, day], [low, high], color="tab:green", alpha=0.35, linewidth=7, solid_capstyle="butt", zorder=1)
     bad: Any = [(day, value) for day, value, _ in points if day in marked]
@@ -62,7 +66,7 @@ def _course(axes: Axes, points: Sequence[Point], marked: set[datetime.date]) -> 
     axes.set_ylim(0, 1.08 * max([*values, 1e-9]))
 
 
-def _coverage(axes: Axes, days: Sequence[DayCheck], findings: Sequence[CheckFinding]) -> None:
+def _plot_coverage(axes: Axes, days: Sequence[DayCheck], findings: Sequence[CheckFinding]) -> None:
     names = sorted({name for one in days for name in one.coverage})
     found = list(dict.fromkeys(finding.column for finding in findings if finding.column in names))
     others = [name for name in names if name not in found]
@@ -84,9 +88,9 @@ def _coverage(axes: Axes, days: Sequence[DayCheck], findings: Sequence[CheckFind
 
 
 def _line(days: Sequence[DayCheck], name: str) -> tuple[Any, list[float]]:
-    """A column that is not there has no values."""
+    """Days and coverage of a column. A missing column has coverage 0."""
     return [one.day for one in days], [one.coverage.get(name, 0.0) for one in days]
 
 
-def _marked(checked: CheckResult, *rules: str) -> set[datetime.date]:
+def _days_with_finding(checked: CheckResult, *rules: str) -> set[datetime.date]:
     return {finding.day for finding in checked.findings if finding.rule in rules}

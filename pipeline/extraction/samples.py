@@ -1,4 +1,4 @@
-"""The typed, labelled view that is written."""
+"""The typed and labelled view of the rows to write."""
 
 import datetime
 import fnmatch
@@ -24,7 +24,7 @@ _INTS = {
 }
 _NULLS = '"NULL"'
 GOOD = f"__reason IS NULL AND NOT {LEFT_OUT}"
-"""Condition on rows of the typed view: they are to be written."""
+"""SQL condition on rows of the typed view to write."""
 _KEPT = ("BOOLEAN", "INTEGER", "BIGINT", "FLOAT", "DOUBLE", "VARCHAR", "DATE")
 
 
@@ -37,16 +37,16 @@ def add_types(
     made: Sequence[str],
     numbered: bool,
 ) -> str:
-    """A view of the rows as they are stored, with their day, their label, and why a row is refused; returns its name.
+    """Creates a view of the rows as stored, with day, label and the reason why a row is refused. Returns its name.
 
     Args:
         day: Column that gives the day, or the one day of all rows.
-        matched: Columns to keep that say whether a side table had the row's key, and what a join says of the row.
-        made: Columns that are outcomes, or made of them: no features.
+        matched: Further columns to keep: matches in side tables, and what the log join says of the row.
+        made: Columns computed from outcomes; they are no features.
         numbered: Whether the rows have the column ROW.
     Raises:
-        ConfigError: If a column that the configuration names is not there.
-        DataError: If a column is of a kind that cannot be stored, or a row has no day.
+        ConfigError: If the configuration names a column that the rows lack.
+        DataError: If a column has a type that cannot be stored, or a row has no day.
     """
     types = column_types(connection, view)
     names = [name for name in types if name not in (FILE, ROW) and not name.startswith("__")]
@@ -55,21 +55,23 @@ def add_types(
         resolve([schema.weight], names, "features.weight")
     if isinstance(day, str):
         resolve([day], names, "source.day_column")
-    # The column `day` of the table is the partition; one of the source that means something else gives way to it.
+    # Column `day` of the table is the partition. A source column `day` with another meaning is dropped.
     dense = dense_columns(schema, [name for name in names if name != DAY or day == DAY], made)
     _check_text(connection, view, [name for name in dense if types[name] == "VARCHAR"])
-    # A column of nulls without a type is left out: once its type is known, these rows read null all the same.
+    # A column of untyped nulls is left out. Once another file gives its type, these rows still read null.
     untyped = {name for name in names if types[name] == _NULLS and name not in dense}
     kept = [name for name in names if name not in (schema.label, *untyped) and name.lower() != DAY]
     weight = None if schema.weight in made else schema.weight
-    loose = weight if weight is not None and types[weight] == "VARCHAR" else None  # what is no number is refused
+    loose = (
+        weight if weight is not None and types[weight] == "VARCHAR" else None
+    )  # text that is not a number is refused
     typed = [
         f"{_number(name) if name == loose else _cast(name, types[name], name in dense)} AS {quoted(name)}"
         for name in kept
     ]
     date = f"TRY_CAST({quoted(day)} AS DATE)" if isinstance(day, str) else f"DATE '{day}'"
     reasons = [f"WHEN {REASON} IS NOT NULL THEN {REASON}"] if REASON in matched else []
-    reasons += [] if made else [_bad_label(schema.label)]  # one that is made of outcomes is never bad
+    reasons += [] if made else [_bad_label(schema.label)]  # a label computed from outcomes is never bad
     reasons += [] if weight is None else [_bad_weight(weight)]
     reason = f"CASE {' '.join(reasons)} END" if reasons else "CAST(NULL AS VARCHAR)"
     label = quoted(schema.label)
@@ -82,14 +84,14 @@ def add_types(
     undated = count_rows(connection, "samples", f"{DAY} IS NULL")
     if undated:
         raise DataError(
-            f"source.day_column '{day}'", "a date in every row", f"none in {undated} rows",
+            f"source.day_column '{day}'", "a date in every row", f"no date in {undated} rows",
             "Filter those rows out, or name another column.",
         )  # fmt: skip
     return "samples"
 
 
 def _number(name: str) -> str:
-    """The column as numbers, null where it is none."""
+    """SQL of the column as a number, or null if it is none."""
     return f"TRY_CAST({quoted(name)} AS DOUBLE)"
 
 
@@ -138,7 +140,7 @@ def dense_columns(schema: FeatureSchema | LabelColumns, names: list[str], made: 
     for op in schema.derived:
         for name, kind in zip(op.inputs, input_kinds(op), strict=False):
             if name not in known:
-                if _joined(schema, name):
+                if _is_joined(schema, name):
                     continue
                 raise unknown_column(f"{op.kind} of '{op.output}', input", name, known)
             read.append(name)
@@ -148,20 +150,20 @@ def dense_columns(schema: FeatureSchema | LabelColumns, names: list[str], made: 
 
 
 def _resolved(schema: FeatureSchema, patterns: Sequence[str], known: Sequence[str], where: str) -> list[str]:
-    """Columns of the source that the patterns name; those of side sources are joined later, when rows are read."""
-    own = [name for name in patterns if fnmatch.filter(known, name) or not _joined(schema, name)]
+    """Columns of the source that the patterns name. Columns of feature sources are joined later, when rows are read."""
+    own = [name for name in patterns if fnmatch.filter(known, name) or not _is_joined(schema, name)]
     return resolve(own, known, where)
 
 
-def _joined(schema: FeatureSchema, pattern: str) -> bool:
+def _is_joined(schema: FeatureSchema, pattern: str) -> bool:
     return any(joined.may_add(pattern) for joined in schema.joined)
 
 
 def refuse_outcomes(columns: Iterable[str], made: Sequence[str]) -> None:
-    """Refuses features that are outcomes.
+    """Refuses outcomes as features.
 
     Raises:
-        ConfigError: If one is; nobody knows it when the row is to be scored.
+        ConfigError: If a column is an outcome, because nobody knows it when the row is scored.
     """
     taken = [name for name in columns if name in made]
     if taken:
@@ -171,7 +173,7 @@ def refuse_outcomes(columns: Iterable[str], made: Sequence[str]) -> None:
 
 
 def _check_text(connection: duckdb.DuckDBPyConnection, view: str, columns: list[str]) -> None:
-    """Text in a dense column is fine as long as it reads as numbers."""
+    """Refuses text in dense columns unless it reads as numbers."""
     for name in columns:
         bad = f"{quoted(name)} IS NOT NULL AND {_number(name)} IS NULL"
         row = connection.sql(f"SELECT count(*), min({quoted(name)}) FROM {view} WHERE {bad}").fetchall()[0]
@@ -183,7 +185,7 @@ def _check_text(connection: duckdb.DuckDBPyConnection, view: str, columns: list[
 
 
 def _cast(name: str, kind: str, dense: bool) -> str:
-    """The column as a type that Iceberg stores."""
+    """SQL of the column as a type that Iceberg stores."""
     column = quoted(name)
     item, lists = (kind[:-2], "[]") if kind.endswith("[]") else (kind, "")
     if dense and kind in ("VARCHAR", _NULLS):
@@ -210,7 +212,7 @@ def _unstorable(name: str, kind: str) -> DataError:
         f"column '{name}'",
         "numbers, text, dates or lists of them",
         f"type {kind}",
-        "Flatten it into columns of its own.",
+        "Split it into separate columns.",
     )
 
 
@@ -220,5 +222,5 @@ def _wrapped(value: str) -> str:
 
 
 def count_rows(connection: duckdb.DuckDBPyConnection, view: str, condition: str) -> int:
-    """Rows of the view that meet the condition."""
+    """Returns the number of rows of the view that meet the condition."""
     return int(connection.sql(f"SELECT count(*) FROM {view} WHERE {condition}").fetchall()[0][0])

@@ -1,4 +1,4 @@
-"""Parquet, CSV, Criteo TSV and side tables as DuckDB views of one shape."""
+"""Parquet, CSV, Criteo TSV and side tables as uniform DuckDB views."""
 
 import contextlib
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ CRITEO_COLUMNS = {
 """Columns of the headerless Criteo files: label, 13 counts, 26 hexadecimal categories."""
 
 FILE = "filename"
-"""Column DuckDB adds: the file a row came from."""
+"""Column that DuckDB adds: the file of a row."""
 
 ROW = "file_row_number"
-"""Column added for joins, which do not keep the order of rows: with FILE it gives the order back."""
+"""Column added before joins, which lose the order of rows. FILE and ROW restore it."""
 
 
 def create_view(
@@ -35,10 +35,10 @@ def create_view(
     where: str = "source.path",
     numbered: bool = False,
 ) -> None:
-    """Makes the files one view; columns absent from some files are null there.
+    """Creates one view of all files. A column that a file lacks is null in its rows.
 
     Args:
-        where: Key of the configuration that names the files.
+        where: Config key that names the files.
         numbered: Whether to add the column ROW.
     Raises:
         DataError: If a file cannot be read in its format.
@@ -56,7 +56,7 @@ def create_view(
 
 
 def first_line(error: Exception) -> str:
-    """What an error of a library says, without its details; of a line of CSV also the file and the reason."""
+    """Returns the first line of a DuckDB error. An error in a CSV line also gets the file and the reason."""
     lines = str(error).split("\n")
     file = next((line.partition(" = ")[2] for line in lines if line.startswith("  file = ")), None)
     if "CSV Error" not in lines[0] or file is None:
@@ -66,7 +66,7 @@ def first_line(error: Exception) -> str:
 
 
 def find_invalid_utf8(files: Sequence[Path]) -> tuple[Path, str] | None:
-    """The first Parquet file, and column of it, with text that is not UTF-8; None: there is none."""
+    """Returns the first Parquet file with text that is not UTF-8, and its column. None: all text is valid."""
     for path in (path for path in files if not CSV.search(path.name)):
         with contextlib.suppress(pa.ArrowInvalid, OSError), pq.ParquetFile(path) as file:
             for group in range(file.num_row_groups):
@@ -94,7 +94,7 @@ def _relation(
             escapechar="",
             auto_detect=False,
         )
-    else:  # the kind of a column is known when all its values are: text may come late
+    else:  # the type depends on all values: text may come late in the file
         rows = connection.read_csv(names, filename=True, union_by_name=True, sample_size=-1)  # type: ignore[arg-type]
     return rows.select(f"*, row_number() OVER () AS {ROW}") if numbered else rows
 
@@ -102,11 +102,11 @@ def _relation(
 def join_side_tables(
     connection: duckdb.DuckDBPyConnection, source: str, lookups: Sequence[tuple[SideTable, list[Path]]]
 ) -> str:
-    """A view of the source with every side table's columns; returns its name.
+    """Creates a view of the source with the columns of every side table, and returns its name.
 
     Raises:
-        ConfigError: If a key column is absent, or a column would stand twice.
-        DataError: If a side table has two rows of one key.
+        ConfigError: If a key column is missing, or two tables have the same column.
+        DataError: If a side table has two rows with one key.
     """
     columns = list(connection.view(source).columns)
     selected, joins = ["s.*"], []
@@ -114,7 +114,7 @@ def join_side_tables(
         view = f"lookup_{i}"
         create_view(connection, view, files, "auto", f"source.lookups '{lookup.path}'")
         own = [name for name in connection.view(view).columns if name != FILE]
-        _check_lookup(connection, lookup, view, columns, own)
+        _check_side_table(connection, lookup, view, columns, own)
         key = ", ".join(quoted(name) for name in lookup.on)
         added = [name for name in own if name not in lookup.on]
         columns += added
@@ -125,16 +125,16 @@ def join_side_tables(
     return f"{source}_wide"
 
 
-def _check_lookup(
+def _check_side_table(
     connection: duckdb.DuckDBPyConnection, lookup: SideTable, view: str, columns: list[str], own: list[str]
 ) -> None:
     where = f"source.lookups '{lookup.path}'"
     for name in lookup.on:
         if name not in columns or name not in own:
-            raise ConfigError(where, f"key column '{name}' on both sides", "it on one side or none", "Correct `on`.")
-    again = [name for name in own if name in columns and name not in lookup.on]
-    if again:
-        raise ConfigError(where, "columns that the rows do not have yet", f"again {', '.join(again)}", "Rename them.")
+            raise ConfigError(where, f"key column '{name}' in both tables", "a table without it", "Correct `on`.")
+    taken = [name for name in own if name in columns and name not in lookup.on]
+    if taken:
+        raise ConfigError(where, "columns that the rows do not have", f"{', '.join(taken)} in both", "Rename them.")
     key = ", ".join(quoted(name) for name in lookup.on)
     row = connection.sql(f"SELECT count(*), count(DISTINCT ({key})) FROM {view}").fetchall()[0]
     if row[0] != row[1]:

@@ -1,4 +1,4 @@
-"""Facts -> what each column is for, and with which numbers; every choice with its reason."""
+"""Chooses how each column is used, and with which parameters. Every choice has its reason."""
 
 import fnmatch
 import math
@@ -13,15 +13,15 @@ from pipeline.suggestion.facts import ColumnFacts, TableFacts
 from storage.reader import DAY
 
 LARGEST_TABLE = 1 << 22
-"""Rows that an embedding table gets at most."""
+"""Largest number of rows of an embedding table."""
 SMALL_DISTINCT = 1 << 16
-"""Up to so many ids a table has four rows for each, above it two."""
+"""A table with up to this many ids gets four rows an id, a larger one two."""
 FEW_IDS = 50
-"""Whole numbers of no more different values are categories."""
+"""Integers with at most this many distinct values are categories."""
 ROWS_AN_ID = 5
-"""An id with fewer rows has nothing to learn from."""
+"""An id with fewer rows has too few to learn from."""
 LEAK = 0.95
-"""Correlation with the label above which a column is taken for the label."""
+"""A column with a higher correlation with the label counts as a leak."""
 LEAK_NAMES = ("*probability*", "true_*", "label_*", "*_label", "target", "prediction", "pctr", "pcvr")
 ID_NAME = re.compile(r"(^|_)(id|cat|code|type|category|user|item|hash|key)($|_|\d)|id$", re.IGNORECASE)
 COUNT_NAME = re.compile(
@@ -31,7 +31,7 @@ COUNT_NAME = re.compile(
 
 @dataclass(frozen=True)
 class Choice:
-    """What a column is for."""
+    """How a column is used."""
 
     fact: ColumnFacts
     use: Literal["dense", "sparse", "ignored"]
@@ -42,7 +42,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The sections of a config that depend on the data."""
+    """The config sections that depend on the data."""
 
     label: str
     choices: tuple[Choice, ...]
@@ -52,18 +52,18 @@ class Suggestion:
     width_why: str
     batch_rows: int
     groups: tuple[tuple[tuple[str, ...], tuple[Choice, ...]], ...]
-    """(names or patterns, the columns they take), dense ones first."""
+    """(names or patterns, the columns they match), dense ones first."""
 
     def of(self, use: str) -> list[Choice]:
-        """Columns of one use."""
+        """Returns the columns of one use."""
         return [choice for choice in self.choices if choice.use == use]
 
 
-def suggest(observed: TableFacts, label: str, apart: Mapping[str, str] | None = None) -> Suggestion:
-    """A config's features, split and sizes for a table.
+def suggest(observed: TableFacts, label: str, not_features: Mapping[str, str] | None = None) -> Suggestion:
+    """Suggests features, split and sizes for a table.
 
     Args:
-        apart: Column -> why it is no feature, where that is known.
+        not_features: Column -> why it is not a feature, if that is known.
     Raises:
         ConfigError: If no column can be an id, or the label is constant.
     """
@@ -71,13 +71,13 @@ def suggest(observed: TableFacts, label: str, apart: Mapping[str, str] | None = 
     if label not in known or known[label].distinct < 2:
         got = "a constant" if label in known else f"columns {', '.join(list(known)[:8])}"
         raise ConfigError(f"label '{label}'", "a column of 0 and 1", got, "Name another: label=COLUMN.")
-    choices = [choose(fact, apart) for fact in observed.facts if fact.name not in (label, DAY)]
+    choices = [choose(fact, not_features) for fact in observed.facts if fact.name not in (label, DAY)]
     sparse = [choice for choice in choices if choice.use == "sparse"]
     if not sparse:
         numbers = sum(choice.use == "dense" for choice in choices)
         raise ConfigError(
             "suggestion", "a column of ids, text or lists of ids", f"{numbers} columns of numbers alone",
-            "Add one, or declare it by hand, with bucketize before it.",
+            "Add one, or bucketize a number in features.sparse by hand.",
         )  # fmt: skip
     split, split_why = _split(observed, sparse)
     width, width_why = _width(sparse)
@@ -86,9 +86,9 @@ def suggest(observed: TableFacts, label: str, apart: Mapping[str, str] | None = 
     return Suggestion(label, tuple(choices), split, split_why, width, width_why, batch, groups)
 
 
-def choose(fact: ColumnFacts, apart: Mapping[str, str] | None = None) -> Choice:
-    """What one column is for."""
-    reason = _ignored(fact, apart or {})
+def choose(fact: ColumnFacts, not_features: Mapping[str, str] | None = None) -> Choice:
+    """Chooses how one column is used."""
+    reason = _ignored(fact, not_features or {})
     if reason is not None:
         return Choice(fact, "ignored", reason)
     if fact.kind == "number" or (fact.kind == "id" and not _is_category(fact)):
@@ -96,29 +96,31 @@ def choose(fact: ColumnFacts, apart: Mapping[str, str] | None = None) -> Choice:
     return _sparse(fact)
 
 
-def _ignored(fact: ColumnFacts, apart: Mapping[str, str]) -> str | None:
-    """Why a column is no feature; None: it is one."""
+def _ignored(fact: ColumnFacts, not_features: Mapping[str, str]) -> str | None:
+    """Why a column is not a feature. None: it is one."""
     if not NAME.fullmatch(fact.name):
-        return "no name that the warehouse takes; rename it"
-    if fact.name in apart or fact.present == 0:
-        return apart.get(fact.name, "no values")
+        return "the warehouse does not accept this name; rename it"
+    if fact.name in not_features or fact.present == 0:
+        return not_features.get(fact.name, "no values")
     if any(fnmatch.fnmatchcase(fact.name.lower(), pattern) for pattern in LEAK_NAMES):
-        return "told with the label, by its name"
-    for what, value in (("its values go", fact.correlation), ("having a value goes", fact.presence)):
+        return "leaks the label, judging by its name"
+    for what, value in (("its values", fact.correlation), ("having a value", fact.presence)):
         if value is not None and abs(value) > LEAK:
-            return f"{what} with the label, correlation {value:.3f}: told with it"
+            return f"leaks the label: correlation of {what} with it {value:.3f}"
     if fact.kind == "other":
-        return "lists of numbers" if fact.max_length else "a time; get_local_hour under `derived` makes hours of it"
+        return "lists of numbers" if fact.max_length else "a time; get_local_hour under `derived` turns it into hours"
     if fact.distinct <= 1 and fact.kind != "ids":
-        return "one value in all rows that have one"
+        return "constant: one distinct value"
     ids = fact.kind == "text" or (fact.kind == "id" and _is_category(fact))
     if ids and fact.present > 100 and fact.distinct * ROWS_AN_ID > fact.present:
-        return f"about {max(1.0, fact.present / fact.distinct):.1f} rows an id: names rows, nothing to learn from"
+        return (
+            f"about {max(1.0, fact.present / fact.distinct):.1f} rows an id: it identifies rows, too few to learn from"
+        )
     return None
 
 
 def _is_category(fact: ColumnFacts) -> bool:
-    """Whether whole numbers are ids: by the name, else by how they lie."""
+    """Whether integers are ids, judging by the name, else by their distribution."""
     if fact.type == "BOOLEAN" or ID_NAME.search(fact.name):
         return True
     low, high = fact.minimum or 0.0, fact.maximum or 0.0
@@ -128,7 +130,7 @@ def _is_category(fact: ColumnFacts) -> bool:
         return False
     if fact.distinct <= FEW_IDS:
         return True
-    return fact.distinct > 1_000 and fact.distinct > 0.5 * (high - low + 1)  # ids are handed out one after the other
+    return fact.distinct > 1_000 and fact.distinct > 0.5 * (high - low + 1)  # ids are assigned consecutively
 
 
 def _dense(fact: ColumnFacts) -> Choice:
@@ -149,7 +151,7 @@ def _dense(fact: ColumnFacts) -> Choice:
 def _sparse(fact: ColumnFacts) -> Choice:
     size = table_rows(fact.distinct)
     share = f"{fact.coverage:.0%} of rows"
-    capped = ", the largest that is suggested" if size == LARGEST_TABLE else ""
+    capped = ", largest table suggested" if size == LARGEST_TABLE else ""
     why = f"about {fact.distinct:,} ids{capped}, {share}"
     hashed = {"kind": "sigrid_hash", "size": size}
     if fact.kind != "ids":
@@ -160,7 +162,7 @@ def _sparse(fact: ColumnFacts) -> Choice:
 
 
 def table_rows(distinct: int) -> int:
-    """A power of two with room for ids to come: four rows an id in small tables, two in large ones.
+    """Returns a power of two with room for new ids: four rows an id in small tables, two in large ones.
 
     Example:
         >>> table_rows(3), table_rows(1_000), table_rows(100_000), table_rows(10**9)
@@ -171,7 +173,7 @@ def table_rows(distinct: int) -> int:
 
 
 def first_ids(length: int) -> int:
-    """A list's limit: the length that 99 of 100 keep, rounded up to a multiple of five above ten.
+    """Returns the limit of a list: the 99th percentile of its length, rounded up to a multiple of five above ten.
 
     Example:
         >>> first_ids(7), first_ids(41)
@@ -195,10 +197,10 @@ def _split(observed: TableFacts, used: Sequence[Choice]) -> tuple[dict[str, Any]
     if len(days) >= 2:
         *train, last = days
         valid: dict[str, Any] = {}
-        why = f"{len(days)} days: the last one judges"
+        why = f"{len(days)} days: the last one tests"
         if len(train) >= 2:
             *train, before = train
-            valid, why = {"valid": [str(before)]}, f"{why}, the one before it stops"
+            valid, why = {"valid": [str(before)]}, f"{why}, the one before it validates"
         return {"days": {"train": [f"{train[0]}..{train[-1]}"], **valid, "test": [str(last)]}}, why
     keys = [choice for choice in used if choice.fact.kind in ("id", "text") and choice.fact.coverage > 0.99]
     if not keys:
@@ -209,7 +211,7 @@ def _split(observed: TableFacts, used: Sequence[Choice]) -> tuple[dict[str, Any]
 
 
 def _groups(choices: Sequence[Choice], names: Sequence[str]) -> tuple[tuple[tuple[str, ...], tuple[Choice, ...]], ...]:
-    """Columns that share their settings, by pattern where one takes just them."""
+    """Groups columns with equal settings, by pattern if one matches exactly them."""
     alike: dict[str, list[Choice]] = {}
     for use in ("dense", "sparse"):
         for choice in choices:
@@ -219,7 +221,7 @@ def _groups(choices: Sequence[Choice], names: Sequence[str]) -> tuple[tuple[tupl
 
 
 def patterns(wanted: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Patterns that take the wanted names and no others; names that share no such pattern stand for themselves.
+    """Returns patterns that match the wanted names and no others. A name without such a pattern is listed itself.
 
     Example:
         >>> patterns(["cat_a", "cat_b", "age"], ["age", "cat_a", "cat_b", "num_x"])

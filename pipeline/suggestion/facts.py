@@ -1,4 +1,4 @@
-"""What a suggestion knows of a column: its statistics over all days, and how it goes with the label."""
+"""Facts that a suggestion is based on: column statistics over all days, and correlations with the label."""
 
 import datetime
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ from storage.query import quoted
 from storage.reader import DAY
 
 ALL = datetime.date(1970, 1, 1)
-"""The day that all rows are given where they are measured together."""
+"""The day given to all rows when they are measured together."""
 AT_A_TIME = 200
-"""Columns whose correlation is taken in one pass."""
+"""How many columns are correlated with the label in one pass."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ColumnFacts:
 
     name: str
     type: str
-    """As DuckDB calls it."""
+    """DuckDB type."""
     kind: str
     rows: int
     present: int
@@ -36,9 +36,9 @@ class ColumnFacts:
     minimum: float | None = None
     maximum: float | None = None
     correlation: float | None = None
-    """Of its values with the label; None where it has no numbers, or is constant."""
+    """Correlation of the values with the label. None: no numbers, or constant."""
     presence: float | None = None
-    """Of having a value with the label."""
+    """Correlation of having a value with the label."""
 
     @property
     def coverage(self) -> float:
@@ -48,7 +48,7 @@ class ColumnFacts:
 
 @dataclass(frozen=True)
 class TableFacts:
-    """A table or source, looked at as a whole."""
+    """Facts about all columns of a table or source."""
 
     facts: tuple[ColumnFacts, ...]
     days: tuple[tuple[datetime.date, int], ...]
@@ -56,7 +56,7 @@ class TableFacts:
 
     @property
     def rows(self) -> int:
-        """Of all days."""
+        """Rows of all days."""
         return sum(rows for _, rows in self.days)
 
 
@@ -70,14 +70,14 @@ def observe(
     """Measures all columns over all days at once.
 
     Args:
-        types: Column -> its type, as DuckDB calls it.
+        types: Column -> its DuckDB type.
         days: Day -> its rows.
     """
     columns = {name: kind for name, kind in types.items() if name != DAY and not name.startswith("__")}
     total = {ALL: sum(days.values())}
     as_one = f"SELECT * REPLACE (DATE '{ALL}' AS {DAY}) FROM"
     measured = measure_columns(connection, lambda names: f"({as_one} {rows(names)})", columns, total, {label})
-    pairs = correlations(connection, rows, columns, label)
+    pairs = correlate(connection, rows, columns, label)
     found = {row["column"]: row for row in measured.to_pylist()}
     return TableFacts(
         facts=tuple(_fact(found[name], kind, *pairs.get(name, (None, None))) for name, kind in columns.items()),
@@ -90,17 +90,19 @@ def _fact(row: Mapping[str, Any], kind: str, correlation: float | None, presence
     return ColumnFacts(**shared, name=row["column"], type=kind, correlation=correlation, presence=presence)
 
 
-def correlations(
+def correlate(
     connection: duckdb.DuckDBPyConnection, rows: Rows, types: Mapping[str, str], label: str
 ) -> dict[str, tuple[float | None, float | None]]:
-    """Column -> correlation with the label of its values, and of there being one."""
+    """Returns column -> correlation with the label of its values, and of having a value."""
     names = [name for name in types if name not in (label, DAY)]
     found: dict[str, tuple[float | None, float | None]] = {}
     for start in range(0, len(names), AT_A_TIME):
         part = names[start : start + AT_A_TIME]
-        pairs = [f"{{'value': {_value(name, types[name], label)}, 'there': {_there(name, label)}}}" for name in part]
+        pairs = [
+            f"{{'value': {_value(name, types[name], label)}, 'presence': {_presence(name, label)}}}" for name in part
+        ]
         (row,) = connection.sql(f"SELECT {', '.join(pairs)} FROM {rows([label, *part])}").fetchall()
-        found |= {name: (_number(one["value"]), _number(one["there"])) for name, one in zip(part, row, strict=True)}
+        found |= {name: (_number(one["value"]), _number(one["presence"])) for name, one in zip(part, row, strict=True)}
     return found
 
 
@@ -111,7 +113,7 @@ def _value(name: str, kind: str, label: str) -> str:
     return f"corr(CASE WHEN abs({value}) < 1e100 THEN {value} END, {quoted(label)})"
 
 
-def _there(name: str, label: str) -> str:
+def _presence(name: str, label: str) -> str:
     return f"corr(CAST({quoted(name)} IS NOT NULL AS INTEGER), {quoted(label)})"
 
 

@@ -1,4 +1,4 @@
-"""A suggestion as the text of a config file, each choice with its reason beside it."""
+"""Renders a suggestion as a config file, with the reason of each choice as a comment."""
 
 import json
 from collections.abc import Mapping
@@ -9,18 +9,18 @@ import yaml
 from pipeline.suggestion.choose import Choice, Suggestion
 
 HEAD = """# {name}: suggested by `python -m flows.suggest` from {rows:,} rows of {days} days{source}.
-# Every choice has its reason beside it; change what you know better.
+# Every choice has its reason next to it. Change what you know better.
 """
 
 
 def render_config(
     suggestion: Suggestion, kept: Mapping[str, Any], rows: int, days: int, source: str, weight: str | None = None
 ) -> str:
-    """The whole file.
+    """Renders the whole file.
 
     Args:
-        kept: Sections of the config that are taken over; keys of `model` and `training` go before the suggested ones.
-        source: What was looked at, in words.
+        kept: Sections to take over from the config. Its keys of `model` and `training` win over the suggested ones.
+        source: Description of what was measured.
         weight: Column of the rows' weights.
     """
     others = {key: value for key, value in kept.items() if key not in ("features", "split", "model", "training")}
@@ -60,7 +60,7 @@ def _group(names: tuple[str, ...], group: tuple[Choice, ...]) -> list[str]:
 
 
 def _comment(choice: Choice) -> str:
-    """Column and reason on one line, whatever the column's name is."""
+    """Column and reason on one line, even if the name has line breaks."""
     return " ".join(f"{choice.fact.name}: {choice.why}".split())
 
 

@@ -1,4 +1,4 @@
-"""GeneratorConfig: what the generated logs look like, in numbers."""
+"""Config of the generated logs."""
 
 import datetime
 from typing import Literal
@@ -7,13 +7,13 @@ from pydantic import BaseModel, Field, FiniteFloat, NonNegativeFloat, NonNegativ
 
 
 class GeneratorConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """How much is logged, how ids are spread, and how hard the planted model is to learn.
+    """Size of the logs, distribution of the ids, and difficulty of the planted model.
 
-    The planted model itself (weights of columns and ids) is fixed; `seed` draws other rows from the same model.
+    The planted model itself (weights of columns and ids) is fixed. Another `seed` draws other rows from the same model.
     """
 
     seed: NonNegativeInt = 0
-    """Seeds every draw, together with the day and the chunk."""
+    """Seeds every draw together with the day and the chunk."""
     start_day: datetime.date = datetime.date(2024, 1, 1)
     """First day of the log. Drift counts from here."""
     days: PositiveInt = 7
@@ -21,16 +21,16 @@ class GeneratorConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     rows_per_day: PositiveInt = Field(default=120_000, lt=10**10)
     """Impressions per day."""
     chunk_rows: PositiveInt = 50_000
-    """Rows drawn and held at once; also the row group of the files. Another value draws other rows."""
+    """Rows drawn and held in memory at once, and row group size of the files. Another value draws other rows."""
     session_mean_rows: float = Field(default=4.0, ge=1)
-    """Mean impressions of a session; the number is geometric."""
+    """Mean impressions of a session. The number has a geometric distribution."""
     lists_per: Literal["row", "session"] = "row"
-    """Whether a user's lists (recent items, searches) are drawn for each impression, or stay during a session."""
+    """Whether a user's lists (recent items, searches) are drawn for each impression or once for a session."""
 
     users: PositiveInt = 20_000
-    """Vocabulary of cat_user at any one time."""
+    """Vocabulary of cat_user at any time."""
     items: PositiveInt = 10_000
-    """Vocabulary of cat_item and list_recent_items at any one time."""
+    """Vocabulary of cat_item and list_recent_items at any time."""
     categories: PositiveInt = 100
     """Vocabulary of cat_category and list_recent_categories; an item has one category."""
     advertisers: PositiveInt = 500
@@ -40,39 +40,39 @@ class GeneratorConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     devices: PositiveInt = 8
     """Vocabulary of cat_device."""
     interests: PositiveInt = 200
-    """Vocabulary of list_interests at any one time."""
+    """Vocabulary of list_interests at any time."""
     search_terms: PositiveInt = 2_000
-    """Vocabulary of list_search_terms at any one time."""
+    """Vocabulary of list_search_terms at any time."""
     zipf_exponent: NonNegativeFloat = 1.25
-    """Popularity of rank r is proportional to r ** -exponent, for every vocabulary but the users."""
+    """Popularity of rank r is proportional to r ** -exponent, for every vocabulary except the users."""
     user_zipf_exponent: NonNegativeFloat = 0.7
-    """The same for users, whose activity is less uneven."""
+    """The same for users. Their activity is less skewed."""
     list_length_exponent: NonNegativeFloat = 2.0
-    """A list of n ids has a chance proportional to about (n + 1) ** -exponent."""
+    """The probability of a list of n ids is roughly proportional to (n + 1) ** -exponent."""
     list_limit_ids: PositiveInt = 50
     """Longest list."""
     most_nulls_share: float = Field(default=0.2, ge=0, le=1)
-    """Null share of the column with most nulls; the others have fixed fractions of it."""
+    """Null share of the column with most nulls. The others have fixed fractions of it."""
 
     base_logit: FiniteFloat = -1.7
     """Log-odds of a click when every effect is zero."""
     signal_strength: NonNegativeFloat = 1.0
-    """Scales every planted effect. 0 leaves nothing to learn."""
+    """Scales every planted effect. With 0 there is nothing to learn."""
     head_ids: PositiveFloat = 20.0
-    """An id of rank r weighs (1 + r / head_ids) ** -0.5 as much as the most popular one: rare ids tell little."""
+    """An id of rank r weighs (1 + r / head_ids) ** -0.5 as much as the most popular. Rare ids carry little signal."""
     drift_strength: NonNegativeFloat = 1.0
-    """Scales the daily change of popularity, dense means and base rate. 0 makes all days alike."""
+    """Scales the daily change of popularity, dense means and base rate. With 0 all days are alike."""
 
     lost_share: float = Field(default=0.03, ge=0, lt=1)
     """Share of clicks that never reach the outcome log."""
     duplicate_share: float = Field(default=0.01, ge=0, le=1)
-    """Share of logged clicks that are logged twice, the second time a few seconds later."""
+    """Share of logged clicks with a second entry a few seconds later."""
     mean_delay_seconds: PositiveFloat = 600.0
     """Mean of the exponential delay between impression and outcome."""
 
     @property
     def chunks_per_day(self) -> int:
-        """Chunks in a day; the last one may be shorter."""
+        """Chunks of a day. The last one may be shorter."""
         return -(-self.rows_per_day // self.chunk_rows)
 
     @property

@@ -1,6 +1,6 @@
-"""Sample logs with a known answer: features and outcomes drawn from a planted model, of any size, in bounded memory.
+"""Sample logs with a known answer: features and outcomes from a planted model, of any size, in bounded memory.
 
-Every row carries `true_probability`, so the best reachable loss is known and a trained model can be held against it.
+Every row has `true_probability`, so the best possible loss is known and a trained model can be compared with it.
 Array shapes in this file: R rows and S sessions of a chunk.
 """
 
@@ -31,29 +31,29 @@ _NO_OUTCOMES = pa.RecordBatch.from_pylist([], schema=OUTCOME_SCHEMA)
 
 
 class Chunk(NamedTuple):
-    """A stretch of the feature log and the outcomes its impressions cause."""
+    """A part of the feature log, and the outcomes of its impressions."""
 
     features: pa.RecordBatch
     outcomes: pa.RecordBatch
-    """By outcome time, lost ones left out; may arrive on later days."""
+    """In order of outcome time, without lost ones. Some arrive on later days."""
 
 
 def write_logs(
     config: GeneratorConfig, folder: Path, window_seconds: int, on_rows: Callable[[int], None] = lambda rows: None
 ) -> int:
-    """Write both logs as `features/day=YYYY-MM-DD.parquet` and `outcomes/day=YYYY-MM-DD.parquet`, zstd.
+    """Writes both logs as `features/day=YYYY-MM-DD.parquet` and `outcomes/day=YYYY-MM-DD.parquet`, zstd.
 
-    An outcome lies in the file of the day it arrives on. The outcome log has one day more than the feature log; its
-    file holds whatever arrives after the last day. A file appears under its name only when complete and replaces an
-    older one; files of other days are left alone. Columns are described in `planted.draw_columns`.
+    An outcome lies in the file of the day it arrives on. The outcome log has one day more than the feature log: its
+    last file holds all that arrives after the last day. A file gets its name only when it is complete, and replaces an
+    older one. Files of other days are not touched. `planted.draw_columns` describes the columns.
 
     Args:
-        window_seconds: Span after an impression in which a click counts for the label.
+        window_seconds: A click counts for the label up to this long after its impression.
         on_rows: Called with the number of impressions of every chunk written.
     Returns:
         Impressions written.
     Raises:
-        ConfigError: If the window is not positive, since no label could be 1.
+        ConfigError: If the window is not positive: no label could be 1.
     Example:
         >>> import tempfile
         >>> config = GeneratorConfig(days=2, rows_per_day=100)
@@ -64,7 +64,9 @@ def write_logs(
         ['day=2024-01-01.parquet', 'day=2024-01-02.parquet', 'day=2024-01-03.parquet']
     """
     if window_seconds <= 0:
-        raise ConfigError("window_seconds", "a positive number", str(window_seconds), "Without it no label could be 1.")
+        raise ConfigError(
+            "window_seconds", "a positive number", str(window_seconds), "Raise it: without a window no label is 1."
+        )
     last = config.dates[-1] + datetime.timedelta(days=1)
     with _OpenFiles(folder) as files:
         for day in config.dates:
@@ -82,7 +84,7 @@ def write_logs(
 
 
 def feature_batches(config: GeneratorConfig, day: datetime.date, window_seconds: int) -> Iterator[pa.RecordBatch]:
-    """The feature log of one day, chunk by chunk, nearly in the order of event time.
+    """Yields the feature log of one day in chunks, nearly in the order of event time.
 
     Example:
         >>> config = GeneratorConfig(rows_per_day=250, chunk_rows=100)
@@ -94,13 +96,13 @@ def feature_batches(config: GeneratorConfig, day: datetime.date, window_seconds:
 
 
 def make_chunk(config: GeneratorConfig, day: datetime.date, number: int, window_seconds: int) -> Chunk:
-    """Draw one chunk, which depends on nothing but these arguments.
+    """Draws one chunk. It depends on these arguments alone.
 
-    The joined label is 1 for a click that is not lost and arrives inside the window, hence
+    The joined label is 1 for a click that is not lost and arrives inside the window. Hence
     true_probability = sigmoid(logit) * (1 - lost_share) * (1 - exp(-window_seconds / mean_delay_seconds)).
 
     Args:
-        number: Chunk of the day, from 0; `config.chunks_per_day` of them make the day.
+        number: Chunk of the day, from 0 to `config.chunks_per_day` - 1.
     Raises:
         ConfigError: If the day has no such chunk.
     Example:
@@ -135,7 +137,7 @@ def _days_since_epoch(day: datetime.date) -> int:
 
 
 def _draw_times(config: GeneratorConfig, random: np.random.Generator, first_row: int, rows: int) -> tuple[Ints, Ints]:
-    """Sessions of the rows, 0..S-1, and event times in microseconds after midnight, increasing; both int64 [R]."""
+    """Draws sessions of the rows, 0..S-1, and increasing event times in microseconds after midnight; both int64 [R]."""
     starts = random.random(rows) < 1 / config.session_mean_rows  # geometric lengths that fill the chunk exactly
     starts[0] = True
     session_of_row = np.cumsum(starts) - 1
@@ -152,7 +154,7 @@ def _draw_times(config: GeneratorConfig, random: np.random.Generator, first_row:
 def _draw_outcomes(
     config: GeneratorConfig, random: np.random.Generator, impression_ids: Ints, event_us: Ints, probability: Floats
 ) -> pa.RecordBatch:
-    """The logged clicks of a chunk by outcome time: some lost, some late, some twice."""
+    """Draws the logged clicks of a chunk in order of outcome time: some are lost, late or repeated."""
     rows = len(impression_ids)
     logged = (random.random(rows) < probability) & (random.random(rows) >= config.lost_share)
     delay_us = random.exponential(1e6 * config.mean_delay_seconds, rows)
@@ -171,7 +173,7 @@ def _draw_outcomes(
 
 
 def _by_arrival_day(outcomes: pa.RecordBatch, last: datetime.date) -> Iterator[tuple[datetime.date, pa.RecordBatch]]:
-    """Cut outcomes, which are in order of time, at midnights. What is later than the last day counts as that day."""
+    """Cuts outcomes, in order of time, at midnights. Those after the last day count as that day."""
     days = np.minimum(outcomes.column("outcome_time").cast(pa.int64()).to_numpy() // DAY_US, _days_since_epoch(last))
     borders = np.flatnonzero(np.diff(days, prepend=-(10**9), append=10**9))
     for begin, end in itertools.pairwise(borders.tolist()):
@@ -179,7 +181,7 @@ def _by_arrival_day(outcomes: pa.RecordBatch, last: datetime.date) -> Iterator[t
 
 
 class _OpenFiles:
-    """Parquet files being written, of a few days at a time; they take their names when their day is over."""
+    """Parquet files of a few days at a time. They get their final names when their day is complete."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -200,11 +202,11 @@ class _OpenFiles:
             temporary = closing.enter_context(atomic_file(self.folder / log / f"day={day.isoformat()}.parquet"))
             writer = closing.enter_context(pq.ParquetWriter(temporary, rows.schema, compression="zstd"))
             self.files[log, day] = closing, writer
-        if rows.num_rows:  # an empty batch only makes sure that the file exists
+        if rows.num_rows:  # an empty batch only creates the file
             self.files[log, day][1].write_batch(rows)
 
     def commit(self, day: datetime.date) -> None:
-        """Close and name the files of this day, to which nothing can be added any more."""
+        """Closes the files of this day and gives them their final names."""
         for key in [key for key in self.files if key[1] == day]:
             closing, _ = self.files.pop(key)
             closing.close()

@@ -1,4 +1,4 @@
-"""The planted model: how columns are drawn, and how they decide the probability of a click.
+"""The planted model: how columns are drawn, and how they determine the probability of a click.
 
 Array shapes in this file: R rows and S sessions of a chunk.
 """
@@ -93,12 +93,12 @@ class _Ids(NamedTuple):
         return _Ids(self.ids[index], self.shrink[index])
 
     def effect(self, column: str) -> Floats:
-        """Planted weight of every id, about normal with the column's standard deviation at most."""
+        """Planted weight of every id: about normal, with at most the column's standard deviation."""
         return self.shrink * _normal(self.ids, column)
 
 
 class _Column(NamedTuple):
-    """A drawn column, and what it adds to the logit, which is float64 of the same length."""
+    """A drawn column and what it adds to the logit, float64 of the same length."""
 
     values: pa.Array
     effect: Floats
@@ -110,10 +110,10 @@ class _Column(NamedTuple):
 def draw_columns(
     config: GeneratorConfig, random: np.random.Generator, day: datetime.date, session_of_row: Ints, event_us: Ints
 ) -> tuple[dict[str, pa.Array], Floats]:
-    """All feature columns, length R, and the probability of a click, float64 [R].
+    """Draws all feature columns, length R, and the probability of a click, float64 [R].
 
     Eight dense columns `num_*`, seven ids `cat_*` and five id lists `list_*`. Tenure, click share, user, country,
-    device and interests are drawn per session, the other lists as `lists_per` says. An item decides its category and
+    device and interests are drawn per session, the other lists as `lists_per` says. An item determines its category and
     advertiser, a user the country.
     """
     draws = _Draws(config, random, config.drift_strength * (day - config.start_day).days)
@@ -146,7 +146,7 @@ def draw_columns(
 
 
 def counted_share(config: GeneratorConfig, window_seconds: int) -> float:
-    """Share of the clicks that are not lost and arrive inside the window."""
+    """Returns the share of the clicks that are not lost and arrive inside the window."""
     return float((1 - config.lost_share) * -np.expm1(-window_seconds / config.mean_delay_seconds))
 
 
@@ -159,15 +159,15 @@ class _Draws(NamedTuple):
     """Days since the start of the log, times the drift strength."""
 
     def ids(self, vocabulary: str, count: int) -> _Ids:
-        """Ids by popularity, [count]."""
+        """Draws ids by popularity, [count]."""
         return self.popular(vocabulary, self.random.random(count))
 
     def attribute(self, vocabulary: str, owners: _Ids) -> _Ids:
-        """The one id of this vocabulary that belongs to each owner, such as the country of a user."""
+        """Returns the id of this vocabulary that each owner has, such as the country of a user."""
         return self.popular(vocabulary, _uniform(owners.ids, vocabulary))
 
     def popular(self, vocabulary: str, uniform: Floats) -> _Ids:
-        """The ids at these points of the popularity distribution of this day."""
+        """Returns the ids at these points of the day's popularity distribution."""
         size: int = getattr(self.config, vocabulary)
         if vocabulary not in _DRIFTING:
             return self.numbered(vocabulary, _zipf_ranks(uniform, size, self.config.zipf_exponent))
@@ -177,21 +177,21 @@ class _Draws(NamedTuple):
         return self.numbered(vocabulary, places, age.astype(np.int64))
 
     def numbered(self, vocabulary: str, places: Ints, generation: Ints | int = 0) -> _Ids:
-        """The ids of these places in the vocabulary, spread over the 63-bit range."""
+        """Returns the ids of these places in the vocabulary, spread over the 63-bit range."""
         ids = _mix(places + (np.asarray(generation, np.int64) << 40), vocabulary) >> np.uint64(1)
         return _Ids(ids.astype(np.int64), 1 / np.sqrt(1 + places / self.config.head_ids))
 
     def nulls(self, fraction: float, count: int) -> Bools:
-        """Which values are null, bool [count]."""
+        """Draws which values are null, bool [count]."""
         return self.random.random(count) < fraction * self.config.most_nulls_share
 
     def shift(self, name: str) -> float:
-        """Slow wave in [-1, 1] of this name's own phase, so that means move from day to day but do not run away."""
+        """Slow wave in [-1, 1] with a phase of this name's own: means move from day to day but stay bounded."""
         phase = _uniform(np.zeros(1, np.int64), name)[0]
         return float(np.sin(2 * np.pi * (self.drift_days / _SHIFT_PERIOD_DAYS + phase)))
 
     def dense(self, name: str, count: int) -> _Column:
-        """A dense column, float64 [count]. Its effect is a function of the logged value alone."""
+        """Draws a dense column, float64 [count]. Its effect is a function of the logged value alone."""
         spec = _DENSE[name]
         location = spec.location + (spec.scale * _DENSE_SHIFT * self.shift(name) if spec.shape != "uniform" else 0.0)
         values, standard = _dense_values(spec, location, self.random, count)
@@ -200,17 +200,17 @@ class _Draws(NamedTuple):
         return _Column(pa.array(values, mask=nulls), effect)
 
     def single(self, name: str, drawn: _Ids) -> _Column:
-        """An id column, int64, around ids already drawn. A null adds nothing to the logit."""
+        """Makes an id column, int64, of ids already drawn. A null adds nothing to the logit."""
         nulls = self.nulls(_SINGLE[name].nulls, len(drawn.ids))
         effect = np.where(nulls, 0.0, _SINGLE[name].weight * drawn.effect(name))
         return _Column(pa.array(drawn.ids, mask=nulls), effect)
 
     def id_list(self, name: str, count: int) -> _Column:
-        """An id-list column, list<int64> [count]. Its effect is the mean over the list; empty or null adds nothing."""
+        """Draws an id-list column, list<int64> [count]. Its effect is the mean over the list, or 0 if empty or null."""
         spec, config = _LIST[name], self.config
         lengths = _zipf_ranks(self.random.random(count), config.list_limit_ids + 1, config.list_length_exponent)
         nulls = self.nulls(spec.nulls, count)
-        lengths[nulls] = 0  # a null that hides ids would still slow every reader down
+        lengths[nulls] = 0  # ids behind a null would slow down every reader
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         drawn = self.ids(spec.vocabulary, int(offsets[-1]))
         running = np.concatenate([[0.0], np.cumsum(drawn.effect(name))])
@@ -220,7 +220,7 @@ class _Draws(NamedTuple):
 
 
 def _dense_values(spec: _Dense, location: float, random: np.random.Generator, count: int) -> tuple[Floats, Floats]:
-    """Values and what the planted model sees of them, about standardised; both float64 [count]."""
+    """Draws values, and their roughly standardised form for the planted model; both float64 [count]."""
     if spec.shape == "uniform":
         share = random.random(count)
         return location + spec.scale * share, math.sqrt(12) * (share - 0.5)
@@ -244,9 +244,9 @@ def _interaction(left: _Ids, right: _Ids) -> Floats:
 
 
 def _zipf_ranks(uniform: Floats, size: int, exponent: float) -> Ints:
-    """Turn uniform draws into ranks 0..size-1 that follow a power law; int64, as many as draws.
+    """Turns uniform draws into ranks 0..size-1 with a power-law distribution, int64.
 
-    Inverts the distribution function of the density x ** -exponent on [1, size + 1]: no table, whatever the size.
+    Inverts the distribution function of the density x ** -exponent on [1, size + 1]. It needs no table of any size.
     """
     top = float(size + 1)
     x: Floats = top**uniform if exponent == 1 else (1 + uniform * (top ** (1 - exponent) - 1)) ** (1 / (1 - exponent))
@@ -254,7 +254,7 @@ def _zipf_ranks(uniform: Floats, size: int, exponent: float) -> Ints:
 
 
 def _rotated(ranks: Ints, size: int, octaves: float) -> Ints:
-    """Move ranks round within their octave (1, 2-3, 4-7, ...), so popularity changes by less than a factor of two."""
+    """Rotates ranks within their octave (1, 2-3, 4-7, ...): popularity changes by less than a factor of two."""
     places = ranks + 1
     octave = np.left_shift(1, np.frexp(places)[1].astype(np.int64) - 1)
     width = np.minimum(octave, size + 1 - octave)
@@ -267,7 +267,7 @@ def _salt(name: str) -> np.uint64:
 
 
 def _mix(values: Ints, name: str) -> npt.NDArray[np.uint64]:
-    """Spread integers over 64 bits, independently for every name: the finaliser of SplitMix64, a bijection.
+    """Spreads integers over 64 bits, independently for every name, by the finaliser of SplitMix64, a bijection.
 
     Source:
         Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators".
@@ -282,12 +282,12 @@ def _mix(values: Ints, name: str) -> npt.NDArray[np.uint64]:
 
 
 def _uniform(values: Ints, name: str) -> Floats:
-    """A fixed number in [0, 1) for every integer."""
+    """Returns a fixed number in [0, 1) for every integer."""
     return (_mix(values, name) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _normal(values: Ints, name: str) -> Floats:
-    """A fixed, nearly standard normal number for every integer: the sum of the four 16-bit parts of its hash."""
+    """Returns a fixed, nearly standard normal number per integer: the sum of the four 16-bit parts of its hash."""
     mixed = _mix(values, name)
     total = np.zeros(len(values))
     for part in range(4):

@@ -1,4 +1,4 @@
-"""States follow one another as they may, each word is kept, and the newest counts."""
+"""Events: states change only as allowed, every event is kept, and the newest counts."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -74,13 +74,13 @@ def test_a_column_without_events_is_active_and_what_is_none_can_be_beta_only() -
         )
 
 
-def test_words_stay_until_they_change_and_alternatives_go_with_the_deprecation() -> None:
+def test_fields_stay_until_they_change_and_alternatives_end_with_the_deprecation() -> None:
     gone = event(0, "x", "deprecated", owner="ann", description="old", alternatives=("y",), reason="slow")
     back = build_event([gone], ["x"], "x", "bob", {"state": "active", "owner": "bob"})
     assert (back.owner, back.description, back.alternatives, back.reason) == ("bob", "old", (), None)
 
 
-def test_since_is_the_beginning_of_the_present_state() -> None:
+def test_since_is_the_first_day_of_the_current_state() -> None:
     log = [event(0, "x", "active"), event(1, "y", "beta"), event(2, "x", "deprecated"), event(3, "x", "deprecated")]
     assert state_since(log, "x") == START.date() + timedelta(days=2)
     assert state_since([*log, event(5, "x", "active"), event(6, "x", "active")], "x") == START.date() + timedelta(
@@ -89,7 +89,7 @@ def test_since_is_the_beginning_of_the_present_state() -> None:
     assert state_since(log, "z") is None
 
 
-def test_two_threads_at_once_both_land_and_the_later_word_counts(warehouse: Warehouse) -> None:
+def test_two_threads_at_once_both_land_and_the_later_event_counts(warehouse: Warehouse) -> None:
     assert read_events(warehouse, "t") == []
     found = [event(day, f"f{day % 3}", STATES[day % 4], alternatives=("a", "b") if day % 2 else ()) for day in range(8)]
     with ThreadPoolExecutor(2) as pool:

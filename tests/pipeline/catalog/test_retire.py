@@ -1,4 +1,4 @@
-"""What the catalogue says of a table whose columns are used and filled in known ways."""
+"""The catalog of a table with known usage and contents of its columns."""
 
 import datetime
 
@@ -24,7 +24,7 @@ ROWS = 50
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Warehouse, pa.Schema]:
-    """A used column, one that is null throughout, one that nobody reads, one that is worth nothing, and so on."""
+    """Columns that are used, all null, never read, useless, and so on."""
     warehouse = Warehouse(WarehouseConfig(), tmp_path_factory.mktemp("warehouse"))
     rows = pa.table(
         {
@@ -72,7 +72,7 @@ def catalogue(table: tuple[Warehouse, pa.Schema], usage: Usage = USAGE, profile:
     return build_entries(schema, ("day", "label"), log, usage, footers.columns(), measured, empty)
 
 
-def test_candidates_are_unused_empty_or_worthless_and_come_by_size(table):
+def test_candidates_are_unused_empty_or_useless_and_ordered_by_size(table):
     found = find_candidates(catalogue(table), USAGE, {"key"}, 30, NOW)
     assert next(one.name for one in found) == "unread"
     by_name = {one.name: one for one in found}
@@ -82,7 +82,7 @@ def test_candidates_are_unused_empty_or_worthless_and_come_by_size(table):
     assert [one.bytes for one in found] == sorted((one.bytes for one in found), reverse=True)
 
 
-def test_worth_nothing_in_each_of_the_last_measured_runs(table):
+def test_a_feature_is_useless_if_it_was_in_each_of_the_last_measured_runs(table):
     usage = USAGE.model_copy(update={"runs": USAGE.runs[:3]})
     found = {one.name: one.reasons for one in find_candidates(catalogue(table, usage), usage, (), 30, NOW)}
     assert found["worthless"] == ("NE rises by at most 0.00020 without it in 2 run(s)",)
@@ -91,7 +91,7 @@ def test_worth_nothing_in_each_of_the_last_measured_runs(table):
     assert found["key"] == ("no run of the last 30 days reads it: never read",)
 
 
-def test_nothing_is_unused_where_nobody_trains_or_what_serves_reads_it_or_it_is_new(table):
+def test_a_feature_is_not_unused_if_nobody_trains_or_it_is_served_or_new(table):
     old = Usage(runs=(run(90, "used"),))
     assert {one.name for one in find_candidates(catalogue(table, old), old, (), 30, NOW)} == {"null"}
     champion = Version(model="m", version=2, aliases=("champion",), columns=frozenset({"unread"}))
@@ -102,7 +102,7 @@ def test_nothing_is_unused_where_nobody_trains_or_what_serves_reads_it_or_it_is_
     assert {one.name for one in find_candidates(catalogue(table, fresh), fresh, (), 30, early)} == {"null"}
 
 
-def test_an_entry_says_what_log_runs_and_profile_say(table):
+def test_an_entry_combines_log_runs_and_profile(table):
     days = [DAY, DAY + datetime.timedelta(days=1)]
     rows = [
         {"day": day, "column": "worthless", "kind": "id", "rows": 10, "present": present, "mean_length": length,
@@ -127,7 +127,7 @@ def test_an_entry_says_what_log_runs_and_profile_say(table):
     assert lines[0].startswith("feature ")
 
 
-def test_a_column_is_worth_what_the_best_of_its_features_is():
+def test_a_column_is_as_important_as_the_best_of_its_features():
     schema = pa.schema([("x", pa.float64()), ("y", pa.int64()), ("label", pa.int64())])
     hashed = {"kind": "sigrid_hash", "size": 9}
     plan = build_plan(

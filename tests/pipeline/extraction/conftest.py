@@ -1,4 +1,4 @@
-"""An ingest in a few words, and what it has stored."""
+"""Fixtures to run an ingest and to read what it stored."""
 
 import datetime
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Each rule of the gate: a day that breaks it and no other, a quiet day, and what becomes of such days."""
+"""Each rule: a day that breaks only this rule, a normal day, and what happens to such days."""
 
 import datetime
 from collections.abc import Callable
@@ -30,7 +30,7 @@ LAST = DAYS[-1]
 
 
 def rows(day: datetime.date, count: int = 1_000, seed: int | None = None) -> pa.Table:
-    """A day like any other; equal seeds give equal rows."""
+    """A normal day. Equal seeds give equal rows."""
     draw = np.random.default_rng(day.toordinal() if seed is None else seed)
     return pa.table(
         {
@@ -68,7 +68,7 @@ BREAKS: dict[Rule, tuple[Callable[[pa.Table], pa.Table], str]] = {
     "vanished": (lambda table: table.drop_columns(["old"]), "day 2025-03-06, rule vanished, column 'old': expected values, as on the 5 days before it, got no such column"),
     "appeared": (lambda table: put(table, "new", np.ones(len(table))), "day 2025-03-06, rule appeared, column 'new': expected no values, as on the 5 days before it, got values"),
     "changed_type": (lambda table: put(table, "user", [f"u{i}" for i in table["user"].to_pylist()]), "day 2025-03-06, rule changed_type, column 'user': expected id, as on the 5 days before it, got text"),
-    "duplicates": (lambda table: put(table, "key", [7] * 3 + list(range(10, 1_007))), "day 2025-03-06, rule duplicates: expected at most 0 rows whose key another has, got 2 of 1000"),
+    "duplicates": (lambda table: put(table, "key", [7] * 3 + list(range(10, 1_007))), "day 2025-03-06, rule duplicates: expected at most 0 rows with a repeated key, got 2 of 1000"),
     "drift": (lambda table: put(table, "old", 10.0 * table["old"].to_numpy()), "day 2025-03-06, rule drift, column 'old': expected an index of at most 0."),
 }  # fmt: skip
 
@@ -84,11 +84,11 @@ def measured(folder: Path, tables: list[pa.Table]) -> pa.Table:
 
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
-    """Statistics of five quiet days."""
+    """Statistics of five normal days."""
     return measured(tmp_path_factory.mktemp("before"), [rows(day) for day in DAYS[:-1]])
 
 
-def told(checked: CheckResult) -> list[str]:
+def describe(checked: CheckResult) -> list[str]:
     return [f"{one.where}: expected {one.expected}, got {one.got}" for one in checked.findings]
 
 
@@ -103,7 +103,7 @@ def test_a_day_that_breaks_one_rule(rule: Rule, before: pa.Table, tmp_path: Path
     repeated = {LAST: 2} if rule == "duplicates" else {}
     profile, checked = check(new, before, ChecksConfig(), "label", repeated)
     assert [finding.rule for finding in checked.findings] == [rule]
-    assert told(checked)[0].startswith(expected)
+    assert describe(checked)[0].startswith(expected)
     outcome = ChecksConfig().outcome(rule)
     assert checked.counts() == {outcome: 1}
     assert (profile.schema, profile.num_rows) == (SCHEMA, new.num_rows)
@@ -111,7 +111,7 @@ def test_a_day_that_breaks_one_rule(rule: Rule, before: pa.Table, tmp_path: Path
     assert check(new, before, off, "label", repeated)[1].counts() == {"ok": 1}
 
 
-def test_a_quiet_day_breaks_none(before: pa.Table, tmp_path: Path) -> None:
+def test_a_normal_day_breaks_no_rule(before: pa.Table, tmp_path: Path) -> None:
     checked = check(measured(tmp_path, [rows(LAST)]), before, ChecksConfig(), "label", {})[1]
     assert (checked.findings, checked.counts(), checked.held_back) == ((), {"ok": 1}, set())
     assert [day.outcome for day in checked.days] == ["stored"] * 5 + ["ok"]
@@ -124,13 +124,13 @@ def test_with_few_days_before_it_a_day_is_not_compared(before: pa.Table, tmp_pat
     assert len(check(new, two, ChecksConfig(minimum_days=2), "label", {})[1].findings) == 1
 
 
-def test_columns_may_be_left_out(before: pa.Table, tmp_path: Path) -> None:
+def test_columns_can_be_skipped(before: pa.Table, tmp_path: Path) -> None:
     new = measured(tmp_path, [BREAKS["coverage"][0](rows(LAST))])
     assert check(new, before, ChecksConfig(skip=("pri*",)), "label", {})[1].findings == ()
 
 
-def test_days_that_are_held_back_are_no_measure_of_the_next(before: pa.Table, tmp_path: Path) -> None:
-    """Four days of half the rows: each is held, so the last of them still is."""
+def test_later_days_are_not_compared_with_held_back_days(before: pa.Table, tmp_path: Path) -> None:
+    """Four days with half the rows: each is held back, the last one too."""
     days = [LAST + datetime.timedelta(days=i) for i in range(4)]
     new = measured(tmp_path, [rows(day, count=450) for day in days])
     held = check(new, before, ChecksConfig(rows="quarantine", trailing_days=3), "label", {})[1]
@@ -173,7 +173,7 @@ def test_a_band_is_as_wide_as_the_widest_of_its_reasons() -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Writes each day as a file of its own; the last one is changed."""
+    """Writes each day to a file of its own. The last one is changed."""
 
     def write(change: Callable[[pa.Table], pa.Table] = lambda table: table) -> dict[str, Any]:
         for day in DAYS:
@@ -215,7 +215,7 @@ def test_a_day_that_fails_is_not_written_and_the_sentence_says_why(
     assert ingest(source(), checks={"rows": "fail"}).rows == 6_000
 
 
-def test_a_day_in_quarantine_is_held_and_can_be_let_in(ingest: Any, source: Any, warehouse: Warehouse) -> None:
+def test_a_quarantined_day_is_held_back_until_forced(ingest: Any, source: Any, warehouse: Warehouse) -> None:
     changed = source(BREAKS["rows"][0])
     first = ingest(changed, checks={"rows": "quarantine"})
     assert (first.days_held, first.rows, first.days_written) == ((LAST,), 5_000, tuple(DAYS[:-1]))
@@ -231,13 +231,13 @@ def test_a_day_in_quarantine_is_held_and_can_be_let_in(ingest: Any, source: Any,
     assert (days_of(warehouse)[LAST], days_of(warehouse, "events_held")) == (450, {})
 
 
-def test_a_mended_day_leaves_the_held_ones(ingest: Any, source: Any, warehouse: Warehouse) -> None:
+def test_a_corrected_day_leaves_the_held_back_ones(ingest: Any, source: Any, warehouse: Warehouse) -> None:
     ingest(source(BREAKS["rows"][0]), checks={"rows": "quarantine"})
     assert ingest(source(), checks={"rows": "quarantine"}).days_written == (LAST,)
     assert (days_of(warehouse)[LAST], days_of(warehouse, "events_held")) == (1_000, {})
 
 
-def test_an_older_version_of_a_held_day_stays(ingest: Any, source: Any, warehouse: Warehouse) -> None:
+def test_an_older_version_of_a_held_back_day_stays(ingest: Any, source: Any, warehouse: Warehouse) -> None:
     ingest(source())
     result = ingest(source(BREAKS["rows"][0]), checks={"rows": "quarantine"})
     assert result.days_held == (LAST,)
@@ -249,7 +249,7 @@ def test_duplicates_are_counted_by_the_key(ingest: Any, source: Any, warehouse: 
     changed = source(BREAKS["duplicates"][0])
     assert ingest(changed).checked.findings == (), "no key, no rule"
     result = ingest(changed, checks={"key": "key"}, force=True)
-    assert told(result.checked) == [BREAKS["duplicates"][1]]
+    assert describe(result.checked) == [BREAKS["duplicates"][1]]
     with pytest.raises(ConfigError, match=r"ingest.checks.key: expected a column of the rows, got 'kye'"):
         ingest(changed, checks={"key": "kye"}, force=True)
 
@@ -259,7 +259,7 @@ def test_where_no_day_passes_there_is_no_table(ingest: Any, source: Any) -> None
         ingest(source(), checks={"duplicates": "quarantine", "key": "label"})
     assert str(error.value) == (
         "table 'events': expected a day that keeps the rules of ingest.checks, got 6 day(s), all held back in "
-        "table 'events_held'. Correct the source, or relax the rule and run again with again=true."
+        "table 'events_held'. Correct the source, or relax the rule and run again with force=true."
     )
 
 
@@ -273,7 +273,7 @@ def test_the_figure_shows_days_and_findings(before: pa.Table, tmp_path: Path) ->
     figure.savefig(tmp_path / "figure.png")
 
 
-def test_statistics_lost_between_two_commits_are_taken_by_the_next_ingest(
+def test_statistics_lost_between_two_commits_are_measured_by_the_next_ingest(
     ingest: Any, source: Any, warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows_of = source()
@@ -297,7 +297,7 @@ def test_days_that_cannot_be_measured(
     with pytest.raises(DataError) as error:
         ingest(source())
     assert str(error.value) == (
-        "statistics of the new days: expected a measurement, which changed_type of ingest.checks need, "
+        "statistics of the new days: expected a measurement, because ingest.checks sets changed_type to keep days out, "
         "got Out of Memory Error: all. Ingest fewer days at once, or set these rules to warn."
     )
     assert ingest(source(), checks={"changed_type": "warn"}).rows == 6_000

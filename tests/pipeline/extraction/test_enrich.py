@@ -1,4 +1,4 @@
-"""Columns of side sources in days that stand there already: all else stays, whatever happens in between."""
+"""Columns of feature sources in existing days: everything else stays, whatever happens meanwhile."""
 
 import datetime
 import os
@@ -63,7 +63,7 @@ def save_side(root: Path, number: int, seed: int = 0) -> None:
 
 @pytest.fixture
 def warehouse(tmp_path: Path) -> Warehouse:
-    """Four days; the side source has rows of the first three."""
+    """Four days. The feature source has rows of the first three."""
     warehouse = Warehouse(CONFIG, tmp_path / "home")
     for number in range(4):
         ingest(warehouse, number)
@@ -113,7 +113,7 @@ def test_a_back_fill_writes_what_the_reader_joins_and_nothing_else(warehouse):
     assert len(warehouse.table("t").snapshots()) == 4 + 3  # a commit for each day
 
 
-def test_days_are_due_once_for_each_side_input_and_each_ingest(warehouse, tmp_path):
+def test_days_are_due_once_for_each_input_and_each_ingest(warehouse, tmp_path):
     run(warehouse, end=DAYS[1])
     assert run(warehouse).days_written == (DAYS[2],)
     again = run(warehouse)
@@ -125,14 +125,14 @@ def test_days_are_due_once_for_each_side_input_and_each_ingest(warehouse, tmp_pa
     assert set(read(warehouse, warehouse.current("t"), ["score"])["score"][:230].to_pylist()) == {None}
     assert run(warehouse).days_written == (DAYS[0],)
     assert warehouse.written_days("t")[DAYS[0]] == "second"
-    assert run(warehouse, again=True).days_written == tuple(DAYS[:3])
+    assert run(warehouse, force=True).days_written == tuple(DAYS[:3])
     (tmp_path / "side" / "2.parquet").unlink()
     assert run(warehouse).days_written == (DAYS[2],)  # what was taken back is null again
     assert set(read(warehouse, warehouse.current("t"), ["score"])["score"][460:690].to_pylist()) == {None}
     assert run(warehouse).days_without == (DAYS[2], DAYS[3])
 
 
-def test_a_second_side_source_leaves_the_first_ones_columns(warehouse, tmp_path):
+def test_a_second_feature_source_leaves_the_columns_of_the_first(warehouse, tmp_path):
     run(warehouse)
     first = read(warehouse, warehouse.current("t"), ["score", "liked"])
     pq.write_table(pa.table({"text": [f"t{i}" for i in range(9)], "weight": range(9)}), tmp_path / "w.parquet")
@@ -169,7 +169,7 @@ enrich((SOURCE,), Warehouse(CONFIG, home), "t", home.parent)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("at", "when"), [(1, "before"), (2, "after"), (3, "before")])
-def test_a_back_fill_that_is_killed_goes_on(at, when, warehouse):
+def test_a_killed_back_fill_resumes(at, when, warehouse):
     home, undisturbed = warehouse.home, on_disk(warehouse.home)
     old = read(warehouse, warehouse.current("t"))
     arguments = [sys.executable, "-c", KILL, str(home), str(at), when]
@@ -204,7 +204,7 @@ def test_neither_expiry_nor_another_layout_makes_days_due_again(warehouse, tmp_p
     assert run(warehouse).days_written == (DAYS[1],)
 
 
-def test_a_day_that_is_ingested_meanwhile_is_not_written_over(warehouse):
+def test_a_day_that_is_ingested_meanwhile_is_not_overwritten(warehouse):
     first = run(warehouse, end=DAYS[0]).snapshot
     rows = read(warehouse, first)
     ingest(warehouse, 1, "second")
@@ -222,7 +222,7 @@ def refused(warehouse: Warehouse, *sources: FeatureJoin, **more: Any) -> str:
 
 def test_what_is_refused(warehouse, tmp_path):
     before, there = warehouse.current("t"), on_disk(warehouse.home)
-    with pytest.raises(ConfigError, match=r"features.joined: expected a side source to back-fill from, got none"):
+    with pytest.raises(ConfigError, match=r"features.joined: expected a feature source to back-fill from, got none"):
         enrich((), warehouse, "t", tmp_path)
     assert refused(warehouse, start=datetime.date(2026, 1, 1)) == (
         f"{EmptyDatasetError.__name__}: days to back-fill: expected days among 2025-03-01 to 2025-03-04, "
@@ -253,20 +253,20 @@ def test_a_column_that_was_dropped_is_written_again(warehouse):
     assert "score" in warehouse.schema(warehouse.current("t")).names
 
 
-def test_values_of_an_ingest_are_not_written_over(warehouse):
+def test_values_of_an_ingest_are_not_overwritten(warehouse):
     run(warehouse)
     rows = day_of(1).append_column("score", pa.array([-1.0] * 230))
     warehouse.replace_days("t", {DAYS[1]: "second"}, rows.schema, rows.to_batches(), 230)
     assert refused(warehouse) == (
-        "ConfigError: day 2025-03-02 of table 't': expected no values in score, got some that no back-fill wrote. "
-        "Set `prefix`, or write over them with again=true."
+        "ConfigError: day 2025-03-02 of table 't': expected no values in score, got values that no back-fill wrote. "
+        "Set `prefix`, or overwrite them with force=true."
     )
-    assert run(warehouse, again=True).days_written == tuple(DAYS[:3])
+    assert run(warehouse, force=True).days_written == tuple(DAYS[:3])
     assert run(warehouse).days_written == ()
 
 
 def test_equal_rows_in_another_layout_have_equal_contents(warehouse, tmp_path):
-    """And stay so when the snapshots have expired; their places in files do not."""
+    """They stay equal after the snapshots expire. Their positions in files do not."""
     before = warehouse.day_contents(warehouse.current("t"))
     names = warehouse.day_names(warehouse.current("t"))
     rewrite_day(warehouse, "t", DAYS[0], tmp_path / "tmp")

@@ -1,4 +1,4 @@
-"""Days, bad labels and repetition: what stands in the warehouse after an ingest."""
+"""Days, bad labels and repetition: what the warehouse holds after an ingest."""
 
 import datetime
 import json
@@ -67,7 +67,7 @@ def test_rows_without_a_day(ingest: Any, put: Any) -> None:
     with pytest.raises(DataError) as error:
         ingest({"path": "rows.parquet", "day_column": "when"})
     assert str(error.value) == (
-        "source.day_column 'when': expected a date in every row, got none in 2 rows. "
+        "source.day_column 'when': expected a date in every row, got no date in 2 rows. "
         "Filter those rows out, or name another column."
     )
 
@@ -154,7 +154,9 @@ def test_two_fresh_homes_hold_the_same_rows_in_the_same_order(ingest: Any, store
     assert not list((tmp_path / "first" / "tmp").iterdir())
 
 
-def test_rows_of_a_day_are_sorted_by_columns_and_then_as_they_stand(ingest: Any, stored: Any, put: Any) -> None:
+def test_rows_of_a_day_are_sorted_by_columns_and_then_by_their_order_in_files(
+    ingest: Any, stored: Any, put: Any
+) -> None:
     session, step = [7, 8, 7, 9, 8, 7, 7], [2, 1, 1, 1, 1, 1, 3]
     put("rows.parquet", user=list(range(7)), label=[0, 1, 0, 1, 0, 1, 0], session=session, step=step,
         date=[DAY1, DAY1, DAY1, DAY2, DAY1, DAY1, DAY2])  # fmt: skip
@@ -194,7 +196,7 @@ BAD = {
 }
 
 
-def test_bad_labels_are_set_aside_with_their_reason(ingest: Any, stored: Any, put: Any, warehouse: Warehouse) -> None:
+def test_bad_labels_are_quarantined_with_their_reason(ingest: Any, stored: Any, put: Any, warehouse: Warehouse) -> None:
     labels = [*BAD, *["0", "1", "1.0", "0.0"] * 5]
     put("rows.parquet", user=list(range(25)), label=labels, tags=[[i] for i in range(25)])
     result = ingest(FIXED, max_quarantined_share=0.2)

@@ -113,12 +113,13 @@ def test_an_impression_logged_twice_is_one_sample_and_names_may_differ(ingest: A
             {"impression_id": [1], "event_time": [1_700_000_000]},
             {"impression_id": [1], "outcome_time": seconds([1])},
             "source.outcomes, feature log: expected timestamps in column 'event_time', got BIGINT. "
-            "Convert it, or name another column.",
+            "Convert the column, or name another.",
         ),
         (
             {"impression_id": [1], "event_time": seconds([0]), "label": [0]},
             {"impression_id": [1], "outcome_time": seconds([1])},
-            "source.outcomes: expected a feature log without 'label', got one that has it. Leave out source.outcomes.",
+            "source.outcomes: expected a feature log without 'label', got one that already has this column. "
+            "Rename the column or the label. Without source.outcomes, rows keep their own label.",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Several outcomes, late ones, thinned negatives: against a join in plain Python, impression by impression."""
+"""Several outcomes, late ones, downsampled negatives, compared with a join in plain Python."""
 
 import datetime
 import hashlib
@@ -27,7 +27,7 @@ ACTIONS = {"label": "click", "converted": "purchase", "clicks": "click", "spent"
 
 
 def logs(put: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Three days of impressions, some logged twice, and outcomes that arrive up to a day late; a file for each day."""
+    """Three days of impressions, some logged twice, and outcomes up to a day late. Each day is one file."""
     chance = random.Random(11)
     shown = [
         {"impression_id": f"i{i}", "event_time": chance.randrange(3 * 86_400), "user": i % 7}
@@ -62,7 +62,7 @@ def source(**outcomes: Any) -> dict[str, Any]:
 
 
 def first_of(shown: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Impression -> its first row in time; of equal times any, for they are equal in all else."""
+    """Impression -> its first row in time. Rows of equal time are equal in everything."""
     first: dict[str, dict[str, Any]] = {}
     for row in sorted(shown, key=lambda row: row["event_time"]):
         first.setdefault(row["impression_id"], row)
@@ -70,7 +70,7 @@ def first_of(shown: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def expected(shown: list[dict[str, Any]], outcomes: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], Any]:
-    """(impression -> labels, label -> counts of its outcomes), one outcome after the other."""
+    """(impression -> labels, label -> counts of its outcomes), computed outcome by outcome."""
     first = first_of(shown)
     labels = {key: {"label": 0, "converted": 0, "clicks": 0, "spent": 0.0} for key in first}
     counts = {name: Counter(matched=0, repeated=0, late=0, early=0, unmatched=0) for name in LABELS}
@@ -194,7 +194,8 @@ WRONG = {
     ),
     "a label that is there": (
         {"labels": {"label": {}, "user": {}}},
-        "source.outcomes: expected a feature log without 'user', got one that has it. Leave out source.outcomes.",
+        "source.outcomes: expected a feature log without 'user', got one that already has this column. "
+        "Rename the column or the label. Without source.outcomes, rows keep their own label.",
     ),
 }
 
@@ -253,7 +254,7 @@ def test_a_day_that_keeps_no_row_makes_no_snapshot(ingest: Any, put: Any) -> Non
     assert first.snapshot == second.snapshot
 
 
-def test_a_source_of_negatives_that_are_all_thinned_out(ingest: Any, put: Any) -> None:
+def test_a_source_of_negatives_that_are_all_left_out(ingest: Any, put: Any) -> None:
     put("features/1.parquet", impression_id=[2], event_time=[MIDNIGHT], user=[1])
     put("outcomes/1.parquet", impression_id=[1], outcome_time=[MIDNIGHT], action=["click"], price=[1.0])
     with pytest.raises(EmptyDatasetError) as error:
@@ -264,7 +265,7 @@ def test_a_source_of_negatives_that_are_all_thinned_out(ingest: Any, put: Any) -
     )
 
 
-def test_keys_that_came_later_do_not_change_what_a_source_is() -> None:
+def test_newer_keys_do_not_change_the_identity_of_a_source() -> None:
     plain = SourceConfig.model_validate({"generator": {}, "outcomes": {}, "day_column": "date"})
     assert not {"labels", "keep_negatives", "keep_seed", "action_column"} & plain.content()["outcomes"].keys()
     assert "lists_per" not in plain.content()["generator"]

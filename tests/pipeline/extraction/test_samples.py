@@ -1,4 +1,4 @@
-"""Columns, kinds and labels: what a row becomes, and what is refused before anything is written."""
+"""Columns, types and labels: how a row is stored, and what is refused before anything is written."""
 
 import datetime
 import decimal
@@ -172,6 +172,6 @@ def test_kinds_that_are_refused(ingest: Any, put: Any, warehouse: Warehouse, val
         ingest(FIXED)
     assert str(error.value) == (
         f"column 'nested': expected numbers, text, dates or lists of them, got type {kind}. "
-        "Flatten it into columns of its own."
+        "Split it into separate columns."
     )
     assert not warehouse.has_table("events")

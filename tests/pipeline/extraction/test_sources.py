@@ -1,4 +1,4 @@
-"""Formats, files and side tables, each against pandas or counted by hand."""
+"""Formats, files and side tables, compared with pandas or counted by hand."""
 
 import datetime
 import gzip
@@ -55,7 +55,7 @@ def test_several_files_by_glob_keep_their_order_and_fill_absent_columns(
 
 
 def test_csv_kinds_come_from_all_rows_of_all_files(tmp_path: Path, ingest: Any, stored: Any) -> None:
-    """Text that comes late makes the column text; 30,000 rows are more than a sample."""
+    """Late text makes the column text: 30,000 rows are more than a sample."""
     lines = [f"{i},0" for i in range(30_000)]
     (tmp_path / "a.csv").write_text("\n".join(["user,label", *lines, "u30000,1", ""]))
     (tmp_path / "b.csv").write_text("user,label\n5,1\n")
@@ -160,7 +160,7 @@ def test_lookups_add_columns_and_count_what_has_no_match(ingest: Any, stored: An
 
 
 def test_rows_keep_their_order_whatever_is_joined(ingest: Any, stored: Any, put: Any) -> None:
-    """A side table larger than the rows would be the one that is streamed, and give its own order."""
+    """DuckDB would stream a side table that is larger than the rows, in the order of the side table."""
     keys = [(i * 7_919) % 50_000 for i in range(3_000)]
     put("rows.parquet", user=keys, label=[0, 1] * 1_500)
     put("users.parquet", user=list(range(50_000)), age=[user % 90 for user in range(50_000)])
@@ -182,13 +182,13 @@ def test_rows_keep_their_order_whatever_is_joined(ingest: Any, stored: Any, put:
         (
             {"user": [1], "price": [1], "label": [0]},
             ConfigError,
-            "source.lookups 'side.parquet': expected columns that the rows do not have yet, got again price, label. "
+            "source.lookups 'side.parquet': expected columns that the rows do not have, got price, label in both. "
             "Rename them.",
         ),
         (
             {"member": [1]},
             ConfigError,
-            "source.lookups 'side.parquet': expected key column 'user' on both sides, got it on one side or none. "
+            "source.lookups 'side.parquet': expected key column 'user' in both tables, got a table without it. "
             "Correct `on`.",
         ),
     ],

@@ -1,4 +1,4 @@
-"""What a suggestion makes of columns whose nature is known, and the file it writes."""
+"""Suggestions for columns of a known kind, and the file they are written to."""
 
 import datetime
 from pathlib import Path
@@ -54,7 +54,7 @@ def table(rows: int = 4_000, days: int = 4) -> pa.Table:
     )
 
 
-def looked_at(rows: pa.Table, folder: Path) -> TableFacts:
+def observe_table(rows: pa.Table, folder: Path) -> TableFacts:
     with connect([], folder / "tmp", "512MB") as connection:
         connection.register("rows", rows)
         types = types_of(connection, rows)
@@ -63,7 +63,7 @@ def looked_at(rows: pa.Table, folder: Path) -> TableFacts:
 
 @pytest.fixture(scope="module")
 def suggestion(tmp_path_factory: pytest.TempPathFactory) -> Suggestion:
-    observed = looked_at(table(), tmp_path_factory.mktemp("suggest"))
+    observed = observe_table(table(), tmp_path_factory.mktemp("suggest"))
     return suggest(observed, "label", {"weight": "the rows' weight"})
 
 
@@ -72,19 +72,19 @@ def test_each_column_has_its_use_and_the_reason(suggestion: Suggestion) -> None:
     assert {name for name in uses if uses[name] == "dense"} == {"num_a", "num_b", "spiky", "views"}
     assert {name for name in uses if uses[name] == "sparse"} == {"cat_user", "cat_device", "country", "flag", "hour", "list_items"}  # fmt: skip
     why = {choice.fact.name: choice.why for choice in suggestion.of("ignored")}
-    assert why.pop("at") == "a time; get_local_hour under `derived` makes hours of it"
-    assert why.pop("always") == "one value in all rows that have one"
+    assert why.pop("at") == "a time; get_local_hour under `derived` turns it into hours"
+    assert why.pop("always") == "constant: one distinct value"
     assert why.pop("never") == "no values"
-    assert why.pop("true_probability") == "told with the label, by its name"
-    assert why.pop("clicked_again") == "its values go with the label, correlation 1.000: told with it"
-    assert why.pop("outcome_value") == "having a value goes with the label, correlation 1.000: told with it"
+    assert why.pop("true_probability") == "leaks the label, judging by its name"
+    assert why.pop("clicked_again") == "leaks the label: correlation of its values with it 1.000"
+    assert why.pop("outcome_value") == "leaks the label: correlation of having a value with it 1.000"
     assert why.pop("weight") == "the rows' weight"
-    assert "rows an id: names rows" in why.pop("impression_id")
-    assert "rows an id: names rows" in why.pop("session_id")
+    assert "rows an id: it identifies rows" in why.pop("impression_id")
+    assert "rows an id: it identifies rows" in why.pop("session_id")
     assert why == {}
 
 
-def test_numbers_are_those_that_were_measured(suggestion: Suggestion) -> None:
+def test_numbers_come_from_the_measurement(suggestion: Suggestion) -> None:
     ops = {choice.fact.name: [dict(op) for op in choice.transforms] for choice in suggestion.choices}
     rows = table().to_pandas()
     p99 = int(np.quantile(rows["list_items"].map(len), 0.99, method="inverted_cdf"))
@@ -116,13 +116,13 @@ def test_the_file_holds_sections_that_are_valid(suggestion: Suggestion) -> None:
 
 
 def test_one_day_is_split_by_the_key_with_most_values(tmp_path: Path) -> None:
-    found = suggest(looked_at(table(days=1), tmp_path), "label")
+    found = suggest(observe_table(table(days=1), tmp_path), "label")
     assert found.split["hash"]["key"] in ("cat_user", "cat_device")
-    two = suggest(looked_at(table(days=2), tmp_path), "label")
+    two = suggest(observe_table(table(days=2), tmp_path), "label")
     assert two.split == {"days": {"train": ["2025-03-01..2025-03-01"], "test": ["2025-03-02"]}}
 
 
-def test_patterns_take_what_they_should_and_nothing_else() -> None:
+def test_patterns_match_the_wanted_names_and_nothing_else() -> None:
     names = ["a_1", "a_2", "b_1", "b_2", "c", "day"]
     assert patterns(["a_1", "a_2", "b_1", "c"], names) == ["a_*", "b_1", "c"]
 
@@ -130,6 +130,6 @@ def test_patterns_take_what_they_should_and_nothing_else() -> None:
 def test_what_cannot_be_suggested(tmp_path: Path) -> None:
     rows = table()
     with pytest.raises(ConfigError, match=r"label 'missing': expected a column of 0 and 1, got columns"):
-        suggest(looked_at(rows, tmp_path), "missing")
+        suggest(observe_table(rows, tmp_path), "missing")
     with pytest.raises(ConfigError, match=r"suggestion: expected a column of ids, text or lists of ids, got 1 columns"):
-        suggest(looked_at(rows.select([DAY, "label", "num_a"]), tmp_path), "label")
+        suggest(observe_table(rows.select([DAY, "label", "num_a"]), tmp_path), "label")

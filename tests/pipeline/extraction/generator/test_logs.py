@@ -1,4 +1,4 @@
-"""Logs of the planted model: reproducible, in the right files, and true to the probability they state."""
+"""Logs of the planted model: reproducible, in the right files, and calibrated to their stated probability."""
 
 import datetime
 import tracemalloc
@@ -40,7 +40,7 @@ def file_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def joined_labels(logs: Path) -> dict[str, np.ndarray]:
-    """The join, written down independently: label 1 where some click arrives inside the window."""
+    """An independent join: label 1 if a click arrives inside the window."""
     return duckdb.sql(f"""
         SELECT f.event_time::DATE AS day, f.true_probability AS p, (o.impression_id IS NOT NULL)::INT AS y
         FROM read_parquet('{logs}/features/*.parquet') f
@@ -171,7 +171,10 @@ def test_a_failed_write_leaves_the_old_files(tmp_path: Path) -> None:
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as window:
         write_logs(CONFIG, tmp_path, 0)
-    assert str(window.value) == "window_seconds: expected a positive number, got 0. Without it no label could be 1."
+    assert (
+        str(window.value)
+        == "window_seconds: expected a positive number, got 0. Raise it: without a window no label is 1."
+    )
     with pytest.raises(ConfigError) as chunk:
         make_chunk(CONFIG, CONFIG.start_day, 2, WINDOW_SECONDS)
     assert str(chunk.value) == "chunk of 2024-01-01: expected 0 to 1, got 2. Ask for a chunk that the day has."
