@@ -108,7 +108,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, ingest: Any, put: Any) -> Non
     assert sentence.startswith(
         "files of source.path, first 'a.parquet': expected readable files, format 'parquet', got "
     )
-    assert sentence.endswith(". Set source.format, or mend the files.")
+    assert sentence.endswith(". Set source.format, or correct the files.")
     put("b.parquet", user=[1], label=[0])
     with pytest.raises(
         DataError, match=r"^files of source\.lookups 'a\.parquet', first 'a\.parquet'.*\. Correct the files\.$"
