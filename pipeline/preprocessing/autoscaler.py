@@ -1,40 +1,40 @@
-"""How many workers it takes: as many as keep the trainer from waiting, and no more."""
+"""Chooses the number of workers: enough to keep the trainer from waiting, and no more."""
 
 import math
 from dataclasses import dataclass
 
 PERIOD_SECONDS = 2.0
-"""How often the number is thought over."""
+"""Time between two decisions."""
 WAITING = 0.02
-"""Share of a period that the trainer may wait before workers are added."""
+"""Add workers when the trainer waits for more than this share of a period."""
 SPARE = 1.3
-"""One is let go only if those that stay have this much to spare, so that the number does not swing."""
+"""Remove a worker only if the others could deliver this many times what is needed. This keeps the number steady."""
 QUIET_PERIODS = 5
-"""Periods in a row in which workers were idle before one is let go."""
+"""Remove a worker only after this many periods in a row with an idle one."""
 
 
 @dataclass
 class Period:
-    """What happened since the number was last thought over."""
+    """What happened since the last decision."""
 
     seconds: float
     wait_seconds: float
-    """Time in which the trainer had nothing to train on."""
+    """Time in which the trainer had no batch."""
     rows: int
-    """Rows the trainer took."""
+    """Rows that the trainer took."""
     worked_seconds: float
-    """Time of all workers at work."""
+    """Working time of all workers together."""
     worked_rows: int
-    """Rows that workers have read."""
+    """Rows that the workers read."""
     idle: bool
-    """Whether at some moment there was no work for a worker: all that may be held was read or on its way."""
+    """Whether a worker had no work at some moment, because everything that fits in memory was read or being read."""
 
 
 class Autoscaler:
-    """The number of workers, from what one delivers and what the trainer takes.
+    """Derives the number of workers from what one worker delivers and what the trainer takes.
 
     Args:
-        most: Bound for the number.
+        most: Upper bound of the number.
     Example:
         >>> autoscaler = Autoscaler(most=8)
         >>> autoscaler.after(Period(2.0, 1.5, 1_000, 2.0, 1_000, idle=False))
@@ -45,7 +45,7 @@ class Autoscaler:
         self.most, self.workers, self.quiet = most, 1, 0
 
     def after(self, period: Period) -> int:
-        """Workers wanted after a period."""
+        """Returns the number of workers wanted after a period."""
         self.quiet = self.quiet + 1 if period.idle else 0
         needed = self._needed(period)
         if period.wait_seconds > WAITING * period.seconds:
@@ -55,7 +55,7 @@ class Autoscaler:
         return self.workers
 
     def _needed(self, period: Period) -> float | None:
-        """Rows a second the trainer takes while it does not wait, over what a worker delivers."""
+        """Divides the trainer's rows per second while it does not wait by the rows per second of one worker."""
         busy = period.seconds - period.wait_seconds
         if not (period.rows and period.worked_rows and period.worked_seconds > 0.0 and busy > 0.0):
             return None

@@ -1,62 +1,64 @@
 """PreprocessingConfig."""
 
+import os
 from typing import Annotated, Literal, Self
 
-import psutil
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.errors import ConfigError
 
 
 class PreprocessingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """How rows become batches. Nothing here but `shuffle_window_rows` and `session_column` changes a model."""
+    """How rows become batches. Only `shuffle_window_rows` and `session_column` change a model."""
 
     executor: Literal["inline", "process", "ray"] = "process"
     """Where workers run: `process` on this machine, `ray` on a Ray cluster, `inline` in each rank (for debugging)."""
     workers: Literal["auto"] | PositiveInt = "auto"
-    """Workers of all ranks together; auto adds workers while the trainer waits and removes idle ones."""
+    """Workers of all ranks together. auto adds workers while the trainer waits and removes idle ones."""
     max_workers: PositiveInt | None = None
-    """Most workers that auto may start; none: one for each processor core."""
+    """Upper bound of workers under auto. None: one for each processor core."""
     shuffle_window_rows: PositiveInt = 262_144
-    """Rows that are shuffled together and held in memory; row groups are permuted over the whole epoch before."""
+    """Rows that are shuffled together, in memory. Row groups are permuted over the whole epoch first."""
     split_rows: PositiveInt = 65_536
-    """Small row groups are read together up to this many rows; what one worker does at a time."""
+    """Rows of a split, the unit of work of one worker. Small row groups are read together up to this many rows."""
     session_column: str | None = None
-    """Sessions are shuffled as a whole: neighbouring rows with an equal value here stay together. None: single rows."""
+    """Shuffles sessions as a whole: neighbouring rows with an equal value in this column stay together. None shuffles
+    single rows."""
     deduplicate: tuple[str, ...] = ()
-    """Sparse features (or patterns of them) that are made, kept and looked up once for neighbouring rows of a session,
-    as long as none of the columns that they read changes."""
+    """Sparse features, or patterns of them, that are made, kept and looked up once for neighbouring rows of a session
+    while the columns that they read are equal."""
     memory_bytes: Annotated[int, Field(ge=1 << 20)] | None = None
-    """Bound for rows and batches between storage and trainer; none: a quarter of the machine's memory."""
+    """Upper bound of the rows and batches between storage and trainer. None: a quarter of the machine's memory."""
     attempts: PositiveInt = 3
-    """How often a split is tried before it counts as corrupt."""
+    """Attempts at a split before it counts as corrupt."""
     on_corrupt: Literal["fail", "quarantine"] = "fail"
-    """What becomes of a split that cannot be read: an error, or it is left out and its rows are listed and counted."""
+    """`fail` ends the run at a split that cannot be read. `quarantine` skips it, lists its row groups and counts its
+    rows."""
     lease_seconds: PositiveFloat = 120.0
-    """How long a worker may be silent over one split before it is replaced and the split is done again."""
+    """A worker that is silent for this long over one split is replaced, and the split is done again."""
     restart_limit: NonNegativeInt = 16
-    """Workers that are replaced after they died or fell silent; the next one ends the run."""
+    """Workers that are replaced after they died or fell silent. One more ends the run."""
     ray_address: str | None = None
-    """Address of a Ray cluster; none starts one on this machine."""
+    """Address of a Ray cluster. None starts one on this machine."""
 
     @model_validator(mode="after")
-    def _sessions_repeat(self) -> Self:
+    def _check_sessions(self) -> Self:
         if self.deduplicate and self.session_column is None:
             raise ConfigError(
-                "preprocessing.deduplicate", "preprocessing.session_column beside it",
-                "none: rows that are shuffled one by one have nothing in common with their neighbours",
-                "Name the column of sessions.",
+                "preprocessing.deduplicate", "preprocessing.session_column to be set as well",
+                "None: rows that are shuffled one by one have no neighbours of the same session",
+                "Set it to the column of sessions.",
             )  # fmt: skip
         return self
 
     @property
     def most_workers(self) -> int:
-        """Workers at most, whatever happens."""
+        """The upper bound of workers."""
         if self.workers != "auto":
             return self.workers
-        return self.max_workers or len(psutil.Process().cpu_affinity())
+        return self.max_workers or len(os.sched_getaffinity(0))
 
     @property
     def memory(self) -> int:
         """The memory bound in bytes."""
-        return self.memory_bytes or psutil.virtual_memory().total // 4
+        return self.memory_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4

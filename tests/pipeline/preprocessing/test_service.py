@@ -155,7 +155,7 @@ def test_an_unforeseen_error_reaches_all_ranks(
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError("division\nby zero")
 
-    monkeypatch.setattr(masters[0].demand, "after", broken)
+    monkeypatch.setattr(masters[0].autoscaler, "after", broken)
     monkeypatch.setattr(masters[0], "_scale", broken)
     expected = (
         "preprocessing service: expected to go on, got ZeroDivisionError: division by zero. See the output above it."

@@ -244,10 +244,10 @@ def test_ids_that_repeat_are_stored_once(plain: DataSpec, once: DataSpec) -> Non
     assert sizes[1] < 0.8 * sizes[0]
 
 
-def test_lists_have_nothing_in_common_without_sessions() -> None:
+def test_deduplication_needs_sessions() -> None:
     with pytest.raises(ConfigError) as caught:
         PreprocessingConfig(deduplicate=GROUP)
     assert str(caught.value) == (
-        "preprocessing.deduplicate: expected preprocessing.session_column beside it, got none: rows that are shuffled "
-        "one by one have nothing in common with their neighbours. Name the column of sessions."
+        "preprocessing.deduplicate: expected preprocessing.session_column to be set as well, got None: rows that are "
+        "shuffled one by one have no neighbours of the same session. Set it to the column of sessions."
     )
