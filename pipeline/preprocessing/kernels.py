@@ -1,20 +1,23 @@
-"""The numba loops that put the features of a split side by side and deal its rows out to batches."""
+"""The numba loops that concatenate the features of a chunk and scatter its rows into batches."""
 
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.transforms.kernels.hashing import Ids
 from pipeline.transforms.kernels.jit import compiled
-
-Ids = npt.NDArray[np.int64]
 
 
 @compiled
 def append_lists(
     values: Ids, offsets: Ids, out: npt.NDArray[Any], starts: npt.NDArray[Any], first: int, at: int
 ) -> int:
-    """Copies the lists of a feature to `out` from `at` on, and where each begins to `starts` from `first` on."""
+    """Copies the lists of a feature to `out[at:]` and their first positions to `starts[first:]`.
+
+    Returns:
+        The position in `out` after the last list.
+    """
     shift = at - offsets[0]
     for i in range(len(offsets) - 1):
         starts[first + i] = offsets[i] + shift
@@ -25,12 +28,13 @@ def append_lists(
 
 @compiled
 def scatter_lengths(
-    rows: Ids, lanes: Ids, strides: Ids, starts: npt.NDArray[Any], features: Ids, out: npt.NDArray[np.int32]
+    rows: Ids, slots: Ids, strides: Ids, starts: npt.NDArray[Any], features: Ids, out: npt.NDArray[np.int32]
 ) -> None:
-    """Lengths of the lists of some rows of a chunk, to `lanes + f * strides` of all batches' lengths.
+    """Writes the lengths of the lists of some rows of a chunk to `out[slots + f * strides]`.
 
     Args:
-        features: The numbers f of the chunk's features.
+        features: Number f of each feature of the chunk.
+        out: Lengths of all batches.
     """
     if len(features) == 0:
         return
@@ -38,13 +42,13 @@ def scatter_lengths(
     for i in range(len(features)):
         for j in range(len(rows)):
             at = i * count + rows[j]
-            out[lanes[j] + features[i] * strides[j]] = starts[at + 1] - starts[at]
+            out[slots[j] + features[i] * strides[j]] = starts[at + 1] - starts[at]
 
 
 @compiled
 def scatter_ids(
     rows: Ids,
-    lanes: Ids,
+    slots: Ids,
     strides: Ids,
     starts: npt.NDArray[Any],
     ids: npt.NDArray[Any],
@@ -53,14 +57,18 @@ def scatter_ids(
     out_starts: Ids,
     out: Ids,
 ) -> None:
-    """The ids of those lists of one feature, to where all batches' values have them; its lists begin at `base`.
+    """Copies the ids of lists of one feature to their places among the values of all batches.
 
-    Four at a time, the last four over some of those before: short lists have no loop to be predicted.
+    Copies four ids at a time. The last four may overlap the four before, because a loop over a short rest costs branch
+    mispredictions.
+
+    Args:
+        base: Index in `starts` of the feature's first list.
     """
     for j in range(len(rows)):
         first = starts[base + rows[j]]
         count = starts[base + rows[j] + 1] - first
-        target = out_starts[lanes[j] + feature * strides[j]]
+        target = out_starts[slots[j] + feature * strides[j]]
         if count < 4:
             for k in range(count):
                 out[target + k] = ids[first + k]
@@ -84,7 +92,7 @@ def scatter_rows(
     dense_out: npt.NDArray[np.float32],
     labels_out: npt.NDArray[np.float32],
 ) -> None:
-    """Numbers and labels of those rows, to their places among the rows of all batches."""
+    """Copies the dense values and labels of some rows of a chunk to their places among the rows of all batches."""
     for j in range(len(rows)):
         labels_out[places[j]] = labels[rows[j]]
         for d in range(dense.shape[1]):
@@ -93,12 +101,13 @@ def scatter_rows(
 
 @compiled
 def number_bags(source: Ids, shares: Ids) -> tuple[Ids, npt.NDArray[np.bool_]]:
-    """The bag of each row where rows that follow each other in a share and come from one run have one in common.
+    """Numbers the bags of each share. Consecutive rows of one run share a bag.
 
     Args:
-        source: int64 [R], run of each row of all shares. shares: int64 [S, 2], first row and rows of each.
+        source: int64 [R], run of each row of all shares.
+        shares: int64 [S, 2], first row and number of rows of each share.
     Returns:
-        (bag among those of its share, int64 [R]; whether it is the first row of its bag, bool [R])
+        (number of the row's bag within its share, int64 [R]; whether the row is the first of its bag, bool [R])
     """
     inverse, begins = np.zeros(len(source), np.int64), np.zeros(len(source), np.bool_)
     for s in range(len(shares)):

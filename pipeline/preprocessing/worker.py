@@ -1,4 +1,4 @@
-"""What a worker does: splits of the warehouse to transformed rows, and those to batches; the same again if repeated."""
+"""A worker transforms splits of the warehouse and makes batches of the rows. Repeating its work gives equal results."""
 
 import contextlib
 import time
@@ -16,7 +16,7 @@ from pipeline.data.columns import LEAST_WEIGHT, MOST_WEIGHT
 from pipeline.data.joined.reader import reader_of
 from pipeline.errors import DataError
 from pipeline.preprocessing import kernels
-from pipeline.preprocessing.batches import BatchWork, FeatureIndices, Ids, Window, chunks_of, deal_out
+from pipeline.preprocessing.batches import BatchWork, FeatureIndices, Ids, Window, iterate_chunks, write_batches
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Writer
 from pipeline.preprocessing.splits import Split, permutation, session_permutation
@@ -33,21 +33,21 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass
 class Costs:
-    """What some work took. Seconds of the worker, bytes of storage."""
+    """The cost of some work: worker time in seconds and bytes of storage."""
 
     read_seconds: float = 0.0
     """Reading, decompressing and decoding columns, and filtering rows."""
     transform_seconds: float = 0.0
     batch_seconds: float = 0.0
-    """Putting rows side by side, shuffling and cutting batches."""
+    """Collecting rows, shuffling and cutting batches."""
     bytes_read: int = 0
     bytes_stored: int = 0
-    """Of all columns of the row groups read."""
+    """Size of all columns of the row groups read."""
     op_seconds: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     """Values changed by a declared rule."""
     reads: int = 0
-    """Stretches of files read."""
+    """Contiguous ranges of files read."""
 
     def add(self, other: "Costs") -> None:
         """Adds the costs of other work."""
@@ -62,35 +62,35 @@ class Costs:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Costs":
-        """Costs from `vars(costs)` that went through JSON."""
+        """Restores costs from `vars(costs)` after a round trip through JSON."""
         counters: dict[str, Any] = {name: Counter(values[name]) for name in ("op_seconds", "counts")}
         return Costs(**{**values, **counters})
 
     @property
     def seconds(self) -> float:
-        """All time at work."""
+        """Total working time."""
         return self.read_seconds + self.transform_seconds + self.batch_seconds
 
 
 class Worker:
-    """Does the work on the rows of one DataSpec."""
+    """Reads, transforms and batches the rows of one DataSpec."""
 
     def __init__(self, spec: DataSpec, warehouse: Warehouse | None = None) -> None:
         self.spec = spec
         warehouse = Warehouse(spec.warehouse, Path(spec.home)) if warehouse is None else warehouse
         self.reader = reader_of(warehouse, spec.snapshot, spec.columns, spec.selection.expression(), spec.joined)
         rows = max((feature.rows for feature in spec.plan.sparse), default=0)
-        self.repeats = DedupPlan(spec.plan, spec.deduplicate) if spec.deduplicate else None
+        self.deduplication = DedupPlan(spec.plan, spec.deduplicate) if spec.deduplicate else None
         self.id_type = "int32" if rows <= np.iinfo(np.int32).max else "int64"
         self.orders: dict[tuple[int, int, int, int], npt.NDArray[np.int64]] = {}
 
     def warm_up(self) -> None:
-        """Loads the compiled loops, so that the first split takes no longer than others."""
+        """Loads the compiled loops. Otherwise the first split would take longer than others."""
         writer, none = PrivateWriter(), np.empty(0, np.int64)
         rows = self.reader.empty()
-        transformed, runs = self._transformed(rows, none, Costs())
-        self._put(0, transformed, np.empty(0, np.float32), None, writer)
-        self._put_sessions(0, none, runs, writer)
+        transformed, runs = self._transform(rows, none, Costs())
+        self._write_chunk(0, transformed, np.empty(0, np.float32), None, writer)
+        self._write_sessions(0, none, runs, writer)
         chunk, lengths = writer.done(), np.empty(0, np.int32)
         starts, dense = chunk["0.starts"], chunk["0.dense"]
         kernels.scatter_rows(none, none, dense, chunk["0.labels"], dense, chunk["0.labels"])
@@ -99,22 +99,22 @@ class Worker:
         kernels.number_bags(none, none.reshape(0, 2))
 
     def fragments(self) -> list[Fragment]:
-        """All fragments of the selection in table order."""
+        """Returns all fragments of the selection in table order."""
         return self.reader.fragments(self.spec.selection.days)
 
     def read_selected(self, fragment: Fragment) -> pa.Table:
-        """Selected rows as they are stored."""
+        """Reads the selected rows of a fragment as they are stored."""
         return self.spec.selection.keep(self.reader.read(fragment))
 
     def sample(self, rows: int) -> list[Column]:
-        """Ids of each sparse feature over the first selected rows, in table order.
+        """Returns the ids of each sparse feature in the first selected rows, in table order.
 
-        What cannot be read is passed over: the training that follows decides what becomes of it.
+        Skips files that cannot be read. The training that follows reports them.
         """
         parts: list[tuple[Column, ...]] = [self.spec.plan.apply(self.reader.empty()).sparse]
         for fragment in self.fragments():
             with contextlib.suppress(CorruptFileError):
-                for chunk in self._selected(fragment):
+                for chunk in self._read_chunks(fragment):
                     transformed = self.spec.plan.apply(chunk.slice(0, rows))
                     parts.append(transformed.sparse)
                     rows -= len(transformed)
@@ -125,30 +125,30 @@ class Worker:
         return [concatenate(list(columns)) for columns in zip(*parts, strict=True)]
 
     def transform_split(self, split: Split, writer: Writer) -> tuple[int, Costs]:
-        """Transforms the selected rows of a split; says how many they are.
+        """Transforms the selected rows of a split and returns their number and the costs.
 
-        Rows are read, transformed and put down in chunks that stay in the processor's cache.
+        Reads, transforms and writes the rows in chunks that stay in the processor's cache.
 
         Shapes:
-            For chunk c of n rows: 'c.dense' float32 [n, D], 'c.labels' float32 [n], 'c.ids' int32 or int64 [V], the
-            lists of each feature one after the other, 'c.starts' int64 [F * n + 1], where each list begins. Features
-            that are made once for each of U runs of rows stand apart: 'c.shared_ids', 'c.shared_starts' int64
-            [F * U + 1] and 'c.runs' int64 [n], the run of each row. 'c.sessions' int64 [n], where they stay together.
-            Where there is a weight column, 'c.weights' float32 [n].
+            Chunk c of n rows has 'c.dense' float32 [n, D], 'c.labels' float32 [n], 'c.ids' int32 or int64 [V] (the
+            lists of one feature after another) and 'c.starts' int64 [F * n + 1] (where each list begins). Features
+            that are made once for each of U runs of rows are separate: 'c.shared_ids', 'c.shared_starts' int64
+            [F * U + 1] and 'c.runs' int64 [n], the run of each row. With a session column there is 'c.sessions'
+            int64 [n], with a weight column 'c.weights' float32 [n].
         Raises:
-            DataError: If a label is neither 0 nor 1, or a weight out of bounds.
+            DataError: If a label is neither 0 nor 1, or a weight is out of bounds.
         """
         reader = self.reader
         costs = Costs(bytes_read=-reader.bytes_read, bytes_stored=-reader.bytes_stored, reads=-reader.reads)
         count, clock = 0, _Clock()
-        for chunk, rows in enumerate(part for fragment in split.fragments for part in self._selected(fragment)):
+        for chunk, rows in enumerate(part for fragment in split.fragments for part in self._read_chunks(fragment)):
             costs.read_seconds += clock.lap()
             sessions = self.sessions(rows)
-            transformed, runs = self._transformed(rows, sessions, costs)
+            transformed, runs = self._transform(rows, sessions, costs)
             labels, weights = self.labels(rows, f"{split}"), self.weights(rows, f"{split}")
             costs.transform_seconds += clock.lap()
-            self._put(chunk, transformed, labels, weights, writer)
-            self._put_sessions(chunk, sessions, runs, writer)
+            self._write_chunk(chunk, transformed, labels, weights, writer)
+            self._write_sessions(chunk, sessions, runs, writer)
             count += len(labels)
             costs.batch_seconds += clock.lap()
         costs.read_seconds += clock.lap()
@@ -157,75 +157,81 @@ class Worker:
         costs.reads += reader.reads
         return count, costs
 
-    def _selected(self, fragment: Fragment) -> Iterator[pa.RecordBatch | pa.Table]:
+    def _read_chunks(self, fragment: Fragment) -> Iterator[pa.RecordBatch | pa.Table]:
+        """Yields the selected rows of a fragment, without empty chunks."""
         for rows in self.reader.batches(fragment):
-            kept = rows if self.spec.selection.key_columns() == [] else self.spec.selection.keep(_table(rows))
+            kept = rows
+            if self.spec.selection.key_columns():
+                kept = self.spec.selection.keep(pa.Table.from_batches([rows]))
             if kept.num_rows:
                 yield kept
 
-    def _transformed(
+    def _transform(
         self, rows: pa.RecordBatch | pa.Table, sessions: Ids | None, costs: Costs
     ) -> tuple[TransformedRows, DedupedFeatures | None]:
-        """The features of each row, and what is made once for several."""
-        if self.repeats is None or sessions is None:
+        """Returns the features of each row, and those that are made once for a run of rows."""
+        if self.deduplication is None or sessions is None:
             return self.spec.plan.apply(rows, costs.counts, costs.op_seconds), None
-        return self.repeats.apply(rows, sessions, costs.counts, costs.op_seconds)
+        return self.deduplication.apply(rows, sessions, costs.counts, costs.op_seconds)
 
-    def _put(self, chunk: int, rows: TransformedRows, labels: Floats, weights: Floats | None, writer: Writer) -> None:
+    def _write_chunk(
+        self, chunk: int, rows: TransformedRows, labels: Floats, weights: Floats | None, writer: Writer
+    ) -> None:
         out = writer.add(
             {f"{chunk}.dense": ("float32", rows.dense.shape), f"{chunk}.labels": ("float32", labels.shape)}
-            | self._lists(f"{chunk}.", rows.sparse, len(labels))
+            | self._list_shapes(f"{chunk}.", rows.sparse, len(labels))
         )
         out[f"{chunk}.dense"][...], out[f"{chunk}.labels"][...] = rows.dense, labels
         if weights is not None:
             writer.add({f"{chunk}.weights": ("float32", weights.shape)})[f"{chunk}.weights"][...] = weights
-        _append(rows.sparse, out[f"{chunk}.starts"], out[f"{chunk}.ids"])
+        _append_lists(rows.sparse, out[f"{chunk}.starts"], out[f"{chunk}.ids"])
 
-    def _put_sessions(self, chunk: int, sessions: Ids | None, runs: DedupedFeatures | None, writer: Writer) -> None:
+    def _write_sessions(self, chunk: int, sessions: Ids | None, runs: DedupedFeatures | None, writer: Writer) -> None:
         if sessions is not None:
             name = f"{chunk}.sessions"
             writer.add({name: ("int64", sessions.shape)})[name][...] = sessions
         if runs is not None:
             count = len(runs.columns[0])
-            shapes = self._lists(f"{chunk}.shared_", runs.columns, count)
-            out = writer.add({f"{chunk}.runs": ("int64", runs.inverse.shape)} | shapes)
-            out[f"{chunk}.runs"][...] = runs.inverse
-            _append(runs.columns, out[f"{chunk}.shared_starts"], out[f"{chunk}.shared_ids"])
+            shapes = self._list_shapes(f"{chunk}.shared_", runs.columns, count)
+            out = writer.add({f"{chunk}.runs": ("int64", runs.of_rows.shape)} | shapes)
+            out[f"{chunk}.runs"][...] = runs.of_rows
+            _append_lists(runs.columns, out[f"{chunk}.shared_starts"], out[f"{chunk}.shared_ids"])
 
-    def _lists(self, prefix: str, columns: Sequence[Column], rows: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def _list_shapes(self, prefix: str, columns: Sequence[Column], rows: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         ids = sum(len(column.values) for column in columns)
         return {f"{prefix}starts": ("int64", (len(columns) * rows + 1,)), f"{prefix}ids": (self.id_type, (ids,))}
 
     def make_batches(self, work: BatchWork, splits: Sequence[Arrays], writer: Writer) -> Costs:
-        """Each rank's share of some global batches.
+        """Makes each rank's share of some global batches and returns the costs.
 
-        Ranks that get a row less are padded with a row of weight 0 and without ids: TorchRec's row-wise
-        placement needs as many rows on every rank.
+        TorchRec's row-wise sharding needs equally many rows on every rank. A rank with one row less is padded with a
+        row of weight 0 and no ids.
 
         Shapes:
-            shares: int64 [batches, ranks, 4]: first row, rows, first id and ids of each share; of all their rows and
-            ids together dense: float32 [R, D], labels, weights: float32 [R], values: int64 [V], and lengths: int32
-            [R * F], where a share of B rows has F * B from F times its first row on, feature by feature. Where there
-            is a weight column, totals: float64 [batches], the sum of the weights of each global batch. Where features
-            are shared, inverse: int64 [R], the bag of each row among their bags, which stand first; the rest is empty.
+            shares: int64 [batches, ranks, 4], first row, number of rows, first id and number of ids of each share.
+            All shares together have dense: float32 [R, D], labels, weights: float32 [R], values: int64 [V] and
+            lengths: int32 [R * F]. The F * B lengths of a share of B rows begin at F times its first row, feature by
+            feature. With a weight column, totals: float64 [batches], the sum of the weights of each global batch.
+            With shared features, inverse: int64 [R], the bag of each row among the bags of its share. These bags come
+            first and the remaining ones are empty.
         """
         clock = _Clock()
         plan, shared = self.spec.plan, self.spec.shared
         own = [number for number in range(len(plan.sparse)) if number not in shared]
         features = FeatureIndices(np.array(own, np.int64), np.array(shared, np.int64))
-        deal_out(work, splits, lambda w: self.order(work, w, splits), features, len(plan.dense), writer)
+        write_batches(work, splits, lambda w: self.order(work, w, splits), features, len(plan.dense), writer)
         return Costs(batch_seconds=clock.lap())
 
     def order(self, work: BatchWork, window: Window, splits: Sequence[Arrays]) -> npt.NDArray[np.int64]:
-        """Order of the rows of a window; those of the last two windows are kept."""
-        rows = sum(len(chunk["labels"]) for i in window.splits for chunk in chunks_of(splits[i]))
+        """Returns the order of the rows of a window. Keeps the orders of the last two windows."""
+        rows = sum(len(chunk["labels"]) for i in window.splits for chunk in iterate_chunks(splits[i]))
         if not work.shuffled:
             return np.arange(rows)
         key = (work.seed, work.epoch, window.number, rows)
         if key not in self.orders:
             while len(self.orders) > 1:
                 self.orders.pop(next(iter(self.orders)))
-            chunks = [chunk for i in window.splits for chunk in chunks_of(splits[i])]
+            chunks = [chunk for i in window.splits for chunk in iterate_chunks(splits[i])]
             if chunks and "sessions" in chunks[0]:
                 sessions = np.concatenate([chunk["sessions"] for chunk in chunks])
                 self.orders[key] = session_permutation(*key[:3], sessions)
@@ -234,7 +240,9 @@ class Worker:
         return self.orders[key]
 
     def sessions(self, rows: pa.RecordBatch | pa.Table) -> Ids | None:
-        """The session of each row, int64 [N]; a row without one is alone. None: rows are not held together.
+        """Returns the session of each row, int64 [N], or None without a session column.
+
+        A row without a session is a session of its own.
 
         Raises:
             DataError: If the column holds neither integers nor text.
@@ -249,23 +257,28 @@ class Worker:
         return sessions
 
     def labels(self, rows: pa.RecordBatch | pa.Table, where: str) -> Floats:
-        """The labels of rows, 0 or 1, float32 [N].
+        """Returns the labels of rows, 0 or 1, float32 [N].
 
+        Args:
+            where: Names the rows in an error.
         Raises:
-            DataError: If one is neither; names it, and where it is.
+            DataError: If a label is neither 0 nor 1.
         """
         labels: Floats = rows.column(self.spec.label).cast(pa.float32()).to_numpy(zero_copy_only=False)
         bad = labels[(labels != 0.0) & (labels != 1.0)]
         if len(bad):
-            shown = "null" if np.isnan(bad[0]) else f"{bad[0]:g}"
-            raise DataError(f"label '{self.spec.label}' in {where}", "0 or 1", shown, "Ingest the day with again=true.")
+            actual = "null" if np.isnan(bad[0]) else f"{bad[0]:g}"
+            remedy = "Correct the source and ingest the day with again=true."
+            raise DataError(f"label '{self.spec.label}' in {where}", "0 or 1", actual, remedy)
         return labels
 
     def weights(self, rows: pa.RecordBatch | pa.Table, where: str) -> Floats | None:
-        """The weights of rows, float32 [N]; None where there is no weight column.
+        """Returns the weights of rows, float32 [N], or None without a weight column.
 
+        Args:
+            where: Names the rows in an error.
         Raises:
-            DataError: If one is not a number inside the bounds; names it, and where it is.
+            DataError: If a weight is not a number within the bounds.
         """
         if self.spec.weight is None:
             return None
@@ -273,34 +286,30 @@ class Worker:
         weights: npt.NDArray[np.float64] = column.to_numpy(zero_copy_only=False)
         bad = weights[~((weights >= LEAST_WEIGHT) & (weights <= MOST_WEIGHT))]
         if len(bad):
-            shown = "null or NaN" if np.isnan(bad[0]) else f"{bad[0]:g}"
+            actual = "null or NaN" if np.isnan(bad[0]) else f"{bad[0]:g}"
             raise DataError(
                 f"weight '{self.spec.weight}' in {where}", f"a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:,.0f}",
-                shown, "Scale the weights, and ingest the day with again=true.",
+                actual, "Scale the weights and ingest the day with again=true.",
             )  # fmt: skip
         return weights.astype(np.float32)
 
 
 class _Clock:
-    """Seconds between one look and the next."""
+    """Measures the seconds between calls."""
 
     def __init__(self) -> None:
         self.last = time.perf_counter()
 
     def lap(self) -> float:
-        """Seconds since the last call."""
+        """Returns the seconds since the last call."""
         before, self.last = self.last, time.perf_counter()
         return self.last - before
 
 
-def _append(columns: Sequence[Column], starts: npt.NDArray[Any], ids: npt.NDArray[Any]) -> None:
-    """Puts the lists of features down, one after the other."""
+def _append_lists(columns: Sequence[Column], starts: npt.NDArray[Any], ids: npt.NDArray[Any]) -> None:
+    """Writes the lists of one feature after another."""
     at = 0
     for f, column in enumerate(columns):
         assert column.offsets is not None
         at = kernels.append_lists(column.values, column.offsets, ids, starts, f * len(column), at)
     starts[-1] = at
-
-
-def _table(rows: pa.RecordBatch) -> pa.Table:
-    return pa.Table.from_batches([rows])

@@ -334,7 +334,7 @@ def test_fault_13_a_bad_label_is_refused(
         rows_of(worker, second)
     assert str(caught.value) == (
         f"label 'label' in row group 1 of file '{second.path}': expected 0 or 1, got {shown}. "
-        "Ingest the day with again=true."
+        "Correct the source and ingest the day with again=true."
     )
 
 

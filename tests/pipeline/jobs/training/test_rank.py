@@ -506,7 +506,7 @@ def test_a_data_error_of_a_rank_comes_back_whole(
     assert (caught.value.expected, caught.value.actual, caught.value.remedy) == (
         "0 or 1",
         "7",
-        "Ingest the day with again=true.",
+        "Correct the source and ingest the day with again=true.",
     )
 
 
