@@ -106,7 +106,7 @@ def _ours(worker: Worker, slabs: Slabs, split: Split) -> Made:
 def _rows(worker: Worker, slabs: Slabs, split: Split) -> tuple[Segment, int]:
     writer = slabs.writer()
     rows, _ = worker.transform_split(split, writer)
-    return writer.done(), rows
+    return writer.finish(), rows
 
 
 def _by_column(arrays: Arrays, features: int) -> Whole:
@@ -160,7 +160,7 @@ def shuffled_batches(worker: Worker, slabs: tuple[Slabs, Slabs], window: Sequenc
         work = BatchWork(seed=1, epoch=0, shuffled=True, world_size=1, ranks=(0,), batches=batches)
         writer = slabs[1].writer()
         worker.make_batches(work, [segment.arrays() for segment, _ in splits], writer)  # mapped each time, as they come
-        made = writer.done()
+        made = writer.finish()
         arrays = made.arrays()
         made.close()
         yield arrays

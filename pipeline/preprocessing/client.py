@@ -113,14 +113,14 @@ class InlineSource:
         stream = self.master.open(request)
         try:
             for number in itertools.count():
-                while (group := self.master.ready(stream, number)) is None:
+                while (group := self.master.get_group(stream, number)) is None:
                     if stream.ended(number):
                         return
                     self.master.step(timeout=0)
                 stream.take(number)
                 assert group.memory is not None
                 yield group.notes, group.memory
-                stream.let_go(rank, number)
+                stream.release(rank, number)
         finally:
             self.master.close_stream(stream)
 

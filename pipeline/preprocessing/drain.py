@@ -77,7 +77,7 @@ def drain(
     with open_source(spec, config, folder, warn) as (source, totals):
         client = Client(source, (ROWS, spec), batch_rows, seed, config.shuffle_window_rows)
         for batch in client.batches(Position(epoch=epoch)):
-            digest(batch, order)
+            hash_batch(batch, order)
             rows += batch.global_rows
             batches += 1
             progress(rows, totals)
@@ -120,7 +120,7 @@ def open_source(
         yield ServiceSource(service.address), service.totals
 
 
-def digest(batch: Batch, order: Any) -> None:
+def hash_batch(batch: Batch, order: Any) -> None:
     """Adds the bytes of a whole global batch to a hash, whether or not rows share bags."""
     batch = batch.plain
     for tensor in (batch.dense, batch.labels, batch.weights, batch.sparse.lengths(), batch.sparse.values()):

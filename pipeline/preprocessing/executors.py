@@ -18,7 +18,7 @@ from pipeline.errors import ContractError, DataError, from_wire, to_wire
 from pipeline.preprocessing import wire
 from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs, Writer, share, size_of
+from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs, Writer, copy_to_segment, count_bytes
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.worker import Costs, Worker
 from pipeline.process import KEPT_MEMORY
@@ -31,7 +31,7 @@ WORKER_ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class Started:
+class WorkerStarted:
     """A worker is ready for work."""
 
     worker: int
@@ -39,7 +39,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Done:
+class WorkDone:
     """A worker has finished."""
 
     worker: int
@@ -53,7 +53,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Failed:
+class WorkFailed:
     """A worker could not do its work, and says why."""
 
     worker: int
@@ -61,14 +61,14 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Died:
+class WorkerDied:
     """A worker is gone."""
 
     worker: int
     reason: str
 
 
-Event = Started | Done | Failed | Died
+Event = WorkerStarted | WorkDone | WorkFailed | WorkerDied
 
 
 class Executor(ABC):
@@ -84,11 +84,11 @@ class Executor(ABC):
 
     @abstractmethod
     def start(self, worker: int) -> None:
-        """Starts a worker; `Started` follows, or `Died`."""
+        """Starts a worker; `WorkerStarted` follows, or `WorkerDied`."""
 
     @abstractmethod
     def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Sequence[Any]) -> None:
-        """Gives an idle worker work; `Done`, `Failed` or `Died` follows."""
+        """Gives an idle worker work; `WorkDone`, `WorkFailed` or `WorkerDied` follows."""
 
     @abstractmethod
     def kill(self, worker: int) -> None:
@@ -99,7 +99,7 @@ class Executor(ABC):
         """Lets go of a result."""
 
     @abstractmethod
-    def shared(self, memory: Any) -> Segment:
+    def to_segment(self, memory: Any) -> Segment:
         """A result as memory that a rank's process can map; the caller closes it."""
 
     def close(self) -> None:  # noqa: B027
@@ -115,10 +115,10 @@ class InlineExecutor(Executor):
 
     def start(self, worker: int) -> None:
         self.workers = {name: Worker(spec) for name, spec in self.data.items()}
-        self.events.put(Started(worker, os.getpid()))
+        self.events.put(WorkerStarted(worker, os.getpid()))
 
     def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Sequence[Arrays]) -> None:
-        self.events.put(_attempt(worker, self.workers[data], work, inputs))
+        self.events.put(_try_work(worker, self.workers[data], work, inputs))
 
     def kill(self, worker: int) -> None:
         pass
@@ -126,30 +126,30 @@ class InlineExecutor(Executor):
     def free(self, memory: Any) -> None:
         pass
 
-    def shared(self, memory: Arrays) -> Segment:
-        return share(memory, self.slabs)
+    def to_segment(self, memory: Arrays) -> Segment:
+        return copy_to_segment(memory, self.slabs)
 
     def close(self) -> None:
         self.slabs.clear()
 
 
-def _attempt(number: int, worker: Worker, work: Split | BatchWork, inputs: Sequence[Arrays]) -> Done | Failed:
+def _try_work(number: int, worker: Worker, work: Split | BatchWork, inputs: Sequence[Arrays]) -> WorkDone | WorkFailed:
     writer = PrivateWriter()
     try:
-        rows, costs = do(worker, work, inputs, writer)
+        rows, costs = run_work(worker, work, inputs, writer)
     except Exception as error:  # the master decides what becomes of it
-        return Failed(number, as_contract_error(error, work))
-    return Done(number, writer.done(), size_of(writer.done()), rows, costs, peak_rss_mb())
+        return WorkFailed(number, wrap_work_error(error, work))
+    return WorkDone(number, writer.finish(), count_bytes(writer.finish()), rows, costs, peak_rss_mb())
 
 
-def do(worker: Worker, work: Split | BatchWork, inputs: Sequence[Arrays], writer: Writer) -> tuple[int, Costs]:
+def run_work(worker: Worker, work: Split | BatchWork, inputs: Sequence[Arrays], writer: Writer) -> tuple[int, Costs]:
     """Does a piece of work; selected rows and costs."""
     if isinstance(work, Split):
         return worker.transform_split(work, writer)
     return 0, worker.make_batches(work, inputs, writer)
 
 
-def as_contract_error(error: Exception, work: Split | BatchWork) -> ContractError:
+def wrap_work_error(error: Exception, work: Split | BatchWork) -> ContractError:
     """Any error as one that can travel; names the work."""
     if isinstance(error, ContractError):
         return error
@@ -216,7 +216,7 @@ class ProcessExecutor(Executor):
     def free(self, memory: Segment) -> None:
         memory.close()
 
-    def shared(self, memory: Segment) -> Segment:
+    def to_segment(self, memory: Segment) -> Segment:
         return Segment(os.dup(memory.fd), memory.shapes, memory.size)
 
     def close(self) -> None:
@@ -226,22 +226,22 @@ class ProcessExecutor(Executor):
     def _read(self, worker: int, connection: socket.socket) -> None:
         while (received := wire.receive(connection)) is not None:
             message, descriptors = received
-            self.events.put(_event(worker, message, descriptors))
-        self.events.put(Died(worker, "its process ended"))
+            self.events.put(_parse_event(worker, message, descriptors))
+        self.events.put(WorkerDied(worker, "its process ended"))
 
 
-def _event(worker: int, message: wire.Message, descriptors: Sequence[int]) -> Event:
+def _parse_event(worker: int, message: wire.Message, descriptors: Sequence[int]) -> Event:
     if "pid" in message:
-        return Started(worker, message["pid"])
+        return WorkerStarted(worker, message["pid"])
     if "error" in message:
-        return Failed(worker, from_wire(message["error"]))
-    segment = Segment(descriptors[0], _shapes(message["shapes"]), message["size"])
-    return Done(
+        return WorkFailed(worker, from_wire(message["error"]))
+    segment = Segment(descriptors[0], _parse_shapes(message["shapes"]), message["size"])
+    return WorkDone(
         worker, segment, segment.size, message["rows"], Costs.from_json(message["costs"]), message["peak_rss_mb"]
     )
 
 
-def _shapes(value: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _parse_shapes(value: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (dtype, tuple(shape)) for name, (dtype, shape) in value.items()}
 
 
@@ -262,18 +262,18 @@ def serve(connection: socket.socket) -> None:
         message, descriptors = received
         work: Split | BatchWork = (Split if message["kind"] == "split" else BatchWork).model_validate(message["work"])
         inputs = [
-            Segment(fd, _shapes(note["shapes"]), note["size"])
+            Segment(fd, _parse_shapes(note["shapes"]), note["size"])
             for fd, note in zip(descriptors, message["inputs"], strict=True)
         ]
         writer = slabs[message["kind"]].writer()
         try:
-            rows, costs = do(workers[message["data"]], work, [segment.arrays() for segment in inputs], writer)
+            rows, costs = run_work(workers[message["data"]], work, [segment.arrays() for segment in inputs], writer)
         except Exception as error:  # told to the master, who decides
             if not isinstance(error, ContractError):
                 sys.excepthook(type(error), error, error.__traceback__)
-            wire.send(connection, {"error": to_wire(as_contract_error(error, work))})
+            wire.send(connection, {"error": to_wire(wrap_work_error(error, work))})
         else:
-            segment = writer.done()
+            segment = writer.finish()
             answer = {"shapes": segment.shapes, "size": segment.size, "rows": rows, "peak_rss_mb": peak_rss_mb()}
             wire.send(connection, answer | {"costs": vars(costs)}, [segment.fd])
             segment.close()

@@ -16,13 +16,13 @@ from pipeline.preprocessing.autoscaler import PERIOD_SECONDS, Autoscaler, Period
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.executors import (
-    Done,
     Event,
     Executor,
-    Failed,
     InlineExecutor,
     ProcessExecutor,
-    Started,
+    WorkDone,
+    WorkerStarted,
+    WorkFailed,
 )
 from pipeline.preprocessing.memory import allow_many_segments
 from pipeline.preprocessing.splits import Split
@@ -50,7 +50,7 @@ class _Worker:
     since: float
     """Start of its work, or of itself."""
     pid: int | None = None
-    task: WorkItem | None = None
+    item: WorkItem | None = None
     ready: bool = False
 
 
@@ -113,7 +113,7 @@ class Master:
         self.left: dict[Request, set[int]] = {}
         self.workers: dict[int, _Worker] = {}
         self.started = 0
-        self.usual: dict[type, float] = {}
+        self.typical_seconds: dict[type, float] = {}
         self.totals = Totals()
         self.failure: ContractError | None = None
         self.period = Period(0.0, 0.0, 0, 0.0, 0, idle=False)
@@ -169,17 +169,17 @@ class Master:
 
     def step(self, timeout: float = TICK_SECONDS) -> None:
         """Waits for one event at most so long, deals with it, and gives out work."""
-        with self.failing():
+        with self.guard():
             if self.inline:  # what is done here and now is taken note of at once
                 self.assign()
-            event = self.wait(timeout)
+            event = self.next_event(timeout)
             if event is not None:
                 self.handle(event)
-            self.watch()
+            self.watch_workers()
             if not self.inline:
                 self.assign()
 
-    def wait(self, timeout: float = TICK_SECONDS) -> Any:
+    def next_event(self, timeout: float = TICK_SECONDS) -> Any:
         """The next event, of a worker or of whoever shares the queue; None if there is none for so long."""
         try:
             return self.events.get(timeout=timeout) if timeout else self.events.get_nowait()
@@ -187,17 +187,17 @@ class Master:
             return None
 
     @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
+    def guard(self) -> Iterator[None]:
         """Turns any error into the end of all work, which every rank is told; the first one counts."""
         try:
             yield
         except Exception as error:
-            found = as_contract_error(error)
+            found = wrap_service_error(error)
             if self.failure is None:
                 self.failure = found
                 self._end_workers()
 
-    def watch(self) -> None:
+    def watch_workers(self) -> None:
         """Replaces workers that fell silent, and starts those that are missing."""
         if self.failure is not None:
             return
@@ -209,47 +209,47 @@ class Master:
         """Takes note of what happened to a worker."""
         worker = self.workers.get(event.worker)
         if worker is None:  # it was replaced meanwhile
-            if isinstance(event, Done):
+            if isinstance(event, WorkDone):
                 self.executor.free(event.memory)
                 self.totals.late_results += 1
             return
-        if isinstance(event, Started):
+        if isinstance(event, WorkerStarted):
             worker.pid, worker.ready = event.pid, True
             self.totals.ready_at = self.totals.ready_at or time.monotonic()
             self._note_workers()
             return
-        task, worker.task = worker.task, None
-        if isinstance(event, Done):
-            assert task is not None
-            self._account(worker, task, event)
-            if not task.stream.done(task, event.memory, event.size, event.rows, event.costs):
+        item, worker.item = worker.item, None
+        if isinstance(event, WorkDone):
+            assert item is not None
+            self._record_work(worker, item, event)
+            if not item.stream.complete(item, event.memory, event.size, event.rows, event.costs):
                 self.totals.late_results += 1
-        elif isinstance(event, Failed):
-            assert task is not None
-            self._failed(task, event.error)
+        elif isinstance(event, WorkFailed):
+            assert item is not None
+            self._handle_failure(item, event.error)
         else:
-            self._replace(worker, task, event.reason)
+            self._replace(worker, item, event.reason)
 
-    def _account(self, worker: _Worker, task: WorkItem, event: Done) -> None:
-        seconds, kind = event.costs.seconds, type(task.work)
-        self.usual[kind] = max(seconds, 0.9 * self.usual.get(kind, 0.0) + 0.1 * seconds)
+    def _record_work(self, worker: _Worker, item: WorkItem, event: WorkDone) -> None:
+        seconds, kind = event.costs.seconds, type(item.work)
+        self.typical_seconds[kind] = max(seconds, 0.9 * self.typical_seconds.get(kind, 0.0) + 0.1 * seconds)
         self.totals.costs.add(event.costs)
         self.totals.rows += event.rows
         self.totals.peak_rss_mb[worker.number] = event.peak_rss_mb
         self.period.worked_seconds += seconds
         self.period.worked_rows += event.rows
 
-    def _failed(self, task: WorkItem, error: ContractError) -> None:
+    def _handle_failure(self, item: WorkItem, error: ContractError) -> None:
         """Work was not done: it is tried again, or its split is given up."""
-        stream = task.stream
-        if task not in stream.running:
+        stream = item.stream
+        if item not in stream.running:
             return
-        task.failures += 1
-        if task.failures < self.config.attempts:
-            stream.retry(task)
-        elif isinstance(task.work, Split) and self.config.on_corrupt == "quarantine":
-            stream.lose(task)
-            self._quarantine(task.work, stream, error)
+        item.failures += 1
+        if item.failures < self.config.attempts:
+            stream.retry(item)
+        elif isinstance(item.work, Split) and self.config.on_corrupt == "quarantine":
+            stream.quarantine(item)
+            self._quarantine(item.work, stream, error)
         else:
             raise error
 
@@ -269,7 +269,7 @@ class Master:
 
     # -- workers ------------------------------------------------------------------------------------------------
 
-    def _replace(self, worker: _Worker, task: WorkItem | None, reason: str) -> None:
+    def _replace(self, worker: _Worker, item: WorkItem | None, reason: str) -> None:
         """Forgets a worker, has its work done again, and lets another take its place."""
         del self.workers[worker.number]
         self.executor.kill(worker.number)
@@ -282,10 +282,10 @@ class Master:
                 f"{self.totals.restarts}: the last one had process id {worker.pid}, {reason}",
                 f"See {self.folder}/worker-{worker.number}.log, or raise preprocessing.restart_limit.",
             )  # fmt: skip
-        if task is not None and not any(other.task is task for other in self.workers.values()):
-            where = str(task.work) if isinstance(task.work, Split) else "batches"
-            self._failed(
-                task,
+        if item is not None and not any(other.item is item for other in self.workers.values()):
+            where = str(item.work) if isinstance(item.work, Split) else "batches"
+            self._handle_failure(
+                item,
                 DataError(
                     where,
                     "a worker that lives through it",
@@ -298,9 +298,9 @@ class Master:
         now = time.monotonic()
         for worker in list(self.workers.values()):
             silent = now - worker.since
-            if worker.task is not None and silent > self.config.lease_seconds:
-                task, worker.task = worker.task, None
-                self._replace(worker, task, f"it was silent for {silent:.0f} s")
+            if worker.item is not None and silent > self.config.lease_seconds:
+                item, worker.item = worker.item, None
+                self._replace(worker, item, f"it was silent for {silent:.0f} s")
             elif not worker.ready and silent > START_SECONDS:
                 self._replace(worker, None, f"it did not start within {START_SECONDS:.0f} s")
 
@@ -317,7 +317,7 @@ class Master:
             self.executor.start(self.started)
             self.workers[self.started] = _Worker(self.started, now)
             self.totals.most_workers = max(self.totals.most_workers, len(self.workers))
-        idle = [worker for worker in self.workers.values() if worker.task is None and worker.ready]
+        idle = [worker for worker in self.workers.values() if worker.item is None and worker.ready]
         for worker in idle[: max(len(self.workers) - self.autoscaler.workers, 0)]:
             del self.workers[worker.number]
             self.executor.kill(worker.number)
@@ -326,32 +326,32 @@ class Master:
     def assign(self) -> None:
         """Gives every idle worker something to do."""
         for worker in list(self.workers.values()):
-            if worker.ready and worker.task is None:
-                task = self._next_task() or self._straggler()
-                if task is None:
+            if worker.ready and worker.item is None:
+                item = self._next_item() or self._straggler()
+                if item is None:
                     self.period.idle = True
                     return
-                worker.task, worker.since = task, time.monotonic()
-                self.executor.submit(worker.number, task.stream.request.data, task.work, task.inputs)
+                worker.item, worker.since = item, time.monotonic()
+                self.executor.submit(worker.number, item.stream.request.data, item.work, item.inputs)
 
-    def _next_task(self) -> WorkItem | None:
+    def _next_item(self) -> WorkItem | None:
         for stream in reversed(self.streams):  # what was asked for last is waited for
-            if (task := stream.next_task()) is not None:
-                return task
+            if (item := stream.next_item()) is not None:
+                return item
         return None
 
     def _straggler(self) -> WorkItem | None:
         """Work that takes far longer than usual, to be done by a second worker too; the first result counts."""
         now = time.monotonic()
-        leases = [worker for worker in self.workers.values() if worker.task is not None]
+        leases = [worker for worker in self.workers.values() if worker.item is not None]
         for worker in sorted(leases, key=lambda worker: worker.since):
-            task = worker.task
-            assert task is not None
-            usual = self.usual.get(type(task.work))
-            alone = sum(other.task is task for other in leases) == 1
+            item = worker.item
+            assert item is not None
+            usual = self.typical_seconds.get(type(item.work))
+            alone = sum(other.item is item for other in leases) == 1
             late = usual is not None and now - worker.since > max(STRAGGLER * usual, STRAGGLER_SECONDS)
-            if late and alone and task in task.stream.running:
-                return task
+            if late and alone and item in item.stream.running:
+                return item
         return None
 
     def _end_workers(self) -> None:
@@ -368,12 +368,12 @@ class Master:
 
     # -- delivery -----------------------------------------------------------------------------------------------
 
-    def consumed(self, rows: int, wait_seconds: float) -> None:
+    def note_consumed(self, rows: int, wait_seconds: float) -> None:
         """Takes note of what a client trained on, and of the time it waited."""
         self.period.rows += rows
         self.period.wait_seconds += wait_seconds
 
-    def ready(self, stream: Stream, number: int) -> BatchGroup | None:
+    def get_group(self, stream: Stream, number: int) -> BatchGroup | None:
         """A group of batches, or None while it is being made.
 
         Raises:
@@ -382,7 +382,7 @@ class Master:
         if self.failure is not None:
             raise self.failure
         group = stream.group(number)
-        if group is None and not stream.ended(number) and stream.stuck(number):
+        if group is None and not stream.ended(number) and stream.is_stuck(number):
             raise ConfigError(
                 "preprocessing.memory_bytes", "room for the rows of a shuffle window and a group of batches",
                 f"{stream.memory_bytes:,} for '{stream.request.data}', {stream.bytes:,} of it in use",
@@ -401,11 +401,11 @@ class Master:
                 event = self.events.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(event, Done):
+            if isinstance(event, WorkDone):
                 self.executor.free(event.memory)
 
 
-def as_contract_error(error: Exception) -> ContractError:
+def wrap_service_error(error: Exception) -> ContractError:
     """Any error as one that ranks can be told; what was not foreseen is printed in full."""
     if isinstance(error, ContractError):
         return error

@@ -36,7 +36,7 @@ class Segment:
 
         They keep the segment in use, for a mapping of Python's holds a copy of the descriptor.
         """
-        return _views(mmap.mmap(self.fd, max(self.size, 1), flags=mmap.MAP_PRIVATE), self.shapes)
+        return _map_arrays(mmap.mmap(self.fd, max(self.size, 1), flags=mmap.MAP_PRIVATE), self.shapes)
 
     def close(self) -> None:
         """Gives the descriptor back; arrays stay valid."""
@@ -49,7 +49,7 @@ class Writer(Protocol):
     def add(self, shapes: Shapes) -> Arrays:
         """Room for further arrays, to be written before the next call."""
 
-    def done(self) -> Any:
+    def finish(self) -> Any:
         """What holds all of them."""
 
 
@@ -65,7 +65,7 @@ class Slabs:
 
     def writer(self) -> "SharedWriter":
         """A writer over memory that nobody reads."""
-        free = [slab for slab in self.slabs if slab.unread()]
+        free = [slab for slab in self.slabs if slab.try_claim()]
         for slab in free[FREE_SLABS:]:
             self.slabs.remove(slab)
             slab.close()
@@ -92,7 +92,7 @@ class _Slab:
         os.ftruncate(self.fd, size)
         self.mapped = mmap.mmap(self.fd, size)
 
-    def unread(self) -> bool:
+    def try_claim(self) -> bool:
         """Whether no descriptor of a segment is open; if so, it is ours to write."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,7 +114,7 @@ class SharedWriter:
     Example:
         >>> writer = Slabs().writer()
         >>> writer.add({"ids": ("int32", (3,))})["ids"][:] = [7, 8, 9]
-        >>> segment = writer.done()
+        >>> segment = writer.finish()
         >>> segment.arrays()["ids"].tolist()
         [7, 8, 9]
         >>> segment.close()
@@ -127,15 +127,15 @@ class SharedWriter:
 
     def add(self, shapes: Shapes) -> Arrays:
         """See `Writer`."""
-        end = self.used + sum(_span(dtype, shape) for dtype, shape in shapes.values())
+        end = self.used + sum(_aligned_bytes(dtype, shape) for dtype, shape in shapes.values())
         if end > len(self.slab.mapped):
             self.slab.grow(max(end, 2 * len(self.slab.mapped)))
-        arrays = _views(self.slab.mapped, shapes, self.used)
+        arrays = _map_arrays(self.slab.mapped, shapes, self.used)
         self.shapes |= shapes
         self.used = end
         return arrays
 
-    def done(self) -> Segment:
+    def finish(self) -> Segment:
         """See `Writer`."""
         return Segment(self.slab.lend(), self.shapes, self.used)
 
@@ -152,20 +152,20 @@ class PrivateWriter:
         self.arrays |= added
         return added
 
-    def done(self) -> Arrays:
+    def finish(self) -> Arrays:
         """See `Writer`."""
         return self.arrays
 
 
-def share(arrays: Arrays, slabs: Slabs) -> Segment:
+def copy_to_segment(arrays: Arrays, slabs: Slabs) -> Segment:
     """A segment with a copy of the arrays."""
     writer = slabs.writer()
     for name, view in writer.add({name: (array.dtype.name, array.shape) for name, array in arrays.items()}).items():
         view[...] = arrays[name]
-    return writer.done()
+    return writer.finish()
 
 
-def size_of(arrays: Arrays) -> int:
+def count_bytes(arrays: Arrays) -> int:
     """Bytes of all arrays together."""
     return sum(array.nbytes for array in arrays.values())
 
@@ -176,14 +176,14 @@ def allow_many_segments() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _views(memory: mmap.mmap, shapes: Shapes, start: int = 0) -> Arrays:
+def _map_arrays(memory: mmap.mmap, shapes: Shapes, start: int = 0) -> Arrays:
     found = {}
     for name, (dtype, shape) in shapes.items():
         found[name] = np.frombuffer(memory, dtype, int(np.prod(shape)), start).reshape(shape)
-        start += _span(dtype, shape)
+        start += _aligned_bytes(dtype, shape)
     return found
 
 
-def _span(dtype: str, shape: tuple[int, ...]) -> int:
+def _aligned_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return -(-size // ALIGNMENT) * ALIGNMENT

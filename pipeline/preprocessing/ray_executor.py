@@ -22,16 +22,16 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.executors import (
     ROOT,
     WORKER_ENVIRONMENT,
-    Died,
-    Done,
     Executor,
-    Failed,
-    Started,
-    as_contract_error,
-    do,
+    WorkDone,
+    WorkerDied,
+    WorkerStarted,
+    WorkFailed,
     peak_rss_mb,
+    run_work,
+    wrap_work_error,
 )
-from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs, share, size_of
+from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs, copy_to_segment, count_bytes
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.worker import Costs, Worker
 
@@ -69,13 +69,13 @@ class RayExecutor(Executor):
             num_cpus=self.processors, max_restarts=0, max_task_retries=0
         ).remote()
         self.actors[worker] = actor
-        self._wait(worker, actor.begin.remote(self.specs), self._started)
+        self._wait(worker, actor.begin.remote(self.specs), self._note_started)
 
     def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Sequence[Any]) -> None:
         kind = "split" if isinstance(work, Split) else "batches"
         actor = self.actors[worker]
         note, memory = actor.do.options(num_returns=2).remote(data, kind, work.model_dump(mode="json"), *inputs)
-        self._wait(worker, note, lambda number, answer: _finished(number, answer, memory))
+        self._wait(worker, note, lambda number, answer: _parse_answer(number, answer, memory))
 
     def kill(self, worker: int) -> None:
         actor = self.actors.pop(worker)
@@ -88,8 +88,8 @@ class RayExecutor(Executor):
     def free(self, memory: Any) -> None:
         """An object goes with its last reference."""
 
-    def shared(self, memory: Any) -> Segment:
-        return share(ray.get(memory), self.slabs)
+    def to_segment(self, memory: Any) -> Segment:
+        return copy_to_segment(ray.get(memory), self.slabs)
 
     def close(self) -> None:
         self.slabs.clear()
@@ -97,11 +97,11 @@ class RayExecutor(Executor):
             ray.shutdown()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
-    def _started(self, worker: int, answer: tuple[int, str]) -> Started:
+    def _note_started(self, worker: int, answer: tuple[int, str]) -> WorkerStarted:
         pid, node = answer
         if node == self.here:
             self.pids[worker] = pid
-        return Started(worker, pid)
+        return WorkerStarted(worker, pid)
 
     def _wait(self, worker: int, promise: Any, event: Any) -> None:
         """Puts the event of an answer into the queue once it is there."""
@@ -110,19 +110,21 @@ class RayExecutor(Executor):
             try:
                 self.events.put(event(worker, ray.get(promise)))
             except RayTaskError as error:
-                self.events.put(Died(worker, f"it failed: {' '.join(str(error.cause).split())}"))
+                self.events.put(WorkerDied(worker, f"it failed: {' '.join(str(error.cause).split())}"))
             except RayError as error:
-                self.events.put(Died(worker, f"its actor ended: {type(error).__name__}"))
+                self.events.put(WorkerDied(worker, f"its actor ended: {type(error).__name__}"))
             except Exception as error:  # Ray was shut down under it
-                self.events.put(Died(worker, f"{type(error).__name__}: {error}"))
+                self.events.put(WorkerDied(worker, f"{type(error).__name__}: {error}"))
 
         threading.Thread(target=wait, name=f"worker-{worker}", daemon=True).start()
 
 
-def _finished(worker: int, answer: Mapping[str, Any], memory: Any) -> Done | Failed:
+def _parse_answer(worker: int, answer: Mapping[str, Any], memory: Any) -> WorkDone | WorkFailed:
     if "error" in answer:
-        return Failed(worker, from_wire(answer["error"]))
-    return Done(worker, memory, answer["size"], answer["rows"], Costs.from_json(answer["costs"]), answer["peak_rss_mb"])
+        return WorkFailed(worker, from_wire(answer["error"]))
+    return WorkDone(
+        worker, memory, answer["size"], answer["rows"], Costs.from_json(answer["costs"]), answer["peak_rss_mb"]
+    )
 
 
 def _connect(config: PreprocessingConfig, temporary: str) -> None:
@@ -164,9 +166,9 @@ class _Actor:
         work: Split | BatchWork = (Split if kind == "split" else BatchWork).model_validate(content)
         writer = PrivateWriter()
         try:
-            rows, costs = do(self.workers[data], work, inputs, writer)
+            rows, costs = run_work(self.workers[data], work, inputs, writer)
         except Exception as error:  # told to the master, who decides
-            return {"error": to_wire(as_contract_error(error, work))}, None
-        arrays = writer.done()
-        note = {"size": size_of(arrays), "rows": rows, "costs": vars(costs), "peak_rss_mb": peak_rss_mb()}
+            return {"error": to_wire(wrap_work_error(error, work))}, None
+        arrays = writer.finish()
+        note = {"size": count_bytes(arrays), "rows": rows, "costs": vars(costs), "peak_rss_mb": peak_rss_mb()}
         return note, arrays

@@ -17,7 +17,7 @@ from pipeline.errors import ContractError, to_wire
 from pipeline.preprocessing import wire
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.master import Master, Totals, as_contract_error
+from pipeline.preprocessing.master import Master, Totals, wrap_service_error
 from pipeline.preprocessing.stream import Request, Stream
 
 CREDENTIALS = struct.Struct("3i")
@@ -36,7 +36,7 @@ class _Connection:
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Incoming:
     """What came in on a connection; None: it was closed."""
 
     connection: _Connection
@@ -114,15 +114,15 @@ class Service:
         self.begun.put(None)
         try:
             while not self.ending.is_set():
-                event = master.wait()
-                with master.failing():
-                    if isinstance(event, _Said):
-                        self._hear(master, event)
+                event = master.next_event()
+                with master.guard():
+                    if isinstance(event, _Incoming):
+                        self._receive(master, event)
                     elif event is not None:
                         master.handle(event)
-                    master.watch()
+                    master.watch_workers()
                     master.assign()
-                with master.failing():
+                with master.guard():
                     for connection in self.connections:
                         self._answer(master, connection)
         finally:
@@ -149,10 +149,10 @@ class Service:
     def _read(self, connection: _Connection) -> None:
         while (received := wire.receive(connection.channel)) is not None:
             wire.close(received[1])
-            self.events.put(_Said(connection, received[0]))
-        self.events.put(_Said(connection, None))
+            self.events.put(_Incoming(connection, received[0]))
+        self.events.put(_Incoming(connection, None))
 
-    def _hear(self, master: Master, said: _Said) -> None:
+    def _receive(self, master: Master, said: _Incoming) -> None:
         connection, message = said.connection, said.message
         stream = connection.stream
         if message is None:
@@ -167,12 +167,12 @@ class Service:
                 connection.rank = int(message["rank"])
                 connection.stream = master.open(Request.model_validate(message["open"]), connection.rank)
             except Exception as error:
-                self._send(connection, {"error": to_wire(as_contract_error(error))})
+                self._send(connection, {"error": to_wire(wrap_service_error(error))})
         elif stream is not None:
             connection.wanted = message["take"]
-            stream.let_go(connection.rank, message["done"])
+            stream.release(connection.rank, message["done"])
             if connection.rank == stream.request.ranks[0]:
-                master.consumed(message["rows"], message["waited"])
+                master.note_consumed(message["rows"], message["waited"])
 
     def _answer(self, master: Master, connection: _Connection) -> None:
         """Sends the group that a rank waits for, once there is one."""
@@ -180,13 +180,13 @@ class Service:
         if stream is None or number is None:
             return
         try:
-            group = master.ready(stream, number)
+            group = master.get_group(stream, number)
         except ContractError as error:
             connection.wanted = None
             self._send(connection, {"error": to_wire(error)})
             return
         if group is not None:
-            segment = master.executor.shared(group.memory)
+            segment = master.executor.to_segment(group.memory)
             connection.wanted = None
             stream.take(number)
             notes = [asdict(note) | {"position": note.position.model_dump()} for note in group.notes]

@@ -25,7 +25,7 @@ class Split(BaseModel, frozen=True):
         return text if first == last else f"{text} to row group {last.row_group} of file '{last.path}'"
 
 
-def epoch_windows(
+def cut_epoch(
     fragments: Sequence[Fragment], seed: int, epoch: int, window_rows: int | None, split_rows: int
 ) -> list[list[Split]]:
     """The epoch in order: windows, each cut into splits.
@@ -39,7 +39,7 @@ def epoch_windows(
     """
     if window_rows is None:
         return [[split] for split in _splits(fragments, split_rows)]
-    order = generator(seed, epoch, 0).permutation(len(fragments))
+    order = make_generator(seed, epoch, 0).permutation(len(fragments))
     windows: list[list[Fragment]] = []
     held = window_rows
     for i in order:
@@ -63,24 +63,24 @@ def _splits(fragments: Sequence[Fragment], split_rows: int) -> list[Split]:
     return [Split(fragments=tuple(group)) for group in groups]
 
 
-def permutation(seed: int, epoch: int, window: int, rows: int) -> npt.NDArray[np.int64]:
+def permute_rows(seed: int, epoch: int, window: int, rows: int) -> npt.NDArray[np.int64]:
     """Order of the rows of a window."""
-    return generator(seed, epoch, window + 1).permutation(rows)
+    return make_generator(seed, epoch, window + 1).permutation(rows)
 
 
-def session_permutation(seed: int, epoch: int, window: int, sessions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def permute_sessions(seed: int, epoch: int, window: int, sessions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Order of the rows of a window in which sessions change places as a whole: rows of one stay together, in order.
 
     Args:
         sessions: Session of each row, int64 [N]; neighbouring rows with equal values are one.
     """
     borders = np.flatnonzero(np.diff(sessions, prepend=~sessions[:1])) if len(sessions) else np.empty(0, np.int64)
-    order = permutation(seed, epoch, window, len(borders))
+    order = permute_rows(seed, epoch, window, len(borders))
     lengths = np.diff(borders, append=len(sessions))[order]
     before = np.cumsum(lengths) - lengths
     return np.repeat(borders[order] - before, lengths) + np.arange(len(sessions))
 
 
-def generator(seed: int, epoch: int, stream: int) -> np.random.Generator:
+def make_generator(seed: int, epoch: int, stream: int) -> np.random.Generator:
     """Counter-based random numbers: any part of the order can be made without what precedes it."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, stream])))

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from pipeline.data.batch import Position
 from pipeline.preprocessing.batches import BatchWork, Window
-from pipeline.preprocessing.splits import Split, epoch_windows
+from pipeline.preprocessing.splits import Split, cut_epoch
 from pipeline.preprocessing.worker import Costs
 from storage.reader import Fragment
 
@@ -46,13 +46,13 @@ class Request(BaseModel, frozen=True):
 
 @dataclass(eq=False)
 class WorkItem:
-    """Work for one worker at a time; the same task done again gives the same result."""
+    """Work for one worker at a time; the same item done again gives the same result."""
 
     stream: "Stream"
     work: Split | BatchWork
     inputs: list[Memory]
     expected_bytes: int
-    finish: Callable[[Memory, int, int, Costs], None]
+    on_result: Callable[[Memory, int, int, Costs], None]
     """What becomes of the result: (memory, bytes, rows, costs)."""
     failures: int = 0
 
@@ -114,13 +114,13 @@ class Stream:
 
     Args:
         fragments: All row groups of the selection in table order.
-        split_rows: See `epoch_windows`.
+        split_rows: See `cut_epoch`.
         memory_bytes: Bound for what is read or batched and not yet let go of; a group of batches that a rank
             waits for is made in any case.
         free: Called with memory that is not needed any more.
         ahead_rows: Rows of windows that are read or waiting to be batched, beyond which no other is begun.
     Attributes:
-        lost: Splits that were given up, in order of their loss.
+        quarantined: Splits that were given up, in order of their loss.
         missing: Ranks that have not joined yet.
     """
 
@@ -136,15 +136,15 @@ class Stream:
         self.request, self.memory_bytes, self.free = request, memory_bytes, free
         self.ahead_rows = ahead_rows
         position = request.position
-        self.windows = epoch_windows(fragments, request.seed, position.epoch, request.window_rows, split_rows)
+        self.windows = cut_epoch(fragments, request.seed, position.epoch, request.window_rows, split_rows)
         self.to_read = deque(range(position.window, len(self.windows)))
         self.to_cut = position.window
         self.skip = position.row
         self.batches = position.batches
         self.open: dict[int, OpenWindow] = {}
         self.reads: deque[WorkItem] = deque()
-        self.makes: deque[tuple[BatchGroup, WorkItem]] = deque()
-        self.again: deque[WorkItem] = deque()
+        self.batchings: deque[tuple[BatchGroup, WorkItem]] = deque()
+        self.retries: deque[WorkItem] = deque()
         self.running: set[WorkItem] = set()
         self.groups: dict[int, BatchGroup] = {}
         self.groups_cut = 0
@@ -153,41 +153,41 @@ class Stream:
         self.row_bytes = 0.0
         self.bytes = self.ready_bytes = self.peak_bytes = 0
         self.taken = 0
-        self.lost: list[Split] = []
+        self.quarantined: list[Split] = []
         self.missing, self.left = set(request.ranks), set[int]()
 
     # -- work ---------------------------------------------------------------------------------------------------
 
-    def next_task(self) -> WorkItem | None:
+    def next_item(self) -> WorkItem | None:
         """What an idle worker should do now; None where something else has to happen first."""
-        task = self._again() or self._next_make() or self._next_read()
-        if task is not None:
-            self.running.add(task)
-        return task
+        item = self._again() or self._next_batching() or self._next_read()
+        if item is not None:
+            self.running.add(item)
+        return item
 
-    def done(self, task: WorkItem, memory: Memory, size: int, rows: int, costs: Costs) -> bool:
+    def complete(self, item: WorkItem, memory: Memory, size: int, rows: int, costs: Costs) -> bool:
         """Takes a result; False for one that came late, after another worker's."""
-        if task not in self.running:
+        if item not in self.running:
             self.free(memory)
             return False
-        self.running.remove(task)
+        self.running.remove(item)
         self.bytes += size
         self.peak_bytes = max(self.peak_bytes, self.bytes)
-        task.finish(memory, size, rows, costs)
+        item.on_result(memory, size, rows, costs)
         return True
 
-    def retry(self, task: WorkItem) -> None:
-        """Puts a task back whose worker is gone or has failed."""
-        if task in self.running:
-            self.running.remove(task)
-            self.again.append(task)
+    def retry(self, item: WorkItem) -> None:
+        """Puts a item back whose worker is gone or has failed."""
+        if item in self.running:
+            self.running.remove(item)
+            self.retries.append(item)
 
-    def lose(self, task: WorkItem) -> None:
+    def quarantine(self, item: WorkItem) -> None:
         """Gives a split up: its rows are missing from the epoch."""
-        assert isinstance(task.work, Split)
-        self.running.remove(task)
-        self.lost.append(task.work)
-        task.finish(None, 0, 0, Costs())
+        assert isinstance(item.work, Split)
+        self.running.remove(item)
+        self.quarantined.append(item.work)
+        item.on_result(None, 0, 0, Costs())
 
     # -- delivery -----------------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Stream:
             self.taken = number + 1
             self.ready_bytes -= self.groups[number].size
 
-    def let_go(self, rank: int, number: int) -> None:
+    def release(self, rank: int, number: int) -> None:
         """Notes that a rank needs no group up to this number any more."""
         for group in [group for group in self.groups.values() if group.number <= number]:
             group.waiting.discard(rank)
@@ -222,15 +222,15 @@ class Stream:
         """Notes that a rank takes no groups any more, so that the others need not wait for it to let go."""
         self.missing.discard(rank)
         self.left.add(rank)
-        self.let_go(rank, self.groups_cut)
+        self.release(rank, self.groups_cut)
 
-    def stuck(self, number: int) -> bool:
+    def is_stuck(self, number: int) -> bool:
         """Whether the memory bound keeps a group that a rank waits for from ever being made.
 
         Nothing but its own rows is missing, and no rank can let go of anything before it has got this group:
         the group before it stays with a rank until then.
         """
-        if self.running or self.again or self.makes or not self.reads:
+        if self.running or self.retries or self.batchings or not self.reads:
             return False
         return self.row_bytes > 0.0 and not any(i < number - 1 for i in self.groups) and not self._may_read()
 
@@ -248,7 +248,7 @@ class Stream:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def _again(self) -> WorkItem | None:
-        return self.again.popleft() if self.again else None
+        return self.retries.popleft() if self.retries else None
 
     def _next_read(self) -> WorkItem | None:
         if not self.reads and self.to_read and self._may_open():
@@ -257,9 +257,9 @@ class Stream:
             return None
         if not self._may_read():
             return None
-        task = self.reads.popleft()
-        task.expected_bytes = self._read_bytes(task)
-        return task
+        item = self.reads.popleft()
+        item.expected_bytes = self._read_bytes(item)
+        return item
 
     def _may_open(self) -> bool:
         """Whether another window may be begun: so many rows ahead are enough, but a batch may need many windows."""
@@ -275,9 +275,9 @@ class Stream:
         reserve = int(self.row_bytes * BATCH_GROWTH * max(GROUP_ROWS, self.request.batch_rows))
         return self._fits(self._read_bytes(self.reads[0]) + reserve)
 
-    def _read_bytes(self, task: WorkItem) -> int:
-        assert isinstance(task.work, Split)
-        return int(task.work.rows * self.row_bytes)
+    def _read_bytes(self, item: WorkItem) -> int:
+        assert isinstance(item.work, Split)
+        return int(item.work.rows * self.row_bytes)
 
     def _open_window(self, number: int) -> None:
         splits = self.windows[number]
@@ -353,9 +353,9 @@ class Stream:
         self.groups[group.number] = group
         for window in _windows(pieces):
             window.uses += 1
-        self.makes.append((group, self._make_task(group)))
+        self.batchings.append((group, self._batch_item(group)))
 
-    def _make_task(self, group: BatchGroup) -> WorkItem:
+    def _batch_item(self, group: BatchGroup) -> WorkItem:
         inputs: list[Memory] = []
         places: dict[int, tuple[int, ...]] = {}
         for window in _windows(group.pieces):
@@ -390,21 +390,21 @@ class Stream:
 
         return WorkItem(self, work, inputs, size, finish)
 
-    def _next_make(self) -> WorkItem | None:
-        if not self.makes:
+    def _next_batching(self) -> WorkItem | None:
+        if not self.batchings:
             return None
-        group, task = self.makes[0]
+        group, item = self.batchings[0]
         urgent = group.number <= self.taken  # the next one that a rank will ask for
-        room = self.ready_bytes + task.expected_bytes <= READY_SHARE * self.memory_bytes
-        if not urgent and not (room and self._fits(task.expected_bytes)):
+        room = self.ready_bytes + item.expected_bytes <= READY_SHARE * self.memory_bytes
+        if not urgent and not (room and self._fits(item.expected_bytes)):
             return None
-        self.makes.popleft()
-        return task
+        self.batchings.popleft()
+        return item
 
     # -- memory -------------------------------------------------------------------------------------------------
 
     def _fits(self, size: int) -> bool:
-        underway = sum(task.expected_bytes for task in (*self.running, *self.again))
+        underway = sum(item.expected_bytes for item in (*self.running, *self.retries))
         return self.bytes + underway + size <= self.memory_bytes
 
     def _free_windows(self) -> None:

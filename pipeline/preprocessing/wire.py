@@ -44,7 +44,7 @@ def _send(connection: socket.socket, size: int, descriptors: Sequence[int], body
 
 def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
     """The next message and its descriptors, now ours to close; None once the other side is gone or talks nonsense."""
-    header = _exactly(connection, HEADER.size)
+    header = _receive_exactly(connection, HEADER.size)
     if header is None:
         return None
     size, expected = HEADER.unpack(header)
@@ -60,7 +60,7 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
                     descriptors += [descriptor for (descriptor,) in INT.iter_unpack(data)]
             if not mark or len(descriptors) < had + wanted:
                 return None
-        body = _exactly(connection, size) if size <= SHORT_BYTES else _whole(descriptors, size)
+        body = _receive_exactly(connection, size) if size <= SHORT_BYTES else _read_body(descriptors, size)
         message = None if body is None else json.loads(body)
     except (OSError, ValueError):
         return None
@@ -70,7 +70,7 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
     return (message, descriptors) if isinstance(message, dict) else None
 
 
-def _whole(descriptors: list[int], size: int) -> bytes | None:
+def _read_body(descriptors: list[int], size: int) -> bytes | None:
     """A message that came in memory of its own; takes its descriptor off the list."""
     if not descriptors:
         return None
@@ -88,7 +88,7 @@ def close(descriptors: Sequence[int]) -> None:
             os.close(descriptor)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes | None:
+def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
     parts = bytearray()
     while len(parts) < size:
         try:

@@ -19,7 +19,7 @@ from pipeline.preprocessing import kernels
 from pipeline.preprocessing.batches import BatchWork, FeatureIndices, Ids, Window, iterate_chunks, write_batches
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Writer
-from pipeline.preprocessing.splits import Split, permutation, session_permutation
+from pipeline.preprocessing.splits import Split, permute_rows, permute_sessions
 from pipeline.transforms.column import Column, concatenate, sparse_from_arrow
 from pipeline.transforms.plan.dedup import DedupedFeatures, DedupPlan
 from pipeline.transforms.plan.plan import TransformedRows
@@ -91,7 +91,7 @@ class Worker:
         transformed, runs = self._transform(rows, none, Costs())
         self._write_chunk(0, transformed, np.empty(0, np.float32), None, writer)
         self._write_sessions(0, none, runs, writer)
-        chunk, lengths = writer.done(), np.empty(0, np.int32)
+        chunk, lengths = writer.finish(), np.empty(0, np.int32)
         starts, dense = chunk["0.starts"], chunk["0.dense"]
         kernels.scatter_rows(none, none, dense, chunk["0.labels"], dense, chunk["0.labels"])
         kernels.scatter_lengths(none, none, none, starts, none, lengths)
@@ -109,7 +109,7 @@ class Worker:
     def sample(self, rows: int) -> list[Column]:
         """Returns the ids of each sparse feature in the first selected rows, in table order.
 
-        Skips files that cannot be read. The training that follows reports them.
+        Skips files that cannot be read. The training that follows fails at them or quarantines them.
         """
         parts: list[tuple[Column, ...]] = [self.spec.plan.apply(self.reader.empty()).sparse]
         for fragment in self.fragments():
@@ -234,9 +234,9 @@ class Worker:
             chunks = [chunk for i in window.splits for chunk in iterate_chunks(splits[i])]
             if chunks and "sessions" in chunks[0]:
                 sessions = np.concatenate([chunk["sessions"] for chunk in chunks])
-                self.orders[key] = session_permutation(*key[:3], sessions)
+                self.orders[key] = permute_sessions(*key[:3], sessions)
             else:
-                self.orders[key] = permutation(*key)
+                self.orders[key] = permute_rows(*key)
         return self.orders[key]
 
     def sessions(self, rows: pa.RecordBatch | pa.Table) -> Ids | None:

@@ -49,7 +49,7 @@ def ingested(
 def transformed(spec: DataSpec) -> tuple[Arrays, Counter[str]]:
     worker, writer = Worker(spec), PrivateWriter()
     _, costs = worker.transform_split(SimpleNamespace(fragments=worker.fragments()), writer)  # type: ignore[arg-type]
-    return writer.done(), costs.counts
+    return writer.finish(), costs.counts
 
 
 def written(root: Path, **columns: Any) -> int:

@@ -336,13 +336,13 @@ def test_fault_16_a_poison_split_fails_after_its_attempts(
 ) -> None:
     spec, _, _, said = poisoned
     failures: list[int] = []
-    failed = Master._failed
+    failed = Master._handle_failure
 
-    def noting(self: Master, task: Any, error: ContractError) -> None:
-        failed(self, task, error)
-        failures.append(task.failures)
+    def noting(self: Master, item: Any, error: ContractError) -> None:
+        failed(self, item, error)
+        failures.append(item.failures)
 
-    monkeypatch.setattr(Master, "_failed", noting)
+    monkeypatch.setattr(Master, "_handle_failure", noting)
     service = serve(1, spec, executor=executor)
     with pytest.raises(ContractError) as caught:
         list(client(ServiceSource(service.address), spec).batches())
@@ -431,7 +431,7 @@ def at_rest(master: Master) -> None:
 
     def resting() -> bool:
         nonlocal since, rows
-        idle = all(worker.task is None and worker.ready for worker in list(master.workers.values()))
+        idle = all(worker.item is None and worker.ready for worker in list(master.workers.values()))
         if not idle or rows != master.totals.rows:
             since, rows = time.monotonic(), master.totals.rows
         return time.monotonic() - since > 0.3

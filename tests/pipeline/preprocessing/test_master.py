@@ -13,7 +13,15 @@ from pipeline.preprocessing import master as module
 from pipeline.preprocessing.autoscaler import PERIOD_SECONDS
 from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.executors import Died, Done, Executor, Failed, InlineExecutor, ProcessExecutor, Started
+from pipeline.preprocessing.executors import (
+    Executor,
+    InlineExecutor,
+    ProcessExecutor,
+    WorkDone,
+    WorkerDied,
+    WorkerStarted,
+    WorkFailed,
+)
 from pipeline.preprocessing.master import QUARANTINE_FILE, WORKERS_FILE, Master, make_executor
 from pipeline.preprocessing.memory import Segment
 from pipeline.preprocessing.splits import Split
@@ -36,7 +44,7 @@ class FakeExecutor(Executor):
 
     def start(self, worker: int) -> None:
         self.alive.add(worker)
-        self.events.put(Started(worker, 1000 + worker))
+        self.events.put(WorkerStarted(worker, 1000 + worker))
 
     def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Any) -> None:
         assert worker in self.alive
@@ -51,7 +59,7 @@ class FakeExecutor(Executor):
         assert memory not in self.freed
         self.freed.append(memory)
 
-    def shared(self, memory: str) -> Segment:
+    def to_segment(self, memory: str) -> Segment:
         raise NotImplementedError
 
     def finish(self, worker: int, seconds: float = 1.0) -> str:
@@ -60,12 +68,12 @@ class FakeExecutor(Executor):
         rows = work.rows if isinstance(work, Split) else 0
         self.made += 1
         memory = f"result {self.made}"
-        self.events.put(Done(worker, memory, 1000, rows, Costs(read_seconds=seconds), 77))
+        self.events.put(WorkDone(worker, memory, 1000, rows, Costs(read_seconds=seconds), 77))
         return memory
 
     def fail(self, worker: int) -> None:
         del self.work[worker]
-        self.events.put(Failed(worker, BAD))
+        self.events.put(WorkFailed(worker, BAD))
 
 
 class Play:
@@ -130,7 +138,7 @@ def test_a_dead_worker_is_replaced_and_its_work_done_again(play: Callable[..., P
     it = play()
     it.warmed()
     lost = it.executor.work[1]
-    it.master.events.put(Died(1, "its process ended"))
+    it.master.events.put(WorkerDied(1, "its process ended"))
     it.steps()
     assert it.executor.alive == {2, 3}
     assert lost in it.executor.work.values()
@@ -146,7 +154,7 @@ def test_nothing_that_a_replaced_worker_still_says_counts(play: Callable[..., Pl
     assert it.executor.alive == {3, 4}
     running = set(stream.running)
     late = it.executor.finish(1)
-    for event in (Failed(2, BAD), Died(1, "late"), Started(2, 5)):
+    for event in (WorkFailed(2, BAD), WorkerDied(1, "late"), WorkerStarted(2, 5)):
         it.master.events.put(event)
     it.steps()
     assert it.executor.freed == [late]
@@ -180,7 +188,7 @@ def test_fault_15_a_straggler_is_done_twice_and_the_first_result_counts(play: Ca
     assert it.executor.work == {1: straggler, 2: straggler}
     it.executor.finish(2)
     it.steps()
-    assert all(task.work != straggler for task in stream.running)
+    assert all(item.work != straggler for item in stream.running)
     late = it.executor.finish(1, seconds=60.0)
     it.steps()
     assert late in it.executor.freed
@@ -203,14 +211,14 @@ def test_fault_15_one_of_two_with_the_same_work_is_gone_then_the_other(
     assert it.executor.work == {1: straggler, 2: straggler}
     for worker in order:
         if how == "died":
-            it.master.events.put(Died(worker, "its process ended"))
+            it.master.events.put(WorkerDied(worker, "its process ended"))
         elif how == "failed" and worker in it.executor.work:
             it.executor.fail(worker)
         elif how == "silent":
             it.now += 25.0
         it.steps()
         assert straggler in it.executor.work.values()
-        assert sum(task.work == straggler for task in stream.running) == 1
+        assert sum(item.work == straggler for item in stream.running) == 1
     if how == "silent":
         it.after(100.0)
         assert straggler in it.executor.work.values()
@@ -220,9 +228,9 @@ def test_fault_15_one_of_two_with_the_same_work_is_gone_then_the_other(
         it.executor.finish(next(iter(it.executor.work)))
         it.steps()
     while not stream.ended(delivered):
-        assert it.master.ready(stream, delivered) is not None
+        assert it.master.get_group(stream, delivered) is not None
         stream.take(delivered)
-        stream.let_go(0, delivered)
+        stream.release(0, delivered)
         delivered += 1
     it.master.close()
     assert len(it.executor.freed) == len(set(it.executor.freed)) == it.executor.made
@@ -243,7 +251,7 @@ def test_a_stream_that_is_closed_takes_nothing_and_fails_nothing(play: Callable[
     it.steps()
     it.executor.finish(1)
     it.executor.fail(2)
-    it.master.events.put(Died(3, "its process ended"))
+    it.master.events.put(WorkerDied(3, "its process ended"))
     it.steps()
     assert it.master.failure is None
     assert first.running == set()
@@ -262,14 +270,14 @@ def test_fault_14_the_limit_of_restarts(play: Callable[..., Play], tmp_path: Pat
     for worker in (1, 2, 3):
         it.steps()
         assert it.master.failure is None
-        it.master.events.put(Died(worker, "its process ended"))
+        it.master.events.put(WorkerDied(worker, "its process ended"))
     it.steps()
     assert str(it.master.failure) == (
         "preprocessing workers: expected at most 2 to be replaced, got 3: the last one had process id 1003, its process "
         f"ended. See {tmp_path}/service/worker-3.log, or raise preprocessing.restart_limit."
     )
     with pytest.raises(DataError):
-        it.master.ready(stream, 0)
+        it.master.get_group(stream, 0)
     assert it.executor.alive == set()  # and none is started any more
     it.after(1000.0)
     assert (it.executor.alive, it.master.totals.restarts) == (set(), 3)
@@ -297,7 +305,7 @@ def test_fault_16_work_that_kills_its_workers_is_named(kind: str, play: Callable
             it.steps()
     work = it.executor.work[1]
     for worker in (1, 2):
-        it.master.events.put(Died(worker, "its process ended"))
+        it.master.events.put(WorkerDied(worker, "its process ended"))
         it.steps()
     where = str(work) if isinstance(work, Split) else "batches"
     assert str(it.master.failure) == (
@@ -317,7 +325,7 @@ def test_fault_16_quarantine(play: Callable[..., Play], tmp_path: Path) -> None:
         it.executor.fail(1)
         it.steps()
     assert it.executor.work[1] != work
-    assert stream.lost == [work]
+    assert stream.quarantined == [work]
     listed = [json.loads(line) for line in (tmp_path / "service" / QUARANTINE_FILE).read_text().splitlines()]
     assert listed == it.master.totals.quarantined
     assert listed == [
@@ -350,7 +358,7 @@ def test_the_first_error_counts_and_ends_all_work(play: Callable[..., Play]) -> 
     it.steps()
     assert it.executor.alive == set()
     assert it.executor.work == {}
-    with it.master.failing():
+    with it.master.guard():
         raise DataError("another", "none", "one", "Wait.")
     assert it.master.failure is BAD
 
@@ -360,10 +368,10 @@ def test_an_unforeseen_error_becomes_one_that_can_be_told(
 ) -> None:
     it = play()
     stream = it.warmed()
-    with it.master.failing():
+    with it.master.guard():
         raise OSError(28, "No space left\non device.")
     with pytest.raises(ContractError) as caught:
-        it.master.ready(stream, 10**6)
+        it.master.get_group(stream, 10**6)
     assert str(caught.value) == (
         "preprocessing service: expected to go on, got OSError: [Errno 28] No space left on device. "
         "See the output above it."
@@ -377,7 +385,7 @@ def test_auto_adds_workers_while_the_trainer_waits_and_removes_idle_ones(play: C
     it.steps()
     assert it.executor.alive == {1}
     for _ in range(4):
-        it.master.consumed(rows=100, wait_seconds=0.5 * PERIOD_SECONDS)
+        it.master.note_consumed(rows=100, wait_seconds=0.5 * PERIOD_SECONDS)
         it.after(PERIOD_SECONDS)
     assert len(it.executor.alive) == 5
     assert it.master.totals.most_workers == 5
@@ -385,7 +393,7 @@ def test_auto_adds_workers_while_the_trainer_waits_and_removes_idle_ones(play: C
         it.executor.finish(next(iter(it.executor.work)), seconds=0.1)
         it.steps()
     for _ in range(100):
-        it.master.consumed(rows=100, wait_seconds=0.0)
+        it.master.note_consumed(rows=100, wait_seconds=0.0)
         it.master.period.worked_rows, it.master.period.worked_seconds = 100, 0.1
         it.after(PERIOD_SECONDS)
     assert len(it.executor.alive) == 1
@@ -400,7 +408,7 @@ def test_no_worker_is_added_while_one_is_starting(play: Callable[..., Play], mon
     it.steps()
     monkeypatch.setattr(FakeExecutor, "start", lambda self, worker: self.alive.add(worker))
     for _ in range(10):
-        it.master.consumed(rows=100, wait_seconds=0.5 * PERIOD_SECONDS)
+        it.master.note_consumed(rows=100, wait_seconds=0.5 * PERIOD_SECONDS)
         it.after(PERIOD_SECONDS)
     assert it.executor.alive == {1, 2}
 

@@ -20,8 +20,8 @@ from pipeline.preprocessing.memory import (
     Shapes,
     Slabs,
     allow_many_segments,
-    share,
-    size_of,
+    copy_to_segment,
+    count_bytes,
 )
 
 SHAPES: Shapes = {
@@ -43,7 +43,7 @@ def shared(shapes: Shapes) -> tuple[Segment, Arrays]:
     """A segment of a slab of its own, and the arrays as its writer sees them."""
     writer = Slabs().writer()
     arrays = writer.add(shapes)
-    return writer.done(), arrays
+    return writer.finish(), arrays
 
 
 def segments() -> int:
@@ -88,7 +88,7 @@ def test_arrays_outlive_the_descriptor_and_leave_nothing() -> None:
     slabs = Slabs()
     writer = slabs.writer()
     expected = filled(writer.add(SHAPES))["dense"].tolist()
-    segment = writer.done()
+    segment = writer.finish()
     seen = segment.arrays()
     segment.close()
     assert seen["dense"].tolist() == expected
@@ -123,7 +123,7 @@ def test_another_process_that_reads_keeps_a_slab_from_being_written() -> None:
     slabs = Slabs()
     writer = slabs.writer()
     writer.add({"ids": ("int64", (4,))})
-    segment = writer.done()
+    segment = writer.finish()
     code = "import sys; print(flush=True); sys.stdin.read()"
     reader = subprocess.Popen(
         [sys.executable, "-c", code], pass_fds=[segment.fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -141,7 +141,7 @@ def test_a_slab_grows_and_keeps_what_was_written() -> None:
     writer = Slabs().writer()
     for i in range(4):
         writer.add({f"{i}.ids": ("int64", (SLAB_BYTES // 16,))})[f"{i}.ids"][:] = i
-    segment = writer.done()
+    segment = writer.finish()
     arrays = segment.arrays()
     segment.close()
     assert [set(array.tolist()) for array in arrays.values()] == [{0}, {1}, {2}, {3}]
@@ -165,10 +165,10 @@ def test_only_so_many_unread_slabs_are_kept() -> None:
 def test_share_copies() -> None:
     writer = PrivateWriter()
     filled(writer.add(SHAPES))
-    private = writer.done()
-    segment = share(private, Slabs())
+    private = writer.finish()
+    segment = copy_to_segment(private, Slabs())
     assert all(segment.arrays()[name].tolist() == private[name].tolist() for name in SHAPES)
-    assert size_of(private) == 5 * 3 * 4 + 7 * 4 + 2 * 8 <= segment.size
+    assert count_bytes(private) == 5 * 3 * 4 + 7 * 4 + 2 * 8 <= segment.size
     segment.close()
 
 

@@ -181,7 +181,7 @@ def test_an_error_while_batches_are_handed_over_is_no_hang(
     def lost(memory: object) -> None:
         raise KeyError("lost")
 
-    monkeypatch.setattr(masters[0].executor, "shared", lost)
+    monkeypatch.setattr(masters[0].executor, "to_segment", lost)
     with pytest.raises(ContractError) as caught:
         list(batches)
     assert str(caught.value) == (

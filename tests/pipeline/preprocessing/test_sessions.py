@@ -20,7 +20,7 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.memory import PrivateWriter
 from pipeline.preprocessing.service import Service
-from pipeline.preprocessing.splits import Split, permutation, session_permutation
+from pipeline.preprocessing.splits import Split, permute_rows, permute_sessions
 from pipeline.preprocessing.worker import Worker
 from tests.pipeline.preprocessing.reference import (
     CONFIG,
@@ -111,16 +111,16 @@ class BySession(Reference):
 
 
 def test_golden_order_of_sessions() -> None:
-    order = session_permutation(7, 2, 5, np.repeat([4, 4, 9, 4, 1], [2, 1, 3, 1, 2]))
+    order = permute_sessions(7, 2, 5, np.repeat([4, 4, 9, 4, 1], [2, 1, 3, 1, 2]))
     assert order.tolist() == GOLDEN
-    assert session_permutation(7, 2, 5, np.arange(9)).tolist() == permutation(7, 2, 5, 9).tolist()
-    assert session_permutation(7, 2, 5, np.zeros(0, np.int64)).tolist() == []
+    assert permute_sessions(7, 2, 5, np.arange(9)).tolist() == permute_rows(7, 2, 5, 9).tolist()
+    assert permute_sessions(7, 2, 5, np.zeros(0, np.int64)).tolist() == []
 
 
 @QUICK
 @given(sessions=st.lists(st.integers(-2, 2), max_size=30), window=st.integers(0, 5))
 def test_sessions_move_as_a_whole(sessions: list[int], window: int) -> None:
-    order = session_permutation(3, 1, window, np.array(sessions, np.int64)).tolist()
+    order = permute_sessions(3, 1, window, np.array(sessions, np.int64)).tolist()
     runs = [[row for row, _ in run] for _, run in groupby(enumerate(sessions), key=lambda pair: pair[1])]
     assert order == [row for i in draws(3, 1, window + 1).permutation(len(runs)) for row in runs[i]]
 
@@ -240,7 +240,7 @@ def test_ids_that_repeat_are_stored_once(plain: DataSpec, once: DataSpec) -> Non
         worker, writer = Worker(spec), PrivateWriter()
         worker.warm_up()
         worker.transform_split(Split(fragments=tuple(worker.fragments()[:3])), writer)
-        sizes.append(sum(len(array) for name, array in writer.done().items() if name.endswith("ids")))
+        sizes.append(sum(len(array) for name, array in writer.finish().items() if name.endswith("ids")))
     assert sizes[1] < 0.8 * sizes[0]
 
 

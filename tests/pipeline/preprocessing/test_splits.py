@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.preprocessing.splits import Split, epoch_windows, generator, permutation
+from pipeline.preprocessing.splits import Split, cut_epoch, make_generator, permute_rows
 from storage.reader import Fragment
 
 SIZES = (5, 0, 3, 9, 1, 2)
@@ -26,25 +26,25 @@ def flat(windows: list[list[Split]]) -> list[int]:
 
 
 def test_golden_order() -> None:
-    assert flat(epoch_windows(FRAGMENTS, seed=7, epoch=0, window_rows=4, split_rows=1)) == [1, 0, 4, 2, 3, 5]
-    assert permutation(seed=7, epoch=0, window=0, rows=6).tolist() == [1, 5, 3, 4, 0, 2]
+    assert flat(cut_epoch(FRAGMENTS, seed=7, epoch=0, window_rows=4, split_rows=1)) == [1, 0, 4, 2, 3, 5]
+    assert permute_rows(seed=7, epoch=0, window=0, rows=6).tolist() == [1, 5, 3, 4, 0, 2]
 
 
 def test_unshuffled_keeps_the_order_of_the_table() -> None:
-    assert flat(epoch_windows(FRAGMENTS, seed=7, epoch=3, window_rows=None, split_rows=4)) == list(range(6))
+    assert flat(cut_epoch(FRAGMENTS, seed=7, epoch=3, window_rows=None, split_rows=4)) == list(range(6))
 
 
 def test_every_seed_epoch_and_stream_is_another_permutation() -> None:
     keys = [(seed, epoch, stream) for seed in range(3) for epoch in range(3) for stream in range(3)]
-    orders = [generator(*key).permutation(50).tolist() for key in keys]
+    orders = [make_generator(*key).permutation(50).tolist() for key in keys]
     assert len({tuple(order) for order in orders}) == len(keys)
     assert all(sorted(order) == list(range(50)) for order in orders)
-    assert [generator(*key).permutation(50).tolist() for key in keys] == orders
+    assert [make_generator(*key).permutation(50).tolist() for key in keys] == orders
 
 
 def test_rows_and_fragments_are_not_shuffled_alike() -> None:
-    fragments = flat(epoch_windows(FRAGMENTS, 7, 0, 1, 1))
-    assert not np.array_equal(fragments, permutation(7, 0, 0, len(FRAGMENTS)))
+    fragments = flat(cut_epoch(FRAGMENTS, 7, 0, 1, 1))
+    assert not np.array_equal(fragments, permute_rows(7, 0, 0, len(FRAGMENTS)))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_rows_and_fragments_are_not_shuffled_alike() -> None:
     ],
 )
 def test_windows_close_as_soon_as_they_are_full(rows: int, expected: list[list[int]]) -> None:
-    windows = epoch_windows(FRAGMENTS, 7, 0, rows, 10**9)
+    windows = cut_epoch(FRAGMENTS, 7, 0, rows, 10**9)
     assert [[i for split in window for i in split] for window in places(windows)] == expected
 
 
@@ -71,11 +71,11 @@ def test_windows_close_as_soon_as_they_are_full(rows: int, expected: list[list[i
     ],
 )
 def test_small_fragments_are_read_together_and_a_large_one_alone(rows: int, expected: list[list[int]]) -> None:
-    assert places(epoch_windows(FRAGMENTS, 0, 0, None, rows)) == [[split] for split in expected]
+    assert places(cut_epoch(FRAGMENTS, 0, 0, None, rows)) == [[split] for split in expected]
 
 
 def test_no_fragments_no_windows() -> None:
-    assert epoch_windows([], 7, 0, 5, 5) == epoch_windows([], 7, 0, None, 5) == []
+    assert cut_epoch([], 7, 0, 5, 5) == cut_epoch([], 7, 0, None, 5) == []
 
 
 @given(
@@ -90,7 +90,7 @@ def test_every_fragment_once_in_windows_and_splits_of_the_size(
     fragments = [
         Fragment(path=f"file-{i}", row_group=0, rows=n, day=datetime.date(2025, 1, 1)) for i, n in enumerate(sizes)
     ]
-    windows = epoch_windows(fragments, 7, epoch, window_rows, split_rows)
+    windows = cut_epoch(fragments, 7, epoch, window_rows, split_rows)
     found = [fragment for window in windows for split in window for fragment in split.fragments]
     assert sorted(found, key=fragments.index) == fragments
     for window in windows:

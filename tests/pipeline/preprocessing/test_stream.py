@@ -64,7 +64,7 @@ class Drive:
         self.made: list[Piece] = []
         self.stream = Stream(request, fragments, self.split_rows, self.memory_bytes, self.free)
         self.busy: list[WorkItem] = []
-        """One entry for each worker at work; a straggler's task is there twice."""
+        """One entry for each worker at work; a straggler's item is there twice."""
         self.wanted = dict.fromkeys(range(self.world_size), 0)
         self.notes: list[list[Any]] = [[] for _ in range(self.world_size)]
         self.ended: set[int] = set()
@@ -102,7 +102,7 @@ class Drive:
         if self.selectivity == 1.0:  # then the size of every result is known beforehand
             assert held <= self.memory_bytes + self.largest_group
         for rank, number in self.wanted.items():
-            if rank not in self.ended and self.stream.group(number) is None and self.stream.stuck(number):
+            if rank not in self.ended and self.stream.group(number) is None and self.stream.is_stuck(number):
                 self.alarms.append(number)
 
     # -- workers --
@@ -110,54 +110,54 @@ class Drive:
     def give(self) -> bool:
         if len(self.busy) >= self.workers:
             return False
-        task = self.stream.next_task()
-        if task is None and self.busy and self.random.random() < self.faults:
-            task = self.random.choice(self.busy)  # a straggler's work is given to a second worker
-        if task is None:
+        item = self.stream.next_item()
+        if item is None and self.busy and self.random.random() < self.faults:
+            item = self.random.choice(self.busy)  # a straggler's work is given to a second worker
+        if item is None:
             return False
-        assert all(not piece.freed for piece in task.inputs if task in self.stream.running)
-        self.busy.append(task)
+        assert all(not piece.freed for piece in item.inputs if item in self.stream.running)
+        self.busy.append(item)
         return True
 
     def finish(self) -> bool:
         if not self.busy:
             return False
-        task = self.busy.pop(self.random.randrange(len(self.busy)))
+        item = self.busy.pop(self.random.randrange(len(self.busy)))
         chance = self.random.random()
-        if chance < self.losses and isinstance(task.work, Split) and task in self.stream.running:
-            self.stream.lose(task)
+        if chance < self.losses and isinstance(item.work, Split) and item in self.stream.running:
+            self.stream.quarantine(item)
         elif chance < self.losses + self.faults:
-            if task not in self.busy:  # else the other worker goes on with it
-                self.stream.retry(task)
+            if item not in self.busy:  # else the other worker goes on with it
+                self.stream.retry(item)
         else:
-            self.done(task)
+            self.done(item)
         return True
 
-    def done(self, task: WorkItem) -> None:
-        expected = task in self.stream.running
-        if isinstance(task.work, Split):
-            rows = self.rows_of(task.work)
-            piece = Piece(task.work, rows, rows * ROW_BYTES)
+    def done(self, item: WorkItem) -> None:
+        expected = item in self.stream.running
+        if isinstance(item.work, Split):
+            rows = self.rows_of(item.work)
+            piece = Piece(item.work, rows, rows * ROW_BYTES)
         else:
-            rows = sum(w.stop - w.start for windows in task.work.batches for w in windows)
-            piece = Piece(task.work, rows, int(rows * ROW_BYTES * (1.0 + self.random.random())))
+            rows = sum(w.stop - w.start for windows in item.work.batches for w in windows)
+            piece = Piece(item.work, rows, int(rows * ROW_BYTES * (1.0 + self.random.random())))
             self.largest_group = max(self.largest_group, piece.size)
             if expected:
-                self.check_inputs(task)
+                self.check_inputs(item)
         self.made.append(piece)
-        taken = self.stream.done(task, piece, piece.size, rows if isinstance(task.work, Split) else 0, Costs())
+        taken = self.stream.complete(item, piece, piece.size, rows if isinstance(item.work, Split) else 0, Costs())
         assert taken == expected
         assert taken or piece.freed == 1
 
-    def check_inputs(self, task: WorkItem) -> None:
-        assert isinstance(task.work, BatchWork)
-        assert all(not piece.freed for piece in task.inputs)
-        for windows in task.work.batches:
+    def check_inputs(self, item: WorkItem) -> None:
+        assert isinstance(item.work, BatchWork)
+        assert all(not piece.freed for piece in item.inputs)
+        for windows in item.work.batches:
             for window in windows:
-                parts = [task.inputs[i].work for i in window.splits]
-                lost = [split for split in self.stream.lost if split in self.stream.windows[window.number]]
+                parts = [item.inputs[i].work for i in window.splits]
+                lost = [split for split in self.stream.quarantined if split in self.stream.windows[window.number]]
                 assert parts == [split for split in self.stream.windows[window.number] if split not in lost]
-                assert 0 <= window.start < window.stop <= sum(task.inputs[i].rows for i in window.splits)
+                assert 0 <= window.start < window.stop <= sum(item.inputs[i].rows for i in window.splits)
 
     # -- ranks --
 
@@ -167,7 +167,7 @@ class Drive:
             return False
         rank = self.random.choice(left)
         number = self.wanted[rank]
-        self.stream.let_go(rank, number - 2)
+        self.stream.release(rank, number - 2)
         group = self.stream.group(number)
         if group is None:
             if self.stream.ended(number):
@@ -187,8 +187,8 @@ class Drive:
     def close(self) -> None:
         """The stream ends while some work still runs; its results come later."""
         self.stream.close()
-        for task in self.busy:
-            self.done(task)
+        for item in self.busy:
+            self.done(item)
         assert Counter(piece.freed for piece in self.made) in (Counter(), Counter({1: len(self.made)}))
 
 
@@ -230,7 +230,7 @@ def test_any_order_of_completion_delivers_the_epoch(
     assert drive.run()
     assert drive.alarms == []
     stream = drive.stream
-    totals = [sum(drive.rows_of(s) for s in window if s not in stream.lost) for window in stream.windows]
+    totals = [sum(drive.rows_of(s) for s in window if s not in stream.quarantined) for window in stream.windows]
     expected = [
         (number, row) for number, total in enumerate(totals) for row in range(total)
     ]  # every row once, windows in order
@@ -280,7 +280,7 @@ def test_fault_17_the_memory_bound_is_kept_or_said_to_be_too_small(
     ended = drive.run()
     assert ended == (not drive.alarms)
     if not ended:
-        assert any(drive.stream.stuck(number) for number in drive.wanted.values())
+        assert any(drive.stream.is_stuck(number) for number in drive.wanted.values())
     if memory_rows >= 2 * (25 + 30) + 3 * 2 * GROUP_ROWS:  # two windows, and three groups
         assert ended
     drive.close()
@@ -298,26 +298,26 @@ def test_a_stream_may_be_closed_at_any_moment(sizes: list[int], seed: int, steps
 
 def test_a_late_result_is_freed_and_the_first_one_counts() -> None:
     drive = Drive([10, 10], 0)
-    task = drive.stream.next_task()
-    assert task is not None
-    drive.done(task)
-    drive.done(task)
+    item = drive.stream.next_item()
+    assert item is not None
+    drive.done(item)
+    drive.done(item)
     assert [piece.freed for piece in drive.made] == [0, 1]
-    drive.stream.retry(task)
-    assert drive.stream.again == type(drive.stream.again)()
+    drive.stream.retry(item)
+    assert drive.stream.retries == type(drive.stream.retries)()
 
 
 def test_what_failed_is_done_again_before_anything_new() -> None:
     drive = Drive([10] * 8, 0, window_rows=None, split_rows=10)
-    first = drive.stream.next_task()
+    first = drive.stream.next_item()
     assert first is not None
-    assert drive.stream.next_task() is None  # its size says what others will take
+    assert drive.stream.next_item() is None  # its size says what others will take
     drive.done(first)
-    tasks = [drive.stream.next_task() for _ in range(3)]
-    for task in tasks[:2]:
-        assert task is not None
-        drive.stream.retry(task)
-    assert [drive.stream.next_task() for _ in range(2)] == tasks[:2]
+    items = [drive.stream.next_item() for _ in range(3)]
+    for item in items[:2]:
+        assert item is not None
+        drive.stream.retry(item)
+    assert [drive.stream.next_item() for _ in range(2)] == items[:2]
 
 
 def test_a_rank_that_leaves_is_not_waited_for() -> None:
@@ -329,7 +329,7 @@ def test_a_rank_that_leaves_is_not_waited_for() -> None:
             pass
         taken = len(drive.notes[0])
         assert 0 < taken < 60  # the other one has not even come
-        assert not drive.stream.stuck(drive.wanted[0])
+        assert not drive.stream.is_stuck(drive.wanted[0])
         drive.stream.leave(1)
         while 0 not in drive.ended:
             assert any([drive.give(), drive.finish(), drive.take()])

@@ -16,7 +16,7 @@ from pipeline.errors import DataError
 from pipeline.preprocessing.batches import BatchWork, Window
 from pipeline.preprocessing.dataset import DataSpec, count_rows, fit_plan
 from pipeline.preprocessing.memory import Arrays, PrivateWriter
-from pipeline.preprocessing.splits import Split, permutation
+from pipeline.preprocessing.splits import Split, permute_rows
 from pipeline.preprocessing.worker import Costs, Worker
 from storage.errors import CorruptFileError
 from storage.reader import Fragment
@@ -43,15 +43,15 @@ def rows_of(worker: Worker, *fragments: Fragment) -> Arrays:
     """The chunks of a split as they are put down."""
     writer = PrivateWriter()
     rows, _ = worker.transform_split(split_of(*fragments), writer)
-    assert rows == sum(len(array) for name, array in writer.done().items() if name.endswith(".labels"))
-    return writer.done()
+    assert rows == sum(len(array) for name, array in writer.finish().items() if name.endswith(".labels"))
+    return writer.finish()
 
 
 def batches_of(worker: Worker, work: BatchWork, splits: Sequence[Arrays]) -> Arrays:
     writer = PrivateWriter()
     costs = worker.make_batches(work, splits, writer)
     assert costs.batch_seconds > 0.0
-    return writer.done()
+    return writer.finish()
 
 
 def joined(memory: Arrays, name: str) -> np.ndarray:
@@ -88,7 +88,7 @@ def test_rows_equal_the_source(data: DataSpec, days: list[pa.Table]) -> None:
     worker = Worker(data)
     writer = PrivateWriter()
     rows, costs = worker.transform_split(split_of(*worker.fragments()), writer)
-    memory = writer.done()
+    memory = writer.finish()
     source = pa.concat_tables(days)
     numbers = source.column("num_a").to_numpy(), source.column("num_b").to_numpy()
     scaled = [np.nan_to_num((x - np.nanmean(x)) / np.nanstd(x), nan=0.0) for x in numbers]
@@ -188,7 +188,7 @@ def plain_batches(work: BatchWork, splits: Sequence[Arrays]) -> list[list[dict[s
                     joined(splits[i], "dense"), joined(splits[i], "labels"), lists_of(splits[i]), strict=True
                 )
             ]
-            order = permutation(work.seed, work.epoch, window.number, len(stored))
+            order = permute_rows(work.seed, work.epoch, window.number, len(stored))
             order = order if work.shuffled else np.arange(len(stored))
             rows += [stored[i] for i in order[window.start : window.stop]]
         size = -(-len(rows) // work.world_size)
