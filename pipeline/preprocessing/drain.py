@@ -1,4 +1,4 @@
-"""One epoch of batches without a trainer: what the service delivers, and proof of the order it delivers in."""
+"""Runs one epoch of batches without a trainer. Measures the service and hashes the order of its batches."""
 
 import hashlib
 import time
@@ -17,40 +17,40 @@ from pipeline.preprocessing.master import Totals
 from pipeline.preprocessing.service import Service
 
 ROWS = "rows"
-"""Name of the one selection."""
+"""Name of the one dataset."""
 
 
 class DrainResult(BaseModel, frozen=True):
-    """What an epoch was and took."""
+    """The result and the cost of an epoch."""
 
     rows: int
     batches: int
     order_hash: str
-    """SHA-256 over the tensor bytes of all global batches in order: equal for equal rows in equal order."""
+    """SHA-256 over the tensor bytes of all global batches in order. Equal rows in equal order give equal hashes."""
     seconds: float
-    """From the moment the first worker was ready."""
+    """Time since the first worker was ready."""
     rows_per_second: float
     workers: int
-    """Most workers at a time."""
+    """Largest number of workers at a time."""
     executor: str
     transform_ratio: float | None
-    """(read + decode + transform + batch) / (read + decode) seconds of the workers."""
+    """Worker seconds of (read + decode + transform + batch) / (read + decode)."""
     read_seconds: float
     transform_seconds: float
     batch_seconds: float
     bytes_read: int
     bytes_stored: int
-    """Of all columns of the row groups read."""
+    """Size of all columns of the row groups read."""
     reads: int
-    """Stretches of files read: columns that lie side by side are one."""
+    """Contiguous ranges of files read. Adjacent columns are one range."""
     op_seconds: dict[str, float]
-    """Worker time by op; `arrow` is the way from Arrow to plain buffers."""
+    """Worker time by op. `arrow` is the conversion from Arrow to plain buffers."""
     counts: dict[str, int]
     """Values changed by a declared rule, by op and feature."""
     peak_rss_mb: dict[int, int]
     """By worker."""
     peak_bytes: int
-    """Most bytes of rows and batches held at a time."""
+    """Largest number of bytes of rows and batches in memory at a time."""
     restarts: int
     quarantined_rows: int
 
@@ -70,7 +70,7 @@ def drain(
     Args:
         folder: See `Master`.
         warn: See `Master`.
-        progress: Called after each batch with the rows so far.
+        progress: Called after each batch with the rows so far and the service's totals.
     """
     order, rows, batches = hashlib.sha256(), 0, 0
     begun = time.monotonic()
@@ -111,7 +111,7 @@ def drain(
 def open_source(
     spec: DataSpec, config: PreprocessingConfig, folder: Path, warn: Callable[[str], None]
 ) -> Iterator[tuple[BatchSource, Totals]]:
-    """Where a config's batches come from, and the account of it."""
+    """Opens the source of batches that a config asks for, and yields it with its totals."""
     if config.executor == "inline":
         inline = InlineSource({ROWS: spec}, config)
         yield inline, inline.master.totals
@@ -121,7 +121,7 @@ def open_source(
 
 
 def hash_batch(batch: Batch, order: Any) -> None:
-    """Adds the bytes of a whole global batch to a hash, whether or not rows share bags."""
+    """Adds the bytes of a global batch to a hash. Shared bags do not change the hash."""
     batch = batch.plain
     for tensor in (batch.dense, batch.labels, batch.weights, batch.sparse.lengths(), batch.sparse.values()):
         order.update(tensor.contiguous().numpy().data)

@@ -1,4 +1,4 @@
-"""Where workers run: in this process, or in processes of their own on this machine."""
+"""Executors run workers: in this process, or in separate processes on this machine."""
 
 import gc
 import os
@@ -40,21 +40,21 @@ class WorkerStarted:
 
 @dataclass(frozen=True)
 class WorkDone:
-    """A worker has finished."""
+    """A worker has finished its work."""
 
     worker: int
     memory: Any
     size: int
     """Bytes."""
     rows: int
-    """Selected rows of a split; 0 for batches."""
+    """Selected rows of a split. 0 for batches."""
     costs: Costs
     peak_rss_mb: int
 
 
 @dataclass(frozen=True)
 class WorkFailed:
-    """A worker could not do its work, and says why."""
+    """A worker could not do its work."""
 
     worker: int
     error: ContractError
@@ -72,11 +72,12 @@ Event = WorkerStarted | WorkDone | WorkFailed | WorkerDied
 
 
 class Executor(ABC):
-    """Workers, by number. What happens to them is put into `events`.
+    """Runs workers, known by number, and puts their events into a queue.
 
     Args:
-        data: The rows they may be asked for, by name.
-        folder: For the logs of workers.
+        data: The datasets that workers may read, by name.
+        folder: Receives the workers' logs.
+        events: Receives the events.
     """
 
     def __init__(self, data: Mapping[str, DataSpec], folder: Path, events: "queue.SimpleQueue[Any]") -> None:
@@ -84,30 +85,30 @@ class Executor(ABC):
 
     @abstractmethod
     def start(self, worker: int) -> None:
-        """Starts a worker; `WorkerStarted` follows, or `WorkerDied`."""
+        """Starts a worker. `WorkerStarted` or `WorkerDied` follows."""
 
     @abstractmethod
     def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Sequence[Any]) -> None:
-        """Gives an idle worker work; `WorkDone`, `WorkFailed` or `WorkerDied` follows."""
+        """Gives work to an idle worker. `WorkDone`, `WorkFailed` or `WorkerDied` follows."""
 
     @abstractmethod
     def kill(self, worker: int) -> None:
-        """Ends a worker at once, whatever it does; no event of it follows but those already on their way."""
+        """Ends a worker at once. Only events that are already on their way follow."""
 
     @abstractmethod
     def free(self, memory: Any) -> None:
-        """Lets go of a result."""
+        """Frees a result."""
 
     @abstractmethod
     def to_segment(self, memory: Any) -> Segment:
-        """A result as memory that a rank's process can map; the caller closes it."""
+        """Returns a result as memory that a rank's process can map. The caller closes it."""
 
     def close(self) -> None:  # noqa: B027
-        """Ends what the executor itself has started."""
+        """Ends everything that the executor started."""
 
 
 class InlineExecutor(Executor):
-    """Work is done where it is given out: for debugging, and for a handful of rows."""
+    """Does work in the calling thread. For debugging and for small data."""
 
     def __init__(self, data: Mapping[str, DataSpec], folder: Path, events: "queue.SimpleQueue[Any]") -> None:
         super().__init__(data, folder, events)
@@ -137,38 +138,38 @@ def _try_work(number: int, worker: Worker, work: Split | BatchWork, inputs: Sequ
     writer = PrivateWriter()
     try:
         rows, costs = run_work(worker, work, inputs, writer)
-    except Exception as error:  # the master decides what becomes of it
+    except Exception as error:  # the master decides what to do about it
         return WorkFailed(number, wrap_work_error(error, work))
     return WorkDone(number, writer.finish(), count_bytes(writer.finish()), rows, costs, peak_rss_mb())
 
 
 def run_work(worker: Worker, work: Split | BatchWork, inputs: Sequence[Arrays], writer: Writer) -> tuple[int, Costs]:
-    """Does a piece of work; selected rows and costs."""
+    """Does a piece of work and returns the selected rows (0 for batches) and the costs."""
     if isinstance(work, Split):
         return worker.transform_split(work, writer)
     return 0, worker.make_batches(work, inputs, writer)
 
 
 def wrap_work_error(error: Exception, work: Split | BatchWork) -> ContractError:
-    """Any error as one that can travel; names the work."""
+    """Returns any error as one that can be sent to another process. Names the work."""
     if isinstance(error, ContractError):
         return error
     where = str(work) if isinstance(work, Split) else "batches"
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return DataError(where, "work that can be done", reason.rstrip("."), "See the workers' logs.")
+    return DataError(where, "no unexpected error", reason.rstrip("."), "See the workers' logs.")
 
 
 def peak_rss_mb() -> int:
-    """Largest resident set of this process so far, in MiB, since it began to run this program."""
+    """Returns the largest resident set of this process since it began to run this program, in MiB."""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) // 1024
 
 
 class ProcessExecutor(Executor):
-    """Each worker is a process of its own, bound to the life of this one; results are shared memory.
+    """Runs each worker as a process that dies with this one. Results are shared memory.
 
-    Workers are programs started anew, not forks, and are spoken to over a socket pair: nothing to bind, nothing to
-    be left behind.
+    A worker is a new program, not a fork, and communicates over a socket pair. There is no address to bind and nothing
+    to leave behind.
     """
 
     def __init__(self, data: Mapping[str, DataSpec], folder: Path, events: "queue.SimpleQueue[Any]") -> None:
@@ -187,7 +188,7 @@ class ProcessExecutor(Executor):
             )  # fmt: skip
         self.connections[worker] = ours
         specs = {name: spec.model_dump(mode="json") for name, spec in self.data.items()}
-        with suppress(OSError):  # it is gone already: the reader says so
+        with suppress(OSError):  # the worker is gone already, which the reader reports
             wire.send(ours, {"data": specs})
         self.readers[worker] = threading.Thread(
             target=self._read, args=(worker, ours), name=f"worker-{worker}", daemon=True
@@ -201,7 +202,7 @@ class ProcessExecutor(Executor):
             "work": work.model_dump(mode="json"),
             "inputs": [{"shapes": segment.shapes, "size": segment.size} for segment in inputs],
         }
-        with suppress(OSError):  # it is gone: the reader says so
+        with suppress(OSError):  # the worker is gone, which the reader reports
             wire.send(self.connections[worker], message, [segment.fd for segment in inputs])
 
     def kill(self, worker: int) -> None:
@@ -246,7 +247,7 @@ def _parse_shapes(value: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, .
 
 
 def serve(connection: socket.socket) -> None:
-    """A worker's life: work comes in, results go out, until the other side is gone."""
+    """Runs a worker: receives work and sends results until the other side is gone."""
     import pyarrow as pa
 
     pa.set_cpu_count(1)
@@ -268,7 +269,7 @@ def serve(connection: socket.socket) -> None:
         writer = slabs[message["kind"]].writer()
         try:
             rows, costs = run_work(workers[message["data"]], work, [segment.arrays() for segment in inputs], writer)
-        except Exception as error:  # told to the master, who decides
+        except Exception as error:  # sent to the master, which decides
             if not isinstance(error, ContractError):
                 sys.excepthook(type(error), error, error.__traceback__)
             wire.send(connection, {"error": to_wire(wrap_work_error(error, work))})

@@ -1,4 +1,4 @@
-"""The master: leases work to workers, replaces those that die or fall silent, and hands batches to ranks in order."""
+"""The master leases work to workers, replaces those that die or fall silent, and gives batches to ranks in order."""
 
 import contextlib
 import errno
@@ -32,23 +32,23 @@ from storage.artifacts import write_text
 from storage.reader import Fragment
 
 TICK_SECONDS = 0.5
-"""Longest time between two looks at the clock."""
+"""Longest time between two checks of the clock."""
 START_SECONDS = 120.0
-"""How long a worker may take to start."""
+"""Time limit for a worker to start."""
 STRAGGLER = 4.0
-"""Work that takes this many times the usual is given to an idle worker as well."""
+"""Work that takes this many times the typical time is given to an idle worker as well."""
 STRAGGLER_SECONDS = 1.0
-"""And at least so long."""
+"""Work that takes less than this is never given to a second worker."""
 WORKERS_FILE, QUARANTINE_FILE = "workers.json", "quarantine.jsonl"
 
 
 @dataclass
 class _Worker:
-    """What the master knows of a worker."""
+    """The master's record of a worker."""
 
     number: int
     since: float
-    """Start of its work, or of itself."""
+    """When it started its work, or when it was started itself."""
     pid: int | None = None
     item: WorkItem | None = None
     ready: bool = False
@@ -56,41 +56,41 @@ class _Worker:
 
 @dataclass
 class Totals:
-    """What the service has done so far."""
+    """Counters of a service."""
 
     costs: Costs = field(default_factory=Costs)
     rows: int = 0
     """Selected rows read."""
     restarts: int = 0
     late_results: int = 0
-    """Results that came after another worker's, and were thrown away."""
+    """Results dropped because they came late: after another worker's, from a replaced worker or for a closed stream."""
     most_workers: int = 0
     peak_bytes: int = 0
     peak_rss_mb: dict[int, int] = field(default_factory=dict)
     """By worker."""
     quarantined: list[dict[str, Any]] = field(default_factory=list)
-    """Row groups that were given up, each with its rows and the reason."""
+    """Quarantined row groups, each with its rows and the reason."""
     ready_at: float | None = None
-    """When the first worker was ready, on the monotonic clock."""
+    """Time on the monotonic clock when the first worker was ready."""
 
     def progress(self) -> tuple[float, int, int]:
-        """Changes while workers get anywhere, or are replaced."""
+        """Returns a value that changes whenever workers finish work or are replaced."""
         return self.costs.seconds, self.restarts, self.late_results
 
     @property
     def quarantined_rows(self) -> int:
-        """Stored rows of the splits that were given up."""
+        """Stored rows of the quarantined splits."""
         return sum(int(entry["rows"]) for entry in self.quarantined)
 
 
 class Master:
-    """Everything but the clients' connections: one step at a time, driven by events.
+    """Runs the service one step at a time, driven by events. Knows nothing of the clients' connections.
 
     Args:
-        data: Rows that can be asked for, by name.
-        config: Workers, bounds and what to do about faults.
-        folder: Logs of the workers, their process ids and the list of lost rows are kept here.
-        warn: Takes a text about each worker replaced and each split lost.
+        data: The datasets that ranks can request, by name.
+        config: Workers, bounds and the handling of faults.
+        folder: Receives the workers' logs, their process ids and the list of quarantined rows.
+        warn: Called with a message for each replaced worker and each quarantined split.
     """
 
     def __init__(
@@ -122,15 +122,17 @@ class Master:
     # -- streams ------------------------------------------------------------------------------------------------
 
     def open(self, request: Request, rank: int | None = None) -> Stream:
-        """The stream of a request; ranks that ask alike share it, and a rank that asks again begins another one.
+        """Returns the stream of a request.
+
+        Ranks with equal requests share a stream. A rank that repeats its request opens another one.
 
         Args:
-            rank: The one that asks; None where there is no other.
+            rank: The rank that sends the request. None stands for the request's only rank.
         """
         if request.data not in self.data:
             known = ", ".join(f"'{name}'" for name in self.data)
             raise ConfigError(
-                "preprocessing service", f"rows that it has: {known}", f"'{request.data}'", "Ask for one of them."
+                "preprocessing service", f"the name of a dataset: {known}", f"'{request.data}'", "Request one of them."
             )
         rank = request.ranks[0] if rank is None else rank
         found = next((stream for stream in self.streams if stream.request == request and rank in stream.missing), None)
@@ -149,17 +151,17 @@ class Master:
         return found
 
     def leave(self, stream: Stream, rank: int) -> None:
-        """Notes that a rank takes no more; what no rank takes is closed."""
+        """Notes that a rank takes no more groups. Closes the stream if no rank does."""
         if stream not in self.streams:
             return
         stream.leave(rank)
         if stream.left | stream.missing == set(stream.request.ranks):
             self.close_stream(stream)
-            if stream.missing:  # they come yet, and must not wait for those that were here
+            if stream.missing:  # these ranks are still to come and must not wait for those that left
                 self.left[stream.request] = stream.left
 
     def close_stream(self, stream: Stream) -> None:
-        """Ends a stream, whole or not."""
+        """Ends a stream, finished or not."""
         self.totals.peak_bytes = max(self.totals.peak_bytes, stream.peak_bytes)
         stream.close()
         if stream in self.streams:
@@ -168,9 +170,9 @@ class Master:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self, timeout: float = TICK_SECONDS) -> None:
-        """Waits for one event at most so long, deals with it, and gives out work."""
+        """Waits up to `timeout` seconds for an event, handles it and assigns work."""
         with self.guard():
-            if self.inline:  # what is done here and now is taken note of at once
+            if self.inline:  # inline work is done as it is assigned, so its event is there at once
                 self.assign()
             event = self.next_event(timeout)
             if event is not None:
@@ -180,7 +182,7 @@ class Master:
                 self.assign()
 
     def next_event(self, timeout: float = TICK_SECONDS) -> Any:
-        """The next event, of a worker or of whoever shares the queue; None if there is none for so long."""
+        """Returns the next event of a worker or of another user of the queue, or None after `timeout` seconds."""
         try:
             return self.events.get(timeout=timeout) if timeout else self.events.get_nowait()
         except queue.Empty:
@@ -188,7 +190,7 @@ class Master:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Turns any error into the end of all work, which every rank is told; the first one counts."""
+        """Ends all work at the first error and keeps that error for the ranks."""
         try:
             yield
         except Exception as error:
@@ -198,17 +200,17 @@ class Master:
                 self._end_workers()
 
     def watch_workers(self) -> None:
-        """Replaces workers that fell silent, and starts those that are missing."""
+        """Replaces workers that fell silent and starts missing ones."""
         if self.failure is not None:
             return
-        if self.events.empty():  # else a worker's answer may lie there
+        if self.events.empty():  # otherwise a worker's answer may be in the queue
             self._check_leases()
         self._scale()
 
     def handle(self, event: Event) -> None:
-        """Takes note of what happened to a worker."""
+        """Handles an event of a worker."""
         worker = self.workers.get(event.worker)
-        if worker is None:  # it was replaced meanwhile
+        if worker is None:  # it was replaced in the meantime
             if isinstance(event, WorkDone):
                 self.executor.free(event.memory)
                 self.totals.late_results += 1
@@ -240,7 +242,7 @@ class Master:
         self.period.worked_rows += event.rows
 
     def _handle_failure(self, item: WorkItem, error: ContractError) -> None:
-        """Work was not done: it is tried again, or its split is given up."""
+        """Retries failed work, quarantines its split or raises the error."""
         stream = item.stream
         if item not in stream.running:
             return
@@ -263,23 +265,23 @@ class Master:
                 "reason": str(error),
             }
             self.totals.quarantined.append(entry)
-            lines[json.dumps(entry)] = None  # once, however often a run is resumed
+            lines[json.dumps(entry)] = None  # listed once, however often a run is resumed
         write_text(file, "".join(f"{line}\n" for line in lines))
-        self.warn(f"quarantined: {split.rows:,} rows of {split}: {error}")
+        self.warn(f"quarantined {split.rows:,} rows of {split}: {error}")
 
     # -- workers ------------------------------------------------------------------------------------------------
 
     def _replace(self, worker: _Worker, item: WorkItem | None, reason: str) -> None:
-        """Forgets a worker, has its work done again, and lets another take its place."""
+        """Removes a worker and retries its work. A new worker follows."""
         del self.workers[worker.number]
         self.executor.kill(worker.number)
         self._note_workers()
         self.totals.restarts += 1
-        self.warn(f"worker {worker.number} (process {worker.pid}) is replaced: {reason}")
+        self.warn(f"replacing worker {worker.number} (process {worker.pid}): {reason}")
         if self.totals.restarts > self.config.restart_limit:
             raise DataError(
-                "preprocessing workers", f"at most {self.config.restart_limit} to be replaced",
-                f"{self.totals.restarts}: the last one had process id {worker.pid}, {reason}",
+                "preprocessing workers", f"at most {self.config.restart_limit} replacements",
+                f"{self.totals.restarts}: the last worker had process id {worker.pid}, {reason}",
                 f"See {self.folder}/worker-{worker.number}.log, or raise preprocessing.restart_limit.",
             )  # fmt: skip
         if item is not None and not any(other.item is item for other in self.workers.values()):
@@ -288,8 +290,8 @@ class Master:
                 item,
                 DataError(
                     where,
-                    "a worker that lives through it",
-                    f"{self.config.attempts} that did not: {reason}",
+                    "work that a worker survives",
+                    f"{self.config.attempts} workers that did not: {reason}",
                     f"See {self.folder}/worker-{worker.number}.log.",
                 ),
             )
@@ -305,11 +307,13 @@ class Master:
                 self._replace(worker, None, f"it did not start within {START_SECONDS:.0f} s")
 
     def _scale(self) -> None:
-        """Starts workers that are missing; thinks their number over every now and then."""
+        """Starts missing workers and periodically rescales the pool."""
         now = time.monotonic()
         self.period.seconds = now - self.period_began
         if self.config.workers == "auto" and not self.inline and self.period.seconds >= PERIOD_SECONDS:
-            if all(worker.ready for worker in self.workers.values()):  # else it shows too few of them
+            if all(
+                worker.ready for worker in self.workers.values()
+            ):  # otherwise the period shows the output of too few
                 self.autoscaler.after(self.period)
             self.period, self.period_began = Period(0.0, 0.0, 0, 0.0, 0, idle=False), now
         while len(self.workers) < self.autoscaler.workers:
@@ -324,7 +328,7 @@ class Master:
             self._note_workers()
 
     def assign(self) -> None:
-        """Gives every idle worker something to do."""
+        """Gives work to every idle worker."""
         for worker in list(self.workers.values()):
             if worker.ready and worker.item is None:
                 item = self._next_item() or self._straggler()
@@ -335,13 +339,13 @@ class Master:
                 self.executor.submit(worker.number, item.stream.request.data, item.work, item.inputs)
 
     def _next_item(self) -> WorkItem | None:
-        for stream in reversed(self.streams):  # what was asked for last is waited for
+        for stream in reversed(self.streams):  # ranks wait for the stream requested last
             if (item := stream.next_item()) is not None:
                 return item
         return None
 
     def _straggler(self) -> WorkItem | None:
-        """Work that takes far longer than usual, to be done by a second worker too; the first result counts."""
+        """Returns work that takes far longer than usual, for a second worker. The first result counts."""
         now = time.monotonic()
         leases = [worker for worker in self.workers.values() if worker.item is not None]
         for worker in sorted(leases, key=lambda worker: worker.since):
@@ -362,22 +366,22 @@ class Master:
             self._note_workers()
 
     def _note_workers(self) -> None:
-        """Keeps the file with the workers' process ids up to date."""
+        """Writes the workers' process ids to their file."""
         pids = {str(worker.number): worker.pid for worker in self.workers.values() if worker.pid is not None}
         write_text(self.folder / WORKERS_FILE, json.dumps(pids) + "\n")
 
     # -- delivery -----------------------------------------------------------------------------------------------
 
     def note_consumed(self, rows: int, wait_seconds: float) -> None:
-        """Takes note of what a client trained on, and of the time it waited."""
+        """Notes the rows that a client trained on and the time that it waited."""
         self.period.rows += rows
         self.period.wait_seconds += wait_seconds
 
     def get_group(self, stream: Stream, number: int) -> BatchGroup | None:
-        """A group of batches, or None while it is being made.
+        """Returns a group of batches, or None until it is made.
 
         Raises:
-            ContractError: If it will never be.
+            ContractError: If the group will never be made.
         """
         if self.failure is not None:
             raise self.failure
@@ -385,13 +389,13 @@ class Master:
         if group is None and not stream.ended(number) and stream.is_stuck(number):
             raise ConfigError(
                 "preprocessing.memory_bytes", "room for the rows of a shuffle window and a group of batches",
-                f"{stream.memory_bytes:,} for '{stream.request.data}', {stream.bytes:,} of it in use",
+                f"{stream.memory_bytes:,} bytes for '{stream.request.data}', {stream.bytes:,} of them in use",
                 "Raise it, or lower preprocessing.shuffle_window_rows.",
             )  # fmt: skip
         return group
 
     def close(self) -> None:
-        """Ends all workers."""
+        """Closes all streams and ends all workers."""
         for stream in list(self.streams):
             self.close_stream(stream)
         self._end_workers()
@@ -406,27 +410,27 @@ class Master:
 
 
 def wrap_service_error(error: Exception) -> ContractError:
-    """Any error as one that ranks can be told; what was not foreseen is printed in full."""
+    """Returns any error as one that can be sent to ranks. Prints the traceback of an unexpected one."""
     if isinstance(error, ContractError):
         return error
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
-        raise_limit = "Raise it (ulimit -n), or raise preprocessing.split_rows."
-        return DataError("open files of the preprocessing", "fewer than the system's limit", "as many", raise_limit)
+        remedy = "Raise the limit (ulimit -n), or raise preprocessing.split_rows."
+        return DataError("open files of the preprocessing", "fewer than the system's limit", "as many", remedy)
     sys.excepthook(type(error), error, error.__traceback__)
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
-    return DataError("preprocessing service", "to go on", reason, "See the output above it.")
+    return DataError("preprocessing service", "no unexpected error", reason, "See the traceback above.")
 
 
 def make_executor(
     data: Mapping[str, DataSpec], config: PreprocessingConfig, folder: Path, events: "queue.SimpleQueue[Any]"
 ) -> Executor:
-    """The executor that a config names."""
+    """Creates the executor that a config names."""
     if config.executor == "inline":
         return InlineExecutor(data, folder, events)
     if config.executor == "process":
         return ProcessExecutor(data, folder, events)
     try:
-        from pipeline.preprocessing.ray_executor import RayExecutor  # an extra: not always installed
+        from pipeline.preprocessing.ray_executor import RayExecutor  # Ray is an optional extra
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

@@ -1,4 +1,4 @@
-"""Arrays in memory that processes share: nameless, so that nothing is left behind whatever dies."""
+"""Arrays in memory that processes share. The memory has no name, so nothing is left behind when a process dies."""
 
 import fcntl
 import mmap
@@ -14,57 +14,57 @@ import numpy.typing as npt
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Name -> (dtype, shape) of each array, in the order they are laid out."""
+"""Name -> (dtype, shape) of each array, in memory order."""
 
 ALIGNMENT = 64
 SLAB_BYTES = 1 << 20
-"""Size of a slab before anything is written."""
+"""Initial size of a slab."""
 FREE_SLABS = 8
-"""Slabs kept that nobody reads."""
+"""Number of unread slabs to keep."""
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Arrays in one piece of anonymous shared memory, in use as long as a copy of the descriptor is open anywhere."""
+    """Arrays in one anonymous shared memory file. It is in use while any process has a copy of the descriptor open."""
 
     fd: int
     shapes: Shapes
     size: int
 
     def arrays(self) -> Arrays:
-        """The arrays, mapped; writing to them changes a private copy.
+        """Maps the arrays. Writing to them changes a private copy.
 
-        They keep the segment in use, for a mapping of Python's holds a copy of the descriptor.
+        They keep the segment in use, because Python's mapping holds a copy of the descriptor.
         """
         return _map_arrays(mmap.mmap(self.fd, max(self.size, 1), flags=mmap.MAP_PRIVATE), self.shapes)
 
     def close(self) -> None:
-        """Gives the descriptor back; arrays stay valid."""
+        """Closes the descriptor. Mapped arrays stay valid."""
         os.close(self.fd)
 
 
 class Writer(Protocol):
-    """Somewhere to put arrays, one after the other."""
+    """Takes arrays one after another."""
 
     def add(self, shapes: Shapes) -> Arrays:
-        """Room for further arrays, to be written before the next call."""
+        """Returns room for more arrays. The caller fills it before the next call."""
 
     def finish(self) -> Any:
-        """What holds all of them."""
+        """Returns the object that holds all arrays."""
 
 
 class Slabs:
-    """Shared memory of a process that writes segments; what nobody reads any more is written again.
+    """The shared memory of a process that writes segments. Reuses memory that nobody reads any more.
 
-    New pages cost more than filling them, so they are kept. The kernel knows when nobody reads: a segment's descriptor
-    holds a lock until the last copy of it is closed, in whatever process, by whatever end.
+    Getting new pages costs more than filling them, so slabs are kept. The kernel knows when nobody reads: a segment's
+    descriptor holds a lock until its last copy is closed, in any process and however that process ends.
     """
 
     def __init__(self) -> None:
         self.slabs: list[_Slab] = []
 
     def writer(self) -> "SharedWriter":
-        """A writer over memory that nobody reads."""
+        """Returns a writer over memory that nobody reads."""
         free = [slab for slab in self.slabs if slab.try_claim()]
         for slab in free[FREE_SLABS:]:
             self.slabs.remove(slab)
@@ -75,12 +75,12 @@ class Slabs:
         return SharedWriter(free[0])
 
     def clear(self) -> None:
-        """Gives all of it up; readers keep what they read."""
+        """Drops all slabs. Readers keep their memory."""
         self.slabs.clear()
 
 
 class _Slab:
-    """A piece of shared memory that grows."""
+    """A shared memory file that can grow."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("dlrm-rows", os.MFD_CLOEXEC)
@@ -88,12 +88,12 @@ class _Slab:
         self.grow(SLAB_BYTES)
 
     def grow(self, size: int) -> None:
-        """Makes it larger; what was written stays."""
+        """Enlarges the slab and keeps its contents."""
         os.ftruncate(self.fd, size)
         self.mapped = mmap.mmap(self.fd, size)
 
     def try_claim(self) -> bool:
-        """Whether no descriptor of a segment is open; if so, it is ours to write."""
+        """Takes the lock for writing. Returns False while a descriptor of a segment is open."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -101,7 +101,7 @@ class _Slab:
         return True
 
     def lend(self) -> int:
-        """A descriptor for readers."""
+        """Returns a descriptor for readers."""
         fcntl.flock(self.fd, fcntl.LOCK_UN)
         fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         fcntl.flock(fd, fcntl.LOCK_SH)
@@ -109,7 +109,7 @@ class _Slab:
 
 
 class SharedWriter:
-    """Puts arrays into a segment that grows with them; see `Slabs`.
+    """Writes arrays into a segment that grows with them; see `Slabs`.
 
     Example:
         >>> writer = Slabs().writer()
@@ -141,7 +141,7 @@ class SharedWriter:
 
 
 class PrivateWriter:
-    """Puts arrays into the memory of this process."""
+    """Writes arrays into the memory of this process."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, npt.NDArray[Any]] = {}
@@ -158,7 +158,7 @@ class PrivateWriter:
 
 
 def copy_to_segment(arrays: Arrays, slabs: Slabs) -> Segment:
-    """A segment with a copy of the arrays."""
+    """Copies arrays into a new segment."""
     writer = slabs.writer()
     for name, view in writer.add({name: (array.dtype.name, array.shape) for name, array in arrays.items()}).items():
         view[...] = arrays[name]
@@ -166,12 +166,12 @@ def copy_to_segment(arrays: Arrays, slabs: Slabs) -> Segment:
 
 
 def count_bytes(arrays: Arrays) -> int:
-    """Bytes of all arrays together."""
+    """Returns the total bytes of the arrays."""
     return sum(array.nbytes for array in arrays.values())
 
 
 def allow_many_segments() -> None:
-    """Lifts the soft limit on open files to the hard one: each segment is one."""
+    """Raises the soft limit on open files to the hard one, because each segment is an open file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

@@ -1,4 +1,4 @@
-"""Workers as Ray actors: on this machine or on a cluster, placed and moved by Ray; results live in its object store."""
+"""Runs workers as Ray actors, here or on a cluster. Ray places them and keeps results in its object store."""
 
 import os
 import queue
@@ -36,17 +36,17 @@ from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.worker import Costs, Worker
 
 OBJECT_STORE_SHARE = 2
-"""The object store is this many times the memory bound: what is freed is not gone at once."""
+"""The object store has this many times the memory bound, because freed objects are not gone at once."""
 SMALLEST_STORE_BYTES = 256 << 20
 
 
 class RayExecutor(Executor):
-    """Each worker is an actor. A killed one is not restarted by Ray: the master decides.
+    """Runs each worker as an actor. Ray does not restart a killed actor, because the master decides.
 
-    On a cluster an actor takes a processor. On this machine it claims none: the config says how many there are, and
-    two services of one process, which share its Ray, must not wait for each other's processors.
+    On a cluster an actor takes a processor. On this machine it claims none: the config limits the workers, and two
+    services of one process share its Ray and must not wait for each other's processors.
 
-    Results are numpy arrays in the object store, which Ray maps and moves without pickling their data.
+    Results are numpy arrays in the object store. Ray maps and moves them without pickling their data.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class RayExecutor(Executor):
         actor = self.actors.pop(worker)
         with suppress(RayError):
             ray.kill(actor, no_restart=True)
-        if worker in self.pids:  # Ray asks a process to end, which one that hangs does not
+        if worker in self.pids:  # Ray only asks the process to end, and a hanging one does not
             with suppress(ProcessLookupError):
                 os.kill(self.pids.pop(worker), signal.SIGKILL)
 
     def free(self, memory: Any) -> None:
-        """An object goes with its last reference."""
+        """Does nothing: an object is freed with its last reference."""
 
     def to_segment(self, memory: Any) -> Segment:
         return copy_to_segment(ray.get(memory), self.slabs)
@@ -104,7 +104,7 @@ class RayExecutor(Executor):
         return WorkerStarted(worker, pid)
 
     def _wait(self, worker: int, promise: Any, event: Any) -> None:
-        """Puts the event of an answer into the queue once it is there."""
+        """Waits for an answer in a thread and puts its event into the queue."""
 
         def wait() -> None:
             try:
@@ -113,7 +113,7 @@ class RayExecutor(Executor):
                 self.events.put(WorkerDied(worker, f"it failed: {' '.join(str(error.cause).split())}"))
             except RayError as error:
                 self.events.put(WorkerDied(worker, f"its actor ended: {type(error).__name__}"))
-            except Exception as error:  # Ray was shut down under it
+            except Exception as error:  # Ray was shut down in the meantime
                 self.events.put(WorkerDied(worker, f"{type(error).__name__}: {error}"))
 
         threading.Thread(target=wait, name=f"worker-{worker}", daemon=True).start()
@@ -128,9 +128,9 @@ def _parse_answer(worker: int, answer: Mapping[str, Any], memory: Any) -> WorkDo
 
 
 def _connect(config: PreprocessingConfig, temporary: str) -> None:
-    """Joins the cluster of the config, or starts one on this machine for the time of this process."""
+    """Joins the configured cluster, or starts one on this machine for the lifetime of this process."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))  # else Ray keeps one in the user's home
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))  # otherwise Ray stores one in the user's home
     variables = WORKER_ENVIRONMENT | {"PYTHONWARNINGS": "ignore"}
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if config.ray_address is not None:
@@ -144,7 +144,7 @@ def _connect(config: PreprocessingConfig, temporary: str) -> None:
         object_store_memory=max(OBJECT_STORE_SHARE * config.memory, SMALLEST_STORE_BYTES),
         runtime_env={"env_vars": variables | {"PYTHONPATH": str(ROOT)}},
         _temp_dir=temporary,
-        _system_config={"worker_niceness": 0},  # Ray's 15 leaves a worker 3 % of a processor beside other work
+        _system_config={"worker_niceness": 0},  # at Ray's 15 a worker gets 3 % of a busy processor
         **quiet,
     )
 
@@ -154,7 +154,7 @@ class _Actor:
     """One worker."""
 
     def begin(self, specs: Mapping[str, Any]) -> tuple[int, str]:
-        """Opens the rows it may be asked for; its process id and node."""
+        """Opens the datasets. Returns the process id and the node."""
         import pyarrow as pa
 
         pa.set_cpu_count(1)
@@ -162,12 +162,12 @@ class _Actor:
         return os.getpid(), ray.get_runtime_context().get_node_id()
 
     def do(self, data: str, kind: str, content: Mapping[str, Any], *inputs: Arrays) -> tuple[dict[str, Any], Any]:
-        """Does a piece of work: what is to be said of it, and its arrays."""
+        """Does a piece of work. Returns a note for the master and the arrays."""
         work: Split | BatchWork = (Split if kind == "split" else BatchWork).model_validate(content)
         writer = PrivateWriter()
         try:
             rows, costs = run_work(self.workers[data], work, inputs, writer)
-        except Exception as error:  # told to the master, who decides
+        except Exception as error:  # sent to the master, which decides
             return {"error": to_wire(wrap_work_error(error, work))}, None
         arrays = writer.finish()
         note = {"size": count_bytes(arrays), "rows": rows, "costs": vars(costs), "peak_rss_mb": peak_rss_mb()}

@@ -1,4 +1,4 @@
-"""The preprocessing service: a master in a thread of its own, spoken to by the clients of all ranks."""
+"""The preprocessing service: runs a master in its own thread and serves the clients of all ranks."""
 
 import os
 import queue
@@ -21,36 +21,36 @@ from pipeline.preprocessing.master import Master, Totals, wrap_service_error
 from pipeline.preprocessing.stream import Request, Stream
 
 CREDENTIALS = struct.Struct("3i")
-"""What SO_PEERCRED gives: process, user and group."""
+"""Content of SO_PEERCRED: process, user and group."""
 
 
 @dataclass(eq=False)
 class _Connection:
-    """One rank on one stream."""
+    """A rank's connection, for one stream."""
 
     channel: socket.socket
     stream: Stream | None = None
     rank: int = 0
     wanted: int | None = None
-    """BatchGroup it waits for."""
+    """Number of the group that the rank waits for."""
 
 
 @dataclass(frozen=True)
 class _Incoming:
-    """What came in on a connection; None: it was closed."""
+    """A message from a connection. None means that the connection was closed."""
 
     connection: _Connection
     message: wire.Message | None
 
 
 class Service:
-    """Workers and their master for the time of a `with` block.
+    """Runs workers and their master for the duration of a `with` block.
 
-    Clients connect to `address`, a Unix socket in the abstract namespace: no port, no file, and only
-    processes of the same user are let in.
+    Clients connect to `address`, a Unix socket in the abstract namespace. It needs no port and no file, and admits
+    only processes of the same user.
 
     Args:
-        data: Rows that can be asked for, by name.
+        data: The datasets that ranks can request, by name.
         folder: See `Master`.
         warn: See `Master`.
     """
@@ -68,17 +68,17 @@ class Service:
         self.connections: list[_Connection] = []
         self.readers: list[tuple[threading.Thread, socket.socket]] = []
         self.listening: threading.Thread | None = None
-        self.begun: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self.startup: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def __enter__(self) -> Self:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(f"\0{self.address}")
         self.listener.listen()
         self.ending = threading.Event()
-        # Workers are bound to the life of the thread that starts them, so all of it happens in one.
+        # Workers die with the thread that starts them, so the whole master runs in one thread.
         self.thread = threading.Thread(target=self._run, name="preprocessing-master", daemon=True)
         self.thread.start()
-        problem = self.begun.get()
+        problem = self.startup.get()
         if problem is not None:
             self.__exit__(None, None, None)
             raise problem
@@ -99,7 +99,7 @@ class Service:
             self.events.put(None)  # wakes the master
         self.thread.join()
         for reader, channel in self.readers:
-            with suppress(OSError):  # closing alone would neither wake the reader nor reach the client
+            with suppress(OSError):  # closing alone neither wakes the reader nor reaches the client
                 channel.shutdown(socket.SHUT_RDWR)
             reader.join()
             channel.close()
@@ -108,10 +108,10 @@ class Service:
         try:
             master = Master(self.data, self.config, self.folder, self.warn)
             self.totals, self.events = master.totals, master.events
-        except BaseException as problem:  # raised where the service is entered
-            self.begun.put(problem)
+        except BaseException as problem:  # `__enter__` raises it
+            self.startup.put(problem)
             return
-        self.begun.put(None)
+        self.startup.put(None)
         try:
             while not self.ending.is_set():
                 event = master.next_event()
@@ -135,7 +135,7 @@ class Service:
             except OSError:
                 if self.ending.wait(0.1):
                     return
-                continue  # no descriptor is free at the moment
+                continue  # out of descriptors at the moment
             peer = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
             if CREDENTIALS.unpack(peer)[1] != os.getuid():
                 channel.close()
@@ -152,8 +152,8 @@ class Service:
             self.events.put(_Incoming(connection, received[0]))
         self.events.put(_Incoming(connection, None))
 
-    def _receive(self, master: Master, said: _Incoming) -> None:
-        connection, message = said.connection, said.message
+    def _receive(self, master: Master, incoming: _Incoming) -> None:
+        connection, message = incoming.connection, incoming.message
         stream = connection.stream
         if message is None:
             connection.channel.close()
@@ -175,7 +175,7 @@ class Service:
                 master.note_consumed(message["rows"], message["waited"])
 
     def _answer(self, master: Master, connection: _Connection) -> None:
-        """Sends the group that a rank waits for, once there is one."""
+        """Sends the group that a rank waits for, if it is made."""
         stream, number = connection.stream, connection.wanted
         if stream is None or number is None:
             return
@@ -197,5 +197,5 @@ class Service:
             self._send(connection, {"end": True})
 
     def _send(self, connection: _Connection, message: wire.Message, descriptors: list[int] | None = None) -> None:
-        with suppress(OSError):  # it is gone: its reader says so
+        with suppress(OSError):  # the client is gone, which its reader reports
             wire.send(connection.channel, message, descriptors or [])

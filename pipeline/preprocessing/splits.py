@@ -1,4 +1,4 @@
-"""A snapshot cut into ordered units of work: a function of snapshot, seed and epoch alone."""
+"""Cuts a snapshot into ordered units of work, as a function of snapshot, seed and epoch alone."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from storage.reader import Fragment
 
 
 class Split(BaseModel, frozen=True):
-    """Row groups that are read, transformed and, if it comes to that, lost together."""
+    """Row groups that are read, transformed and, if need be, quarantined together."""
 
     fragments: tuple[Fragment, ...]
 
@@ -28,51 +28,51 @@ class Split(BaseModel, frozen=True):
 def cut_epoch(
     fragments: Sequence[Fragment], seed: int, epoch: int, window_rows: int | None, split_rows: int
 ) -> list[list[Split]]:
-    """The epoch in order: windows, each cut into splits.
+    """Cuts an epoch into ordered windows, and each window into splits.
 
-    Row groups are permuted over the whole epoch, for every epoch anew; rows are shuffled inside a window,
-    so it bounds both the memory and the reach of the shuffle.
+    Every epoch permutes all row groups differently. Rows are shuffled inside a window, which bounds both the memory
+    and the reach of the shuffle.
 
     Args:
-        window_rows: Rows of a window at least (the last may have fewer); None keeps the order of the table.
-        split_rows: Row groups of a window are read together up to this many rows; a larger one is read alone.
+        window_rows: Minimum rows of a window (the last may have fewer). None keeps the order of the table.
+        split_rows: Row groups of a window are read together up to this many rows. A larger one is read alone.
     """
     if window_rows is None:
-        return [[split] for split in _splits(fragments, split_rows)]
+        return [[split] for split in _group_fragments(fragments, split_rows)]
     order = make_generator(seed, epoch, 0).permutation(len(fragments))
     windows: list[list[Fragment]] = []
-    held = window_rows
+    rows = window_rows
     for i in order:
-        if held >= window_rows:
+        if rows >= window_rows:
             windows.append([])
-            held = 0
+            rows = 0
         windows[-1].append(fragments[i])
-        held += fragments[i].rows
-    return [_splits(window, split_rows) for window in windows]
+        rows += fragments[i].rows
+    return [_group_fragments(window, split_rows) for window in windows]
 
 
-def _splits(fragments: Sequence[Fragment], split_rows: int) -> list[Split]:
+def _group_fragments(fragments: Sequence[Fragment], split_rows: int) -> list[Split]:
     groups: list[list[Fragment]] = []
-    held = 0
+    rows = 0
     for fragment in fragments:
-        if not groups or held + fragment.rows > split_rows:
+        if not groups or rows + fragment.rows > split_rows:
             groups.append([])
-            held = 0
+            rows = 0
         groups[-1].append(fragment)
-        held += fragment.rows
+        rows += fragment.rows
     return [Split(fragments=tuple(group)) for group in groups]
 
 
 def permute_rows(seed: int, epoch: int, window: int, rows: int) -> npt.NDArray[np.int64]:
-    """Order of the rows of a window."""
+    """Returns the order of the rows of a window."""
     return make_generator(seed, epoch, window + 1).permutation(rows)
 
 
 def permute_sessions(seed: int, epoch: int, window: int, sessions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Order of the rows of a window in which sessions change places as a whole: rows of one stay together, in order.
+    """Returns an order of the rows of a window that permutes whole sessions. Rows of one keep their order.
 
     Args:
-        sessions: Session of each row, int64 [N]; neighbouring rows with equal values are one.
+        sessions: Session of each row, int64 [N]. Neighbouring rows with equal values are one session.
     """
     borders = np.flatnonzero(np.diff(sessions, prepend=~sessions[:1])) if len(sessions) else np.empty(0, np.int64)
     order = permute_rows(seed, epoch, window, len(borders))
@@ -82,5 +82,5 @@ def permute_sessions(seed: int, epoch: int, window: int, sessions: npt.NDArray[n
 
 
 def make_generator(seed: int, epoch: int, stream: int) -> np.random.Generator:
-    """Counter-based random numbers: any part of the order can be made without what precedes it."""
+    """Returns counter-based random numbers. Any part of the order can be computed without the parts before it."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, stream])))

@@ -1,4 +1,4 @@
-"""One epoch on its way to the ranks: what is to be read, what can be batched, what is ready. No clock, no processes."""
+"""The bookkeeping of one epoch: what to read, what to batch and what is ready. Knows no clock and no processes."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,23 +14,23 @@ from pipeline.preprocessing.worker import Costs
 from storage.reader import Fragment
 
 GROUP_ROWS = 32_768
-"""Batches are made and handed over in groups of about so many rows, at least one batch."""
+"""Batches are made and delivered in groups of about this many rows, at least one batch."""
 READY_SHARE = 0.25
-"""Share of the memory that batches may fill before anyone has asked for them."""
+"""Share of the memory that batches may fill before a rank asks for them."""
 BATCH_GROWTH = 2.0
-"""A row in a batch takes at most this much more than among the rows of a split: ids are twice as wide."""
+"""A row of a batch takes at most this many times its bytes in a split, because ids are twice as wide."""
 
 Memory = Any
-"""Arrays, wherever the executor keeps them."""
+"""Arrays in the form that the executor keeps them."""
 
 
 class Request(BaseModel, frozen=True):
-    """An epoch as a rank asks for it; all ranks ask alike."""
+    """A rank's request for an epoch. All ranks send equal requests."""
 
     data: str
-    """Name of the rows, such as `train`."""
+    """Name of the dataset, such as `train`."""
     number: int
-    """How many streams of these rows the rank has asked for before."""
+    """Number of streams of this dataset that the rank requested before."""
     position: Position
     batch_rows: int
     """Rows of the GLOBAL batch."""
@@ -41,25 +41,25 @@ class Request(BaseModel, frozen=True):
     ranks: tuple[int, ...]
     """Ranks that take batches."""
     attempt: int = 0
-    """How often the group of ranks was started before: ranks of different attempts never share a stream."""
+    """Number of earlier starts of the ranks. Ranks of different attempts never share a stream."""
 
 
 @dataclass(eq=False)
 class WorkItem:
-    """Work for one worker at a time; the same item done again gives the same result."""
+    """Work for one worker. Doing it again gives the same result."""
 
     stream: "Stream"
     work: Split | BatchWork
     inputs: list[Memory]
     expected_bytes: int
     on_result: Callable[[Memory, int, int, Costs], None]
-    """What becomes of the result: (memory, bytes, rows, costs)."""
+    """Takes the result: (memory, bytes, rows, costs)."""
     failures: int = 0
 
 
 @dataclass(eq=False)
 class OpenWindow:
-    """A window whose rows are being read or batched."""
+    """A shuffle window that is being read or batched."""
 
     number: int
     splits: list[Split]
@@ -67,10 +67,10 @@ class OpenWindow:
     rows: list[int]
     sizes: list[int]
     missing: int
-    """Splits not yet read."""
+    """Splits still to read."""
     costs: Costs = field(default_factory=Costs)
     uses: int = 0
-    """Groups not yet made that take rows from it, and the batch that is being cut."""
+    """Groups that take rows from it and are not made yet."""
     cut: bool = False
 
     @property
@@ -80,48 +80,49 @@ class OpenWindow:
 
 
 Piece = tuple[OpenWindow, int, int]
-"""Rows [start, stop) of a window's order."""
+"""Rows [start, stop) of a window, in its order."""
 
 
 @dataclass
 class BatchNote:
-    """What goes along with the tensors of a global batch."""
+    """Metadata of a global batch."""
 
     position: Position
     rows: int
     extract_seconds: float
-    """Worker time for reading and decoding its rows."""
+    """Worker time spent on reading and decoding its rows."""
     transform_seconds: float
-    """Worker time for transforming, shuffling and batching them."""
+    """Worker time spent on transforming, shuffling and batching them."""
 
 
 @dataclass(eq=False)
 class BatchGroup:
-    """Batches that are made and handed over together."""
+    """Batches that are made and delivered together."""
 
     number: int
     notes: list[BatchNote]
     pieces: list[list[Piece]]
     waiting: set[int]
-    """Ranks that have not yet let go of it."""
+    """Ranks that have not released it yet."""
     memory: Memory | None = None
     size: int = 0
     made: bool = False
 
 
 class Stream:
-    """The bookkeeping of one epoch, from a position to its end.
+    """Tracks one epoch from a position to its end.
 
     Args:
         fragments: All row groups of the selection in table order.
         split_rows: See `cut_epoch`.
-        memory_bytes: Bound for what is read or batched and not yet let go of; a group of batches that a rank
-            waits for is made in any case.
-        free: Called with memory that is not needed any more.
-        ahead_rows: Rows of windows that are read or waiting to be batched, beyond which no other is begun.
+        memory_bytes: Upper bound of the rows and batches in memory. A group of batches that a rank waits for is made
+            even beyond it.
+        free: Called with memory that is no longer needed.
+        ahead_rows: No window is opened beyond this many rows in windows that are being read or batched.
     Attributes:
-        quarantined: Splits that were given up, in order of their loss.
+        quarantined: Splits that were given up, in that order.
         missing: Ranks that have not joined yet.
+        left: Ranks that take no more groups.
     """
 
     def __init__(
@@ -159,14 +160,14 @@ class Stream:
     # -- work ---------------------------------------------------------------------------------------------------
 
     def next_item(self) -> WorkItem | None:
-        """What an idle worker should do now; None where something else has to happen first."""
-        item = self._again() or self._next_batching() or self._next_read()
+        """Returns work for an idle worker, or None if something else has to happen first."""
+        item = self.retries.popleft() if self.retries else self._next_batching() or self._next_read()
         if item is not None:
             self.running.add(item)
         return item
 
     def complete(self, item: WorkItem, memory: Memory, size: int, rows: int, costs: Costs) -> bool:
-        """Takes a result; False for one that came late, after another worker's."""
+        """Takes a result. Returns False for a late one, after another worker's result."""
         if item not in self.running:
             self.free(memory)
             return False
@@ -177,13 +178,13 @@ class Stream:
         return True
 
     def retry(self, item: WorkItem) -> None:
-        """Puts a item back whose worker is gone or has failed."""
+        """Queues an item again after its worker died or failed."""
         if item in self.running:
             self.running.remove(item)
             self.retries.append(item)
 
     def quarantine(self, item: WorkItem) -> None:
-        """Gives a split up: its rows are missing from the epoch."""
+        """Gives up a split. Its rows are missing from the epoch."""
         assert isinstance(item.work, Split)
         self.running.remove(item)
         self.quarantined.append(item.work)
@@ -192,22 +193,22 @@ class Stream:
     # -- delivery -----------------------------------------------------------------------------------------------
 
     def group(self, number: int) -> BatchGroup | None:
-        """The group of that number once it is made."""
+        """Returns the group with this number, or None until it is made."""
         group = self.groups.get(number)
         return group if group is not None and group.made else None
 
     def ended(self, number: int) -> bool:
-        """Whether there is no group of that number."""
+        """Returns whether the epoch ended before this number."""
         return self.to_cut == len(self.windows) and number >= self.groups_cut
 
     def take(self, number: int) -> None:
-        """Notes that a rank was given the group."""
+        """Notes that a rank received the group."""
         if number >= self.taken:
             self.taken = number + 1
             self.ready_bytes -= self.groups[number].size
 
     def release(self, rank: int, number: int) -> None:
-        """Notes that a rank needs no group up to this number any more."""
+        """Notes that a rank no longer needs the groups up to this number."""
         for group in [group for group in self.groups.values() if group.number <= number]:
             group.waiting.discard(rank)
             if not group.waiting and group.made:
@@ -215,27 +216,27 @@ class Stream:
                 self._drop(group.memory, group.size)
 
     def join(self, rank: int) -> None:
-        """Notes that a rank has begun to take groups."""
+        """Notes that a rank starts to take groups."""
         self.missing.discard(rank)
 
     def leave(self, rank: int) -> None:
-        """Notes that a rank takes no groups any more, so that the others need not wait for it to let go."""
+        """Notes that a rank takes no more groups. The others no longer wait for it to release any."""
         self.missing.discard(rank)
         self.left.add(rank)
         self.release(rank, self.groups_cut)
 
     def is_stuck(self, number: int) -> bool:
-        """Whether the memory bound keeps a group that a rank waits for from ever being made.
+        """Returns whether the memory bound prevents a group that a rank waits for from ever being made.
 
-        Nothing but its own rows is missing, and no rank can let go of anything before it has got this group:
-        the group before it stays with a rank until then.
+        This is so when only the rows of the group are missing and there is no room to read them. No rank can release
+        anything first, because a rank keeps the previous group until it has this one.
         """
         if self.running or self.retries or self.batchings or not self.reads:
             return False
         return self.row_bytes > 0.0 and not any(i < number - 1 for i in self.groups) and not self._may_read()
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Frees everything."""
         for window in self.open.values():
             for memory, size in zip(window.parts, window.sizes, strict=True):
                 self._drop(memory, size)
@@ -246,9 +247,6 @@ class Stream:
         self.running.clear()
 
     # -- reading ------------------------------------------------------------------------------------------------
-
-    def _again(self) -> WorkItem | None:
-        return self.retries.popleft() if self.retries else None
 
     def _next_read(self) -> WorkItem | None:
         if not self.reads and self.to_read and self._may_open():
@@ -262,14 +260,20 @@ class Stream:
         return item
 
     def _may_open(self) -> bool:
-        """Whether another window may be begun: so many rows ahead are enough, but a batch may need many windows."""
+        """Returns whether another window may be opened.
+
+        `ahead_rows` limits the rows in open windows, unless all of them are cut: a batch may need many windows.
+        """
         if self.ahead_rows is None or all(window.cut for window in self.open.values()):
             return True
-        held = sum(split.rows for window in self.open.values() for split in window.splits)
-        return held + sum(split.rows for split in self.windows[self.to_read[0]]) <= self.ahead_rows
+        open_rows = sum(split.rows for window in self.open.values() for split in window.splits)
+        return open_rows + sum(split.rows for split in self.windows[self.to_read[0]]) <= self.ahead_rows
 
     def _may_read(self) -> bool:
-        """Whether the next read fits beside a group of batches; the first one's size says what others will take."""
+        """Returns whether the next read fits into memory together with a group of batches.
+
+        Only one split is read at first. Its size gives the estimate for the others.
+        """
         if self.row_bytes == 0.0:
             return not self.running
         reserve = int(self.row_bytes * BATCH_GROWTH * max(GROUP_ROWS, self.request.batch_rows))
@@ -303,17 +307,17 @@ class Stream:
     # -- cutting batches ----------------------------------------------------------------------------------------
 
     def _cut(self, window: OpenWindow) -> None:
-        """Deals the rows of a window out to batches; the last one of the epoch may be short."""
+        """Cuts a window into batches. The last one of the epoch may be short."""
         start, total = min(self.skip, window.total), window.total
         self.skip = 0
-        held = sum(stop - start for _, start, stop in self.cutting)
+        rows = sum(stop - start for _, start, stop in self.cutting)
         while start < total:
-            stop = min(start + self.request.batch_rows - held, total)
+            stop = min(start + self.request.batch_rows - rows, total)
             self.cutting.append((window, start, stop))
-            held, start = held + stop - start, stop
-            if held == self.request.batch_rows:
+            rows, start = rows + stop - start, stop
+            if rows == self.request.batch_rows:
                 self._end_batch(window, stop)
-                held = 0
+                rows = 0
         if self.to_cut == len(self.windows) and self.cutting:
             self._end_batch(window, total)
         self._end_group()
@@ -394,7 +398,7 @@ class Stream:
         if not self.batchings:
             return None
         group, item = self.batchings[0]
-        urgent = group.number <= self.taken  # the next one that a rank will ask for
+        urgent = group.number <= self.taken  # a rank asks for this one next
         room = self.ready_bytes + item.expected_bytes <= READY_SHARE * self.memory_bytes
         if not urgent and not (room and self._fits(item.expected_bytes)):
             return None
@@ -422,5 +426,5 @@ class Stream:
 
 
 def _windows(pieces: Sequence[Sequence[Piece]]) -> list[OpenWindow]:
-    """The windows that batches take rows from, each once, in order."""
+    """Returns the windows that batches take rows from, each once, in order."""
     return list(dict.fromkeys(window for batch in pieces for window, _, _ in batch))

@@ -1,4 +1,4 @@
-"""Messages between the processes of the service: JSON, and descriptors of shared memory beside it. No pickle."""
+"""Sends messages between the processes of the service: JSON together with descriptors of shared memory. No pickle."""
 
 import contextlib
 import json
@@ -10,13 +10,13 @@ from typing import Any
 
 Message = dict[str, Any]
 HEADER = struct.Struct("!QI")
-"""Bytes of JSON, and how many descriptors come with them."""
+"""Bytes of JSON and number of descriptors."""
 INT = struct.Struct("i")
 DESCRIPTORS_AT_ONCE = 250
 """The kernel passes up to 253 in one call."""
 SHORT_BYTES = 1 << 16
-"""A longer message travels in memory of its own, as the first descriptor: whoever sends must never have to wait for
-one who does not read, and a socket's buffer is small."""
+"""A longer message travels in a memory file, sent as the first descriptor. A socket's buffer is small, and a sender
+must never wait for a receiver that does not read."""
 
 
 def send(connection: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
@@ -43,7 +43,10 @@ def _send(connection: socket.socket, size: int, descriptors: Sequence[int], body
 
 
 def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
-    """The next message and its descriptors, now ours to close; None once the other side is gone or talks nonsense."""
+    """Returns the next message and its descriptors, which the caller closes.
+
+    Returns None if the other side is gone or sends an invalid message.
+    """
     header = _receive_exactly(connection, HEADER.size)
     if header is None:
         return None
@@ -53,12 +56,12 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
     try:
         while len(descriptors) < expected:
             wanted = min(expected - len(descriptors), DESCRIPTORS_AT_ONCE)
-            had = len(descriptors)
+            before = len(descriptors)
             mark, found, _, _ = connection.recvmsg(1, socket.CMSG_SPACE(wanted * INT.size), socket.MSG_CMSG_CLOEXEC)
             for level, kind, data in found:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     descriptors += [descriptor for (descriptor,) in INT.iter_unpack(data)]
-            if not mark or len(descriptors) < had + wanted:
+            if not mark or len(descriptors) < before + wanted:
                 return None
         body = _receive_exactly(connection, size) if size <= SHORT_BYTES else _read_body(descriptors, size)
         message = None if body is None else json.loads(body)
@@ -71,7 +74,7 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
 
 
 def _read_body(descriptors: list[int], size: int) -> bytes | None:
-    """A message that came in memory of its own; takes its descriptor off the list."""
+    """Reads a message from its memory file and removes the descriptor from the list."""
     if not descriptors:
         return None
     with open(descriptors.pop(0), "rb") as file:
@@ -82,7 +85,7 @@ def _read_body(descriptors: list[int], size: int) -> bytes | None:
 
 
 def close(descriptors: Sequence[int]) -> None:
-    """Gives descriptors back."""
+    """Closes descriptors. Ignores those that are closed already."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)

@@ -453,8 +453,8 @@ def test_fault_5_what_cannot_be_read_is_quarantined_if_so_wished(command, corrup
         "path": f"file://{file}", "row_group": 3, "rows": 500, "day": "2025-01-07", "data": "train", "epoch": 0,
     }  # fmt: skip
     assert str(file) in entry["reason"]
-    assert f"quarantined: 500 rows of row group 3 of file 'file://{file}': {entry['reason']}" in log
-    assert any("WARNING" in line and "quarantined: 500 rows" in line for line in log.splitlines())
+    assert f"quarantined 500 rows of row group 3 of file 'file://{file}': {entry['reason']}" in log
+    assert any("WARNING" in line and "quarantined 500 rows" in line for line in log.splitlines())
 
 
 @pytest.mark.slow

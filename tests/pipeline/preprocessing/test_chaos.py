@@ -162,7 +162,7 @@ def test_fault_14_the_restart_limit_ends_the_run(serve: Serve, tight: dict[str, 
         disturbed(client(ServiceSource(service.address), data).batches(), {1: kill_it, 2: kill_it}, found)
     assert 2 <= len(found) < 16
     assert str(caught.value) == (
-        f"preprocessing workers: expected at most 1 to be replaced, got 2: the last one had process id {last[0]}, "
+        f"preprocessing workers: expected at most 1 replacements, got 2: the last worker had process id {last[0]}, "
         f"its process ended. See {service.folder}/worker-2.log, or raise preprocessing.restart_limit."
     )
     assert service.totals.restarts == 2
@@ -285,7 +285,7 @@ def test_fault_15_work_that_hangs_ends_the_run_and_is_named(
     text = str(caught.value)
     assert text.startswith("row group ")
     assert f"of file 'file://{file}'" in text
-    assert ": expected a worker that lives through it, got 2 that did not: it was silent for " in text
+    assert ": expected work that a worker survives, got 2 workers that did not: it was silent for " in text
     assert text.endswith(".log.")
     assert service.totals.restarts >= 2
 
@@ -449,9 +449,9 @@ def test_fault_17_too_little_memory_is_an_error(
     text = str(caught.value)
     assert text.startswith(
         "preprocessing.memory_bytes: expected room for the rows of a shuffle window and a group of batches, "
-        "got 12,000 for 'days', "
+        "got 12,000 bytes for 'days', "
     )
-    assert text.endswith(" of it in use. Raise it, or lower preprocessing.shuffle_window_rows.")
+    assert text.endswith(" of them in use. Raise it, or lower preprocessing.shuffle_window_rows.")
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_a_dead_worker_is_replaced_and_its_work_done_again(play: Callable[..., P
     it.steps()
     assert it.executor.alive == {2, 3}
     assert lost in it.executor.work.values()
-    assert it.said == ["worker 1 (process 1001) is replaced: its process ended"]
+    assert it.said == ["replacing worker 1 (process 1001): its process ended"]
     assert json.loads((tmp_path / "service" / WORKERS_FILE).read_text()) == {"2": 1002, "3": 1003}
 
 
@@ -160,7 +160,7 @@ def test_nothing_that_a_replaced_worker_still_says_counts(play: Callable[..., Pl
     assert it.executor.freed == [late]
     assert stream.running == running
     assert (it.master.totals.restarts, it.master.totals.late_results) == (2, 1)
-    assert it.said == [f"worker {n} (process {1000 + n}) is replaced: it was silent for 121 s" for n in (1, 2)]
+    assert it.said == [f"replacing worker {n} (process {1000 + n}): it was silent for 121 s" for n in (1, 2)]
 
 
 def test_fault_15_a_lease_does_not_run_out_while_the_answer_lies_there(play: Callable[..., Play]) -> None:
@@ -273,7 +273,7 @@ def test_fault_14_the_limit_of_restarts(play: Callable[..., Play], tmp_path: Pat
         it.master.events.put(WorkerDied(worker, "its process ended"))
     it.steps()
     assert str(it.master.failure) == (
-        "preprocessing workers: expected at most 2 to be replaced, got 3: the last one had process id 1003, its process "
+        "preprocessing workers: expected at most 2 replacements, got 3: the last worker had process id 1003, its process "
         f"ended. See {tmp_path}/service/worker-3.log, or raise preprocessing.restart_limit."
     )
     with pytest.raises(DataError):
@@ -291,7 +291,7 @@ def test_a_worker_that_does_not_start(play: Callable[..., Play], monkeypatch: py
     assert it.executor.alive == {1}
     it.after(2.0)
     assert it.executor.alive == {2}
-    assert it.said == ["worker 1 (process None) is replaced: it did not start within 120 s"]
+    assert it.said == ["replacing worker 1 (process None): it did not start within 120 s"]
 
 
 @pytest.mark.parametrize("kind", ["split", "batches"])
@@ -309,7 +309,7 @@ def test_fault_16_work_that_kills_its_workers_is_named(kind: str, play: Callable
         it.steps()
     where = str(work) if isinstance(work, Split) else "batches"
     assert str(it.master.failure) == (
-        f"{where}: expected a worker that lives through it, got 2 that did not: its process ended. "
+        f"{where}: expected work that a worker survives, got 2 workers that did not: its process ended. "
         f"See {tmp_path}/service/worker-2.log."
     )
 
@@ -335,7 +335,7 @@ def test_fault_16_quarantine(play: Callable[..., Play], tmp_path: Path) -> None:
     ]
     assert it.master.totals.quarantined_rows == work.rows
     assert it.said == [
-        f"quarantined: {work.rows:,} rows of {work}: row 3: expected something else, got this. Change it."
+        f"quarantined {work.rows:,} rows of {work}: row 3: expected something else, got this. Change it."
     ]
 
 
@@ -373,8 +373,8 @@ def test_an_unforeseen_error_becomes_one_that_can_be_told(
     with pytest.raises(ContractError) as caught:
         it.master.get_group(stream, 10**6)
     assert str(caught.value) == (
-        "preprocessing service: expected to go on, got OSError: [Errno 28] No space left on device. "
-        "See the output above it."
+        "preprocessing service: expected no unexpected error, got OSError: [Errno 28] No space left on device. "
+        "See the traceback above."
     )
     assert "Traceback" in capsys.readouterr().err
 
@@ -462,7 +462,7 @@ def test_rows_nobody_has(play: Callable[..., Play]) -> None:
     with pytest.raises(ConfigError) as caught:
         it.open(data="valid")
     assert str(caught.value) == (
-        "preprocessing service: expected rows that it has: 'days', got 'valid'. Ask for one of them."
+        "preprocessing service: expected the name of a dataset: 'days', got 'valid'. Request one of them."
     )
 
 

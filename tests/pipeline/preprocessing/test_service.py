@@ -157,9 +157,7 @@ def test_an_unforeseen_error_reaches_all_ranks(
 
     monkeypatch.setattr(masters[0].autoscaler, "after", broken)
     monkeypatch.setattr(masters[0], "_scale", broken)
-    expected = (
-        "preprocessing service: expected to go on, got ZeroDivisionError: division by zero. See the output above it."
-    )
+    expected = "preprocessing service: expected no unexpected error, got ZeroDivisionError: division by zero. See the traceback above."
     threads = [outcome(reading(service, data, seed=seed)) for seed in (1, 2)]
     for thread, found in threads:
         thread.join(30)
@@ -185,7 +183,7 @@ def test_an_error_while_batches_are_handed_over_is_no_hang(
     with pytest.raises(ContractError) as caught:
         list(batches)
     assert str(caught.value) == (
-        "preprocessing service: expected to go on, got KeyError: 'lost'. See the output above it."
+        "preprocessing service: expected no unexpected error, got KeyError: 'lost'. See the traceback above."
     )
 
 
@@ -193,7 +191,7 @@ def test_an_unknown_name_is_refused_and_others_go_on(service: Service, data: Dat
     with pytest.raises(ContractError) as caught:
         next(client(ServiceSource(service.address), data, "nothing").batches())
     assert str(caught.value) == (
-        "preprocessing service: expected rows that it has: 'days', got 'nothing'. Ask for one of them."
+        "preprocessing service: expected the name of a dataset: 'days', got 'nothing'. Request one of them."
     )
     assert all_equal(reading(service, data).batches(), Reference(data, days).batches())
 
