@@ -156,7 +156,7 @@ def wrap_work_error(error: Exception, work: Split | BatchWork) -> ContractError:
         return error
     where = str(work) if isinstance(work, Split) else "batches"
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return DataError(where, "no unexpected error", reason.rstrip("."), "See the workers' logs.")
+    return DataError(where, "to be processed", reason.rstrip("."), "See the workers' logs.")
 
 
 def peak_rss_mb() -> int:

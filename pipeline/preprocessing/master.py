@@ -418,7 +418,7 @@ def wrap_service_error(error: Exception) -> ContractError:
         return DataError("open files of the preprocessing", "fewer than the system's limit", "as many", remedy)
     sys.excepthook(type(error), error, error.__traceback__)
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
-    return DataError("preprocessing service", "no unexpected error", reason, "See the traceback above.")
+    return DataError("preprocessing service", "to keep running", reason, "See the traceback above.")
 
 
 def make_executor(

@@ -1,4 +1,4 @@
-"""Services that the tests of a module share, one for each executor, and the check that nothing is left of others."""
+"""One shared service for each executor and module, and a check that other services leave nothing behind."""
 
 import gc
 import importlib.util
@@ -32,7 +32,7 @@ QUICK = ("inline", "process")
 def sources(
     data: DataSpec, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Callable[[str], BatchSource]]:
-    """Name of an executor -> where its batches come from; services are started when first asked for."""
+    """Name of an executor -> source of its batches. Services start at first use."""
     known: dict[str, BatchSource] = {}
     parts = {name: selected(data, name) for name in SELECTIONS} | {"valid": data}
     with ExitStack() as stack:
@@ -61,7 +61,7 @@ def executor(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def source(executor: str, sources: Callable[[str], BatchSource]) -> BatchSource:
-    """Batches by each executor in turn."""
+    """A source of batches for each executor in turn."""
     return sources(executor)
 
 
@@ -73,14 +73,14 @@ def selection(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def tight(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A config under which only a few batches are ahead of the consumer."""
+    """A config that lets only a few batches run ahead of the consumer."""
     monkeypatch.setattr(stream_module, "GROUP_ROWS", 160)
     return {"memory_bytes": TIGHT_BYTES}
 
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """No process, thread or descriptor remains of what a test has started."""
+    """Checks that no process, thread or descriptor of a test remains."""
 
     def threads() -> set[threading.Thread]:
         return {t for t in threading.enumerate() if t.name.startswith(("preprocessing-", "worker-"))}
@@ -99,7 +99,7 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture
 def serve(data: DataSpec, tmp_path: Path, nothing_left: None) -> Iterator[Callable[..., Service]]:
-    """(workers, data, **config) -> a service of its own, for tests that disturb it."""
+    """(workers, data, **config) -> a separate service, for tests that disturb it."""
     with ExitStack() as stack:
 
         def start(workers: int = 2, spec: DataSpec | None = None, **config: object) -> Service:

@@ -1,4 +1,4 @@
-"""What batches must be: a plain reader of the written tables, one row at a time, and what compares batches with it."""
+"""A plain reader of the written tables, one row at a time, and comparisons of batches with it."""
 
 import hashlib
 import os
@@ -56,16 +56,16 @@ def client(source: BatchSource, spec: DataSpec, name: str = "days", **settings: 
 
 
 def alone(spec: DataSpec, **settings: Any) -> Client:
-    """A client that reads for itself."""
+    """Returns a client that reads in this process."""
     return client(InlineSource({"days": spec}, CONFIG), spec, **settings)
 
 
 class Reference:
-    """Row by row, from the tables as they were written and the layout of the files; nothing here is shared with
-    the service but the plan's arithmetic.
+    """Reads row by row from the written tables and the layout of the files. Shares only the plan's arithmetic with
+    the service.
 
     Args:
-        lost: (file name, row group) of those that are left out.
+        lost: (file name, row group) of quarantined row groups.
     """
 
     def __init__(self, spec: DataSpec, days: Sequence[pa.Table], lost: Iterable[tuple[str, int]] = ()) -> None:
@@ -153,7 +153,7 @@ class Reference:
 
 @cache
 def layout(path: Path) -> list[tuple[int, int, tuple[str, int]]]:
-    """(first row's number, rows, name) of each row group, as it was when it was first asked for."""
+    """Returns (number of the first row, rows, name) of each row group, as of the first call."""
     file = pq.ParquetFile(path)
     groups = [file.read_row_group(i, ["row"])["row"].to_pylist() for i in range(file.num_row_groups)]
     return [(min(rows), len(rows), (path.name, i)) for i, rows in enumerate(groups)]
@@ -164,12 +164,12 @@ def draws(seed: int, epoch: int, stream: int) -> np.random.Generator:
 
 
 def numbers(batches: Iterable[Batch]) -> list[int]:
-    """Row numbers in order of delivery, padding left out."""
+    """Returns the row numbers in order of delivery, without padding."""
     return [int(share * 4096) for batch in batches for share in batch.dense[batch.weights > 0, 0].tolist()]
 
 
 def expected_numbers(spec: DataSpec, days: Sequence[pa.Table]) -> list[int]:
-    """The rows that a selection should give, in table order."""
+    """Returns the rows that a selection should have, in table order."""
     return sorted(row for _, rows in Reference(spec, days).groups for row in rows)
 
 
@@ -212,7 +212,7 @@ def order_hash(batches: Iterable[Batch]) -> str:
 
 
 def joined(shares: Sequence[Batch]) -> Batch:
-    """The global batch that the shares of all ranks are, padding left out."""
+    """Joins the shares of all ranks into the global batch, without padding."""
     kept = [share.weights > 0 for share in shares]
     rows = [
         bag for share, keep in zip(shares, kept, strict=True) for bag in np.array(bags(share), object)[keep.numpy()]
@@ -233,7 +233,7 @@ def joined(shares: Sequence[Batch]) -> Batch:
 
 
 def eventually(true: Callable[[], Any], seconds: float = 30.0, what: str = "") -> Any:
-    """Waits for a state; the value it was seen by."""
+    """Waits until a condition is true and returns its value."""
     end = time.monotonic() + seconds
     while not (value := true()):
         assert time.monotonic() < end, what or true
@@ -242,7 +242,7 @@ def eventually(true: Callable[[], Any], seconds: float = 30.0, what: str = "") -
 
 
 def memory_descriptors() -> int:
-    """Descriptors of shared memory and sockets that this process has open."""
+    """Counts the open descriptors of shared memory and sockets of this process."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -254,7 +254,7 @@ def memory_descriptors() -> int:
 
 
 def children() -> set[int]:
-    """Worker processes of the services of this process."""
+    """Returns the worker processes of the services of this process."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -264,19 +264,19 @@ def children() -> set[int]:
 
 
 def column_of(table: pa.Table, name: str, row: int, value: object) -> pa.Table:
-    """The table with one value changed."""
+    """Returns the table with one value changed."""
     values = table.column(name).to_pylist()
     values[row] = value
     return table.set_column(table.schema.get_field_index(name), name, pa.array(values, table.schema.field(name).type))
 
 
 def files_of(spec: DataSpec) -> list[Path]:
-    """The data files in table order."""
+    """Returns the data files in table order."""
     return sorted(Path(spec.home).rglob("*.parquet"), key=lambda path: layout(path)[0])
 
 
 def corrupt(path: Path) -> None:
-    """Overwrites the pages of the first row group; the footer stays readable, and so does the file's `layout`."""
+    """Overwrites the pages of the first row group. The footer stays readable, and the file's `layout` is cached."""
     layout(path)
     content = bytearray(path.read_bytes())
     content[4:2000] = bytes(1996)

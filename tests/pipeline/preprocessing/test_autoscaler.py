@@ -1,4 +1,4 @@
-"""The number of workers against simulated trainers: enough soon, not many more, and then at rest."""
+"""The autoscaler against simulated trainers: it soon has enough workers, not many more, and then stays there."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ WORKER = 10_000.0
 
 
 def period(autoscaler: Autoscaler, trainer: float, noise: float = 1.0) -> Period:
-    """What happens in a period if the trainer can take so many rows a second."""
+    """Simulates a period with a trainer that can take this many rows per second."""
     worker = WORKER * noise
     delivered = min(trainer, autoscaler.workers * worker) * PERIOD_SECONDS
     return Period(
@@ -27,8 +27,8 @@ def period(autoscaler: Autoscaler, trainer: float, noise: float = 1.0) -> Period
 
 @pytest.mark.parametrize("share", [0.05, 0.9, 1.5, 2.5, 3.0, 7.2, 30.0])
 @pytest.mark.parametrize("begin", [1, 16])
-def test_it_comes_to_what_is_needed_and_rests_there(share: float, begin: int) -> None:
-    """From too few and from too many, with workers whose speed varies by a tenth."""
+def test_it_reaches_the_number_needed_and_stays_there(share: float, begin: int) -> None:
+    """From too few and from too many workers. Their speed varies by a tenth."""
     random = np.random.default_rng(1)
     autoscaler = Autoscaler(most=16)
     autoscaler.workers = begin

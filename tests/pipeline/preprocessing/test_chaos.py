@@ -1,4 +1,4 @@
-"""Workers killed, stopped, slowed and hung, rows that cannot be read, memory that is short: the order stays the same."""
+"""Workers are killed, stopped, slowed and hung, rows are unreadable, memory is short: the order stays the same."""
 
 import json
 import os
@@ -46,7 +46,7 @@ Serve = Callable[..., Service]
 
 @pytest.fixture
 def masters(monkeypatch: pytest.MonkeyPatch) -> list[Master]:
-    """The masters of the services that a test starts."""
+    """Collects the masters of the services that a test starts."""
     made: list[Master] = []
 
     class Noted(Master):
@@ -59,7 +59,7 @@ def masters(monkeypatch: pytest.MonkeyPatch) -> list[Master]:
 
 
 def pids(service: Service) -> list[int]:
-    """The workers' processes, by number of the worker."""
+    """Returns the workers' process ids, by number of the worker."""
     file = service.folder / WORKERS_FILE
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return [known[number] for number in sorted(known, key=int)]
@@ -73,14 +73,14 @@ def alive(pid: int) -> bool:
 
 
 def workers(service: Service, count: int) -> list[int]:
-    """The processes once there are so many."""
+    """Waits for this many workers and returns their process ids."""
     return list(eventually(lambda: (found := pids(service))[: len(found) * (len(found) >= count)], 60.0))
 
 
 def disturbed(
     batches: Iterable[Batch], schedule: dict[int, Callable[[], object]], found: list[Batch] | None = None
 ) -> list[Batch]:
-    """All batches; after so many of them something is done."""
+    """Collects all batches and runs an action after some of them, by their count."""
     found = [] if found is None else found
     for batch in batches:
         found.append(batch)
@@ -90,7 +90,7 @@ def disturbed(
 
 
 def kill(service: Service, count: int, chance: random.Random) -> None:
-    """Kills so many of the workers, as many as there are at most."""
+    """Kills this many workers, or all of them if there are fewer."""
     known = eventually(lambda: [pid for pid in pids(service) if alive(pid)], 60.0)
     for pid in chance.sample(known, min(count, len(known))):
         os.kill(pid, signal.SIGKILL)
@@ -120,7 +120,7 @@ def resume(pid: int) -> None:
 def test_fault_14_killed_workers(
     seed: int, count: int, killed: int, serve: Serve, tight: dict[str, Any], data: DataSpec, days: list[pa.Table]
 ) -> None:
-    """At three seeded batches; all of them, too."""
+    """At two or three seeded batches, in one case all workers."""
     chance = random.Random(seed)
     steps = sorted(chance.sample(range(1, 13), 2 if count == 2 else 3))
     service = serve(count, attempts=len(steps) + 1, **tight)  # chance may hit the same work each time
@@ -130,7 +130,7 @@ def test_fault_14_killed_workers(
     expected = Reference(data, days).batches()
     assert all_equal(found, expected)
     assert order_hash(found) == order_hash(expected)
-    assert 1 <= service.totals.restarts <= len(steps) * killed  # one that is dead already may be hit again
+    assert 1 <= service.totals.restarts <= len(steps) * killed  # a dead worker may be hit again
     assert service.totals.quarantined == []
 
 
@@ -182,8 +182,8 @@ def test_fault_15_stopped_workers_are_replaced(
     days: list[pa.Table],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Their leases run out, and what they held is done by others; nothing comes twice."""
-    monkeypatch.setattr("pipeline.preprocessing.master.STRAGGLER_SECONDS", 10**6)  # none but the lease is to help
+    """Their leases expire and others do their work. Nothing comes twice."""
+    monkeypatch.setattr("pipeline.preprocessing.master.STRAGGLER_SECONDS", 10**6)  # only the lease may help
     service = serve(2, lease_seconds=4.0, **tight)
     known = workers(service, 2)
     batches = client(ServiceSource(service.address), data).batches()
@@ -193,7 +193,7 @@ def test_fault_15_stopped_workers_are_replaced(
     assert not any(alive(pid) for pid in known[:stopped])
 
 
-def test_fault_15_what_a_straggler_holds_is_done_twice_and_its_late_result_thrown_away(
+def test_fault_15_a_stragglers_work_is_done_twice_and_its_late_result_dropped(
     serve: Serve, tight: dict[str, Any], data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.preprocessing.master.STRAGGLER_SECONDS", 0.3)
@@ -211,7 +211,7 @@ def test_fault_15_what_a_straggler_holds_is_done_twice_and_its_late_result_throw
 
 @contextmanager
 def slowed(pid: int, share: float) -> Iterator[None]:
-    """A process that runs only this share of the time."""
+    """Lets a process run only this share of the time."""
     ended = threading.Event()
 
     def cycle() -> None:
@@ -250,7 +250,7 @@ def test_fault_15_a_worker_twenty_times_slower(
 def hung(
     days: list[pa.Table], make_warehouse: Callable[..., DataSpec], tmp_path: Path, tight: dict[str, Any]
 ) -> Callable[..., tuple[Service, Iterator[Batch], Path]]:
-    """(serve, **config) -> a service, an epoch begun, and a data file that nobody will ever finish reading."""
+    """(serve, **config) -> a service, a started epoch, and a data file that never ends."""
 
     def make(serve: Serve, **config: Any) -> tuple[Service, Iterator[Batch], Path]:
         spec = make_warehouse(tmp_path / "warehouse", days)
@@ -291,13 +291,13 @@ def test_fault_15_work_that_hangs_ends_the_run_and_is_named(
 
 
 @pytest.mark.slow
-def test_fault_15_work_that_hangs_can_be_left_out(
+def test_fault_15_work_that_hangs_can_be_quarantined(
     serve: Serve, hung: Callable[..., tuple[Service, Iterator[Batch], Path]], days: list[pa.Table], data: DataSpec
 ) -> None:
     service, batches, file = hung(serve, lease_seconds=3.0, attempts=1, on_corrupt="quarantine")
     found = list(batches)
     listed = quarantined(service)
-    assert f"file://{file}" in {entry["path"] for entry in listed}  # and what was to be read together with it
+    assert f"file://{file}" in {entry["path"] for entry in listed}  # and the row groups of the same split
     assert sum(entry["rows"] for entry in listed) == service.totals.quarantined_rows == 2481 - len(numbers(found))
     assert len(set(numbers(found))) == len(numbers(found))
 
@@ -314,7 +314,7 @@ def quarantined(service: Service) -> list[dict[str, Any]]:
 def poisoned(
     request: pytest.FixtureRequest, days: list[pa.Table], make_warehouse: Callable[..., DataSpec], tmp_path: Path
 ) -> tuple[DataSpec, list[pa.Table], Path, str]:
-    """Rows of which some cannot be read: what they are, the tables, the file, and what is said of it."""
+    """Some rows are unreadable: the spec, the tables, the file and the start of the error."""
     if request.param == "pages":
         spec = make_warehouse(tmp_path / "warehouse", days)
         file = files_of(spec)[4]
@@ -355,7 +355,7 @@ def test_fault_16_a_poison_split_fails_after_its_attempts(
 def test_fault_16_a_poison_split_is_quarantined(
     executor: str, poisoned: tuple[DataSpec, list[pa.Table], Path, str], serve: Serve
 ) -> None:
-    """Its rows are listed and counted; all others come once, in the order that leaving those out gives."""
+    """Its rows are listed and counted. All others come once, in the order without these rows."""
     spec, tables, file, said = poisoned
     sentences: list[str] = []
     service = serve(2, spec, executor=executor, on_corrupt="quarantine")
@@ -376,10 +376,10 @@ def test_fault_16_a_poison_split_is_quarantined(
     assert service.totals.quarantined_rows == sum(entry["rows"] for entry in quarantined(service))
 
 
-def test_fault_16_the_list_of_lost_rows_outlives_the_service(
+def test_fault_16_the_list_of_quarantined_rows_outlives_the_service(
     poisoned: tuple[DataSpec, list[pa.Table], Path, str], tmp_path: Path, nothing_left: None
 ) -> None:
-    """A run that is resumed adds to it, and nothing twice."""
+    """A resumed run adds to it and lists nothing twice."""
     spec = poisoned[0]
     config = CONFIG.model_copy(update={"executor": "inline", "on_corrupt": "quarantine"})
     listed = []
@@ -392,7 +392,7 @@ def test_fault_16_the_list_of_lost_rows_outlives_the_service(
     assert {entry["epoch"] for entry in listed[1][len(listed[0]) :]} == {1}
 
 
-def test_fault_16_everything_can_be_lost(
+def test_fault_16_everything_can_be_quarantined(
     days: list[pa.Table], make_warehouse: Callable[..., DataSpec], tmp_path: Path
 ) -> None:
     spec = make_warehouse(tmp_path / "warehouse", [column_of(days[0].slice(0, 90), "label", 3, -1)])
@@ -418,7 +418,7 @@ def test_fault_17_a_slow_trainer_holds_the_workers_back(
             assert 0.3 * TIGHT_BYTES < masters[0].streams[0].bytes <= TIGHT_BYTES
             rows_read.append(masters[0].totals.rows)
     assert rows_read == sorted(set(rows_read))
-    assert rows_read[-1] < 2481  # there was always something left to do
+    assert rows_read[-1] < 2481  # rows were left to read at every check
     assert all_equal(found, Reference(data, days).batches())
     eventually(lambda: not masters[0].streams)
     group = 160 * (4 * (3 + 2 + 2) + 8 * 4) + 1_000  # dense, labels and weights, lengths, ids; alignment and shares
@@ -426,7 +426,7 @@ def test_fault_17_a_slow_trainer_holds_the_workers_back(
 
 
 def at_rest(master: Master) -> None:
-    """Waits until the workers have had nothing to do for a while."""
+    """Waits until the workers are idle for a while."""
     since, rows = time.monotonic(), -1
 
     def resting() -> bool:

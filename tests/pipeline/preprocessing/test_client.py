@@ -1,4 +1,4 @@
-"""The order of the rows: complete, resumable, decided by the seed alone; the same under every executor."""
+"""The order of the rows is complete, resumable, decided by the seed alone and the same under every executor."""
 
 import hashlib
 import json
@@ -59,7 +59,7 @@ def test_golden_order(source: BatchSource, data: DataSpec) -> None:
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_batches_are_those_of_the_reference(
+def test_batches_equal_the_reference(
     source: BatchSource, spec: DataSpec, selection: str, days: list[pa.Table], window: str
 ) -> None:
     """Bit for bit, positions included."""
@@ -148,7 +148,7 @@ def test_shares_of_the_ranks_are_the_global_batch(
 
 
 def test_ranks_may_read_in_any_rhythm(executor: str, source: BatchSource, data: DataSpec, days: list[pa.Table]) -> None:
-    """One rank ahead by as much as it can be, then another; ranks of a service share what is made."""
+    """One rank runs ahead as far as it can, then another. The ranks of a service share what is made."""
     world_size, random = 3, np.random.default_rng(0)
     ranks = [client(source, data, rank=rank, world_size=world_size).batches() for rank in range(world_size)]
     found: list[list[Batch]] = [[] for _ in ranks]
@@ -164,10 +164,10 @@ def test_ranks_may_read_in_any_rhythm(executor: str, source: BatchSource, data: 
     assert all_equal([joined(shares) for shares in zip(*found, strict=True)], Reference(data, days).batches())
 
 
-def test_a_rank_may_stop_early_while_the_others_go_on(
+def test_a_rank_may_stop_early_while_the_others_continue(
     source: BatchSource, data: DataSpec, days: list[pa.Table]
 ) -> None:
-    """And may begin the next epoch while the others are still in the old one."""
+    """It may also start the next epoch while the others are still in the old one."""
     clients = [client(source, data, rank=rank, world_size=2) for rank in range(2)]
     first, second = (reader.batches() for reader in clients)
     shares = [next(first) for _ in range(3)]
@@ -248,7 +248,7 @@ def test_a_consumer_may_stop_anywhere(source: BatchSource, data: DataSpec, days:
 
 
 def test_two_streams_at_once(source: BatchSource, data: DataSpec, days: list[pa.Table]) -> None:
-    """As a trainer does that validates in the middle of an epoch, more than once."""
+    """A trainer does this when it validates in the middle of an epoch, more than once."""
     reference = Reference(data, days)
     expected, judged = reference.batches(), reference.batches(window_rows=None, batch_rows=300)
     training, validation = client(source, data), client(source, data, "valid", batch_rows=300, window_rows=None)

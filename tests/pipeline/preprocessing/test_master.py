@@ -1,4 +1,4 @@
-"""The master by hand: its clock, its workers and what they say are made up, one step after the other."""
+"""The master, driven step by step with a fake clock and fake workers."""
 
 import json
 from collections.abc import Callable
@@ -33,7 +33,7 @@ BAD = DataError("row 3", "something else", "this", "Change it.")
 
 
 class FakeExecutor(Executor):
-    """Workers that do nothing until they are told to."""
+    """Workers that act only when a test calls `finish` or `fail`."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -63,7 +63,7 @@ class FakeExecutor(Executor):
         raise NotImplementedError
 
     def finish(self, worker: int, seconds: float = 1.0) -> str:
-        """A worker's answer; it can be one that is gone."""
+        """Sends the result of a worker, even of one that is gone."""
         work = self.work.pop(worker, None)
         rows = work.rows if isinstance(work, Split) else 0
         self.made += 1
@@ -77,7 +77,7 @@ class FakeExecutor(Executor):
 
 
 class Play:
-    """A master, its clock and what it said."""
+    """A master, its clock and its warnings."""
 
     def __init__(self, data: DataSpec, folder: Path, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
         self.now = 100.0
@@ -92,7 +92,7 @@ class Play:
         return self.executor
 
     def steps(self) -> None:
-        """Until nothing happens of itself."""
+        """Steps until nothing more happens."""
         for _ in range(20):
             self.master.step(timeout=0)
 
@@ -108,7 +108,7 @@ class Play:
         self.steps()
 
     def warmed(self) -> Any:
-        """A stream of which two splits have been read."""
+        """Opens a stream and reads two splits."""
         stream = self.open()
         self.steps()
         for _ in range(2):
@@ -123,7 +123,7 @@ def play(data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     return lambda **config: Play(data, tmp_path / "service", monkeypatch, **config)
 
 
-def test_work_goes_to_idle_workers_and_what_failed_is_tried_again(play: Callable[..., Play]) -> None:
+def test_work_goes_to_idle_workers_and_failed_work_is_retried(play: Callable[..., Play]) -> None:
     it = play()
     it.warmed()
     failed = it.executor.work[1]
@@ -146,7 +146,7 @@ def test_a_dead_worker_is_replaced_and_its_work_done_again(play: Callable[..., P
     assert json.loads((tmp_path / "service" / WORKERS_FILE).read_text()) == {"2": 1002, "3": 1003}
 
 
-def test_nothing_that_a_replaced_worker_still_says_counts(play: Callable[..., Play]) -> None:
+def test_late_events_of_a_replaced_worker_do_not_count(play: Callable[..., Play]) -> None:
     it = play()
     stream = it.warmed()
     it.now += 121.0
@@ -163,8 +163,8 @@ def test_nothing_that_a_replaced_worker_still_says_counts(play: Callable[..., Pl
     assert it.said == [f"replacing worker {n} (process {1000 + n}): it was silent for 121 s" for n in (1, 2)]
 
 
-def test_fault_15_a_lease_does_not_run_out_while_the_answer_lies_there(play: Callable[..., Play]) -> None:
-    """The master itself was held up: by a slow catalog, or since the whole machine was suspended."""
+def test_fault_15_a_lease_does_not_expire_while_the_answer_is_queued(play: Callable[..., Play]) -> None:
+    """The master itself was delayed, by a slow catalog or because the machine was suspended."""
     it = play()
     it.warmed()
     for worker in (1, 2):
@@ -179,7 +179,7 @@ def test_fault_15_a_straggler_is_done_twice_and_the_first_result_counts(play: Ca
     it = play()
     stream = it.warmed()
     straggler = it.executor.work[1]
-    while any(n == 2 for n in it.executor.work):  # the other one does all the rest
+    while any(n == 2 for n in it.executor.work):  # the other worker does the rest
         it.executor.finish(2)
         it.steps()
     it.after(3.9)
@@ -200,7 +200,7 @@ def test_fault_15_a_straggler_is_done_twice_and_the_first_result_counts(play: Ca
 def test_fault_15_one_of_two_with_the_same_work_is_gone_then_the_other(
     how: str, order: tuple[int, int], play: Callable[..., Play]
 ) -> None:
-    """The work is lost with neither of them, and given out again when both are gone."""
+    """Losing one keeps the work with the other. Losing both assigns it again."""
     it = play(lease_seconds=50.0)
     stream = it.warmed()
     straggler = it.executor.work[1]
@@ -237,7 +237,7 @@ def test_fault_15_one_of_two_with_the_same_work_is_gone_then_the_other(
 
 
 def test_a_stream_that_is_closed_takes_nothing_and_fails_nothing(play: Callable[..., Play]) -> None:
-    """Results, failures and deaths of its work come later, while another stream goes on."""
+    """Results, failures and deaths of its work come later, while another stream continues."""
     it = play(workers=4, attempts=1, restart_limit=16)
     first = it.open()
     it.steps()
@@ -257,7 +257,7 @@ def test_a_stream_that_is_closed_takes_nothing_and_fails_nothing(play: Callable[
     assert first.running == set()
     assert second.running
     assert it.master.streams == [second]
-    it.master.config = it.master.config.model_copy(update={"attempts": 3})  # for what the second one has given out
+    it.master.config = it.master.config.model_copy(update={"attempts": 3})  # for the work of the second stream
     it.after(121.0)
     assert it.master.failure is None
     it.master.close()
@@ -278,7 +278,7 @@ def test_fault_14_the_limit_of_restarts(play: Callable[..., Play], tmp_path: Pat
     )
     with pytest.raises(DataError):
         it.master.get_group(stream, 0)
-    assert it.executor.alive == set()  # and none is started any more
+    assert it.executor.alive == set()  # and no worker is started any more
     it.after(1000.0)
     assert (it.executor.alive, it.master.totals.restarts) == (set(), 3)
 
@@ -363,7 +363,7 @@ def test_the_first_error_counts_and_ends_all_work(play: Callable[..., Play]) -> 
     assert it.master.failure is BAD
 
 
-def test_an_unforeseen_error_becomes_one_that_can_be_told(
+def test_an_unexpected_error_becomes_a_contract_error(
     play: Callable[..., Play], capsys: pytest.CaptureFixture[str]
 ) -> None:
     it = play()
@@ -373,7 +373,7 @@ def test_an_unforeseen_error_becomes_one_that_can_be_told(
     with pytest.raises(ContractError) as caught:
         it.master.get_group(stream, 10**6)
     assert str(caught.value) == (
-        "preprocessing service: expected no unexpected error, got OSError: [Errno 28] No space left on device. "
+        "preprocessing service: expected to keep running, got OSError: [Errno 28] No space left on device. "
         "See the traceback above."
     )
     assert "Traceback" in capsys.readouterr().err
@@ -402,7 +402,7 @@ def test_auto_adds_workers_while_the_trainer_waits_and_removes_idle_ones(play: C
 
 
 def test_no_worker_is_added_while_one_is_starting(play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would have helped already."""
+    """The period was measured without it."""
     it = play(workers="auto", max_workers=6)
     it.open()
     it.steps()
@@ -413,7 +413,7 @@ def test_no_worker_is_added_while_one_is_starting(play: Callable[..., Play], mon
     assert it.executor.alive == {1, 2}
 
 
-def test_what_was_asked_for_last_is_done_first(play: Callable[..., Play]) -> None:
+def test_the_stream_requested_last_comes_first(play: Callable[..., Play]) -> None:
     it = play(workers=1)
     training = it.open()
     it.steps()
@@ -426,7 +426,7 @@ def test_what_was_asked_for_last_is_done_first(play: Callable[..., Play]) -> Non
     assert not training.running
 
 
-def test_ranks_that_ask_alike_share_a_stream(play: Callable[..., Play]) -> None:
+def test_ranks_with_equal_requests_share_a_stream(play: Callable[..., Play]) -> None:
     it = play()
     request = Request(
         data="days", number=0, position=Position(), batch_rows=10, seed=7, window_rows=None, world_size=2, ranks=(0, 1)
@@ -444,7 +444,7 @@ def test_ranks_that_ask_alike_share_a_stream(play: Callable[..., Play]) -> None:
     it.master.leave(first, 0)
 
 
-def test_who_left_before_the_others_came_is_not_waited_for_but_may_come_again(play: Callable[..., Play]) -> None:
+def test_a_rank_that_left_early_is_not_waited_for_but_may_return(play: Callable[..., Play]) -> None:
     it = play()
     request = Request(
         data="days", number=0, position=Position(), batch_rows=10, seed=7, window_rows=None, world_size=2, ranks=(0, 1)
@@ -457,7 +457,7 @@ def test_who_left_before_the_others_came_is_not_waited_for_but_may_come_again(pl
     assert it.master.left == {}
 
 
-def test_rows_nobody_has(play: Callable[..., Play]) -> None:
+def test_an_unknown_dataset(play: Callable[..., Play]) -> None:
     it = play()
     with pytest.raises(ConfigError) as caught:
         it.open(data="valid")
@@ -466,7 +466,7 @@ def test_rows_nobody_has(play: Callable[..., Play]) -> None:
     )
 
 
-def test_closing_frees_what_is_still_on_its_way(play: Callable[..., Play]) -> None:
+def test_closing_frees_results_in_the_queue(play: Callable[..., Play]) -> None:
     it = play()
     it.warmed()
     it.executor.finish(1)

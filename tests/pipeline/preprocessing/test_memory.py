@@ -1,4 +1,4 @@
-"""Shared arrays: what is written is read, copies are private, and nothing stays behind."""
+"""Shared arrays: readers see what was written, copies are private, and nothing stays behind."""
 
 import gc
 import os
@@ -40,14 +40,14 @@ def filled(arrays: Arrays) -> Arrays:
 
 
 def shared(shapes: Shapes) -> tuple[Segment, Arrays]:
-    """A segment of a slab of its own, and the arrays as its writer sees them."""
+    """Returns a segment of a new slab, and the arrays as its writer sees them."""
     writer = Slabs().writer()
     arrays = writer.add(shapes)
     return writer.finish(), arrays
 
 
 def segments() -> int:
-    """Segments that are mapped or held by a descriptor in this process."""
+    """Counts the segments that this process has mapped or has a descriptor of."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         mapped = sum("memfd:dlrm-rows" in line for line in maps)
     return mapped + sum("memfd:dlrm-rows" in target for target in targets())
@@ -100,11 +100,11 @@ def test_arrays_outlive_the_descriptor_and_leave_nothing() -> None:
 
 
 def test_what_is_read_is_not_written_again() -> None:
-    """Not before the last view of the last array is gone, whoever holds it, and be it a tensor."""
+    """A slab is reused only after the last view of its last array is gone, even a tensor's."""
     slabs = Slabs()
     first = slabs.writer()
     first.add({"ids": ("int64", (4,)), "more": ("int64", (4,))})["ids"][:] = 7
-    segment = first.done()
+    segment = first.finish()
     arrays = segment.arrays()
     segment.close()
     tensor = torch.from_numpy(arrays["ids"])[1:3]
@@ -134,7 +134,7 @@ def test_another_process_that_reads_keeps_a_slab_from_being_written() -> None:
     assert slabs.writer().slab is not writer.slab
     reader.kill()
     reader.communicate()
-    assert slabs.slabs[0].unread()
+    assert slabs.slabs[0].try_claim()
 
 
 def test_a_slab_grows_and_keeps_what_was_written() -> None:
@@ -153,7 +153,7 @@ def test_only_so_many_unread_slabs_are_kept() -> None:
     slabs = Slabs()
     lent = []
     for _ in range(FREE_SLABS + 5):
-        lent.append(slabs.writer().done())
+        lent.append(slabs.writer().finish())
     assert len(slabs.slabs) == FREE_SLABS + 5
     for segment in lent:
         segment.close()
@@ -162,7 +162,7 @@ def test_only_so_many_unread_slabs_are_kept() -> None:
     assert segments() - before == 3 * FREE_SLABS  # two descriptors, Python's mapping has one of them, and the mapping
 
 
-def test_share_copies() -> None:
+def test_copy_to_segment() -> None:
     writer = PrivateWriter()
     filled(writer.add(SHAPES))
     private = writer.finish()
@@ -204,5 +204,5 @@ def test_many_segments_are_allowed() -> None:
 
 
 def test_segments_compare_by_identity() -> None:
-    """Two of equal content are two to be freed."""
+    """Two segments of equal content must both be freed."""
     assert Segment(3, {}, 0) != Segment(3, {}, 0)

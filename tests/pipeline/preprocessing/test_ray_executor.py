@@ -1,4 +1,4 @@
-"""Ray actors that die or fall silent: the order stays the same, and nothing of the cluster is left."""
+"""Ray actors die or fall silent: the order stays the same, and nothing of the cluster is left behind."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_fault_14_and_15_actors_are_killed_and_stopped(data: DataSpec, tmp_path:
 
 @pytest.mark.slow
 def test_two_services_of_one_process_have_workers(data: DataSpec, tmp_path: Path) -> None:
-    """They share one Ray, which was started for the first one's number of workers."""
+    """They share one Ray, started for the number of workers of the first service."""
     config = CONFIG.model_copy(update={"executor": "ray", "workers": 2})
     with Service({"days": data}, config, tmp_path / "1"), Service({"days": data}, config, tmp_path / "2"):
         eventually(lambda: two_workers(tmp_path / "1") and two_workers(tmp_path / "2"), 90.0, "workers are missing")

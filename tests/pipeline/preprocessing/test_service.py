@@ -30,7 +30,7 @@ Serve = Callable[..., Service]
 
 @pytest.fixture
 def masters(monkeypatch: pytest.MonkeyPatch) -> list[Master]:
-    """The masters of the services that a test starts."""
+    """Collects the masters of the services that a test starts."""
     made: list[Master] = []
 
     class Noted(Master):
@@ -44,7 +44,7 @@ def masters(monkeypatch: pytest.MonkeyPatch) -> list[Master]:
 
 @pytest.fixture
 def service(serve: Serve) -> Service:
-    """One whose work is done in its own process: these tests are about what is said to it."""
+    """A service that does its work inline, because these tests are about its messages."""
     return serve(executor="inline", workers=1)
 
 
@@ -53,7 +53,7 @@ def reading(service: Service, data: DataSpec, **settings: object) -> Client:
 
 
 def outcome(reader: Client) -> tuple[threading.Thread, list[object]]:
-    """Reads an epoch in a thread; what came of it: batches, and the error at last."""
+    """Reads an epoch in a thread. Returns the thread and a list that receives the batches and the final error."""
     found: list[object] = []
 
     def read() -> None:
@@ -69,7 +69,7 @@ def outcome(reader: Client) -> tuple[threading.Thread, list[object]]:
 
 @pytest.mark.parametrize("executor", ["inline", "process"])
 def test_a_service_may_end_while_ranks_wait(executor: str, serve: Serve, data: DataSpec, tmp_path: Path) -> None:
-    """Of two ranks one does not take: the other cannot go on for want of memory, and waits."""
+    """One of two ranks takes no batches. The other runs out of memory and waits."""
     config = CONFIG.model_copy(update={"executor": executor})
     with Service({"days": data}, config, tmp_path / "ended") as service:
         idle = reading(service, data, rank=1, world_size=2).batches()
@@ -77,7 +77,7 @@ def test_a_service_may_end_while_ranks_wait(executor: str, serve: Serve, data: D
         next(first), next(idle)
         silent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         silent.connect(f"\0{service.address}")
-        # No worker is given time to do what this one asks for.
+        # The service ends before a worker can serve this request.
         thread, found = outcome(reading(service, data, seed=3))
         service.__exit__(None, None, None)
         thread.join(30)
@@ -110,7 +110,7 @@ def test_ranks_that_are_gone_leave_no_stream(
 def test_a_rank_may_be_gone_before_another_comes(
     masters: list[Master], serve: Serve, data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The late one gets its share of every batch, and waits for nobody."""
+    """The late rank gets its share of every batch and waits for no other."""
     monkeypatch.setattr("pipeline.preprocessing.stream.GROUP_ROWS", 160)
     service = serve(executor="inline", workers=1, memory_bytes=100_000)
     early = reading(service, data, rank=0, world_size=2).batches()
@@ -126,10 +126,10 @@ def test_a_rank_may_be_gone_before_another_comes(
     assert len(list(zip(*both, strict=True))) == 16
 
 
-def test_a_group_of_ranks_that_starts_again_starts_anew(
+def test_ranks_that_restart_get_new_streams(
     masters: list[Master], serve: Serve, data: DataSpec, days: list[pa.Table]
 ) -> None:
-    """The same requests a second time, while the first ones' streams are still there."""
+    """They send the same requests again while the first streams still exist."""
     service = serve(executor="inline", workers=1)
     old = [reading(service, data, rank=rank, world_size=2).batches() for rank in range(2)]
     for batches in old:
@@ -140,14 +140,14 @@ def test_a_group_of_ranks_that_starts_again_starts_anew(
     assert [len(list(batches)) for batches in old] == [4, 4]
 
 
-def test_an_unforeseen_error_reaches_all_ranks(
+def test_an_unexpected_error_reaches_all_ranks(
     masters: list[Master],
     serve: Serve,
     data: DataSpec,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Those that wait, and those that come later; the rest is printed."""
+    """Waiting ranks and later ones get the message. The traceback is printed."""
     service = serve(executor="inline", workers=1)
     first = reading(service, data).batches()
     next(first)
@@ -157,7 +157,7 @@ def test_an_unforeseen_error_reaches_all_ranks(
 
     monkeypatch.setattr(masters[0].autoscaler, "after", broken)
     monkeypatch.setattr(masters[0], "_scale", broken)
-    expected = "preprocessing service: expected no unexpected error, got ZeroDivisionError: division by zero. See the traceback above."
+    expected = "preprocessing service: expected to keep running, got ZeroDivisionError: division by zero. See the traceback above."
     threads = [outcome(reading(service, data, seed=seed)) for seed in (1, 2)]
     for thread, found in threads:
         thread.join(30)
@@ -168,10 +168,10 @@ def test_an_unforeseen_error_reaches_all_ranks(
     assert found == [expected]
 
 
-def test_an_error_while_batches_are_handed_over_is_no_hang(
+def test_an_error_while_batches_are_delivered_does_not_hang(
     masters: list[Master], serve: Serve, data: DataSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as a result that the machine which held it has lost."""
+    """For example when the machine that held a result is lost."""
     service = serve(executor="inline", workers=1)
     batches = reading(service, data).batches()
     next(batches)
@@ -183,11 +183,13 @@ def test_an_error_while_batches_are_handed_over_is_no_hang(
     with pytest.raises(ContractError) as caught:
         list(batches)
     assert str(caught.value) == (
-        "preprocessing service: expected no unexpected error, got KeyError: 'lost'. See the traceback above."
+        "preprocessing service: expected to keep running, got KeyError: 'lost'. See the traceback above."
     )
 
 
-def test_an_unknown_name_is_refused_and_others_go_on(service: Service, data: DataSpec, days: list[pa.Table]) -> None:
+def test_an_unknown_dataset_is_refused_and_others_continue(
+    service: Service, data: DataSpec, days: list[pa.Table]
+) -> None:
     with pytest.raises(ContractError) as caught:
         next(client(ServiceSource(service.address), data, "nothing").batches())
     assert str(caught.value) == (
@@ -196,7 +198,7 @@ def test_an_unknown_name_is_refused_and_others_go_on(service: Service, data: Dat
     assert all_equal(reading(service, data).batches(), Reference(data, days).batches())
 
 
-def test_nonsense_hurts_nobody(service: Service, data: DataSpec, days: list[pa.Table]) -> None:
+def test_invalid_messages_do_no_harm(service: Service, data: DataSpec, days: list[pa.Table]) -> None:
     descriptor = os.memfd_create("dlrm-test")
     messages: list[wire.Message] = [
         {}, {"take": 0}, {"open": 3}, {"open": {"data": "days"}, "rank": 0}, {"open": {}, "rank": "x"},
@@ -224,7 +226,7 @@ def test_other_users_are_not_let_in(service: Service) -> None:
     assert found.stdout == "b''\n"
 
 
-def test_a_service_that_cannot_begin_says_why(data: DataSpec, tmp_path: Path, nothing_left: None) -> None:
+def test_a_service_that_cannot_start_raises_the_reason(data: DataSpec, tmp_path: Path, nothing_left: None) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError), Service({"days": data}, PreprocessingConfig(), tmp_path / "file"):
         pass
@@ -233,13 +235,13 @@ def test_a_service_that_cannot_begin_says_why(data: DataSpec, tmp_path: Path, no
 def test_fault_17_many_small_batches_do_not_block_the_master(
     serve: Serve, data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is said about a group of batches is longer than a socket holds. One rank does not read its answer, since
-    it is at work and waits there for the other one, who has yet to be answered."""
+    """The message about a group of batches is longer than a socket's buffer. One rank does not read its answer,
+    because it is training and waits there for the other rank, which has no answer yet."""
     monkeypatch.setattr("pipeline.preprocessing.stream.GROUP_ROWS", 1000)
     service = serve(executor="inline", workers=1)
     settings = {"batch_rows": 1, "world_size": 2, "window_rows": 10**9}
     ahead, behind = (reading(service, data, rank=rank, **settings).batches() for rank in range(2))
-    next(ahead)  # and the second group is asked for
+    next(ahead)  # also requests the second group
     thread, found = outcome(reading(service, data, seed=5))
     thread.join(60)
     assert len(found) == 16

@@ -1,4 +1,4 @@
-"""Sessions that stay together, and lists that their rows have in common: the plain batches, with fewer ids."""
+"""Sessions stay together, and their rows share lists: batches equal the plain ones but have fewer ids."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ Maker = Callable[[Path, list[pa.Table]], DataSpec]
 
 
 def in_sessions(day: pa.Table, seed: int) -> pa.Table:
-    """The rows in sessions of three in the mean, whose list stays but for some."""
+    """Groups the rows into sessions of three on average. Most rows keep the list of the row before."""
     random = np.random.default_rng(seed)
     begins = random.random(len(day)) < 1 / 3
     begins[0] = True
@@ -58,7 +58,7 @@ def tables(days: list[pa.Table]) -> list[pa.Table]:
 
 @pytest.fixture(scope="module")
 def plain(tables: list[pa.Table], make_warehouse: Maker, tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    """Sessions stay together, each row has its own lists."""
+    """Sessions stay together, but each row has its own lists."""
     made = make_warehouse(tmp_path_factory.mktemp("sessions"), tables)
     return made.model_copy(update={"session": "session"})
 
@@ -82,7 +82,7 @@ def source(
 
 
 class BySession(Reference):
-    """Windows whose sessions are put in another order, run by run."""
+    """A reference that permutes the sessions of each window."""
 
     def __init__(self, spec: DataSpec, days: list[pa.Table]) -> None:
         super().__init__(spec, days)

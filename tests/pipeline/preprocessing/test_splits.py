@@ -1,4 +1,4 @@
-"""Order of units of work: golden, complete, and a function of seed and epoch alone."""
+"""The order of splits is complete, a function of seed and epoch alone, and equal to golden values."""
 
 import datetime
 from itertools import pairwise

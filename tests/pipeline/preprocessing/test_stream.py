@@ -1,4 +1,4 @@
-"""The bookkeeping of an epoch, driven by hand: any order of completion, loss and letting go ends, in bounded memory."""
+"""The bookkeeping of an epoch: any order of completion, quarantine and release ends, in bounded memory."""
 
 import datetime
 import random
@@ -26,7 +26,7 @@ GROUP_ROWS = 40
 
 @dataclass(eq=False)
 class Piece:
-    """A result: which work it came from, and how often it was freed."""
+    """A result, its work, and how often it was freed."""
 
     work: Split | BatchWork
     rows: int
@@ -36,7 +36,7 @@ class Piece:
 
 @dataclass
 class Drive:
-    """A stream with workers and ranks that do what a seeded chance says."""
+    """A stream with workers and ranks that act at random, from a seed."""
 
     sizes: Sequence[int]
     seed: int
@@ -64,7 +64,7 @@ class Drive:
         self.made: list[Piece] = []
         self.stream = Stream(request, fragments, self.split_rows, self.memory_bytes, self.free)
         self.busy: list[WorkItem] = []
-        """One entry for each worker at work; a straggler's item is there twice."""
+        """One entry for each busy worker. A straggler's item is there twice."""
         self.wanted = dict.fromkeys(range(self.world_size), 0)
         self.notes: list[list[Any]] = [[] for _ in range(self.world_size)]
         self.ended: set[int] = set()
@@ -77,11 +77,11 @@ class Drive:
         assert memory.freed == 1
 
     def rows_of(self, split: Split) -> int:
-        """Selected rows: a function of the split, as it is for a worker."""
+        """Returns the selected rows, a function of the split as it is for a worker."""
         return round(split.rows * min(1.0, random.Random(str(split)).random() * 2 * self.selectivity)) if self.selectivity < 1 else split.rows  # fmt: skip
 
     def run(self) -> bool:
-        """Whether all ranks came to the end; else nothing can go on."""
+        """Returns whether all ranks reached the end. Otherwise nothing can continue."""
         with patch.object(module, "GROUP_ROWS", GROUP_ROWS):
             while len(self.ended) < self.world_size:
                 actions = [self.finish] * bool(self.busy) + [self.give] * (len(self.busy) < self.workers)
@@ -99,7 +99,7 @@ class Drive:
     def check(self) -> None:
         held = sum(piece.size for piece in self.made if not piece.freed)
         assert held == self.stream.bytes
-        if self.selectivity == 1.0:  # then the size of every result is known beforehand
+        if self.selectivity == 1.0:  # then the size of every result is known in advance
             assert held <= self.memory_bytes + self.largest_group
         for rank, number in self.wanted.items():
             if rank not in self.ended and self.stream.group(number) is None and self.stream.is_stuck(number):
@@ -127,7 +127,7 @@ class Drive:
         if chance < self.losses and isinstance(item.work, Split) and item in self.stream.running:
             self.stream.quarantine(item)
         elif chance < self.losses + self.faults:
-            if item not in self.busy:  # else the other worker goes on with it
+            if item not in self.busy:  # otherwise the other worker continues with it
                 self.stream.retry(item)
         else:
             self.done(item)
@@ -185,7 +185,7 @@ class Drive:
         return True
 
     def close(self) -> None:
-        """The stream ends while some work still runs; its results come later."""
+        """Ends the stream while some work still runs. Its results come later."""
         self.stream.close()
         for item in self.busy:
             self.done(item)
@@ -193,7 +193,7 @@ class Drive:
 
 
 def cut(drive: Drive) -> list[tuple[int, int, int]]:
-    """Rows delivered as (window, start, stop), in order."""
+    """Returns the delivered rows as (window, start, stop), in order."""
     return [(w.number, w.start, w.stop) for work in drive.delivered for batch in work.batches for w in batch]
 
 
@@ -245,7 +245,7 @@ def test_any_order_of_completion_delivers_the_epoch(
 
 @settings(max_examples=100, deadline=None)
 @given(sizes=SIZES.filter(sum), seed=st.integers(0, 10**6), stop=st.integers(0, 10**6), data=st.data())
-def test_any_position_goes_on_with_what_is_left(sizes: list[int], seed: int, stop: int, data: st.DataObject) -> None:
+def test_any_position_resumes_with_the_rest(sizes: list[int], seed: int, stop: int, data: st.DataObject) -> None:
     settings = {"batch_rows": data.draw(st.sampled_from([1, 7, 64])), "window_rows": data.draw(st.sampled_from([None, 1, 25]))}  # fmt: skip
     whole = Drive(sizes, seed, **settings)
     assert whole.run()
@@ -270,10 +270,10 @@ def test_any_position_goes_on_with_what_is_left(sizes: list[int], seed: int, sto
     world_size=st.integers(1, 3),
     faults=st.sampled_from([0.0, 0.2]),
 )
-def test_fault_17_the_memory_bound_is_kept_or_said_to_be_too_small(
+def test_fault_17_the_memory_bound_is_kept_or_reported_as_too_small(
     sizes: list[int], seed: int, memory_rows: int, workers: int, world_size: int, faults: float
 ) -> None:
-    """Never above it but by the group that a rank waits for; never a wait without an end, never a false alarm."""
+    """Memory exceeds it only by the group that a rank waits for. No endless wait, no false alarm."""
     drive = Drive(
         sizes, seed, memory_bytes=memory_rows * ROW_BYTES, workers=workers, world_size=world_size, faults=faults
     )
@@ -307,11 +307,11 @@ def test_a_late_result_is_freed_and_the_first_one_counts() -> None:
     assert drive.stream.retries == type(drive.stream.retries)()
 
 
-def test_what_failed_is_done_again_before_anything_new() -> None:
+def test_failed_work_is_retried_before_new_work() -> None:
     drive = Drive([10] * 8, 0, window_rows=None, split_rows=10)
     first = drive.stream.next_item()
     assert first is not None
-    assert drive.stream.next_item() is None  # its size says what others will take
+    assert drive.stream.next_item() is None  # its size is the estimate for the others
     drive.done(first)
     items = [drive.stream.next_item() for _ in range(3)]
     for item in items[:2]:
@@ -321,14 +321,14 @@ def test_what_failed_is_done_again_before_anything_new() -> None:
 
 
 def test_a_rank_that_leaves_is_not_waited_for() -> None:
-    """It is counted out of the groups that are there and of those to come."""
+    """It is removed from existing groups and from later ones."""
     drive = Drive([30] * 20, 0, world_size=2, memory_bytes=300 * ROW_BYTES)
     drive.wanted.pop(1)
     with patch.object(module, "GROUP_ROWS", GROUP_ROWS):
         while any([drive.give(), drive.finish(), drive.take()]):
             pass
         taken = len(drive.notes[0])
-        assert 0 < taken < 60  # the other one has not even come
+        assert 0 < taken < 60  # the other rank has not joined yet
         assert not drive.stream.is_stuck(drive.wanted[0])
         drive.stream.leave(1)
         while 0 not in drive.ended:
@@ -345,7 +345,7 @@ def test_empty_row_groups_are_read_like_others() -> None:
 
 
 def test_ready_batches_leave_room_for_rows() -> None:
-    """Nobody takes: batches are made only up to their share, and reading stops at the bound."""
+    """No rank takes batches: they are made only up to their share, and reading stops at the bound."""
     drive = Drive([30] * 100, 0, memory_bytes=1000 * ROW_BYTES, workers=4)
     with patch.object(module, "GROUP_ROWS", GROUP_ROWS):
         while any([drive.give(), drive.finish()]):

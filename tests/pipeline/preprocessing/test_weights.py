@@ -1,4 +1,4 @@
-"""Weights on their way: beside the labels in every chunk and batch, their sum the same for every rank and world size."""
+"""Weights accompany the labels in every chunk and batch. Their sum is the same for every rank and world size."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Messages and descriptors between processes: whole or not at all, and none of them lost on the way."""
+"""Messages and descriptors arrive whole or not at all, and no descriptor is leaked."""
 
 import os
 import random
@@ -38,7 +38,7 @@ def content(descriptor: int) -> bytes:
 @pytest.mark.parametrize("count", [0, 1, 249, 250, 251, 253, 254, 500, 1000])
 @pytest.mark.parametrize("size", [0, wire.SHORT_BYTES, 10 * wire.SHORT_BYTES])
 def test_messages_arrive_whole_and_in_order(pair: Pair, count: int, size: int) -> None:
-    """Also with more descriptors than the kernel takes at once."""
+    """Even with more descriptors than the kernel takes at once."""
     ours, theirs = pair
     sent = [memory(b"%d" % i) for i in range(count)]
     messages = [{"n": n, "text": "x" * size} for n in range(2)]
@@ -58,7 +58,7 @@ def test_messages_arrive_whole_and_in_order(pair: Pair, count: int, size: int) -
 
 @pytest.mark.parametrize("size", [wire.SHORT_BYTES, 50 << 20])
 def test_fault_15_sending_does_not_wait_for_the_reader(pair: Pair, size: int) -> None:
-    """A stopped worker or a rank at work reads nothing; the master has others to serve."""
+    """A stopped worker or a busy rank reads nothing, and the master has others to serve."""
     ours, theirs = pair
     ours.setblocking(False)
     descriptor = memory(b"here")
@@ -72,7 +72,7 @@ def test_fault_15_sending_does_not_wait_for_the_reader(pair: Pair, size: int) ->
 @pytest.mark.parametrize("size", [10, 3 * wire.SHORT_BYTES])
 @pytest.mark.parametrize("count", [0, 3, 300])
 def test_a_truncated_message_is_none(pair: Pair, size: int, count: int) -> None:
-    """The sender is gone in the middle of it, wherever that is."""
+    """The sender dies in the middle of it, at any byte."""
     ours, theirs = pair
     descriptor = memory(b"here")
     marks = -(-count // wire.DESCRIPTORS_AT_ONCE)
@@ -95,7 +95,7 @@ class _Cut(Exception):
 
 
 def _send_part(channel: socket.socket, message: wire.Message, descriptors: list[int], stop: int) -> None:
-    """Sends the first `stop` bytes of a message, and the descriptors that go with them."""
+    """Sends the first `stop` bytes of a message and their descriptors."""
     left = [stop]
 
     class Part(socket.socket):
@@ -116,7 +116,7 @@ def _send_part(channel: socket.socket, message: wire.Message, descriptors: list[
         wire.send(part, message, descriptors)
 
 
-def test_nonsense_is_none(pair: Pair) -> None:
+def test_an_invalid_message_is_none(pair: Pair) -> None:
     chance = random.Random(3)
     descriptor = memory(b"[1]" * 100)
     for _ in range(300):
@@ -146,7 +146,7 @@ def test_what_is_no_json_object_is_none(pair: Pair, body: bytes) -> None:
 
 
 def test_fewer_descriptors_than_promised_are_none(pair: Pair) -> None:
-    """As the kernel gives them to a process that may open no more."""
+    """The kernel drops descriptors if a process may open no more."""
     ours, theirs = pair
     descriptor = memory(b"here")
     ours.sendall(wire.HEADER.pack(2, 2))
@@ -156,7 +156,7 @@ def test_fewer_descriptors_than_promised_are_none(pair: Pair) -> None:
     wire.close([descriptor])
 
 
-def test_a_peer_that_is_gone(pair: Pair) -> None:
+def test_a_dead_peer_is_none_to_receive_and_an_error_to_send(pair: Pair) -> None:
     ours, theirs = pair
     theirs.close()
     assert wire.receive(ours) is None

@@ -55,7 +55,7 @@ def batches_of(worker: Worker, work: BatchWork, splits: Sequence[Arrays]) -> Arr
 
 
 def joined(memory: Arrays, name: str) -> np.ndarray:
-    """One array of all chunks together."""
+    """Concatenates one array of all chunks."""
     chunks = [array for key, array in memory.items() if key.endswith(f".{name}")]
     return np.concatenate(chunks) if chunks else np.empty(0)
 
@@ -73,7 +73,7 @@ def lists_of(arrays: Arrays) -> list[list[list[int]]]:
 
 
 def share_of(memory: Arrays, batch: int, rank: int, features: int) -> dict[str, object]:
-    """What a client cuts out for a rank, in plain Python."""
+    """Cuts out a rank's share as a client does, in plain Python."""
     row, rows, first, ids = memory["shares"][batch, rank].tolist()
     share: dict[str, object] = {
         name: memory[name][row : row + rows].tolist() for name in ("dense", "labels", "weights")
@@ -84,7 +84,7 @@ def share_of(memory: Arrays, batch: int, rank: int, features: int) -> dict[str, 
 
 
 def test_rows_equal_the_source(data: DataSpec, days: list[pa.Table]) -> None:
-    """Transforms are redone with numpy on the rows that were written."""
+    """Repeats the transforms with numpy on the written rows."""
     worker = Worker(data)
     writer = PrivateWriter()
     rows, costs = worker.transform_split(split_of(*worker.fragments()), writer)
@@ -148,7 +148,7 @@ def work_of(*batches: Sequence[Window], world_size: int = 1, shuffled: bool = Tr
 
 
 def splits_with(sizes: Sequence[int], chunk_rows: int = 11) -> list[Arrays]:
-    """Rows without a warehouse, in chunks; the dense value is the row's number, ids are 10 * number and up."""
+    """Makes rows without a warehouse, in chunks. The dense value is the row's number, ids are 10 * number and up."""
     random, first, made = np.random.default_rng(5), 0, []
     for size in sizes:
         split: dict[str, np.ndarray] = {}
@@ -168,7 +168,7 @@ def splits_with(sizes: Sequence[int], chunk_rows: int = 11) -> list[Arrays]:
 
 
 def worker_without_rows() -> Worker:
-    """One that can do nothing but batch rows of two numbers and three lists."""
+    """Returns a worker that can only batch rows of two numbers and three lists."""
     worker = Worker.__new__(Worker)
     worker.orders = {}
     worker.spec = SimpleNamespace(plan=SimpleNamespace(sparse=range(3), dense=range(2)), shared=())  # type: ignore[assignment]
@@ -204,7 +204,7 @@ def plain_batches(work: BatchWork, splits: Sequence[Arrays]) -> list[list[dict[s
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("shuffled", [True, False])
 def test_batches_are_those_of_a_plain_loop(world_size: int, shuffled: bool) -> None:
-    """Windows of several splits, empty splits among them; batches across windows, and one of a single row."""
+    """Windows of several splits, some of them empty. Batches across windows, and one of a single row."""
     splits = splits_with([30, 0, 12, 5, 0, 41])
     first = {"number": 4, "splits": (0, 1, 2)}
     second = {"number": 5, "splits": (3, 4, 5)}
@@ -229,7 +229,7 @@ def test_batches_are_those_of_a_plain_loop(world_size: int, shuffled: bool) -> N
             }
 
 
-def test_some_ranks_alone_get_what_all_together_get() -> None:
+def test_a_single_rank_gets_the_same_share() -> None:
     splits = splits_with([20, 21])
     work = work_of([Window(number=0, splits=(0, 1), start=3, stop=41)], world_size=3)
     whole = batches_of(worker_without_rows(), work, splits)
@@ -320,7 +320,7 @@ def test_plan_is_fitted_on_the_selected_rows_only(data: DataSpec, days: list[pa.
     assert learned["num_b:dense"].std == pytest.approx(values[values < 2.0].std(), rel=1e-12)
 
 
-# -- what is wrong is said --------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("value", "shown"), [(2, "2"), (None, "null"), (-1, "-1")])
