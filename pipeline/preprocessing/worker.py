@@ -193,8 +193,8 @@ class Worker:
         if runs is not None:
             count = len(runs.columns[0])
             shapes = self._list_shapes(f"{chunk}.shared_", runs.columns, count)
-            out = writer.add({f"{chunk}.runs": ("int64", runs.of_rows.shape)} | shapes)
-            out[f"{chunk}.runs"][...] = runs.of_rows
+            out = writer.add({f"{chunk}.runs": ("int64", runs.inverse.shape)} | shapes)
+            out[f"{chunk}.runs"][...] = runs.inverse
             _append_lists(runs.columns, out[f"{chunk}.shared_starts"], out[f"{chunk}.shared_ids"])
 
     def _list_shapes(self, prefix: str, columns: Sequence[Column], rows: int) -> dict[str, tuple[str, tuple[int, ...]]]:
