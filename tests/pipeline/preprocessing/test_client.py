@@ -306,7 +306,7 @@ def bad_file(
 def test_fault_5_errors_of_the_worker_are_the_same_everywhere(
     name: str, executor: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """The whole sentence, as the worker says it when it is asked directly."""
+    """The whole sentence equals that of a worker in this process."""
     spec: DataSpec = request.getfixturevalue(name)
     with pytest.raises(ContractError) as direct:
         list(alone(spec).batches())
@@ -321,13 +321,13 @@ def test_fault_5_errors_of_the_worker_are_the_same_everywhere(
     kind, workers = EXECUTORS[executor]
     config = CONFIG.model_copy(update={"executor": kind, "workers": workers})
     if kind != "ray":
-        assert told(spec, config, tmp_path / "service") == 2 * [str(direct.value)]
+        assert collect_errors(spec, config, tmp_path / "service") == 2 * [str(direct.value)]
         return
-    # In a process of its own: a second service would find the processors of the first one's Ray taken.
+    # In a separate process, because the processors of the first service's Ray are taken.
     code = (
         "import json, sys; from pathlib import Path; from tests.pipeline.preprocessing import test_client as t\n"
         "given = t.DataSpec.model_validate_json(sys.argv[1]), t.PreprocessingConfig.model_validate_json(sys.argv[2])\n"
-        "print(json.dumps(t.told(*given, Path(sys.argv[3]))))"
+        "print(json.dumps(t.collect_errors(*given, Path(sys.argv[3]))))"
     )
     arguments = [spec.model_dump_json(), config.model_dump_json(), str(tmp_path / "service")]
     command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
@@ -335,8 +335,8 @@ def test_fault_5_errors_of_the_worker_are_the_same_everywhere(
     assert json.loads(ran.stdout.splitlines()[-1]) == 2 * [str(direct.value)], ran.stderr
 
 
-def told(spec: DataSpec, config: PreprocessingConfig, folder: Path) -> list[str]:
-    """What a service says of rows that cannot be read; whoever asks later is told the same."""
+def collect_errors(spec: DataSpec, config: PreprocessingConfig, folder: Path) -> list[str]:
+    """Returns the errors of two requests for unreadable rows. They must be equal."""
     said = []
     with Service({"days": spec}, config, folder) as service:
         for _ in range(2):

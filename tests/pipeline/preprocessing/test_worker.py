@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,7 +124,7 @@ def test_rows_of_a_split_are_those_of_its_parts(data: DataSpec) -> None:
 def test_ids_are_wide_where_a_table_is_large(data: DataSpec, rows: int | None, kind: str) -> None:
     """int32 holds the ids of up to 2^31 - 1 rows."""
     plan = data.plan
-    sparse = tuple(f if rows is None else f.model_copy(update={"rows": rows}) for f in plan.sparse)
+    sparse = tuple(f if rows is None else replace(f, rows=rows) for f in plan.sparse)
     worker = Worker(data.model_copy(update={"plan": plan.model_copy(update={"sparse": sparse})}))
     narrow = Worker(data)
     fragments = worker.fragments()[:3]
