@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.machine import in_words, machine, say
 from storage.layout.spec import Layout
-from storage.ranges import Fetched, chunks_of, merged
+from storage.ranges import RangeFile, find_chunks, merge_ranges
 from storage.reader import READ_OPTIONS
 from storage.writer import write_parquet
 
@@ -100,9 +100,9 @@ def read(path: Path, columns: list[str], gap: int, wanted: set[str], rounds: int
         reads = size = 0
         metadata = pq.read_metadata(path)
         for number in range(metadata.num_row_groups):
-            ranges = merged(list(chunks_of(metadata.row_group(number), set(columns))), gap)
+            ranges = merge_ranges(list(find_chunks(metadata.row_group(number), set(columns))), gap)
             reads, size = reads + len(ranges), size + sum(part.end - part.begin for part in ranges)
-            source = pa.PythonFile(Fetched(pa.OSFile(str(path)), ranges), "r")
+            source = pa.PythonFile(RangeFile(pa.OSFile(str(path)), ranges), "r")
             file = pq.ParquetFile(source, metadata=metadata, pre_buffer=False, **READ_OPTIONS)
             rows = file.read_row_group(number, columns, use_threads=False)
             if columns == ["numbers", "lists"]:

@@ -197,11 +197,11 @@ import sys
 from pipeline.config import load
 from pipeline.config.files import ROOT
 from pipeline.errors import ContractError
-from pipeline.data.files import files_of
+from pipeline.data.files import find_files
 try:
     config = load(sys.argv[1])
     if config.source.path is not None:
-        print(len(files_of(config.source.path, ROOT, "source.path")), "source files", end=", ")
+        print(len(find_files(config.source.path, ROOT, "source.path")), "source files", end=", ")
     print("valid")
 except ContractError as error:
     print(error)

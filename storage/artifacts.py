@@ -1,4 +1,4 @@
-"""Atomic writes: a reader sees the old file or the new one, never half of one."""
+"""Atomic writes: a reader sees the old file or the new one, never a partial one."""
 
 import hashlib
 import json
@@ -15,10 +15,10 @@ from storage.errors import StorageError
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; renamed to it on success, removed on failure."""
+    """Yields a temporary path next to `path`. Renames it to `path` on success and removes it on failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _beside(path)
-    temporary.touch(exist_ok=False)  # with the permissions of any new file; those of mkstemp shut other users out
+    temporary = _temporary_name(path)
+    temporary.touch(exist_ok=False)  # default permissions: mkstemp's would lock out other users
     try:
         yield temporary
         _sync(temporary)
@@ -28,10 +28,10 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, mode: int | None = None) -> None:
-    """Replaces the file's content as a whole.
+    """Replaces the content of a file atomically.
 
     Args:
-        mode: Permissions such as 0o600, set before there is any content; None: those of any new file.
+        mode: Permissions such as 0o600, set before anything is written. None: the default ones.
     """
     with atomic_file(path) as temporary:
         if mode is not None:
@@ -40,49 +40,49 @@ def write_text(path: Path, text: str, mode: int | None = None) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as readable JSON, keys sorted, so that equal values give equal files."""
+    """Writes `value` as indented JSON. Keys are sorted: equal values give equal files."""
     write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False, default=str) + "\n")
 
 
 def inside(root: Path, name: str) -> Path:
-    """The file or folder of a name that came from elsewhere, directly below a root.
+    """Returns the path of an untrusted name directly below a root.
 
     Raises:
-        StorageError: If the name leads anywhere else, by its parts or by a link.
+        StorageError: If the name leads anywhere else, through its parts or a link.
     Example:
         >>> inside(Path("runs"), "../secrets")
         Traceback (most recent call last):
         storage.errors.StorageError: name '../secrets': expected one below 'runs', got another place. Do not trust it.
     """
     path = root / name
-    plain = name not in ("", ".", "..") and "/" not in name and "\\" not in name and "\0" not in name
-    if not plain or path.is_symlink():
+    is_plain = name not in ("", ".", "..") and "/" not in name and "\\" not in name and "\0" not in name
+    if not is_plain or path.is_symlink():
         raise StorageError(f"name '{name}'", f"one below '{root}'", "another place", "Do not trust it.")
     return path
 
 
 def seal_folder(temporary: Path, path: Path) -> None:
-    """Moves a finished folder to its final name; an older one of that name is replaced, and never seen half deleted."""
+    """Moves a finished folder to its final name. An older folder there is replaced and never seen half deleted."""
     for file in temporary.rglob("*"):
         if file.is_file():
             _sync(file)
     if not path.exists():
         temporary.replace(path)
         return
-    older = _beside(path)
+    older = _temporary_name(path)
     path.replace(older)
     temporary.replace(path)
     shutil.rmtree(older)
 
 
 def sha256(path: Path) -> str:
-    """Hash of a file's content, hexadecimal."""
+    """Returns the SHA-256 of a file's content in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _beside(path: Path) -> Path:
-    """A name in the same folder that nothing has."""
+def _temporary_name(path: Path) -> Path:
+    """Returns an unused name in the same folder."""
     return path.with_name(f".{path.name}.{uuid4().hex}.tmp")
 
 

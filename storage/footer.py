@@ -1,6 +1,7 @@
-"""A checksum for a file's footer: those of Parquet's pages do not cover it, and a damaged one can end the process.
+"""A checksum for a Parquet file's footer.
 
-It stands in the twelve bytes before the footer, where Parquet keeps nothing, and says the footer's length as well.
+Parquet's page checksums do not cover the footer, and a damaged one can crash the process. The checksum and the footer's
+length take the twelve bytes before the footer, which Parquet does not use.
 """
 
 import io
@@ -12,16 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 SUFFIX = "-checked.parquet"
-"""End of the names of files that have it."""
+"""Suffix of files with a footer checksum."""
 MARK = b"dlrm"
 TAIL = struct.Struct("<I4s")
 """Last bytes of a Parquet file: length of the footer, and "PAR1"."""
 CHECK = struct.Struct("<4sII")
-"""Ours before the footer: mark, length of the footer, CRC-32 of the footer."""
+"""Our bytes before the footer: mark, length of the footer, CRC-32 of the footer."""
 
 
 class FooterSink(io.RawIOBase):
-    """Hands bytes on to a stream, but keeps the footer back until its checksum is written before it."""
+    """Passes bytes to a stream, but holds back the footer until its checksum is written."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self.stream, self.position = stream, 0
@@ -34,7 +35,7 @@ class FooterSink(io.RawIOBase):
         return self.position
 
     def write(self, data: Any) -> int:
-        """Bytes of a column chunk, or of the footer once `hold` was called."""
+        """Takes bytes of a column chunk, or of the footer after `hold`."""
         size = memoryview(data).nbytes
         self.position += size
         if self.footer is None:
@@ -44,23 +45,23 @@ class FooterSink(io.RawIOBase):
         return size
 
     def hold(self) -> None:
-        """What is written from here on is the footer."""
+        """Treats everything written from here on as the footer."""
         self.footer = bytearray()
 
     def finish(self) -> None:
-        """Writes checksum and footer."""
+        """Writes the checksum and the footer."""
         footer = bytes(self.footer or b"")
         metadata = footer[: -TAIL.size]
         self.stream.write(CHECK.pack(MARK, len(metadata), zlib.crc32(metadata)) + footer)
 
 
 def read_footer(file: pa.NativeFile, checked: bool) -> pq.FileMetaData:
-    """The metadata of a Parquet file, read once.
+    """Reads the metadata of a Parquet file.
 
     Args:
-        checked: Whether the file has to have a checksum, as its name says.
+        checked: Whether the file must have a checksum.
     Raises:
-        OSError: If the footer is not as it was written, or there is none.
+        OSError: If the footer is damaged or missing.
     """
     size = file.size()
     if size < TAIL.size + 4:
@@ -68,9 +69,9 @@ def read_footer(file: pa.NativeFile, checked: bool) -> pq.FileMetaData:
     length, magic = TAIL.unpack(file.read_at(TAIL.size, size - TAIL.size))
     before = CHECK.size if checked else 0
     if magic != b"PAR1" or length + before + TAIL.size > size:
-        raise OSError("no footer of a Parquet file at its end")
+        raise OSError("no Parquet footer at its end")
     tail = file.read_at(before + length + TAIL.size, size - before - length - TAIL.size)
     footer = tail[before:]
     if checked and tail[:before] != CHECK.pack(MARK, length, zlib.crc32(footer[: -TAIL.size])):
-        raise OSError("a footer that its checksum does not fit")
+        raise OSError("a footer that does not match its checksum")
     return pq.read_metadata(pa.BufferReader(b"PAR1" + footer))

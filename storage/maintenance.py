@@ -1,4 +1,4 @@
-"""What keeps a table small: snapshots that nobody needs expire, files that no snapshot names are deleted."""
+"""Keeps tables small: expires old snapshots and deletes files that no snapshot references."""
 
 import datetime
 from collections.abc import Collection, Iterator
@@ -20,7 +20,7 @@ from pyiceberg.table.update import (
     ValidatableTableRequirement,
 )
 
-from storage.days import remembered
+from storage.days import to_properties
 from storage.errors import ConflictError, StorageError
 from storage.warehouse import Warehouse
 
@@ -28,48 +28,48 @@ MAIN = "main"
 
 
 class AssertSameRefs(ValidatableTableRequirement):
-    """Nobody has set a tag or a branch meanwhile: with their snapshots they would go unnoticed.
+    """Fails the commit if tags or branches have changed: otherwise their snapshots could expire.
 
-    Catalogs that check commits here look at it; a REST server is not told, for its protocol has no such requirement.
+    Only catalogs that check commits in this process support it. The REST protocol has no such requirement.
     """
 
     type: Literal["assert-same-refs"] = "assert-same-refs"
     known: frozenset[tuple[str, int]]
 
     def validate(self, base_metadata: TableMetadata | None) -> None:  # type: ignore[override]  # pydantic has another
-        """See the class."""
+        """Implements the requirement."""
         if base_metadata is None or _refs(base_metadata) != self.known:
             raise CommitFailedException("Requirement failed: tags or branches have changed")
 
 
-class Expired(BaseModel, frozen=True):
-    """What an expiry removed."""
+class ExpireResult(BaseModel, frozen=True):
+    """What `expire` removed."""
 
     snapshots: int
     kept: int
-    """Snapshots that are left."""
+    """Snapshots that remain."""
     tagged: int
-    """Of those, how many are old enough and stay for a tag or a branch alone."""
+    """Of those, old ones that only a tag or a branch keeps."""
 
 
-class Vacuumed(BaseModel, frozen=True):
-    """Files that no snapshot names."""
+class VacuumResult(BaseModel, frozen=True):
+    """Files that no snapshot references."""
 
     files: int
     bytes: int
     young_files: int
-    """Those that stay, for a writer may be at work with them."""
+    """Files too young to delete, because a writer may still need them."""
     dry_run: bool
-    """Whether they were counted and not deleted."""
+    """Whether files were only counted."""
 
 
-def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_run: bool = False) -> Expired:
-    """Removes old snapshots from a table's history, and no file; `vacuum` does that later.
+def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_run: bool = False) -> ExpireResult:
+    """Removes old snapshots from a table's history. Their files stay until `vacuum`.
 
-    The newest snapshot and those that a tag or a branch names stay. What was written to which day stays known.
+    The newest snapshot and those with a tag or a branch stay. What was written to which day stays known.
 
     Raises:
-        ConflictError: If other writers were faster each time.
+        ConflictError: If other writers committed first five times.
     """
     for _ in range(5):
         table = warehouse.table(name)
@@ -78,15 +78,15 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
         needed = {reference.snapshot_id for reference in table.refs().values()}
         gone = old - needed
         current = table.current_snapshot()
-        result = Expired(
+        result = ExpireResult(
             snapshots=len(gone),
             kept=len(table.snapshots()) - len(gone),
             tagged=len(old & needed - {current.snapshot_id if current else None}),
         )
         if dry_run or not gone:
             return result
-        remote = isinstance(table.catalog, RestCatalog)
-        local: list[Any] = [] if remote else [AssertSameRefs(known=_refs(table.metadata))]
+        is_remote = isinstance(table.catalog, RestCatalog)
+        local: list[Any] = [] if is_remote else [AssertSameRefs(known=_refs(table.metadata))]
         try:
             table.catalog.commit_table(
                 table,
@@ -96,7 +96,7 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
                     *local,
                 ),
                 (
-                    SetPropertiesUpdate(updates=remembered(table)),
+                    SetPropertiesUpdate(updates=to_properties(table)),
                     RemoveSnapshotsUpdate(snapshot_ids=sorted(gone)),
                 ),
             )
@@ -105,7 +105,7 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
             continue
         return result
     raise ConflictError(
-        f"table '{name}'", "a moment without writers", "a faster one each time", "Run the command again."
+        f"table '{name}'", "no concurrent commit", "another writer's commit five times", "Run the command again."
     ) from conflict
 
 
@@ -113,24 +113,24 @@ def _refs(metadata: TableMetadata) -> frozenset[tuple[str, int]]:
     return frozenset((name, reference.snapshot_id) for name, reference in metadata.refs.items())
 
 
-def vacuum(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_run: bool = True) -> Vacuumed:
-    """Deletes files below the table's location that no snapshot names and that have not changed for some time.
+def vacuum(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_run: bool = True) -> VacuumResult:
+    """Deletes old files below the table's location that no snapshot references.
 
-    Files of killed writers, of replaced days whose snapshots expired, and old metadata. A writer's files belong to no
-    snapshot until its commit, so `older_than` has to be longer than any write takes.
+    These are files of killed writers, of replaced days after their snapshots expired, and old metadata. A writer's
+    files belong to no snapshot until its commit, so `older_than` must be longer than any write takes.
 
     Raises:
-        StorageError: If the files cannot be listed, one of them lies outside the table's location, or another table of
-            the catalog has its files there, too.
+        StorageError: If the files cannot be listed, one of them is outside the table's location, or another table of
+            the catalog shares that location.
     """
     table = warehouse.table(name)
     _refuse_shared_location(warehouse, table)
     limit = datetime.datetime.now(datetime.UTC) - older_than
-    found = list(_listed(table))  # before the table is looked at: what is committed meanwhile is named there
-    named = _named(warehouse.table(name))
-    orphans = [file for file in found if file.path not in named]
+    found = list(_list_files(table))  # before the table is loaded, which then references what was committed meanwhile
+    referenced = _referenced_paths(warehouse.table(name))
+    orphans = [file for file in found if file.path not in referenced]
     old = [file for file in orphans if file.mtime <= limit]
-    result = Vacuumed(
+    result = VacuumResult(
         files=len(old), bytes=sum(file.size for file in old), young_files=len(orphans) - len(old), dry_run=dry_run
     )
     if not dry_run:
@@ -140,7 +140,7 @@ def vacuum(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
 
 
 def _refuse_shared_location(warehouse: Warehouse, table: Table) -> None:
-    """A table that was renamed keeps its place; the next of the old name is put there, too."""
+    """Refuses a shared location: a renamed table keeps its own, and a new table of the old name gets the same one."""
     place = f"{table.location().rstrip('/')}/"
     for namespace in warehouse.catalog.list_namespaces():
         for identifier in warehouse.catalog.list_tables(namespace):
@@ -149,12 +149,12 @@ def _refuse_shared_location(warehouse: Warehouse, table: Table) -> None:
             if other.name() != table.name() and (there.startswith(place) or place.startswith(there)):
                 raise StorageError(
                     f"location of table '{table.name()[-1]}'", "no files of other tables",
-                    f"those of '{'.'.join(other.name())}'", "Copy one of the two to a place of its own.",
+                    f"those of '{'.'.join(other.name())}'", "Copy one of the two tables to a location of its own.",
                 )  # fmt: skip
 
 
-def _named(table: Table) -> Collection[str]:
-    """Paths of all files that the table's metadata and snapshots name."""
+def _referenced_paths(table: Table) -> Collection[str]:
+    """Returns the paths of all files that the table's metadata and snapshots reference."""
     io, metadata = table.io, table.metadata
     paths = {table.metadata_location, *(entry.metadata_file for entry in metadata.metadata_log)}
     paths |= {entry.statistics_path for entry in (*metadata.statistics, *metadata.partition_statistics)}
@@ -171,7 +171,7 @@ def _named(table: Table) -> Collection[str]:
 
 
 def _filesystem(table: Table) -> tuple[fs.FileSystem, str]:
-    """Where the table's files lie, and the path of its location there."""
+    """Returns the filesystem of the table and the path of its location there."""
     if not isinstance(table.io, PyArrowFileIO):
         raise StorageError(
             f"files of table '{table.name()[-1]}'", "pyiceberg's PyArrowFileIO", type(table.io).__name__,
@@ -181,8 +181,8 @@ def _filesystem(table: Table) -> tuple[fs.FileSystem, str]:
     return table.io.fs_by_scheme(scheme, host), path.rstrip("/")
 
 
-def _listed(table: Table) -> Iterator[fs.FileInfo]:
-    """Data and metadata files below the table's location."""
+def _list_files(table: Table) -> Iterator[fs.FileInfo]:
+    """Lists data and metadata files below the table's location."""
     system, root = _filesystem(table)
     real = Path(root).resolve() if isinstance(system, fs.LocalFileSystem) else None
     for folder in ("data", "metadata"):
@@ -191,7 +191,7 @@ def _listed(table: Table) -> Iterator[fs.FileInfo]:
                 continue
             if real is not None and not Path(file.path).resolve().is_relative_to(real):
                 raise StorageError(
-                    f"file '{file.path}'", f"a place below {root}", "a link out of it", "Take the link away."
+                    f"file '{file.path}'", f"a path below {root}", "a link that leads outside", "Remove the link."
                 )
             yield file
 

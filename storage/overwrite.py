@@ -1,4 +1,4 @@
-"""The snapshot that replaces days: pyiceberg's, with a list of manifests that does not grow for ever."""
+"""The snapshot that replaces days: pyiceberg's, with a bounded list of manifests."""
 
 from collections.abc import Callable
 
@@ -6,21 +6,21 @@ from pyiceberg.manifest import ManifestFile
 from pyiceberg.table.update.snapshot import _ManifestMergeManager, _OverwriteFiles
 
 MOST_MANIFESTS = 100
-"""So many manifests become one: each is a file to open whenever a read is planned."""
+"""This many manifests are merged into one: planning a read opens each of them."""
 MANIFEST_BYTES = 8 * 1024 * 1024
-"""A manifest does not grow beyond this by merging."""
+"""Merging does not make a manifest larger than this."""
 
 
 class ReplacedDays(_OverwriteFiles):
-    """An overwrite that leaves out manifests without files, and puts many small ones together.
+    """An overwrite that drops manifests without files and merges small ones.
 
-    pyiceberg carries on, in each later snapshot, every manifest that says what was once deleted, and merges none.
+    pyiceberg carries every manifest of deleted files into all later snapshots and merges none.
     """
 
     def _build_manifest_evaluator(self, spec_id: int) -> Callable[[ManifestFile], bool]:
-        """Makes one for each manifest: it remembers what it looks at, and pyiceberg asks one from several threads.
+        """Makes an evaluator per manifest: evaluators are stateful, and pyiceberg shares one between threads.
 
-        A file to replace could be missed so, and the commit was refused as if another writer had been there.
+        A shared one could miss a file to replace. The commit then failed as if another writer had changed the table.
         """
         build = super()._build_manifest_evaluator
         return lambda manifest: build(spec_id)(manifest)

@@ -1,4 +1,4 @@
-"""DuckDB over explicit files, locked down: it reads what it is given and nothing else."""
+"""DuckDB over explicit files, locked down: it can read the files it is given and nothing else."""
 
 import os
 from collections.abc import Iterable
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 def connect(
     readable: Iterable[Path], temporary: Path, memory_limit: str = "4GB", threads: int | None = None
 ) -> "duckdb.DuckDBPyConnection":
-    """An in-memory DuckDB that can read the files of `readable`, or below its folders, and spill into `temporary`.
+    """Opens an in-memory DuckDB that can read the files and folders of `readable` and spill into `temporary`.
 
-    Times are UTC wherever it runs. No network, no extensions, no other files, and no setting can be changed
-    afterwards, so a value that finds its way into a statement can do no harm outside these places.
+    Times are UTC on every machine. There is no network, no extension and no other file, and settings are locked.
+    A value injected into a statement can therefore do no harm outside these paths.
     """
-    import duckdb  # not above: ranks, workers and served models have plans but no questions
+    import duckdb  # imported here because ranks, workers and served models import this module but never query
 
     temporary.mkdir(parents=True, exist_ok=True)
     connection = duckdb.connect(":memory:")
@@ -25,10 +25,10 @@ def connect(
     for setting, value in {
         "temp_directory": str(temporary.resolve()),
         "memory_limit": memory_limit,
-        "threads": threads or min(4, os.cpu_count() or 1),  # each needs its share of the memory
-        "preserve_insertion_order": True,  # the same files give the same rows in the same order
-        "TimeZone": "UTC",  # else the day of a timestamp with a zone would depend on the machine
-        "enable_progress_bar": False,  # it would be printed between our own lines
+        "threads": threads or min(4, os.cpu_count() or 1),  # each thread needs its share of the memory
+        "preserve_insertion_order": True,  # the same files must give the same rows in the same order
+        "TimeZone": "UTC",  # otherwise the day of a timestamp with a zone would depend on the machine
+        "enable_progress_bar": False,  # it would print between our own lines
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
         "allowed_directories": [f"{path}/" for path in resolved if path.is_dir()],
@@ -41,11 +41,11 @@ def connect(
 
 
 def column_types(connection: "duckdb.DuckDBPyConnection", view: str) -> dict[str, str]:
-    """Column of a view -> its type, as DuckDB calls it."""
+    """Returns column -> DuckDB type of a view."""
     relation = connection.view(view)
     return dict(zip(relation.columns, map(str, relation.types), strict=True))
 
 
-def quoted(name: str) -> str:
-    """A column name as an SQL identifier."""
+def quote(name: str) -> str:
+    """Quotes a column name as an SQL identifier."""
     return '"' + name.replace('"', '""') + '"'

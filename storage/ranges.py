@@ -1,4 +1,4 @@
-"""Which bytes of a file hold some columns, and how to fetch them in few reads."""
+"""Finds the bytes of a file that hold some columns and fetches them in few reads."""
 
 import io
 from collections.abc import Collection, Iterator, Sequence
@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 MOST_BYTES = 64 * 1024 * 1024
-"""A read grows no further than this by columns that lie beside it."""
+"""Merging adjacent columns does not make a read larger than this."""
 
 
 class Range(NamedTuple):
@@ -18,8 +18,8 @@ class Range(NamedTuple):
     end: int
 
 
-def chunks_of(group: pq.RowGroupMetaData, names: Collection[str]) -> Iterator[Range]:
-    """Where the column chunks of some columns lie; lists and structs by the name of the whole column."""
+def find_chunks(group: pq.RowGroupMetaData, names: Collection[str]) -> Iterator[Range]:
+    """Yields the ranges of the column chunks of some columns. Lists and structs go by the name of the whole column."""
     for i in range(group.num_columns):
         chunk = group.column(i)
         path = chunk.path_in_schema
@@ -28,11 +28,11 @@ def chunks_of(group: pq.RowGroupMetaData, names: Collection[str]) -> Iterator[Ra
             yield Range(begin, begin + chunk.total_compressed_size)
 
 
-def merged(ranges: Collection[Range], gap_bytes: int) -> list[Range]:
-    """Ranges in order; those no further apart than a gap are one.
+def merge_ranges(ranges: Collection[Range], gap_bytes: int) -> list[Range]:
+    """Sorts ranges and merges those with at most `gap_bytes` between them.
 
     Example:
-        >>> [tuple(range) for range in merged([Range(10, 20), Range(0, 8), Range(30, 40)], 2)]
+        >>> [tuple(range) for range in merge_ranges([Range(10, 20), Range(0, 8), Range(30, 40)], 2)]
         [(0, 20), (30, 40)]
     """
     found: list[Range] = []
@@ -44,8 +44,8 @@ def merged(ranges: Collection[Range], gap_bytes: int) -> list[Range]:
     return found
 
 
-class Fetched(io.RawIOBase):
-    """A file of which some ranges are in memory: each is one read of the store, when it is first needed."""
+class RangeFile(io.RawIOBase):
+    """A file that fetches given ranges whole, each in one read when it is first needed."""
 
     def __init__(self, file: pa.NativeFile, ranges: Sequence[Range]) -> None:
         self.file, self.ranges, self.position = file, ranges, 0
@@ -69,7 +69,7 @@ class Fetched(io.RawIOBase):
         return self.length
 
     def read(self, size: int = -1) -> bytes:
-        """Bytes from the position on."""
+        """Returns bytes from the current position."""
         end = self.length if size < 0 else min(self.position + size, self.length)
         begin, self.position = self.position, end
         for one in self.ranges:

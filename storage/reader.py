@@ -1,4 +1,4 @@
-"""The row groups of a pinned snapshot, read one by one."""
+"""Reads a pinned snapshot one row group at a time."""
 
 import datetime
 import re
@@ -22,26 +22,26 @@ from storage.config import DAY as DAY
 from storage.errors import CorruptFileError, StorageError, closest_names
 from storage.footer import SUFFIX, read_footer
 from storage.layout.spec import Layout
-from storage.ranges import Fetched, Range, chunks_of, merged
+from storage.ranges import Range, RangeFile, find_chunks, merge_ranges
 
 READ_ROWS = 8_192
 """Rows decoded at a time."""
 READ_OPTIONS: dict[str, Any] = {
     "page_checksum_verification": True,
-    "list_type": pa.LargeListType,  # as Iceberg's types come as Arrow's
+    "list_type": pa.LargeListType,  # the Arrow types that Iceberg's types map to
     "binary_type": pa.large_binary(),
 }
 
 
 class SnapshotRef(BaseModel, frozen=True):
-    """One state of one table; reading it gives the same rows forever."""
+    """One state of one table. Reading it always gives the same rows."""
 
     table: str
     snapshot_id: int
 
 
 class Fragment(BaseModel, frozen=True):
-    """A row group of a data file: what one read takes."""
+    """A row group of a data file, the unit of one read."""
 
     path: str
     row_group: int
@@ -50,15 +50,15 @@ class Fragment(BaseModel, frozen=True):
 
 
 class SnapshotReader:
-    """Reads row groups of a pinned snapshot: projected by Iceberg field id, filtered by row.
+    """Reads row groups of a pinned snapshot, projected by Iceberg field id and filtered by row.
 
-    Field ids, not names, decide which column of a file is read: a feature that was dropped and added
-    again under its old name reads as null in old files, never as the old values.
+    Field ids, not names, decide which column of a file is read: a feature that was dropped and added again under its
+    old name reads as null in old files, never as the old values.
 
     Attributes:
-        bytes_read: Size in the files of the columns read so far.
-        bytes_stored: Size in the files of all columns of the row groups read so far.
-        reads: Stretches of files read so far; columns side by side are one, on an object store those in a gap, too.
+        bytes_read: Bytes of the columns read so far, compressed.
+        bytes_stored: Bytes of all columns of the row groups read so far, compressed.
+        reads: Contiguous reads so far. Adjacent columns are one; on an object store, so are columns with a small gap.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class SnapshotReader:
             except (ValueError, TypeError) as error:
                 raise StorageError(
                     f"row filter of table '{reference.table}'",
-                    "one that fits its columns",
+                    "a filter that matches its columns",
                     str(error).rstrip("."),
                     "Correct it.",
                 ) from error
@@ -100,8 +100,8 @@ class SnapshotReader:
         self._types = {name: arrow.field(name).type for name in needed}
 
     def fragments(self, days: Iterable[datetime.date] | None = None) -> list[Fragment]:
-        """The row groups of the snapshot, ordered by day, file and position; `rows` counts before the row filter."""
-        where = None if days is None else in_days(days)
+        """Lists the row groups of the snapshot by day, file and position. Their `rows` count before the row filter."""
+        where = None if days is None else days_filter(days)
         filters = [part for part in (self.row_filter, where) if part is not None]
         found: list[Fragment] = []
         for file in sorted(data_files(self.table, self.reference, *filters), key=_file_order):
@@ -115,37 +115,37 @@ class SnapshotReader:
         return found
 
     def empty(self) -> pa.Table:
-        """No rows of the columns asked for."""
+        """Returns an empty table of the columns."""
         return pa.table({name: pa.array([], self._types[name]) for name in self.columns})
 
     def read(self, fragment: Fragment) -> pa.Table:
-        """Rows of one row group that the filter keeps, columns in the order asked for.
+        """Reads the rows of one row group that pass the filter, columns in the requested order.
 
         Raises:
-            CorruptFileError: If the file cannot be read; names it and the snapshot.
+            CorruptFileError: If the file is unreadable. Names the file and the snapshot.
         """
         return pa.Table.from_batches(list(self.batches(fragment)), self.empty().schema)
 
     def batches(self, fragment: Fragment) -> Iterator[pa.RecordBatch]:
-        """The rows of `read` in parts small enough for the processor's cache.
+        """Yields the rows of `read` in batches that fit into the processor's cache.
 
         Raises:
-            CorruptFileError: If the file cannot be read; names it and the snapshot.
+            CorruptFileError: If the file is unreadable. Names the file and the snapshot.
         """
         file = self.open(fragment.path)
         stored = {field_id(field): field for field in file.schema_arrow}
         rows = 0
         names = {name: stored[i].name for name, i in self._ids.items() if i in stored}
         group = file.metadata.row_group(fragment.row_group)
-        wanted = self._counted(group, set(names.values()), _is_local(fragment.path))
+        wanted = self._count_read(group, set(names.values()), _is_local(fragment.path))
         if not _is_local(fragment.path):
-            source = Fetched(self.table.io.new_input(fragment.path).open(), wanted)
+            source = RangeFile(self.table.io.new_input(fragment.path).open(), wanted)
             file = pq.ParquetFile(pa.PythonFile(source, "r"), metadata=file.metadata, pre_buffer=False, **READ_OPTIONS)
         parts = file.iter_batches(READ_ROWS, [fragment.row_group], list(names.values()), use_threads=False)
         try:
             while (part := self._next(parts, fragment)) is not None:
                 rows += len(part)
-                yield self._kept(part, names)
+                yield self._project(part, names)
         finally:
             file.close()
         if rows != fragment.rows:
@@ -157,28 +157,28 @@ class SnapshotReader:
         except (OSError, pa.ArrowException) as error:
             raise self._corrupt(fragment.path, error) from error
 
-    def _kept(self, part: pa.RecordBatch, names: Mapping[str, str]) -> pa.RecordBatch:
-        """The rows of a part that the filter keeps, under the table's names and types; absent columns are null."""
+    def _project(self, part: pa.RecordBatch, names: Mapping[str, str]) -> pa.RecordBatch:
+        """Filters a part and gives it the table's names and types. Columns missing from the file are null."""
         arrays = [
             _cast(part.column(names[name]), kind) if name in names else pa.nulls(len(part), kind)
             for name, kind in self._types.items()
         ]
-        return kept(pa.RecordBatch.from_arrays(arrays, list(self._types)), self._keep, self.columns)
+        return keep_rows(pa.RecordBatch.from_arrays(arrays, list(self._types)), self._keep, self.columns)
 
-    def _counted(self, group: pq.RowGroupMetaData, names: set[str], local: bool) -> list[Range]:
-        """The bytes that hold some columns of a row group, as they are read; they count as read."""
-        wanted = list(chunks_of(group, names))
-        ranges = merged(wanted, 0 if local else self._gap_bytes)
+    def _count_read(self, group: pq.RowGroupMetaData, names: set[str], local: bool) -> list[Range]:
+        """Returns the ranges to read for some columns of a row group and counts them as read."""
+        wanted = list(find_chunks(group, names))
+        ranges = merge_ranges(wanted, 0 if local else self._gap_bytes)
         self.bytes_stored += sum(group.column(i).total_compressed_size for i in range(group.num_columns))
         self.bytes_read += sum(part.end - part.begin for part in ranges)
         self.reads += len(ranges)
         return ranges
 
     def open(self, path: str) -> pq.ParquetFile:
-        """A data file, its footer read.
+        """Opens a data file and reads its footer.
 
         Raises:
-            CorruptFileError: If it cannot be read; names it and the snapshot.
+            CorruptFileError: If the file is unreadable. Names the file and the snapshot.
         """
         try:
             return open_parquet(self.table.io, path)
@@ -195,8 +195,8 @@ class SnapshotReader:
         )  # fmt: skip
 
 
-def kept(rows: pa.RecordBatch, keep: pc.Expression | None, columns: list[str]) -> pa.RecordBatch:
-    """Some columns of the rows that a filter keeps; None keeps all."""
+def keep_rows(rows: pa.RecordBatch, keep: pc.Expression | None, columns: list[str]) -> pa.RecordBatch:
+    """Selects columns of the rows that a filter keeps. None keeps all rows."""
     if keep is None:
         return rows.select(columns)
     table = pa.Table.from_batches([rows]).filter(keep).select(columns).combine_chunks()
@@ -204,7 +204,7 @@ def kept(rows: pa.RecordBatch, keep: pc.Expression | None, columns: list[str]) -
 
 
 def open_parquet(io: FileIO, path: str) -> pq.ParquetFile:
-    """A data file, opened to be read column by column; checksums of its footer and pages are verified."""
+    """Opens a data file for reading by column. Verifies the checksums of footer and pages."""
     local = _is_local(path)
     file = pa.memory_map(path.removeprefix("file://")) if local else io.new_input(path).open()
     metadata = read_footer(file, checked=path.endswith(SUFFIX))
@@ -216,42 +216,50 @@ def _is_local(path: str) -> bool:
 
 
 def snapshot_at(table: Table, reference: SnapshotRef) -> Snapshot:
+    """Returns the snapshot.
+
+    Raises:
+        StorageError: If the table does not have it.
+    """
     snapshot = table.snapshot_by_id(reference.snapshot_id)
     if snapshot is None:
         raise StorageError(
             f"snapshot {reference.snapshot_id} of table '{reference.table}'", "a snapshot of the table",
-            "none of that id", "It may have expired; train on the current snapshot.",
+            "none of that id", "It may have expired. Use the current snapshot.",
         )  # fmt: skip
     return snapshot
 
 
 def schema_at(table: Table, reference: SnapshotRef) -> Schema:
+    """Returns the table's schema at the snapshot. Raises as `snapshot_at`."""
     snapshot = snapshot_at(table, reference)
     return table.schemas()[snapshot.schema_id] if snapshot.schema_id is not None else table.schema()
 
 
 def day_of(file: DataFile) -> datetime.date:
+    """Returns the day partition of a data file."""
     value: Any = file.partition[0]
     return (
         value if isinstance(value, datetime.date) else datetime.date(1970, 1, 1) + datetime.timedelta(days=int(value))
     )
 
 
-def in_days(days: Iterable[datetime.date]) -> BooleanExpression:
+def days_filter(days: Iterable[datetime.date]) -> BooleanExpression:
+    """Builds a filter for rows of some days."""
     return In(DAY, [day.isoformat() for day in sorted(days)])  # type: ignore[call-arg, arg-type]
 
 
 def _file_order(file: DataFile) -> tuple[datetime.date, list[str | int]]:
-    """By day, then in order of writing: numbers in file names compare as numbers."""
+    """Sorts by day, then by order of writing: numbers in file names compare as numbers."""
     parts = re.split(r"(\d+)", file.file_path.rsplit("/", 1)[-1])
     return day_of(file), [int(part) if part.isdigit() else part for part in parts]
 
 
 def data_files(table: Table, reference: SnapshotRef, *filters: BooleanExpression) -> Iterator[DataFile]:
-    """Data files of a snapshot that may hold rows which all filters keep.
+    """Yields the data files of a snapshot that may hold rows passing all filters.
 
     Raises:
-        StorageError: If another engine has deleted rows of one: our readers would show them.
+        StorageError: If another engine has deleted rows of a file, which our readers would still return.
     """
     scan = table.scan(snapshot_id=reference.snapshot_id)
     for row_filter in filters:
@@ -270,5 +278,6 @@ def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def field_id(field: pa.Field) -> int | None:
+    """Returns the Iceberg field id that a Parquet file stores for a column."""
     value = (field.metadata or {}).get(b"PARQUET:field_id")
     return int(value) if value is not None else None

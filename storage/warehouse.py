@@ -1,4 +1,4 @@
-"""The Iceberg warehouse: tables in day partitions, replaced by the day."""
+"""The Iceberg warehouse: tables partitioned by day, replaced a day at a time."""
 
 import datetime
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,15 +20,25 @@ from pyiceberg.table.snapshots import Operation, Snapshot
 
 from storage.arrow import is_list, is_text
 from storage.config import NAME, WarehouseConfig
-from storage.days import CONTENTS, IDENTITIES, NOTES, as_written, hash_of, identities, notes, same_rows, summary
+from storage.days import (
+    CONTENTS,
+    IDENTITIES,
+    NOTES,
+    hash_paths,
+    identities,
+    notes,
+    row_hashes_by_files,
+    to_summary,
+    written_files,
+)
 from storage.errors import ConflictError, StorageError
 from storage.layout.spec import Layout
 from storage.overwrite import ReplacedDays
-from storage.reader import DAY, SnapshotReader, SnapshotRef, data_files, day_of, in_days, schema_at, snapshot_at
-from storage.writer import DataFileWriter, chunks
+from storage.reader import DAY, SnapshotReader, SnapshotRef, data_files, day_of, days_filter, schema_at, snapshot_at
+from storage.writer import DataFileWriter, collect_chunks
 
 FILES_AT_A_TIME = 16
-"""Files whose sizes are asked for at once; on an object store each takes a round trip."""
+"""File sizes requested concurrently. On an object store each takes a round trip."""
 
 
 class Warehouse:
@@ -36,7 +46,7 @@ class Warehouse:
 
     Args:
         config: Catalog and layout.
-        home: Folder of the embedded catalog, used where the config names no other.
+        home: Folder of the embedded catalog, used unless the config names another catalog.
     """
 
     def __init__(self, config: WarehouseConfig, home: Path) -> None:
@@ -45,7 +55,7 @@ class Warehouse:
 
     @cached_property
     def catalog(self) -> Catalog:
-        """The catalog, opened on first use; its namespace is made if absent."""
+        """The catalog, opened on first use. Its namespace is created if missing."""
         properties = dict(self.config.catalog)
         if not properties:
             self.home.mkdir(parents=True, exist_ok=True)
@@ -62,13 +72,13 @@ class Warehouse:
         return Layout(codec=config.codec, row_group_rows=config.row_group_rows, file_rows=config.file_rows)
 
     def table(self, name: str) -> Table:
-        """The table as it is now.
+        """Loads the table in its current state.
 
         Raises:
             StorageError: If there is no such table.
         """
         try:
-            return self.catalog.load_table((self.config.namespace, _checked(name)))
+            return self.catalog.load_table((self.config.namespace, _check_name(name)))
         except NoSuchTableError:
             known = ", ".join(sorted(row[-1] for row in self.catalog.list_tables(self.config.namespace))) or "none"
             raise StorageError(
@@ -76,8 +86,8 @@ class Warehouse:
             ) from None
 
     def has_table(self, name: str) -> bool:
-        """Whether the table exists."""
-        return self.catalog.table_exists((self.config.namespace, _checked(name)))
+        """Tells whether the table exists."""
+        return self.catalog.table_exists((self.config.namespace, _check_name(name)))
 
     def replace_days(
         self,
@@ -89,25 +99,25 @@ class Warehouse:
         notes: Mapping[datetime.date, Any] = MappingProxyType({}),
         made_of: SnapshotRef | None = None,
     ) -> SnapshotRef:
-        """Replaces whole days of a table in one commit; the table is made, or gains columns, as needed.
+        """Replaces whole days of a table in one commit. Creates the table or adds columns as needed.
 
-        Readers see all the old days or all the new ones. Memory holds `file_rows` rows.
+        Readers see either all old days or all new ones. Memory holds `file_rows` rows.
 
         Args:
-            days: Day -> identity of what is written, kept in the snapshot's summary.
-            schema: Arrow schema of the batches; holds the column `day`.
-            batches: The rows; all of them in `days`.
-            rows: How many rows there will be; checked before the commit, and the table's count after it.
-            notes: Day -> a JSON value about what is written, until the day is written again; `day_notes` reads them.
-            made_of: The snapshot whose rows of these days the new ones are made of.
+            days: Day -> identity of what is written, recorded in the snapshot's summary.
+            schema: Arrow schema of the batches, including the column `day`.
+            batches: The rows, all of them in `days`.
+            rows: Expected number of rows, checked before the commit and against the table after it.
+            notes: Day -> a JSON value about what is written, for `day_notes`. The next write of the day discards it.
+            made_of: The snapshot that the new rows were derived from.
         Raises:
-            ConflictError: If another writer changed one of these days meanwhile.
-            StorageError: If the row counts do not agree, a row is of another day, or a column changed its type.
+            ConflictError: If another writer changed one of these days in the meantime.
+            StorageError: If the row counts differ, a row belongs to another day, or a column changed its type.
         """
 
         def files(writer: DataFileWriter) -> Iterator[DataFile]:
             count = 0
-            for chunk in chunks(schema, batches, writer.layout.file_rows):
+            for chunk in collect_chunks(schema, batches, writer.layout.file_rows):
                 count += chunk.num_rows
                 yield from writer.write(chunk)
             if count != rows:
@@ -115,10 +125,10 @@ class Warehouse:
                     f"table '{name}'",
                     f"{rows} rows to write",
                     f"{count}",
-                    "The source changed while it was read; run again.",
+                    "The source changed while it was read. Run the command again.",
                 )
 
-        table = self._evolved(name, schema)
+        table = self._evolve(name, schema)
         if made_of is not None:
             self._refuse_changed(table, made_of, days)
         reference = self.replace_files(table, days, files, notes=notes)
@@ -133,23 +143,23 @@ class Warehouse:
         notes: Mapping[datetime.date, Any] = MappingProxyType({}),
         same: Mapping[datetime.date, str] = MappingProxyType({}),
     ) -> SnapshotRef:
-        """Puts new files in the place of those of whole days, in one commit; one that fails leaves none.
+        """Replaces the files of whole days in one commit. A failed commit leaves no file.
 
         Args:
-            table: As it was when the rows were read.
-            days: As in `replace_days`; a day without an identity keeps none.
-            files: Writes the new files; what it raises ends the commit.
+            table: The table as loaded when the rows were read.
+            days: As in `replace_days`. An empty identity is not recorded.
+            files: Writes the new files. An error it raises aborts the commit.
             notes: As in `replace_days`.
-            same: Day -> what `day_contents` says of the rows that its new files hold again.
+            same: Day -> its `day_contents`, where the new files hold the same rows as before.
         Raises:
-            ConflictError: If another writer changed one of these days meanwhile.
-            StorageError: If a file is of another day.
+            ConflictError: If another writer changed one of these days in the meantime.
+            StorageError: If a file belongs to another day.
         """
         name, transaction, io = table.name()[-1], table.transaction(), _RecordingIO(table.io)
         overwrite = self._overwrite(table, transaction, days)
         written = {day: identity for day, identity in days.items() if identity}
         paths: dict[datetime.date, list[str]] = {day: [] for day in days}
-        with self._landed_or_gone(name, io, overwrite.snapshot_id, f"no other writer of {_span(days)}"):
+        with self._discarding_on_failure(name, io, overwrite.snapshot_id, f"no other writer of {_span(days)}"):
             for file in files(DataFileWriter(table.metadata, io, self.default_layout, overwrite.commit_uuid)):
                 if day_of(file) not in days:
                     raise StorageError(
@@ -160,48 +170,48 @@ class Warehouse:
                     )
                 overwrite.append_data_file(file)
                 paths[day_of(file)].append(file.file_path)
-            contents = {day: [as_now := hash_of(paths[day]), same.get(day, as_now)] for day in paths}
-            overwrite.snapshot_properties = summary({IDENTITIES: written, NOTES: notes, CONTENTS: contents})
+            contents = {day: [as_now := hash_paths(paths[day]), same.get(day, as_now)] for day in paths}
+            overwrite.snapshot_properties = to_summary({IDENTITIES: written, NOTES: notes, CONTENTS: contents})
             overwrite.commit()
             transaction.commit_transaction()
         return SnapshotRef(table=name, snapshot_id=overwrite.snapshot_id)
 
     @contextmanager
-    def _landed_or_gone(self, name: str, io: "_RecordingIO", snapshot_id: int, alone: str) -> Iterator[None]:
-        """A commit that fails leaves no file.
+    def _discarding_on_failure(self, name: str, io: "_RecordingIO", snapshot_id: int, expected: str) -> Iterator[None]:
+        """Deletes the written files if the commit in the block fails.
 
         Args:
-            alone: What is expected of other writers, in words.
+            expected: What the error says was expected of other writers.
         Raises:
-            ConflictError: If one of them was faster.
+            ConflictError: If another writer committed first.
         """
         try:
             yield
         except BaseException as error:
-            # An interrupt may come when the commit has taken place already; then the files are part of the table.
+            # An interrupt may arrive after the commit. Then the files are part of the table.
             if self.table(name).snapshot_by_id(snapshot_id) is None:
                 io.discard()
             if isinstance(error, CommitFailedException | ValidationException):
                 raise ConflictError(
-                    f"table '{name}'", alone, "one that was faster", "Run the command again."
+                    f"table '{name}'", expected, "a commit of another writer", "Run the command again."
                 ) from error
             raise
 
     def append(self, name: str, schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> SnapshotRef:
-        """Adds a few rows, such as events, in one commit; the table is made, or gains columns, as needed.
+        """Adds a few rows, such as events, in one commit. Creates the table or adds columns as needed.
 
-        What others add meanwhile stays: pyiceberg repeats the commit behind theirs.
+        Concurrent appends are kept: pyiceberg retries the commit on top of them.
 
         Args:
-            schema: Arrow schema of the rows; holds the column `day`.
+            schema: Arrow schema of the rows, including the column `day`.
         Raises:
-            ConflictError: If other writers were faster each time; nothing is added then.
+            ConflictError: If other writers committed first at every retry. Nothing is added then.
         """
-        table = self._evolved(name, schema)
+        table = self._evolve(name, schema)
         transaction, io = table.transaction(), _RecordingIO(table.io)
         append = transaction.update_snapshot().fast_append()
         chunk = pa.Table.from_pylist(list(rows), schema)
-        with self._landed_or_gone(name, io, append.snapshot_id, "no other writer meanwhile"):
+        with self._discarding_on_failure(name, io, append.snapshot_id, "no other writer meanwhile"):
             for file in DataFileWriter(table.metadata, io, self.default_layout, append.commit_uuid).write(chunk):
                 append.append_data_file(file)
             append.commit()
@@ -209,18 +219,18 @@ class Warehouse:
         return SnapshotRef(table=name, snapshot_id=append.snapshot_id)
 
     def _refuse_changed(self, table: Table, made_of: SnapshotRef, days: Iterable[datetime.date]) -> None:
-        """Whether days are still what a snapshot says; a change from here on is found by the commit itself."""
+        """Checks that days have not changed since a snapshot. The commit itself detects later changes."""
         before, now = self.day_names(made_of), self.day_names(_reference(table))
         changed = [day for day in days if before.get(day) != now.get(day)]
         if changed:
             raise ConflictError(
                 f"table '{made_of.table}'", f"{_span(changed)} as in snapshot {made_of.snapshot_id}",
-                "rows that were written meanwhile", "Run the command again.",
+                "rows written in the meantime", "Run the command again.",
             )  # fmt: skip
 
     def _overwrite(self, table: Table, transaction: Transaction, days: Iterable[datetime.date]) -> ReplacedDays:
-        """One snapshot for the whole change: Table.append() would make one for every chunk of rows."""
-        where = in_days(days)
+        """Starts one snapshot for the whole change. Table.append() would make one for every chunk of rows."""
+        where = days_filter(days)
         kind = Operation.APPEND if table.current_snapshot() is None else Operation.OVERWRITE
         overwrite = ReplacedDays(kind, transaction, table.io)
         overwrite.delete_by_predicate(where)
@@ -234,12 +244,12 @@ class Warehouse:
         if stored != rows:
             raise StorageError(
                 f"table '{reference.table}'", f"{rows} rows in {len(days)} days after the commit", f"{stored}",
-                "Do not train on this snapshot; ingest the days again.",
+                "Do not train on this snapshot. Ingest the days again.",
             )  # fmt: skip
 
-    def _evolved(self, name: str, schema: pa.Schema) -> Table:
-        """The table with all columns of the schema; looked at again where another writer changed it first."""
-        _checked_columns(schema)
+    def _evolve(self, name: str, schema: pa.Schema) -> Table:
+        """Creates the table or adds missing columns. Retries if another writer changes the schema first."""
+        _check_columns(schema)
         for _ in range(5):
             try:
                 if not self.has_table(name):
@@ -255,19 +265,22 @@ class Warehouse:
                 _check_types(name, table.schema().as_arrow(), schema)
                 if not _holds_all(table.schema().as_arrow(), schema):
                     with table.update_schema() as update:
-                        update.union_by_name(schema)  # takes the square of the number of columns
+                        update.union_by_name(schema)  # quadratic in the number of columns
                 return table
             except (CommitFailedException, TableAlreadyExistsError) as error:
                 conflict = error
         raise ConflictError(
-            f"table '{name}'", "its columns to stay for a moment", "a change each time", "Run the command again."
+            f"schema of table '{name}'",
+            "no concurrent change",
+            "another writer's change five times",
+            "Run the command again.",
         ) from conflict
 
     def _properties(self) -> dict[str, str]:
         return {
             "format-version": "2",
             **self.default_layout.properties(),
-            # Statistics of hundreds of columns cost more at every commit and plan than they ever save.
+            # Statistics of hundreds of columns cost more at every commit and plan than they save.
             "write.metadata.metrics.default": "none",
             f"write.metadata.metrics.column.{DAY}": "full",
             "write.metadata.previous-versions-max": "20",
@@ -276,31 +289,31 @@ class Warehouse:
         }
 
     def current(self, name: str) -> SnapshotRef:
-        """The newest snapshot of a table.
+        """Returns the newest snapshot of a table.
 
         Raises:
-            StorageError: If the table is absent or was never written.
+            StorageError: If the table does not exist or was never written.
         """
         return _reference(self.table(name))
 
     def written_days(self, name: str) -> dict[datetime.date, str]:
-        """Day -> identity of what was last written to it, for days of the newest snapshot whose files are there."""
+        """Returns day -> identity of its last write, for days of the newest snapshot that have all their files."""
         if not self.has_table(name):
             return {}
         there = self.whole_days(name)
         return {day: identity for day, identity in identities(self.table(name)).items() if day in there}
 
     def day_notes(self, name: str) -> dict[datetime.date, Any]:
-        """Day -> what was noted of it when it was last written.
+        """Returns day -> the note of its last write.
 
-        Days without a note are left out, and those that another engine has written since.
+        Days without a note and days that another engine has written since are left out.
         """
         table = self.table(name)
-        written, there = as_written(table), self.day_names(_reference(table))
+        written, there = written_files(table), self.day_names(_reference(table))
         return {day: note for day, note in notes(table).items() if written.get(day) == there.get(day)}
 
     def property_of(self, name: str, key: str) -> str | None:
-        """A property of a table; None where it has none of that name."""
+        """Returns a property of a table, or None if the table does not have it."""
         return self.table(name).properties.get(key)
 
     def set_property(self, name: str, key: str, value: str) -> None:
@@ -309,20 +322,20 @@ class Warehouse:
             transaction.set_properties({key: value})
 
     def whole_days(self, name: str) -> set[datetime.date]:
-        """Days of the newest snapshot whose files are there as they were written, whoever wrote them."""
+        """Returns the days of the newest snapshot that have all their files in full, from any writer."""
         newest = self.table(name).current_snapshot() if self.has_table(name) else None
         if newest is None:
             return set()
         files, io = self.day_files(SnapshotRef(table=name, snapshot_id=newest.snapshot_id)), self.table(name).io
         with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
-            whole = zip(files, pool.map(partial(_all_there, io), files.values()), strict=True)
+            whole = zip(files, pool.map(partial(_are_whole, io), files.values()), strict=True)
             return {day for day, found in whole if found}
 
     def tag(self, reference: SnapshotRef, tag: str) -> None:
-        """Names a snapshot, which keeps it from being expired; tagging it again changes nothing.
+        """Tags a snapshot, which keeps it from expiring. Tagging it again changes nothing.
 
         Raises:
-            StorageError: If there is no such snapshot, or another one has the tag.
+            StorageError: If there is no such snapshot, or another snapshot has the tag.
         """
         table = self.table(reference.table)
         snapshot_at(table, reference)
@@ -330,34 +343,34 @@ class Warehouse:
         if holder is not None and holder.snapshot_id != reference.snapshot_id:
             raise StorageError(
                 f"tag '{tag}' of table '{reference.table}'", f"snapshot {reference.snapshot_id}",
-                f"{holder.snapshot_id}", "A tag keeps its snapshot; choose another name.",
+                f"{holder.snapshot_id}", "A tag cannot move to another snapshot. Choose another name.",
             )  # fmt: skip
         if holder is None:
             table.manage_snapshots().create_tag(reference.snapshot_id, tag).commit()
 
     def schema(self, reference: SnapshotRef) -> pa.Schema:
-        """Arrow schema of the table at the snapshot."""
+        """Returns the Arrow schema of the table at the snapshot."""
         return schema_at(self.table(reference.table), reference).as_arrow()
 
     def day_rows(self, reference: SnapshotRef) -> dict[datetime.date, int]:
-        """Rows of each day at the snapshot, in order of the days; read from metadata alone."""
+        """Counts the rows of each day at the snapshot, in order of the days, from metadata only."""
         files = self.day_files(reference)
         return {day: sum(file.record_count for file in files[day]) for day in files}
 
     def day_contents(self, reference: SnapshotRef) -> dict[datetime.date, str]:
-        """Day -> what tells its rows from those of another snapshot, in whatever files and order they stand.
+        """Returns day -> a hash that identifies its rows, whatever files and order they are in.
 
-        It holds whoever wrote the day, and stays while only other days change, or the day's layout.
+        It works for days from any writer. It stays the same while only other days or the day's layout change.
         """
-        known = same_rows(self.table(reference.table))
+        known = row_hashes_by_files(self.table(reference.table))
         return {day: known.get(name, name) for day, name in self.day_names(reference).items()}
 
     def day_names(self, reference: SnapshotRef) -> dict[datetime.date, str]:
-        """Day -> a hash of the names of its data files: equal ones have equal rows at equal places."""
-        return {day: hash_of([file.file_path for file in files]) for day, files in self.day_files(reference).items()}
+        """Returns day -> a hash of the names of its data files. Equal hashes mean equal rows at equal positions."""
+        return {day: hash_paths([file.file_path for file in files]) for day, files in self.day_files(reference).items()}
 
     def day_files(self, reference: SnapshotRef) -> dict[datetime.date, list[DataFile]]:
-        """Data files of each day at the snapshot, in order of the days."""
+        """Returns the data files of each day at the snapshot, in order of the days."""
         files: dict[datetime.date, list[DataFile]] = {}
         table = self.table(reference.table)
         snapshot_at(table, reference)
@@ -368,10 +381,10 @@ class Warehouse:
     def reader(
         self, reference: SnapshotRef, columns: Sequence[str], row_filter: BooleanExpression | None = None
     ) -> SnapshotReader:
-        """A reader of some columns of a pinned snapshot, of the rows the filter keeps.
+        """Opens a reader of some columns of a pinned snapshot, for the rows that pass the filter.
 
         Raises:
-            StorageError: If a column is not in the table or the filter does not fit it.
+            StorageError: If the table does not have a column or the filter does not match its columns.
         """
         return SnapshotReader(self.table(reference.table), reference, columns, row_filter)
 
@@ -394,23 +407,23 @@ def _span(days: Iterable[datetime.date]) -> str:
     return f"{first}" if first == last else f"{first} to {last}"
 
 
-def _checked(name: str) -> str:
+def _check_name(name: str) -> str:
     if not NAME.fullmatch(name):
-        raise StorageError(f"name {name!r}", f"a name like {NAME.pattern}", "another form", "Rename it.")
+        raise StorageError(f"name {name!r}", f"a name that matches {NAME.pattern}", "another form", "Rename it.")
     return name
 
 
-def _all_there(io: FileIO, files: Sequence[DataFile]) -> bool:
-    """Whether files have the sizes they were written with; none of them is read."""
+def _are_whole(io: FileIO, files: Sequence[DataFile]) -> bool:
+    """Tells whether files have the sizes they were written with, without reading them."""
     try:
         return all(len(io.new_input(file.file_path)) == file.file_size_in_bytes for file in files)
     except FileNotFoundError:
         return False
 
 
-def _checked_columns(schema: pa.Schema) -> None:
+def _check_columns(schema: pa.Schema) -> None:
     for name in schema.names:
-        _checked(name)
+        _check_name(name)
 
 
 def _check_types(table: str, old: pa.Schema, new: pa.Schema) -> None:
@@ -421,27 +434,27 @@ def _check_types(table: str, old: pa.Schema, new: pa.Schema) -> None:
         raise StorageError(
             f"columns of table '{table}'", ", ".join(f"{name} {_family(pair[0])}" for name, pair in changed.items()),
             ", ".join(f"{name} {_family(pair[1])}" for name, pair in changed.items()),
-            "A column keeps its type: give the source that type, or write to a table of another name.",
+            "The type of a column cannot change. Convert the source column, or write to a table of another name.",
         )  # fmt: skip
 
 
 def _holds_all(old: pa.Schema, new: pa.Schema) -> bool:
-    """Whether a table has all columns of a schema, as they are."""
+    """Tells whether a table has all columns of a schema with their types."""
     known = {field.name: field.type for field in old}
-    return all(field.name in known and _same(known[field.name], field.type) for field in new)
+    return all(field.name in known and _is_same_type(known[field.name], field.type) for field in new)
 
 
-def _same(old: pa.DataType, new: pa.DataType) -> bool:
-    """Whether two types are one to Iceberg, to which large lists and texts are lists and texts."""
+def _is_same_type(old: pa.DataType, new: pa.DataType) -> bool:
+    """Tells whether two types are the same to Iceberg, which does not know large lists and strings."""
     lists = [is_list(kind) for kind in (old, new)]
     if any(lists):
-        return all(lists) and _same(old.value_type, new.value_type)
+        return all(lists) and _is_same_type(old.value_type, new.value_type)
     texts = [is_text(kind) for kind in (old, new)]
     return all(texts) or old == new
 
 
 def _family(kind: pa.DataType) -> str:
-    """What a column can hold after Iceberg's widening (int to long, float to double)."""
+    """Returns the family of types that Iceberg can widen into each other (int to long, float to double)."""
     if is_list(kind):
         return f"list of {_family(kind.value_type)}"
     if pa.types.is_timestamp(kind):
@@ -452,7 +465,7 @@ def _family(kind: pa.DataType) -> str:
 
 
 class _RecordingIO(FileIO):
-    """Remembers what was written through it, files left half-written by an error included, to take it back."""
+    """Records what is written through it, including partial files, so it can be deleted again."""
 
     def __init__(self, io: FileIO) -> None:
         super().__init__(io.properties)
@@ -472,5 +485,5 @@ class _RecordingIO(FileIO):
     def discard(self) -> None:
         """Deletes everything written."""
         for location in self.written:
-            with suppress(FileNotFoundError):  # announced, but never begun
+            with suppress(FileNotFoundError):  # announced but never created
                 self.io.delete(location)

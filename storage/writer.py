@@ -1,4 +1,4 @@
-"""Data files of a table in day partitions: Parquet with page checksums, in the table's own layout."""
+"""Writes data files of a table in day partitions: Parquet with checksums, in the table's own layout."""
 
 import datetime
 import itertools
@@ -28,23 +28,23 @@ from storage.layout.spec import Layout
 from storage.reader import DAY
 
 MARK = b"dlrm.layout"
-"""Key in a file's footer: the layout it was written in."""
+"""Key in a file's footer: the mark of its layout."""
 FILES_AT_A_TIME = min(4, os.cpu_count() or 1)
 
 
 class DataFileWriter:
-    """Writes rows as data files of a table, one file for each day of a piece of rows.
+    """Writes rows as data files of a table, one file for each day in each call.
 
-    Columns stand in the files in the table's order, under its names and field ids. The manifest gets statistics of
-    `day` alone: those of hundreds of columns cost more at every commit and plan than they ever save.
+    Columns are written in the layout's order under the table's names and field ids. The manifest gets statistics of
+    `day` only: statistics of hundreds of columns cost more at every commit and plan than they save.
 
     Args:
-        metadata: The table; its schema, location and properties decide all but what `defaults` decides.
-        io: What the files are written through.
-        defaults: The layout where the table's properties name none.
-        commit: Part of the files' names, so that those of two writers differ.
+        metadata: Metadata of the table, including schema, location and layout.
+        io: Creates the files.
+        defaults: Layout settings that the table's properties do not have.
+        commit: Part of the file names, which keeps those of two writers apart.
     Raises:
-        StorageError: If the table is not partitioned by `day` alone.
+        StorageError: If the table is not partitioned by `day` only.
     """
 
     def __init__(self, metadata: TableMetadata, io: FileIO, defaults: Layout, commit: uuid.UUID) -> None:
@@ -53,7 +53,7 @@ class DataFileWriter:
         self.day_id = self.schema.find_field(DAY).field_id
         if [(field.source_id, type(field.transform)) for field in fields] != [(self.day_id, IdentityTransform)]:
             raise StorageError(
-                "partitions of the table", "one field, the day as it is", str(metadata.spec()).replace("\n", " "),
+                "partitions of the table", "one field, the identity of `day`", str(metadata.spec()).replace("\n", " "),
                 "Write to a table of another name.",
             )  # fmt: skip
         self.io, self.commit, self.spec_id = io, commit, metadata.default_spec_id
@@ -61,16 +61,16 @@ class DataFileWriter:
         self.layout = Layout.of(metadata.properties, defaults)
         arrow = schema_to_pyarrow(self.schema)
         self.arrow = pa.schema([arrow.field(name) for name in self.layout.in_order(arrow.names)])
-        self.order = [(name, "ascending") for name in self.layout.order_by if _sortable(self.arrow, name)]
+        self.order = [(name, "ascending") for name in self.layout.order_by if _is_sortable(self.arrow, name)]
         self.locations: LocationProvider = load_location_provider(metadata.location, metadata.properties)
         self._numbers = itertools.count()
 
     def write(self, rows: pa.Table) -> list[DataFile]:
-        """One file for each day of the rows, in order of the days; its rows by `order_by`, else in their order."""
+        """Writes one file for each day, in order of the days. Rows are sorted by `order_by`, else keep their order."""
         given = set(rows.schema.names)
         whole = pa.table([_column(rows, field, given) for field in self.arrow], schema=self.arrow)
         if whole[DAY].null_count:
-            raise StorageError("column 'day'", "a day in each row", "none in some", "Give the source's rows a day.")
+            raise StorageError("column 'day'", "a day in each row", "rows without one", "Give the source's rows a day.")
         days = sorted(pc.unique(whole[DAY]).to_pylist())
         parts = (whole.filter(pc.equal(whole[DAY], day)) if len(days) > 1 else whole for day in days)
         numbers = [next(self._numbers) for _ in days]
@@ -82,7 +82,7 @@ class DataFileWriter:
         name = f"00000-{number}-{self.commit}{SUFFIX}"
         output = self.io.new_output(self.locations.new_data_location(name, key))
         if self.order:
-            rows = rows.take(pc.sort_indices(rows, sort_keys=self.order))  # equal ones stay in their order
+            rows = rows.take(pc.sort_indices(rows, sort_keys=self.order))  # stable: equal rows keep their order
         with output.create(overwrite=True) as stream:
             metadata = write_parquet(stream, rows, self.layout)
         bound = to_bytes(DateType(), key.partition[0])
@@ -108,9 +108,9 @@ class DataFileWriter:
 
 
 def write_parquet(stream: Any, rows: pa.Table, layout: Layout) -> pq.FileMetaData:
-    """Rows as one Parquet file: pages and footer with checksums, no statistics but of `day`.
+    """Writes rows as one Parquet file, with checksums of pages and footer and statistics of `day` only.
 
-    The Arrow schema is not stored beside Parquet's own: in tables of thousands of columns it is most of the footer.
+    The Arrow schema is not stored in addition to Parquet's own: with thousands of columns it is most of the footer.
     """
     sink = FooterSink(stream)
     writer = pq.ParquetWriter(
@@ -130,13 +130,13 @@ def write_parquet(stream: Any, rows: pa.Table, layout: Layout) -> pq.FileMetaDat
     return writer.writer.metadata
 
 
-def _sortable(schema: pa.Schema, name: str) -> bool:
-    """Whether files can be sorted by a column: it may have been dropped since the layout was chosen."""
+def _is_sortable(schema: pa.Schema, name: str) -> bool:
+    """Tells whether files can be sorted by a column, which may have been dropped since the layout was chosen."""
     return name in schema.names and not pa.types.is_nested(schema.field(name).type)
 
 
 def _column(rows: pa.Table, field: pa.Field, given: set[str]) -> pa.ChunkedArray:
-    """A column in the table's type; null where the rows have none of that name."""
+    """Returns a column in the table's type, or nulls where the rows do not have it."""
     if field.name not in given:
         return pa.chunked_array([pa.nulls(rows.num_rows, field.type)], field.type)
     column = rows[field.name]
@@ -144,12 +144,12 @@ def _column(rows: pa.Table, field: pa.Field, given: set[str]) -> pa.ChunkedArray
 
 
 def _begin(chunk: pq.ColumnChunkMetaData) -> int:
-    """Where a column chunk begins in its file."""
+    """Returns the offset of a column chunk in its file."""
     return int(min(chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset))
 
 
-def chunks(schema: pa.Schema, batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
-    """Collects batches into tables of at least `rows` rows (the last one may be smaller)."""
+def collect_chunks(schema: pa.Schema, batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
+    """Collects batches into tables of at least `rows` rows. The last table may be smaller."""
     pending: list[pa.RecordBatch] = []
     count = 0
     for batch in batches:

@@ -14,7 +14,7 @@ from pipeline.config.complaints import explain
 from pipeline.config.files import ROOT, home_path, put, read_yaml
 from pipeline.data.config import SplitConfig
 from pipeline.data.filters import check_filter
-from pipeline.data.joined.source import contents, pin
+from pipeline.data.joined.source import pin_sources, source_identity
 from pipeline.errors import ConfigError
 from pipeline.evaluation.config import EvaluationConfig, GateConfig
 from pipeline.evaluation.policy import Policy
@@ -209,7 +209,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         if not joined:
             return others
         warehouse = Warehouse(self.warehouse, self.home_path / "warehouse")
-        found = [contents(pinned, warehouse) for pinned in pin(joined, ROOT, warehouse)]
+        found = [source_identity(pinned, warehouse) for pinned in pin_sources(joined, ROOT, warehouse)]
         return others | {"joined": [source.model_dump(mode="json") for source in joined], "joined_contents": found}
 
     def identity(self, snapshot_id: int) -> str:

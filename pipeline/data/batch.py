@@ -1,4 +1,4 @@
-"""Batch: the tensors of one step, and their position in the data."""
+"""The tensors of one step and their position in the data."""
 
 from dataclasses import dataclass, replace
 
@@ -13,26 +13,26 @@ from pipeline.transforms.kernels.hashing import take_lists
 
 
 class Position(BaseModel, frozen=True):
-    """Where the data stands after a batch: counts global batches and rows, so it means the same at every world size."""
+    """Position in the data after a batch. It counts global batches and rows, so it is valid at every world size."""
 
     epoch: int = 0
     batches: int = 0
-    """Global batches of this epoch already taken."""
+    """Global batches already taken from this epoch."""
     window: int = 0
-    """Window of the epoch that the next batch begins in."""
+    """Window of the epoch in which the next batch begins."""
     row: int = 0
-    """Row of that window, in shuffled order, that it begins with."""
+    """Row of that window, in shuffled order, with which it begins."""
 
 
 class Times(BaseModel, frozen=True):
-    """Seconds that a global batch took on its way."""
+    """Seconds spent on a global batch before training."""
 
     extract: float = 0.0
-    """Workers reading and decoding its rows."""
+    """Reading and decoding its rows in workers."""
     transform: float = 0.0
-    """Workers transforming, shuffling and cutting them."""
+    """Transforming, shuffling and batching them in workers."""
     wait: float = 0.0
-    """This rank waiting for it."""
+    """Waiting for it in this rank."""
 
 
 NO_TIMES = Times()
@@ -43,10 +43,9 @@ class Batch:
     """Rows of one step on one rank.
 
     Shapes:
-        dense: float32 [B, D]. labels: float32 [B]. weights: float32 [B], 0 for a row of padding, else 1 or what the
-        weight column says.
-        sparse: F features of B bags, ids int64, lengths int32. Of a shared feature the first bags are those of runs of
-        rows, and the rest is empty.
+        dense: float32 [B, D]. labels: float32 [B]. weights: float32 [B], 0 for padding, else the weight column or 1.
+        sparse: F features of B bags, ids int64, lengths int32. A shared feature has one bag per run of rows first; its
+        other bags are empty.
     """
 
     dense: torch.Tensor
@@ -55,26 +54,26 @@ class Batch:
     weights: torch.Tensor
     position: Position
     global_rows: int
-    """Rows of the whole batch, over all ranks."""
+    """Rows of the global batch."""
     times: Times = NO_TIMES
     global_weight: float | None = None
-    """Sum of the weights of all its rows, over all ranks; None: each weighs 1."""
+    """Sum of the weights of the global batch. None: each row weighs 1."""
     shared: SharedFeatures | None = None
-    """Bags that rows have in common; None: each row has its own."""
+    """Bags shared by rows. None: each row has its own."""
 
     @property
     def whole(self) -> float:
-        """What the losses of all ranks are divided by: the weighted mean is what is trained on."""
+        """Divisor of the summed losses of all ranks: training minimizes the weighted mean."""
         return self.global_rows if self.global_weight is None else self.global_weight
 
     @property
     def inputs(self) -> tuple[torch.Tensor, KeyedJaggedTensor] | tuple[torch.Tensor, KeyedJaggedTensor, SharedFeatures]:
-        """What a model takes."""
+        """Arguments of the model."""
         return (self.dense, self.sparse) if self.shared is None else (self.dense, self.sparse, self.shared)
 
     @property
     def plain(self) -> "Batch":
-        """The same rows, each with bags of its own."""
+        """The same rows without shared bags."""
         if self.shared is None:
             return self
         features, rows = len(self.sparse.keys()), len(self.labels)
@@ -87,7 +86,7 @@ class Batch:
         return replace(self, sparse=sparse, shared=None)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """The same batch on another device."""
+        """Moves the batch to a device."""
         if self.dense.device == device:
             return self
         moved = [tensor.to(device, non_blocking=non_blocking) for tensor in (self.dense, self.labels, self.weights)]
@@ -97,7 +96,7 @@ class Batch:
 
 
 def sparse_tensor(names: list[str], columns: tuple[Column, ...]) -> KeyedJaggedTensor:
-    """Bags of F features over B rows as TorchRec takes them.
+    """Converts the bags of F features over B rows to TorchRec's format.
 
     Example:
         >>> sparse_tensor(["a"], (Column(np.array([4, 5]), np.array([0, 2, 2])),)).lengths().tolist()

@@ -13,7 +13,7 @@ DayText = Annotated[str, BeforeValidator(str)]  # YAML reads 2013-01-31 as a dat
 
 
 class DaysSplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Days by name: dates, or ranges such as 2013-01-01..2013-01-31, both ends included."""
+    """Days by name: dates, or ranges such as 2013-01-01..2013-01-31 with both ends included."""
 
     train: tuple[DayText, ...] = Field(min_length=1)
     valid: tuple[DayText, ...] = ()
@@ -29,13 +29,13 @@ class DaysSplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
                         f"split.days.{part} '{text}'",
                         f"days outside split.days.{other}",
                         f"'{other_text}', which shares days",
-                        "Every row may be in one part only; change one of them.",
+                        "Every row may be in one part only. Change one of them.",
                     )
         return self
 
 
 class NthDaySplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Day of the year modulo n; what is neither valid nor test trains."""
+    """Day of the year modulo n. Days that are neither valid nor test train."""
 
     n: PositiveInt
     valid: NonNegativeInt | None = None
@@ -50,7 +50,7 @@ class NthDaySplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
 
 
 class ColumnSplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """A text column that names the part of each row."""
+    """A text column with the part of each row."""
 
     name: str
     train: str = "train"
@@ -67,14 +67,14 @@ class ColumnSplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
 
 
 class HashSplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Rows of one key stay together; keys are dealt out by a stable hash."""
+    """Rows with the same key stay together. A stable hash assigns keys to parts."""
 
     key: str | tuple[str, ...]
-    """Integer or text column, such as the user; several together name what is dealt out, such as one row."""
+    """Integer or text column such as the user, or several columns that form the key together."""
     shares: dict[Part, FiniteFloat]
-    """Share of the keys of each part; together at most 1."""
+    """Share of the keys in each part. The sum is at most 1."""
     days: tuple[DayText, ...] = ()
-    """Dates, or ranges such as 2013-01-01..2013-01-31, that the rows are of; none: all days."""
+    """Dates, or ranges such as 2013-01-01..2013-01-31, to take rows from. Empty: all days."""
 
     @model_validator(mode="after")
     def _disjoint(self) -> Self:
@@ -82,7 +82,7 @@ class HashSplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         if not {"train", "test"} <= self.shares.keys() or min(shares) <= 0.0 or sum(shares) > 1.0 + 1e-9:
             raise ConfigError(
                 "split.hash.shares",
-                "positive shares of train and test, all together at most 1",
+                "positive shares of train and test with a sum of at most 1",
                 f"{self.shares}",
                 "Correct them.",
             )
@@ -92,17 +92,17 @@ class HashSplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     @property
     def last_day(self) -> datetime.date | None:
-        """The last of `days`; None where none are named."""
+        """The last of `days`, or None without days."""
         return max((day_span(text)[1] for text in self.days), default=None)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that make up the key."""
+        """The columns of the key."""
         return (self.key,) if isinstance(self.key, str) else self.key
 
 
 class SplitConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """One of four ways to part the rows."""
+    """One of four ways to split the rows."""
 
     days: DaysSplit | None = None
     every_nth_day: NthDaySplit | None = None

@@ -1,4 +1,4 @@
-"""Files that a configuration names, and what tells one that was read before from one that has changed."""
+"""Finds configured files and detects changed ones."""
 
 import glob
 import hashlib
@@ -10,16 +10,16 @@ from pathlib import Path
 from pipeline.errors import ConfigError
 
 CSV = re.compile(r"\.csv(\.\w+)?$", re.IGNORECASE)
-"""Names of CSV files, compressed ones too."""
+"""Matches names of CSV files, including compressed ones."""
 Stamp = tuple[str, int, int]
-"""Name, size and time of change of a file."""
+"""Name, size and modification time of a file."""
 
 
-def files_of(pattern: str | Sequence[str], root: Path, where: str) -> list[Path]:
-    """Files that a path, a glob or several of them name, sorted by name.
+def find_files(pattern: str | Sequence[str], root: Path, where: str) -> list[Path]:
+    """Finds the files of one or more paths or globs, sorted by name.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If there are none.
     """
     patterns = [pattern] if isinstance(pattern, str) else list(pattern)
     names = [str(Path(text).expanduser()) for text in patterns]
@@ -33,11 +33,11 @@ def files_of(pattern: str | Sequence[str], root: Path, where: str) -> list[Path]
 
 
 def stamp(path: Path) -> Stamp:
-    """What tells that a file is the one already read."""
+    """Returns the stamp of a file, which changes with its content."""
     status = path.stat()
     return path.name, status.st_size, status.st_mtime_ns
 
 
 def fingerprint(value: object) -> str:
-    """What tells a value from others, by its JSON: 16 hexadecimal digits."""
+    """Hashes the JSON of a value to 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

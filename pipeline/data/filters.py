@@ -1,6 +1,6 @@
-"""Row filters: comparisons of columns with constants, checked before any row is read.
+"""Parses and checks row filters, which compare columns with constants.
 
-Config classes check filters too, so pyiceberg is imported only once there is a filter.
+Configs import this module, so it imports pyiceberg only when there is a filter.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What the columns of a table look like, day by day: measured by DuckDB, kept in a table of its own."""
+"""Statistics of a table's columns by day, measured with DuckDB and stored in a table of their own."""
 
 import datetime
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -9,18 +9,18 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.data.columns import TRAILING_DAYS
-from storage.query import column_types, quoted
+from storage.query import column_types, quote
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 
 PROFILE = "profile"
-"""Suffix of the table that holds the statistics of another."""
+"""Suffix of a table of statistics."""
 BUCKETS = 16
 AT_A_TIME = 200
-"""Sketches held at once, days times columns; more columns take several passes over the rows.
-Each takes up to 300 kB, which DuckDB cannot spill."""
+"""Sketches in memory, days times columns. More columns take several passes over the rows.
+Each sketch takes up to 300 kB, which DuckDB cannot spill."""
 COLUMNS_AT_A_TIME = 50
-"""A column costs memory however few days there are."""
+"""Columns per pass, since each costs memory even with few days."""
 SCHEMA = pa.schema(
     {
         DAY: pa.date32(),
@@ -40,26 +40,26 @@ SCHEMA = pa.schema(
         "drift": pa.float64(),
     }
 )
-"""One row for a column and day. `present` counts rows with a value: not null, not NaN, no empty list. Lengths are of
-present lists. `distinct` is approximate. Moments and bounds leave out what is not finite; whole numbers have them."""
+"""One row per column and day. `present` counts rows with a value: not null, not NaN, not an empty list. Lengths are of
+present lists. `distinct` is approximate. Moments and bounds cover finite values, including those of integers."""
 
 Row = dict[str, Any]
 _WHOLE = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "BOOLEAN")
 _REAL = ("FLOAT", "DOUBLE")
 _LARGEST = "1e150"
-"""Above it squares are infinite: such values count as present, and in nothing else."""
+"""Larger values overflow when squared. They count as present and in nothing else."""
 
 
 def profile_name(table: str) -> str:
-    """Name of the table that holds the statistics of `table`."""
+    """Returns the name of the table with the statistics of `table`."""
     return f"{table}_{PROFILE}"
 
 
 def profiles(warehouse: Warehouse, table: str, days: Collection[datetime.date] | None = None) -> pa.Table:
-    """Stored statistics of a table, by day and column; days that have none are left out.
+    """Reads stored statistics of a table, ordered by day and column. Days without statistics are left out.
 
     Args:
-        days: The days asked for; None: all.
+        days: The days to read. None: all.
     """
     name = profile_name(table)
     if not warehouse.has_table(name) or warehouse.table(name).current_snapshot() is None:
@@ -71,7 +71,7 @@ def profiles(warehouse: Warehouse, table: str, days: Collection[datetime.date] |
 
 
 def store(warehouse: Warehouse, table: str, measured: pa.Table, days: Mapping[datetime.date, str]) -> SnapshotRef:
-    """Replaces the statistics of days of a table; a day without rows in `measured` loses those it had.
+    """Replaces the statistics of days of a table. A day without rows in `measured` loses its statistics.
 
     Args:
         days: Day -> identity of what was written to the table.
@@ -86,19 +86,19 @@ def measure(
     numbers: Collection[str] = (),
     counts: Mapping[datetime.date, int] | None = None,
 ) -> pa.Table:
-    """Statistics of all columns of a view, by day; `drift` is left open.
+    """Measures all columns of a view by day. `drift` stays null.
 
-    Memory holds sketches, not rows. Columns are measured in groups, each in one pass over the view.
+    Memory holds sketches, not rows. Columns are measured in groups, one pass over the view per group.
 
     Args:
-        view: Has the column `day`; columns whose names begin with `__` are passed over.
+        view: Has the column `day`. Columns with names starting with `__` are skipped.
         numbers: Integer columns that are counts or the label, not ids.
-        counts: Day -> its rows, where that is known.
+        counts: Day -> its rows, if known.
     """
     types = column_types(connection, view)
     columns = {name: kind for name, kind in types.items() if name != DAY and not name.startswith("__")}
     counts = rows_of(connection, view) if counts is None else counts
-    return measure_columns(connection, lambda needed: quoted(view), columns, counts, numbers)
+    return measure_columns(connection, lambda needed: quote(view), columns, counts, numbers)
 
 
 def measure_days(
@@ -108,7 +108,7 @@ def measure_days(
     days: Collection[datetime.date],
     numbers: Collection[str] = (),
 ) -> pa.Table:
-    """Statistics of days that are written already; else as `measure`."""
+    """Measures days that are already written, as `measure` does."""
     stored = warehouse.day_rows(snapshot)
     counts = {day: stored[day] for day in days if day in stored}
     names = [name for name in warehouse.schema(snapshot).names if name != DAY]
@@ -118,18 +118,18 @@ def measure_days(
 
 
 def rows_of(connection: duckdb.DuckDBPyConnection, view: str) -> dict[datetime.date, int]:
-    """Day -> its rows in a view."""
-    return dict(connection.sql(f"SELECT {DAY}, count(*) FROM {quoted(view)} GROUP BY {DAY}").fetchall())
+    """Counts the rows of each day in a view."""
+    return dict(connection.sql(f"SELECT {DAY}, count(*) FROM {quote(view)} GROUP BY {DAY}").fetchall())
 
 
 def types_of(connection: duckdb.DuckDBPyConnection, table: pa.Table) -> dict[str, str]:
-    """Column -> its type, as DuckDB calls it."""
+    """Returns column -> DuckDB type of an Arrow table."""
     connection.register("types_of_a_table", table)
     return column_types(connection, "types_of_a_table")
 
 
 Rows = Callable[[Collection[str]], str]
-"""Columns -> a relation that has them and `day`, in SQL; it is read once."""
+"""Columns -> an SQL relation with them and `day`, to be read once."""
 
 
 def stored_rows(
@@ -146,8 +146,8 @@ def stored_rows(
     return rows
 
 
-def with_drift(measured: pa.Table, earlier: pa.Table, trailing_days: int = TRAILING_DAYS) -> pa.Table:
-    """The statistics with `drift` of each day against the days before it, which `earlier` and the table itself hold."""
+def add_drift(measured: pa.Table, earlier: pa.Table, trailing_days: int = TRAILING_DAYS) -> pa.Table:
+    """Adds the `drift` of each day against the days before it, taken from `earlier` and the statistics themselves."""
     fresh = set(measured[DAY].to_pylist())
     before = [row for row in earlier.select([DAY, "column", "histogram"]).to_pylist() if row[DAY] not in fresh]
     histograms: dict[str, dict[datetime.date, list[int]]] = {}
@@ -161,9 +161,9 @@ def with_drift(measured: pa.Table, earlier: pa.Table, trailing_days: int = TRAIL
 
 
 def stability(histogram: Sequence[int] | None, earlier: Sequence[Sequence[int] | None]) -> float | None:
-    """Population stability index of a histogram against the sum of earlier ones; None where one is empty.
+    """Returns the population stability index of a histogram against the sum of earlier ones, or None if one is empty.
 
-    Half a value is added to each bucket, so that an empty one does not make it infinite.
+    Half a value is added to each bucket: an empty bucket would make the index infinite.
 
     Example:
         >>> stability([10, 10], [[50, 50]]), round(stability([90, 10], [[50, 50]]), 2)
@@ -184,10 +184,10 @@ def measure_columns(
     counts: Mapping[datetime.date, int],
     numbers: Collection[str],
 ) -> pa.Table:
-    """As `measure`.
+    """Measures columns as `measure` does.
 
     Args:
-        columns: Column -> its type, as DuckDB calls it.
+        columns: Column -> its DuckDB type.
         counts: Day -> its rows.
     """
     kinds = {name: _kind(kind, name in numbers) for name, kind in columns.items()}
@@ -199,7 +199,7 @@ def measure_columns(
         lengths = _rows(connection, _query(rows(names), {name: _length_parts(name) for name in names}), names)
         found += [row | _length_statistics(row.pop("lengths") or {}) for row in lengths]
     known = {(row[DAY], row["column"]): row for row in found}
-    for text in (False, True):  # one pass takes items of one type
+    for text in (False, True):  # one pass handles items of one type
         lists = [name for name in columns if kinds[name] == "ids" and columns[name].startswith("VARCHAR") == text]
         for names in _groups(lists, len(counts)):
             for day, number, distinct, buckets in connection.sql(_item_query(rows(names), names, text)).fetchall():
@@ -210,7 +210,7 @@ def measure_columns(
 
 
 def _groups(columns: list[str], days: int) -> Iterator[list[str]]:
-    """Columns that are measured together."""
+    """Splits columns into groups that are measured in one pass."""
     size = max(1, min(COLUMNS_AT_A_TIME, AT_A_TIME // max(1, days)))
     return (columns[start : start + size] for start in range(0, len(columns), size))
 
@@ -220,7 +220,7 @@ Parts = dict[str, str]
 
 
 def _query(source: str, parts: Mapping[str, Parts]) -> str:
-    """One row a day: a struct of statistics for each column."""
+    """Builds a query that returns one row per day with a struct of statistics for each column."""
     structs = [
         "{" + ", ".join(f"'{name}': {aggregate}" for name, aggregate in one.items()) + "}" for one in parts.values()
     ]
@@ -246,9 +246,9 @@ def _kind(kind: str, number: bool) -> str:
 
 
 def _plain_parts(name: str, kind: str, what: str) -> Parts:
-    column = quoted(name)
-    there = f"CASE WHEN NOT isnan({column}) THEN {column} END" if kind in _REAL else column
-    parts = {"present": f"count({there})", "distinct": f"approx_count_distinct({there})"}
+    column = quote(name)
+    present = f"CASE WHEN NOT isnan({column}) THEN {column} END" if kind in _REAL else column
+    parts = {"present": f"count({present})", "distinct": f"approx_count_distinct({present})"}
     if what in ("number", "id"):
         value = f"CAST({column} AS DOUBLE)"
         finite = f"CASE WHEN abs({value}) < {_LARGEST} THEN {value} END" if kind in _REAL else value
@@ -261,10 +261,11 @@ def _plain_parts(name: str, kind: str, what: str) -> Parts:
 
 
 def _number_bucket(value: str) -> str:
-    """Zero, 11 buckets of half powers of two for positive numbers, 4 of powers of two for negative ones, repeated.
+    """Returns SQL for the bucket of a number: zero, 11 buckets for positive numbers and 4 for negative ones.
 
-    The bucket depends on the value alone, so any two days can be compared. A change of scale shows as long as it is not
-    a power of 2 ** 5.5; numbers in another unit (10, 60, 1000, 1024) do.
+    Positive buckets are half powers of two, negative ones powers of two, both cyclic. The bucket depends on the value
+    alone, so any two days can be compared. A change of scale shows unless it is a power of 2 ** 5.5, so a change of
+    unit (10, 60, 1000, 1024) does.
     """
     positive = f"1 + ((CAST(floor(2 * log2({value})) AS INTEGER) % 11) + 11) % 11"
     negative = f"12 + ((CAST(floor(log2(-({value}))) AS INTEGER) % 4) + 4) % 4"
@@ -272,7 +273,7 @@ def _number_bucket(value: str) -> str:
 
 
 def _id_bucket(column: str) -> str:
-    """A hash of ours: DuckDB's may change between versions. Popular ids show where their share changes."""
+    """Returns SQL for the bucket of an id. DuckDB's own hash may change between versions."""
     return f"((CAST({column} AS BIGINT) % 2147483647) * 1103515245) % 2147483647 & 15"
 
 
@@ -281,14 +282,14 @@ def _text_bucket(column: str) -> str:
 
 
 def _length_parts(name: str) -> Parts:
-    return {"lengths": f"histogram(len({quoted(name)}))"}
+    return {"lengths": f"histogram(len({quote(name)}))"}
 
 
 def _item_query(source: str, names: Sequence[str], text: bool) -> str:
-    """Rows of (day, number of the column, distinct items, histogram): all lists of one pass, one below the other."""
+    """Builds a query for rows of (day, column number, distinct items, histogram) over the lists of one pass."""
     item = "VARCHAR" if text else "BIGINT"
     numbers = ", ".join(map(str, range(len(names))))
-    lists = ", ".join(f"CAST({quoted(name)} AS {item}[])" for name in names)
+    lists = ", ".join(f"CAST({quote(name)} AS {item}[])" for name in names)
     below = f"SELECT {DAY}, unnest([{numbers}]) AS number, unnest([{lists}]) AS items FROM {source}"
     bucket = _text_bucket("item") if text else _id_bucket("item")
     return (

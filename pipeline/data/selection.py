@@ -1,4 +1,4 @@
-"""Which rows train, which stop the training, which judge it: a split that no row crosses."""
+"""Selects the rows of the train, validation and test parts, which are disjoint."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -25,37 +25,37 @@ HASH_STEPS = 1 << HASH_BITS
 
 
 class Selection(BaseModel, frozen=True):
-    """Rows of one part: whole days, thinned by a filter and a range of key hashes."""
+    """Rows of one part: whole days, reduced by a filter, a range of key hashes and sampling."""
 
     days: tuple[datetime.date, ...]
     filter: str | None = None
-    """Row filter of the user, an Iceberg expression."""
+    """The user's row filter, an Iceberg expression."""
     equals: tuple[str, str] | None = None
-    """A text column and the value it must have."""
+    """A text column and its required value."""
     hash_keys: tuple[str, ...] = ()
     hash_range: tuple[int, int] = (0, HASH_STEPS)
     sampling: Sampling | None = None
-    """Keeps a share of the rows that all else selects."""
+    """Keeps a share of the rows that the other criteria select."""
 
     @property
     def exact(self) -> bool:
-        """Whether every row of the days is selected, so that metadata alone counts them."""
+        """Whether all rows of the days are selected. Then metadata alone counts them."""
         return (self.filter, self.equals, self.hash_keys, self.sampling) == (None, None, (), None)
 
     def expression(self) -> BooleanExpression | None:
-        """What Iceberg can filter."""
+        """Returns the part of the selection that Iceberg can filter."""
         parts = [parse_filter(self.filter)] if self.filter else []
         if self.equals is not None:
             parts.append(EqualTo(*self.equals))  # type: ignore[call-arg, arg-type]  # pydantic hides its signature
         return And(*parts) if len(parts) > 1 else parts[0] if parts else None
 
     def key_columns(self) -> list[str]:
-        """Columns that `keep` reads."""
+        """Returns the columns that `keep` reads."""
         sampled = self.sampling.inputs if self.sampling is not None else ()
         return list(dict.fromkeys([*self.hash_keys, *sampled]))
 
     def keep(self, rows: pa.Table) -> pa.Table:
-        """Rows whose key falls into the range and which the sampling keeps."""
+        """Filters rows by the range of key hashes and by sampling."""
         if self.hash_keys:
             low, high = self.hash_range
             steps = hash_steps(*(rows.column(name).combine_chunks() for name in self.hash_keys))
@@ -67,12 +67,12 @@ class Selection(BaseModel, frozen=True):
 
 
 def hash_steps(*keys: pa.Array) -> npt.NDArray[np.int64]:
-    """Stable hash of each row's key in [0, HASH_STEPS); a null key of one column gives 0.
+    """Hashes each row's key to a stable value in [0, HASH_STEPS). A null in a single key column gives 0.
 
     Args:
-        keys: Columns of as many rows each; several are hashed as one sequence.
+        keys: Columns of equal length. Several are hashed as one sequence.
     Raises:
-        ConfigError: If a row can have more than one key.
+        ConfigError: If a column is nested.
     """
     for key in keys:
         if pa.types.is_nested(key.type):
@@ -94,15 +94,15 @@ def select(
     row_filter: str | None,
     sampling: Sampling | None = None,
 ) -> Selection | None:
-    """The rows of a part among the days of a snapshot; None where the split has no such part.
+    """Selects the rows of a part from the days of a snapshot. Returns None if the split does not have the part.
 
     Args:
-        sampling: Thins the part that trains; models are judged by all rows.
+        sampling: Samples the train part. Models are evaluated on all rows.
     Raises:
-        EmptyDatasetError: If a day named is not in the snapshot, or no day is left.
+        EmptyDatasetError: If a named day is not in the snapshot, or no day is left.
     """
     if not days:
-        raise EmptyDatasetError("split", "days to part", "a table without rows", "Ingest some days.")
+        raise EmptyDatasetError("split", "days to split", "a table without rows", "Ingest some days.")
     chosen: list[datetime.date] = list(days)
     equals: tuple[str, str] | None = None
     keys: tuple[str, ...] = ()
@@ -145,25 +145,25 @@ def select(
 def days_between(
     rows: Mapping[datetime.date, int], start: datetime.date | None, end: datetime.date | None, what: str
 ) -> dict[datetime.date, int]:
-    """Days of a table, both ends included, with their rows.
+    """Returns the days of a table between two days, both included, with their row counts.
 
     Args:
-        start: None: the first day.
-        end: None: the last one.
+        start: None for the first day.
+        end: None for the last day.
         what: The days as an error names them.
     Raises:
-        EmptyDatasetError: If there is none.
+        EmptyDatasetError: If there are none.
     """
     found = {day: rows[day] for day in rows if (start is None or start <= day) and (end is None or day <= end)}
     if not found:
         span = f"days among {min(rows)} to {max(rows)}" if rows else "a table with days"
-        asked = f"{start or 'the first'} to {end or 'the last'}"
-        raise EmptyDatasetError(what, span, f"none from {asked}", "Change start and end.")
+        requested = f"{start or 'the first'} to {end or 'the last'}"
+        raise EmptyDatasetError(what, span, f"none from {requested}", "Change start and end.")
     return found
 
 
 def share_rows(one: Selection, other: Selection) -> bool:
-    """Whether rows may be in both selections; what filter and sampling leave out is not looked at."""
+    """Tells whether two selections may share rows. Ignores filters and sampling."""
     if not set(one.days) & set(other.days):
         return False
     if one.equals and other.equals and one.equals[0] == other.equals[0] and one.equals[1] != other.equals[1]:
@@ -173,10 +173,10 @@ def share_rows(one: Selection, other: Selection) -> bool:
 
 
 def check_sampling(sampling: Sampling, table: pa.Schema) -> None:
-    """Refuses keys that the table does not have or that cannot be compared.
+    """Checks that the table has the sampling keys in comparable types.
 
     Raises:
-        ConfigError: If a key is absent, or neither integers nor text.
+        ConfigError: If a key is missing, or is neither integers nor text.
     """
     for name in sampling.inputs:
         if name not in table.names:

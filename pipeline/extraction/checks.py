@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pyarrow as pa
 from pydantic import BaseModel
 
-from pipeline.data.profile import with_drift
+from pipeline.data.profile import add_drift
 from pipeline.errors import DataError
 from pipeline.extraction.config import ChecksConfig, Rule, Verdict
 from storage.reader import DAY
@@ -109,7 +109,7 @@ def check(
     for day in fresh:
         past = [other for other in sorted(tables) if other < day][-config.trailing_days :]
         before = pa.concat_tables([measured.slice(0, 0), *(tables[other] for other in past)])
-        table = with_drift(_of(measured, day), before, config.trailing_days)
+        table = add_drift(_of(measured, day), before, config.trailing_days)
         new, history = _by_column(table), [days[other] for other in past]
         bands = bounds(new, history, config, label) if len(history) >= config.minimum_days else {}
         found = list(_findings(day, new, history, bands, config, label, duplicates.get(day, 0)))

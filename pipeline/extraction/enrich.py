@@ -11,8 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 from pydantic import BaseModel
 
-from pipeline.data.joined.reader import Side, bare
-from pipeline.data.joined.source import SideSource, added_columns, contents, pin
+from pipeline.data.joined.reader import SourceColumns, without_field_ids
+from pipeline.data.joined.source import FeatureSource, added_columns, pin_sources, source_identity
 from pipeline.data.selection import days_between
 from pipeline.errors import ConfigError
 from pipeline.transforms.schema import FeatureJoin
@@ -45,7 +45,7 @@ class EnrichResult(BaseModel, frozen=True):
 class _Columns:
     """What feature sources add to a table."""
 
-    sources: list[SideSource]
+    sources: list[FeatureSource]
     added: pa.Schema
     kept: pa.Schema
     """The table's other columns."""
@@ -103,7 +103,7 @@ def enrich(
     plan = _plan_days(columns, warehouse, table, days, force)
     if not force:
         _refuse_values(warehouse, snapshot, columns, plan.due)
-    sides = [Side(source, source.schema.names) for source in columns.sources]
+    sides = [SourceColumns(source, source.schema.names) for source in columns.sources]
     _write_days(warehouse, snapshot, columns, plan, sides, report)
     after, seen = warehouse.current(table), sum(side.rows for side in sides)
     files = warehouse.day_files(after)
@@ -121,14 +121,14 @@ def enrich(
 
 def _resolve_columns(joined: Sequence[FeatureJoin], warehouse: Warehouse, table: str, root: Path) -> _Columns:
     """Checks the columns against the table: a column that an ingest wrote must not be overwritten."""
-    sources = [SideSource(pinned, warehouse) for pinned in pin(joined, root, warehouse)]
+    sources = [FeatureSource(pinned, warehouse) for pinned in pin_sources(joined, root, warehouse)]
     stored = warehouse.table(table).schema().as_arrow()  # a column may be gone, or renamed, since the last commit
     ours = set(json.loads(warehouse.property_of(table, COLUMNS) or "[]"))
     added = added_columns(sources, pa.schema([field for field in stored if field.name not in ours]))
     if not ours.issuperset(added.names):
         warehouse.set_property(table, COLUMNS, json.dumps(sorted(ours.union(added.names))))
-    kept = [pa.field(field.name, bare(field.type)) for field in stored if field.name not in added.names]
-    plain = pa.schema([pa.field(field.name, bare(field.type)) for field in added])
+    kept = [pa.field(field.name, without_field_ids(field.type)) for field in stored if field.name not in added.names]
+    plain = pa.schema([pa.field(field.name, without_field_ids(field.type)) for field in added])
     return _Columns(sources, plain, pa.schema(kept), tuple(stored.names))
 
 
@@ -155,7 +155,7 @@ def _write_days(
     snapshot: SnapshotRef,
     columns: _Columns,
     plan: _Plan,
-    sides: Sequence[Side],
+    sides: Sequence[SourceColumns],
     report: Callable[[int, int], None],
 ) -> None:
     """Writes the due days, each in one commit."""
@@ -198,7 +198,7 @@ def _open_reader(warehouse: Warehouse, snapshot: SnapshotRef, names: Sequence[st
 def _join_rows(
     reader: SnapshotReader,
     day: datetime.date,
-    sides: Sequence[Side],
+    sides: Sequence[SourceColumns],
     schema: pa.Schema,
     on_rows: Callable[[int], None],
 ) -> Iterator[pa.RecordBatch]:
@@ -207,7 +207,7 @@ def _join_rows(
     for batch in (batch for fragment in reader.fragments([day]) for batch in reader.batches(fragment)):
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         for side in sides:
-            columns |= dict(zip(side.names, side.add([batch.column(name) for name in side.on], day), strict=True))
+            columns |= dict(zip(side.names, side.look_up([batch.column(name) for name in side.on], day), strict=True))
         arrays = [columns[field.name].cast(field.type) for field in schema]
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
         count += batch.num_rows
@@ -219,13 +219,13 @@ def _report_from(report: Callable[[int, int], None], base: int, total: int, rows
 
 
 def _identities(
-    sources: Sequence[SideSource], days: Iterable[datetime.date], warehouse: Warehouse
+    sources: Sequence[FeatureSource], days: Iterable[datetime.date], warehouse: Warehouse
 ) -> dict[datetime.date, dict[str, str]]:
     """Day -> column -> identity of what it would be written from. Sources without rows of the day are left out."""
     found: dict[datetime.date, dict[str, str]] = {day: {} for day in days}
     for source in sources:
         dated = source.source.day_column is not None
-        inside = source.days() if dated else dict.fromkeys(found, contents(source.pinned, warehouse))
+        inside = source.days() if dated else dict.fromkeys(found, source_identity(source.pinned, warehouse))
         for day in found.keys() & inside.keys():
             for name, raw in source.added.items():
                 declared = [raw, source.source.on, source.source.day_column, f"{source.schema.field(name).type}"]

@@ -10,19 +10,19 @@ import pyarrow as pa
 from pipeline.data.columns import TRAILING_DAYS
 from pipeline.data.profile import (
     SCHEMA,
+    add_drift,
     measure,
     measure_days,
     profile_name,
     profiles,
     store,
-    with_drift,
 )
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.checks import CheckResult, check
 from pipeline.extraction.config import ChecksConfig
 from pipeline.extraction.sources import first_line
 from storage.days import identities
-from storage.query import quoted
+from storage.query import quote
 from storage.reader import DAY
 from storage.warehouse import Warehouse
 
@@ -133,7 +133,7 @@ def repair_profile(
             store_profile(warehouse, table, None, days)
             continue
         earlier = profiles(warehouse, table, _days_before(warehouse, table, days, TRAILING_DAYS))
-        store(warehouse, table, with_drift(measured, earlier), days)
+        store(warehouse, table, add_drift(measured, earlier), days)
 
 
 def release_days(warehouse: Warehouse, table: str, days: Collection[datetime.date]) -> None:
@@ -162,11 +162,11 @@ def _count_duplicates(connection: duckdb.DuckDBPyConnection, rows: str, key: str
     if key not in columns:
         known = ", ".join([name for name in columns if not name.startswith("__")][:8])
         raise ConfigError("ingest.checks.key", "a column of the rows", f"'{key}', known: {known}", "Correct the name.")
-    column = quoted(key)
+    column = quote(key)
     return dict(
         connection.sql(
             f"SELECT {DAY}, CAST(sum(times - 1) AS BIGINT) FROM (SELECT {DAY}, {column}, count(*) AS times"
-            f" FROM {quoted(rows)} WHERE {column} IS NOT NULL GROUP BY {DAY}, {column} HAVING count(*) > 1)"
+            f" FROM {quote(rows)} WHERE {column} IS NOT NULL GROUP BY {DAY}, {column} HAVING count(*) > 1)"
             f" GROUP BY {DAY}"
         ).fetchall()
     )

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pipeline.errors import ConfigError
 from pipeline.extraction.config import WEIGHT, OutcomeLabel, Outcomes
 from pipeline.extraction.sources import FILE, ROW, create_view
-from storage.query import column_types, quoted
+from storage.query import column_types, quote
 from storage.reader import DAY
 
 KEY, SHOWN, REASON, LEFT_OUT = "__key", "__shown", "__unjoinable", "__left_out"
@@ -53,8 +53,8 @@ class Join:
         self.made = outcomes.labels_by_column(label)
         create_view(connection, "outcomes", files, "auto", "source.outcomes.path")
         self._check(label)
-        self.key, self.time = quoted(outcomes.on), quoted(outcomes.outcome_time)
-        self.shown = quoted(outcomes.feature_time)
+        self.key, self.time = quote(outcomes.on), quote(outcomes.outcome_time)
+        self.shown = quote(outcomes.feature_time)
         self.view = "labelled"
         self._create()
 
@@ -66,7 +66,7 @@ class Join:
             "found": ", ".join([f"{self.key} AS key", *counts]),
         }.items():
             self.connection.execute(f"CREATE TABLE {table} AS SELECT {columns} FROM {self.source} WITH NO DATA")
-        labels = [_value(made, i) + f" AS {quoted(name)}" for i, (name, made) in enumerate(self.made.items())]
+        labels = [_value(made, i) + f" AS {quote(name)}" for i, (name, made) in enumerate(self.made.items())]
         share, out = self.config.keep_negatives, "false"
         if share is not None:
             labels.append(f"CASE WHEN f.key IS NULL THEN {1.0 / share!r} ELSE 1.0 END::DOUBLE AS {WEIGHT}")
@@ -113,10 +113,10 @@ class Join:
         Args:
             days: SQL condition on the day.
         """
-        extra = [f"o.{quoted(self.config.action_column)} AS action"] if self._actions() else []
+        extra = [f"o.{quote(self.config.action_column)} AS action"] if self._actions() else []
         amounts = {made.amount for made in self.made.values() if made.amount is not None}
         extra += [
-            f"TRY_CAST(o.{quoted(name)} AS DECIMAL(38, 6)) AS {quoted('amount ' + name)}" for name in sorted(amounts)
+            f"TRY_CAST(o.{quote(name)} AS DECIMAL(38, 6)) AS {quote('amount ' + name)}" for name in sorted(amounts)
         ]
         self.connection.execute(
             f"CREATE TABLE attributed AS SELECT {', '.join(['s.key', 's.shown', f'o.{self.time} AS happened', *extra])}"
@@ -126,7 +126,7 @@ class Join:
         found = []
         for made in self.made.values():
             inside = f"FILTER ({self._inside(made)})"
-            summed = f"CAST(sum({quoted(f'amount {made.amount}')}) {inside} AS DOUBLE)" if made.amount else "0.0"
+            summed = f"CAST(sum({quote(f'amount {made.amount}')}) {inside} AS DOUBLE)" if made.amount else "0.0"
             found.append(f"count(*) {inside}, {summed}")
         within = " OR ".join(f"({self._inside(made)})" for made in self.made.values())
         self.connection.execute(

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import duckdb
 
-from pipeline.data.files import files_of
+from pipeline.data.files import find_files
 from pipeline.data.profile import rows_of
 from pipeline.errors import DataError
 from pipeline.extraction.config import LabelColumns, SourceConfig
@@ -95,7 +95,7 @@ def open_source_rows(
     """
     source, label, made = context.source, context.schema.label, context.outcome_columns
     files, outcomes = _find_files(context, report)
-    lookups = [(lookup, files_of(lookup.path, context.root, "source.lookups path")) for lookup in source.lookups]
+    lookups = [(lookup, find_files(lookup.path, context.root, "source.lookups path")) for lookup in source.lookups]
     sides = [path for _, paths in lookups for path in paths]
     with _connection([*files, *outcomes, *sides], context.warehouse.home / "tmp") as connection:
         numbered = bool(lookups or source.outcomes or numbered)
@@ -155,9 +155,9 @@ def _find_files(context: SourceContext, report: Report) -> tuple[list[Path], lis
     source, root = context.source, context.root
     if source.generator is None or source.outcomes is None:
         assert source.path is not None
-        files = files_of(source.path, root, "source.path")
+        files = find_files(source.path, root, "source.path")
         logged = source.outcomes.path if source.outcomes else None
-        return files, files_of(logged, root, "source.outcomes.path") if logged else []
+        return files, find_files(logged, root, "source.outcomes.path") if logged else []
     content = [source.content()["generator"], source.outcomes.window_seconds]
     folder = context.logs / f"{context.table}-{fingerprint(content)[:12]}"
     if not (folder / "complete").exists():

@@ -12,7 +12,7 @@ from pipeline.extraction.config import LabelColumns
 from pipeline.extraction.join import LEFT_OUT, REASON
 from pipeline.extraction.sources import FILE, ROW
 from pipeline.transforms.schema import FeatureSchema, input_kinds, resolve, unknown_column
-from storage.query import column_types, quoted
+from storage.query import column_types, quote
 from storage.reader import DAY
 
 _INTS = {
@@ -66,15 +66,15 @@ def add_types(
         weight if weight is not None and types[weight] == "VARCHAR" else None
     )  # text that is not a number is refused
     typed = [
-        f"{_number(name) if name == loose else _cast(name, types[name], name in dense)} AS {quoted(name)}"
+        f"{_number(name) if name == loose else _cast(name, types[name], name in dense)} AS {quote(name)}"
         for name in kept
     ]
-    date = f"TRY_CAST({quoted(day)} AS DATE)" if isinstance(day, str) else f"DATE '{day}'"
+    date = f"TRY_CAST({quote(day)} AS DATE)" if isinstance(day, str) else f"DATE '{day}'"
     reasons = [f"WHEN {REASON} IS NOT NULL THEN {REASON}"] if REASON in matched else []
     reasons += [] if made else [_bad_label(schema.label)]  # a label computed from outcomes is never bad
     reasons += [] if weight is None else [_bad_weight(weight)]
     reason = f"CASE {' '.join(reasons)} END" if reasons else "CAST(NULL AS VARCHAR)"
-    label = quoted(schema.label)
+    label = quote(schema.label)
     matched = matched if LEFT_OUT in matched else [*matched, f"false AS {LEFT_OUT}"]
     connection.execute(
         f"CREATE VIEW samples AS SELECT {', '.join([*typed, *matched])}, {date} AS {DAY}, {label} AS __raw_label,"
@@ -92,13 +92,13 @@ def add_types(
 
 def _number(name: str) -> str:
     """SQL of the column as a number, or null if it is none."""
-    return f"TRY_CAST({quoted(name)} AS DOUBLE)"
+    return f"TRY_CAST({quote(name)} AS DOUBLE)"
 
 
 def _bad_label(name: str) -> str:
     label = _number(name)
     return (
-        f"WHEN {quoted(name)} IS NULL THEN 'label is null' WHEN {label} IS NULL THEN 'label is not a number'"
+        f"WHEN {quote(name)} IS NULL THEN 'label is null' WHEN {label} IS NULL THEN 'label is not a number'"
         f" WHEN {label} NOT IN (0, 1) THEN 'label is not 0 or 1'"
     )
 
@@ -106,7 +106,7 @@ def _bad_label(name: str) -> str:
 def _bad_weight(name: str) -> str:
     weight = _number(name)
     return (
-        f"WHEN {quoted(name)} IS NULL THEN 'weight is null' WHEN {weight} IS NULL THEN 'weight is not a number'"
+        f"WHEN {quote(name)} IS NULL THEN 'weight is null' WHEN {weight} IS NULL THEN 'weight is not a number'"
         f" WHEN {weight} NOT BETWEEN {LEAST_WEIGHT} AND {MOST_WEIGHT} THEN 'weight is not {LEAST_WEIGHT:g} to"
         f" {MOST_WEIGHT:,.0f}'"
     )
@@ -175,8 +175,8 @@ def refuse_outcomes(columns: Iterable[str], made: Sequence[str]) -> None:
 def _check_text(connection: duckdb.DuckDBPyConnection, view: str, columns: list[str]) -> None:
     """Refuses text in dense columns unless it reads as numbers."""
     for name in columns:
-        bad = f"{quoted(name)} IS NOT NULL AND {_number(name)} IS NULL"
-        row = connection.sql(f"SELECT count(*), min({quoted(name)}) FROM {view} WHERE {bad}").fetchall()[0]
+        bad = f"{quote(name)} IS NOT NULL AND {_number(name)} IS NULL"
+        row = connection.sql(f"SELECT count(*), min({quote(name)}) FROM {view} WHERE {bad}").fetchall()[0]
         if row[0]:
             raise DataError(
                 f"dense column '{name}'", "numbers", f"text such as '{row[1]}' in {row[0]} rows",
@@ -186,7 +186,7 @@ def _check_text(connection: duckdb.DuckDBPyConnection, view: str, columns: list[
 
 def _cast(name: str, kind: str, dense: bool) -> str:
     """SQL of the column as a type that Iceberg stores."""
-    column = quoted(name)
+    column = quote(name)
     item, lists = (kind[:-2], "[]") if kind.endswith("[]") else (kind, "")
     if dense and kind in ("VARCHAR", _NULLS):
         return f"CAST({column} AS DOUBLE)"

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from pipeline.data.files import CSV
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import Format, SideTable
-from storage.query import quoted
+from storage.query import quote
 
 CRITEO_COLUMNS = {
     "label": "VARCHAR",
@@ -115,10 +115,10 @@ def join_side_tables(
         create_view(connection, view, files, "auto", f"source.lookups '{lookup.path}'")
         own = [name for name in connection.view(view).columns if name != FILE]
         _check_side_table(connection, lookup, view, columns, own)
-        key = ", ".join(quoted(name) for name in lookup.on)
+        key = ", ".join(quote(name) for name in lookup.on)
         added = [name for name in own if name not in lookup.on]
         columns += added
-        selected += [f"l{i}.{quoted(name)}" for name in added]
+        selected += [f"l{i}.{quote(name)}" for name in added]
         selected.append(f"l{i}.__matched AS __matched_{i}")
         joins.append(f"LEFT JOIN (SELECT *, true AS __matched FROM {view}) l{i} USING ({key})")
     connection.execute(f"CREATE VIEW {source}_wide AS SELECT {', '.join(selected)} FROM {source} s {' '.join(joins)}")
@@ -135,7 +135,7 @@ def _check_side_table(
     taken = [name for name in own if name in columns and name not in lookup.on]
     if taken:
         raise ConfigError(where, "columns that the rows do not have", f"{', '.join(taken)} in both", "Rename them.")
-    key = ", ".join(quoted(name) for name in lookup.on)
+    key = ", ".join(quote(name) for name in lookup.on)
     row = connection.sql(f"SELECT count(*), count(DISTINCT ({key})) FROM {view}").fetchall()[0]
     if row[0] != row[1]:
         raise DataError(

@@ -9,7 +9,7 @@ from pipeline.extraction.days import SourceDay, days_condition
 from pipeline.extraction.opening import OpenSource
 from pipeline.extraction.samples import GOOD
 from pipeline.transforms.schema import resolve
-from storage.query import column_types, quoted
+from storage.query import column_types, quote
 from storage.reader import DAY
 from storage.warehouse import Warehouse
 
@@ -34,7 +34,7 @@ def order_clause(rows: OpenSource, wanted: Sequence[str]) -> str:
             raise ConfigError(f"ingest.order_by '{name}'", "one value a row", "a list", "Name another column.")
     if not columns:  # DuckDB keeps the order of files, but not the order of joined rows
         return "ORDER BY __file, __row" if rows.lookups or rows.join is not None else ""
-    return f"ORDER BY {', '.join([DAY, *map(quoted, columns), '__file', '__row'])}"
+    return f"ORDER BY {', '.join([DAY, *map(quote, columns), '__file', '__row'])}"
 
 
 def write_days(
@@ -63,7 +63,7 @@ def write_days(
         query = f"SELECT {what} FROM {rows.view} s WHERE __reason IS NOT NULL AND {days_condition(days)} {order}"
         reader = rows.connection.sql(query).to_arrow_reader(BATCH_ROWS)
         warehouse.replace_days(quarantine, identities, reader.schema, reader, refused)
-    columns = ", ".join(quoted(name) for name in rows.columns)
+    columns = ", ".join(quote(name) for name in rows.columns)
     query = f"SELECT {columns} FROM {rows.view} WHERE {GOOD} AND {days_condition(days)} {order}"
     reader = rows.connection.sql(query).to_arrow_reader(BATCH_ROWS)
     kept = sum(day.kept for day in days)

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 from pydantic import BaseModel
 
-from pipeline.data.joined.reader import reader_of
-from pipeline.data.joined.source import Pinned
+from pipeline.data.joined.reader import open_reader
+from pipeline.data.joined.source import PinnedSource
 from pipeline.data.selection import Selection
 from pipeline.transforms.plan.plan import Plan
 from storage.config import WarehouseConfig
@@ -28,7 +28,7 @@ class DataSpec(BaseModel, frozen=True):
     """Column of row weights."""
     extra: tuple[str, ...] = ()
     """Additional columns, passed through unchanged for evaluation."""
-    joined: tuple[Pinned, ...] = ()
+    joined: tuple[PinnedSource, ...] = ()
     """Feature sources of the columns that the table lacks."""
     session: str | None = None
     """Session column: shuffling keeps neighbouring rows with an equal value together."""
@@ -68,6 +68,6 @@ def fit_plan(spec: DataSpec, warehouse: Warehouse) -> Plan:
 def _read_tables(spec: DataSpec, warehouse: Warehouse, columns: Sequence[str]) -> Iterator[pa.Table]:
     """Reads some columns of the selected rows, one row group at a time."""
     wanted = list(dict.fromkeys([*columns, *spec.selection.key_columns()]))
-    reader = reader_of(warehouse, spec.snapshot, wanted, spec.selection.expression(), spec.joined)
+    reader = open_reader(warehouse, spec.snapshot, wanted, spec.selection.expression(), spec.joined)
     for fragment in reader.fragments(spec.selection.days):
         yield spec.selection.keep(reader.read(fragment))

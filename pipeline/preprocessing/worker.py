@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from pipeline.data.columns import LEAST_WEIGHT, MOST_WEIGHT
-from pipeline.data.joined.reader import reader_of
+from pipeline.data.joined.reader import open_reader
 from pipeline.errors import DataError
 from pipeline.preprocessing import kernels
 from pipeline.preprocessing.batches import BatchWork, FeatureIndices, Ids, Window, iterate_chunks, write_batches
@@ -78,7 +78,7 @@ class Worker:
     def __init__(self, spec: DataSpec, warehouse: Warehouse | None = None) -> None:
         self.spec = spec
         warehouse = Warehouse(spec.warehouse, Path(spec.home)) if warehouse is None else warehouse
-        self.reader = reader_of(warehouse, spec.snapshot, spec.columns, spec.selection.expression(), spec.joined)
+        self.reader = open_reader(warehouse, spec.snapshot, spec.columns, spec.selection.expression(), spec.joined)
         rows = max((feature.rows for feature in spec.plan.sparse), default=0)
         self.deduplication = DedupPlan(spec.plan, spec.deduplicate) if spec.deduplicate else None
         self.id_type = "int32" if rows <= np.iinfo(np.int32).max else "int64"

@@ -12,8 +12,8 @@ from pyiceberg.expressions import BooleanExpression
 
 from pipeline.data.files import fingerprint
 from pipeline.data.filters import check_filter
-from pipeline.data.joined.reader import Reader, bare, filter_schema, reader_of, schema_of
-from pipeline.data.joined.source import Pinned, contents
+from pipeline.data.joined.reader import Reader, filter_schema, joined_schema, open_reader, without_field_ids
+from pipeline.data.joined.source import PinnedSource, source_identity
 from pipeline.data.selection import Selection, days_between
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.scoring.config import PROBABILITY, VERSION, ScoringConfig
@@ -50,7 +50,7 @@ class ScoringWork(BaseModel, frozen=True):
     """Rows of the days in `todo`."""
     done: tuple[datetime.date, ...]
     """Days that have their scores already, or no row to score."""
-    joined: tuple[Pinned, ...] = ()
+    joined: tuple[PinnedSource, ...] = ()
     """Feature sources of columns that the table does not have."""
 
 
@@ -70,7 +70,7 @@ def plan_scoring(
     start: datetime.date | None = None,
     end: datetime.date | None = None,
     force: bool = False,
-    joined: tuple[Pinned, ...] = (),
+    joined: tuple[PinnedSource, ...] = (),
 ) -> ScoringWork:
     """Plans which days of a snapshot to score. Reads only metadata and the filter's columns.
 
@@ -84,7 +84,7 @@ def plan_scoring(
         ConfigError: If a column to keep, or one of the filter, is not in the table.
         EmptyDatasetError: If there is no day in the range, or no row to score.
     """
-    schema, table = schema_of(warehouse, source, joined), f"{source.table}_{SCORES}"
+    schema, table = joined_schema(warehouse, source, joined), f"{source.table}_{SCORES}"
     for name in config.keep:
         if name not in schema.names:
             raise unknown_column("scoring.keep", name, schema.names)
@@ -92,7 +92,7 @@ def plan_scoring(
         check_filter(row_filter, filter_schema(warehouse, source, joined))
     days = days_between(warehouse.day_rows(source), start, end, "days to score")
     present = warehouse.day_contents(source)
-    shared = [config.keep, row_filter, *(contents(pinned, warehouse) for pinned in joined)]
+    shared = [config.keep, row_filter, *(source_identity(pinned, warehouse) for pinned in joined)]
     identities = {day: fingerprint([model, present[day], *shared]) for day in days}
     stored = warehouse.written_days(table)
     stale = [day for day in days if force or stored.get(day) != identities[day]]
@@ -129,7 +129,7 @@ def score(
         ConfigError: If the table lacks a column that the model reads. Nothing is read or written then.
         DataError: If a row's score is not a number. Earlier days stay written.
     """
-    schema = schema_of(warehouse, work.source, work.joined)
+    schema = joined_schema(warehouse, work.source, work.joined)
     missing = [name for name in model.columns if name not in schema.names]
     if missing:
         raise ConfigError(
@@ -138,8 +138,8 @@ def score(
         )  # fmt: skip
     columns = list(dict.fromkeys([*model.columns, *work.keep]))
     read = [DAY, *(name for name in columns if name != DAY)]
-    reader = reader_of(warehouse, work.source, read, _expression(work.filter), work.joined)
-    keep = [pa.field(name, bare(schema.field(name).type)) for name in work.keep]
+    reader = open_reader(warehouse, work.source, read, _expression(work.filter), work.joined)
+    keep = [pa.field(name, without_field_ids(schema.field(name).type)) for name in work.keep]
     written = pa.schema(
         [pa.field(DAY, pa.date32()), *keep, pa.field(PROBABILITY, pa.float64()), pa.field(VERSION, pa.int64())]
     )
@@ -171,14 +171,14 @@ def _count_rows(
     source: SnapshotRef,
     row_filter: str | None,
     rows: Mapping[datetime.date, int],
-    joined: tuple[Pinned, ...],
+    joined: tuple[PinnedSource, ...],
 ) -> dict[datetime.date, int]:
     """Counts the rows of each day that the filter keeps, given the rows of whole days."""
     if row_filter is None:
         return dict(rows)
     counts = dict.fromkeys(rows, 0)
     if rows:
-        reader = reader_of(warehouse, source, [DAY], _expression(row_filter), joined)
+        reader = open_reader(warehouse, source, [DAY], _expression(row_filter), joined)
         for fragment in reader.fragments(rows):
             counts[fragment.day] += sum(batch.num_rows for batch in reader.batches(fragment))
     return counts

@@ -8,7 +8,7 @@ from typing import Any
 import duckdb
 
 from pipeline.data.profile import Rows, measure_columns
-from storage.query import quoted
+from storage.query import quote
 from storage.reader import DAY
 
 ALL = datetime.date(1970, 1, 1)
@@ -109,12 +109,12 @@ def correlate(
 def _value(name: str, kind: str, label: str) -> str:
     if kind.endswith("[]") or kind.startswith(("TIMESTAMP", "DATE")):
         return "NULL"
-    value = f"TRY_CAST({quoted(name)} AS DOUBLE)"
-    return f"corr(CASE WHEN abs({value}) < 1e100 THEN {value} END, {quoted(label)})"
+    value = f"TRY_CAST({quote(name)} AS DOUBLE)"
+    return f"corr(CASE WHEN abs({value}) < 1e100 THEN {value} END, {quote(label)})"
 
 
 def _presence(name: str, label: str) -> str:
-    return f"corr(CAST({quoted(name)} IS NOT NULL AS INTEGER), {quoted(label)})"
+    return f"corr(CAST({quote(name)} IS NOT NULL AS INTEGER), {quote(label)})"
 
 
 def _number(value: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""What the footers of a snapshot's files say of its columns: where they are, what they take, what is empty."""
+"""Reads from footers which columns a snapshot's files hold, how large they are and which are empty."""
 
 import datetime
 from collections.abc import Collection, Iterator
@@ -14,35 +14,35 @@ from pyiceberg.table import Table
 
 from storage.arrow import is_list
 from storage.errors import CorruptFileError
-from storage.reader import SnapshotReader, SnapshotRef, data_files, day_of, field_id, in_days
+from storage.reader import SnapshotReader, SnapshotRef, data_files, day_of, days_filter, field_id
 
 FILES_AT_A_TIME = 8
-"""Files whose footers are read at once; on an object store each takes a round trip or two."""
+"""Footers read concurrently. On an object store each takes a round trip or two."""
 MOST_FILES = 256
-"""Files that are looked at, evenly spread over the days, to say that a column holds nothing."""
+"""Files searched, evenly spread over the days, before a column counts as empty."""
 EMPTY_BYTES = 256
-"""A chunk of nulls takes no more, and a byte for each 32 rows, before compression: its levels are a run a page."""
+"""Largest uncompressed size of a chunk of nulls, plus a byte per 32 rows: its levels are one run per page."""
 
 
 class StoredColumn(BaseModel, frozen=True):
     """A column in the files of a snapshot."""
 
     bytes: int
-    """Compressed bytes of its values, of all files."""
+    """Compressed bytes of its values in all files."""
     first_day: datetime.date
-    """The first day whose files have the column."""
+    """The first day with the column in its files."""
 
 
-class Search(NamedTuple):
-    """Columns in which no value was found, and in how many files of how many it was looked for."""
+class EmptyColumns(NamedTuple):
+    """Columns without any value, and how many of the files were searched."""
 
     columns: list[str]
-    looked_at: int
+    files_searched: int
     files: int
 
 
 class Footers:
-    """The footers of a snapshot's data files. As in reading, field ids decide which column of a file is meant."""
+    """The footers of a snapshot's data files. Columns are matched by field id, as in reading."""
 
     def __init__(self, table: Table, reference: SnapshotRef) -> None:
         self.table, self.reference = table, reference
@@ -50,10 +50,10 @@ class Footers:
         self.names = {field.field_id: field.name for field in self.reader.schema.fields}
 
     def columns(self) -> dict[str, StoredColumn]:
-        """The columns that any file has, in the table's order; all footers are read.
+        """Reads all footers and returns the columns that any file has, in the table's order.
 
         Raises:
-            CorruptFileError: If a file cannot be read.
+            CorruptFileError: If a file is unreadable.
         """
         sums: dict[str, int] = {}
         first: dict[str, datetime.date] = {}
@@ -68,27 +68,27 @@ class Footers:
 
     def without_values(
         self, columns: Collection[str], days: Collection[datetime.date] | None = None, most_files: int = MOST_FILES
-    ) -> Search:
-        """Columns that are null, or lists without ids, in every row of the days; NaN is a value here.
+    ) -> EmptyColumns:
+        """Finds columns that are null, or lists without ids, in every row of the days. NaN counts as a value.
 
-        It ends once each column has shown a value, mostly in the first file. Data is read only of chunks that are too
-        small to hold much more than nulls. Files that cannot be read are passed over.
+        The search stops once every column has shown a value, usually in the first file. Data is read only from chunks
+        that are too small to hold much more than nulls. Unreadable files are skipped.
         """
         files = self._files(days)
         chosen = files if len(files) <= most_files else files[:: -(-len(files) // most_files)]
         left = list(dict.fromkeys(columns))
-        looked_at = 0
+        searched = 0
         with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
-            while left and looked_at < len(chosen):
-                wave = chosen[looked_at : looked_at + (FILES_AT_A_TIME if looked_at else 1)]
-                looked_at += len(wave)
+            while left and searched < len(chosen):
+                wave = chosen[searched : searched + (FILES_AT_A_TIME if searched else 1)]
+                searched += len(wave)
                 looks = [pool.submit(self._valued, path, left) for _, path in wave]
                 valued = set().union(*(look.result() for look in looks))
                 left = [name for name in left if name not in valued]
-        return Search(left, looked_at, len(files))
+        return EmptyColumns(left, searched, len(files))
 
     def _files(self, days: Collection[datetime.date] | None) -> list[tuple[datetime.date, str]]:
-        filters = [] if days is None else [in_days(days)]
+        filters = [] if days is None else [days_filter(days)]
         return sorted((day_of(file), file.file_path) for file in data_files(self.table, self.reference, *filters))
 
     def _bytes(self, path: str) -> dict[str, int]:
@@ -100,7 +100,7 @@ class Footers:
         return sums
 
     def _valued(self, path: str, columns: Collection[str]) -> set[str]:
-        """Those of the columns that have a value in the file."""
+        """Returns those of the columns that have a value in the file."""
         found: set[str] = set()
         with suppress(CorruptFileError, OSError, pa.ArrowException), self.reader.open(path) as file:
             for number in range(file.metadata.num_row_groups):
@@ -117,7 +117,7 @@ class Footers:
     def _has_value(self, file: pq.ParquetFile, group: int, chunk: pq.ColumnChunkMetaData, stored: str) -> bool:
         counts = chunk.statistics if chunk.is_stats_set else None
         if counts is not None and counts.has_null_count:
-            return bool(chunk.num_values > counts.null_count)  # an empty list counts as a null of its ids
+            return bool(chunk.num_values > counts.null_count)  # an empty list counts as a null id
         if chunk.total_uncompressed_size > EMPTY_BYTES + chunk.num_values // 32:
             return True
         values = file.read_row_group(group, [stored], use_threads=False).column(0)
@@ -126,7 +126,7 @@ class Footers:
         return len(values) > values.null_count
 
     def _leaves(self, file: pq.ParquetFile) -> Iterator[tuple[int, str, str]]:
-        """Position of each column chunk, the column's name in the table and in the file."""
+        """Yields (position of a column chunk, column name in the table, column name in the file)."""
         names = {field.name: self.names.get(field_id(field) or -1) for field in file.schema_arrow}
         for leaf in range(len(file.schema)):
             stored = file.schema.column(leaf).path.split(".")[0]

@@ -1,4 +1,4 @@
-"""Who read what of a table: one small file for each run, which a proposal for the layout goes by."""
+"""Records which columns each run reads of a table, one small file per run, as input for layout proposals."""
 
 import datetime
 from pathlib import Path
@@ -9,8 +9,8 @@ from pydantic import BaseModel, ValidationError
 from storage.artifacts import write_text
 
 
-class Read(BaseModel, frozen=True, use_attribute_docstrings=True):
-    """What a run read of a table."""
+class ReadRecord(BaseModel, frozen=True, use_attribute_docstrings=True):
+    """The columns that a run read from a table, and what that cost."""
 
     table: str
     by: str
@@ -19,26 +19,26 @@ class Read(BaseModel, frozen=True, use_attribute_docstrings=True):
     columns: tuple[str, ...]
     rows: int
     bytes_read: int
-    """Of the columns named, compressed, as they lie in the files."""
+    """Compressed bytes of `columns` in the files."""
     bytes_stored: int
-    """Of all columns of the same rows."""
+    """Compressed bytes of all columns of the same rows."""
     reads: int
-    """Stretches of files that were read: columns that lie side by side are one."""
+    """Contiguous reads of files. Adjacent columns are one."""
     seconds: float
-    """Of the workers, for reading and decoding."""
+    """Seconds that the workers spent reading and decoding."""
 
 
-def keep(folder: Path, read: Read) -> None:
-    """Adds a run to those that are known of its table."""
+def record_read(folder: Path, read: ReadRecord) -> None:
+    """Adds a run to the records of its table."""
     write_text(folder / read.table / f"{read.at:%Y%m%d-%H%M%S}-{uuid4().hex[:8]}.json", read.model_dump_json() + "\n")
 
 
-def known(folder: Path, table: str, since: datetime.datetime) -> list[Read]:
-    """Runs that read a table since some time, oldest first; files that are none of ours are passed over."""
+def load_reads(folder: Path, table: str, since: datetime.datetime) -> list[ReadRecord]:
+    """Loads the reads of a table since a time, oldest first. Skips files that are not records."""
     found = []
     for path in sorted((folder / table).glob("*.json")):
         try:
-            found.append(Read.model_validate_json(path.read_bytes()))
+            found.append(ReadRecord.model_validate_json(path.read_bytes()))
         except ValidationError:
             continue
     return [read for read in found if read.at >= since]

@@ -1,4 +1,4 @@
-"""How the files of a table are laid out: its settings stand in the table, for every writer to see."""
+"""The layout of a table's files, stored in the table's properties for every writer."""
 
 import hashlib
 import json
@@ -17,32 +17,32 @@ CODEC = "write.parquet.compression-codec"
 PAGE_BYTES = "write.parquet.page-size-bytes"
 DICTIONARY_BYTES = "write.parquet.dict-size-bytes"
 OWN = "dlrm.layout."
-"""Begin of the properties that Iceberg has no name for; other engines keep them and look past them."""
+"""Prefix of properties that Iceberg does not define. Other engines keep and ignore them."""
 
 
 class Layout(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """What decides how rows become files, beside the order of the table's columns."""
+    """How rows become files, apart from the order of the table's columns."""
 
     codec: str = "zstd"
-    """Compression of columns that `codecs` does not name."""
+    """Compression of columns without an entry in `codecs`."""
     codecs: Mapping[str, str] = {}
     """Column -> compression."""
     first: tuple[str, ...] = ()
-    """Columns that stand first in the files, side by side; the table's schema keeps its order, which models go by."""
+    """Columns written first in the files, adjacent to each other. The table's schema keeps its own order."""
     plain: tuple[str, ...] = ()
     """Columns written without a dictionary."""
     row_group_rows: PositiveInt = 65_536
     """Rows of a row group."""
     file_rows: PositiveInt = 262_144
-    """Rows held in memory while writing; a day of more rows becomes several files."""
+    """Rows held in memory while writing; a day with more rows becomes several files."""
     page_bytes: PositiveInt = 1_048_576
     """Size of a data page before compression."""
     dictionary_bytes: PositiveInt = 2_097_152
-    """A column chunk whose dictionary grows beyond this goes on without one."""
+    """A column chunk stops using a dictionary that grows beyond this."""
     order_by: tuple[str, ...] = ()
-    """Columns that the rows of a file are sorted by, such as a session; of a day with several files, each of them."""
+    """Columns that each file's rows are sorted by, such as a session."""
     gap_bytes: NonNegativeInt = 65_536
-    """On an object store, columns that lie no further apart than this are read together."""
+    """On an object store, columns with at most this many bytes between them are read together."""
 
     @model_validator(mode="after")
     def _known_codecs(self) -> "Layout":
@@ -52,7 +52,7 @@ class Layout(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
         return self
 
     def properties(self) -> dict[str, str]:
-        """The layout as table properties; `of` reads them back."""
+        """Encodes the layout as table properties. `of` decodes them."""
         columns: dict[str, list[str]] = {}
         for name, codec in sorted(self.codecs.items()):
             if codec != self.codec:
@@ -72,16 +72,16 @@ class Layout(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
 
     @staticmethod
     def of(properties: Mapping[str, str], defaults: "Layout") -> "Layout":
-        """The layout that a table's properties name; what they leave open is as in `defaults`.
+        """Decodes the layout from a table's properties. Missing settings come from `defaults`.
 
         Raises:
-            StorageError: If a property holds what it cannot mean.
+            StorageError: If a property has an invalid value.
         """
         keys = {"codec": CODEC, "row_group_rows": ROW_GROUP_ROWS, "page_bytes": PAGE_BYTES}
         keys |= {"dictionary_bytes": DICTIONARY_BYTES, "file_rows": f"{OWN}file-rows", "gap_bytes": f"{OWN}gap-bytes"}
         values: dict[str, Any] = {name: properties[key] for name, key in keys.items() if key in properties}
         values["codec"] = values.get("codec", defaults.codec).lower()
-        if values["codec"] not in CODECS:  # that of another engine, which we have no name for
+        if values["codec"] not in CODECS:  # written by another engine
             values["codec"] = defaults.codec
         try:
             for name in ("first", "plain", "order_by"):
@@ -95,29 +95,30 @@ class Layout(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
         except (ValueError, TypeError, AttributeError) as error:
             found = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
             raise StorageError(
-                "layout in the table's properties", "values as `flows.layout` writes them",
-                found.removeprefix("Value error, ").rstrip("."), "Correct the property, or apply a layout anew.",
+                "layout in the table's properties", "values that `flows.layout` writes",
+                found.removeprefix("Value error, ").rstrip("."),
+                "Correct the property, or apply a layout with `flows.layout`.",
             ) from error  # fmt: skip
 
     @staticmethod
     def gap_of(properties: Mapping[str, str]) -> int:
-        """`gap_bytes` of a table: all that its readers need to know."""
+        """Decodes `gap_bytes`, the only setting that readers need."""
         given = properties.get(f"{OWN}gap-bytes", "")
         return int(given) if given.isdecimal() else Layout().gap_bytes
 
     def in_order(self, names: Sequence[str]) -> list[str]:
-        """Columns of a table as they follow one another in its files."""
-        there = set(names)
-        return list(dict.fromkeys([*(name for name in self.first if name in there), *names]))
+        """Puts a table's columns into the order of its files."""
+        known = set(names)
+        return list(dict.fromkeys([*(name for name in self.first if name in known), *names]))
 
     @property
     def mark(self) -> str:
-        """Stands for the layout of files: equal marks, equal layouts. A table may gain columns under the same one."""
-        kept = self.properties() | {f"{OWN}gap-bytes": ""}
-        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+        """Hash of the settings that shape files. Added columns do not change it."""
+        settings = self.properties() | {f"{OWN}gap-bytes": ""}
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
     def parquet(self, schema: pa.Schema) -> dict[str, Any]:
-        """What `pyarrow.parquet.ParquetWriter` is told about a file of this schema."""
+        """Returns the arguments of `pyarrow.parquet.ParquetWriter` for a file of this schema."""
         leaves = {name: leaf_paths(schema.field(name)) for name in schema.names}
         codecs = {path: self.codecs.get(name, self.codec) for name, paths in leaves.items() for path in paths}
         return {
@@ -129,7 +130,7 @@ class Layout(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
 
 
 def leaf_paths(field: pa.Field, above: str = "") -> Sequence[str]:
-    """Names of a field's column chunks in a Parquet file.
+    """Returns the names of a field's column chunks in a Parquet file.
 
     Example:
         >>> leaf_paths(pa.field("tags", pa.list_(pa.int64())))

@@ -10,7 +10,7 @@ import pytest
 from flows.ingest import ingest
 from pipeline.config import load
 from pipeline.config.files import ROOT
-from pipeline.data.joined.source import pin
+from pipeline.data.joined.source import pin_sources
 from pipeline.errors import ConfigError
 from pipeline.jobs.training.job import alone, keep_inputs, pinned, selected, tracker_of, warehouse_of
 from pipeline.registration.register import find_versions
@@ -79,7 +79,7 @@ def test_fault_8_side_tables_are_tagged_like_the_samples(ingested):
     snapshot, config = ingested()["snapshot_id"], load(CONFIG)
     warehouse, side = warehouse_of(config), FeatureJoin(table="smoke_profile", on=("column",))
     for _ in range(2):
-        keep_inputs(warehouse, "1234567890abcdef", warehouse.current("smoke"), pin([side], ROOT, warehouse))
+        keep_inputs(warehouse, "1234567890abcdef", warehouse.current("smoke"), pin_sources([side], ROOT, warehouse))
     held = {name: warehouse.current(name).snapshot_id for name in ("smoke", "smoke_profile")}
     assert held["smoke"] == snapshot
     for name, number in held.items():

@@ -28,7 +28,7 @@ def test_fault_11_names_of_tables_and_features(copied, command, key, name):
 def test_fault_11_a_side_table_by_a_path(copied, command):
     words = ["features.joined=[{table: ../../x, on: cat_user}]"]
     code, result, _ = command(enrich, CONFIG, *words, home=copied)
-    assert (code, result["error"].startswith("name '../../x': expected a name like")) == (1, True)
+    assert (code, result["error"].startswith("name '../../x': expected a name that matches")) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_a_snapshot_that_has_expired_is_named(record):
         pin.fn(load(CONFIG), gone, "smoke-1")
     assert str(error.value) == (
         "snapshot 7 of table 'smoke': expected a snapshot of the table, got none of that id. "
-        "It may have expired; train on the current snapshot."
+        "It may have expired. Use the current snapshot."
     )
 
 

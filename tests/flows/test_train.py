@@ -198,7 +198,7 @@ def test_again_trains_the_same_weights_into_a_challenger(smoke, command, copied)
         (["trainning.epochs=2"], "configs/smoke.yaml, key 'trainning': expected a known key, got 'trainning'. Did you mean 'training'?"),
         (["training.epochs=two"], "configs/smoke.yaml, key 'training.epochs': expected a valid integer, unable to parse string as an integer, got 'two'. Correct the value."),
         (["filter=1=1; drop table x"], "filter '1=1; drop table x': expected comparisons of columns with constants, joined by and, or, not, got '1=1; drop table x' at character 1. Write it like \"country = 'DE' and age >= 18\"."),
-        (["split.days.test=[2025-01-07]"], "split.days.test '2025-01-07': expected days outside split.days.train, got '2025-01-06..2025-01-07', which shares days. Every row may be in one part only; change one of them."),
+        (["split.days.test=[2025-01-07]"], "split.days.test '2025-01-07': expected days outside split.days.train, got '2025-01-06..2025-01-07', which shares days. Every row may be in one part only. Change one of them."),
         (["colour=red"], "argument 'colour': expected a parameter of this flow (snapshot_id, again) or a config key, got neither. Write config keys with their section, like training.epochs=2."),
     ],
 )  # fmt: skip
@@ -221,7 +221,7 @@ def test_a_bad_config_is_refused_before_anything_runs(command, tmp_path, words, 
         (["gate.resample_by=list_interests"], "gate.resample_by 'list_interests': expected one value a row, got large_list<element: int64>. Name another."),
         (["registration.defaults={num_prise: 1}"], "registration.defaults 'num_prise': expected a column that the features read, got none of that name. Closest: num_price. Correct the name."),
         (["registration.defaults={list_interests: 1}"], "registration.defaults 'list_interests': expected list<long>, got 1. Correct the value."),
-        (["snapshot_id=7"], "snapshot 7 of table 'smoke': expected a snapshot of the table, got none of that id. It may have expired; train on the current snapshot."),
+        (["snapshot_id=7"], "snapshot 7 of table 'smoke': expected a snapshot of the table, got none of that id. It may have expired. Use the current snapshot."),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_the_data_is_refused_before_training(smoke, command, home, at_home, words, sentence):

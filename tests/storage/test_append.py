@@ -75,10 +75,10 @@ def test_a_conflict_without_end_leaves_nothing(warehouse: Warehouse, home: Path,
         raise CommitFailedException("another writer")
 
     monkeypatch.setattr(SqlCatalog, "commit_table", faster)
-    monkeypatch.setattr(Warehouse, "_evolved", lambda self, name, schema: self.table(name))
+    monkeypatch.setattr(Warehouse, "_evolve", lambda self, name, schema: self.table(name))
     with pytest.raises(ConflictError) as error:
         event(warehouse, "a", 1)
     assert str(error.value) == (
-        "table 'log': expected no other writer meanwhile, got one that was faster. Run the command again."
+        "table 'log': expected no other writer meanwhile, got a commit of another writer. Run the command again."
     )
     assert sorted(home.rglob("*.parquet")) == files

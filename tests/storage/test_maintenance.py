@@ -17,7 +17,7 @@ from pyiceberg.io.pyarrow import PyArrowFileIO
 
 from storage.config import WarehouseConfig
 from storage.errors import CorruptFileError, StorageError
-from storage.maintenance import Expired, expire, vacuum
+from storage.maintenance import ExpireResult, expire, vacuum
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
 
@@ -151,7 +151,7 @@ def test_fault_7_rows_in_a_wrong_partition_are_noticed_after_the_commit(
             write(warehouse, rows(DAY1, 9))
     assert str(error.value) == (
         "table 'events': expected 9 rows in 1 days after the commit, got 0. "
-        "Do not train on this snapshot; ingest the days again."
+        "Do not train on this snapshot. Ingest the days again."
     )
 
 
@@ -160,9 +160,9 @@ def test_fault_8_a_tag_keeps_a_snapshot_and_its_files(warehouse: Warehouse, home
     warehouse.tag(pinned, "train-a")
     between = write(warehouse, rows(DAY1, 4, 200), identity="between")
     newest = write(warehouse, rows(DAY1, 2, 500), identity="new")
-    assert expire(warehouse, "events", NOW, dry_run=True) == Expired(snapshots=1, kept=2, tagged=1)
+    assert expire(warehouse, "events", NOW, dry_run=True) == ExpireResult(snapshots=1, kept=2, tagged=1)
     assert len(warehouse.table("events").snapshots()) == 3
-    assert expire(warehouse, "events", NOW) == Expired(snapshots=1, kept=2, tagged=1)
+    assert expire(warehouse, "events", NOW) == ExpireResult(snapshots=1, kept=2, tagged=1)
     assert vacuum(warehouse, "events", NOW, dry_run=False).files > 0
     assert ids(warehouse, pinned) == [*range(23), 100, 101, 102]
     assert ids(warehouse, newest) == [500, 501, 100, 101, 102]
@@ -171,7 +171,7 @@ def test_fault_8_a_tag_keeps_a_snapshot_and_its_files(warehouse: Warehouse, home
         warehouse.reader(between, ["id"])
     assert str(error.value) == (
         f"snapshot {between.snapshot_id} of table 'events': expected a snapshot of the table, got none of that id. "
-        "It may have expired; train on the current snapshot."
+        "It may have expired. Use the current snapshot."
     )
 
 
@@ -183,7 +183,7 @@ def test_fault_8_a_reader_whose_snapshot_expires_meanwhile_says_so(warehouse: Wa
     expire(warehouse, "events", NOW)
     assert reader.read(fragments[0]).num_rows == 4  # its files are there until the vacuum
     vacuum(warehouse, "events", NOW, dry_run=False)
-    with pytest.raises(StorageError, match="It may have expired; train on the current snapshot") as error:
+    with pytest.raises(StorageError, match=r"It may have expired\. Use the current snapshot") as error:
         reader.read(fragments[1])
     assert not isinstance(error.value, CorruptFileError)  # which a quarantine would pass over
 
@@ -222,7 +222,9 @@ def test_a_link_out_of_the_table_is_refused(warehouse: Warehouse, home: Path, tm
     (outside / "precious.txt").write_text("mine")
     root = Path(warehouse.table("events").location().removeprefix("file://"))
     (root / "data" / "link").symlink_to(outside)
-    with pytest.raises(StorageError, match=r"expected a place below .*, got a link out of it\. Take the link away\.$"):
+    with pytest.raises(
+        StorageError, match=r"expected a path below .*, got a link that leads outside\. Remove the link\.$"
+    ):
         vacuum(warehouse, "events", NOW, dry_run=False)
     assert (outside / "precious.txt").exists()
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from storage.query import connect, quoted
+from storage.query import connect, quote
 
 
 @pytest.fixture
@@ -83,13 +83,13 @@ def test_what_exceeds_memory_is_spilled_into_the_temporary_folder(folders: Path)
 
 
 def test_a_name_is_quoted() -> None:
-    assert [quoted(name) for name in ("a", "a b", 'a"; DROP TABLE x; --')] == [
+    assert [quote(name) for name in ("a", "a b", 'a"; DROP TABLE x; --')] == [
         '"a"',
         '"a b"',
         '"a""; DROP TABLE x; --"',
     ]
     odd = 'a"; DROP TABLE x; --'
-    assert duckdb.sql(f"SELECT 1 AS {quoted(odd)}").columns == [odd]
+    assert duckdb.sql(f"SELECT 1 AS {quote(odd)}").columns == [odd]
 
 
 def test_no_progress_bar_among_the_output(connection: duckdb.DuckDBPyConnection) -> None:

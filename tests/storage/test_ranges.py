@@ -9,10 +9,10 @@ import pytest
 
 from storage import reader as reader_module
 from storage.config import WarehouseConfig
-from storage.layout.reads import Read, keep, known
+from storage.layout.reads import ReadRecord, load_reads, record_read
 from storage.layout.rewrite import set_layout
 from storage.layout.spec import Layout
-from storage.ranges import MOST_BYTES, Range, merged
+from storage.ranges import MOST_BYTES, Range, merge_ranges
 from storage.warehouse import Warehouse
 
 DAY = datetime.date(2024, 1, 1)
@@ -20,12 +20,12 @@ DAY = datetime.date(2024, 1, 1)
 
 def test_ranges_are_joined_over_gaps_but_not_without_end() -> None:
     parts = [Range(50, 60), Range(0, 10), Range(10, 20), Range(25, 30)]
-    assert merged(parts, 0) == [Range(0, 20), Range(25, 30), Range(50, 60)]
-    assert merged(parts, 5) == [Range(0, 30), Range(50, 60)]
-    assert merged(parts, 20) == [Range(0, 60)]
-    assert merged([], 5) == []
+    assert merge_ranges(parts, 0) == [Range(0, 20), Range(25, 30), Range(50, 60)]
+    assert merge_ranges(parts, 5) == [Range(0, 30), Range(50, 60)]
+    assert merge_ranges(parts, 20) == [Range(0, 60)]
+    assert merge_ranges([], 5) == []
     large = [Range(0, MOST_BYTES), Range(MOST_BYTES, MOST_BYTES + 1)]
-    assert merged(large, 0) == large
+    assert merge_ranges(large, 0) == large
 
 
 @pytest.mark.parametrize("gap_bytes", [0, 1_000_000])
@@ -45,7 +45,7 @@ def test_an_object_store_is_read_in_the_pieces_that_are_counted(
     expected = pa.concat_tables([local.read(fragment) for fragment in local.fragments()])
     assert local.reads == 2 * 3  # c1 and c2 lie side by side
     seen: list[int] = []
-    fetched = reader_module.Fetched
+    fetched = reader_module.RangeFile
 
     class Seen(fetched):  # type: ignore[misc, valid-type]
         def __init__(self, file: Any, ranges: Any) -> None:
@@ -61,7 +61,7 @@ def test_an_object_store_is_read_in_the_pieces_that_are_counted(
             return read_at
 
     monkeypatch.setattr(reader_module, "_is_local", lambda path: False)
-    monkeypatch.setattr(reader_module, "Fetched", Seen)
+    monkeypatch.setattr(reader_module, "RangeFile", Seen)
     remote = warehouse.reader(snapshot, names)
     got = pa.concat_tables([remote.read(fragment) for fragment in remote.fragments()])
     assert got.equals(expected)
@@ -71,13 +71,13 @@ def test_an_object_store_is_read_in_the_pieces_that_are_counted(
 
 
 def test_runs_are_known_by_table_and_time(tmp_path: Path) -> None:
-    def read(day: int, table: str = "events") -> Read:
+    def read(day: int, table: str = "events") -> ReadRecord:
         at = datetime.datetime(2024, 1, day, tzinfo=datetime.UTC)
-        return Read(table=table, by="train", at=at, columns=("a",), rows=1, bytes_read=1, bytes_stored=2, reads=1, seconds=1.0)  # fmt: skip
+        return ReadRecord(table=table, by="train", at=at, columns=("a",), rows=1, bytes_read=1, bytes_stored=2, reads=1, seconds=1.0)  # fmt: skip
 
     for one in (read(3), read(1), read(2, "other")):
-        keep(tmp_path, one)
+        record_read(tmp_path, one)
     (tmp_path / "events" / "20240102-torn.json").write_text('{"table": ')
-    assert known(tmp_path, "events", read(1).at) == [read(1), read(3)]
-    assert known(tmp_path, "events", read(2).at) == [read(3)]
-    assert known(tmp_path, "none", read(1).at) == []
+    assert load_reads(tmp_path, "events", read(1).at) == [read(1), read(3)]
+    assert load_reads(tmp_path, "events", read(2).at) == [read(3)]
+    assert load_reads(tmp_path, "none", read(1).at) == []

@@ -128,7 +128,7 @@ def test_a_tag_keeps_its_snapshot(warehouse: Warehouse) -> None:
         warehouse.tag(new, "train-a")
     assert str(error.value) == (
         f"tag 'train-a' of table 'events': expected snapshot {new.snapshot_id}, got {old.snapshot_id}. "
-        "A tag keeps its snapshot; choose another name."
+        "A tag cannot move to another snapshot. Choose another name."
     )
 
 
@@ -180,7 +180,7 @@ def test_a_column_that_changes_its_type_is_refused(warehouse: Warehouse, home: P
         write(warehouse, rows(DAY1, 1).set_column(1, "id", pa.array(["a"])).append_column("x", pa.array([[1]])))
     assert str(error.value) == (
         "columns of table 'events': expected id integer, x float, got id text, x list of integer. "
-        "A column keeps its type: give the source that type, or write to a table of another name."
+        "The type of a column cannot change. Convert the source column, or write to a table of another name."
     )
     assert warehouse.current("events") == old
     assert on_disk(home) == in_table(warehouse)
@@ -194,7 +194,7 @@ def test_what_cannot_be_read_is_named(warehouse: Warehouse) -> None:
     unknown = SnapshotRef(table="events", snapshot_id=5)
     no_snapshot = (
         "snapshot 5 of table 'events': expected a snapshot of the table, got none of that id. "
-        "It may have expired; train on the current snapshot."
+        "It may have expired. Use the current snapshot."
     )
     cases: list[tuple[Callable[[], object], str]] = [
         (
@@ -204,12 +204,12 @@ def test_what_cannot_be_read_is_named(warehouse: Warehouse) -> None:
         ),
         (
             lambda: warehouse.reader(snapshot, ["id"], EqualTo("x", 1)),
-            "row filter of table 'events': expected one that fits its columns, "
+            "row filter of table 'events': expected a filter that matches its columns, "
             "got Could not find field with name x, case_sensitive=True. Correct it.",
         ),
         (
             lambda: warehouse.reader(snapshot, ["id"], EqualTo("id", "abc")),
-            "row filter of table 'events': expected one that fits its columns, "
+            "row filter of table 'events': expected a filter that matches its columns, "
             "got Could not convert abc into a long. Correct it.",
         ),
         (
@@ -242,7 +242,9 @@ def test_an_absent_and_an_empty_table(warehouse: Warehouse) -> None:
 
 @pytest.mark.parametrize("name", ["", "1a", "a-b", "a b", "a.b", "../a", "a\n", 'a"', "ä", "a" * 129])
 def test_fault_11_names_of_another_form_are_refused(warehouse: Warehouse, name: str) -> None:
-    sentence = f"name {name!r}: expected a name like ^[A-Za-z_][A-Za-z0-9_]{{0,127}}$, got another form. Rename it."
+    sentence = (
+        f"name {name!r}: expected a name that matches ^[A-Za-z_][A-Za-z0-9_]{{0,127}}$, got another form. Rename it."
+    )
     with pytest.raises(StorageError) as error:
         write(warehouse, rows(DAY1, 1), name=name)
     assert str(error.value) == sentence
@@ -267,7 +269,7 @@ def test_another_number_of_rows_is_refused_and_nothing_stays(warehouse: Warehous
     with pytest.raises(StorageError) as error:
         warehouse.replace_days("events", {DAY1: "i"}, table.schema, table.to_batches(max_chunksize=5), 31)
     assert str(error.value) == (
-        "table 'events': expected 31 rows to write, got 30. The source changed while it was read; run again."
+        "table 'events': expected 31 rows to write, got 30. The source changed while it was read. Run the command again."
     )
     assert warehouse.current("events") == old
     assert on_disk(home) == in_table(warehouse)
@@ -346,7 +348,7 @@ def test_rows_lost_by_the_commit_are_noticed(warehouse: Warehouse, monkeypatch: 
         write(warehouse, rows(DAY1, 3))
     assert str(error.value) == (
         "table 'events': expected 3 rows in 1 days after the commit, got 2. "
-        "Do not train on this snapshot; ingest the days again."
+        "Do not train on this snapshot. Ingest the days again."
     )
 
 
@@ -384,7 +386,7 @@ def test_fault_2_of_two_writers_of_one_day_exactly_one_wins(home: Path) -> None:
     with pytest.raises(ConflictError) as error:
         race(home, rows(DAY1, 25, 100), rows(DAY1, 3, 200))
     assert str(error.value) == (
-        "table 'events': expected no other writer of 2024-01-01, got one that was faster. Run the command again."
+        "table 'events': expected no other writer of 2024-01-01, got a commit of another writer. Run the command again."
     )
     warehouse = Warehouse(WarehouseConfig(), home)
     assert ids(warehouse) == [200, 201, 202, *range(5)]

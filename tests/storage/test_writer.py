@@ -171,7 +171,7 @@ def test_a_layout_comes_back_from_properties() -> None:
     ],
 )
 def test_properties_that_mean_nothing_are_named(properties: dict[str, str]) -> None:
-    with pytest.raises(StorageError, match=r"^layout in the table's properties: expected values as"):
+    with pytest.raises(StorageError, match=r"^layout in the table's properties: expected values that"):
         Layout.of(properties, Layout())
 
 
@@ -180,7 +180,7 @@ def test_a_row_without_a_day_is_refused(warehouse: Warehouse, home: Path) -> Non
     with pytest.raises(StorageError) as error:
         warehouse.replace_days("events", {DAY1: "i"}, rows.schema, rows.to_batches(), 2)
     assert str(error.value) == (
-        "column 'day': expected a day in each row, got none in some. Give the source's rows a day."
+        "column 'day': expected a day in each row, got rows without one. Give the source's rows a day."
     )
     assert files(home) == []
 

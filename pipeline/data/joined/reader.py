@@ -1,4 +1,4 @@
-"""Rows of a pinned snapshot with columns of side sources beside their own; nothing is written."""
+"""Reads a pinned snapshot with columns of feature sources joined to its own. Nothing is written."""
 
 import datetime
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,32 +13,32 @@ from pyiceberg.expressions.visitors import bind
 from pyiceberg.io.pyarrow import _pyarrow_to_schema_without_ids, expression_to_pyarrow
 from pyiceberg.schema import Schema, assign_fresh_schema_ids
 
-from pipeline.data.joined.source import Pinned, SideSource, added_columns
-from pipeline.data.joined.stored import in_key_form, key_type
+from pipeline.data.joined.source import FeatureSource, PinnedSource, added_columns
+from pipeline.data.joined.stored import key_type, to_key_form
 from pipeline.errors import DataError
 from pipeline.transforms.column import sparse_from_arrow
 from pipeline.transforms.kernels.row_hashes import row_hashes
 from storage.arrow import is_list
-from storage.reader import Fragment, SnapshotReader, SnapshotRef, kept
+from storage.reader import Fragment, SnapshotReader, SnapshotRef, keep_rows
 from storage.warehouse import Warehouse
 
-KEPT_BYTES = 256 << 20
-"""Days of a side source that a process keeps, together; the newest is kept whatever its size."""
+CACHE_BYTES = 256 << 20
+"""Size of the days of a feature source that a process caches. The newest day is cached at any size."""
 
 
-class Keyed:
-    """Rows of a side source that are found by their key.
+class KeyIndex:
+    """Rows of a feature source, found by key.
 
     Args:
         where: The source as an error names it.
     Raises:
-        DataError: If a key is there twice.
+        DataError: If a key occurs twice.
     """
 
     def __init__(self, keys: Sequence[pa.Array], values: Sequence[pa.Array], where: str) -> None:
-        there = _present(keys)  # a row without a key is nobody's
-        if not pc.all(there).as_py():
-            keys, values = [key.filter(there) for key in keys], [value.filter(there) for value in values]
+        present = _present(keys)  # a row without a key matches no row
+        if not pc.all(present).as_py():
+            keys, values = [key.filter(present) for key in keys], [value.filter(present) for value in values]
         hashes = _hashes(keys)
         self.order = np.argsort(hashes, kind="stable")
         self.hashes, self.keys, self.values = hashes[self.order], list(keys), list(values)
@@ -49,28 +49,28 @@ class Keyed:
 
     @property
     def nbytes(self) -> int:
-        """Memory of it, nearly."""
+        """Approximate memory in bytes."""
         return sum(int(array.nbytes) for array in [*self.keys, *self.values, self.order, self.hashes])
 
-    def places(self, keys: Sequence[pa.Array]) -> pa.Array:
-        """Where each key's row is; null where there is none."""
+    def find(self, keys: Sequence[pa.Array]) -> pa.Array:
+        """Returns the position of each key's row, or null where there is none."""
         found, missing = np.zeros(len(keys[0]), np.int64), np.ones(len(keys[0]), bool)
         if len(self.hashes):
             hashes = _hashes(keys)
             first = np.searchsorted(self.hashes, hashes)
-            for step in range(self.most):  # one, unless keys differ whose hashes do not
+            for step in range(self.most):  # one step, unless different keys have equal hashes
                 at = self.order[np.minimum(first + step, len(self.order) - 1)]
                 same = np.ones(len(at), bool)
-                for own, asked in zip(self.keys, keys, strict=True):
-                    equal = pc.fill_null(pc.equal(own.take(pa.array(at)), asked), False)
+                for own, wanted in zip(self.keys, keys, strict=True):
+                    equal = pc.fill_null(pc.equal(own.take(pa.array(at)), wanted), False)
                     same &= equal.to_numpy(zero_copy_only=False)
                 found[same & missing] = at[same & missing]
                 missing &= ~same
         return pa.array(found, mask=missing)
 
     def _refuse_repeated(self, where: str) -> None:
-        again = self.hashes[1:] == self.hashes[:-1]
-        rows = np.flatnonzero(np.append(again, False) | np.insert(again, 0, False))
+        equal = self.hashes[1:] == self.hashes[:-1]
+        rows = np.flatnonzero(np.append(equal, False) | np.insert(equal, 0, False))
         seen: set[tuple[object, ...]] = set()
         for place in self.order[rows]:
             key = tuple(column[int(place)].as_py() for column in self.keys)
@@ -80,48 +80,49 @@ class Keyed:
             seen.add(key)
 
 
-class Side:
-    """A side source as some columns of it are joined; keeps what it has read, up to KEPT_BYTES.
+class SourceColumns:
+    """Looks up columns of a feature source by key. Caches the days it has read, up to CACHE_BYTES.
 
     Attributes:
-        rows, matched: Rows that were given to `add`, and those whose key the source has.
+        rows: Rows passed to `look_up`.
+        matched: Of those, rows with a key that the source has.
     """
 
-    def __init__(self, source: SideSource, names: Sequence[str]) -> None:
+    def __init__(self, source: FeatureSource, names: Sequence[str]) -> None:
         self.source, self.names = source, list(names)
         self.on = source.source.on
-        self.kept: dict[datetime.date | None, Keyed] = {}
+        self.cache: dict[datetime.date | None, KeyIndex] = {}
         self.rows = self.matched = 0
 
-    def add(self, keys: Sequence[pa.Array], day: datetime.date) -> list[pa.Array]:
-        """The columns for rows of a day with these keys; null for a key that the source does not have."""
-        keyed = self.of_day(day if self.source.source.day_column is not None else None)
+    def look_up(self, keys: Sequence[pa.Array], day: datetime.date) -> list[pa.Array]:
+        """Returns the columns for rows of a day with these keys. Unknown keys give nulls."""
+        index = self.load_day(day if self.source.source.day_column is not None else None)
         where = self.source.pinned.where
-        asked = [in_key_form(f"{where}, key '{name}'", key) for name, key in zip(self.on, keys, strict=True)]
-        places = keyed.places(asked)
+        wanted = [to_key_form(f"{where}, key '{name}'", key) for name, key in zip(self.on, keys, strict=True)]
+        places = index.find(wanted)
         self.rows, self.matched = self.rows + len(places), self.matched + len(places) - places.null_count
-        return [values.take(places) for values in keyed.values]
+        return [values.take(places) for values in index.values]
 
-    def of_day(self, day: datetime.date | None) -> Keyed:
-        """The rows of a day, read if they are not kept."""
-        if day not in self.kept:
+    def load_day(self, day: datetime.date | None) -> KeyIndex:
+        """Returns the rows of a day, from the cache if possible."""
+        if day not in self.cache:
             source, names = self.source, self.names
             parts = list(source.rows(day, names))
             kinds = [key_type("key", source.raw.field(name).type) for name in self.on]
-            keys = [_whole([part[0][i] for part in parts], kind) for i, kind in enumerate(kinds)]
+            keys = [_concatenate([part[0][i] for part in parts], kind) for i, kind in enumerate(kinds)]
             fields = [source.schema.field(name).type for name in names]
-            values = [_whole([part[1][i] for part in parts], kind) for i, kind in enumerate(fields)]
+            values = [_concatenate([part[1][i] for part in parts], kind) for i, kind in enumerate(fields)]
             where = source.pinned.where if day is None else f"{source.pinned.where}, day {day}"
-            self.kept[day] = Keyed(keys, values, where)
-            while len(self.kept) > 1 and sum(keyed.nbytes for keyed in self.kept.values()) > KEPT_BYTES:
-                self.kept.pop(next(iter(self.kept)))
-        return self.kept[day]
+            self.cache[day] = KeyIndex(keys, values, where)
+            while len(self.cache) > 1 and sum(index.nbytes for index in self.cache.values()) > CACHE_BYTES:
+                self.cache.pop(next(iter(self.cache)))
+        return self.cache[day]
 
 
-class JoinedReader:
-    """Reads row groups as SnapshotReader does, with columns of side sources beside those of the table.
+class FeatureJoinReader:
+    """Reads row groups like SnapshotReader, with columns of feature sources joined to those of the table.
 
-    The part of the filter that names table columns alone is left to the table's reader, the rest is applied to the
+    The table's reader applies the part of the filter that compares table columns only. The rest is applied to the
     joined rows.
     """
 
@@ -131,15 +132,15 @@ class JoinedReader:
         reference: SnapshotRef,
         columns: Sequence[str],
         row_filter: BooleanExpression | None,
-        sources: Sequence[SideSource],
+        sources: Sequence[FeatureSource],
     ) -> None:
         table = warehouse.schema(reference)
         added = added_columns(sources, table)
-        early, late = _parted(row_filter, added.names)
+        early, late = _split_filter(row_filter, added.names)
         self.columns = list(columns)
         needed = [*columns, *_columns_of(late)]
         wanted = {source: [name for name in source.schema.names if name in needed] for source in sources}
-        self.sides = [Side(source, names) for source, names in wanted.items() if names]
+        self.sides = [SourceColumns(source, names) for source, names in wanted.items() if names]
         keys = [name for side in self.sides for name in side.on]
         own = list(dict.fromkeys(name for name in [*needed, *keys] if name not in added.names))
         self.inner: SnapshotReader = warehouse.reader(reference, own, early)
@@ -147,95 +148,95 @@ class JoinedReader:
         self.types = {name: types[name] for name in self.columns}
         self._keep = None
         if late is not None:
-            schema = for_filters([*table, *added])
+            schema = to_filter_schema([*table, *added])
             self._keep = expression_to_pyarrow(bind(schema, late, case_sensitive=True), schema)
 
     @property
     def bytes_read(self) -> int:
-        """Size in the files of the columns read so far, those of side sources too."""
+        """Bytes of the columns read so far, compressed, including those of feature sources."""
         return self.inner.bytes_read + sum(side.source.bytes_read for side in self.sides)
 
     @property
     def bytes_stored(self) -> int:
-        """Size in the table's files of all columns of the row groups read so far."""
+        """Bytes of all columns of the table's row groups read so far, compressed."""
         return self.inner.bytes_stored
 
     @property
     def reads(self) -> int:
-        """Stretches of the table's files read so far."""
+        """Contiguous reads of the table's files so far."""
         return self.inner.reads
 
     def fragments(self, days: Iterable[datetime.date] | None = None) -> list[Fragment]:
-        """The row groups of the snapshot, ordered by day, file and position."""
+        """Lists the row groups of the snapshot by day, file and position."""
         return self.inner.fragments(days)
 
     def empty(self) -> pa.Table:
-        """No rows of the columns asked for."""
+        """Returns an empty table of the columns."""
         return pa.table({name: pa.array([], kind) for name, kind in self.types.items()})
 
     def read(self, fragment: Fragment) -> pa.Table:
-        """Rows of one row group that the filter keeps, columns in the order asked for."""
+        """Reads the rows of one row group that pass the filter, columns in the requested order."""
         return pa.Table.from_batches(list(self.batches(fragment)), self.empty().schema)
 
     def batches(self, fragment: Fragment) -> Iterator[pa.RecordBatch]:
-        """The rows of `read` in parts small enough for the processor's cache."""
+        """Yields the rows of `read` in batches that fit into the processor's cache."""
         for batch in self.inner.batches(fragment):
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
             for side in self.sides:
-                added = side.add([columns[name] for name in side.on], fragment.day)
+                added = side.look_up([columns[name] for name in side.on], fragment.day)
                 columns |= dict(zip(side.names, added, strict=True))
             rows = pa.RecordBatch.from_arrays(list(columns.values()), list(columns))
-            yield kept(rows, self._keep, self.columns)
+            yield keep_rows(rows, self._keep, self.columns)
 
 
-Reader = SnapshotReader | JoinedReader
+Reader = SnapshotReader | FeatureJoinReader
 
 
-def reader_of(
+def open_reader(
     warehouse: Warehouse,
     reference: SnapshotRef,
     columns: Sequence[str],
     row_filter: BooleanExpression | None,
-    joined: Sequence[Pinned],
+    joined: Sequence[PinnedSource],
 ) -> Reader:
-    """A reader of columns of a snapshot and of side sources; of the snapshot alone where no other is wanted."""
+    """Opens a reader of columns of a snapshot, joined with feature sources where columns or the filter need them."""
     if joined:
         known = set(warehouse.schema(reference).names)
         if not known.issuperset([*columns, *_columns_of(row_filter)]):
-            sources = [SideSource(pinned, warehouse) for pinned in joined]
-            return JoinedReader(warehouse, reference, columns, row_filter, sources)
+            sources = [FeatureSource(pinned, warehouse) for pinned in joined]
+            return FeatureJoinReader(warehouse, reference, columns, row_filter, sources)
     return warehouse.reader(reference, columns, row_filter)
 
 
-def schema_of(warehouse: Warehouse, reference: SnapshotRef, joined: Sequence[Pinned]) -> pa.Schema:
-    """All columns that a reader can give: those of the table, then those of the side sources. Raises as they do."""
+def joined_schema(warehouse: Warehouse, reference: SnapshotRef, joined: Sequence[PinnedSource]) -> pa.Schema:
+    """Returns all columns that a reader can read: the table's, then those of feature sources. Raises as they do."""
     table = warehouse.schema(reference)
-    added = added_columns([SideSource(pinned, warehouse) for pinned in joined], table)
+    added = added_columns([FeatureSource(pinned, warehouse) for pinned in joined], table)
     return pa.schema([*table, *added])
 
 
-def filter_schema(warehouse: Warehouse, reference: SnapshotRef, joined: Sequence[Pinned]) -> Schema:
-    """The columns that a filter can name."""
+def filter_schema(warehouse: Warehouse, reference: SnapshotRef, joined: Sequence[PinnedSource]) -> Schema:
+    """Returns the columns that a filter can name."""
     if not joined:
         return warehouse.table(reference.table).schema()
-    return for_filters(schema_of(warehouse, reference, joined))
+    return to_filter_schema(joined_schema(warehouse, reference, joined))
 
 
-def for_filters(columns: Iterable[pa.Field]) -> Schema:
-    """Columns as an Iceberg schema whose field ids are those of no table."""
-    fields = [pa.field(field.name, bare(field.type)) for field in columns]
+def to_filter_schema(columns: Iterable[pa.Field]) -> Schema:
+    """Returns columns as an Iceberg schema with fresh field ids."""
+    fields = [pa.field(field.name, without_field_ids(field.type)) for field in columns]
     return assign_fresh_schema_ids(_pyarrow_to_schema_without_ids(pa.schema(fields)))
 
 
-def bare(kind: pa.DataType) -> pa.DataType:
-    """The type without field ids, which mean other columns in another table."""
-    return pa.list_(bare(kind.value_type)) if is_list(kind) else kind
+def without_field_ids(kind: pa.DataType) -> pa.DataType:
+    """Removes field ids from a type: in another table they mean other columns."""
+    return pa.list_(without_field_ids(kind.value_type)) if is_list(kind) else kind
 
 
-def _parted(
+def _split_filter(
     row_filter: BooleanExpression | None, added: Sequence[str]
 ) -> tuple[BooleanExpression | None, BooleanExpression | None]:
-    """What a filter says of table columns alone, and the rest of it."""
+    """Splits a filter into the part that compares table columns only and the rest."""
     parts = _conjuncts(row_filter)
     late = [part for part in parts if set(_columns_of(part)) & set(added)]
     return _all_of([part for part in parts if part not in late]), _all_of(late)
@@ -252,7 +253,7 @@ def _all_of(parts: Sequence[BooleanExpression]) -> BooleanExpression | None:
 
 
 def _columns_of(expression: BooleanExpression | None) -> list[str]:
-    """Names of the columns that an unbound expression compares."""
+    """Returns the names of the columns that an unbound expression compares."""
     inner = [getattr(expression, side) for side in ("left", "right", "child") if hasattr(expression, side)]
     if inner:
         return [name for part in inner for name in _columns_of(part)]
@@ -271,5 +272,5 @@ def _present(keys: Sequence[pa.Array]) -> pa.Array:
     return there
 
 
-def _whole(parts: Sequence[pa.Array], kind: pa.DataType) -> pa.Array:
+def _concatenate(parts: Sequence[pa.Array], kind: pa.DataType) -> pa.Array:
     return pa.concat_arrays(parts) if parts else pa.array([], kind)

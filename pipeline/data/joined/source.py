@@ -1,4 +1,4 @@
-"""Side sources: files or tables of the warehouse whose columns are joined to rows, read a day at a time."""
+"""Feature sources: files or warehouse tables with columns to join to rows, read a day at a time."""
 
 import datetime
 from collections.abc import Iterator, Sequence
@@ -11,25 +11,25 @@ import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 from pydantic import BaseModel
 
-from pipeline.data.files import CSV, Stamp, files_of, fingerprint, stamp
-from pipeline.data.joined.stored import day_of, in_key_form, in_stored_form, key_type, stored_type
+from pipeline.data.files import CSV, Stamp, find_files, fingerprint, stamp
+from pipeline.data.joined.stored import key_type, stored_type, to_days, to_key_form, to_stored_form
 from pipeline.errors import ConfigError, ContractError, DataError
 from pipeline.transforms.schema import FeatureJoin, resolve, unknown_column
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 
 CSV_BLOCK_BYTES = 8 << 20
-"""Bytes of a CSV file parsed at a time; the first block decides the kinds of its columns."""
+"""Bytes of a CSV file parsed at a time. The first block decides the column types."""
 
 
-class Pinned(BaseModel, frozen=True):
-    """A side source as it was when the work was planned; any process can open it."""
+class PinnedSource(BaseModel, frozen=True):
+    """A feature source as it was when the work was planned. Any process can open it."""
 
     source: FeatureJoin
     files: tuple[str, ...] = ()
     stamps: tuple[Stamp, ...] = ()
     snapshot: SnapshotRef | None = None
-    """Of a table of the warehouse."""
+    """Snapshot of a source that is a warehouse table."""
 
     @property
     def where(self) -> str:
@@ -37,11 +37,11 @@ class Pinned(BaseModel, frozen=True):
         return f"features.joined '{self.source.name}'"
 
 
-def pin(sources: Sequence[FeatureJoin], root: Path, warehouse: Warehouse) -> tuple[Pinned, ...]:
-    """The sources as they are now.
+def pin_sources(sources: Sequence[FeatureJoin], root: Path, warehouse: Warehouse) -> tuple[PinnedSource, ...]:
+    """Pins the current state of the sources.
 
     Args:
-        root: Folder that relative paths start from.
+        root: Folder that relative paths are relative to.
     Raises:
         ConfigError: If there is no such file.
         StorageError: If there is no such table.
@@ -49,36 +49,36 @@ def pin(sources: Sequence[FeatureJoin], root: Path, warehouse: Warehouse) -> tup
     found = []
     for source in sources:
         if source.table is not None:
-            found.append(Pinned(source=source, snapshot=warehouse.current(source.table)))
+            found.append(PinnedSource(source=source, snapshot=warehouse.current(source.table)))
         else:
-            assert source.path is not None  # FeatureJoin has one of the two
-            files = files_of(source.path, root, "features.joined path")
+            assert source.path is not None  # the config requires one of the two
+            files = find_files(source.path, root, "features.joined path")
             names = tuple(str(path) for path in files)
-            found.append(Pinned(source=source, files=names, stamps=tuple(stamp(path) for path in files)))
+            found.append(PinnedSource(source=source, files=names, stamps=tuple(stamp(path) for path in files)))
     return tuple(found)
 
 
-def contents(pinned: Pinned, warehouse: Warehouse) -> str:
-    """What tells a source from the same one with other rows."""
+def source_identity(pinned: PinnedSource, warehouse: Warehouse) -> str:
+    """Returns a hash that changes with the rows of a source."""
     if pinned.snapshot is None:
         return fingerprint(pinned.stamps)
     days = warehouse.day_contents(pinned.snapshot)
     return fingerprint({f"{day}": days[day] for day in days})
 
 
-class SideSource:
-    """Rows of a pinned side source, in the types that the warehouse stores.
+class FeatureSource:
+    """Rows of a pinned feature source, in the types that the warehouse stores.
 
     Attributes:
         added: Name of an added column -> its column in the source.
         schema: The added columns.
-        bytes_read: Size in the files of the columns read so far.
+        bytes_read: Bytes of the columns read so far, compressed.
     Raises:
-        ConfigError: If a column that the configuration names is not there, or its kind cannot be a key.
-        DataError: If a file cannot be read, or a column cannot be stored.
+        ConfigError: If a configured column is missing or its type cannot be a key.
+        DataError: If a file is unreadable or a column cannot be stored.
     """
 
-    def __init__(self, pinned: Pinned, warehouse: Warehouse) -> None:
+    def __init__(self, pinned: PinnedSource, warehouse: Warehouse) -> None:
         self.pinned, self.warehouse, self.source = pinned, warehouse, pinned.source
         self.bytes_read = 0
         self.raw = self._raw_schema()
@@ -95,20 +95,20 @@ class SideSource:
         )
 
     def rows(self, day: datetime.date | None, names: Sequence[str]) -> Iterator[tuple[list[pa.Array], list[pa.Array]]]:
-        """(keys in the form that keys are compared in, added columns `names`) of the rows of a day, in parts.
+        """Yields (keys in comparable form, added columns `names`) for batches of a day's rows.
 
         Args:
-            day: None: all rows.
+            day: None for all rows.
         """
         columns = list(dict.fromkeys([*self.source.on, *(self.added[name] for name in names)]))
         for batch in self._batches(columns, day):
             where = self.pinned.where
-            keys = [in_key_form(f"{where}, key '{name}'", batch.column(name)) for name in self.source.on]
-            values = [in_stored_form(batch.column(self.added[name]), self.schema.field(name).type) for name in names]
+            keys = [to_key_form(f"{where}, key '{name}'", batch.column(name)) for name in self.source.on]
+            values = [to_stored_form(batch.column(self.added[name]), self.schema.field(name).type) for name in names]
             yield keys, values
 
     def days(self) -> dict[datetime.date, str]:
-        """Day -> what tells its rows from others; of a source without days none."""
+        """Returns day -> a hash that changes with its rows. Empty for a source without days."""
         column = self.source.day_column
         if column is None:
             return {}
@@ -137,8 +137,8 @@ class SideSource:
         for path, status in zip(self.pinned.files, self.pinned.stamps, strict=True):
             if not Path(path).exists() or tuple(stamp(Path(path))) != tuple(status):
                 raise DataError(
-                    f"{self.pinned.where}, file '{path}'", "the file that the work began with", "another one or none",
-                    "Run the command again; it begins with the files as they are now.",
+                    f"{self.pinned.where}, file '{path}'", "the file unchanged since the run started",
+                    "a changed or missing file", "Run the command again to use the files as they are now.",
                 )  # fmt: skip
 
     def _batches(self, columns: Sequence[str], day: datetime.date | None) -> Iterator[pa.RecordBatch]:
@@ -156,7 +156,7 @@ class SideSource:
                 yield batch if mask is None else batch.filter(mask)
 
     def _read(self, path: str, columns: Sequence[str], day: datetime.date | None) -> Iterator[pa.RecordBatch]:
-        """Columns of one file under the kinds they have over all files; those that it lacks are null."""
+        """Reads columns of one file in their types over all files. Columns missing from the file are null."""
         schema = pa.schema([self.raw.field(name) for name in columns]).remove_metadata()
         try:
             for batch in self._csv(path, schema) if CSV.search(path) else self._parquet(path, schema, day):
@@ -187,7 +187,7 @@ class SideSource:
                 yield from file.iter_batches(row_groups=[number], columns=names, use_threads=False)
 
     def _may_hold(self, chunks: Sequence[pq.ColumnChunkMetaData], day: datetime.date) -> bool:
-        """Whether a row group may have rows of a day, by its statistics."""
+        """Tells from statistics whether a row group may have rows of a day."""
         for chunk in chunks:
             if chunk.path_in_schema == self.source.day_column and chunk.statistics is not None:
                 statistics = chunk.statistics
@@ -197,20 +197,20 @@ class SideSource:
 
     def _days_of(self, batch: pa.RecordBatch) -> pa.Array:
         assert self.source.day_column is not None
-        return day_of(f"{self.pinned.where}, day_column", batch.column(self.source.day_column))
+        return to_days(f"{self.pinned.where}, day_column", batch.column(self.source.day_column))
 
     def _unreadable(self, error: Exception) -> ContractError:
         if isinstance(error, ContractError):
             return error
         reason = str(error).split("\n")[0].rstrip(".")
-        return DataError(self.pinned.where, "readable Parquet or CSV files", reason, "Mend the files.")
+        return DataError(self.pinned.where, "readable Parquet or CSV files", reason, "Repair the files.")
 
 
-def added_columns(sides: Sequence[SideSource], table: pa.Schema) -> pa.Schema:
-    """What the sources add to a table's columns.
+def added_columns(sides: Sequence[FeatureSource], table: pa.Schema) -> pa.Schema:
+    """Returns the columns that the sources add to a table.
 
     Raises:
-        ConfigError: If a column would stand twice, or the table lacks a key or has it in another kind.
+        ConfigError: If a column would occur twice, or the table does not have a key or has it in another type.
     """
     found: dict[str, pa.DataType] = {}
     for side in sides:
@@ -221,11 +221,11 @@ def added_columns(sides: Sequence[SideSource], table: pa.Schema) -> pa.Schema:
             kinds = [key_type(where, schema.field(name).type) for schema in (table, side.raw)]
             if kinds[0] != kinds[1]:
                 raise ConfigError(where, f"{kinds[0]} as in the table", f"{kinds[1]}", "Convert it.")
-        again = [name for name in side.schema.names if name in table.names or name in found]
-        if again:
+        repeated = [name for name in side.schema.names if name in table.names or name in found]
+        if repeated:
             raise ConfigError(
-                side.pinned.where, "columns that the table does not have", f"again {', '.join(again)}",
-                "Set `stored: true` if flows.enrich wrote them, else `prefix`.",
+                side.pinned.where, "columns that the table does not have", f"existing columns {', '.join(repeated)}",
+                "Set `stored: true` if flows.enrich wrote them, otherwise set `prefix`.",
             )  # fmt: skip
         found |= {name: side.schema.field(name).type for name in side.schema.names}
     return pa.schema(list(found.items()))
@@ -241,7 +241,7 @@ def _csv(path: str, schema: pa.Schema | None = None) -> pc_csv.CSVStreamingReade
 
 
 def _day(value: Any) -> Any:
-    """The day of a Parquet statistic; None where it cannot be told."""
+    """Returns the day of a Parquet statistic, or None if it cannot be determined."""
     if isinstance(value, datetime.datetime):
         return value.date()
     if isinstance(value, datetime.date):

@@ -1,4 +1,4 @@
-"""Columns of a side source as the warehouse stores them, as its keys are compared, and as days."""
+"""Converts columns of a feature source: into stored types, comparable keys and days."""
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -7,17 +7,17 @@ from pipeline.errors import ConfigError, DataError
 from storage.arrow import is_list, is_text
 
 ZONED = r"^.{10}.*([Zz]|[+-]\d{2}(:?\d{2})?)$"
-"""A text that goes on behind its day and ends in a time zone."""
+"""A text with more than its day that ends in a time zone."""
 SMALL = {pa.int8(): pa.int32(), pa.int16(): pa.int32(), pa.uint8(): pa.int32(), pa.uint16(): pa.int32()}
 WIDER = {**SMALL, pa.uint32(): pa.int64(), pa.uint64(): pa.int64(), pa.float16(): pa.float32()}
-KEPT = {pa.bool_(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.date32()}
+UNCHANGED = {pa.bool_(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.date32()}
 
 
 def stored_type(where: str, kind: pa.DataType) -> pa.DataType:
-    """The type that the warehouse keeps a column in, as an ingest would: the one that its reader gives back.
+    """Returns the type that the warehouse stores a column in, which is also the type that its reader returns.
 
     Raises:
-        DataError: If there is none.
+        DataError: If there is no such type.
     Example:
         >>> stored_type("column 'x'", pa.list_(pa.uint16()))
         LargeListType(large_list<item: int32>)
@@ -30,7 +30,7 @@ def stored_type(where: str, kind: pa.DataType) -> pa.DataType:
 def _plain(where: str, kind: pa.DataType) -> pa.DataType:
     if pa.types.is_dictionary(kind):
         return _plain(where, kind.value_type)
-    if kind in KEPT:
+    if kind in UNCHANGED:
         return kind
     if kind in WIDER:
         return WIDER[kind]
@@ -45,13 +45,13 @@ def _plain(where: str, kind: pa.DataType) -> pa.DataType:
     raise DataError(where, "numbers, text, dates or lists of them", f"type {kind}", "Leave it out of `columns`.")
 
 
-def in_stored_form(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """A column as the type that `stored_type` gives; ids above 2^63 keep all their bits."""
+def to_stored_form(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Casts a column to the type from `stored_type`. Ids above 2^63 keep all their bits."""
     return array if array.type == kind else array.cast(kind, safe=False)
 
 
-def in_key_form(where: str, array: pa.Array) -> pa.Array:
-    """A key column as keys are compared: integers with integers, text with text, dates with dates.
+def to_key_form(where: str, array: pa.Array) -> pa.Array:
+    """Casts a key column to its comparable form: integers, text or dates.
 
     Raises:
         ConfigError: If its values cannot be keys.
@@ -69,22 +69,22 @@ def in_key_form(where: str, array: pa.Array) -> pa.Array:
 
 
 def key_type(where: str, kind: pa.DataType) -> pa.DataType:
-    """The type that keys of a type are compared in. Errors as of `in_key_form`."""
-    return in_key_form(where, pa.array([], kind)).type
+    """Returns the comparable type of keys. Raises as `to_key_form`."""
+    return to_key_form(where, pa.array([], kind)).type
 
 
-def day_of(where: str, array: pa.Array) -> pa.Array:
-    """The day of each value of a date, a timestamp (in UTC) or an ISO text.
+def to_days(where: str, array: pa.Array) -> pa.Array:
+    """Returns the day of each date, timestamp (in UTC) or ISO text.
 
     Raises:
-        DataError: If a value is none of these, or a text names a zone: its first ten characters need not be the day.
+        DataError: If a value is none of these, or a text has a zone: its first ten characters may not be its UTC day.
     """
     kind = array.type
     if pa.types.is_timestamp(kind) and kind.tz:
         array = array.cast(pa.timestamp(kind.unit, "UTC")).cast(pa.timestamp(kind.unit))
     if is_text(kind):
         if pc.any(pc.match_substring_regex(array, ZONED)).as_py():
-            raise DataError(where, "text without a time zone", "some with one", "Convert it to timestamps.")
+            raise DataError(where, "text without a time zone", "text with one", "Convert it to timestamps.")
         array = pc.utf8_slice_codeunits(array, 0, 10)
     elif not (pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
         raise DataError(where, "dates, timestamps or ISO text", f"{kind}", "Name another column.")
@@ -92,5 +92,5 @@ def day_of(where: str, array: pa.Array) -> pa.Array:
         return array.cast(pa.date32(), safe=False)
     except pa.ArrowInvalid as error:
         raise DataError(
-            where, "dates, timestamps or ISO text", f"{error}".split("\n")[0], "Mend the values."
+            where, "dates, timestamps or ISO text", f"{error}".split("\n")[0], "Repair the values."
         ) from error

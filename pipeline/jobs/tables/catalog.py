@@ -141,5 +141,5 @@ def warn_of_columns(spec: DataSpec, warehouse: Warehouse, logger: Logger) -> Non
     columns = [name for name in plan.columns if name in stored]
     search = Footers(warehouse.table(snapshot.table), snapshot).without_values(columns, spec.selection.days)
     if search.columns:
-        some = "" if search.looked_at == search.files else f" in {search.looked_at} of {search.files} files"
+        some = "" if search.files_searched == search.files else f" in {search.files_searched} of {search.files} files"
         logger.warning("coverage 0%s on the training days: %s", some, ", ".join(search.columns))

@@ -14,11 +14,11 @@ from pipeline.jobs.training.job import alone, own_folder, selected, warehouse_of
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Costs
 from storage.layout.proposal import Proposal, propose
-from storage.layout.reads import Read, keep, known
+from storage.layout.reads import ReadRecord, load_reads, record_read
 from storage.layout.rewrite import (
-    Rewritten,
+    RewriteResult,
+    days_in_other_layouts,
     days_in_small_files,
-    days_of_another_layout,
     layout_of,
     rewrite_day,
     set_layout,
@@ -33,11 +33,11 @@ Result = dict[str, Any]
 def keep_read(config: RunConfig, by: str, spec: DataSpec, rows: int, costs: Costs) -> None:
     """Remembers what a run read, for the layout of its table."""
     now = datetime.datetime.now(datetime.UTC)
-    read = Read(
+    read = ReadRecord(
         table=spec.snapshot.table, by=by, at=now, columns=tuple(spec.columns), rows=rows, bytes_read=costs.bytes_read,
         bytes_stored=costs.bytes_stored, reads=costs.reads, seconds=costs.read_seconds,
     )  # fmt: skip
-    keep(config.home_path / READS, read)
+    record_read(config.home_path / READS, read)
 
 
 @task(cache_policy=NO_CACHE, task_run_name="propose")
@@ -69,7 +69,7 @@ def applied(
         _tell(proposal)
         set_layout(warehouse.table(name), proposal.layout)
         figures = {"before": proposal.before.model_dump(), "after": proposal.after.model_dump()}
-    days = days_of_another_layout(warehouse, warehouse.current(name))
+    days = days_in_other_layouts(warehouse, warehouse.current(name))
     done = _rewritten(config, name, days)
     chosen = layout_of(warehouse, name).model_dump(mode="json")
     return _account("apply", name, done) | {"layout": chosen} | figures
@@ -129,7 +129,7 @@ def _proposal(
 ) -> Proposal:
     warehouse = warehouse_of(config)
     since = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=recent_days)
-    reads = known(config.home_path / READS, name, since)
+    reads = load_reads(config.home_path / READS, name, since)
     reference, wanted = warehouse.current(name), _wanted(config, name)
     warehouse.reader(reference, list(order_by))  # refuses what is no column of the table
     speed = megabytes_per_second * 1e6
@@ -146,7 +146,7 @@ def _wanted(config: RunConfig, name: str) -> list[str]:
     return [column for column in selected(read, None)[1]["train"].columns if column in there]
 
 
-def _rewritten(config: RunConfig, name: str, days: Sequence[datetime.date]) -> list[Rewritten]:
+def _rewritten(config: RunConfig, name: str, days: Sequence[datetime.date]) -> list[RewriteResult]:
     logger, done = get_run_logger(), []
     with (
         alone(config, f"ingest of table '{name}'", logger),
@@ -161,7 +161,7 @@ def _rewritten(config: RunConfig, name: str, days: Sequence[datetime.date]) -> l
     return done
 
 
-def _account(action: str, name: str, done: Sequence[Rewritten]) -> Result:
+def _account(action: str, name: str, done: Sequence[RewriteResult]) -> Result:
     before, after = ({what: sum(getattr(day, what)[i] for day in done) for what in ("files", "bytes")} for i in (0, 1))
     return {
         "status": "ok" if done else "skipped", "action": action, "table": name, "days": [str(day.day) for day in done],

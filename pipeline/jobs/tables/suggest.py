@@ -16,7 +16,7 @@ from pipeline.suggestion.choose import Suggestion, suggest
 from pipeline.suggestion.facts import TableFacts, observe
 from pipeline.suggestion.write import render_config
 from storage.artifacts import write_text
-from storage.query import column_types, connect, quoted
+from storage.query import column_types, connect, quote
 from storage.reader import DAY
 
 NOWHERE = "no path yet"
@@ -96,7 +96,7 @@ def look(config: RunConfig, files: bool) -> tuple[TableFacts, str]:
         connection, view = stack.enter_context(open_samples(context))
         days = rows_of(connection, view)
         types = column_types(connection, view)
-        return observe(connection, lambda names: quoted(view), types, days, label), "files of the source"
+        return observe(connection, lambda names: quote(view), types, days, label), "files of the source"
 
 
 def write(config: RunConfig, observed: TableFacts, source: str) -> tuple[Path, Suggestion]:

@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel
 
 from pipeline.config import RunConfig
-from pipeline.data.joined.reader import schema_of
+from pipeline.data.joined.reader import joined_schema
 from pipeline.errors import ConfigError
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import EvalReport, Evaluation, OrderedMerge, ScoredRows
@@ -186,7 +186,7 @@ def quality(config: RunConfig, spec: DataSpec, rows: int, model: Path, progress:
     """
     groups, warehouse, columns = model.parent / "groups", warehouse_of(config), plan_of(model).columns
     shutil.rmtree(groups, ignore_errors=True)  # of an attempt that was killed
-    known = schema_of(warehouse, spec.snapshot, spec.joined).names
+    known = joined_schema(warehouse, spec.snapshot, spec.joined).names
     if absent := [name for name in columns if name not in known]:
         raise ConfigError(
             f"table '{config.name}'", f"the columns that the champion reads, {', '.join(absent)} among them", "none",

@@ -17,8 +17,8 @@ from pipeline.config import RunConfig
 from pipeline.config.files import ROOT
 from pipeline.data.config import PARTS, Part
 from pipeline.data.filters import check_filter
-from pipeline.data.joined.reader import filter_schema, schema_of
-from pipeline.data.joined.source import Pinned, pin
+from pipeline.data.joined.reader import filter_schema, joined_schema
+from pipeline.data.joined.source import PinnedSource, pin_sources
 from pipeline.data.selection import check_sampling, select
 from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.extraction.samples import refuse_outcomes
@@ -84,7 +84,7 @@ def snapshot_tag(identity: str, snapshot: SnapshotRef) -> str:
     return f"train-{identity[:12]}-{snapshot.snapshot_id}"
 
 
-def keep_inputs(warehouse: Warehouse, identity: str, snapshot: SnapshotRef, joined: Iterable[Pinned]) -> None:
+def keep_inputs(warehouse: Warehouse, identity: str, snapshot: SnapshotRef, joined: Iterable[PinnedSource]) -> None:
     """Tags the snapshots that some work reads, also those of side sources: they stay until their tags go."""
     for one in [snapshot, *(side.snapshot for side in joined if side.snapshot is not None)]:
         warehouse.tag(one, snapshot_tag(identity, one))
@@ -208,15 +208,15 @@ def alone(config: RunConfig, work: str, logger: Logger) -> Iterator[None]:
         lock.release()
 
 
-def joined_of(config: RunConfig) -> tuple[Pinned, ...]:
+def joined_of(config: RunConfig) -> tuple[PinnedSource, ...]:
     """The side sources that are joined when rows are read, as they are now."""
     sources = [source for source in config.features.joined if not source.stored]
-    return pin(sources, ROOT, warehouse_of(config))
+    return pin_sources(sources, ROOT, warehouse_of(config))
 
 
 def columns_at(config: RunConfig, snapshot: SnapshotRef) -> pa.Schema:
     """The columns that a training can name: those of the table and of side sources."""
-    return schema_of(warehouse_of(config), snapshot, joined_of(config))
+    return joined_schema(warehouse_of(config), snapshot, joined_of(config))
 
 
 def _plan_at(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> Plan:
@@ -234,7 +234,7 @@ def _plan_at(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> Pla
 def specs(config: RunConfig, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
     """Selections of a snapshot's rows with the plan that is built for its columns."""
     warehouse, joined = warehouse_of(config), joined_of(config)
-    schema = schema_of(warehouse, snapshot, joined)
+    schema = joined_schema(warehouse, snapshot, joined)
     plan = _plan_at(config, snapshot, schema)
     _check_columns(config, schema, plan)
     session = config.preprocessing.session_column

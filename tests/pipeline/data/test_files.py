@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.files import files_of, stamp
+from pipeline.data.files import find_files, stamp
 from pipeline.errors import ConfigError
 
 
@@ -12,22 +12,22 @@ def test_files_by_path_glob_or_several(tmp_path: Path) -> None:
     for name in ("b.csv", "a.csv", "deep/er/c.csv", "x[1].csv"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x\n")
-    assert files_of("b.csv", tmp_path, "w") == [tmp_path / "b.csv"]
-    assert files_of(str(tmp_path / "b.csv"), Path("/nowhere"), "w") == [tmp_path / "b.csv"]
-    assert files_of("?.csv", tmp_path, "w") == [tmp_path / "a.csv", tmp_path / "b.csv"]
-    assert files_of("deep/**/*.csv", tmp_path, "w") == [tmp_path / "deep/er/c.csv"]
-    assert files_of(["b.csv", "*.csv"], tmp_path, "w") == [tmp_path / name for name in ("a.csv", "b.csv", "x[1].csv")]
-    assert files_of("x[1].csv", tmp_path, "w") == [tmp_path / "x[1].csv"]
+    assert find_files("b.csv", tmp_path, "w") == [tmp_path / "b.csv"]
+    assert find_files(str(tmp_path / "b.csv"), Path("/nowhere"), "w") == [tmp_path / "b.csv"]
+    assert find_files("?.csv", tmp_path, "w") == [tmp_path / "a.csv", tmp_path / "b.csv"]
+    assert find_files("deep/**/*.csv", tmp_path, "w") == [tmp_path / "deep/er/c.csv"]
+    assert find_files(["b.csv", "*.csv"], tmp_path, "w") == [tmp_path / name for name in ("a.csv", "b.csv", "x[1].csv")]
+    assert find_files("x[1].csv", tmp_path, "w") == [tmp_path / "x[1].csv"]
     odd = tmp_path / "root[2]"
     odd.mkdir()
     (odd / "a.csv").write_text("x\n")
-    assert files_of("*.csv", odd, "w") == [odd / "a.csv"]  # a root is no pattern
+    assert find_files("*.csv", odd, "w") == [odd / "a.csv"]  # a root is no pattern
 
 
 def test_no_files_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "folder.csv").mkdir()
     with pytest.raises(ConfigError) as error:
-        files_of(["*.csv", "no.parquet"], tmp_path, "source.path")
+        find_files(["*.csv", "no.parquet"], tmp_path, "source.path")
     assert str(error.value) == (
         "source.path: expected at least one file, got none at '*.csv, no.parquet'. "
         "Correct the path, or put the data there."

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.data import profile
-from pipeline.data.profile import BUCKETS, measure, measure_days, profiles, stability, store, with_drift
+from pipeline.data.profile import BUCKETS, add_drift, measure, measure_days, profiles, stability, store
 from storage.config import WarehouseConfig
 from storage.query import connect
 from storage.reader import DAY
@@ -165,7 +165,7 @@ def test_profiles_are_replaced_with_their_day(connection: duckdb.DuckDBPyConnect
     warehouse = Warehouse(WarehouseConfig(), tmp_path / "home")
     assert profiles(warehouse, "t").equals(profile.SCHEMA.empty_table())
     connection.register("rows", make())
-    first = with_drift(measure(connection, "rows"), profiles(warehouse, "t"))
+    first = add_drift(measure(connection, "rows"), profiles(warehouse, "t"))
     store(warehouse, "t", first, dict.fromkeys(DAYS, "one"))
     assert profiles(warehouse, "t").equals(first)
     assert profiles(warehouse, "t", DAYS[1:2]).num_rows == 11
@@ -173,7 +173,7 @@ def test_profiles_are_replaced_with_their_day(connection: duckdb.DuckDBPyConnect
     other = make(seed=1)
     other = other.filter(pa.compute.equal(other[DAY], pa.scalar(DAYS[2])))
     connection.register("rows", other)
-    second = with_drift(measure(connection, "rows"), first)
+    second = add_drift(measure(connection, "rows"), first)
     store(warehouse, "t", second, {DAYS[2]: "two"})
     assert profiles(warehouse, "t", DAYS[2:]).equals(second)
     assert profiles(warehouse, "t", DAYS[:2]).equals(first.slice(0, 22))
@@ -184,18 +184,18 @@ def test_profiles_are_replaced_with_their_day(connection: duckdb.DuckDBPyConnect
 def test_drift_is_that_of_the_trailing_days(connection: duckdb.DuckDBPyConnection) -> None:
     connection.register("rows", make())
     measures = measure(connection, "rows")
-    drifted = {(row[DAY], row["column"]): row for row in with_drift(measures, measures.slice(0, 0)).to_pylist()}
+    drifted = {(row[DAY], row["column"]): row for row in add_drift(measures, measures.slice(0, 0)).to_pylist()}
     one, two, three = (drifted[day, "price"] for day in DAYS)
     assert one["drift"] is None
     assert two["drift"] == pytest.approx(index(two["histogram"], one["histogram"]))
     both = [a + b for a, b in zip(one["histogram"], two["histogram"], strict=True)]
     assert three["drift"] == pytest.approx(index(three["histogram"], both))
-    last = with_drift(measures, measures.slice(0, 0), trailing_days=1).to_pylist()
+    last = add_drift(measures, measures.slice(0, 0), trailing_days=1).to_pylist()
     last_price = next(row for row in last if (row[DAY], row["column"]) == (DAYS[2], "price"))
     assert last_price["drift"] == pytest.approx(index(three["histogram"], two["histogram"]))
     # days measured together, and one after the other
     days = [measures.filter(pa.compute.equal(measures[DAY], pa.scalar(day))) for day in DAYS]
-    alone = with_drift(days[2], pa.concat_tables(days[:2]))
+    alone = add_drift(days[2], pa.concat_tables(days[:2]))
     assert alone["drift"].to_pylist() == [drifted[DAYS[2], name]["drift"] for name in alone["column"].to_pylist()]
 
 

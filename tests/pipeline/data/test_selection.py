@@ -258,7 +258,7 @@ def test_fault_10_filters_are_checked_against_the_table(text: str, rest: str) ->
             {"days": {"train": ["2025-01-01..2025-01-05"], "test": ["2025-01-04"]}},
             "split.days.test '2025-01-04': expected days outside split.days.train, got '2025-01-01..2025-01-05', "
             "which shares days. "
-            "Every row may be in one part only; change one of them.",
+            "Every row may be in one part only. Change one of them.",
         ),
         *(
             (
@@ -286,7 +286,7 @@ def test_fault_10_filters_are_checked_against_the_table(text: str, rest: str) ->
         *(
             (
                 {"hash": {"key": "user", "shares": shares}},
-                f"split.hash.shares: expected positive shares of train and test, all together at most 1, got "
+                f"split.hash.shares: expected positive shares of train and test with a sum of at most 1, got "
                 f"{shares}. Correct them.",
             )
             for shares in (
@@ -325,7 +325,7 @@ def test_a_share_is_a_number() -> None:
         (
             {"days": {"train": ["2024-12-31"], "test": ["2030-01-01"]}},
             [],
-            "split: expected days to part, got a table without rows. Ingest some days.",
+            "split: expected days to split, got a table without rows. Ingest some days.",
         ),
     ],
 )

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.joined.reader import reader_of
-from pipeline.data.joined.source import pin
+from pipeline.data.joined.reader import open_reader
+from pipeline.data.joined.source import pin_sources
 from pipeline.errors import ConfigError, ContractError, DataError, EmptyDatasetError
 from pipeline.extraction.enrich import EnrichResult, enrich
 from pipeline.transforms.schema import FeatureJoin
@@ -91,8 +91,8 @@ def on_disk(home: Path) -> set[str]:
 
 def test_a_back_fill_writes_what_the_reader_joins_and_nothing_else(warehouse):
     before = warehouse.current("t")
-    joined = pin([SOURCE], warehouse.home.parent, warehouse)
-    wanted = reader_of(warehouse, before, ["score", "liked"], None, joined)
+    joined = pin_sources([SOURCE], warehouse.home.parent, warehouse)
+    wanted = open_reader(warehouse, before, ["score", "liked"], None, joined)
     expected = pa.concat_tables([wanted.read(fragment) for fragment in wanted.fragments()])
     old = read(warehouse, before)
     done = run(warehouse)
@@ -209,7 +209,7 @@ def test_a_day_that_is_ingested_meanwhile_is_not_overwritten(warehouse):
     rows = read(warehouse, first)
     ingest(warehouse, 1, "second")
     days = {DAYS[1]: "first"}
-    with pytest.raises(ConflictError, match="rows that were written meanwhile"):
+    with pytest.raises(ConflictError, match="rows written in the meantime"):
         warehouse.replace_days("t", days, rows.schema, rows.to_batches(), 230, made_of=first)
     assert warehouse.written_days("t")[DAYS[1]] == "second"
 
@@ -229,7 +229,7 @@ def test_what_is_refused(warehouse, tmp_path):
         "got none from 2026-01-01 to the last. Change start and end."
     )
     pq.write_table(pa.table({"user": [1], "num": [1.0]}), tmp_path / "own.parquet")
-    assert "expected columns that the table does not have, got again num" in refused(warehouse, FeatureJoin(path="own.parquet", on="user"))  # fmt: skip
+    assert "expected columns that the table does not have, got existing columns num" in refused(warehouse, FeatureJoin(path="own.parquet", on="user"))  # fmt: skip
     pq.write_table(pa.table({"user": [1, 1], "x": [1.0, 2.0]}), tmp_path / "twice.parquet")
     said = refused(warehouse, FeatureJoin(path="twice.parquet", on="user"))
     assert said.startswith(f"{DataError.__name__}: features.joined 'twice.parquet': expected each key once, got key 1")

@@ -252,7 +252,7 @@ def test_a_column_whose_kind_changes_between_days(ingest: Any, put: Any, warehou
 
 def test_a_column_name_that_the_warehouse_does_not_take(ingest: Any, put: Any, warehouse: Warehouse) -> None:
     put("rows.parquet", **{"user": [1], "label": [0], 'a"b': [1]})
-    with pytest.raises(StorageError, match=r"""^name 'a"b': expected a name like"""):
+    with pytest.raises(StorageError, match=r"""^name 'a"b': expected a name that matches"""):
         ingest(FIXED)
     assert not warehouse.has_table("events")
 

@@ -66,7 +66,7 @@ def test_columns_without_values_are_found_with_and_without_statistics(
     assert footers(warehouse, snapshot).without_values(columns).columns == ["null", "empty", "holes", "new"]
     found = footers(warehouse, snapshot).without_values(columns, [DAYS[0]])
     assert found.columns == ["null", "empty", "holes", "late", "new"]
-    assert found.looked_at == found.files
+    assert found.files_searched == found.files
     assert footers(warehouse, snapshot).without_values(["id"]) == ([], 1, 2)  # the first file says it
 
 
@@ -80,7 +80,7 @@ def test_a_column_dropped_and_added_again_has_no_values_in_old_files(warehouse: 
     assert footers(warehouse, snapshot).columns()["x"].first_day == DAYS[1]
 
 
-def test_few_of_many_files_are_looked_at(warehouse: Warehouse) -> None:
+def test_few_of_many_files_are_searched(warehouse: Warehouse) -> None:
     for day in DAYS:
         snapshot = write(warehouse, day, 25, x=pa.nulls(25, pa.int64()))
     assert footers(warehouse, snapshot).without_values(["x"], most_files=3)[1:] == (3, 12)

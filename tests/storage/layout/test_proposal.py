@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.config import WarehouseConfig
-from storage.layout.proposal import CHUNK_BYTES, LEAST_ROWS, MOST_ROWS, figures, popularity, propose
-from storage.layout.reads import Read
+from storage.layout.proposal import CHUNK_BYTES, LEAST_ROWS, MOST_ROWS, measure_layout, popularity, propose
+from storage.layout.reads import ReadRecord
 from storage.layout.spec import Layout
 from storage.warehouse import Warehouse
 from storage.writer import write_parquet
@@ -23,9 +23,11 @@ def table(count: int = 3_000) -> pa.Table:
     return pa.table({"day": pa.array([DAY] * count, pa.date32()), **columns})
 
 
-def read(*columns: str) -> Read:
+def read(*columns: str) -> ReadRecord:
     at = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
-    return Read(table="t", by="train", at=at, columns=columns, rows=1, bytes_read=1, bytes_stored=1, reads=1, seconds=1)
+    return ReadRecord(
+        table="t", by="train", at=at, columns=columns, rows=1, bytes_read=1, bytes_stored=1, reads=1, seconds=1
+    )
 
 
 def test_columns_come_by_runs_then_by_place() -> None:
@@ -41,12 +43,12 @@ def test_figures_are_those_of_a_file() -> None:
     metadata = pq.read_metadata(pa.BufferReader(sink.getvalue()))
     wanted = ("c3", "c4", "c9")
     chunks = [metadata.row_group(g).column(i) for g in range(3) for i in range(31)]
-    found = figures(table(), layout, wanted)
+    found = measure_layout(table(), layout, wanted)
     assert found.bytes_read == sum(c.total_compressed_size for c in chunks if c.path_in_schema in wanted)
     assert found.bytes_stored == sum(c.total_compressed_size for c in chunks)
     assert (found.rows, found.reads) == (3_000, 3 * 2)
     assert found.mean_read_bytes == found.bytes_read / 6
-    first = figures(table(), layout.model_copy(update={"first": wanted}), wanted)
+    first = measure_layout(table(), layout.model_copy(update={"first": wanted}), wanted)
     assert (first.reads, first.bytes_read) == (3, found.bytes_read)
 
 

@@ -12,7 +12,7 @@ from pyiceberg.types import DoubleType, StringType
 
 from storage.config import WarehouseConfig
 from storage.errors import ConflictError, StorageError
-from storage.layout.rewrite import days_in_small_files, days_of_another_layout, layout_of, rewrite_day, set_layout
+from storage.layout.rewrite import days_in_other_layouts, days_in_small_files, layout_of, rewrite_day, set_layout
 from storage.layout.spec import Layout
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
@@ -58,14 +58,14 @@ def test_rewritten_days_have_their_rows_their_order_and_their_identity(warehouse
     rows = read(warehouse)
     set_layout(warehouse.table("events"), LAYOUT)
     assert layout_of(warehouse, "events") == LAYOUT
-    assert days_of_another_layout(warehouse, warehouse.current("events")) == [DAY1, DAY2, DAY3]
+    assert days_in_other_layouts(warehouse, warehouse.current("events")) == [DAY1, DAY2, DAY3]
     done = rewrite_day(warehouse, "events", DAY1, tmp_path)
     assert (done.rows, done.files[1]) == (90, 1)
     assert done.files[0] > 5
-    assert days_of_another_layout(warehouse, warehouse.current("events")) == [DAY2, DAY3]
+    assert days_in_other_layouts(warehouse, warehouse.current("events")) == [DAY2, DAY3]
     rewrite_day(warehouse, "events", DAY2, tmp_path)
     rewrite_day(warehouse, "events", DAY3, tmp_path)
-    assert days_of_another_layout(warehouse, warehouse.current("events")) == []
+    assert days_in_other_layouts(warehouse, warehouse.current("events")) == []
     assert [str(row) for row in read(warehouse).to_pylist()] == in_order(rows, "session")
     assert warehouse.written_days("events") == {DAY1: "i", DAY2: "i", DAY3: "third"}
     assert warehouse.day_rows(old) == warehouse.day_rows(warehouse.current("events"))
@@ -105,7 +105,7 @@ def test_a_table_that_gains_a_column_keeps_its_layout(warehouse: Warehouse, tmp_
     rewrite_day(warehouse, "events", DAY1, tmp_path)  # what is no column cannot order anything
     wider = table(DAY2, 20).append_column("new", pa.array(range(20)))
     write(warehouse, wider)
-    assert days_of_another_layout(warehouse, warehouse.current("events")) == []
+    assert days_in_other_layouts(warehouse, warehouse.current("events")) == []
     sessions = warehouse.table("events").scan(row_filter="day = '2024-01-02'").to_arrow()["session"].to_pylist()
     assert sessions == sorted(sessions)  # days that come later, too
 
@@ -135,7 +135,9 @@ def test_rows_that_come_out_differently_stop_the_commit(
         return plain(self, rows.set_column(1, "session", pa.array([0] * len(rows), pa.int64())))
 
     monkeypatch.setattr(rewrite.DataFileWriter, "write", altered)
-    with pytest.raises(StorageError, match=r"^day 2024-01-01 of table 'events': expected the 90 rows that it had, got"):
+    with pytest.raises(
+        StorageError, match=r"^day 2024-01-01 of table 'events': expected the same 90 rows after rewriting, got"
+    ):
         rewrite_day(warehouse, "events", DAY1, tmp_path)
     assert warehouse.current("events") == old
     assert set(home.rglob("*.parquet")) == before

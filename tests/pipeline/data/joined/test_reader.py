@@ -15,8 +15,8 @@ import pytest
 
 from pipeline.data.filters import check_filter
 from pipeline.data.joined import reader as module
-from pipeline.data.joined.reader import Keyed, filter_schema, reader_of, schema_of
-from pipeline.data.joined.source import contents, pin
+from pipeline.data.joined.reader import KeyIndex, filter_schema, joined_schema, open_reader
+from pipeline.data.joined.source import pin_sources, source_identity
 from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, ContractError, DataError
 from pipeline.transforms.schema import FeatureJoin
@@ -101,14 +101,14 @@ def test_joined_rows_are_those_of_a_merge(seed, dated, tmp_path, warehouse, monk
         path="*.parquet", on=("user", "shop"), day_column="date" if dated else None, columns=("[isw]*",)
     )
     if seed % 2:
-        monkeypatch.setattr(module, "KEPT_BYTES", 1)  # no day is kept but the newest
-    joined = pin([source], tmp_path, warehouse)
+        monkeypatch.setattr(module, "CACHE_BYTES", 1)  # only the newest day stays cached
+    joined = pin_sources([source], tmp_path, warehouse)
     text = "num > 0 and (score > 0.1 or row < 50) and word != 'w3'"
     check_filter(text, filter_schema(warehouse, snapshot, joined))
     wanted = ["word", "row", "ids", "score"]
     for chosen in (None, text):
         expression = Selection(days=(), filter=chosen).expression()
-        found = read(reader_of(warehouse, snapshot, wanted, expression, joined))
+        found = read(open_reader(warehouse, snapshot, wanted, expression, joined))
         expected = merged(rows, side.rename_columns({"date": "day"}), ["user", "shop", *(["day"] if dated else [])])
         if chosen:
             expected = expected.query("num > 0 and (score > 0.1 or row < 50) and word != 'w3' and word.notna()")
@@ -122,14 +122,16 @@ def test_a_table_of_the_warehouse_is_a_side_source(warehouse):
     random = np.random.default_rng(7)
     rows, side = rows_of(random), side_of(random, True).rename_columns({"date": "day"}).sort_by("day")
     snapshot, _ = stored(warehouse, rows), stored(warehouse, side, "beta")
-    joined = pin([FeatureJoin(table="beta", on=("user", "shop"), day_column="day", prefix="b_")], Path(), warehouse)
-    found = read(reader_of(warehouse, snapshot, ["row", "b_score", "b_ids"], None, joined))
+    joined = pin_sources(
+        [FeatureJoin(table="beta", on=("user", "shop"), day_column="day", prefix="b_")], Path(), warehouse
+    )
+    found = read(open_reader(warehouse, snapshot, ["row", "b_score", "b_ids"], None, joined))
     expected = merged(rows, side, ["user", "shop", "day"])
     assert found.column("b_score").to_pylist() == values(expected["score"])
     assert found.column("b_ids").to_pylist() == values(expected["ids"])
-    before = contents(joined[0], warehouse)
+    before = source_identity(joined[0], warehouse)
     stored(warehouse, side[:5], "beta")
-    assert contents(pin([joined[0].source], Path(), warehouse)[0], warehouse) != before
+    assert source_identity(pin_sources([joined[0].source], Path(), warehouse)[0], warehouse) != before
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
@@ -138,8 +140,8 @@ def test_csv_and_text_days(name, tmp_path, warehouse):
     side = pa.table({"user": [1, 1, 2], "at": ["2025-03-01 10:00:00", "2025-03-02 23:59:59", "2025-03-02 00:00:00"], "x": [0.5, None, 1.5]})  # fmt: skip
     with pa.CompressedOutputStream(str(tmp_path / name), "gzip") if name.endswith("gz") else pa.OSFile(str(tmp_path / name), "wb") as out:  # fmt: skip
         pc_csv.write_csv(side, out)
-    joined = pin([FeatureJoin(path=name, on="user", day_column="at")], tmp_path, warehouse)
-    assert read(reader_of(warehouse, snapshot, ["x"], None, joined)).column("x").to_pylist() == [0.5, None]
+    joined = pin_sources([FeatureJoin(path=name, on="user", day_column="at")], tmp_path, warehouse)
+    assert read(open_reader(warehouse, snapshot, ["x"], None, joined)).column("x").to_pylist() == [0.5, None]
 
 
 def test_types_are_those_that_an_ingest_stores(tmp_path, warehouse):
@@ -157,28 +159,28 @@ def test_types_are_those_that_an_ingest_stores(tmp_path, warehouse):
         }
     )
     pq.write_table(side, tmp_path / "s.parquet")
-    joined = pin([FeatureJoin(path="s.parquet", on="user")], tmp_path, warehouse)
-    schema = schema_of(warehouse, snapshot, joined)
+    joined = pin_sources([FeatureJoin(path="s.parquet", on="user")], tmp_path, warehouse)
+    schema = joined_schema(warehouse, snapshot, joined)
     kinds = {"small": pa.int32(), "wide": pa.int64(), "kind": pa.large_string(), "at": pa.timestamp("us", "UTC")}
     assert {name: schema.field(name).type for name in schema.names[2:]} == kinds
-    row = read(reader_of(warehouse, snapshot, list(kinds), None, joined)).to_pylist()[0]
+    row = read(open_reader(warehouse, snapshot, list(kinds), None, joined)).to_pylist()[0]
     assert row == {"small": 7, "wide": -3, "kind": "x", "at": datetime.datetime(2025, 3, 1, 2, tzinfo=datetime.UTC)}
 
 
 def test_equal_hashes_of_different_keys_do_not_meet(monkeypatch):
     monkeypatch.setattr(module, "_hashes", lambda keys: np.zeros(len(keys[0]), np.uint64))
-    keyed = Keyed([pa.array([3, 1, None, 2])], [pa.array(["c", "a", "x", "b"])], "w")
-    assert keyed.values[0].take(keyed.places([pa.array([1, 2, 3, 4, None])])).to_pylist() == ["a", "b", "c", None, None]
+    keyed = KeyIndex([pa.array([3, 1, None, 2])], [pa.array(["c", "a", "x", "b"])], "w")
+    assert keyed.values[0].take(keyed.find([pa.array([1, 2, 3, 4, None])])).to_pylist() == ["a", "b", "c", None, None]
     with pytest.raises(DataError, match="key 1 more than once"):
-        Keyed([pa.array([1, 2, 1])], [pa.array([1, 2, 3])], "w")
+        KeyIndex([pa.array([1, 2, 1])], [pa.array([1, 2, 3])], "w")
 
 
 def test_without_a_wanted_column_nothing_is_opened(tmp_path, warehouse):
     snapshot = stored(warehouse, rows_of(np.random.default_rng(0)))
     pq.write_table(pa.table({"user": [1], "x": [1]}), tmp_path / "s.parquet")
-    joined = pin([FeatureJoin(path="s.parquet", on="user")], tmp_path, warehouse)
+    joined = pin_sources([FeatureJoin(path="s.parquet", on="user")], tmp_path, warehouse)
     (tmp_path / "s.parquet").unlink()
-    assert isinstance(reader_of(warehouse, snapshot, ["num"], None, joined), SnapshotReader)
+    assert isinstance(open_reader(warehouse, snapshot, ["num"], None, joined), SnapshotReader)
 
 
 def refused(
@@ -186,9 +188,11 @@ def refused(
 ) -> str:
     snapshot = stored(warehouse, rows_of(np.random.default_rng(0)))
     pq.write_table(pa.table(side), tmp_path / "s.parquet")
-    joined = pin([FeatureJoin.model_validate({"path": "s.parquet", "on": "user"} | source)], tmp_path, warehouse)
+    joined = pin_sources(
+        [FeatureJoin.model_validate({"path": "s.parquet", "on": "user"} | source)], tmp_path, warehouse
+    )
     with pytest.raises(ContractError) as error:
-        read(reader_of(warehouse, snapshot, [column], None, joined))
+        read(open_reader(warehouse, snapshot, [column], None, joined))
     return str(error.value)
 
 
@@ -203,7 +207,7 @@ def refused(
         ({"on": "visitor"}, {"visitor": [1], "x": [1]}, "features.joined 's.parquet', key 'visitor': expected a column of the table, got none of that name. Closest: day, row, user, shop, num. Correct the name."),
         ({}, {"guest": [1], "x": [1]}, "features.joined 's.parquet', column 'user': expected a column of the table, got none of that name. Closest: guest, x. Correct the name."),
         ({"columns": ["y"]}, {"user": [1], "x": [1]}, "features.joined 's.parquet' 'y': expected a column of the table, got none of that name. Closest: x. Correct the name."),
-        ({}, {"user": [1], "num": [1], "x": [1]}, "features.joined 's.parquet': expected columns that the table does not have, got again num. Set `stored: true` if flows.enrich wrote them, else `prefix`."),
+        ({}, {"user": [1], "num": [1], "x": [1]}, "features.joined 's.parquet': expected columns that the table does not have, got existing columns num. Set `stored: true` if flows.enrich wrote them, otherwise set `prefix`."),
         ({}, {"user": [1], "x": [{"a": 1}]}, "features.joined 's.parquet', column 'x': expected numbers, text, dates or lists of them, got type struct<a: int64>. Leave it out of `columns`."),
         ({"day_column": "d"}, {"user": [1], "d": ["soon"], "x": [1]}, "features.joined 's.parquet', day_column: expected dates, timestamps or ISO text"),
     ],
@@ -215,12 +219,14 @@ def test_what_is_refused(source, side, said, tmp_path, warehouse):
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, warehouse):
     snapshot = stored(warehouse, rows_of(np.random.default_rng(0)))
     pq.write_table(pa.table({"user": [1], "x": [1]}), tmp_path / "s.parquet")
-    joined = pin([FeatureJoin(path="s.parquet", on="user")], tmp_path, warehouse)
-    reader = reader_of(warehouse, snapshot, ["x"], None, joined)
+    joined = pin_sources([FeatureJoin(path="s.parquet", on="user")], tmp_path, warehouse)
+    reader = open_reader(warehouse, snapshot, ["x"], None, joined)
     os.utime(tmp_path / "s.parquet", ns=(1, 1))
-    with pytest.raises(DataError, match="the file that the work began with"):
+    with pytest.raises(DataError, match="the file unchanged since the run started"):
         read(reader)
-    assert contents(joined[0], warehouse) != contents(pin([joined[0].source], tmp_path, warehouse)[0], warehouse)
+    assert source_identity(joined[0], warehouse) != source_identity(
+        pin_sources([joined[0].source], tmp_path, warehouse)[0], warehouse
+    )
 
 
 def test_one_source_and_its_days():
@@ -235,5 +241,5 @@ def test_one_source_and_its_days():
 
 def test_a_pinned_source_travels_as_json(tmp_path, warehouse):
     pq.write_table(pa.table({"user": [1], "x": [1]}), tmp_path / "s.parquet")
-    pinned = pin([FeatureJoin(path="s.parquet", on="user")], tmp_path, warehouse)[0]
+    pinned = pin_sources([FeatureJoin(path="s.parquet", on="user")], tmp_path, warehouse)[0]
     assert type(pinned).model_validate(json.loads(pinned.model_dump_json())) == pinned

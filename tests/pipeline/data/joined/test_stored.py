@@ -1,11 +1,11 @@
-"""Days of side sources."""
+"""Days of feature sources."""
 
 import datetime
 
 import pyarrow as pa
 import pytest
 
-from pipeline.data.joined.stored import day_of
+from pipeline.data.joined.stored import to_days
 from pipeline.errors import DataError
 
 DAY = datetime.date(2024, 1, 1)
@@ -21,15 +21,15 @@ DAY = datetime.date(2024, 1, 1)
     ],
 )
 def test_days_are_read(values: pa.Array) -> None:
-    assert set(day_of("day", values).to_pylist()) == {DAY}
+    assert set(to_days("day", values).to_pylist()) == {DAY}
 
 
 @pytest.mark.parametrize("text", ["2024-01-01T23:30:00Z", "2024-01-01T23:30:00-05:00", "2024-01-01 23:30+05"])
 def test_a_text_with_a_zone_is_refused(text: str) -> None:
     """In UTC it may be another day."""
     with pytest.raises(DataError) as error:
-        day_of("features.joined 'f', column 'at'", pa.array(["2024-01-01", text]))
+        to_days("features.joined 'f', column 'at'", pa.array(["2024-01-01", text]))
     assert str(error.value) == (
-        "features.joined 'f', column 'at': expected text without a time zone, got some with one. "
+        "features.joined 'f', column 'at': expected text without a time zone, got text with one. "
         "Convert it to timestamps."
     )
