@@ -396,7 +396,7 @@ class Trainer:
         served = checkpoint.served_prefix(folder)
         own = {name: tensor for name, tensor in self.state().items() if not name.startswith("average/")}
         tensors = {name.replace("model/", served, 1): tensor for name, tensor in own.items()}
-        checkpoint.load(folder, tensors, self.identity, aside=("model/", "average/"))
+        checkpoint.load(folder, tensors, self.identity, optional=("model/", "average/"))
         drop_cache(self.model)
         before = TrainingProgress.model_validate(checkpoint.read_progress(folder))
         self.progress = TrainingProgress(steps_before=before.steps_before + before.steps)

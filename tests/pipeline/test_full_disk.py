@@ -96,7 +96,7 @@ def read(warehouse: Warehouse, snapshot: SnapshotRef) -> pa.Table:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("lacking", "got"),
-    [(100_000, "a file cut short, as by a full disk"), (50, "File too large")],
+    [(100_000, "a truncated file, as on a full disk"), (50, "File too large")],
     ids=["middle", "end"],
 )
 def test_fault_9_a_checkpoint_on_a_full_disk_leaves_the_earlier_ones(tmp_path: Path, lacking: int, got: str) -> None:
@@ -110,7 +110,7 @@ def test_fault_9_a_checkpoint_on_a_full_disk_leaves_the_earlier_ones(tmp_path: P
         save(2)
     assert str(caught.value) == (
         f"checkpoint 'step-0000000002': expected to be written, got {got}. "
-        f"Make room, or mend '{tmp_path}'; earlier checkpoints are kept."
+        f"Free disk space or repair '{tmp_path}'. Earlier checkpoints are kept."
     )
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
     checkpoint.verify(tmp_path / "step-0000000001")

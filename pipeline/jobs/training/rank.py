@@ -29,7 +29,7 @@ from torchrec.modules.embedding_configs import DataType
 from models.config import DLRMConfig
 from models.dlrm import DLRM
 from pipeline.data.batch import Batch
-from pipeline.errors import ContractError
+from pipeline.errors import ContractError, to_wire
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
@@ -162,8 +162,7 @@ def enter(path: str, kind: type[Spec], run: Callable[[Spec, int, torch.device], 
         run(spec, rank, start_group(spec.training, rank))
         dist.destroy_process_group()
     except ContractError as error:
-        parts = [error.where, error.expected, error.actual, error.remedy]
-        write_json(Path(path).parent / f"error-{rank}.json", parts)
+        write_json(Path(path).parent / f"error-{rank}.json", to_wire(error))
         raise
 
 

@@ -1,4 +1,4 @@
-"""Signs of life of a rank, so that a group that hangs can be told from one that works."""
+"""Heartbeat of a rank. The launcher uses it to detect ranks that hang."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -11,12 +11,13 @@ Item = TypeVar("Item")
 
 
 class Heartbeat:
-    """Says every few seconds what this process does, and how often it has come further.
+    """Reports every few seconds what this process does, and a count that grows with every step of progress.
 
-    A thread says it, so that it is said while the process is busy as well; whoever listens looks at the count.
+    A thread of its own sends the reports, so they also come while the process is busy. A count that stays the same
+    means no progress.
 
     Args:
-        emit: Takes `{"event": "alive", "count": .., "doing": ..}`; called by the thread.
+        emit: Takes `{"event": "alive", "count": .., "doing": ..}`. The thread calls it.
     """
 
     def __init__(self, emit: Callable[[dict[str, Any]], None], seconds: float = BEAT_SECONDS) -> None:
@@ -26,11 +27,11 @@ class Heartbeat:
         self.thread.start()
 
     def report(self, doing: str) -> None:
-        """Notes that something new has begun."""
+        """Counts progress and notes what the process does now."""
         self.count, self.doing = self.count + 1, doing
 
     def track(self, items: Iterator[Item], doing: str) -> Iterator[Item]:
-        """The items; notes the wait for each and the work on it."""
+        """Yields the items and reports the wait for each and the work on it."""
         while True:
             self.report(WAITING)
             try:
@@ -46,5 +47,5 @@ class Heartbeat:
         while not pause.wait(self.seconds):
             try:
                 self.emit({"event": "alive", "count": self.count, "doing": self.doing})
-            except (OSError, ValueError):  # nobody listens any more
+            except (OSError, ValueError):  # the launcher is gone
                 return

@@ -1,4 +1,4 @@
-"""Ranks as a process tree that dies with its parent, started again from the last checkpoint if one of them dies."""
+"""Runs ranks as processes that die with their parent, and restarts them from the last checkpoint if one dies."""
 
 import contextlib
 import json
@@ -17,42 +17,43 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.errors import ContractError, TrainingError
+from pipeline.errors import TrainingError, from_wire
 from pipeline.process import KEPT_MEMORY
 from pipeline.training.launch.heartbeat import WAITING
 from storage.artifacts import write_text
 
 POLL_SECONDS = 0.2
 RANK_ENVIRONMENT = {
-    # Turns for which a waiting thread of OpenMP holds its processor, some tenths of a millisecond: longer than between
-    # layers, shorter than the tables' kernel, whose own threads find none free for OpenMP's default of 300,000.
+    # Spins of a waiting OpenMP thread before it yields its core, some tenths of a millisecond. This is longer than the
+    # gap between layers and shorter than the table kernel. With OpenMP's default of 300,000, that kernel's threads
+    # would find no free core.
     "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "20000"),
     **KEPT_MEMORY,
 }
-"""What libraries read as a rank starts."""
+"""Environment variables that libraries read when a rank starts."""
 GRACE_SECONDS = 5.0
-"""How long ranks have to end themselves before they are killed."""
+"""Time between SIGTERM and SIGKILL."""
 KILLED_EXIT_CODE = 137
-"""What a shell or a container makes of SIGKILL."""
+"""Exit code that a shell or a container reports for SIGKILL."""
 
 Event = dict[str, Any]
 
 
 class RankLostError(TrainingError):
-    """A rank died or hangs; started again, the group may fare better."""
+    """A rank died or hangs. A restart may help."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long ranks may take, and how often they may die. Fields as in `TrainConfig`."""
+    """Time limits and restart limit of the ranks. Fields as in `TrainConfig`."""
 
     deadline_seconds: int | None = None
     hang_seconds: int | None = None
     restart_limit: int = 0
     progress: Callable[[], object] = lambda: None
-    """What preprocessing has done so far: while it changes, ranks that wait for a batch do not hang."""
+    """Returns the progress of preprocessing. While it changes, ranks that wait for a batch do not count as hung."""
     check: Callable[[], object] = lambda: None
-    """Called several times a second; what it raises ends the ranks."""
+    """Called several times a second. An exception that it raises ends the ranks."""
 
 
 def run_ranks(
@@ -68,19 +69,19 @@ def run_ranks(
 ) -> Event:
     """Runs `python -m module SPEC` once per rank and returns the event named `result`, with `restarts` added.
 
-    Ranks get RANK, WORLD_SIZE, the spec's path and, in DLRM_ATTEMPT, how often they were started before; rank 0 writes
-    one JSON event a line into the pipe DLRM_EVENTS_FD. Its events `saved` and `resumed` name the step that ranks would
-    go on from. A rank that dies or hangs ends all, and all are started again. Whatever happens, no rank is left when
-    this returns.
+    Each rank gets RANK, WORLD_SIZE, the path of the spec and, in DLRM_ATTEMPT, the number of earlier attempts. Rank 0
+    writes one JSON event per line into the pipe DLRM_EVENTS_FD. Its events `saved` and `resumed` name the step from
+    which ranks would resume. If a rank dies or hangs, all ranks are ended and restarted. No rank is left when this
+    returns, whatever happens.
 
     Args:
-        folder: Logs of the ranks and the spec are kept here; no other group works in it.
-        on_event: Called with each event as it comes, and with `restart` before ranks are started again.
+        folder: Holds the spec and the logs of the ranks. No other group uses it.
+        on_event: Called with each event as it comes, and with `restart` before a restart.
         root: Working directory of the ranks.
-        make_group: Another way of starting ranks than as processes of this machine; called as `RankGroup` is.
+        make_group: Starts ranks in another way than as processes of this machine. Called like `RankGroup`.
     Raises:
-        ContractError: What a rank raised, as it raised it; it would raise it again.
-        TrainingError: If ranks were lost more often than they may be, or the deadline passed.
+        ContractError: The error that a rank raised. There is no restart, since it would be raised again.
+        TrainingError: If more ranks were lost than `restart_limit` allows, or the deadline passed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "spec.json", spec.model_dump_json(indent=2), mode=0o600)  # it holds the catalog's credentials
@@ -111,13 +112,13 @@ def run_ranks(
 
 
 def resolve_threads(threads_per_rank: int | None, world_size: int) -> int:
-    """Threads of a rank: as asked, else an equal share of the cores."""
+    """Returns the threads of a rank: the given number, or an equal share of the cores."""
     return threads_per_rank or max((os.cpu_count() or 1) // world_size, 1)
 
 
 @dataclass
 class RankGroup:
-    """Ranks from their start to their end."""
+    """One attempt of running the ranks, from start to end."""
 
     folder: Path
     limits: Limits
@@ -129,12 +130,12 @@ class RankGroup:
     count: int = -1
     doing: str = "starting"
     progress: object = None
-    last_sign: float = field(default_factory=time.monotonic)
+    last_progress: float = field(default_factory=time.monotonic)
 
     def run(self, module: str, world_size: int, threads: int, attempt: int, root: Path) -> Event:
-        """Starts the ranks, and returns when all have ended."""
+        """Starts the ranks and returns the result when all have ended."""
         meeting = self.folder / ".meeting"
-        shutil.rmtree(meeting, ignore_errors=True)  # of a launcher that was killed
+        shutil.rmtree(meeting, ignore_errors=True)  # a killed launcher may have left it
         meeting.mkdir()
         read_end, write_end = os.pipe()
         open_ends = {read_end, write_end}
@@ -152,7 +153,7 @@ class RankGroup:
             shutil.rmtree(meeting, ignore_errors=True)
 
     def watch(self, read_end: int) -> Event:
-        """Hands events on until all ranks have ended."""
+        """Passes events to `on_event` until all ranks have ended."""
         lines = _lines(read_end)
         result: Event | None = None
         open_pipe = True
@@ -161,58 +162,58 @@ class RankGroup:
                 with contextlib.suppress(queue.Empty):
                     line = lines.get(timeout=POLL_SECONDS)
                     open_pipe = line is not None
-                    result = self.hear(line) or result
+                    result = self.handle_line(line) or result
                 _raise_if_failed(self.ranks, self.folder)
-                self.look_at_the_clock()
+                self.check_time()
             _raise_if_failed(self.ranks, self.folder)
         except RankLostError:
             _end(self.ranks)
-            with contextlib.suppress(queue.Empty):  # what was said last may be that a checkpoint is whole
+            with contextlib.suppress(queue.Empty):  # the last event may say that a checkpoint is complete
                 while (line := lines.get(timeout=GRACE_SECONDS)) is not None:
-                    self.hear(line)
+                    self.handle_line(line)
             raise
         if result is None:
             raise TrainingError("training", "a result from rank 0", "none", f"See {self.folder / 'rank-0.log'}.")
         return result
 
-    def hear(self, line: str | None) -> Event | None:
+    def handle_line(self, line: str | None) -> Event | None:
         """Takes note of an event and hands it on, but for signs of life; returns a result."""
         event: Event = {"event": None} if line is None else json.loads(line)
         if event["event"] == "alive":
             if event["count"] != self.count:
-                self.last_sign = time.monotonic()
+                self.last_progress = time.monotonic()
             self.count, self.doing = event["count"], event["doing"]
         elif line is not None:
-            self.last_sign = time.monotonic()
+            self.last_progress = time.monotonic()
             if event["event"] in ("saved", "resumed"):
                 self.saved = event["step"]
             self.on_event(event)
         return event if event["event"] == "result" else None
 
-    def look_at_the_clock(self) -> None:
-        """Raises if the ranks take too long, or are not wanted any more."""
+    def check_time(self) -> None:
+        """Raises if the deadline has passed, the ranks hang, or the caller's check fails."""
         self.limits.check()
         now = time.monotonic()
         if self.deadline is not None and now > self.deadline:
             raise TrainingError(
-                "training", f"an end within training.deadline_seconds={self.limits.deadline_seconds}",
-                "ranks still at work", "Raise it, or run the command again to go on from the last checkpoint.",
+                "training", f"to finish within training.deadline_seconds={self.limits.deadline_seconds}",
+                "ranks still running", "Raise it, or run the command again to resume from the last checkpoint.",
             )  # fmt: skip
         progress = self.limits.progress()
         if self.doing == WAITING and progress != self.progress:
-            self.last_sign = now
+            self.last_progress = now
         self.progress = progress
         limit = self.limits.hang_seconds
-        if limit is not None and now - self.last_sign > limit:
+        if limit is not None and now - self.last_progress > limit:
             raise RankLostError(
-                "ranks", f"a sign of progress within training.hang_seconds={limit}",
+                "ranks", f"progress within training.hang_seconds={limit}",
                 f"none while rank 0 was {self.doing}",
-                f"Raise it if a step may take longer. Logs are {self.folder}/rank-*.log; the last checkpoint is kept.",
+                f"Raise it if a step may take longer. See {self.folder}/rank-*.log. The last checkpoint is kept.",
             )  # fmt: skip
 
 
 def _lines(read_end: int) -> "queue.Queue[str | None]":
-    """Lines of a pipe as they come, None at its end."""
+    """Returns a queue of the lines of a pipe, with None at its end."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
@@ -237,7 +238,7 @@ def _environment(rank: int, world_size: int, threads: int, attempt: int, events:
         "DLRM_ATTEMPT": str(attempt),
         "DLRM_MEETING": str(meeting / "store"),
         "DLRM_PARENT": str(os.getpid()),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS may give other bits in another run
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "PYTHONUNBUFFERED": "1",
     }
@@ -251,7 +252,7 @@ def _start(
     module: str, folder: Path, rank: int, environment: dict[str, str], events: int, root: Path
 ) -> subprocess.Popen[bytes]:
     (folder / f"error-{rank}.json").unlink(missing_ok=True)
-    mode = "wb" if environment["DLRM_ATTEMPT"] == "0" else "ab"  # what killed the others stays to be read
+    mode = "wb" if environment["DLRM_ATTEMPT"] == "0" else "ab"  # keeps what earlier attempts logged
     with (folder / f"rank-{rank}.log").open(mode) as log:
         return subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", module, str(folder / "spec.json")],
@@ -261,27 +262,27 @@ def _start(
 
 
 def _raise_if_failed(ranks: list[subprocess.Popen[bytes]], folder: Path) -> None:
-    """A rank's own error comes before the errors of those that lost their peer."""
+    """Raises if a rank failed. An error that a rank raised itself comes before those of ranks that lost their peer."""
     failed = _failed(ranks)
     if not failed:
         return
-    time.sleep(POLL_SECONDS)  # ranks that fail together all get to write down why
+    time.sleep(POLL_SECONDS)  # lets ranks that fail together write their errors
     for rank in range(len(ranks)):
         path = folder / f"error-{rank}.json"
         if path.exists():
-            raise ContractError(*json.loads(path.read_text(encoding="utf-8")))
+            raise from_wire(json.loads(path.read_text(encoding="utf-8")))
     killed = [pair for pair in _failed(ranks) if pair[1] < 0 or pair[1] == KILLED_EXIT_CODE]
     rank, code = (killed or failed)[0]
     log = (folder / f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     raise RankLostError(
         f"rank {rank}", "to train to the end", f"{name}: {log[-1][:200].rstrip('.') if log else 'no output'}",
-        f"Run the command again to go on from the last checkpoint; its log is {folder / f'rank-{rank}.log'}.",
+        f"Run the command again to resume from the last checkpoint. See {folder / f'rank-{rank}.log'}.",
     )  # fmt: skip
 
 
 def _failed(ranks: list[subprocess.Popen[bytes]]) -> list[tuple[int, int]]:
-    """(rank, exit code) of those that failed."""
+    """Returns (rank, exit code) of the ranks that failed."""
     codes = [(rank, process.poll()) for rank, process in enumerate(ranks)]
     return [(rank, code) for rank, code in codes if code not in (None, 0)]  # type: ignore[misc]
 

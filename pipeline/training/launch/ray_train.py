@@ -1,4 +1,4 @@
-"""Ranks as workers of Ray Train: on a cluster, or on one that is started on this machine for the time of a training."""
+"""Runs ranks as Ray Train workers, on a given cluster or on a temporary local one."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.errors import ConfigError, ContractError, TrainingError
+from pipeline.errors import ConfigError, ContractError, TrainingError, from_wire, to_wire
 from pipeline.training.launch.processes import (
     POLL_SECONDS,
     RANK_ENVIRONMENT,
@@ -28,7 +28,7 @@ from pipeline.training.launch.processes import (
 )
 
 STORE_BYTES = 128 << 20
-"""Object store of a cluster of our own: ranks keep nothing there."""
+"""Object store of a temporary cluster. Ranks keep nothing there."""
 MEETING_SECONDS = 1_800
 
 
@@ -43,18 +43,18 @@ def run_ranks_on_ray(
     root: Path,
     address: str | None,
 ) -> Event:
-    """As `run_ranks`, with ranks that Ray places and that meet on the machine of rank 0. None is left when it returns.
+    """Runs ranks as `run_ranks` does, but as Ray workers that rendezvous on rank 0's machine. Leaves no rank behind.
 
     Every machine needs this environment, and `folder` and the warehouse at the same paths.
 
     Args:
-        folder: Checkpoints and the exported model; on storage that all machines share.
-        root: Where the code lies; a cluster's machines are sent it.
-        address: Of the cluster; None starts one on this machine.
+        folder: Holds checkpoints and the exported model, on storage that all machines share.
+        root: Root of the code, which is sent to the machines of the cluster.
+        address: Address of the cluster. None starts one on this machine.
     Raises:
         ConfigError: If Ray is not installed.
-        ContractError: What a rank raised, as it raised it.
-        TrainingError: If ranks were lost more often than they may be, or the deadline passed.
+        ContractError: The error that a rank raised.
+        TrainingError: If more ranks were lost than `restart_limit` allows, or the deadline passed.
     """
     require_ray()
     threads = threads_per_rank or (1 if address else None)
@@ -63,10 +63,10 @@ def run_ranks_on_ray(
 
 
 def require_ray() -> None:
-    """Refuses to go on without Ray.
+    """Raises if Ray is not installed.
 
     Raises:
-        ConfigError: With the command that installs it.
+        ConfigError: Names the command that installs it.
     """
     try:
         importlib.import_module("ray.train.torch")
@@ -78,13 +78,13 @@ def require_ray() -> None:
 
 @dataclass
 class RayGroup(RankGroup):
-    """Workers of Ray Train from their start to their end."""
+    """One attempt of running the ranks as Ray Train workers."""
 
     address: str | None = None
-    """Of the cluster; None starts one on this machine."""
+    """Address of the cluster. None starts one on this machine."""
 
     def run(self, module: str, world_size: int, threads: int, attempt: int, root: Path) -> Event:
-        """See `RankGroup`. The connection is this group's own, so that ranks that hang end with it."""
+        """See `RankGroup`. Each group opens its own connection to Ray, and hung ranks end with it."""
         spec = (self.folder / "spec.json").read_text(encoding="utf-8")
         with _cluster(self.address, world_size * threads, root):
             from ray.util.queue import Queue
@@ -99,12 +99,12 @@ class RayGroup(RankGroup):
                 shutil.rmtree(self.folder / "ray", ignore_errors=True)
 
     def watch_fit(self, fit: "_Fit", lines: Any) -> Event:
-        """Hands events on until Ray Train has ended."""
+        """Passes events to `on_event` until Ray Train has ended."""
         from ray.util.queue import Empty
 
         result: Event | None = None
         while True:
-            running = fit.is_alive()  # asked first: what a rank said before its end is in the queue by then
+            running = fit.is_alive()  # checked first: by then, all events of an ended rank are in the queue
             try:
                 line: str = lines.get(timeout=POLL_SECONDS)
             except Empty:
@@ -112,15 +112,15 @@ class RayGroup(RankGroup):
                     break
             else:
                 if (event := json.loads(line))["event"] == "error":
-                    raise ContractError(*event["parts"])
-                result = self.hear(line) or result
-            self.look_at_the_clock()
+                    raise from_wire(event["parts"])
+                result = self.handle_line(line) or result
+            self.check_time()
         if fit.error is not None:
             failures = getattr(fit.error, "worker_failures", {})
             rank, reason = min(failures.items(), default=("?", fit.error), key=lambda item: item[0])
             raise RankLostError(
                 f"rank {rank}", "to train to the end", str(reason).strip().split("\n")[0].rstrip("."),
-                "Run the command again to go on from the last checkpoint; Ray keeps the logs of its workers.",
+                "Run the command again to resume from the last checkpoint. Ray keeps the logs of its workers.",
             )  # fmt: skip
         if result is None:
             raise TrainingError("training", "a result from rank 0", "none", "Ray keeps the logs of its workers.")
@@ -128,7 +128,7 @@ class RayGroup(RankGroup):
 
 
 class _Fit(threading.Thread):
-    """Ray Train's blocking call, and what came of it."""
+    """Runs Ray Train's blocking call and keeps its error."""
 
     def __init__(self, body: dict[str, Any], folder: Path, world_size: int, threads: int) -> None:
         super().__init__(name="ray-train", daemon=True)
@@ -149,12 +149,12 @@ class _Fit(threading.Thread):
                     name="ray", storage_path=str(self.folder.resolve()), failure_config=FailureConfig(max_failures=0)
                 ),
             ).fit()
-        except BaseException as error:  # told by the thread that waits
+        except BaseException as error:  # raised by the waiting thread
             self.error = error
 
 
 def _rank(body: dict[str, Any]) -> None:
-    """What a worker does: the body of a rank, in the group that Ray Train has made."""
+    """Runs a rank inside a Ray worker, in the process group that Ray Train made."""
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -168,23 +168,22 @@ def _rank(body: dict[str, Any]) -> None:
     try:
         importlib.import_module(body["module"]).join(body["spec"], emit)
     except ContractError as error:
-        parts = [error.where, error.expected, error.actual, error.remedy]
-        body["events"].put(json.dumps({"event": "error", "parts": parts}))
+        body["events"].put(json.dumps({"event": "error", "parts": to_wire(error)}))
         raise
 
 
 @contextmanager
 def _cluster(address: str | None, processors: int, root: Path) -> Iterator[None]:
-    """Connected with the cluster, or with one of our own; whatever runs there for us ends with the connection."""
+    """Connects to the cluster or starts a local one. Our workers end with the connection."""
     import ray
 
     if ray.is_initialized():
         raise ConfigError(
-            "training.launcher 'ray'", "a process that is not connected with a cluster", "one that is",
-            "Train in a process of its own, or call ray.shutdown() first.",
+            "training.launcher 'ray'", "a process without a connection to Ray", "a connected one",
+            "Train in a separate process, or call ray.shutdown() first.",
         )  # fmt: skip
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))  # else Ray keeps one in the user's home
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))  # else Ray stores one in the user's home
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     variables = RANK_ENVIRONMENT | {"PYTHONWARNINGS": "ignore"}
     temporary = tempfile.mkdtemp(prefix="dlrm-ray-")
@@ -197,10 +196,10 @@ def _cluster(address: str | None, processors: int, root: Path) -> Iterator[None]
             ray.init(
                 address="local", num_cpus=processors, include_dashboard=False, object_store_memory=STORE_BYTES,
                 runtime_env={"env_vars": variables}, _temp_dir=temporary, _node_ip_address="127.0.0.1",
-                _system_config={"worker_niceness": 0}, **quiet,  # Ray's 15 would starve ranks beside other work
+                _system_config={"worker_niceness": 0}, **quiet,  # Ray's default, 15, starves ranks on a busy machine
             )  # fmt: skip
         yield
     finally:
-        with suppress(Exception):  # an error on the way is the one to be told
+        with suppress(Exception):  # an earlier error matters more
             ray.shutdown()
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""AsyncCheckpointer: checkpoints in the background, so that training stands still for a copy of its state alone."""
+"""AsyncCheckpointer: writes checkpoints in the background. Training pauses only to copy its state."""
 
 import threading
 import time
@@ -17,16 +17,17 @@ from pipeline.training.state.checkpoint import STEP, Identity, local_parts, save
 
 
 class AsyncCheckpointer:
-    """Saves one checkpoint at a time; in the background, so that training stands still for a copy of its state alone.
+    """Writes one checkpoint at a time, if wanted in the background. Then training pauses only to copy its state.
 
-    A `with` block ends when nothing is being written any more. Methods are called by all ranks together. What goes
-    wrong in the background is raised by the next call of any method. Ranks speak over a group of their own:
-    collectives of the background must not mix with those of training.
+    A `with` block ends when nothing is being written any more. All ranks call methods together. The next call of any
+    method raises an error of the background. Ranks use a separate process group for checkpoints, because collectives
+    of the background must not mix with those of training.
 
     Args:
-        background: Takes memory for one more copy of this rank's tensors on the host, from the first save on.
+        background: Writes in a thread. From the first save on, this takes host memory for one more copy of this
+            rank's tensors.
     Attributes:
-        blocked_seconds: Time that callers have stood still.
+        blocked_seconds: Time that callers have waited.
     """
 
     def __init__(self, background: bool) -> None:
@@ -36,7 +37,7 @@ class AsyncCheckpointer:
         self.copies: dict[str, Any] = {}
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
-        self.blocked_seconds = self.told_seconds = 0.0
+        self.blocked_seconds = self.reported_seconds = 0.0
         self.seconds: float | None = None
         self.last = time.monotonic()
 
@@ -48,11 +49,11 @@ class AsyncCheckpointer:
     ) -> None:
         if error is None:
             self.wait()
-        elif self.thread is not None:  # what ended the block is told, not what its end may have broken
+        elif self.thread is not None:  # the first error matters, not one that it caused here
             self.thread.join()
 
     def due(self, every_seconds: float | None) -> bool:
-        """Whether so long has passed since the last call of `save` for a step; rank 0's clock decides for all."""
+        """Whether this much time has passed since the last `save` of a step. Rank 0's clock decides for all."""
         if every_seconds is None:
             return False
         self.votes = self.votes or dist.new_group(backend="gloo")
@@ -68,12 +69,12 @@ class AsyncCheckpointer:
         identity: Identity,
         sealed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes a checkpoint of the tensors as they are now; waits for an earlier one first.
+        """Writes a checkpoint of the current tensors. Waits for an earlier one first.
 
         Args:
-            sealed: Called on rank 0 once the checkpoint is whole, maybe by another thread.
+            sealed: Called on rank 0 when the checkpoint is complete, possibly by another thread.
         Raises:
-            ContractError: See function `save`; of this checkpoint, or of the one before.
+            ContractError: See function `save`. The error is of this checkpoint or of the previous one.
         """
         begun = time.perf_counter()
         self.wait()
@@ -91,7 +92,7 @@ class AsyncCheckpointer:
         self.check()
 
     def check(self) -> None:
-        """Raises what went wrong in the background, without waiting for it."""
+        """Raises an error of the background. Does not wait for it to finish."""
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
@@ -106,12 +107,12 @@ class AsyncCheckpointer:
         self.check()
 
     def take_times(self) -> dict[str, float]:
-        """Metrics since the last call: seconds that training stood still for, and that the last save took."""
+        """Returns metrics since the last call: seconds that training was blocked, and duration of the last save."""
         if self.seconds is None:
             return {}
         times = {"checkpoint_seconds": self.seconds}
-        times["checkpoint_blocked_seconds"] = self.blocked_seconds - self.told_seconds
-        self.seconds, self.told_seconds = None, self.blocked_seconds
+        times["checkpoint_blocked_seconds"] = self.blocked_seconds - self.reported_seconds
+        self.seconds, self.reported_seconds = None, self.blocked_seconds
         return times
 
     def _write(
@@ -128,12 +129,12 @@ class AsyncCheckpointer:
             if dist.get_rank() == 0:
                 sealed()
             self.seconds = time.perf_counter() - begun
-        except BaseException as failure:  # raised where training can hear it
+        except BaseException as failure:  # raised later, in the training thread
             self.failure = failure
 
 
 def _host_copy(tensor: Any, copy: Any) -> Any:
-    """The tensor, or this rank's shards of it, in host memory; an earlier copy of it is written over."""
+    """Copies a tensor, or this rank's shards of it, to host memory. Overwrites an earlier copy."""
     if copy is None:
         copy = _empty_on_host(tensor)
     for new, now in zip(local_parts(copy), local_parts(tensor), strict=True):

@@ -1,4 +1,4 @@
-"""The running mean of the weights along the last part of training."""
+"""Running mean of the weights over the last part of training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ from pipeline.training.tables.cached import drop_cache, flush_cache
 
 
 class WeightAverage:
-    """Mean of all weights, dense and tables, each rank's shards by themselves.
+    """Mean of all weights, dense and tables. Each rank averages its own shards.
 
     Args:
-        model: The sharded model; memory of one more copy of its weights is taken.
+        model: The sharded model. The mean takes memory for one more copy of its weights.
     Source:
         Izmailov et al. 2018, arXiv:1803.05407, section 3.1 (stochastic weight averaging).
     """
@@ -27,7 +27,7 @@ class WeightAverage:
         self.means = {name: _zeros_like(tensor) for name, tensor in self.weights.items()}
 
     def take(self, count: int) -> None:
-        """Adds the weights as they are now as number `count`, counted from 1."""
+        """Adds the current weights to the mean as sample number `count`, counted from 1."""
         flush_cache(self.model)
         with torch.no_grad():
             for mean, now in self._pairs():
@@ -35,7 +35,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model has the mean weights inside, and its own again afterwards."""
+        """Gives the model the mean weights inside the block and its own weights afterwards."""
         flush_cache(self.model)
         own = [now.clone() for _, now in self._pairs()]
         self.apply()
@@ -48,7 +48,7 @@ class WeightAverage:
             drop_cache(self.model)
 
     def apply(self) -> None:
-        """Puts the mean weights into the model."""
+        """Copies the mean weights into the model."""
         with torch.no_grad():
             for mean, now in self._pairs():
                 now.copy_(mean)

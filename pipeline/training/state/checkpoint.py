@@ -1,6 +1,6 @@
-"""Checkpoints: written aside, sealed by a manifest, renamed in one step, verified before they are read.
+"""Checkpoints: written to a temporary folder, sealed by a manifest, renamed atomically, verified before reading.
 
-No generator state is among their contents: order of rows and dropout are functions of seed, epoch, step and rank.
+They contain no random generator state. Row order and dropout are functions of seed, epoch, step and rank.
 """
 
 import datetime
@@ -24,8 +24,8 @@ from pipeline.errors import ContractError, TrainingError
 from storage.artifacts import inside, seal_folder, sha256, write_json
 from storage.errors import StorageError
 
-CUT_SHORT = re.compile("unexpected pos|failed writing")
-"""What torch.save says where the file takes no more: it hides the error that it was given."""
+TRUNCATED = re.compile("unexpected pos|failed writing")
+"""Messages of torch.save on a full disk. It hides the original error."""
 MANIFEST = "manifest.json"
 BEST = "best"
 """Name of the checkpoint with the lowest validation NE."""
@@ -34,9 +34,9 @@ STEP = re.compile(r"^step-(\d{10})$")
 LOWER = "Lower the learning rates; the last good checkpoint is kept."
 
 Identity = Mapping[str, str]
-"""What a checkpoint belongs to, such as the hash of the preprocessing plan: name -> value."""
+"""What a checkpoint belongs to, as name -> value; for example the hash of the preprocessing plan."""
 
-# The classes in a .metadata as DCP's own writer makes it; anything else in that pickle is refused.
+# Classes in the .metadata that DCP's writer makes. The unpickler refuses all others.
 _ADMITTED = {
     ("pathlib", "PosixPath"),
     ("torch", "Size"),
@@ -57,7 +57,7 @@ class CheckpointError(ContractError):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads DCP's classes and nothing else, so that a forged file cannot run code."""
+    """Unpickles only DCP's classes, so a forged file cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         module = "pathlib" if module == "pathlib._local" else module  # its name in files written by Python 3.13
@@ -75,9 +75,9 @@ class _SafeReader(FileSystemReader):
             with (folder / ".metadata").open("rb") as file:
                 metadata: Metadata = _MetadataUnpickler(file).load()
             metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        except Exception as error:  # bytes that are no pickle raise almost anything
+        except Exception as error:  # invalid pickles raise almost any exception
             raise CheckpointError(
-                f"checkpoint '{folder.name}', file .metadata", "the classes of torch.distributed.checkpoint",
+                f"checkpoint '{folder.name}', file .metadata", "only classes of torch.distributed.checkpoint",
                 f"{error}", "Do not use this checkpoint.",
             ) from None  # fmt: skip
         metadata.storage_meta.load_id = self.load_id
@@ -85,7 +85,7 @@ class _SafeReader(FileSystemReader):
             try:
                 inside(folder, place.relative_path)
             except StorageError as error:
-                raise _damaged(folder, "shards among its files", f"{error}") from None
+                raise _damaged(folder, "shards inside its folder", f"{error}") from None
         return metadata
 
 
@@ -96,16 +96,16 @@ def save(
     identity: Identity | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes a checkpoint; called by all ranks together, with the shards that each holds.
+    """Writes a checkpoint. All ranks call it together, each with its shards.
 
-    A reader finds the whole checkpoint under `folder` or none of it.
+    A reader finds either the complete checkpoint under `folder` or nothing.
 
     Args:
-        tensors: Name -> tensor or ShardedTensor; nothing else, so that loading never unpickles values.
-        progress: JSON values, equal on every rank; `steps` among them names the step in errors.
-        group: All ranks; one that can send CPU tensors. None: the default group.
+        tensors: Name -> tensor or ShardedTensor. Nothing else is allowed, so loading never unpickles values.
+        progress: JSON values, equal on every rank. Errors quote its `steps`.
+        group: Process group of all ranks that can send CPU tensors. None: the default group.
     Raises:
-        TrainingError: On every rank alike, if a number is not finite; nothing is kept then.
+        TrainingError: On every rank, if a number is not finite. Nothing is written then.
         CheckpointError: If the files cannot be written.
     """
     require_finite(tensors, f"weights at step {progress.get('steps')}", group)
@@ -122,30 +122,30 @@ def save(
             _seal(temporary, folder, progress, identity)
     except (OSError, CheckpointException) as error:
         cause = _cause(error)
-        if not isinstance(cause, OSError):  # such as a rank that is gone
+        if not isinstance(cause, OSError):  # for example a lost rank
             raise RuntimeError(f"checkpoint '{folder.name}' was not written: {cause}") from None
         raise CheckpointError(
             f"checkpoint '{folder.name}'", "to be written", cause.strerror or str(cause),
-            f"Make room, or mend '{folder.parent}'; earlier checkpoints are kept.",
+            f"Free disk space or repair '{folder.parent}'. Earlier checkpoints are kept.",
         ) from None  # fmt: skip
     finally:
-        if first:  # a full disk must not be left fuller
+        if first:  # frees the space on a full disk
             shutil.rmtree(temporary, ignore_errors=True)
     dist.barrier(group=group)
 
 
 def _cause(error: OSError | CheckpointException) -> BaseException:
     cause = error if isinstance(error, OSError) else next(iter(error.failures.values()))[0]
-    if isinstance(cause, RuntimeError) and CUT_SHORT.search(str(cause)):
-        return OSError("a file cut short, as by a full disk")
+    if isinstance(cause, RuntimeError) and TRUNCATED.search(str(cause)):
+        return OSError("a truncated file, as on a full disk")
     return cause
 
 
 def require_finite(tensors: Mapping[str, Any], where: str, group: dist.ProcessGroup | None = None) -> None:
-    """Looks at every number before it is kept.
+    """Checks that all numbers are finite before they are saved.
 
     Raises:
-        TrainingError: On every rank alike, if one holds a number that is not finite; names the first such tensor.
+        TrainingError: On every rank, if any rank has a number that is not finite. Names the first such tensor.
     """
     bad = next((name for name in sorted(tensors) if not _finite(tensors[name])), None)
     found = [name for name in _of_all_ranks(bad, group) if name is not None]
@@ -160,12 +160,12 @@ def _of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[An
 
 
 def _finite(tensor: Any) -> bool:
-    """Whether all numbers are finite; a sum says so without a mask as large as a table."""
+    """Whether all numbers are finite. A sum tells without allocating a mask as large as a table."""
     return all(math.isfinite(part.sum(dtype=torch.float64).item()) for part in local_parts(tensor))
 
 
 def local_parts(tensor: Any) -> list[torch.Tensor]:
-    """What this rank holds of a tensor: its shards, or all of it."""
+    """Returns the parts of a tensor on this rank: its shards, or the whole tensor."""
     return [shard.tensor for shard in tensor.local_shards()] if hasattr(tensor, "local_shards") else [tensor]
 
 
@@ -173,7 +173,7 @@ def verify(folder: Path) -> None:
     """Checks every file against the manifest.
 
     Raises:
-        CheckpointError: If the manifest is absent, or a file is missing, added or changed.
+        CheckpointError: If the manifest is missing, or a file is missing, added or changed.
     """
     try:
         manifest = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
@@ -181,7 +181,7 @@ def verify(folder: Path) -> None:
         raise _damaged(folder, "a readable manifest", "none") from None
     present = {path.name for path in folder.iterdir()} - {MANIFEST}
     if linked := sorted(path.name for path in folder.iterdir() if path.is_symlink()):
-        raise _damaged(folder, "files of its own", f"links: {', '.join(linked)}")
+        raise _damaged(folder, "regular files", f"links: {', '.join(linked)}")
     if present != manifest.keys():
         raise _damaged(folder, f"files {sorted(manifest)}", f"{sorted(present)}")
     for name, digest in manifest.items():
@@ -190,7 +190,7 @@ def verify(folder: Path) -> None:
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """The JSON values saved with a verified checkpoint."""
+    """Returns the progress saved with a verified checkpoint, as JSON values."""
     return _notes(folder, "progress")
 
 
@@ -199,16 +199,18 @@ def _notes(folder: Path, part: str) -> dict[str, Any]:
     return values
 
 
-def load(folder: Path, tensors: dict[str, Any], identity: Identity | None = None, aside: tuple[str, ...] = ()) -> None:
-    """Reads a verified checkpoint into the given tensors, in place, under any placement of the shards.
+def load(
+    folder: Path, tensors: dict[str, Any], identity: Identity | None = None, optional: tuple[str, ...] = ()
+) -> None:
+    """Reads a verified checkpoint into the given tensors, in place. The sharding may differ from the saved one.
 
-    Called by all ranks together, each with the tensors that it has a part of.
+    All ranks call it together, each with the tensors of which it has a part.
 
     Args:
-        aside: Beginnings of the names of stored tensors that need not be asked for.
+        optional: Prefixes of the names of stored tensors that may be missing in `tensors`.
     Raises:
-        CheckpointError: If a tensor has another shape, the checkpoint another identity, or one of them has a tensor
-            that the other has not, and names it, before anything is read; if a shard cannot be read.
+        CheckpointError: If shapes, identity or the sets of tensors differ, which is checked before anything is
+            read. The error names the first difference. Also if a shard cannot be read.
     """
     stored = stored_shapes(folder)
     wanted = whole_shapes(tensors)
@@ -217,21 +219,21 @@ def load(folder: Path, tensors: dict[str, Any], identity: Identity | None = None
             raise _unfit(folder, f"tensor '{name}'", f"shape {wanted[name]}", f"{stored[name]}")
     require_identity(folder, identity or {})
     for name in sorted(wanted.keys() ^ stored.keys()):
-        if name in stored and name.startswith(aside):
+        if name in stored and name.startswith(optional):
             continue
         expected = f"shape {wanted[name]}" if name in wanted else "no such tensor"
         raise _unfit(folder, f"tensor '{name}'", expected, f"{stored.get(name, 'no such tensor')}")
     try:
         dcp.load(tensors, storage_reader=_SafeReader(str(folder)))  # type: ignore[attr-defined]
-    except CheckpointException as error:  # not an Exception: it would pass by every handler above
+    except CheckpointException as error:  # a BaseException, which callers do not catch
         reason = f"{next(iter(error.failures.values()))[0]}".split("\n")[0].rstrip(".")
         raise CheckpointError(
-            f"checkpoint '{folder.name}'", "shards as DCP writes them", reason, "Do not use this checkpoint."
+            f"checkpoint '{folder.name}'", "readable shards", reason, "Do not use this checkpoint."
         ) from None
 
 
 def whole_shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the whole tensor, of those that any rank has a part of; called by all ranks together."""
+    """Returns name -> shape of the whole tensor, for tensors on any rank. All ranks call it together."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in _of_all_ranks({name: tuple(tensor.size()) for name, tensor in tensors.items()}):
         shapes |= part
@@ -239,10 +241,10 @@ def whole_shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def require_identity(folder: Path, identity: Identity) -> None:
-    """Refuses a checkpoint that belongs to something else.
+    """Raises if a checkpoint belongs to something else.
 
     Raises:
-        CheckpointError: Names the first thing that differs.
+        CheckpointError: Names the first difference.
     """
     known = _notes(folder, "identity")
     for key in sorted(known.keys() | identity.keys()):
@@ -258,9 +260,9 @@ def _unfit(folder: Path, what: str, expected: str, actual: str) -> CheckpointErr
 
 
 def export(folder: Path) -> dict[str, torch.Tensor]:
-    """The whole weights of a checkpoint under the model's names, read by this process alone.
+    """Returns the whole weights of a checkpoint under the model's names. Needs only this process.
 
-    Where the mean of the weights was being kept, these are the mean: what was validated and would be registered.
+    If training averaged the weights, this is their mean: what was validated and would be registered.
 
     Raises:
         CheckpointError: If it is damaged.
@@ -271,12 +273,12 @@ def export(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def served_prefix(folder: Path) -> str:
-    """Beginning of the names of the weights that a verified checkpoint would be registered with."""
+    """Returns the name prefix of the weights that would be registered from a verified checkpoint."""
     return "average/" if read_progress(folder).get("averaged") else "model/"
 
 
 def read_whole(folder: Path, *prefixes: str) -> dict[str, torch.Tensor]:
-    """Whole tensors of a verified checkpoint whose names begin so, read by this process alone."""
+    """Returns the whole tensors of a verified checkpoint with one of the prefixes. Needs only this process."""
     metadata = _SafeReader(str(folder)).read_metadata()
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -290,7 +292,7 @@ def read_whole(folder: Path, *prefixes: str) -> dict[str, torch.Tensor]:
 def write_whole(
     folder: Path, tensors: Mapping[str, torch.Tensor], progress: Mapping[str, Any], identity: Identity
 ) -> None:
-    """Writes whole tensors as a checkpoint, by this process alone; see `save`."""
+    """Writes whole tensors as a checkpoint. Needs only this process. See `save`."""
     temporary = folder.parent / f".{folder.name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -302,7 +304,7 @@ def write_whole(
 
 
 def _seal(temporary: Path, folder: Path, progress: Mapping[str, Any], identity: Identity | None) -> None:
-    """Adds progress and manifest to the files of a checkpoint, and gives it its name."""
+    """Adds progress and manifest to the files of a checkpoint and renames it."""
     write_json(temporary / PROGRESS, {"progress": dict(progress), "identity": dict(identity or {})})
     files = sorted(path for path in temporary.iterdir() if path.is_file())
     write_json(temporary / MANIFEST, {path.name: sha256(path) for path in files})
@@ -310,7 +312,7 @@ def _seal(temporary: Path, folder: Path, progress: Mapping[str, Any], identity: 
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """What a checkpoint is: name, step, time, bytes, the NE of a validation at that step, and whether it is whole."""
+    """Describes a checkpoint: name, step, time, bytes, NE of a validation at that step, and whether it verifies."""
     try:
         verify(folder)
         progress, error = read_progress(folder), None
@@ -332,7 +334,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of what a checkpoint holds."""
+    """Returns name -> shape of the tensors in a checkpoint."""
     metadata = _SafeReader(str(folder)).read_metadata()
     return {
         name: tuple(entry.size)
@@ -342,10 +344,10 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def find_latest(root: Path, damaged: Callable[[CheckpointError], None] = lambda error: None) -> Path | None:
-    """The newest checkpoint of `root` that verifies.
+    """Finds the newest checkpoint of `root` that verifies.
 
     Args:
-        damaged: Told of each one that is passed over.
+        damaged: Called with the error of each checkpoint that does not verify.
     """
     for folder in reversed(list_checkpoints(root)):
         try:
@@ -358,10 +360,10 @@ def find_latest(root: Path, damaged: Callable[[CheckpointError], None] = lambda 
 
 
 def find_served(root: Path) -> Path | None:
-    """The checkpoint that holds what a finished training has exported: the best one, or the last; None: it is gone.
+    """Finds the checkpoint that a finished training has exported: the best one, or else the last. None if it is gone.
 
     Raises:
-        CheckpointError: If the best one is damaged: the last one is another model.
+        CheckpointError: If the best one is damaged. The last one would be another model.
     """
     last = find_latest(root)
     if last is None or not read_progress(last).get("finished"):
@@ -373,7 +375,7 @@ def find_served(root: Path) -> Path | None:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Checkpoints by step, oldest first."""
+    """Lists checkpoints by step, oldest first."""
     return sorted(folder for folder in root.glob("step-*") if STEP.match(folder.name))
 
 
@@ -384,13 +386,13 @@ def prune(root: Path, keep: int) -> None:
 
 
 def remove_partial(root: Path) -> None:
-    """Removes what saves that were cut short have left."""
+    """Removes the leftovers of interrupted saves."""
     for folder in root.glob(".*.tmp"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def full_state(tensors: dict[str, Any]) -> dict[str, torch.Tensor] | None:
-    """Whole tensors put together from the shards, on rank 0; None elsewhere. Called by all ranks together."""
+    """Gathers whole tensors on rank 0; returns None on other ranks. All ranks call it together."""
     whole: dict[str, torch.Tensor] = {}
     first = dist.get_rank() == 0
     for name, tensor in tensors.items():
@@ -406,4 +408,4 @@ def full_state(tensors: dict[str, Any]) -> dict[str, torch.Tensor] | None:
 
 
 def _damaged(folder: Path, expected: str, actual: str) -> CheckpointError:
-    return CheckpointError(f"checkpoint '{folder.name}'", expected, actual, "Use another one; this one is passed over.")
+    return CheckpointError(f"checkpoint '{folder.name}'", expected, actual, "Use another checkpoint.")

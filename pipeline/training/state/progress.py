@@ -1,4 +1,4 @@
-"""Where a training stands: saved with every checkpoint, and what NE and calibration need of a stretch of rows."""
+"""Progress of a training, which every checkpoint contains, and loss sums for NE and calibration."""
 
 import math
 
@@ -8,7 +8,7 @@ from pipeline.data.batch import Batch, Position
 
 
 class LossSums(BaseModel, frozen=True):
-    """What NE and calibration need of a stretch of rows; each counts by its weight, where rows have weights."""
+    """Sums over some rows from which NE and calibration follow. Rows count by their weights."""
 
     rows: float = 0.0
     loss: float = 0.0
@@ -16,57 +16,58 @@ class LossSums(BaseModel, frozen=True):
     predictions: float = 0.0
 
     def plus(self, other: "LossSums") -> "LossSums":
-        """Both stretches together."""
+        """Adds the sums of other rows."""
         return LossSums(**{name: getattr(self, name) + getattr(other, name) for name in LossSums.model_fields})
 
     @property
     def ne(self) -> float | None:
-        """Log loss over the entropy of the base rate; None where the labels are all alike."""
+        """Log loss divided by the entropy of the base rate. None if all labels are equal."""
         if not 0.0 < self.labels < self.rows:
             return None
         rate = self.labels / self.rows
+        # `base_entropy` of the evaluation takes log1p, which differs in the last bit for a third of the rates.
         return self.loss / self.rows / -(rate * math.log(rate) + (1.0 - rate) * math.log(1.0 - rate))
 
 
 class TrainingProgress(BaseModel, frozen=True):
-    """Where training stands; saved with every checkpoint."""
+    """Progress of a training. Every checkpoint contains it."""
 
     steps: int = 0
     rows: int = 0
     position: Position = Position()
     first_sight: LossSums = LossSums()
-    """Rows predicted before they were ever trained on: the progressive NE."""
+    """Sums over rows predicted before they were trained on, for the progressive NE."""
     best_ne: float | None = None
     best_step: int | None = None
     worse_validations: int = 0
     validated_step: int | None = None
     valid_ne: float | None = None
-    """What the validation at that step found."""
+    """NE of the validation at that step."""
     skipped_batches: int = 0
-    """Left out because their loss was not finite."""
+    """Batches left out because their loss was not finite."""
     skipped_in_a_row: int = 0
     averaged: int = 0
-    """Weights in the running mean."""
+    """Number of samples in the running mean of the weights."""
     busy_seconds: float = 0.0
-    """Time in steps and in waiting for batches, over all attempts."""
+    """Time spent in steps and waiting for batches, over all attempts."""
     wait_seconds: float = 0.0
-    """The part of it spent waiting."""
+    """Time spent waiting for batches, part of `busy_seconds`."""
     finished: bool = False
     steps_before: int = 0
-    """Steps of the trainings that this one goes on from."""
+    """Steps of the earlier trainings that this one continues."""
 
     @property
     def speed(self) -> float:
-        """Rows a second."""
+        """Rows per second."""
         return self.rows / self.busy_seconds if self.busy_seconds else 0.0
 
     @property
     def stalled(self) -> float:
-        """Share of the time spent waiting for batches."""
+        """Share of `busy_seconds` spent waiting for batches."""
         return self.wait_seconds / self.busy_seconds if self.busy_seconds else 0.0
 
     def after(self, batch: Batch) -> "TrainingProgress":
-        """Progress once the batch is trained."""
+        """Returns the progress after this batch was trained."""
         return self.model_copy(
             update={"steps": self.steps + 1, "rows": self.rows + batch.global_rows, "position": batch.position}
         )

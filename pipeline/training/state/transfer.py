@@ -1,4 +1,4 @@
-"""A model with more features takes the place of one with fewer: what both have keeps its weights."""
+"""State transfer: a model with other features starts with the weights that it shares with an older model."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -10,24 +10,24 @@ from models.dlrm import Labels, axes_of, module_name
 from pipeline.training.optim import TABLES
 
 STATES = ("model/", "average/", "dense/", "tables/")
-"""Beginnings of the names of tensors in a checkpoint."""
+"""Prefixes of tensor names in a checkpoint."""
 
 
 class FeatureState(BaseModel, frozen=True, arbitrary_types_allowed=True):
-    """What a model reads."""
+    """Features that a model reads."""
 
     dense: tuple[str, ...]
     bags: tuple[SparseFeature, ...]
 
 
 class TransferredState(BaseModel, frozen=True, arbitrary_types_allowed=True):
-    """The state of a model that has grown, and what of it is new."""
+    """State of the new model, and the tables that are new or larger in it."""
 
     tensors: Mapping[str, torch.Tensor]
     new_tables: tuple[str, ...]
-    """Tables that start anew: the older model has none of the name, or their ids meant something else."""
+    """Tables that start from initial values. The older model has no such table, or its ids had another meaning."""
     larger_tables: tuple[str, ...]
-    """Tables with rows behind those that they had."""
+    """Tables with more rows than before."""
 
 
 def transfer_state(
@@ -37,17 +37,17 @@ def transfer_state(
     features: tuple[FeatureState, FeatureState],
     kept: Collection[str],
 ) -> TransferredState:
-    """The state of a model with other features than the older one that it goes on from.
+    """Builds the state of a model that continues an older model with other features.
 
-    Tables keep the rows that they had; new rows and tables stay as they are initially. A layer whose inputs depend on
-    the features keeps the weights of those that both models have; the weights of new inputs are 0, so that where
-    features only came in addition, the grown model says what the old one said until it is trained. States of
-    optimizers go with their weights; those of new weights are 0.
+    Tables keep their rows. New rows and new tables keep their initial values. Some layers have inputs that depend on
+    the features. They keep the weights of inputs that both models have, and the weights of new inputs are 0. If
+    features were only added, the new model therefore predicts the same as the old one until it is trained. Optimizer
+    state follows its weights and is 0 for new weights.
 
     Args:
-        old, fresh: Name -> whole tensor of the older model and of the new one in its initial state.
-        features: Of the older model and of the new one.
-        kept: Features whose values mean in both what they meant.
+        old, fresh: Name -> whole tensor of the older model, and of the new model in its initial state.
+        features: Features of the older model and of the new model.
+        kept: Features with the same meaning in both models.
     """
     before, now = features
     axes = [
@@ -69,14 +69,14 @@ def transfer_state(
 
 
 def _marked(names: Sequence[str], kept: Collection[str], which: int) -> list[str]:
-    """Names that are alike in both models only where the features are."""
+    """Returns names that are equal in both models only for kept features."""
     return [name if name in kept else f"{name} of {which}" for name in names]
 
 
 def _tables(
     before: Sequence[SparseFeature], now: Sequence[SparseFeature], kept: Collection[str]
 ) -> tuple[set[str], list[str], list[str]]:
-    """(modules of the tables that keep their rows, names of new tables, names of larger ones)."""
+    """Returns (modules of tables that keep their rows, names of new tables, names of larger tables)."""
     rows, users = {bag.table: bag.rows for bag in before}, {bag.name: bag.table for bag in before}
     shared = [bag for bag in now if users.get(bag.name) == bag.table]
     changed = {bag.table for bag in shared if bag.name not in kept}
@@ -93,7 +93,7 @@ def _tables(
 
 
 def _parameter(name: str) -> str:
-    """Parameter of the model that a tensor of a checkpoint is, or belongs to."""
+    """Returns the model parameter that a tensor of a checkpoint is or belongs to."""
     kind, _, rest = name.partition("/")
     return rest if kind in ("model", "average") else rest.rpartition("/")[0]
 
@@ -109,7 +109,7 @@ def _leading(fresh: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
 def _mapped(
     old: torch.Tensor, fresh: torch.Tensor, before: tuple[Labels | None, ...], now: tuple[Labels | None, ...]
 ) -> torch.Tensor:
-    """Numbers of both models at their new places, 0 elsewhere."""
+    """Copies the values that both models have to their new positions, with 0 elsewhere."""
     result = torch.zeros_like(fresh)
     sources, places = [], []
     for axis, (theirs, ours) in enumerate(zip(before, now, strict=True)):

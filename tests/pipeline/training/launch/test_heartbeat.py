@@ -1,4 +1,4 @@
-"""Signs of life say what is being done, and count how often it changed."""
+"""A heartbeat says what is being done, and counts how often it changed."""
 
 import queue
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from pipeline.training.launch.heartbeat import WAITING, Heartbeat
 
 
-def test_a_wait_can_be_told_from_work() -> None:
+def test_waiting_differs_from_work() -> None:
     heard: queue.Queue[dict[str, Any]] = queue.Queue()
     heartbeat = Heartbeat(heard.put, seconds=0.01)
 
@@ -25,7 +25,7 @@ def test_a_wait_can_be_told_from_work() -> None:
     assert beat == {"event": "alive", "count": 6, "doing": "training"}
 
 
-def test_it_ends_when_nobody_listens() -> None:
+def test_it_ends_when_the_launcher_is_gone() -> None:
     calls: list[dict[str, Any]] = []
 
     def broken(event: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Ranks end when they should, and nothing is left of them; with ranks that need no torch and start at once."""
+"""Ranks end when they should and leave nothing behind. These ranks need no torch and start at once."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import psutil
 import pytest
 from pydantic import BaseModel
 
-from pipeline.errors import ContractError, TrainingError
+from pipeline.errors import ColumnError, ContractError, TrainingError
 from pipeline.training.launch import processes
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 
@@ -32,7 +32,7 @@ if "DLRM_EVENTS_FD" in os.environ:
     emit(event="start", pid=os.getpid())
 for word in does.split():
     if word == "complain":
-        (folder / f"error-{rank}.json").write_text(json.dumps(["column 'a'", "numbers", "text", "Convert it."]))
+        (folder / f"error-{rank}.json").write_text(json.dumps(["ColumnError", "column 'a'", "numbers", "text", "Convert it."]))
         sys.exit("ContractError")
     elif word == "crash":
         print("first line"); print("RuntimeError: no luck today.")
@@ -71,7 +71,7 @@ class Spec(BaseModel):
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Event]]:
-    """Runs one toy rank for each text; afterwards looks for what may be left."""
+    """Runs one toy rank for each text, then checks that nothing is left behind."""
     (tmp_path / "toy.py").write_text(TOY)
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
 
@@ -87,7 +87,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 
 
 def open_files() -> list[str]:
-    """Pipes of this process; reading the list opens one file more, which is none."""
+    """Returns the pipes of this process. Reading the list opens one more file, which is not a pipe."""
     links = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -127,7 +127,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("does", [("complain", "wait"), ("wait", "complain"), ("after-peer crash", "ready complain")])
 def test_the_error_of_a_rank_comes_back_whole(run: Callable[..., Event], does: tuple[str, str]) -> None:
-    with pytest.raises(ContractError) as caught:
+    with pytest.raises(ColumnError) as caught:
         run(*does)
     error = caught.value
     assert (error.where, error.expected, error.actual, error.remedy) == ("column 'a'", "numbers", "text", "Convert it.")
@@ -148,7 +148,7 @@ def test_an_error_of_an_earlier_run_is_forgotten(run: Callable[..., Event]) -> N
         (("half", ""), "training: expected a result from rank 0, got none. See"),
     ],
 )
-def test_a_crash_is_told_with_the_end_of_the_log(
+def test_the_error_of_a_crash_quotes_the_end_of_the_log(
     run: Callable[..., Event], tmp_path: Path, does: tuple[str, str], message: str
 ) -> None:
     with pytest.raises(TrainingError) as caught:
@@ -164,8 +164,8 @@ def test_hung_ranks_end_at_the_deadline(run: Callable[..., Event], does: tuple[s
     with pytest.raises(TrainingError) as caught:
         run(*does, deadline_seconds=1)
     assert str(caught.value) == (
-        "training: expected an end within training.deadline_seconds=1, got ranks still at work. "
-        "Raise it, or run the command again to go on from the last checkpoint."
+        "training: expected to finish within training.deadline_seconds=1, got ranks still running. "
+        "Raise it, or run the command again to resume from the last checkpoint."
     )
 
 
@@ -196,9 +196,9 @@ def test_fault_19_all_ranks_start_again_when_one_dies(
 ) -> None:
     events: list[Event] = []
     assert run(*does, restart_limit=1, on_event=events.append)["restarts"] == 1
-    told = [event for event in events if event["event"] != "start"]  # a rank may be killed before it says so
-    assert [event["event"] for event in told] == ["restart", "result"]
-    assert told[0] == {"event": "restart", "step": 0, "number": 1, "limit": 1, "reason": reason}
+    seen = [event for event in events if event["event"] != "start"]  # a rank may be killed before it says so
+    assert [event["event"] for event in seen] == ["restart", "result"]
+    assert seen[0] == {"event": "restart", "step": 0, "number": 1, "limit": 1, "reason": reason}
     if "crash" in does[0]:
         assert "no luck today" in (tmp_path / "run" / "rank-0.log").read_text()  # the log of the first attempt is kept
 
@@ -213,21 +213,21 @@ def test_fault_19_the_limit_of_restarts(run: Callable[..., Event]) -> None:
     assert [event["number"] for event in events if event["event"] == "restart"] == [1, 2]
 
 
-def test_fault_19_progress_begins_the_count_anew(run: Callable[..., Event]) -> None:
+def test_fault_19_progress_resets_the_restart_count(run: Callable[..., Event]) -> None:
     events: list[Event] = []
     does = "saved-2 kill|kill|resumed-2 saved-4 kill|saved-6 kill|result"
     assert run(does, restart_limit=2, on_event=events.append)["restarts"] == 4
-    told = [(event["step"], event["number"]) for event in events if event["event"] == "restart"]
-    assert told == [(2, 1), (2, 2), (4, 1), (6, 1)]
+    found = [(event["step"], event["number"]) for event in events if event["event"] == "restart"]
+    assert found == [(2, 1), (2, 2), (4, 1), (6, 1)]
 
 
 def test_fault_19_an_older_checkpoint_is_no_progress(run: Callable[..., Event]) -> None:
-    """The newest was damaged, so ranks go on from one before it."""
+    """The newest was damaged, so ranks resume from an earlier one."""
     with pytest.raises(TrainingError, match="also after 1 restarts from step 2"):
         run("saved-4 kill|resumed-2 kill|resumed-2 kill", restart_limit=1)
 
 
-def test_fault_23_what_a_rank_complains_of_is_not_tried_again(run: Callable[..., Event]) -> None:
+def test_fault_23_an_error_of_a_rank_is_not_retried(run: Callable[..., Event]) -> None:
     events: list[Event] = []
     with pytest.raises(ContractError, match="column 'a'"):
         run("wait|result", "complain|", restart_limit=3, on_event=events.append)
@@ -244,24 +244,24 @@ def test_fault_19_a_hung_group_starts_again(run: Callable[..., Event], does: str
     ]
 
 
-def test_a_group_that_hangs_for_good_is_told(run: Callable[..., Event], tmp_path: Path) -> None:
+def test_a_group_that_hangs_for_good_is_an_error(run: Callable[..., Event], tmp_path: Path) -> None:
     with pytest.raises(TrainingError) as caught:
         run("waiting", "wait", hang_seconds=1)
     assert str(caught.value) == (
-        "ranks: expected a sign of progress within training.hang_seconds=1, got none while rank 0 was waiting for a batch. "
-        f"Raise it if a step may take longer. Logs are {tmp_path}/run/rank-*.log; the last checkpoint is kept."
+        "ranks: expected progress within training.hang_seconds=1, got none while rank 0 was waiting for a batch. "
+        f"Raise it if a step may take longer. See {tmp_path}/run/rank-*.log. The last checkpoint is kept."
     )
 
 
 @pytest.mark.parametrize("does", ["alive", "waiting"])
-def test_signs_of_progress_keep_a_group_alive(run: Callable[..., Event], does: str) -> None:
-    """Its own, or those of preprocessing while it waits."""
+def test_progress_keeps_a_group_alive(run: Callable[..., Event], does: str) -> None:
+    """Progress of its own, or of preprocessing while it waits."""
     ticks = iter(range(10_000))
     with pytest.raises(TrainingError, match="deadline_seconds=3"):
         run(does, "wait", hang_seconds=1, deadline_seconds=3, progress=lambda: next(ticks) if does == "waiting" else 0)
 
 
-def test_headway_of_preprocessing_does_not_hide_a_hung_step(run: Callable[..., Event]) -> None:
+def test_progress_of_preprocessing_does_not_hide_a_hung_step(run: Callable[..., Event]) -> None:
     ticks = iter(range(10_000))
     with pytest.raises(TrainingError, match="got none while rank 0 was starting"):
         run("wait", "wait", hang_seconds=1, progress=lambda: next(ticks))

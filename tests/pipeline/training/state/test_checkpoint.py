@@ -150,7 +150,7 @@ def test_fault_20_a_failed_save_leaves_the_old_one_and_no_rubbish(
         checkpoint.save(root / "step-0000000010", tensors(5), PROGRESS)
     assert str(caught.value) == (
         "checkpoint 'step-0000000010': expected to be written, got No space left on device. "
-        f"Make room, or mend '{root}'; earlier checkpoints are kept."
+        f"Free disk space or repair '{root}'. Earlier checkpoints are kept."
     )
     assert {path.name: sha256(path) for path in (root / "step-0000000010").iterdir()} == before
     assert not list(root.glob(".*"))
@@ -359,7 +359,7 @@ def test_fault_33_a_payload_as_metadata_is_not_run(root: Path, tmp_path: Path) -
         with pytest.raises(CheckpointError) as caught:
             use()
         assert str(caught.value) == (
-            "checkpoint 'step-0000000010', file .metadata: expected the classes of torch.distributed.checkpoint, "
+            "checkpoint 'step-0000000010', file .metadata: expected only classes of torch.distributed.checkpoint, "
             "got posix.system. Do not use this checkpoint."
         )
     assert not canary.exists()
@@ -394,7 +394,7 @@ def test_fault_33_a_payload_as_weights_is_not_run(root: Path, tmp_path: Path) ->
     shard.write_bytes(pickle.dumps(Payload(canary)).ljust(shard.stat().st_size, b"\0"))
     seal(folder)
     with pytest.raises(
-        CheckpointError, match=r"'step-0000000010': expected shards as DCP writes them, got .*Do not use"
+        CheckpointError, match=r"'step-0000000010': expected readable shards, got .*Do not use"
     ):
         checkpoint.load(folder, tensors())
     assert not canary.exists()
@@ -427,7 +427,7 @@ def test_fault_11_shards_outside_the_checkpoint_are_not_read(root: Path, tmp_pat
     seal(folder)
     (folder / "linked").symlink_to(root / "other" / "__0_0.distcp")
     for read in (checkpoint.stored_shapes, lambda path: checkpoint.read_whole(path, "model/")):
-        with pytest.raises(CheckpointError, match="expected shards among its files, got name"):
+        with pytest.raises(CheckpointError, match="expected shards inside its folder, got name"):
             read(folder)
 
 
@@ -437,6 +437,6 @@ def test_fault_11_a_checkpoint_of_links_is_passed_over(root: Path) -> None:
     for path in list(folder.iterdir()):
         path.rename(other / path.name)
         path.symlink_to(other / path.name)
-    with pytest.raises(CheckpointError, match="expected files of its own, got links: "):
+    with pytest.raises(CheckpointError, match="expected regular files, got links: "):
         checkpoint.verify(folder)
     assert name(checkpoint.find_latest(root)) == "step-0000000002"
