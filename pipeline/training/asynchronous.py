@@ -1,8 +1,8 @@
-"""Training without lock-step: the asynchronous baseline, on the processors of one machine.
+"""Asynchronous training: a baseline on the CPUs of one machine.
 
 All ranks look up and update one copy of the embedding tables, without locks. The dense weights are shared in the same
-way (`hogwild`), or each rank has its own and a shared centre holds them together (`easgd`). Ranks meet where something
-is kept or judged, at the same step; between two meetings none waits for another.
+way (`hogwild`), or each rank has its own weights, tied to a shared center (`easgd`). Ranks synchronize at the same step
+to validate and to save. Between these points, no rank waits for another.
 """
 
 import fcntl
@@ -21,19 +21,19 @@ from pipeline.training.tables.bags import NumbaBags
 from pipeline.training.trainer import Trainer
 
 
-def shared(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Rank 0's values in memory that all ranks write to, and its descriptor; called by all ranks together.
+def share_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Copies rank 0's values to memory shared by all ranks. Returns it with its descriptor. All ranks call it together.
 
-    The memory has no name: it is gone with the last process that maps it, whatever ends that.
+    The memory has no name, so it is freed with the last process that maps it, however that process ends.
     """
     fd = os.memfd_create("dlrm-shared", os.MFD_CLOEXEC) if dist.get_rank() == 0 else -1
     size = max(tensor.nbytes, 1)
     if fd >= 0:
         os.ftruncate(fd, size)
-    place = torch.tensor([os.getpid(), fd])
-    dist.broadcast(place, 0)
+    source = torch.tensor([os.getpid(), fd])
+    dist.broadcast(source, 0)
     if fd < 0:
-        process, number = place.tolist()
+        process, number = source.tolist()
         fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     memory = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)[: tensor.nbytes]
     common = memory.view(tensor.dtype).view(tensor.shape)
@@ -44,10 +44,10 @@ def shared(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 class SharedBags(NumbaBags):
-    """Tables and their optimizer state in memory that all ranks share, updated without locks.
+    """Tables and optimizer state in memory that all ranks share, updated without locks.
 
-    Two ranks that update one row at the same moment may lose an update; with sparse gradients that is rare. What a
-    rank notes down while it adds up its gradients is its own.
+    If two ranks update a row at the same time, an update may be lost. With sparse gradients that is rare. Each rank has
+    its own scratch memory for summing gradients.
 
     Source:
         Recht et al. 2011, Hogwild!, section 2; Acun et al. 2020, arXiv:2011.05497, on asynchronous CPU training.
@@ -58,24 +58,24 @@ class SharedBags(NumbaBags):
         for name in ("weights_host", "momentum1_host"):
             mine = getattr(self, name, None)
             if mine is not None:
-                mine.data, fd = shared(mine)
+                mine.data, fd = share_tensor(mine)
                 os.close(fd)
-        self.second, fd = shared(self.second)
+        self.second, fd = share_tensor(self.second)
         os.close(fd)
 
 
 class AsyncTrainer(Trainer):
-    """A rank that trains its share of each batch at its own pace; see the module for what is shared.
+    """Trains a rank's share of each batch at its own pace. The module says what is shared.
 
-    hogwild: dense weights and the state of their optimizer are one copy for all ranks: one optimizer, which the ranks
-    step in turn without locks. easgd: both are a rank's own; every `easgd_period_steps` the rank moves towards the
-    centre, and the centre towards it. The centre is what is judged, kept and exported.
+    hogwild: all ranks share dense weights and the state of one optimizer, and step it without locks. easgd: each rank
+    has its own. Every `easgd_period_steps`, the rank moves towards the center and the center towards the rank. The
+    center is validated, saved and exported.
 
-    A resumed training starts all ranks of `easgd` from the centre and rank 0's optimizer state. It repeats neither
-    bits nor the order of updates; nothing asynchronous does.
+    A resumed `easgd` training starts all ranks from the center and rank 0's optimizer state. Like all asynchronous
+    training, it repeats neither bits nor the order of updates.
 
     Args:
-        As `Trainer`. The model's tables are `SharedBags`, placed as for one rank.
+        As `Trainer`. The tables of the model are `SharedBags`, sharded as for one rank.
     Source:
         Zhang, Choromanska, LeCun 2015, arXiv:1412.6651, algorithm 1 (asynchronous EASGD); Recht et al. 2011, Hogwild!
     """
@@ -84,7 +84,7 @@ class AsyncTrainer(Trainer):
         super().__init__(*arguments, **more)
         self.checkpointer = AsyncCheckpointer(background=False)  # each rank would copy all tables
         self.elastic = self.config.sync == "easgd"
-        self.sums, fd = shared(torch.zeros(dist.get_world_size(), 4, dtype=torch.float64))
+        self.sums, fd = share_tensor(torch.zeros(dist.get_world_size(), 4, dtype=torch.float64))
         os.close(fd)
         self.window = self.sums[dist.get_rank()]
         self.taken = torch.zeros(4, dtype=torch.float64)
@@ -97,25 +97,25 @@ class AsyncTrainer(Trainer):
             if isinstance(value, torch.Tensor)
         }
         self.own: dict[str, torch.Tensor] = {f"model/{name}": parameter for name, parameter in weights} | slots
-        """Dense weights and their optimizer's state as this rank steps them, by their names in a checkpoint."""
-        flat, self.lock = shared(torch.cat([tensor.detach().reshape(-1) for tensor in self.own.values()]))
+        """Checkpoint name -> dense weight or optimizer state that this rank steps."""
+        flat, self.lock = share_tensor(torch.cat([tensor.detach().reshape(-1) for tensor in self.own.values()]))
         parts = flat.split([tensor.numel() for tensor in self.own.values()])
         self.common = {name: part.view_as(own) for (name, own), part in zip(self.own.items(), parts, strict=True)}
-        """The same as all ranks see them."""
+        """Checkpoint name -> the shared copy of it."""
         if not self.elastic:
             for name, tensor in self.own.items():
                 tensor.data = self.common[name]
 
     def train_step(self, batch: Batch, coming: Batch | None = None) -> None:
-        """See `Trainer`; the gradient is that of this rank's rows alone."""
+        """See `Trainer`. The gradient is only of this rank's rows."""
         super().train_step(batch, coming)
         if self.elastic and (self.progress.steps + 1) % self.config.easgd_period_steps == 0:
             self.exchange()
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """This rank and the centre move towards each other by the same difference. One rank at a time."""
-        fcntl.lockf(self.lock, fcntl.LOCK_EX)  # falls with the process that holds it
+        """Moves this rank and the center towards each other by the same amount. One rank at a time."""
+        fcntl.lockf(self.lock, fcntl.LOCK_EX)  # the lock is released if its process dies
         for name, own in self._weights():
             difference = self.config.moving_rate * (own - self.common[name])
             own -= difference
@@ -123,26 +123,26 @@ class AsyncTrainer(Trainer):
         fcntl.lockf(self.lock, fcntl.LOCK_UN)
 
     def end_epoch(self) -> None:
-        """See `Trainer`; all ranks meet."""
+        """See `Trainer`. All ranks synchronize."""
         dist.barrier()
         super().end_epoch()
-        dist.barrier()  # rows of the next epoch are not in the sums of this one
+        dist.barrier()  # keeps rows of the next epoch out of these sums
 
     def log(self) -> None:
-        """Rank 0 reports what all ranks have done, at its own steps."""
+        """Reports the work of all ranks, on rank 0 at its own steps."""
         if dist.get_rank() == 0:
             super().log()
         else:
             self.step_seconds, self.times = 0.0, []
 
     def total_window(self) -> torch.Tensor:
-        """Sums of all ranks since the last call; of rows on their way between two meetings some may be missing."""
+        """Returns the sums of all ranks since the last call. Between two synchronizations, some rows may be missing."""
         total = self.sums.sum(0)
         window, self.taken = total - self.taken, total
         return window
 
     def validate(self) -> None:
-        """Judges the shared weights; all ranks meet."""
+        """Validates the shared weights. All ranks synchronize."""
         dist.barrier()
         kept = {name: own.detach().clone() for name, own in self._weights()} if self.elastic else {}
         self.adopt()
@@ -153,15 +153,15 @@ class AsyncTrainer(Trainer):
         dist.barrier()
 
     def close(self) -> None:
-        """Lets go of the shared memory, as the end of the process would."""
+        """Releases the shared memory, as the end of the process would."""
         os.close(self.lock)
 
     def state(self) -> dict[str, Any]:
-        """See `Trainer`; of the dense part, what is shared."""
+        """See `Trainer`. The dense part is the shared copy."""
         return super().state() | self.common
 
     def save(self, name: str | None = None) -> None:
-        """See `Trainer`; all ranks meet."""
+        """See `Trainer`. All ranks synchronize."""
         if self.elastic and dist.get_rank() == 0:
             for key, own in self.own.items():
                 if key.startswith("dense/"):
@@ -170,29 +170,29 @@ class AsyncTrainer(Trainer):
         super().save(name)
 
     def load(self, folder: Path) -> None:
-        """See `Trainer`; all ranks start from what is shared."""
+        """See `Trainer`. All ranks start from the shared copy."""
         super().load(folder)
         dist.barrier()
         self.adopt(optimizer=True)
 
     def start_from(self, folder: Path) -> None:
-        """See `Trainer`; all ranks start from what is shared."""
+        """See `Trainer`. All ranks start from the shared copy."""
         super().start_from(folder)
         dist.barrier()
         self.adopt(optimizer=True)
 
     def finish(self) -> None:
-        """See `Trainer`; the model of each rank ends with the shared weights."""
+        """See `Trainer`. The model of each rank ends with the shared weights."""
         super().finish()
         self.adopt()
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:
-        """See `Trainer`; every rank has all weights."""
+        """See `Trainer`. Every rank has all weights."""
         return super().export_weights() if dist.get_rank() == 0 else None
 
     @torch.no_grad()
     def adopt(self, optimizer: bool = False) -> None:
-        """Puts the shared weights in the place of a rank's own, and the optimizer's state if so wished."""
+        """Replaces this rank's weights by the shared ones, and optionally its optimizer state."""
         if self.elastic:
             for name, own in self.own.items() if optimizer else self._weights():
                 own.copy_(self.common[name])

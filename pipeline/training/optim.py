@@ -1,4 +1,4 @@
-"""Fused table optimizer, dense optimizer, learning-rate schedule, and one initial state for all placements."""
+"""Fused table optimizer, dense optimizer, learning-rate schedule, and initial values of the tables."""
 
 import hashlib
 from collections.abc import Mapping
@@ -24,14 +24,12 @@ from pipeline.training.config import TrainConfig
 from pipeline.training.tables.bags import set_update_number
 from pipeline.training.tables.sharding import iter_lookups
 
-SOME = 0.01
-"""A number for tables whose content does not matter."""
+FILL_VALUE = 0.01
+"""Fills tables if their content does not matter."""
 INIT_BLOCK_ROWS = 65_536
-"""Rows of a table drawn from one stream, so that a shard can be made without the rest of its table."""
-
-
+"""Rows of a table drawn from one random stream. A shard can be drawn without the rest of its table."""
 TABLES = "embeddings.embedding_bags."
-"""What the names of tables begin with."""
+"""Prefix of the parameter names of tables."""
 EPS = 1e-8
 BETAS = (0.9, 0.999)
 TABLE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -43,9 +41,9 @@ TABLE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def fuse_table_optimizer(model: nn.Module, config: TrainConfig, plan: TorchRecPlan) -> None:
-    """An exact optimizer that updates the tables inside the backward pass; call before sharding.
+    """Fuses an exact optimizer of the tables into the backward pass. Call it before sharding.
 
-    Tables that the plan replicates are left to `ReplicatedTables`: their gradients are known after all ranks met.
+    `ReplicatedTables` updates tables that the plan replicates, because their gradients must be averaged first.
 
     Source:
         Mudigere et al. 2022, arXiv:2104.05158, section 4.1.
@@ -62,7 +60,7 @@ def fuse_table_optimizer(model: nn.Module, config: TrainConfig, plan: TorchRecPl
 
 
 def table_rate(config: TrainConfig, table: str) -> float:
-    """Learning rate of a table before the schedule.
+    """Returns the learning rate of a table before the schedule.
 
     Example:
         >>> table_rate(TrainConfig(table_learning_rates={"cat_u*": 0.2}), "cat_user")
@@ -73,9 +71,9 @@ def table_rate(config: TrainConfig, table: str) -> float:
 
 
 class ReplicatedTables(torch.optim.Optimizer):
-    """The optimizer of tables that every rank holds whole, from averaged gradients: the same rule as the fused ones'.
+    """Optimizer of replicated tables, from averaged gradients, with the same rule as the fused optimizers.
 
-    Its state has the names and shapes that the fused optimizers give theirs, so a checkpoint fits either placement.
+    Its state has the names and shapes of the fused optimizers' state, so checkpoints fit both.
 
     Args:
         tables: Table -> weights, float32 [rows, width].
@@ -86,7 +84,7 @@ class ReplicatedTables(torch.optim.Optimizer):
         super().__init__(groups, {})
         self.config = config
         self.steps = 0
-        """Number of the update that comes next, counted from 1."""
+        """Number of the next update, counted from 1."""
         for table, weight in tables.items():
             rowwise = config.table_optimizer == "rowwise_adagrad"
             like = torch.zeros_like(weight[:, 0] if rowwise else weight, requires_grad=False)
@@ -97,7 +95,7 @@ class ReplicatedTables(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of the rows that have a gradient."""
+        """Updates the rows that have a gradient."""
         config, kind = self.config, self.config.table_optimizer
         for group in self.param_groups:
             (weight,) = group["params"]
@@ -122,9 +120,9 @@ class ReplicatedTables(torch.optim.Optimizer):
 
 
 def dense_optimizer(model: DistributedModelParallel, config: TrainConfig) -> torch.optim.Optimizer:
-    """Optimizer of the parameters that every rank holds a copy of, tables apart."""
+    """Returns the optimizer of all parameters except tables."""
     parameters = [parameter for _, parameter in dense_parameters(model)]
-    kinds: dict[str, Any] = {  # fused: one pass over weight, gradient and moments instead of one for each operator
+    kinds: dict[str, Any] = {  # fused: one pass over weight, gradient and moments
         "adam": partial(torch.optim.Adam, fused=True),
         "adamw": partial(torch.optim.AdamW, fused=True),
         "adagrad": torch.optim.Adagrad,
@@ -137,12 +135,12 @@ def dense_optimizer(model: DistributedModelParallel, config: TrainConfig) -> tor
 
 
 def dense_parameters(model: DistributedModelParallel) -> list[tuple[str, nn.Parameter]]:
-    """(name, parameter) of everything but the tables."""
+    """Returns (name, parameter) of everything except the tables."""
     return [(name, parameter) for name, parameter in model.named_parameters() if not name.startswith(TABLES)]
 
 
 def replicated_tables(model: DistributedModelParallel) -> dict[str, nn.Parameter]:
-    """Table -> weights of the tables that every rank holds whole."""
+    """Returns table -> weights of replicated tables."""
     return {
         name.removeprefix(TABLES).removesuffix(".weight"): parameter
         for name, parameter in model.named_parameters()
@@ -151,7 +149,7 @@ def replicated_tables(model: DistributedModelParallel) -> dict[str, nn.Parameter
 
 
 def schedule(config: TrainConfig, step: int) -> float:
-    """Factor on both learning rates for update number `step`, counted from 0.
+    """Returns the factor on both learning rates for update number `step`, counted from 0.
 
     Example:
         >>> [schedule(TrainConfig(warmup_steps=2, decay_steps=4), step) for step in range(5)]
@@ -164,10 +162,10 @@ def schedule(config: TrainConfig, step: int) -> float:
     return factor
 
 
-class Rates:
-    """Puts the schedule's rates into all optimizers of a model.
+class LearningRates:
+    """Sets the learning rates of the schedule in all optimizers of a model.
 
-    Kernels are looked for once, and rates that stay are not handed on again: both take Python longer than small layers.
+    It looks up kernels once and skips unchanged rates, because in Python both take longer than a small layer.
     """
 
     def __init__(
@@ -181,13 +179,13 @@ class Rates:
         modules = (module for lookup in iter_lookups(model) for module in lookup.modules())
         self.kernels = [module for module in modules if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen)]
         self.factor: float | None = None
-        """Of the rates that the optimizers have."""
+        """Factor of the current rates."""
 
     def set(self, step: int, steps_before: int = 0) -> None:
-        """Those of update number `step`, counted from 0.
+        """Sets the rates of update number `step`, counted from 0.
 
         Args:
-            steps_before: Updates that the optimizers' state has seen in earlier trainings.
+            steps_before: Updates in earlier trainings that the optimizer state contains.
         """
         for kernel in self.kernels:
             set_update_number(kernel, steps_before + step + 1)
@@ -201,16 +199,16 @@ class Rates:
             group["lr"] = self.config.dense_learning_rate * factor
         for group in self.fused.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-        self.fused.step()  # updates nothing: it hands the rates to the kernels, which update in the backward pass
+        self.fused.step()  # only sets the rates of the kernels, which update in the backward pass
         for group in self.replicated.param_groups if self.replicated is not None else ():
             group["lr"] = table_rate(self.config, group["table"]) * factor
 
 
 def init_tables(model: DistributedModelParallel, seed: int, half_width: float | None) -> None:
-    """Fills the tables with uniform numbers that depend on seed, table and row alone, not on the placement.
+    """Fills the tables with uniform values that depend on seed, table and row, not on the sharding plan.
 
     Args:
-        half_width: Numbers lie in [-this, this]; None: 1 / sqrt(rows of the table).
+        half_width: Values lie in [-this, this]. None: 1 / sqrt(rows of the table).
     """
     for name, tensor in model.state_dict().items():
         if not name.startswith(TABLES):
@@ -229,15 +227,15 @@ def init_tables(model: DistributedModelParallel, seed: int, half_width: float | 
 
 
 def fill_tables(model: DistributedModelParallel) -> None:
-    """Writes a number into every place of the tables: memory that nobody has written to is read at another speed."""
+    """Writes every element of the tables, because memory that was never written is read at another speed."""
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             for part, _, _ in _parts(tensor) if name.startswith(TABLES) else ():
-                part.fill_(SOME)
+                part.fill_(FILL_VALUE)
 
 
 def _parts(tensor: Any) -> list[tuple[torch.Tensor, int, int]]:
-    """(numbers, first row, first column) of what this rank holds of a table."""
+    """Returns (values, first row, first column) of each part of a table on this rank."""
     if not hasattr(tensor, "local_shards"):
         return [(tensor, 0, 0)]
     return [(shard.tensor, *shard.metadata.shard_offsets) for shard in tensor.local_shards()]

@@ -1,4 +1,4 @@
-"""The loop."""
+"""The training loop."""
 
 import math
 import statistics
@@ -21,7 +21,7 @@ from pipeline.errors import TrainingError
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import (
     TABLES,
-    Rates,
+    LearningRates,
     ReplicatedTables,
     dense_optimizer,
     dense_parameters,
@@ -36,22 +36,22 @@ from pipeline.training.tables.cached import drop_cache
 from pipeline.training.tables.prefetch import InputDistPrefetcher, with_next
 
 RECENT_STEPS = 256
-"""Steps whose times are kept."""
+"""Number of last steps with times in memory."""
 SKIPPED_IN_A_ROW = 10
-"""Batches whose loss is not finite, after which no later one can be hoped to do better."""
+"""Abort after this many consecutive batches with a non-finite loss."""
 
 
 class Trainer:
-    """Trains one model on the batches it is given.
+    """Trains one model on the given batches.
 
     Args:
-        batches: Position -> the rest of that epoch's batches of this rank.
-        validate: Model -> loss sums over the validation rows; None where there are none.
-        folder: Checkpoints are kept below it.
-        emit: Called with JSON values on rank 0, maybe by another thread; the launcher's view of the run.
-        identity: What checkpoints belong to; one of another identity is refused.
-        begin: Called instead where there is no checkpoint to go on from, to start from another training's; None: from
-            the initial weights.
+        batches: Position -> the remaining batches of this rank in that epoch.
+        validate: Model -> loss sums over the validation rows. None: no validation.
+        folder: Folder of the checkpoints.
+        emit: Takes events as JSON values on rank 0, possibly from another thread. They go to the launcher.
+        identity: What the checkpoints belong to. Checkpoints of another identity are refused.
+        begin: Called if there is no checkpoint to resume from, to start from another training's. None: start from the
+            initial weights.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Trainer:
         self.optimizer = dense_optimizer(model, config)
         replicated = replicated_tables(model)
         self.replicated = ReplicatedTables(replicated, config) if replicated else None
-        self.rates = Rates(model, self.optimizer, config, self.replicated)
+        self.rates = LearningRates(model, self.optimizer, config, self.replicated)
         self.dense = [parameter for _, parameter in dense_parameters(model)]
         self.draws = any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())
         several = config.sync == "synchronous" and dist.get_world_size() > 1
@@ -87,7 +87,7 @@ class Trainer:
         self.times: list[Times] = []
 
     def train(self) -> TrainingProgress:
-        """Train to the end of the plan, starting from the last checkpoint if there is one."""
+        """Trains to the end of the plan, starting from the last checkpoint if there is one."""
         with self.checkpointer:
             self.restore()
             while not self.done():
@@ -97,7 +97,7 @@ class Trainer:
         return self.progress
 
     def train_epoch(self) -> None:
-        """Train the rest of the epoch, or to the end of the plan if that comes first."""
+        """Trains the rest of the epoch, or to the end of the plan if that comes first."""
         for batch, coming in self.steps():
             self.train_step(batch, coming)
             self.progress = self.progress.after(batch)  # the batch trained, not the batch prefetched
@@ -113,20 +113,20 @@ class Trainer:
             self.checkpointer.check()
             if self.done():
                 if self.prefetcher is not None:
-                    self.prefetcher.settle()
+                    self.prefetcher.drain()
                 return
         self.end_epoch()
 
     def steps(self) -> Iterator[tuple[Batch, Batch | None]]:
-        """The rest of the epoch's batches, each with the one whose ids are to be sent meanwhile."""
+        """Yields the remaining batches of the epoch, each with the next batch if its ids are prefetched."""
         batches = (batch.to(self.device) for batch in self.batches(self.progress.position))
         return ((batch, None) for batch in batches) if self.prefetcher is None else with_next(batches)
 
     def require_steps(self) -> None:
-        """Running out of rows is an error where a number of steps was asked for.
+        """Checks that rows sufficed for `max_steps`.
 
         Raises:
-            TrainingError: If fewer updates were made, and early stopping is not why.
+            TrainingError: If fewer updates were made and training was not stopped early.
         """
         wanted, patience = self.config.max_steps, self.config.patience
         stopped = patience is not None and self.progress.worse_validations >= patience
@@ -139,20 +139,20 @@ class Trainer:
             )
 
     def train_step(self, batch: Batch, coming: Batch | None = None) -> None:
-        """Forward, backward, update. The loss is the mean over the GLOBAL batch, whatever share this rank has.
+        """Makes a step: forward, backward, update. The loss is the mean over the GLOBAL batch, not this rank's rows.
 
-        Where rows have weights it is the weighted mean, so that learning rates mean what they mean without.
+        If rows have weights, it is the weighted mean, so learning rates keep their meaning.
 
         Args:
-            batch: On this rank's device.
-            coming: The one behind it, where its ids are to be sent meanwhile.
+            batch: A batch on this rank's device.
+            coming: The next batch, if its ids are prefetched.
         """
         start = time.perf_counter()
-        if self.draws:  # a function of the step alone: dropout repeats after a resume
+        if self.draws:  # dropout depends only on the step, so a resumed run repeats it
             words = [self.seed, self.progress.steps, dist.get_rank()]
             torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
         self.rates.set(self.progress.steps, self.progress.steps_before)
-        for parameter in self.dense:  # what the optimizer's zero_grad does behind its hooks
+        for parameter in self.dense:  # like the optimizer's zero_grad, without its hooks
             parameter.grad = None
         if self.replicated is not None:
             self.replicated.zero_grad()
@@ -170,8 +170,8 @@ class Trainer:
         self.step_seconds += self.recent[-1]
 
     def update(self, losses: torch.Tensor, batch: Batch) -> None:
-        """Backward pass, which updates the sharded tables, and the optimizers of all else."""
-        # Gradients are averaged over the ranks, so the mean over all rows needs the factor world_size.
+        """Runs the backward pass, which updates the sharded tables, and the optimizers of everything else."""
+        # Gradients are averaged over ranks, so the mean over all rows needs the factor world_size.
         losses.backward(torch.full_like(losses, dist.get_world_size() / batch.whole))  # type: ignore[no-untyped-call]
         if self.config.dense_gradient_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.dense, self.config.dense_gradient_norm)
@@ -181,16 +181,16 @@ class Trainer:
 
     @property
     def step_median(self) -> float:
-        """Seconds of a step without waiting for its batch: the median of the last ones, as the first take longer."""
+        """Median seconds of the last steps, without the wait for batches. The first steps take longer."""
         return statistics.median(self.recent) if self.recent else 0.0
 
     def skips(self, losses: torch.Tensor) -> bool:
-        """Whether the batch is left out. All ranks agree before the backward pass, which updates the tables.
+        """Whether to leave the batch out. All ranks agree before the backward pass, which updates the tables.
 
         Raises:
-            TrainingError: If this goes on for too long.
+            TrainingError: After too many such batches in a row.
         """
-        if self.config.on_nonfinite == "stop":  # found when the loss is looked at, before anything is kept
+        if self.config.on_nonfinite == "stop":  # `take_window` checks the loss before anything is saved
             return False
         bad = (~losses.isfinite()).any().to(torch.int32)
         dist.all_reduce(bad, dist.ReduceOp.MAX)
@@ -208,21 +208,21 @@ class Trainer:
         return bool(bad.item())
 
     def take_average(self) -> None:
-        """Adds the weights to their running mean, once that has begun."""
+        """Adds the weights to their running mean, from `average_from_step` on."""
         first = self.config.average_from_step
         if self.average is not None and first is not None and self.progress.steps >= first:
             self.progress = self.progress.model_copy(update={"averaged": self.progress.averaged + 1})
             self.average.take(self.progress.averaged)
 
     def done(self) -> bool:
-        """Whether the plan is fulfilled or early stopping has ended it."""
+        """Whether training is complete or was stopped early."""
         config, progress = self.config, self.progress
         stopped = config.patience is not None and progress.worse_validations >= config.patience
         enough = config.max_steps is not None and progress.steps >= config.max_steps
         return progress.finished or stopped or enough or progress.position.epoch >= config.epochs
 
     def due(self, every: int | None) -> bool:
-        """Whether something that happens every so many steps happens now."""
+        """Whether something with this period is due at this step."""
         return every is not None and self.progress.steps % every == 0
 
     def end_epoch(self) -> None:
@@ -237,7 +237,7 @@ class Trainer:
         self.progress = self.progress.model_copy(update={"position": Position(epoch=self.progress.position.epoch + 1)})
 
     def log(self) -> None:
-        """Reports the NE of the rows since the last report, and of all rows on first sight."""
+        """Reports the NE of the rows since the last report, and the progressive NE in the first epoch."""
         self.await_device()
         window = self.take_window()
         times = self.take_times() | self.checkpointer.take_times()
@@ -253,17 +253,17 @@ class Trainer:
             self.report(values)
 
     def await_device(self) -> None:
-        """Ends the steps that a CUDA device was given; waiting for it is time of these steps."""
+        """Waits until a CUDA device has finished its steps, and counts the wait as time of these steps."""
         if self.device.type == "cuda":
             start = time.perf_counter()
             torch.cuda.synchronize(self.device)
             self.step_seconds += time.perf_counter() - start
 
     def take_window(self) -> LossSums:
-        """Loss sums of all ranks since the last call.
+        """Returns and resets the loss sums of all ranks.
 
         Raises:
-            TrainingError: If the loss is not a number any more.
+            TrainingError: If the loss is not finite.
         """
         rows, loss, labels, predictions = self.total_window().tolist()
         if not math.isfinite(loss):
@@ -271,14 +271,14 @@ class Trainer:
         return LossSums(rows=rows, loss=loss, labels=labels, predictions=predictions)
 
     def total_window(self) -> torch.Tensor:
-        """Loss sums of all ranks since the last call, float64 [4]."""
+        """Returns and resets the loss sums of all ranks, float64 [4]."""
         total = self.window.clone()
         dist.all_reduce(total)
         self.window.zero_()
         return total
 
     def take_times(self) -> dict[str, float]:
-        """Adds the time since the last call to the progress; the share of it spent waiting, and means of a batch."""
+        """Adds the time since the last call to the progress. Returns the stall fraction and the means per batch."""
         if not self.times:
             return {}
         waited = sum(times.wait for times in self.times)
@@ -294,7 +294,7 @@ class Trainer:
         return means | {"stall_fraction_window": waited / busy if busy else 0.0}
 
     def validate(self) -> None:
-        """Judges the model, its mean weights once there are some; the best one so far is kept."""
+        """Validates the model, or its mean weights if there are any, and saves the best model so far."""
         if self.validation is None:
             return
         with self.average.applied() if self.average is not None and self.progress.averaged else nullcontext():
@@ -306,10 +306,10 @@ class Trainer:
                 self.save(BEST)
 
     def record_validation(self, sums: LossSums) -> bool:
-        """Takes a validation into the progress; whether it is the best so far.
+        """Records a validation in the progress. Returns whether it is the best so far.
 
         Raises:
-            TrainingError: If its loss is not a number, or NE is not defined.
+            TrainingError: If the loss is not finite or NE is undefined.
         """
         ne, best = sums.ne, self.progress.best_ne
         if not math.isfinite(sums.loss):
@@ -317,9 +317,7 @@ class Trainer:
                 f"validation loss at step {self.progress.steps}", "a finite number", f"{sums.loss}", LOWER
             )
         if ne is None:
-            raise TrainingError(
-                "validation rows", "both labels among them", "one only", "Choose other validation rows."
-            )
+            raise TrainingError("validation rows", "both labels", "only one", "Choose other validation rows.")
         better = best is None or ne < best
         update: dict[str, Any] = {"worse_validations": 0 if better else self.progress.worse_validations + 1}
         update |= {"validated_step": self.progress.steps, "valid_ne": ne}
@@ -330,12 +328,12 @@ class Trainer:
         return better
 
     def report(self, values: dict[str, float | None]) -> None:
-        """Hands metrics of this step on."""
+        """Emits metrics of this step."""
         metrics = values | {"rows_per_second": self.progress.speed, "stall_fraction": self.progress.stalled}
         self.emit({"event": "metrics", "step": self.progress.steps, "rows": self.progress.rows, "metrics": metrics})
 
     def state(self) -> dict[str, Any]:
-        """All tensors of model and optimizers by name; sharded ones as this rank's shards."""
+        """Returns all tensors of model and optimizers by name. Of sharded tensors it has this rank's shards."""
         tensors: dict[str, Any] = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
         for parameter, slots in self.model.fused_optimizer.state_dict()["state"].items():
             tensors |= {
@@ -355,9 +353,9 @@ class Trainer:
         return tensors
 
     def save(self, name: str | None = None) -> None:
-        """Writes a checkpoint of the step, or one with a name of its own."""
+        """Writes a checkpoint of this step, or one with the given name."""
         if name is None:
-            self.log()  # a loss that is not finite is found here, before anything is kept
+            self.log()  # raises on a non-finite loss before anything is saved
         folder = self.folder / (name or f"step-{self.progress.steps:010d}")
         event = {"event": "saved", "step": self.progress.steps}
 
@@ -369,7 +367,7 @@ class Trainer:
         self.checkpointer.save(folder, self.state(), self.progress.model_dump(), self.identity, sealed)
 
     def restore(self) -> None:
-        """Continues from the newest whole checkpoint, if there is one; rank 0 looks for it."""
+        """Resumes from the newest intact checkpoint, which rank 0 looks for. Without one, calls `begin`."""
         found = None
         if dist.get_rank() == 0:
             checkpoint.remove_partial(self.folder)
@@ -383,11 +381,11 @@ class Trainer:
             self.begin(self)
 
     def report_damaged(self, error: CheckpointError) -> None:
-        """Reports a checkpoint that does not verify."""
+        """Emits the error of a checkpoint that does not verify."""
         self.emit({"event": "damaged", "error": str(error)})
 
     def start_from(self, folder: Path) -> None:
-        """Starts with the weights that another training has exported and its optimizers' state, at step 0.
+        """Starts at step 0 with the exported weights and the optimizer state of another training.
 
         Args:
             folder: A verified checkpoint.
@@ -402,24 +400,24 @@ class Trainer:
         self.progress = TrainingProgress(steps_before=before.steps_before + before.steps)
 
     def take_over(self, other: "Trainer") -> None:
-        """Starts with the weights and the optimizers' state that another trainer has ended with, at step 0.
+        """Starts at step 0 with the final weights and optimizer state of another trainer.
 
         Args:
-            other: Of the same model, placed alike, whose training is over.
+            other: A finished trainer of the same model with the same sharding plan.
         """
         self.make_dense_state()
-        theirs = other.state()
+        source = other.state()
         with torch.no_grad():
             for name, tensor in self.state().items():
                 if not name.startswith("average/"):
-                    for own, given in zip(local_parts(tensor), local_parts(theirs[name]), strict=True):
+                    for own, given in zip(local_parts(tensor), local_parts(source[name]), strict=True):
                         own.copy_(given)
         drop_cache(self.model)
         done = other.progress
         self.progress = TrainingProgress(steps_before=done.steps_before + (done.best_step or done.steps))
 
     def train_incremental(self, batches: Callable[[Position], Iterator[Batch]]) -> TrainingProgress:
-        """Trains further on other rows, from the state as it is; ends with the mean of the weights if one is kept."""
+        """Trains incrementally on other rows, from the current state. Ends with the mean weights if averaging is on."""
         self.batches = batches
         self.progress = TrainingProgress(steps_before=self.progress.steps_before + self.progress.steps)
         with self.checkpointer:
@@ -431,7 +429,7 @@ class Trainer:
         return self.progress
 
     def load(self, folder: Path) -> None:
-        """Puts a checkpoint's tensors and progress in place."""
+        """Loads tensors and progress of a checkpoint."""
         if any(name.startswith("dense/") for name in checkpoint.stored_shapes(folder)):
             self.make_dense_state()
         checkpoint.load(folder, self.state(), self.identity)
@@ -439,7 +437,7 @@ class Trainer:
         self.progress = TrainingProgress.model_validate(checkpoint.read_progress(folder))
 
     def finish(self) -> None:
-        """Marks the end, so that the same command does not train further, and goes back to the best model."""
+        """Saves the training as finished, so the same command does not continue it. Then loads the best model."""
         if not self.progress.finished:
             if self.progress.validated_step != self.progress.steps:
                 self.validate()
@@ -455,11 +453,11 @@ class Trainer:
             self.average.apply()
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:
-        """The whole weights on rank 0, None elsewhere; called by all ranks together."""
+        """Returns the whole weights on rank 0, None on other ranks. All ranks call it together."""
         return checkpoint.full_state(self.model.state_dict())
 
     def make_dense_state(self) -> None:
-        """Dense optimizers make their state at the first step: a step with zero gradients and rates makes it."""
+        """Makes the state of the dense optimizer by a step with zero gradients and learning rates."""
         for parameter in self.dense:
             parameter.grad = torch.zeros_like(parameter)
         rates = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
@@ -471,7 +469,7 @@ class Trainer:
 
 
 def logits_of(model: nn.Module, batch: Batch, config: TrainConfig) -> torch.Tensor:
-    """float32 [B], with the matrix products of everything but the tables in the precision that the config asks for."""
+    """Returns the logits, float32 [B]. Matrix products outside the tables run in `dense_precision`."""
     if config.dense_precision != "bf16":
         logits: torch.Tensor = model(*batch.inputs)
         return logits
@@ -481,7 +479,7 @@ def logits_of(model: nn.Module, batch: Batch, config: TrainConfig) -> torch.Tens
 
 
 def loss_sums(logits: torch.Tensor, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """(rows, loss, labels, predictions) of a batch, each row counted by its weight, float64 [4]."""
+    """Returns (rows, loss, labels, predictions) of a batch, weighted by row, float64 [4]."""
     weights = batch.weights
     each = torch.stack([weights, losses, batch.labels * weights, torch.sigmoid(logits) * weights])
     return each.sum(dim=1, dtype=torch.float64)
@@ -490,7 +488,7 @@ def loss_sums(logits: torch.Tensor, losses: torch.Tensor, batch: Batch) -> torch
 def evaluate_sums(
     model: DistributedModelParallel, batches: Iterator[Batch], device: torch.device, config: TrainConfig
 ) -> LossSums:
-    """Loss sums of all ranks over some batches; the model is left as it is."""
+    """Returns the loss sums of all ranks over some batches. Does not change the model."""
     total = torch.zeros(4, dtype=torch.float64, device=device)
     for batch in batches:
         batch = batch.to(device)

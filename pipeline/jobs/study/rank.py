@@ -307,7 +307,7 @@ def list_parts(trainer: Trainer) -> list[StepPart]:
         StepPart(trainer.optimizer, "step", "optimizer"),
         StepPart(torch.autograd, "backward", BACKWARD),
         StepPart(dist.Work, "wait", "communication", compiled=True),
-        *(StepPart(bags, "_side_by_side", None, compiled=True) for bags in find_own_kernels(trainer.model)),
+        *(StepPart(bags, "_run_parallel", None, compiled=True) for bags in find_own_kernels(trainer.model)),
     ]
     if trainer.replicated is not None:
         parts.append(StepPart(trainer.replicated, "step", "optimizer"))

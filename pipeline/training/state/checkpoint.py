@@ -78,7 +78,7 @@ class _SafeReader(FileSystemReader):
         except Exception as error:  # invalid pickles raise almost any exception
             raise CheckpointError(
                 f"checkpoint '{folder.name}', file .metadata", "only classes of torch.distributed.checkpoint",
-                f"{error}", "Do not use this checkpoint.",
+                f"{error}".rstrip("."), "Do not use this checkpoint.",
             ) from None  # fmt: skip
         metadata.storage_meta.load_id = self.load_id
         for place in (metadata.storage_data or {}).values():

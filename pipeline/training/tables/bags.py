@@ -1,4 +1,4 @@
-"""NumbaBags: the CPU kernel of sharded embedding tables, in the place of FBGEMM's."""
+"""NumbaBags: our CPU kernel for sharded embedding tables, which replaces FBGEMM's."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torchrec
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec.distributed import batched_embedding_kernel
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ContractError
 from pipeline.training.config import TrainConfig
 from pipeline.training.tables import kernels
 
@@ -25,19 +26,28 @@ KINDS = {
 NOTHING = np.empty(0, np.float32)
 SUMS_BYTES = 16 << 20
 """Memory of a thread for the gradients of rows."""
+TORCHREC = "1.8."
+"""Version of TorchRec with the internals that `use_table_kernel` replaces."""
 
 
 @contextmanager
 def use_table_kernel(config: TrainConfig, device: torch.device, ours: "type[NumbaBags]") -> Iterator[None]:
-    """Tables that TorchRec shards inside get the kernel of the config.
+    """Gives tables that TorchRec shards inside the block the kernel that the config asks for.
 
-    TorchRec has no place to name another than FBGEMM's, so the class is exchanged while it builds its modules.
+    TorchRec has no option for a kernel other than FBGEMM's, so its class is replaced while TorchRec builds its modules.
 
     Args:
-        ours: The class of our kernel.
+        ours: Class of our kernel.
+    Raises:
+        ContractError: If the installed TorchRec is another version than the one whose class is replaced.
     """
     stock = SplitTableBatchedEmbeddingBagsCodegen
     if not uses_fbgemm(config, device.type):
+        if not torchrec.__version__.startswith(TORCHREC):
+            raise ContractError(
+                "numba embedding kernel", f"TorchRec {TORCHREC}x, since it replaces a class inside TorchRec",
+                f"version {torchrec.__version__}", "Install that version, or set training.embedding_kernel: fbgemm.",
+            )  # fmt: skip
         setattr(batched_embedding_kernel, stock.__name__, ours)
     try:
         yield
@@ -46,19 +56,19 @@ def use_table_kernel(config: TrainConfig, device: torch.device, ours: "type[Numb
 
 
 def uses_fbgemm(config: TrainConfig, device: str) -> bool:
-    """Whether tables have FBGEMM's kernel."""
+    """Whether tables use FBGEMM's kernel."""
     return config.embedding_kernel == "fbgemm" or config.table_precision != "fp32" or device != "cpu"
 
 
 def require_fbgemm(config: TrainConfig, device: str) -> None:
-    """Refuses what FBGEMM's kernel would ignore or fail at on CPU.
+    """Refuses settings that FBGEMM's kernel ignores or does not support on CPU.
 
     Raises:
         ConfigError: Names the setting.
     """
     if device != "cpu":
         return
-    where, remedy = "training.embedding_kernel 'fbgemm' on CPU", "Take embedding_kernel=auto with fp32 tables."
+    where, remedy = "training.embedding_kernel 'fbgemm' on CPU", "Set embedding_kernel: auto, with fp32 tables."
     if config.table_optimizer == "adam":
         raise ConfigError(where, "table_optimizer rowwise_adagrad, adagrad or sgd", "adam", remedy)
     if config.table_weight_decay:
@@ -66,26 +76,26 @@ def require_fbgemm(config: TrainConfig, device: str) -> None:
 
 
 def set_update_number(bags: SplitTableBatchedEmbeddingBagsCodegen, number: int) -> None:
-    """Tells a kernel the number of the update that comes next, counted from 1; Adam's bias correction needs it.
+    """Sets the number of a kernel's next update, counted from 1. Adam's bias correction needs it.
 
-    FBGEMM's own `set_optimizer_step` is no way: it sets a counter that the kernel looks at before its first pass alone,
-    and waits for the device. After that the kernel counts passes, those of validations among them.
+    FBGEMM's own `set_optimizer_step` does not work here. It sets a counter that the kernel reads only before its first
+    pass, and it waits for the device. Later the kernel counts all passes, including those of validations.
     """
     if isinstance(bags, NumbaBags):
         bags.steps = number
     else:
         for counter in (bags.iter_cpu, bags.iter):
-            counter.fill_(number - 1)  # the pass adds 1 before it uses it
+            counter.fill_(number - 1)  # the pass adds 1 first
 
 
 class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
-    """Pooled lookups in the tables of a rank, and their exact optimizer inside the backward pass, on several threads.
+    """Pooled lookups in the tables of a rank, and their exact optimizer in the backward pass, on several threads.
 
-    Weights and optimizer state are FBGEMM's own arrays, so checkpoints do not depend on the kernel; FBGEMM has no Adam
-    on CPU, so its second moment is added. Rows that a batch does not read stay as they are, under Adam too.
+    Weights and optimizer state are FBGEMM's own arrays, so checkpoints do not depend on the kernel. FBGEMM has no Adam
+    on CPU, so this class adds the second moment. Rows that a batch does not read stay unchanged, with Adam too.
 
     Args:
-        settings: As FBGEMM takes them; TorchRec calls this.
+        settings: Settings of FBGEMM's class, as TorchRec passes them.
     Shapes:
         indices int64 [lookups], offsets int64 [F * B + 1] -> float32 [B, sum of widths].
     Raises:
@@ -103,14 +113,14 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         self.limit = settings["max_gradient"] if settings.get("gradient_clipping") else np.inf
         self.kind = KINDS[chosen]
         if self.kind == kernels.ADAM:
-            settings["optimizer"] = EmbOptimType.EXACT_ADAGRAD  # for its state of one number an element
+            settings["optimizer"] = EmbOptimType.EXACT_ADAGRAD  # for its state of one number per element
         super().__init__(embedding_specs, **settings)
         if self.pooling_mode == PoolingMode.NONE:
-            raise NotImplementedError("lookups without pooling")
+            raise NotImplementedError("The numba kernel does not support lookups without pooling.")
         self.arrays: dict[str, tuple[int | None, np.ndarray]] = {}
-        """Address and array of tensors; an array keeps its memory, so no other tensor gets the address."""
+        """Tensor name -> its address and array. The array keeps the memory alive, so the address is not reused."""
         self.steps = 0
-        """Updates made, this one included; see `set_update_number`."""
+        """Number of the next update, counted from 1. See `set_update_number`."""
         self.second = torch.zeros_like(self.weights_host.detach()) if self.kind == kernels.ADAM else torch.empty(0)
         rows, widths = np.array([spec[0] for spec in embedding_specs]), np.array([spec[1] for spec in embedding_specs])
         origin = np.array(self.weights_physical_offsets)
@@ -125,30 +135,32 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         self.tables[:-1, :4] = np.stack([origin, first_row[:-1], rows, widths], 1)
         self.tables[:, 4] = first_member
         self.all_tables = np.array([(table, 0, 0) for table in range(len(rows))], np.int64).reshape(-1, 3)
-        """A share of the update, for one thread."""
-        self.place = np.full(int(first_row[-1]), kernels.NEW, np.int32)
+        """The whole update as tasks of one thread."""
+        self.slots = np.full(int(first_row[-1]), kernels.UNSEEN, np.int32)
         self.threads = torch.get_num_threads()
-        room = min(int(rows.max(initial=1)), SUMS_BYTES // (4 * int(widths.max(initial=1))))
-        self.sums = [np.empty(room * int(widths.max(initial=1)), np.float32) for _ in range(self.threads)]
-        """Memory that the kernel writes over at every step: new pages cost more than filling them."""
-        self.rows_seen = [np.empty(room, np.int64) for _ in range(self.threads)]
+        slots = min(int(rows.max(initial=1)), SUMS_BYTES // (4 * int(widths.max(initial=1))))
+        self.sums = [np.empty(slots * int(widths.max(initial=1)), np.float32) for _ in range(self.threads)]
+        """Scratch memory that the kernel reuses at every step. New pages would cost more than filling them."""
+        self.rows_seen = [np.empty(slots, np.int64) for _ in range(self.threads)]
         self.parts = 1 << (self.threads - 1).bit_length()
         self.pool = ThreadPoolExecutor(self.threads - 1) if self.threads > 1 else None
 
     def forward(self, indices: torch.Tensor, offsets: torch.Tensor, *weights: Any, **others: Any) -> torch.Tensor:  # type: ignore[override]
         """See the class."""
         if any(value is not None for value in (*weights, *others.values())):
-            raise NotImplementedError("weights of samples; take training.embedding_kernel=fbgemm")
+            raise NotImplementedError(
+                "The numba kernel does not support sample weights. Set training.embedding_kernel: fbgemm."
+            )
         pooled: torch.Tensor = _Lookup.apply(self.placeholder_autograd_tensor, self, indices.long(), offsets.long())  # type: ignore[no-untyped-call]
         return pooled
 
     def lookup(self, indices: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """The pooled vectors of a batch."""
+        """Returns the pooled vectors of a batch, float32 [B, sum of widths]."""
         bags = (len(offsets) - 1) // len(self.features)
         out = np.empty((bags, self.total_D), np.float32)
         weights, mean = self._numbers("weights_host"), self.pooling_mode == PoolingMode.MEAN
         bounds = [bags * n // self.threads for n in range(self.threads + 1)]
-        outside = self._side_by_side(
+        outside = self._run_parallel(
             kernels.pool,
             [(weights, self.features, mean, indices, offsets, out, *bounds[n : n + 2]) for n in range(self.threads)],
         )
@@ -157,7 +169,7 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         return out
 
     def update(self, indices: np.ndarray, offsets: np.ndarray, gradient: torch.Tensor) -> None:
-        """One optimizer step with the gradient of the pooled vectors, float32 [B, sum of widths]."""
+        """Makes one optimizer step with the gradient of the pooled vectors, float32 [B, sum of widths]."""
         weights, mean = self._numbers("weights_host"), self.pooling_mode == PoolingMode.MEAN
         moment = NOTHING if self.kind == kernels.SGD else self._numbers("momentum1_host")
         given = self.optimizer_args
@@ -168,22 +180,22 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         stride = flat.stride(0)
         numbers_in_memory = (len(flat) - 1) * stride + flat.shape[1] if len(flat) else 0
         common = (self.kind, weights, moment, self._numbers("second"), settings, self.tables, self.members)
-        batch = (mean, indices, offsets, flat.as_strided((numbers_in_memory,), (1,)).numpy(), stride, self.place)
-        shares = zip(self._tasks(offsets), self.rows_seen, self.sums, strict=True)
-        self._side_by_side(kernels.update, [(*common, tasks, *batch, *scratch) for tasks, *scratch in shares])
+        batch = (mean, indices, offsets, flat.as_strided((numbers_in_memory,), (1,)).numpy(), stride, self.slots)
+        shares = zip(self._share_out(offsets), self.rows_seen, self.sums, strict=True)
+        self._run_parallel(kernels.update, [(*common, tasks, *batch, *scratch) for tasks, *scratch in shares])
 
     def get_optimizer_state(self) -> list[dict[str, torch.Tensor]]:
-        """The state by table, as TorchRec puts it into checkpoints."""
+        """Returns the state by table, in the form that TorchRec saves in checkpoints."""
         states = super().get_optimizer_state()
         if self.kind == kernels.ADAM:
             for state, (origin, _, rows, width, _) in zip(states, self.tables[:-1].tolist(), strict=True):
                 state["exp_avg_sq"] = self.second[origin : origin + rows * width].view(rows, width)
         return states
 
-    def _tasks(self, offsets: np.ndarray) -> list[np.ndarray]:
-        """Who updates what: whole tables by falling number of lookups, each to the thread with the least so far.
+    def _share_out(self, offsets: np.ndarray) -> list[np.ndarray]:
+        """Assigns tables to threads: the table with most lookups first, each to the thread with the least work so far.
 
-        A table that is too large a share for one thread is cut into parts, 2, 4, ..., by the last bits of the row.
+        A table that is too much work for one thread is cut into 2, 4, ... parts by the last bits of the row number.
         """
         if self.threads == 1:
             return [self.all_tables]
@@ -202,23 +214,23 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         return [np.array(share, np.int64).reshape(-1, 3) for share in shares]
 
     def _numbers(self, name: str) -> np.ndarray:
-        """A tensor of this module as an array, made again where the tensor has got other memory."""
+        """Returns a tensor of this module as an array, and renews the array if the tensor has other memory."""
         tensor: torch.Tensor = getattr(self, name)
-        place, numbers = self.arrays.get(name, (None, NOTHING))
-        if place != tensor.data_ptr():
+        address, numbers = self.arrays.get(name, (None, NOTHING))
+        if address != tensor.data_ptr():
             numbers = tensor.detach().numpy()
             self.arrays[name] = tensor.data_ptr(), numbers
         return numbers
 
-    def _side_by_side(self, kernel: Any, calls: list[tuple[Any, ...]]) -> list[Any]:
-        """One call on this thread, the others on the pool's."""
+    def _run_parallel(self, kernel: Any, calls: list[tuple[Any, ...]]) -> list[Any]:
+        """Runs one call on this thread and the others on the pool."""
         waiting = [self.pool.submit(kernel, *call) for call in calls[1:]] if self.pool is not None else []
         mine = [kernel(*call) for call in calls[:1]]
         return mine + [future.result() for future in waiting]
 
 
 class _Lookup(torch.autograd.Function):
-    """The lookup as autograd sees it: its backward pass updates the tables and hands no gradient on."""
+    """The lookup for autograd. Its backward pass updates the tables and returns no gradient."""
 
     @staticmethod
     def forward(ctx: Any, trigger: torch.Tensor, bags: NumbaBags, *batch: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

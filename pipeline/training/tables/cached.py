@@ -1,4 +1,4 @@
-"""Rows of tables in host memory of which the device keeps copies (`table_memory: uvm_caching`)."""
+"""Device caches of tables in host memory (`table_memory: uvm_caching`)."""
 
 from torch import nn
 
@@ -6,12 +6,12 @@ from pipeline.training.tables.sharding import iter_lookups
 
 
 def flush_cache(model: nn.Module) -> None:
-    """Puts rows that were trained on the device into their tables; weights are read after this."""
+    """Writes rows that were trained in the device's cache back to their tables. Call it before reading weights."""
     for lookup in iter_lookups(model):
         lookup.flush()
 
 
 def drop_cache(model: nn.Module) -> None:
-    """Lets go of the device's copies; called after weights were written, which the copies would hide and undo."""
+    """Drops the device's cached rows. Call it after writing weights, which cached rows would hide and overwrite."""
     for lookup in iter_lookups(model):
         lookup.purge()

@@ -1,20 +1,22 @@
-"""The numba loops behind `NumbaBags`: pooling of table rows, and the exact update of the rows that a batch read.
+"""Numba loops of `NumbaBags`: pooling of table rows, and the exact update of the rows that a batch read.
 
-Tables lie one behind the other in flat float32 arrays. Each loop runs on one thread and releases the interpreter lock.
+Tables are stored one after the other in flat float32 arrays. Each loop runs on one thread without the GIL.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.training.tables.simd import LANES, across, load, plus, prefetch, spread, store, times, zero
+from pipeline.training.tables.simd import LANES, add, broadcast, load, multiply, prefetch, reduce_sum, store, zero
 from pipeline.transforms.kernels.jit import compiled_fast
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = range(4)
-AHEAD = 8
-"""Lookups between asking for a row and reading it. Without this the loops wait for memory half of the time."""
-NEW, DONE = -1, -2
-"""Rows that have no place among the sums: not yet, and no more."""
+PREFETCH_LOOKUPS = 8
+"""Lookups between the prefetch of a row and its use. Without it the loops wait for memory half of the time."""
+UNSEEN, DONE = -1, -2
+"""Marks of rows without a slot: not seen yet in this update, and updated in an earlier round."""
 FOUR = 4 * LANES
-"""Numbers that are added up in four registers."""
+"""Numbers that are summed in four registers at a time."""
 
 
 @compiled_fast
@@ -22,14 +24,14 @@ def pool(
     weights: np.ndarray, features: np.ndarray, mean: bool, indices: np.ndarray, offsets: np.ndarray, out: np.ndarray,
     first: int, last: int,
 ) -> int:  # fmt: skip
-    """Sums (or means) of the table rows of the bags [first, last) of every feature.
+    """Computes sums (or means) of the table rows of the bags [first, last) of every feature.
 
     Args:
-        features: int64 [F, 4]: where the table begins in `weights`, its rows, its width, its first column of `out`.
-        offsets: Bag b of feature f has the ids [offsets[f * B + b], offsets[f * B + b + 1]).
-        out: float32 [B, all widths]; rows [first, last) are written.
+        features: int64 [F, 4]: offset of the table in `weights`, its rows, its width, its first column in `out`.
+        offsets: Bag b of feature f has the ids at [offsets[f * B + b], offsets[f * B + b + 1]).
+        out: float32 [B, sum of widths]. Rows [first, last) are written.
     Returns:
-        Ids that lie outside their table; they are left out.
+        Number of ids outside their table. They are left out.
     """
     bags, stride = (len(offsets) - 1) // len(features), out.shape[1]
     flat = out.reshape(-1)
@@ -46,15 +48,15 @@ def pool(
             for e in range(0, fours, FOUR):
                 sum0, sum1, sum2, sum3 = zero(), zero(), zero(), zero()
                 for j in range(start, stop):
-                    coming = origin + indices[min(j + AHEAD, final)] * width + e
+                    coming = origin + indices[min(j + PREFETCH_LOOKUPS, final)] * width + e
                     for line in range(0, FOUR, LANES):
                         prefetch(weights, coming + line)
                     if 0 <= indices[j] < rows:
                         source = origin + indices[j] * width + e
-                        sum0 = plus(sum0, load(weights, source))
-                        sum1 = plus(sum1, load(weights, source + LANES))
-                        sum2 = plus(sum2, load(weights, source + 2 * LANES))
-                        sum3 = plus(sum3, load(weights, source + 3 * LANES))
+                        sum0 = add(sum0, load(weights, source))
+                        sum1 = add(sum1, load(weights, source + LANES))
+                        sum2 = add(sum2, load(weights, source + 2 * LANES))
+                        sum3 = add(sum3, load(weights, source + 3 * LANES))
                 store(flat, into + e, sum0)
                 store(flat, into + e + LANES, sum1)
                 store(flat, into + e + 2 * LANES, sum2)
@@ -62,9 +64,9 @@ def pool(
             for e in range(fours, ones, LANES):
                 sum0 = zero()
                 for j in range(start, stop):
-                    prefetch(weights, origin + indices[min(j + AHEAD, final)] * width + e)
+                    prefetch(weights, origin + indices[min(j + PREFETCH_LOOKUPS, final)] * width + e)
                     if 0 <= indices[j] < rows:
-                        sum0 = plus(sum0, load(weights, origin + indices[j] * width + e))
+                        sum0 = add(sum0, load(weights, origin + indices[j] * width + e))
                 store(flat, into + e, sum0)
             for e in range(ones, width):
                 total = np.float32(0.0)
@@ -81,19 +83,19 @@ def pool(
 
 @compiled_fast
 def _add(sums: np.ndarray, begin: int, vector: np.ndarray) -> None:
-    """sums[begin : begin + len(vector)] += vector."""
+    """Adds a vector to sums[begin : begin + len(vector)]."""
     width = len(vector)
     fours, ones = width // FOUR * FOUR, width // LANES * LANES
     for e in range(0, fours, FOUR):
         at = begin + e
         sum0, sum1 = load(sums, at), load(sums, at + LANES)
         sum2, sum3 = load(sums, at + 2 * LANES), load(sums, at + 3 * LANES)
-        store(sums, at, plus(sum0, load(vector, e)))
-        store(sums, at + LANES, plus(sum1, load(vector, e + LANES)))
-        store(sums, at + 2 * LANES, plus(sum2, load(vector, e + 2 * LANES)))
-        store(sums, at + 3 * LANES, plus(sum3, load(vector, e + 3 * LANES)))
+        store(sums, at, add(sum0, load(vector, e)))
+        store(sums, at + LANES, add(sum1, load(vector, e + LANES)))
+        store(sums, at + 2 * LANES, add(sum2, load(vector, e + 2 * LANES)))
+        store(sums, at + 3 * LANES, add(sum3, load(vector, e + 3 * LANES)))
     for e in range(fours, ones, LANES):
-        store(sums, begin + e, plus(load(sums, begin + e), load(vector, e)))
+        store(sums, begin + e, add(load(sums, begin + e), load(vector, e)))
     for e in range(ones, width):
         sums[begin + e] += vector[e]
 
@@ -103,7 +105,7 @@ def _step(
     kind: int, weights: np.ndarray, moment: np.ndarray, second: np.ndarray, settings: np.ndarray, row: int, begin: int,
     total: np.ndarray,
 ) -> None:  # fmt: skip
-    """The optimizer on one row, whose weights begin at `begin`, with its gradient `total`; `row` counts all tables."""
+    """Updates one row with its gradient `total`. Its weights start at `begin`; `row` counts over all tables."""
     rate, eps, decay = settings[0], settings[1], settings[2]
     beta1, beta2, correct1, correct2 = settings[4], settings[5], settings[6], settings[7]
     one, width = np.float32(1.0), len(total)
@@ -115,15 +117,15 @@ def _step(
         ones = width // LANES * LANES
         squares16 = zero()
         for e in range(0, ones, LANES):
-            squares16 = plus(squares16, times(load(total, e), load(total, e)))
-        squares = across(squares16)
+            squares16 = add(squares16, multiply(load(total, e), load(total, e)))
+        squares = reduce_sum(squares16)
         for e in range(ones, width):
             squares += total[e] * total[e]
         now = moment[row] + squares / np.float32(width)
         moment[row] = now
         step = -rate / (np.sqrt(now) + eps)
         for e in range(0, ones, LANES):
-            store(values, e, plus(load(values, e), times(spread(step), load(total, e))))
+            store(values, e, add(load(values, e), multiply(broadcast(step), load(total, e))))
         for e in range(ones, width):
             values[e] += step * total[e]
     elif kind == ADAGRAD:
@@ -142,46 +144,55 @@ def _step(
             values[e] -= rate * total[e]
 
 
+class Cursor(NamedTuple):
+    """Bag of a table's features at which a round of `update` starts to read lookups."""
+
+    member: int
+    """Row of `members`. The row after the table's last member means that no lookup is left."""
+    bag: int
+
+
 @compiled_fast
 def update(
     kind: int, weights: np.ndarray, moment: np.ndarray, second: np.ndarray, settings: np.ndarray, tables: np.ndarray,
     members: np.ndarray, tasks: np.ndarray, mean: bool, indices: np.ndarray, offsets: np.ndarray, gradient: np.ndarray,
-    stride: int, place: np.ndarray, rows_seen: np.ndarray, sums: np.ndarray,
+    stride: int, slots: np.ndarray, rows_seen: np.ndarray, sums: np.ndarray,
 ) -> None:  # fmt: skip
-    """One optimizer step on the rows that the batch read, each with its whole gradient (exact, not per lookup).
+    """Makes one optimizer step on each row that the batch read, with the whole gradient of the row (exact).
 
-    A row gets a place among the sums when it is first seen. Its gradients are added up there in the order of the batch,
-    whatever the number of threads, and no sort is needed. Where there are more rows than places, the rest follows in
-    another round.
+    The first lookup of a row gives it a slot in `sums`. Its gradients are summed there in the order of the batch,
+    whatever the number of threads, so no sort is needed. If all slots are taken, the remaining rows follow in another
+    round, which starts at the first lookup that found no slot. docs/internals/kernels.md has a picture.
 
     Args:
-        moment, second: State of the optimizer; a number a row for ROWWISE_ADAGRAD, else one an element.
+        moment, second: Optimizer state: one number per row for ROWWISE_ADAGRAD, else one per element.
         settings: float32: learning rate, eps, weight decay, limit of a gradient's elements, beta1, beta2, and Adam's
             bias corrections 1 - beta1^t and 1 - beta2^t.
-        tables: int64 [T + 1, 5]: begin in `weights`, begin in `place` and row-wise state, rows, width, first of its
-            `members`; the last row holds the number of members alone.
-        members: int64 [F, 2]: features table by table, and their first column of `gradient`.
-        tasks: int64 [N, 3]: table, part, mask: rows with `row & mask == part`.
-        gradient: float32, of the pooled vectors: row b begins at b * stride.
-        place: int32, NEW for every row of every table; left so.
-        rows_seen: int64, sums: float32: written over; room for as many rows as `rows_seen` has, of any table.
+        tables: int64 [T + 1, 5]: offset in `weights`, offset in `slots` and row-wise state, rows, width, first of its
+            `members`. The last row holds only the number of members.
+        members: int64 [F, 2]: features, ordered by table, and their first column in `gradient`.
+        tasks: int64 [N, 3]: table, part, mask. A task updates the rows with `row & mask == part`.
+        gradient: float32, gradient of the pooled vectors. Row b starts at b * stride.
+        slots: int32, row -> slot. UNSEEN for every row of every table, before and after.
+        rows_seen: int64, slot -> row. Scratch memory; its length is the number of slots.
+        sums: float32, slot -> gradient of the row. Scratch memory for that many rows of any table.
     """
     bags = (len(offsets) - 1) // len(members)
     limit = settings[3]
     for n in range(len(tasks)):
         table, part, mask = tasks[n]
         origin, first_row, rows, width, first_member = tables[table]
-        last_member = tables[table + 1, 4]
+        end = Cursor(tables[table + 1, 4], 0)
         vector = np.empty(width, np.float32)
         room = len(rows_seen)
-        from_member, from_bag, after = first_member, 0, NEW
-        while from_member < last_member:
+        begin, after = Cursor(first_member, 0), UNSEEN
+        while begin.member < end.member:
             seen = 0
-            next_member, next_bag = last_member, 0
-            for m in range(from_member, last_member):
+            resume = end  # the first bag with a row that found no slot
+            for m in range(begin.member, end.member):
                 feature, column = members[m]
                 final = offsets[(feature + 1) * bags] - 1
-                for b in range(from_bag if m == from_member else 0, bags):
+                for b in range(begin.bag if m == begin.member else 0, bags):
                     start, stop = offsets[feature * bags + b], offsets[feature * bags + b + 1]
                     if stop == start:
                         continue
@@ -196,37 +207,37 @@ def update(
                     for e in range(0, width, LANES):
                         prefetch(gradient, coming_vector + e)
                     for j in range(start, stop):
-                        prefetch(place, first_row + indices[min(j + 2 * AHEAD, final)])
+                        prefetch(slots, first_row + indices[min(j + 2 * PREFETCH_LOOKUPS, final)])
                         row = indices[j]
                         if row & mask != part or row < 0 or row >= rows:
                             continue
-                        where = place[first_row + row]
-                        if where >= 0:
-                            _add(sums, where * width, vector)
-                        elif where == NEW and seen < room:
-                            place[first_row + row] = seen
+                        slot = slots[first_row + row]
+                        if slot >= 0:
+                            _add(sums, slot * width, vector)
+                        elif slot == UNSEEN and seen < room:
+                            slots[first_row + row] = seen
                             rows_seen[seen] = row
                             sums[seen * width : (seen + 1) * width] = vector
                             seen += 1
-                        elif where == NEW and next_member == last_member:
-                            next_member, next_bag = m, b
-            if next_member < last_member:
-                after = DONE
+                        elif slot == UNSEEN and resume.member == end.member:
+                            resume = Cursor(m, b)
+            if resume.member < end.member:
+                after = DONE  # later rounds skip these rows
             for k in range(seen):
-                coming = rows_seen[min(k + AHEAD, seen - 1)]
+                coming = rows_seen[min(k + PREFETCH_LOOKUPS, seen - 1)]
                 for e in range(0, width, LANES):
                     prefetch(weights, origin + coming * width + e)
                 prefetch(moment, first_row + coming)
                 row = rows_seen[k]
-                place[first_row + row] = after
+                slots[first_row + row] = after
                 _step(
                     kind, weights, moment, second, settings, first_row + row, origin + row * width,
                     sums[k * width : (k + 1) * width],
                 )  # fmt: skip
-            from_member, from_bag = next_member, next_bag
-        for m in range(first_member, last_member if after == DONE else first_member):
+            begin = resume
+        for m in range(first_member, end.member if after == DONE else first_member):
             feature = members[m, 0]
             for j in range(offsets[feature * bags], offsets[(feature + 1) * bags]):
                 row = indices[j]
                 if row & mask == part and 0 <= row < rows:
-                    place[first_row + row] = NEW
+                    slots[first_row + row] = UNSEEN

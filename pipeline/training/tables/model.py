@@ -1,4 +1,4 @@
-"""A model, placed: tables on their ranks with their kernel and optimizer, one initial state whatever the placement."""
+"""Builds the sharded model of a rank. Its initial state does not depend on the sharding plan."""
 
 import copy
 
@@ -21,35 +21,34 @@ def shard_model(
     device: torch.device,
     seed: int,
     half_width: float | None,
-    placement: ShardingPlan | None = None,
-    drawn: bool = True,
+    plan: ShardingPlan | None = None,
+    random_tables: bool = True,
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
-    """The model on this rank, ready to train, and where its tables lie; called by all ranks together.
+    """Shards a model for training on this rank. All ranks call it together.
 
     Args:
-        model: Its tables on the device `meta`. It is used up.
-        half_width: Initial numbers of tables lie in [-this, this]; None: 1 / sqrt(rows of the table).
-        placement: None places without knowing how tables are used.
-        drawn: Whether initial numbers of tables are drawn; where only time counts they are all alike, which is sooner.
+        model: Has its tables on the device `meta`. It must not be used afterwards.
+        half_width: Initial values of tables lie in [-this, this]. None: 1 / sqrt(rows of the table).
+        plan: Sharding plan. None makes one, without measured use of the tables.
+        random_tables: Draws random initial values for tables. False fills them with a constant, which is faster and
+            does for measuring time.
+    Returns:
+        The sharded model and its sharding plan.
     """
-    # The planner leaves marks on the model that it is given.
-    placement = placement or plan_sharding(copy.deepcopy(model), config.for_sharding, device.type)
+    # The planner changes the model that it is given.
+    plan = plan or plan_sharding(copy.deepcopy(model), config.for_sharding, device.type)
     for table in model.embeddings.embedding_bag_configs():
-        table.init_fn = _left_alone  # TorchRec would draw numbers that are drawn again below
-    fuse_table_optimizer(model, config, to_torchrec(placement, device))
+        table.init_fn = lambda weight: None  # TorchRec would draw values that are drawn again below
+    fuse_table_optimizer(model, config, to_torchrec(plan, device))
     lockstep = config.sync == "synchronous"
-    group = None if lockstep else dist.new_subgroups(1)[0]  # each rank has all tables, in memory that all share
+    group = None if lockstep else dist.new_subgroups(1)[0]  # each rank has all tables, in shared memory
     with use_table_kernel(config, device, NumbaBags if lockstep else SharedBags):
-        whole = apply_plan(model, placement, device, config.vector_communication, config.gradient_communication, group)
+        whole = apply_plan(model, plan, device, config.vector_communication, config.gradient_communication, group)
     if config.compile:
         inner = get_unwrapped_module(whole)
         inner.score = torch.compile(inner.score)
-    if drawn:
+    if random_tables:
         init_tables(whole, seed, half_width)
     else:
         fill_tables(whole)
-    return whole, placement
-
-
-def _left_alone(weight: torch.Tensor) -> None:
-    """An initialisation that does nothing."""
+    return whole, plan

@@ -21,17 +21,17 @@ from torchrec.distributed.planner.types import (
 
 @dataclass(frozen=True)
 class Item:
-    """Something that goes to one rank."""
+    """Something to assign to one rank."""
 
     load: float
     memory: Storage
     rank: int | None = None
-    """A rank it is bound to."""
+    """Rank that it must be assigned to."""
 
 
 @dataclass(frozen=True)
 class _Heap:
-    """What one rank gets, whichever it is."""
+    """Items of one rank, whichever rank that will be."""
 
     load: float
     memory: Storage
@@ -43,18 +43,18 @@ NOTHING = Storage(hbm=0, ddr=0, ssd=0)
 
 
 def largest_differencing(items: Sequence[Item], memory: Sequence[Storage]) -> list[int] | None:
-    """The rank of each item, so that the largest load is small; None where memory stands in the way.
+    """Assigns items to ranks with a small largest load. Returns None if memory does not suffice.
 
-    Each item begins as a solution of its own, all ranks but one empty. The two solutions that differ most within
-    themselves are joined again and again, the fullest rank of one with the emptiest of the other. Where that takes more
-    memory than a rank has, the one that needs most is joined with the one that needs least.
+    At first each item is a solution of its own, with all ranks but one empty. Then the two solutions with the largest
+    difference between their ranks are merged, again and again: the fullest rank of one with the emptiest of the other.
+    If that needs more memory than a rank has, ranks with most memory in use are merged with those with least.
 
     Args:
-        memory: What each rank has.
+        memory: Memory of each rank.
     Source:
         Karmarkar and Karp 1982, "The differencing method of set partitioning", UCB/CSD 82/113; for several ranks
-        Michiels, Korst, Aarts and van Leeuwen 2003, whose bound it keeps where memory is ample: the largest load is at
-        most 4/3 - 1/(3 ranks) times the smallest possible.
+        Michiels, Korst, Aarts and van Leeuwen 2003, whose bound holds with ample memory: the largest load is at
+        most 4/3 - 1/(3 ranks) times the optimum.
     Example:
         >>> room = [Storage(hbm=0, ddr=100, ssd=0)] * 2
         >>> largest_differencing([Item(load, Storage(hbm=0, ddr=1, ssd=0)) for load in (8, 7, 6, 5, 4)], room)
@@ -63,25 +63,25 @@ def largest_differencing(items: Sequence[Item], memory: Sequence[Storage]) -> li
     ranks = len(memory)
     most = Storage(*(max(getattr(room, kind) for room in memory) for kind in ("hbm", "ddr", "ssd")))
     bound = [_bound(rank, items, memory[rank], most) for rank in range(ranks)]
-    free = [_alone(number, item, ranks) for number, item in enumerate(items) if item.rank is None]
+    free = [_start_solution(number, item, ranks) for number, item in enumerate(items) if item.rank is None]
     queue = [(-_spread(solution), number, solution) for number, solution in enumerate([bound, *free])]
     heapq.heapify(queue)
     numbers = itertools.count(len(queue))
     while len(queue) > 1:
-        joined = _joined(heapq.heappop(queue)[2], heapq.heappop(queue)[2], most)
-        if joined is None:
+        merged = _merge(heapq.heappop(queue)[2], heapq.heappop(queue)[2], most)
+        if merged is None:
             return None
-        heapq.heappush(queue, (-_spread(joined), next(numbers), joined))
+        heapq.heappush(queue, (-_spread(merged), next(numbers), merged))
     homes = [0] * len(items)
     for heap in queue[0][2]:
-        rank = -1 - heap.items[0]  # every heap of the end holds the mark of one rank
+        rank = -1 - heap.items[0]  # at the end, every heap holds the mark of one rank
         for number in heap.items[1:]:
             homes[number] = rank
     return homes
 
 
 def _bound(rank: int, items: Sequence[Item], room: Storage, most: Storage) -> _Heap:
-    """The items of a rank, and what it has less than the others as if it were in use."""
+    """Returns the items bound to a rank. Counts its lack of memory against the largest rank as memory in use."""
     numbers = [number for number, item in enumerate(items) if item.rank == rank]
     memory = most - room
     for number in numbers:
@@ -89,7 +89,7 @@ def _bound(rank: int, items: Sequence[Item], room: Storage, most: Storage) -> _H
     return _Heap(sum(items[number].load for number in numbers), memory, (-1 - rank, *numbers), True)
 
 
-def _alone(number: int, item: Item, ranks: int) -> list[_Heap]:
+def _start_solution(number: int, item: Item, ranks: int) -> list[_Heap]:
     return [_Heap(item.load, item.memory, (number,), False)] + [_Heap(0.0, NOTHING, (), False)] * (ranks - 1)
 
 
@@ -98,32 +98,32 @@ def _spread(solution: Sequence[_Heap]) -> float:
     return max(loads) - min(loads)
 
 
-def _joined(a: Sequence[_Heap], b: Sequence[_Heap], most: Storage) -> list[_Heap] | None:
+def _merge(a: Sequence[_Heap], b: Sequence[_Heap], most: Storage) -> list[_Heap] | None:
     for key in (lambda heap: heap.load, lambda heap: (heap.memory.hbm, heap.memory.ddr, heap.load)):
         pairs = zip(sorted(a, key=key), sorted(b, key=key, reverse=True), strict=True)
-        joined = [_both(x, y) for x, y in pairs]
-        if all(heap.memory.fits_in(most) for heap in joined):
-            return joined
+        merged = [_merge_heaps(x, y) for x, y in pairs]
+        if all(heap.memory.fits_in(most) for heap in merged):
+            return merged
     return None
 
 
-def _both(a: _Heap, b: _Heap) -> _Heap:
-    first, second = (a, b) if a.bound else (b, a)  # the rank's mark stays in front
+def _merge_heaps(a: _Heap, b: _Heap) -> _Heap:
+    first, second = (a, b) if a.bound else (b, a)  # keeps the rank's mark first
     return _Heap(a.load + b.load, a.memory + b.memory, first.items + second.items, a.bound or b.bound)
 
 
 class LargestDifferencing(Partitioner):
-    """Spreads what goes to single ranks (whole tables, cuts of columns) by largest differencing.
+    """Assigns shards that need one rank (whole tables, column shards) by largest differencing.
 
-    What has to be on every rank, or on the ranks of a machine, is placed as TorchRec does. The result is compared with
-    TorchRec's greedy partitioner: the largest time of a rank is never longer than with that.
+    Shards that need all ranks, or all ranks of a machine, are placed as TorchRec does. The best of this plan and those
+    of TorchRec's greedy partitioner is taken, so the largest time of a rank is never longer than with that.
     """
 
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
-        """Gives each shard its rank.
+        """Assigns a rank to each shard.
 
         Raises:
-            PlannerError: If the memory does not suffice.
+            PlannerError: If memory does not suffice.
         """
         plans = [self._by_greed(proposal, storage_constraint, order) for order in (SortBy.STORAGE, SortBy.PERF)]
         plans.insert(0, self._by_differencing(proposal, storage_constraint))

@@ -1,4 +1,4 @@
-"""Tables, their use and a machine -> a placement; what cannot be placed is refused with the reason."""
+"""Plans the sharding of tables from their use and the machine, and refuses settings that cannot work."""
 
 import logging
 import warnings
@@ -40,25 +40,25 @@ from pipeline.training.tables.sharding import KERNELS, BagSharder, ShardingPlan,
 from pipeline.training.tables.statistics import MeasuredCache, TableUse
 
 AUTO_SHARDING_TYPES = ("data_parallel", "table_wise", "row_wise")
-"""Kinds that auto chooses from; cuts of columns need another optimizer, on one machine table_row_wise is row_wise."""
+"""Types that auto chooses from. Column sharding needs another optimizer; on one machine table_row_wise is row_wise."""
 GRID_PROPOSALS = 1_000
-"""All combinations of kinds are tried where there are no more than these."""
+"""Tries all combinations of sharding types if there are at most this many."""
 CACHE_SHARE = 0.2
-"""Share of the rows on the device that uvm_caching begins with; the planner makes it more where memory is left."""
+"""Initial share of the rows that uvm_caching keeps on the device. The planner raises it if memory is left."""
 WHERE = "training.sharding"
 
 
 def plan_sharding(
     model: DLRM, config: TrainConfig, device: str, uses: Mapping[str, TableUse] | None = None
 ) -> ShardingPlan:
-    """The placement of a model's tables, a function of the arguments and of the machine's memory.
+    """Plans the sharding of a model's tables. The plan depends only on the arguments and the machine's memory.
 
     Args:
-        model: Its tables may be on the device `meta`; it is not to be sharded afterwards.
-        uses: Measured use by table; None: TorchRec's guesses, one id a bag.
+        model: Its tables may be on the device `meta`. It must not be sharded afterwards.
+        uses: Table -> measured use. None: TorchRec's default of one id per bag.
     Raises:
-        ConfigError: If the device, the number of ranks or the tables rule out what is asked for.
-        TrainingError: If it does not fit.
+        ConfigError: If the device, the number of ranks or the tables rule out the configured sharding.
+        TrainingError: If the tables do not fit into memory.
     """
     tables = model.embeddings.embedding_bag_configs()
     kinds = {table.name: requested_sharding_type(config.sharding, table.name) for table in tables}
@@ -70,11 +70,11 @@ def plan_sharding(
         for table in tables
     }
     with _quiet():
-        options = _best(model, config, device, constraints)
-    return tuple(_written_down(options[table.name]) for table in tables)
+        options = _find_best(model, config, device, constraints)
+    return tuple(_to_table_sharding(options[table.name]) for table in tables)
 
 
-def _best(
+def _find_best(
     model: DLRM, config: TrainConfig, device: str, constraints: dict[str, ParameterConstraints]
 ) -> dict[str, ShardingOption]:
     topology = _topology(config, device)
@@ -93,15 +93,15 @@ def _best(
         planner.plan(model, [BagSharder(KERNELS[config.table_memory])])  # type: ignore[list-item]
     except PlannerError as error:
         raise TrainingError(
-            f"{WHERE} {_shown(config)}", f"{len(constraints)} tables that fit on {config.world_size} ranks",
+            f"{WHERE} {_describe_setting(config)}", f"{len(constraints)} tables that fit on {config.world_size} ranks",
             _reason(planner, model, config, device),
-            "Take smaller tables, more memory (training.memory_per_rank_bytes), or `auto`.",
+            "Use smaller tables, more memory (training.memory_per_rank_bytes), or `auto`.",
         ) from error  # fmt: skip
     return {option.name: option for option in planner._best_plan or []}
 
 
 def require_trainable(model: DLRM, config: TrainConfig, device: str, kinds: Mapping[str, str]) -> None:
-    """Refuses what cannot train, or would train something else.
+    """Refuses shardings that cannot train, or would train differently.
 
     Raises:
         ConfigError: Names the table and the reason.
@@ -109,47 +109,54 @@ def require_trainable(model: DLRM, config: TrainConfig, device: str, kinds: Mapp
     for pattern in () if isinstance(config.sharding, str) else [p for rule in config.sharding for p in rule.tables]:
         if not any(fnmatchcase(table, pattern) for table in kinds):
             known = ", ".join(kinds)
-            raise ConfigError(f"{WHERE}, rule '{pattern}'", f"a table among {known}", "none", "Correct the pattern.")
+            raise ConfigError(
+                f"{WHERE}, rule '{pattern}'",
+                f"a pattern that matches one of the tables {known}",
+                "no match",
+                "Correct the pattern.",
+            )
     if config.table_memory != "device" and device == "cpu":
         raise ConfigError(
-            f"training.table_memory '{config.table_memory}'", "a CUDA device, whose memory it extends", "cpu",
+            f"training.table_memory '{config.table_memory}'", "a CUDA device", "cpu",
             "Set it to `device`.",
         )  # fmt: skip
     if uses_fbgemm(config, device):
         require_fbgemm(config, device)
     for key in ("vector_communication", "gradient_communication"):
         if getattr(config, key) == "bf16" and device == "cpu":
-            raise ConfigError(f"training.{key}", "fp32 or fp16 on CPU, where gloo has no bf16", "bf16", "Take fp16.")
+            raise ConfigError(
+                f"training.{key}", "fp32 or fp16 on CPU, since gloo does not support bf16", "bf16", "Set it to fp16."
+            )
     if config.partitioner == "memory_balanced" and device == "cpu":
         raise ConfigError(
-            "training.partitioner 'memory_balanced'", "CUDA devices, whose memory it balances", "cpu",
-            "Take `greedy` or `largest_differencing`.",
+            "training.partitioner 'memory_balanced'", "CUDA devices", "cpu",
+            "Set it to `greedy` or `largest_differencing`.",
         )  # fmt: skip
     for table in model.embeddings.embedding_bag_configs():
         kind, where = kinds[table.name], f"{WHERE} '{kinds[table.name]}' of table '{table.name}'"
         if kind in ROW_SHARDING and not _row_for_each(table.num_embeddings, config.world_size):
             raise ConfigError(
-                where, f"a row for each of {config.world_size} ranks", f"{table.num_embeddings} rows, cut in parts of "
-                f"{-(-table.num_embeddings // config.world_size)}",
-                "Take `table_wise` for this table, or fewer ranks.",
+                where, f"at least one row on each of {config.world_size} ranks",
+                f"{table.num_embeddings} rows in shards of {-(-table.num_embeddings // config.world_size)}",
+                "Set `table_wise` for this table, or use fewer ranks.",
             )  # fmt: skip
         if kind == "data_parallel" and (reason := _why_no_copies(config)):
-            raise ConfigError(where, *reason, "Take another kind for this table.")
+            raise ConfigError(where, *reason, "Choose another sharding type for this table.")
         if kind == "grid_shard" and table.pooling == PoolingType.MEAN:
             raise ConfigError(
-                where, "sum pooling", "mean pooling, which TorchRec takes of each part of the rows and adds up",
-                "Take `table_row_wise` or `column_wise` for this table.",
+                where, "sum pooling", "mean pooling, which TorchRec would compute per shard and then sum",
+                "Set `table_row_wise` or `column_wise` for this table.",
             )  # fmt: skip
         if kind in COLUMN_SHARDING and _columns(table.embedding_dim, config.world_size) is None:
             raise ConfigError(
-                where, "an embedding_width that can be cut in parts of a multiple of 4 columns, one for each of "
-                f"{config.world_size} ranks or fewer", f"{table.embedding_dim}",
-                "Change model.embedding_width, or take `table_wise`.",
+                where, f"an embedding_width that splits into at most {config.world_size} equal shards of a multiple of "
+                "4 columns", f"{table.embedding_dim}",
+                "Change model.embedding_width, or set `table_wise`.",
             )  # fmt: skip
 
 
 def _row_for_each(rows: int, ranks: int) -> bool:
-    """Whether the parts that TorchRec cuts leave no rank without a row, which FBGEMM does not bear on CPU.
+    """Whether TorchRec's row shards give every rank a row. FBGEMM fails on CPU otherwise.
 
     Example:
         >>> _row_for_each(7, 4), _row_for_each(5, 4)
@@ -159,7 +166,7 @@ def _row_for_each(rows: int, ranks: int) -> bool:
 
 
 def _columns(width: int, ranks: int) -> int | None:
-    """Columns of a part: a multiple of 4 that divides the width, one part for each rank or fewer; None: there is none.
+    """Returns the columns of a shard: a multiple of 4 that divides the width into at most one shard per rank, or None.
 
     Example:
         >>> [_columns(*case) for case in ((16, 2), (16, 4), (16, 8), (24, 2), (64, 3), (8, 1), (10, 2), (4, 2))]
@@ -171,12 +178,12 @@ def _columns(width: int, ranks: int) -> int | None:
 
 
 def _why_no_copies(config: TrainConfig) -> tuple[str, str] | None:
-    """(expected, got) where copies of a table would not train as its other placements do."""
+    """Returns (expected, got) if copies of a table would not train like its other shardings, else None."""
     if config.table_gradient_limit is not None:
-        got = f"{config.table_gradient_limit}, which is for the gradients of bags: copies know their sums alone"
+        got = f"{config.table_gradient_limit}, which clips gradients of bags, while copies only know their sums"
         return "no table_gradient_limit", got
     if config.table_precision != "fp32":
-        got = f"{config.table_precision}, in which copies would keep their optimizer's state as well"
+        got = f"{config.table_precision}, in which copies would also keep their optimizer state"
         return "table_precision fp32", got
     return None
 
@@ -185,12 +192,14 @@ def _constraints(
     kind: str, table: EmbeddingBagConfig, config: TrainConfig, device: str, use: TableUse | None
 ) -> ParameterConstraints:
     cached = config.table_memory == "uvm_caching"
-    alone = config.world_size == 1  # then a cut only adds work: on the demo's tables a step took twice as long
+    single = (
+        config.world_size == 1
+    )  # sharding a table then only adds work: on the demo's tables a step took twice as long
     choice = [
         kind for kind in AUTO_SHARDING_TYPES
-        if kind not in ROW_SHARDING or (not alone and _row_for_each(table.num_embeddings, config.world_size))
+        if kind not in ROW_SHARDING or (not single and _row_for_each(table.num_embeddings, config.world_size))
     ]  # fmt: skip
-    if device == "cpu" or _why_no_copies(config):  # on CPU they are an order of magnitude slower
+    if device == "cpu" or _why_no_copies(config):  # on CPU copies are ten times slower
         choice.remove("data_parallel")
     width = table.embedding_dim
     stats = None if use is None else MeasuredCache(use)
@@ -221,7 +230,7 @@ def _topology(config: TrainConfig, device: str) -> Topology:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps out of the log what TorchRec tells its own authors, and errors that are told better here."""
+    """Silences TorchRec's internal log lines and its errors, which are raised in other words here."""
     loggers = [logging.getLogger(name) for name in (None, "torchrec", "MethodLogger-NullHandler")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -242,7 +251,7 @@ def _proposers(config: TrainConfig, device: str) -> list[Proposer]:
         GreedyProposer(use_depth=False),
         UniformProposer(),
     ]
-    if device == "cuda":  # it weighs device memory, of which a CPU has none
+    if device == "cuda":  # it optimizes the use of device memory
         proposers.append(DynamicProgrammingProposer())
     if config.table_memory == "uvm_caching":
         proposers.append(EmbeddingOffloadScaleupProposer())
@@ -256,14 +265,14 @@ def _partitioner(config: TrainConfig) -> Partitioner:
 
 
 class _Enumerator(EmbeddingEnumerator):
-    """Lists kinds in a fixed order: the stock one takes that of a set of strings, which differs between processes."""
+    """Lists sharding types in a fixed order. TorchRec's has the order of a set, which differs between processes."""
 
     def _filter_sharding_types(self, name: str, allowed_sharding_types: list[str], sharder_key: str = "") -> list[str]:
         kinds = self._constraints[name].sharding_types or []
         return [kind for kind in kinds if kind in allowed_sharding_types]
 
 
-def _written_down(option: ShardingOption) -> TableSharding:
+def _to_table_sharding(option: ShardingOption) -> TableSharding:
     rows, width = option.tensor.shape
     cache = option.cache_params.load_factor if option.cache_params is not None else None
     return TableSharding(
@@ -279,12 +288,12 @@ def _written_down(option: ShardingOption) -> TableSharding:
     )  # fmt: skip
 
 
-def _shown(config: TrainConfig) -> str:
+def _describe_setting(config: TrainConfig) -> str:
     return f"'{config.sharding}'" if isinstance(config.sharding, str) else "with rules"
 
 
 def _reason(planner: EmbeddingShardingPlanner, model: DLRM, config: TrainConfig, device: str) -> str:
-    """The least that the tables need, against what is left for them."""
+    """Compares the least memory that the tables need with what is left for them."""
     kind: Literal["hbm", "ddr"] = "hbm" if device == "cuda" else "ddr"
     space = planner._enumerator.enumerate(model, [BagSharder(KERNELS[config.table_memory])])
     least: dict[str, int] = {}
@@ -292,7 +301,7 @@ def _reason(planner: EmbeddingShardingPlanner, model: DLRM, config: TrainConfig,
         need = getattr(option.total_storage, kind)
         least[option.name] = min(need, least.get(option.name, need))
     left = planner._storage_reservation.last_reserved_topology
-    there = f", {getattr(left.devices[0].storage, kind) / 1e9:,.3g} GB a rank are left for them" if left else ""
+    there = f", with {getattr(left.devices[0].storage, kind) / 1e9:,.3g} GB per rank left for them" if left else ""
     return f"{sum(least.values()) / 1e9:,.3g} GB of tables with optimizer and buffers{there}"
 
 

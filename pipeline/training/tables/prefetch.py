@@ -11,36 +11,36 @@ from pipeline.data.batch import Batch
 
 
 class InputDistPrefetcher:
-    """Sends ids in two parts: how many go where, before the forward pass of the batch before; the ids, behind it.
+    """Sends the ids of the next batch in two parts: their counts before this batch's forward pass, the ids after it.
 
-    Called by all ranks alike. It is what TorchRec's TrainPipelineSparseDist does, whose tracer takes models of one
-    argument alone, and which wants to run the optimizers itself.
+    All ranks call it alike. TorchRec's TrainPipelineSparseDist does the same, but its tracer only takes models with one
+    argument, and it runs the optimizers itself.
 
     Args:
-        model: Its tables get a forward pass that takes ids which were sent ahead; others go their usual way.
+        model: Its tables get a forward pass that uses prefetched ids, and sends other ids as usual.
     """
 
     def __init__(self, model: DistributedModelParallel) -> None:
         self.tables: Any = get_unwrapped_module(model).embeddings
-        self.usual = self.tables.forward
+        self.default_forward = self.tables.forward
         self.tables.forward = self._forward
         self.announced: tuple[KeyedJaggedTensor, Any, Any] | None = None
         self.sent: tuple[KeyedJaggedTensor, Any, Any] | None = None
 
     def announce(self, batch: Batch | None) -> None:
-        """Tells the other ranks how many ids of a batch will come; None: there is none."""
+        """Sends the other ranks the id counts of a batch. None: there is no batch."""
         if batch is not None:
             context = self.tables.create_context()
             self.announced = batch.sparse, context, self.tables.input_dist(context, batch.sparse)
 
     def send(self) -> None:
-        """Sends the ids of the batch that was announced."""
+        """Sends the ids of the announced batch."""
         if self.announced is not None:
             sparse, context, counts = self.announced
             self.announced, self.sent = None, (sparse, context, counts.wait())
 
-    def settle(self) -> None:
-        """Waits for what is on its way, and forgets it: training ends before that batch."""
+    def drain(self) -> None:
+        """Waits for ids in flight and drops them, because training ends before their batch."""
         self.send()
         if self.sent is not None:
             self.sent[2].wait()
@@ -48,13 +48,13 @@ class InputDistPrefetcher:
 
     def _forward(self, sparse: KeyedJaggedTensor) -> Any:
         if self.sent is None or self.sent[0] is not sparse:
-            return self.usual(sparse)
+            return self.default_forward(sparse)
         (_, context, ids), self.sent = self.sent, None
         return self.tables.compute_and_output_dist(context, ids.wait())
 
 
 def with_next(batches: Iterator[Batch]) -> Iterator[tuple[Batch, Batch | None]]:
-    """Each batch with the one behind it; None behind the last.
+    """Yields each batch with the next one, or with None for the last.
 
     Example:
         >>> list(with_next(iter("abc")))

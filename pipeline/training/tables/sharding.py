@@ -1,4 +1,4 @@
-"""Placement of embedding tables: the kinds, a plan as it is written down, and the model sharded by it."""
+"""Sharding plans of embedding tables: their records, and a model sharded by one."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ KERNELS: dict[TableMemory, str] = {"device": "fused", "uvm": "fused_uvm", "uvm_c
 
 
 class TableShard(BaseModel, frozen=True):
-    """The part of a table that one rank holds."""
+    """Shard of a table on one rank."""
 
     rank: int
     row: int
@@ -40,20 +40,22 @@ class TableShard(BaseModel, frozen=True):
     rows: int
     columns: int
     bytes: int
-    """Memory that the planner expects: weights, optimizer, and what goes in and out in a step."""
+    """Memory that the planner predicts: weights, optimizer state, and inputs and outputs of a step."""
     milliseconds: float
-    """Time of a step that the planner expects."""
+    """Time per step that the planner predicts."""
 
 
 class TableSharding(BaseModel, frozen=True):
-    """Where a table lies. All tables together are a plan: made once, the same on every rank."""
+    """Sharding of a table. The shardings of all tables are a plan, which is made once and is equal on every rank."""
 
     table: str
     rows: int
     width: int
     kind: ShardingType
+    """Sharding type of the table."""
     kernel: str
-    """dense: updated after the backward pass; fused: in it; fused_uvm, fused_uvm_caching: in it, from the host."""
+    """dense: updated after the backward pass. fused: updated in it. fused_uvm, fused_uvm_caching: updated in it, with
+    the table in host memory."""
     cache_load_factor: float | None = None
     """Share of the rows that fused_uvm_caching keeps on the device."""
     pieces: tuple[TableShard, ...]
@@ -63,10 +65,11 @@ ShardingPlan = tuple[TableSharding, ...]
 
 
 class BagSharder(EmbeddingBagCollectionSharder):
-    """The stock sharder offers row-wise kinds on CUDA only; on CPU they give the same results.
+    """Sharder that offers every sharding type on CPU too. TorchRec's offers row-wise types only on CUDA.
 
     Args:
-        codecs: What ranks send each other, by the operation that sends it; None sends it as it is.
+        kernel: Compute kernel of all tables except copies.
+        codecs: Communication operation -> codec of the data that it sends. None sends it unchanged.
     """
 
     def __init__(self, kernel: str = "fused", codecs: dict[str, Any] | None = None) -> None:
@@ -74,33 +77,33 @@ class BagSharder(EmbeddingBagCollectionSharder):
         self.kernel = kernel
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Kinds of placement that may be planned."""
+        """Returns the sharding types that may be planned."""
         return list(get_args(ShardingType))
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Copies of a table are updated by averaged gradients, all else in the backward pass."""
+        """Returns the kernel of a table: dense for copies, which need averaged gradients, else the fused one."""
         return ["dense" if sharding_type == "data_parallel" else self.kernel]
 
 
 def apply_plan(
     model: nn.Module,
-    placement: ShardingPlan,
+    plan: ShardingPlan,
     device: torch.device,
     vectors: Precision = "fp32",
     gradients: Precision = "fp32",
     group: dist.ProcessGroup | None = None,
 ) -> DistributedModelParallel:
-    """The model with its tables placed as planned and its dense part replicated.
+    """Shards the tables of a model as planned and replicates its dense part.
 
     Args:
-        vectors, gradients: Numbers in which ranks send each other pooled vectors, and the gradients of these.
-        group: Ranks that the placement is for; None: all.
+        vectors, gradients: Data types in which ranks exchange pooled vectors and their gradients.
+        group: Ranks of the plan. None: all.
     """
-    plan = to_torchrec(placement, device)
+    torchrec_plan = to_torchrec(plan, device)
     alone = dist.get_world_size(group) == 1
     if group is not None:
-        for table in plan.plan["embeddings"].values():  # type: ignore[attr-defined]
-            for part in table.sharding_spec.shards:  # where memory lies is said by the rank among all
+        for table in torchrec_plan.plan["embeddings"].values():  # type: ignore[attr-defined]
+            for part in table.sharding_spec.shards:  # a shard is placed by its global rank
                 rank = dist.get_global_rank(group, part.placement.rank())
                 part.placement = _remote_device(f"rank:{rank}/{part.placement.device()}")
     sent = QCommsConfig(CommType[vectors.upper()], CommType[gradients.upper()])
@@ -108,27 +111,27 @@ def apply_plan(
         module=model,
         env=ShardingEnv.from_process_group(group or dist.group.WORLD),  # type: ignore[arg-type]
         device=device,
-        plan=plan,
+        plan=torchrec_plan,
         sharders=[BagSharder(codecs=get_qcomm_codecs_registry(sent, device=device))],  # type: ignore[list-item]
-        init_data_parallel=not alone,  # there is nobody to take the mean of gradients with
+        init_data_parallel=not alone,  # a single rank has no gradients to average
     )
     if alone:
         sharded.module.to(device)
     for module in sharded.modules():
         if isinstance(module, ShardedEmbeddingBagCollection):
-            _divide_lengths_once(module, placement)
-            if alone and {table.kind for table in placement} == {"table_wise"}:
-                _look_up_here(module)
+            _divide_lengths_once(module, plan)
+            if alone and {table.kind for table in plan} == {"table_wise"}:
+                _look_up_locally(module)
     return sharded
 
 
-def _look_up_here(module: ShardedEmbeddingBagCollection) -> None:
-    """The forward pass of tables that one rank has all of: as TorchRec's, which sends ids and vectors to itself.
+def _look_up_locally(module: ShardedEmbeddingBagCollection) -> None:
+    """Replaces the forward pass of tables that are all on one rank.
 
-    That takes Python longer than the lookup where batches are small.
+    TorchRec's would send ids and vectors to this same rank, which takes longer than the lookup for small batches.
     """
     (sharding,), (lookup,) = module._embedding_shardings, module._lookups
-    look_up = lookup._emb_modules[0] if len(lookup._emb_modules) == 1 else lookup  # which splits ids by kernels
+    look_up = lookup._emb_modules[0] if len(lookup._emb_modules) == 1 else lookup  # the latter splits ids by kernel
     features, names, widths = sharding.feature_names(), module._embedding_names, module._embedding_dims
 
     def forward(sparse: KeyedJaggedTensor) -> KeyedTensor:
@@ -139,30 +142,30 @@ def _look_up_here(module: ShardedEmbeddingBagCollection) -> None:
     module.forward = forward
 
 
-def _divide_lengths_once(module: ShardedEmbeddingBagCollection, placement: ShardingPlan) -> None:
-    """Keeps the vectors of tables that are not row-wise as their kernels give them.
+def _divide_lengths_once(module: ShardedEmbeddingBagCollection, plan: ShardingPlan) -> None:
+    """Prevents a second division of mean-pooled vectors.
 
-    Where a row-wise table is pooled by its mean, TorchRec 1.8 divides the vectors of ALL features by their lengths but
-    those that it knows as sums of a row-wise table; kernels of the other kinds have taken sum or mean already.
+    If a row-wise table is pooled by its mean, TorchRec 1.8 divides the vectors of ALL features by their lengths, except
+    those that it knows as sums of a row-wise table. Kernels of other sharding types have taken the mean already.
     """
     if not module._has_mean_pooling_callback:
         return
-    others = {table.table for table in placement if table.kind not in ("row_wise", "table_row_wise")}
+    others = {table.table for table in plan if table.kind not in ("row_wise", "table_row_wise")}
     for config in module._embedding_bag_configs:
         if config.name in others:
             module._pooling_type_to_rs_features[PoolingType.SUM.value].extend(config.feature_names)
 
 
 def iter_lookups(model: nn.Module) -> Iterator[Any]:
-    """TorchRec's modules that hold this rank's tables; it keeps them in plain lists, so `model.modules()` has none."""
+    """Yields TorchRec's modules that hold this rank's tables. `model.modules()` lacks them."""
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingBagCollection):
             for lookup in module._lookups:
                 yield lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
 
 
-def to_torchrec(placement: ShardingPlan, device: torch.device) -> TorchRecPlan:
-    """The placement as TorchRec takes it."""
+def to_torchrec(plan: ShardingPlan, device: torch.device) -> TorchRecPlan:
+    """Converts a plan to TorchRec's."""
     tables = {
         table.table: ParameterSharding(
             sharding_type=table.kind,
@@ -171,7 +174,7 @@ def to_torchrec(placement: ShardingPlan, device: torch.device) -> TorchRecPlan:
             sharding_spec=None if table.kind == "data_parallel" else _spec(table, device),
             cache_params=None if table.cache_load_factor is None else CacheParams(load_factor=table.cache_load_factor),
         )
-        for table in placement
+        for table in plan
     }
     return TorchRecPlan({"embeddings": EmbeddingModuleShardingPlan(tables)})
 
@@ -189,10 +192,10 @@ def _spec(table: TableSharding, device: torch.device) -> EnumerableShardingSpec:
     )
 
 
-def describe_plan(placement: ShardingPlan) -> list[dict[str, Any]]:
-    """The placement as rows of a table; bytes and milliseconds by rank, as the planner expects them."""
+def describe_plan(plan: ShardingPlan) -> list[dict[str, Any]]:
+    """Returns the plan as rows of a table, with the predicted bytes and milliseconds per rank."""
     rows = []
-    for table in placement:
+    for table in plan:
         sums: dict[int, list[float]] = defaultdict(lambda: [0, 0.0])
         for piece in table.pieces:
             sums[piece.rank][0] += piece.bytes
@@ -215,7 +218,7 @@ def describe_plan(placement: ShardingPlan) -> list[dict[str, Any]]:
 def sum_per_rank(
     rows: Sequence[dict[str, Any]], what: Literal["bytes", "milliseconds"], world_size: int
 ) -> list[float]:
-    """Sums over the tables of `describe`, rank by rank.
+    """Sums the predictions of `describe_plan` over tables, per rank.
 
     Example:
         >>> sum_per_rank([{"ranks": [1], "bytes": [5]}, {"ranks": [0, 1], "bytes": [2, 3]}], "bytes", 2)

@@ -1,7 +1,7 @@
-"""Sixteen float32 numbers in a register, as values that numba loops can hold.
+"""SIMD vectors of sixteen float32 numbers, as values that numba loops can hold in registers.
 
-Left to itself, LLVM keeps a running sum of vectors in memory, since it cannot know that the sum's array and the one
-that is read are two. That costs three times the additions.
+Without them, LLVM keeps a running sum of vectors in memory, because it cannot prove that the array of the sum and the
+array that is read do not overlap. That takes three times as long as the additions.
 """
 
 from collections.abc import Callable
@@ -12,29 +12,29 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
 
 LANES = 16
-"""float32 numbers in a `Lane`, a cache line; processors with shorter registers use several."""
+"""float32 numbers in a `Simd`, which is one cache line. Processors with shorter registers use several."""
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 
-def inside(function: Callable[..., Any]) -> Any:
-    """numba's `intrinsic`, whose products take other arguments than what they are made of."""
+def simd_op(function: Callable[..., Any]) -> Any:
+    """Typed as Any, because an intrinsic takes other arguments than the function that defines it."""
     return intrinsic(function)
 
 
-class Lane(types.Type):  # type: ignore[misc]
-    """The type of these values in numba."""
+class Simd(types.Type):  # type: ignore[misc]
+    """Numba type of these vectors."""
 
     def __init__(self) -> None:
-        super().__init__(name="Lane")
+        super().__init__(name="Simd")
 
 
-@register_model(Lane)
-class _LaneModel(models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, kind: Lane) -> None:
+@register_model(Simd)
+class _SimdModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Simd) -> None:
         super().__init__(manager, kind, _VECTOR)
 
 
-_LANE = Lane()
+_SIMD = Simd()
 
 
 def _address(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
@@ -42,71 +42,71 @@ def _address(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> A
     return builder.bitcast(builder.gep(data, [index]), _VECTOR.as_pointer())
 
 
-@inside
+@simd_op
 def zero(_: Any) -> Any:
-    """A lane of zeros."""
+    """Returns a vector of zeros."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return ir.Constant(_VECTOR, [0.0] * LANES)
 
-    return _LANE(), code
+    return _SIMD(), code
 
 
-@inside
+@simd_op
 def load(_: Any, array: Any, index: Any) -> Any:
-    """array[index : index + 16] of a flat float32 array; the caller sees to it that they are there."""
+    """Returns array[index : index + 16] of a flat float32 array. There is no bounds check."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load(_address(context, builder, signature.args[0], *arguments), align=4)
 
-    return _LANE(array, types.intp), code
+    return _SIMD(array, types.intp), code
 
 
-@inside
-def store(_: Any, array: Any, index: Any, lane: Any) -> Any:
-    """array[index : index + 16] = lane."""
+@simd_op
+def store(_: Any, array: Any, index: Any, vector: Any) -> Any:
+    """Sets array[index : index + 16] to a vector. There is no bounds check."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.store(arguments[2], _address(context, builder, signature.args[0], *arguments[:2]), align=4)
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, lane), code
+    return types.void(array, types.intp, vector), code
 
 
-@inside
-def plus(_: Any, one: Any, other: Any) -> Any:
-    """The sum of two lanes, number by number."""
+@simd_op
+def add(_: Any, one: Any, other: Any) -> Any:
+    """Returns the element-wise sum of two vectors."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fadd(*arguments)
 
-    return _LANE(one, other), code
+    return _SIMD(one, other), code
 
 
-@inside
-def times(_: Any, one: Any, other: Any) -> Any:
-    """The product of two lanes, number by number."""
+@simd_op
+def multiply(_: Any, one: Any, other: Any) -> Any:
+    """Returns the element-wise product of two vectors."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fmul(*arguments)
 
-    return _LANE(one, other), code
+    return _SIMD(one, other), code
 
 
-@inside
-def spread(_: Any, number: Any) -> Any:
-    """A lane of one float32 number."""
+@simd_op
+def broadcast(_: Any, number: Any) -> Any:
+    """Returns a vector with a float32 number in every lane."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), arguments[0], ir.IntType(32)(0))
         return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
 
-    return _LANE(types.float32), code
+    return _SIMD(types.float32), code
 
 
-@inside
-def across(_: Any, lane: Any) -> Any:
-    """The sum of a lane's numbers, halves upon halves."""
+@simd_op
+def reduce_sum(_: Any, vector: Any) -> Any:
+    """Returns the sum of a vector's numbers, by adding its halves again and again."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         value, whole = arguments[0], ir.IntType(32)
@@ -117,12 +117,12 @@ def across(_: Any, lane: Any) -> Any:
             )
         return builder.extract_element(value, whole(0))
 
-    return types.float32(lane), code
+    return types.float32(vector), code
 
 
-@inside
+@simd_op
 def prefetch(_: Any, array: Any, index: Any) -> Any:
-    """Asks the processor to bring array[index] into its cache; any index is safe."""
+    """Asks the processor to load array[index] into its cache. Any index is safe."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -130,7 +130,7 @@ def prefetch(_: Any, array: Any, index: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
-        builder.call(function, [address, number(0), number(3), number(1)])  # to read, into every level, data
+        builder.call(function, [address, number(0), number(3), number(1)])  # read, all cache levels, data cache
         return context.get_dummy_value()
 
     return types.void(array, types.intp), code

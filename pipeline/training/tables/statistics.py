@@ -1,4 +1,4 @@
-"""What is known of a table's use before it is placed, measured on a sample of the training rows."""
+"""Use of the embedding tables, measured on a sample of the training rows for the sharding planner."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from models.config import SparseFeature
 from pipeline.transforms.column import Column
 
 SAMPLE_ROWS = 65_536
-"""Training rows that are looked at; a second or so of reading."""
+"""Training rows in the sample. Reading them takes about a second."""
 LOAD_FACTORS = (0.0, 0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
-"""Shares of a table that a cache may hold; in between the miss rate is taken as a straight line."""
+"""Shares of a table in a cache at which miss rates are measured. Between them rates are interpolated linearly."""
 
 
 class TableUse(BaseModel, frozen=True):
@@ -21,17 +21,17 @@ class TableUse(BaseModel, frozen=True):
 
     table: str
     ids_per_bag: tuple[float, ...]
-    """Of each feature: mean number of ids in a bag that is not empty, at least 1."""
+    """Per feature: mean number of ids in a bag that is not empty, at least 1."""
     filled_share: tuple[float, ...]
-    """Of each feature: share of the rows that have any id."""
+    """Per feature: share of the rows with at least one id."""
     distinct_rows: float
-    """Rows of the table that a global batch touches."""
+    """Distinct rows of the table that a global batch reads."""
     miss_rates: tuple[float, ...]
-    """Share of the ids that a cache of the most used rows does not hold, at LOAD_FACTORS."""
+    """Share of lookups that miss a cache of the most used rows, at LOAD_FACTORS."""
 
 
 class MeasuredCache(CacheStatistics):
-    """A table's use as TorchRec's planner wants it for tables cached from host memory.
+    """Use of a table in the form that TorchRec's planner reads for cached tables.
 
     Example:
         >>> use = TableUse(table="t", ids_per_bag=(1.0,), filled_share=(1.0,), distinct_rows=7.0,
@@ -49,21 +49,21 @@ class MeasuredCache(CacheStatistics):
         return self.use.distinct_rows
 
     def expected_miss_rate(self, clf: float) -> float:
-        """Share of lookups that are not in a cache of this share of the rows."""
+        """Returns the share of lookups that miss a cache of this share of the rows."""
         return float(np.interp(clf, LOAD_FACTORS, self.use.miss_rates))
 
     @property
     def cacheability(self) -> float:
-        """Area under the curve of miss rates: 0 where few rows get all lookups, 1/2 where all are used alike."""
+        """Area under the curve of miss rates: 0 if few rows get all lookups, 1/2 if all rows are used equally."""
         return float(np.trapezoid(self.use.miss_rates, LOAD_FACTORS))
 
 
 def measure_table_use(bags: Sequence[SparseFeature], columns: Sequence[Column], batch_rows: int) -> dict[str, TableUse]:
-    """The use of each table in a sample of rows.
+    """Measures the use of each table in a sample of rows.
 
     Args:
         columns: Ids of each bag over the same N rows.
-        batch_rows: Rows of a global batch; a smaller sample counts as one batch.
+        batch_rows: Rows of a global batch. A smaller sample counts as one batch.
     Example:
         >>> bag = SparseFeature("user", "user", 4, "sum")
         >>> use = measure_table_use([bag], [Column(np.array([3, 3, 1, 3]), np.array([0, 1, 3, 3, 4]))], 2)["user"]
@@ -103,29 +103,29 @@ def _distinct(columns: Sequence[Column], batch_rows: int) -> float:
 
 
 def _miss_rates(columns: Sequence[Column], rows: int) -> tuple[float, ...]:
-    """Rows are ranked by the sample's first half and judged on its second: what was seen must not vouch for itself."""
+    """Ranks rows by the first half of the sample and measures on the second, so the estimate is not biased."""
     half = len(columns[0]) // 2
-    seen, judged = (
+    seen, tested = (
         np.concatenate([column.slice(start, stop).values for column in columns])
         for start, stop in ((0, half), (half, len(columns[0])))
     )
-    if not len(judged):
+    if not len(tested):
         return tuple(1.0 - share for share in LOAD_FACTORS)
     ids, counts = np.unique(seen, return_counts=True)
     ranked = ids[np.argsort(-counts, kind="stable")]
-    hits = np.concatenate([[0], np.cumsum(_hits(ranked, judged))]) / len(judged)
+    hits = np.concatenate([[0], np.cumsum(_hits(ranked, tested))]) / len(tested)
     unseen = max(rows - len(ranked), 1)
     rates = []
     for share in LOAD_FACTORS:
         cached = round(share * rows)
-        spare = max(cached - len(ranked), 0) / unseen  # rows never seen share what room is left
+        spare = max(cached - len(ranked), 0) / unseen  # rows never seen share the free part of the cache
         rates.append(float((1.0 - hits[min(cached, len(ranked))]) * (1.0 - min(spare, 1.0))))
     return tuple(rates)
 
 
-def _hits(ranked: npt.NDArray[np.int64], judged: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """How often each of the ranked rows is looked up."""
-    ids, counts = np.unique(judged, return_counts=True)
+def _hits(ranked: npt.NDArray[np.int64], tested: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Returns how often each of the ranked rows is looked up."""
+    ids, counts = np.unique(tested, return_counts=True)
     if not len(ranked):
         return np.empty(0, np.int64)
     at = np.minimum(np.searchsorted(ids, ranked), len(ids) - 1)

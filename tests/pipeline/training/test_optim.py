@@ -14,7 +14,7 @@ from pipeline.errors import ConfigError
 from pipeline.jobs.training.rank import RankSpec, build_model
 from pipeline.preprocessing.client import Client
 from pipeline.training.config import TrainConfig
-from pipeline.training.optim import INIT_BLOCK_ROWS, Rates, _block, dense_parameters, schedule
+from pipeline.training.optim import INIT_BLOCK_ROWS, LearningRates, _block, dense_parameters, schedule
 from pipeline.training.state import checkpoint
 
 
@@ -55,7 +55,7 @@ def test_other_values_are_refused(wrong: dict[str, object]) -> None:
 
 def test_both_optimizers_follow_the_schedule(make_trainer: Callable[..., tuple]) -> None:
     trainer, _ = make_trainer(warmup_steps=4, table_learning_rate=0.4, dense_learning_rate=0.2)
-    Rates(trainer.model, trainer.optimizer, trainer.config).set(1)
+    LearningRates(trainer.model, trainer.optimizer, trainer.config).set(1)
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {0.1}
     assert [group["lr"] for group in trainer.model.fused_optimizer.param_groups] == pytest.approx([0.2, 0.2])
 

@@ -466,9 +466,7 @@ def test_validation_needs_both_labels(make_trainer: Maker) -> None:
     )
     with pytest.raises(TrainingError) as caught:
         trainer.train()
-    assert str(caught.value) == (
-        "validation rows: expected both labels among them, got one only. Choose other validation rows."
-    )
+    assert str(caught.value) == ("validation rows: expected both labels, got only one. Choose other validation rows.")
 
 
 def test_an_epoch_without_rows_is_an_error(make_trainer: Maker) -> None:

@@ -8,10 +8,11 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import ComputeDevice, EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec.distributed import batched_embedding_kernel
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ContractError
 from pipeline.training.config import TrainConfig
-from pipeline.training.tables.bags import NumbaBags, require_fbgemm, set_update_number
+from pipeline.training.tables.bags import NumbaBags, require_fbgemm, set_update_number, use_table_kernel
 
 OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
@@ -158,7 +159,7 @@ def test_more_rows_than_there_is_room_for(mean, monkeypatch):
     assert len(narrow.rows_seen[0]) == 7
     assert all(a.equal(b) for a, b in zip(train(roomy), train(narrow), strict=True))
     assert narrow.weights_host.equal(roomy.weights_host)
-    assert (narrow.place == -1).all()
+    assert (narrow.slots == -1).all()
 
 
 def test_a_gradient_is_read_where_it_lies():
@@ -179,7 +180,7 @@ def test_parts_of_a_large_table_are_all_updated():
     counts = torch.zeros(len(OWNERS) * BAGS, dtype=torch.int64)
     counts[0] = len(ids)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-    tasks = np.concatenate(bags._tasks(offsets.numpy()))
+    tasks = np.concatenate(bags._share_out(offsets.numpy()))
     assert sorted(part for table, part, mask in tasks.tolist() if table == 0) == [0, 1, 2, 3]
     before = bags.split_embedding_weights()[0].clone()
     bags(ids, offsets).backward(torch.ones(BAGS, WIDTH))
@@ -213,12 +214,25 @@ def test_ids_outside_their_table_are_refused(wrong):
         make(NumbaBags, "sgd", False)(ids, offsets)
 
 
-def test_what_the_kernel_has_not_is_refused():
+def test_unsupported_uses_are_refused():
     with pytest.raises(NotImplementedError, match="fp16"):
         make(NumbaBags, "sgd", False, weights_precision=SparseType.FP16)
     ids, offsets, _ = batches()[0]
-    with pytest.raises(NotImplementedError, match="weights of samples"):
+    with pytest.raises(NotImplementedError, match="sample weights"):
         make(NumbaBags, "sgd", False)(ids, offsets, torch.ones(len(ids)))
+
+
+def test_another_torchrec_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrec.__version__", "1.9.0")
+    cpu = torch.device("cpu")
+    with pytest.raises(ContractError) as caught, use_table_kernel(TrainConfig(), cpu, NumbaBags):
+        pass
+    assert str(caught.value) == (
+        "numba embedding kernel: expected TorchRec 1.8.x, since it replaces a class inside TorchRec, got version 1.9.0. "
+        "Install that version, or set training.embedding_kernel: fbgemm."
+    )
+    with use_table_kernel(TrainConfig(embedding_kernel="fbgemm"), cpu, NumbaBags):
+        assert batched_embedding_kernel.SplitTableBatchedEmbeddingBagsCodegen is SplitTableBatchedEmbeddingBagsCodegen
 
 
 @pytest.mark.parametrize(
@@ -226,11 +240,11 @@ def test_what_the_kernel_has_not_is_refused():
     [
         (
             {"table_optimizer": "adam"},
-            "expected table_optimizer rowwise_adagrad, adagrad or sgd, got adam. Take embedding_kernel=auto with fp32 tables.",
+            "expected table_optimizer rowwise_adagrad, adagrad or sgd, got adam. Set embedding_kernel: auto, with fp32 tables.",
         ),
         (
             {"table_weight_decay": 0.1},
-            "expected no table_weight_decay, got 0.1. Take embedding_kernel=auto with fp32 tables.",
+            "expected no table_weight_decay, got 0.1. Set embedding_kernel: auto, with fp32 tables.",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Plans: of the kind asked for, the same in every process, within the memory, refused before ranks start."""
+"""Sharding plans have the configured type, are equal in every process and fit into memory."""
 
 import subprocess
 import sys
@@ -136,52 +136,54 @@ def test_a_plan_stays_within_the_memory(partitioner: str) -> None:
 REFUSED = {
     "a rule for nothing": (
         {"sharding": ({"tables": ["t0", "x*"], "kind": "row_wise"},)}, ConfigError,
-        "training.sharding, rule 'x*': expected a table among t0, t1, t2, t3, t4, got none. Correct the pattern.",
+        "training.sharding, rule 'x*': expected a pattern that matches one of the tables t0, t1, t2, t3, t4, "
+        "got no match. Correct the pattern.",
     ),
     "uvm": (
         {"table_memory": "uvm_caching"}, ConfigError,
-        "training.table_memory 'uvm_caching': expected a CUDA device, whose memory it extends, got cpu. "
+        "training.table_memory 'uvm_caching': expected a CUDA device, got cpu. "
         "Set it to `device`.",
     ),
     "bf16 over gloo": (
         {"vector_communication": "bf16"}, ConfigError,
-        "training.vector_communication: expected fp32 or fp16 on CPU, where gloo has no bf16, got bf16. Take fp16.",
+        "training.vector_communication: expected fp32 or fp16 on CPU, since gloo does not support bf16, got bf16. "
+        "Set it to fp16.",
     ),
     "adam of FBGEMM": (
         {"embedding_kernel": "fbgemm", "table_optimizer": "adam"}, ConfigError,
         "training.embedding_kernel 'fbgemm' on CPU: expected table_optimizer rowwise_adagrad, adagrad or sgd, got adam. "
-        "Take embedding_kernel=auto with fp32 tables.",
+        "Set embedding_kernel: auto, with fp32 tables.",
     ),
     "limit of copies": (
         {"sharding": "data_parallel", "table_gradient_limit": 0.1}, ConfigError,
-        "training.sharding 'data_parallel' of table 't0': expected no table_gradient_limit, got 0.1, which is for the "
-        "gradients of bags: copies know their sums alone. Take another kind for this table.",
+        "training.sharding 'data_parallel' of table 't0': expected no table_gradient_limit, got 0.1, which clips "
+        "gradients of bags, while copies only know their sums. Choose another sharding type for this table.",
     ),
     "halves of copies": (
         {"sharding": "data_parallel", "table_precision": "fp16"}, ConfigError,
         "training.sharding 'data_parallel' of table 't0': expected table_precision fp32, got fp16, in which copies would "
-        "keep their optimizer's state as well. Take another kind for this table.",
+        "also keep their optimizer state. Choose another sharding type for this table.",
     ),
     "memory balanced": (
         {"partitioner": "memory_balanced"}, ConfigError,
-        "training.partitioner 'memory_balanced': expected CUDA devices, whose memory it balances, got cpu. "
-        "Take `greedy` or `largest_differencing`.",
+        "training.partitioner 'memory_balanced': expected CUDA devices, got cpu. "
+        "Set it to `greedy` or `largest_differencing`.",
     ),
     "a rank without rows": (
         {"bags": [SparseFeature("f", "t", 5, "sum")], "sharding": "row_wise", "world_size": 4}, ConfigError,
-        "training.sharding 'row_wise' of table 't': expected a row for each of 4 ranks, got 5 rows, cut in parts of 2. "
-        "Take `table_wise` for this table, or fewer ranks.",
+        "training.sharding 'row_wise' of table 't': expected at least one row on each of 4 ranks, got 5 rows in shards of 2. "
+        "Set `table_wise` for this table, or use fewer ranks.",
     ),
     "grid of means": (
         {"bags": [SparseFeature("f", "t", 30, "mean")], "sharding": "grid_shard", "world_size": 2, "table_optimizer": "sgd"},
         ConfigError,
-        "training.sharding 'grid_shard' of table 't': expected sum pooling, got mean pooling, which TorchRec takes of "
-        "each part of the rows and adds up. Take `table_row_wise` or `column_wise` for this table.",
+        "training.sharding 'grid_shard' of table 't': expected sum pooling, got mean pooling, which TorchRec would "
+        "compute per shard and then sum. Set `table_row_wise` or `column_wise` for this table.",
     ),
     "narrow": (
         {"width": 10, "sharding": "column_wise", "world_size": 2, "table_optimizer": "adagrad"}, ConfigError,
-        "training.sharding 'column_wise' of table 't0': expected an embedding_width that can be cut in parts of a multiple "
-        "of 4 columns, one for each of 2 ranks or fewer, got 10. Change model.embedding_width, or take `table_wise`.",
+        "training.sharding 'column_wise' of table 't0': expected an embedding_width that splits into at most 2 equal "
+        "shards of a multiple of 4 columns, got 10. Change model.embedding_width, or set `table_wise`.",
     ),
     "another optimizer": (
         {"sharding": "table_column_wise"}, ConfigError,
@@ -222,8 +224,8 @@ def test_a_plan_that_does_not_fit_names_the_memory() -> None:
         )
     assert str(caught.value) == (
         "training.sharding 'table_wise': expected 1 tables that fit on 2 ranks, got 6.8 GB of tables with optimizer and "
-        "buffers, 2 GB a rank are left for them. "
-        "Take smaller tables, more memory (training.memory_per_rank_bytes), or `auto`."
+        "buffers, with 2 GB per rank left for them. "
+        "Use smaller tables, more memory (training.memory_per_rank_bytes), or `auto`."
     )
 
 
