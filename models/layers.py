@@ -35,7 +35,7 @@ class DotInteraction(nn.Module):
     Raises:
         ValueError: If num_features is below 2, which makes no pair.
     Source:
-        Naumov et al. 2019, arXiv:1906.00091, section 2. Self-pairs are left out.
+        Naumov et al. 2019, arXiv:1906.00091, section 2. Without self-pairs.
     Example:
         >>> DotInteraction(3, 4)(torch.ones(2, 3, 4)).shape
         torch.Size([2, 7])

@@ -98,7 +98,7 @@ def test_features_may_be_called_like_methods_of_modules() -> None:
 
 
 @pytest.mark.parametrize("features", [(1,), (0, 2), (0, 1, 2)])
-def test_bags_in_common_train_the_plain_model(features: tuple[int, ...]) -> None:
+def test_deduplicated_features_train_the_plain_model(features: tuple[int, ...]) -> None:
     """25 steps of Adagrad: losses and weights, where rows have bags of their own and where they share them."""
     random = torch.Generator().manual_seed(8)
     torch.manual_seed(6)

@@ -60,7 +60,7 @@ def test_a_number_is_off_by_at_most_half_a_step_of_its_row(name):
 
 
 @pytest.mark.parametrize("ids", [torch.int64, torch.int32])
-def test_bags_are_summed_up_or_averaged_and_empty_ones_are_zeros(ids):
+def test_lists_are_summed_or_averaged_and_empty_ones_are_zeros(ids):
     lists = {"a": [[1, 2, 39], [], [2]], "b": [[], [29, 29, 0, 4], []], "c": [[39], [0, 1], []], "d": [[4], [], [0, 1]]}
     flat = [bag for column in lists.values() for bag in column]
     sparse = KeyedJaggedTensor(

@@ -1,4 +1,4 @@
-"""Columns that the table lacks: what is made of them is what is made of nulls, and nobody has to send them."""
+"""Columns that the table lacks: they make what nulls make, and no request has to send them."""
 
 from collections import Counter
 from typing import Any
@@ -58,7 +58,7 @@ def test_absent_columns_make_what_nulls_make() -> None:
     assert made.hash != whole.hash
 
 
-def test_what_comes_later_under_the_name_is_no_matter() -> None:
+def test_a_later_column_of_the_name_is_ignored() -> None:
     made = Plan.model_validate_json(plan().model_dump_json())
     later = ROWS.append_column("height", pa.array([1.0, 2.0])).append_column("tags", pa.array([[1], [2]]))
     assert np.array_equal(made.apply(later).dense, made.apply(ROWS).dense)
@@ -66,7 +66,7 @@ def test_what_comes_later_under_the_name_is_no_matter() -> None:
     assert columns_of(made, TABLE) == {"age": "double", "user": "long", "items": "list<long>"}
 
 
-def test_runs_of_rows_that_repeat_take_absent_columns_too() -> None:
+def test_dedup_accepts_absent_columns() -> None:
     made = plan()
     rows, runs = DedupPlan(made, ("tags", "user")).apply(ROWS, np.zeros(2, np.int64), Counter(), Counter())
     assert runs.inverse.tolist() == [0, 0]
@@ -74,7 +74,7 @@ def test_runs_of_rows_that_repeat_take_absent_columns_too() -> None:
     assert np.array_equal(rows.dense, made.apply(ROWS).dense)
 
 
-def test_without_default_and_for_patterns_a_column_that_is_not_there_is_refused() -> None:
+def test_a_missing_column_is_refused_without_default_and_for_patterns() -> None:
     with pytest.raises(ColumnError, match=r"^features\.dense column 'height': expected a column of the table"):
         build_plan(features("fail"), TABLE)
     pattern = {"sparse": [{"columns": ["tag*"], "transforms": [HASH], "on_missing": "default"}]}

@@ -1,5 +1,8 @@
 """Feature groups and the columns that their patterns name."""
 
+import subprocess
+import sys
+
 import pytest
 from pydantic import ValidationError
 
@@ -27,7 +30,7 @@ def test_patterns(patterns: list[str], names: list[str]) -> None:
     ("pattern", "close"),
     [("int_3", "int_2, int_1"), ("CAT_*", "label, int_2, int_1, cat_1, cat_10, Cat_2"), ("labels", "label")],
 )
-def test_an_absent_column_names_the_closest(pattern: str, close: str) -> None:
+def test_an_unknown_column_names_the_closest(pattern: str, close: str) -> None:
     with pytest.raises(ConfigError) as error:
         resolve([pattern], COLUMNS, "features.dense column")
     assert str(error.value) == (
@@ -80,3 +83,10 @@ def test_inputs_of_an_op_of_any_number() -> None:
 def test_a_model_needs_an_embedding_table(fields: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match="sparse"):
         FeatureSchema.model_validate(fields)
+
+
+def test_the_schema_and_the_models_config_load_no_arrays_and_no_compiler() -> None:
+    modules = "pipeline.transforms.schema, pipeline.transforms.ops.sampling, models.config"
+    code = f"import sys, {modules}; print(sys.modules.keys() & {{'numpy', 'pyarrow', 'numba', 'torch'}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -1,4 +1,4 @@
-"""Ops whose values stay what they are."""
+"""Ops that keep the kind of their values."""
 
 import math
 from collections import Counter

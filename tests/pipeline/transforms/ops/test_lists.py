@@ -78,7 +78,7 @@ def test_a_million_ids() -> None:
     ],
 )
 def test_changed_values_are_counted(op: Op, inputs: list[Any], counted: dict[str, int]) -> None:
-    """What an op is there to leave out is no exception, so it is not counted; a limit's excess is."""
+    """Ids that an op is meant to drop are not counted. Ids beyond a limit are."""
     counts = Counter[str]()
     apply(op, *inputs, counts=counts)
     assert counts == counted

@@ -91,7 +91,7 @@ def test_bounds_hold_whatever_the_fields(rows: list[list[int]], op: Op) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_ops_can_be_saved(name: str) -> None:
-    """As JSON beside a model, and on the way to another process; also after they were applied."""
+    """As JSON and as a pickle, also after they were applied."""
     case = EXAMPLES[name]
     case.op.apply(columns_of(case, case.hard_rows), Counter())
     assert TypeAdapter(AnyOp).validate_json(case.op.model_dump_json()) == case.op

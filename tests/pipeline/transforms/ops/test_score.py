@@ -191,7 +191,7 @@ def test_kinds_follow_the_function() -> None:
     assert (op("mean").makes, op("add").makes, ComputeScore.makes) == ("dense", "scores", "dense")
 
 
-def test_scores_of_arithmetic_stand_beside_the_first_ids() -> None:
+def test_scores_of_arithmetic_belong_to_the_first_ids() -> None:
     inputs = [[[1, 2, 1], [5]], [[1.0, 2.0, 3.0], [4.0]], [[1, 1, 9], []], [[10.0, 20.0, 40.0], []]]
     assert apply(op("add"), *inputs) == [[31.0, 2.0, 33.0], [4.0]]
     assert apply(op("subtract"), *inputs) == [[-29.0, 2.0, -27.0], [4.0]]

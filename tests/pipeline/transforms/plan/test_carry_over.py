@@ -75,8 +75,8 @@ def test_quantiles_are_taken_over():
     assert carry_over_fit(plan(None, [], ops), old) == old
 
 
-def test_nothing_is_taken_over_from_a_column_that_was_absent():
-    """The older plan has learned a mean of 0 from nulls; the column is there now."""
+def test_a_fit_on_an_absent_column_is_not_carried_over():
+    """The older plan learned a mean of 0 from nulls. The new table has the column."""
     schema = FeatureSchema.model_validate(
         {
             "dense": [{"columns": "a"}, {"columns": "new", "on_missing": "default"}],

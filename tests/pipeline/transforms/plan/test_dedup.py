@@ -31,7 +31,7 @@ ROWS = st.lists(
     ),
     max_size=10,
 )  # fmt: skip
-"""Session, columns, and how often the row is there."""
+"""Session, columns, and how often the row occurs."""
 
 
 def plan() -> Plan:
@@ -84,7 +84,7 @@ def test_what_is_made_once_is_what_is_made_for_every_row(drawn: list[tuple[objec
 
 
 def content_key(row: tuple[object, ...]) -> tuple[object, ...]:
-    """What the ops of the group see of a row: nulls inside lists are left out, a null list is an empty one."""
+    """Returns what the ops see of a row: no nulls inside lists, and an empty list for a null one."""
     session, items, words, _, age, _ = row
     known = tuple(item for item in items or () if item is not None)  # type: ignore[attr-defined]
     return session, known, tuple(words or ()), "none" if age is None or age != age else age  # type: ignore[arg-type]
