@@ -8,7 +8,7 @@ import pyarrow as pa
 from pydantic import BaseModel
 
 from pipeline.catalog.events import Event, State, newest_events, state_since
-from pipeline.catalog.usage import FeatureImportance, Usage
+from pipeline.catalog.usage import ColumnImportance, Usage
 from storage.arrow import is_list, is_text
 from storage.layout.columns import StoredColumn
 
@@ -54,7 +54,7 @@ class Entry(BaseModel, frozen=True):
     last_read: datetime.datetime | None
     """Start of the newest of these runs."""
     last_run: str | None
-    worth: FeatureImportance | None
+    worth: ColumnImportance | None
     """Feature importance in the newest run that measured it."""
     coverage: float | None
     """Share of rows with a value on the newest days. None: not measured."""

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pipeline.transforms.plan.plan import Plan
 
 
-class FeatureImportance(BaseModel, frozen=True):
+class ColumnImportance(BaseModel, frozen=True):
     """Importance of a column to a model: that of the most important feature computed from it."""
 
     ne_loss: float
@@ -27,7 +27,7 @@ class Run(BaseModel, frozen=True):
     at: datetime.datetime
     """Start, UTC."""
     columns: frozenset[str]
-    importance: Mapping[str, FeatureImportance] = {}
+    importance: Mapping[str, ColumnImportance] = {}
     """Column -> importance. Empty: not measured."""
 
 
@@ -64,15 +64,13 @@ class Usage(BaseModel, frozen=True):
         return [version for version in self.versions_of(column) if version.aliases]
 
 
-def importance_by_column(
-    plan: Plan, importance: Sequence[tuple[str, FeatureImportance]]
-) -> dict[str, FeatureImportance]:
+def importance_by_column(plan: Plan, importance: Sequence[tuple[str, ColumnImportance]]) -> dict[str, ColumnImportance]:
     """Returns column -> importance of the most important feature computed from it.
 
     Args:
         importance: Features with their importance, as far as measured.
     """
-    best: dict[str, FeatureImportance] = {}
+    best: dict[str, ColumnImportance] = {}
     for name, measured in importance:
         for column in plan.columns_of(name):
             if column not in best or measured.ne_loss > best[column].ne_loss:

@@ -9,7 +9,7 @@ from mlflow.entities import Run as MlflowRun
 from mlflow.exceptions import MlflowException
 from pydantic import ValidationError
 
-from pipeline.catalog.usage import FeatureImportance, Run, Usage, Version, importance_by_column
+from pipeline.catalog.usage import ColumnImportance, Run, Usage, Version, importance_by_column
 from pipeline.errors import RegistryError
 from pipeline.jobs.training.job import PLAN
 from pipeline.jobs.training.reporting import FEATURES
@@ -35,7 +35,7 @@ def usage_of(tracker: Tracker, model: str) -> Usage:
         plan = plans.of(run)
         if plan is None:
             continue
-        importance: dict[str, FeatureImportance] = {}
+        importance: dict[str, ColumnImportance] = {}
         if run.info.status == "FINISHED" and measured < MEASURED_RUNS:
             importance, measured = importance_by_column(plan, _importance(tracker, str(run.info.run_id))), measured + 1
         runs.append(
@@ -104,12 +104,12 @@ def _versions(tracker: Tracker, model: str, plans: _Plans) -> list[Version]:
     return found
 
 
-def _importance(tracker: Tracker, run_id: str) -> list[tuple[str, FeatureImportance]]:
+def _importance(tracker: Tracker, run_id: str) -> list[tuple[str, ColumnImportance]]:
     measured = _read(partial(tracker.read_json, run_id, FEATURES)) or []
     return [
-        (one["name"], FeatureImportance.model_validate({key: one[key] for key in FeatureImportance.model_fields}))
+        (one["name"], ColumnImportance.model_validate({key: one[key] for key in ColumnImportance.model_fields}))
         for one in measured
-        if None not in [one.get(key) for key in ("name", *FeatureImportance.model_fields)]
+        if None not in [one.get(key) for key in ("name", *ColumnImportance.model_fields)]
     ]
 
 

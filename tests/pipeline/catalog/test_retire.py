@@ -9,7 +9,7 @@ from pipeline.catalog.entries import Entry, build_entries
 from pipeline.catalog.events import Event
 from pipeline.catalog.retire import find_candidates
 from pipeline.catalog.text import feature_rows, format_table
-from pipeline.catalog.usage import FeatureImportance, Run, Usage, Version, importance_by_column
+from pipeline.catalog.usage import ColumnImportance, Run, Usage, Version, importance_by_column
 from pipeline.data.profile import SCHEMA as PROFILE
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import FeatureSchema
@@ -44,7 +44,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Warehouse, pa.Schem
 
 def run(days_ago: int, *columns: str, **high: float) -> Run:
     importance = {
-        name: FeatureImportance(ne_loss=bound / 2, low=-bound, high=bound, droppable=bound < 0.001)
+        name: ColumnImportance(ne_loss=bound / 2, low=-bound, high=bound, droppable=bound < 0.001)
         for name, bound in high.items()
     }
     at = NOW - datetime.timedelta(days=days_ago)
@@ -147,5 +147,5 @@ def test_a_column_is_as_important_as_the_best_of_its_features():
     assert {name: plan.columns_of(name) for name in plan.features} == {
         "x": {"x"}, "y": {"y"}, "yy": {"y"}, "x_bucket": {"x"},
     }  # fmt: skip
-    importance = [(name, FeatureImportance(ne_loss=loss, low=0, high=1, droppable=False)) for name, loss in [("x", 0.1), ("x_bucket", 0.3), ("y", 0.2), ("yy", 0.1)]]  # fmt: skip
+    importance = [(name, ColumnImportance(ne_loss=loss, low=0, high=1, droppable=False)) for name, loss in [("x", 0.1), ("x_bucket", 0.3), ("y", 0.2), ("yy", 0.1)]]  # fmt: skip
     assert {name: one.ne_loss for name, one in importance_by_column(plan, importance).items()} == {"x": 0.3, "y": 0.2}
