@@ -50,6 +50,8 @@ $(VENV)/.complete: $(LOCK)
 	@$(INSTALL) --no-compile -r $(LOCK)
 	@# Bytecode by all cores, where pip takes one. Packages have a few files for other Pythons, which do not compile.
 	@$(RUN) -m compileall -qq -j 0 $(VENV)/lib || true
+	@# The project itself, in place: the command dlrm.
+	@$(INSTALL) --editable .
 	@touch $@
 	@echo "ready: $(VENV)"
 

@@ -34,7 +34,8 @@ import torch
 
 from benchmarks.machine import ROOT, in_words, machine, say
 from pipeline.config import RunConfig, load
-from pipeline.jobs.training.job import selected, tracker_of, warehouse_of
+from pipeline.jobs.training.job import selected
+from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.aliases import list_versions
 from pipeline.registration.register import download_packed, raw_frame
@@ -64,7 +65,7 @@ def main(words: Sequence[str]) -> None:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlrm-benchmark-")))
         os.environ["DLRM_HOME"] = str(folder.resolve())
         config = load(options.config)
-        if not list_versions(tracker_of(config), config.model_name):
+        if not list_versions(Workspace(config).tracking, config.model_name):
             say(f"training {options.config} in {folder}")
             command = [sys.executable, "-m", "flows.end_to_end", options.config]
             subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
@@ -96,7 +97,7 @@ def measured(
         RuntimeError: If the server gives other probabilities than the model does in this process.
     """
     facts = machine(PACKAGES)
-    tracker, name = tracker_of(config), config.model_name
+    tracker, name = Workspace(config).tracking, config.model_name
     version = list_versions(tracker, name)[-1]
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlrm-model-")))
     loaded = LoadedModel(download_packed(tracker, name, version, folder))
@@ -120,7 +121,7 @@ def measured(
 
 def raw_rows(config: RunConfig, count: int) -> pa.Table:
     """Evaluation rows, again from the first one on where there are too few."""
-    worker = Worker(selected(config, None)[1]["test"], warehouse_of(config))
+    worker = Worker(selected(Workspace(config), None)[1]["test"], Workspace(config).warehouse)
     parts: list[pa.Table] = []
     for fragment in worker.fragments():
         parts.append(worker.read_selected(fragment))

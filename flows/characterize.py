@@ -5,11 +5,9 @@ from typing import Any
 
 from prefect import flow
 
+from flows.runtime.console import flow_run_name, open_workspace
 from pipeline.config import RunConfig, load
-from pipeline.jobs.study.job import finished, opened, pinned_study
-from pipeline.jobs.study.report import conclude
-from pipeline.jobs.study.run import run_points
-from pipeline.jobs.training.summary import flow_run_name
+from pipeline.jobs.study.run import run_study
 
 
 @flow(name="characterize", flow_run_name=flow_run_name)
@@ -17,28 +15,21 @@ def characterize(
     config: RunConfig | str = "configs/paper/e2_batch.yaml",
     overrides: Mapping[str, Any] | None = None,
     snapshot_id: int | None = None,
-    again: bool = False,
+    force: bool = False,
     report: str | None = None,
 ) -> dict[str, Any]:
-    """A config with its section `characterize` in; each point's speed, time by part, memory and use of the machine out.
+    """Measures speed, time by part, memory and machine use of each point of the section `characterize`.
 
-    A study that was cut short goes on where it was.
+    The same command resumes an interrupted study.
 
     Args:
         config: The run's config with its section `characterize`, or the path of its YAML file.
         overrides: Dotted key -> value, put over the config.
         snapshot_id: Snapshot to read where the study has no workload of its own; None takes the newest.
-        again: Begins anew where the same study is done.
-        report: Folder that text, table and figures are written to, beside MLflow; None: the study's own.
+        force: Starts a new study where the same one is done.
+        report: Folder for text, table and figures, in addition to MLflow; None: the study's own.
     """
-    settings = load(config, overrides)
-    job = pinned_study(settings, snapshot_id, again)
-    done = None if report else finished(job)
-    if done is not None:
-        return done
-    with opened(settings, job) as work:
-        run_points(work)
-        return conclude(work, report)
+    return run_study(open_workspace(load(config, overrides)), snapshot_id, force, report)
 
 
 if __name__ == "__main__":

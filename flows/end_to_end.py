@@ -6,27 +6,27 @@ from typing import Any
 from prefect import flow
 
 from flows.ingest import ingest
+from flows.runtime.console import flow_run_name
 from flows.train import train
 from pipeline.config import RunConfig, load
-from pipeline.jobs.training.summary import flow_run_name
 
 
 @flow(name="end-to-end", flow_run_name=flow_run_name)
 def end_to_end(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
-    again: bool = False,
+    force: bool = False,
 ) -> dict[str, Any]:
-    """Logs in, a registered model version out; what is done already is skipped.
+    """Ingests the logs, then trains and registers a model version. Skips what is done already.
 
     Args:
         config: The run's config, or the path of its YAML file.
         overrides: Dotted key -> value, put over the config.
-        again: Trains even where the same training is in the registry.
+        force: Trains even where the same training is in the registry.
     """
     settings = load(config, overrides)
     days = ingest(settings)
-    model = train(settings, snapshot_id=days["snapshot_id"], again=again)
+    model = train(settings, snapshot_id=days["snapshot_id"], force=force)
     return model | {"ingest": days}
 
 

@@ -1,4 +1,4 @@
-"""Flow: a config and its table's statistics -> what its training will take on this machine, or on a described one."""
+"""Flow: a config and its table's statistics -> what its training will take, on this machine or a described one."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,10 +6,9 @@ from typing import Any
 from prefect import flow
 from pydantic import PositiveInt
 
+from flows.runtime.console import flow_run_name, open_workspace
 from pipeline.config import RunConfig, load
-from pipeline.jobs.estimate import advice, footprint
-from pipeline.jobs.estimate.calibration import POINTS, calibrated
-from pipeline.jobs.training.summary import flow_run_name
+from pipeline.jobs.estimate.run import POINTS, estimate_training
 
 
 @flow(name="estimate", flow_run_name=flow_run_name)
@@ -20,25 +19,22 @@ def estimate(
     measure: bool = False,
     points: PositiveInt = POINTS,
     snapshot_id: int | None = None,
-    again: bool = False,
+    force: bool = False,
 ) -> dict[str, Any]:
-    """A config in; memory, speed, ranks, workers, checkpoint and epoch of its training out, before it is trained.
+    """Predicts memory, speed, ranks, workers, checkpoint size and epoch time of a training before it runs.
 
-    The first time on a machine, models of many shapes are trained for some steps: predictions are made from those.
+    The first time on a machine, small models of many shapes are trained for some steps: predictions learn from those.
 
     Args:
         config: The run's config, or the path of its YAML file; with a `characterize.workload` it needs no table.
         overrides: Dotted key -> value, put over the config.
         machine: YAML file that describes another machine, such as configs/machines/epyc_9654.yaml.
-        measure: Trains the config itself for some steps, too, and holds the prediction against them.
+        measure: Also trains the config itself for some steps and compares them with the prediction.
         points: Models that the machine's speed is learned from.
         snapshot_id: Snapshot to look at; None takes the newest.
-        again: Measures the machine anew.
+        force: Measures the machine again.
     """
-    settings = load(config, overrides)
-    described = None if machine is None else footprint.machine_at(machine)
-    asked = footprint.looked_at(settings, snapshot_id)
-    return advice.advised(settings, asked, calibrated(settings, points, again), described, measure)
+    return estimate_training(open_workspace(load(config, overrides)), machine, measure, points, snapshot_id, force)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ from typing import Any
 from prefect import flow
 from pydantic import NonNegativeInt
 
+from flows.runtime.console import flow_run_name, open_workspace
 from pipeline.config import RunConfig, load
-from pipeline.jobs.training import tasks
-from pipeline.jobs.training.summary import flow_run_name
+from pipeline.jobs.training.preprocess import preprocess_epoch
 
 
 @flow(name="preprocess", flow_run_name=flow_run_name)
@@ -18,7 +18,7 @@ def preprocess(
     snapshot_id: int | None = None,
     epoch: NonNegativeInt = 0,
 ) -> dict[str, Any]:
-    """The training rows of a snapshot in, their order and what the workers took out.
+    """Makes one epoch of training batches and reports their order, speed and cost by op.
 
     Args:
         config: The run's config, or the path of its YAML file.
@@ -26,8 +26,7 @@ def preprocess(
         snapshot_id: Snapshot to read; None takes the newest.
         epoch: Number of the epoch, which decides the order of the rows.
     """
-    settings = load(config, overrides)
-    return tasks.preprocess(settings, snapshot_id, epoch)
+    return preprocess_epoch(open_workspace(load(config, overrides)), snapshot_id, epoch)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""Flow: a version is made champion by a person."""
+"""Flow: a person makes a version the champion."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow, get_run_logger
+from prefect import flow
 from pydantic import PositiveInt
 
+from flows.runtime.console import flow_run_name, open_workspace
 from pipeline.config import RunConfig, load
-from pipeline.errors import ConfigError
-from pipeline.jobs.training.job import tracker_of
-from pipeline.jobs.training.summary import flow_run_name
-from pipeline.registration.aliases import CHAMPION, move_alias
+from pipeline.jobs.training.champion import promote_version
 
 
 @flow(name="promote", flow_run_name=flow_run_name)
@@ -20,7 +18,7 @@ def promote(
     version: PositiveInt | None = None,
     reason: str = "by hand",
 ) -> dict[str, Any]:
-    """The version that serves, whatever the gate says; the move is recorded.
+    """Makes a version the champion, whatever the gate says, and records the move.
 
     Args:
         config: The run's config, or the path of its YAML file.
@@ -28,12 +26,7 @@ def promote(
         version: The version that becomes champion.
         reason: Kept with the move.
     """
-    settings = load(config, overrides)
-    if version is None:
-        raise ConfigError("argument 'version'", "the version that becomes champion", "none", "Add version=N.")
-    done = move_alias(tracker_of(settings), settings.model_name, CHAMPION, version, "person", reason)
-    get_run_logger().info("%s version %s is champion, version %s was", settings.model_name, version, done.previous)
-    return {"status": "ok", "model": settings.model_name} | done.model_dump()
+    return promote_version(open_workspace(load(config, overrides)), version, reason)
 
 
 if __name__ == "__main__":

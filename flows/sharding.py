@@ -1,4 +1,4 @@
-"""Flow: one model, every placement of its tables."""
+"""Flow: one model under every sharding plan of its tables."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 from prefect import flow
 from pydantic import PositiveInt
 
+from flows.runtime.console import flow_run_name, open_workspace
 from pipeline.config import RunConfig, load
-from pipeline.jobs.training import sharding_plans
-from pipeline.jobs.training.summary import flow_run_name
+from pipeline.jobs.training.sharding_plans import compare_plans
 
 
 @flow(name="sharding", flow_run_name=flow_run_name)
@@ -19,18 +19,18 @@ def sharding(
     steps: PositiveInt = 30,
     snapshot_id: int | None = None,
 ) -> dict[str, Any]:
-    """Training rows in; which placements of the tables train alike, what they take and how fast they are out.
+    """Trains the same model under every sharding plan and compares losses, memory and speed.
 
-    All begin with the same weights: tables are drawn by seed, table and row, the rest by the seed.
+    All plans start with the same weights: tables are drawn by seed, table and row, the rest by the seed.
 
     Args:
         config: The run's config, or the path of its YAML file.
         overrides: Dotted key -> value, put over the config.
         world_sizes: Numbers of ranks to compare.
-        steps: Updates that each placement makes.
+        steps: Updates under each plan.
         snapshot_id: Snapshot to read; None takes the newest.
     """
-    return sharding_plans.compare(load(config, overrides), world_sizes, steps, snapshot_id)
+    return compare_plans(open_workspace(load(config, overrides)), world_sizes, steps, snapshot_id)
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ class SnapshotReader:
     def _corrupt(self, path: str, error: Exception | str) -> CorruptFileError:
         return CorruptFileError(
             f"file '{path}' of snapshot {self.reference.snapshot_id} of table '{self.reference.table}'",
-            "a whole Parquet file", str(error).split("\n")[0].rstrip("."), "Ingest its day with again=true.",
+            "a whole Parquet file", str(error).split("\n")[0].rstrip("."), "Ingest its day with force=true.",
         )  # fmt: skip
 
 

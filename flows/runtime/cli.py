@@ -31,6 +31,7 @@ from pipeline.process import die_with_parent
 
 USAGE = "Usage: python -m flows.{name} CONFIG.yaml [key=value ...] [--debug]"
 Result = dict[str, Any]
+log = logging.getLogger("dlrm")
 
 
 def main(flow: Any, arguments: Sequence[str] | None = None, read: Callable[..., RunConfig] = load) -> NoReturn:
@@ -81,7 +82,7 @@ def parse(words: Sequence[str], function: Callable[..., Any]) -> tuple[dict[str,
     """key=value words as config overrides (dotted keys, and keys of the config's top level) and flow parameters.
 
     Example:
-        >>> parse(["training.epochs=2", "seed=3"], lambda config, again=False: None)
+        >>> parse(["training.epochs=2", "seed=3"], lambda config, force=False: None)
         ({'training.epochs': 2, 'seed': 3}, {})
     """
     signature = inspect.signature(function, eval_str=True).parameters
@@ -96,6 +97,9 @@ def parse(words: Sequence[str], function: Callable[..., Any]) -> tuple[dict[str,
             value = parse_yaml(text)
         except yaml.YAMLError:
             value = text
+        if key == "again" and "force" in known:
+            log.warning("again=%s is called force=%s now; the former name goes with the next version.", text, text)
+            key = "force"
         if "." in key or (key not in known and key in RunConfig.model_fields):
             overrides[key] = value
         elif key in known:

@@ -1,7 +1,5 @@
 """RunConfig: every stage's config in one object; YAML -> RunConfig."""
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -11,10 +9,9 @@ from pydantic import AfterValidator, BaseModel, NonNegativeInt, PositiveInt, Val
 from models.config import DLRMConfig
 from pipeline.characterization.config import CharacterizeConfig
 from pipeline.config.complaints import explain
-from pipeline.config.files import ROOT, home_path, put, read_yaml
+from pipeline.config.files import home_path, put, read_yaml
 from pipeline.data.config import SplitConfig
 from pipeline.data.filters import check_filter
-from pipeline.data.joined.source import pin_sources, source_identity
 from pipeline.errors import ConfigError
 from pipeline.evaluation.config import EvaluationConfig, GateConfig
 from pipeline.evaluation.policy import Policy
@@ -27,7 +24,6 @@ from pipeline.training.config import TrainConfig
 from pipeline.transforms.ops.sampling import Sampling
 from pipeline.transforms.schema import FeatureSchema
 from storage.config import NAME, WarehouseConfig
-from storage.warehouse import Warehouse
 
 EXECUTION_KEYS = {
     "training": {
@@ -43,14 +39,6 @@ EXECUTION_KEYS = {
         "restart_limit",
         "hang_seconds",
         "deadline_seconds",
-    },
-    "evaluation": {
-        "workers",
-        "importance_rows",
-        "droppable_ne_loss",
-        "level",
-        "small_slice_rows",
-        "slice_values",
     },
     "preprocessing": set(PreprocessingConfig.model_fields) - {"shuffle_window_rows", "session_column"},
 }
@@ -68,7 +56,7 @@ def _filter(text: str) -> str:
     return text
 
 
-FURTHER = {
+INCREMENTAL = {
     "epochs": 1,
     "max_steps": None,
     "validate_every_steps": None,
@@ -149,7 +137,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     def _trains_further(self) -> Self:
         where = "recurring.training"
         try:
-            further = self.further
+            further = self.incremental
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join([where, *(str(part) for part in first["loc"])])
@@ -171,9 +159,9 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         return self
 
     @property
-    def further(self) -> TrainConfig:
+    def incremental(self) -> TrainConfig:
         """How a champion is trained on new days."""
-        return TrainConfig.model_validate({**self.training.model_dump(), **FURTHER, **self.recurring.training})
+        return TrainConfig.model_validate({**self.training.model_dump(), **INCREMENTAL, **self.recurring.training})
 
     @property
     def home_path(self) -> Path:
@@ -186,36 +174,17 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         return self.registration.model_name or self.name
 
     def semantics(self) -> dict[str, Any]:
-        """What decides the trained model, beside its data: two configs with equal semantics are one training."""
-        elsewhere = {"home", "source", "ingest", "warehouse", "gate", "registration", "scoring", "recurring"}
-        elsewhere |= {"sweep", "release", "characterize"}
+        """What decides the trained model, apart from its data: two configs with equal semantics are one training."""
+        elsewhere = {"home", "source", "ingest", "warehouse", "evaluation", "gate", "registration", "scoring"}
+        elsewhere |= {"recurring", "sweep", "release", "characterize"}
         values = self.model_dump(mode="json", exclude=elsewhere)
         for section, keys in EXECUTION_KEYS.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
-        if self.features.weight is None:  # a training without weights is the one it was before there were any
-            del values["features"]["weight"]
-        if self.preprocessing.session_column is None:  # then rows have the order that they always had
-            del values["preprocessing"]["session_column"]
-        if self.registration.weights != "fp32":  # another model than the one that stands in the registry
-            values["weights"] = self.registration.weights
-        return values | {"features": self._features(values["features"])}
-
-    def _features(self, values: dict[str, Any]) -> dict[str, Any]:
-        """What decides the features: of side sources that are joined, what is in them; nothing where there are none."""
-        joined = [source for source in self.features.joined if not source.stored]
-        others = {key: value for key, value in values.items() if key not in ("joined", "allow_deprecated")}
-        for group in (*others["dense"], *others["sparse"]):
+        features = {key: value for key, value in values["features"].items() if key != "allow_deprecated"}
+        features["joined"] = [source for source in features["joined"] if not source["stored"]]
+        for group in (*features["dense"], *features["sparse"]):
             del group["on_missing"]  # at one snapshot it decides whether there is a training, not what is learned
-        if not joined:
-            return others
-        warehouse = Warehouse(self.warehouse, self.home_path / "warehouse")
-        found = [source_identity(pinned, warehouse) for pinned in pin_sources(joined, ROOT, warehouse)]
-        return others | {"joined": [source.model_dump(mode="json") for source in joined], "joined_contents": found}
-
-    def identity(self, snapshot_id: int) -> str:
-        """Names a training by its inputs: snapshot and semantics."""
-        text = json.dumps({"snapshot_id": snapshot_id, "config": self.semantics()}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        return values | {"features": features, "weights": self.registration.weights}
 
     def shareable(self) -> dict[str, Any]:
         """The config without what may hold passwords: properties of the catalog and MLflow's address."""

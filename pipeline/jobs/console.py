@@ -1,40 +1,50 @@
-"""Progress of long work: a bar on a terminal, a log line every few seconds elsewhere, and a bar on the run's page."""
+"""Where a command reports: its log, its progress, its pages; and how its steps run.
 
-import contextvars
+Jobs know this module and not the orchestrator. `flows/runtime/console.py` shows the same in Prefect.
+"""
+
+import functools
 import logging
 import sys
-import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
-from uuid import UUID
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar, cast
 
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from tqdm import tqdm
 
-from pipeline.jobs.training.summary import artifact_key
-
 SECONDS_BETWEEN_LINES = 5.0
-SECONDS_TO_END = 5.0
-"""So long the last figures may take to reach the server; the work itself is over."""
 Logger = logging.Logger | logging.LoggerAdapter[logging.Logger]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ProgressPage(Protocol):
+    """Shows progress outside of the log, on a page of the run."""
+
+    def show(self, what: str, done: int, total: int, note: str) -> None:
+        """Shows that `done` of `total` are through."""
+
+    def close(self) -> None:
+        """Sends what has not been sent yet."""
 
 
 class Progress:
-    """Bars by name, each made when it is first heard of.
+    """Progress of long work: a bar on a terminal, a log line every few seconds elsewhere, and a bar on the run's page.
 
     Args:
-        logger: Takes the lines where there is no terminal.
+        logger: Takes the lines where there is no terminal. None: neither lines nor bars, the page alone.
         unit: What is counted.
+        page: Shows the same on a page.
     """
 
-    def __init__(self, logger: Logger, unit: str = "rows") -> None:
-        self.logger, self.unit = logger, unit
+    def __init__(self, logger: Logger | None, unit: str = "rows", page: ProgressPage | None = None) -> None:
+        self.logger, self.unit, self.page = logger, unit, page
         self.terminal = sys.stderr.isatty()
         self.bars: dict[str, tqdm[Any]] = {}
-        self.said: dict[str, float] = {}
+        self.logged: dict[str, float] = {}
         self.started: dict[str, float] = {}
-        self.page = _Page(logger, unit)
 
     def __enter__(self) -> Self:
         return self
@@ -44,11 +54,15 @@ class Progress:
     ) -> None:
         for bar in self.bars.values():
             bar.close()
-        self.page.close()
+        if self.page is not None:
+            self.page.close()
 
     def __call__(self, what: str, done: int, total: int, note: str = "") -> None:
         """Shows that `done` of `total` are through."""
-        self.page.show(what, done, total, note)
+        if self.page is not None:
+            self.page.show(what, done, total, note)
+        if self.logger is None:
+            return
         if self.terminal:
             bar = self.bars.setdefault(
                 what, tqdm(total=total, desc=f"{what:>9}", unit=f" {self.unit}", unit_scale=True, dynamic_ncols=True)
@@ -58,55 +72,92 @@ class Progress:
             return
         now = time.monotonic()
         began = self.started.setdefault(what, now)
-        if done >= total or now - self.said.get(what, began) >= SECONDS_BETWEEN_LINES:
-            self.said[what] = now
+        if done >= total or now - self.logged.get(what, began) >= SECONDS_BETWEEN_LINES:
+            self.logged[what] = now
             speed = f", {done / (now - began):,.0f} {self.unit}/s" if done > now - began > 0.5 else ""
             self.logger.info(
                 "%s: %s of %s %s%s%s", what, f"{done:,}", f"{total:,}", self.unit, speed, f", {note}" if note else ""
             )
 
 
-class _Page:
-    """Progress artifacts of the run that this belongs to.
+@dataclass(frozen=True)
+class Step:
+    """A part of a command that pages show by itself."""
 
-    A thread posts the newest figures: a server that is away holds up nobody, and what it cannot be told is left out.
+    name: str
+    """May hold fields such as {name}, filled from the function's arguments."""
+    makes: Literal["table", "model"] | None = None
+    """What it writes, for the lineage that pages show."""
+    reads: Literal["table"] | None = None
+
+
+class Console:
+    """Reports to Python's logging and runs steps as plain calls: for tests and for commands without a server."""
+
+    @property
+    def log(self) -> Logger:
+        """The log of the step that runs."""
+        return logging.getLogger("dlrm")
+
+    def progress(self, unit: str = "rows", quiet: bool = False) -> Progress:
+        """A progress bar.
+
+        Args:
+            unit: What is counted.
+            quiet: Shows it on the run's page alone.
+        """
+        return Progress(None if quiet else self.log, unit)
+
+    def run(self, step: Step, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """Runs a step."""
+        return function(*args, **kwargs)
+
+    def show_text(self, kind: str, name: str, text: str, description: str = "") -> None:
+        """Markdown on the run's page, under a key made of kind and name."""
+
+    def show_table(self, kind: str, name: str, rows: Sequence[Mapping[str, Any]], description: str) -> None:
+        """Rows as a table on the run's page."""
+
+    def show_link(self, kind: str, name: str, address: str, text: str, description: str) -> None:
+        """A link on the run's page."""
+
+
+class HasConsole(Protocol):
+    """What a step takes first: a workspace, or something that holds one."""
+
+    @property
+    def console(self) -> Console:
+        """Where it reports."""
+
+
+H = TypeVar("H", bound=HasConsole)
+
+
+def step(
+    name: str, makes: Literal["table", "model"] | None = None, reads: Literal["table"] | None = None
+) -> Callable[[Callable[Concatenate[H, P], R]], Callable[Concatenate[H, P], R]]:
+    """Marks a function as a step: the console of its first argument runs it, Prefect's as a task.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> @step("count")
+        ... def count(workspace, rows):
+        ...     return len(rows)
+        >>> count(SimpleNamespace(console=Console()), [1, 2])
+        2
     """
+    marked = Step(name, makes, reads)
 
-    def __init__(self, logger: Logger, unit: str) -> None:
-        self.logger, self.unit = logger, unit
-        self.newest: dict[str, tuple[float, str]] = {}
-        self.posted: dict[str, tuple[float, str]] = {}
-        self.made: dict[str, UUID] = {}
-        self.ended = threading.Event()
-        context = contextvars.copy_context()  # holds the run that the artifacts belong to
-        self.thread = threading.Thread(target=context.run, args=(self._post_all,), daemon=True)
+    def mark(function: Callable[Concatenate[H, P], R]) -> Callable[Concatenate[H, P], R]:
+        def run(holder: H, *args: P.args, **kwargs: P.kwargs) -> R:
+            return holder.console.run(marked, function, holder, *args, **kwargs)
 
-    def show(self, what: str, done: int, total: int, note: str) -> None:
-        share = min(100.0 * done / total, 100.0) if total else 100.0
-        self.newest[what] = (share, f"{done:,} of {total:,} {self.unit}{f', {note}' if note else ''}")
-        if not self.thread.ident:
-            self.thread.start()
+        functools.update_wrapper(run, function)
+        return cast("Callable[Concatenate[H, P], R]", run)
 
-    def close(self) -> None:
-        self.ended.set()
-        if self.thread.ident:
-            self.thread.join(SECONDS_TO_END)
+    return mark
 
-    def _post_all(self) -> None:
-        over = False
-        while not over:
-            over = self.ended.wait(SECONDS_BETWEEN_LINES)
-            for what, figures in dict(self.newest).items():
-                if self.posted.get(what) != figures:
-                    try:
-                        self._post(what, *figures)
-                        self.posted[what] = figures
-                    except Exception as error:  # whatever keeps the server from taking it; the next ones may arrive
-                        self.logger.debug("progress of %s is not on the run's page: %s", what, error)
 
-    def _post(self, what: str, share: float, text: str) -> None:
-        if what in self.made:
-            update_progress_artifact(self.made[what], share, text)
-        else:
-            made: Any = create_progress_artifact(share, artifact_key("progress", what), text)
-            self.made[what] = made
+def one_line(error: BaseException) -> str:
+    """An error as part of a sentence."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -268,7 +268,7 @@ class Worker:
         bad = labels[(labels != 0.0) & (labels != 1.0)]
         if len(bad):
             actual = "null" if np.isnan(bad[0]) else f"{bad[0]:g}"
-            remedy = "Correct the source and ingest the day with again=true."
+            remedy = "Correct the source and ingest the day with force=true."
             raise DataError(f"label '{self.spec.label}' in {where}", "0 or 1", actual, remedy)
         return labels
 
@@ -289,7 +289,7 @@ class Worker:
             actual = "null or NaN" if np.isnan(bad[0]) else f"{bad[0]:g}"
             raise DataError(
                 f"weight '{self.spec.weight}' in {where}", f"a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:,.0f}",
-                actual, "Scale the weights and ingest the day with again=true.",
+                actual, "Scale the weights and ingest the day with force=true.",
             )  # fmt: skip
         return weights.astype(np.float32)
 

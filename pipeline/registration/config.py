@@ -28,7 +28,7 @@ class RegistrationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_d
     defaults: Mapping[str, Default] = {}
     """Raw column -> the value that the registered model uses if a request lacks the column or sends the wrong kind.
 
-    Defaults are not part of a training's identity: a registered model takes new ones with `again=true` only."""
+    Defaults are not part of a training's identity: a registered model takes new ones with `force=true` only."""
     weights: Weights = "fp32"
     """int8: embedding tables as bytes, (width + 8) / (4 width) of the size. The rest of the model stays fp32.
 

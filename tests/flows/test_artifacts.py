@@ -8,7 +8,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from flows.runtime.pages import model_asset, table_asset
+from flows.runtime.console import RunPage, model_asset, table_asset
 from pipeline.config import load
 from pipeline.jobs.console import Progress
 
@@ -41,8 +41,9 @@ def test_a_server_that_is_away_holds_up_no_work(prefect, caplog):
         probe.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{probe.getsockname()[1]}/api"
     caplog.set_level(logging.DEBUG, "test")
+    logger = logging.getLogger("test")
     away = {PREFECT_API_URL: address, PREFECT_CLIENT_MAX_RETRIES: 0}
-    with temporary_settings(away), Progress(logging.getLogger("test")) as progress:
+    with temporary_settings(away), Progress(logger, page=RunPage(logger, "rows")) as progress:
         progress("train", 5, 10)
     assert any(line.startswith("progress of train is not on the run's page: ") for line in caplog.messages)
 

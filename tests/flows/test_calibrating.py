@@ -1,6 +1,5 @@
 """A machine is measured once: what is known of it is used again, what is not is measured and no more."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from pipeline.config import load
 from pipeline.errors import TrainingError
 from pipeline.jobs.estimate import calibration
 from pipeline.jobs.estimate.calibration import Calibration, Speed, calibrated
+from pipeline.jobs.workspace import Workspace
 
 CEILINGS = {"fp32_gflops": 100.0, "bf16_gflops": 200.0, "read_gb_per_second": 20.0, "random_gb_per_second": 10.0}
 MACHINE = Machine(cpu="test", cores=2, memory_bytes=1 << 34, threads=2, **CEILINGS)
@@ -72,7 +72,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 def made(count: int, again: bool = False, **settings: Any) -> Calibration:
     with disable_run_logger():
-        return calibrated.fn(load("configs/smoke.yaml", settings), count, again)
+        return calibrated(Workspace(load("configs/smoke.yaml", settings)), count, again)
 
 
 def test_a_machine_is_measured_once(asked: list[str]) -> None:
@@ -94,14 +94,14 @@ def test_a_calibration_of_other_code_says_so(
     asked: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(calibration, "commit", lambda: "before")
+    monkeypatch.setattr(calibration, "MOST_BUSY", 1.0)
     made(12)
-    monkeypatch.setattr(calibration, "get_run_logger", lambda: logging.getLogger("calibrating"))
-    calibrated.fn(load("configs/smoke.yaml", {}), 12, False)
+    calibrated(Workspace(load("configs/smoke.yaml", {})), 12, False)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     monkeypatch.setattr(calibration, "commit", lambda: "after")
-    calibrated.fn(load("configs/smoke.yaml", {}), 12, False)
+    calibrated(Workspace(load("configs/smoke.yaml", {})), 12, False)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "the code is after now: its steps may take another time; again=true calibrates anew"
+        "the code is after now: its steps may take another time; force=true calibrates anew"
     ]
 
 

@@ -16,7 +16,7 @@ from pipeline.jobs.study import run
 from pipeline.jobs.study.job import pinned_study
 from pipeline.jobs.study.points import POINTS, measure, settings_of
 from pipeline.jobs.study.run import Clock
-from pipeline.jobs.training.job import tracker_of
+from pipeline.jobs.workspace import Workspace
 
 TINY = {
     "characterize.workload": {"dense_features": 4, "sparse_features": 3, "hash_size": 100, "lookups": 2},
@@ -34,7 +34,7 @@ def study(**overrides: Any) -> RunConfig:
 
 def test_nothing_to_measure_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"characterize\.axes: expected at least one axis with its values, got none"):
-        pinned_study(load("configs/smoke.yaml"), None, False)
+        pinned_study(Workspace(load("configs/smoke.yaml")), None, False)
 
 
 def test_a_point_that_does_not_fit_is_refused_before_anything_is_measured(
@@ -42,21 +42,21 @@ def test_a_point_that_does_not_fit_is_refused_before_anything_is_measured(
 ) -> None:
     monkeypatch.setenv("DLRM_HOME", str(home))
     with pytest.raises(ConfigError, match="interaction"):
-        pinned_study(study(**{"characterize.axes": {"model.interaction": ["dot", "sum"]}}), None, False)
+        pinned_study(Workspace(study(**{"characterize.axes": {"model.interaction": ["dot", "sum"]}})), None, False)
 
 
 def test_a_study_has_one_folder_whatever_its_order_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
-    job = pinned_study(study(), None, False)
-    assert job == pinned_study(study(), None, False)
-    assert job.folder != pinned_study(study(seed=2), None, False).folder
+    job = pinned_study(Workspace(study()), None, False)
+    assert job == pinned_study(Workspace(study()), None, False)
+    assert job.folder != pinned_study(Workspace(study(seed=2)), None, False).folder
     settings = [settings_of(study(), point) for point in job.points]
     assert [one.training.batch_rows for one in settings] == [64, 128]
 
 
 def test_tables_beyond_the_memory_are_left_out(tmp_path: Path) -> None:
     huge = study(**{"characterize.axes": {"workload.hash_size": [2**40]}})
-    (result,) = measure(huge, list_points(huge.characterize), tmp_path)
+    (result,) = measure(Workspace(huge), list_points(huge.characterize), tmp_path)
     assert result.state == "left out"
     assert "expected 3 tables that fit on 1 ranks" in str(result.reason)
 
@@ -87,7 +87,7 @@ def test_a_killed_point_fails_alone_and_is_tried_again(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(characterizing, "run_ranks", kill_once)
-        first = measure(config, wanted, tmp_path)
+        first = measure(Workspace(config), wanted, tmp_path)
     assert [result.state for result in first] == ["failed", "measured"]
     assert "SIGKILL" in str(first[0].reason)
 
@@ -97,7 +97,7 @@ def test_a_killed_point_fails_alone_and_is_tried_again(tmp_path: Path) -> None:
         told.append(stored)
         return result
 
-    second = measure(config, wanted, tmp_path, tell)
+    second = measure(Workspace(config), wanted, tmp_path, tell)
     assert [result.state for result in second] == ["measured", "measured"]
     assert sorted(told) == [False, True]
     assert second[1] == first[1]
@@ -121,7 +121,7 @@ def test_the_flow_leaves_runs_figures_and_a_report(
     result = characterize(config="configs/smoke.yaml", overrides=overrides)
     assert result["status"] == "ok"
     assert result["points"] == {"measured": 2}
-    client = tracker_of(load("configs/smoke.yaml")).client
+    client = Workspace(load("configs/smoke.yaml")).tracking.client
     experiment = client.get_experiment_by_name("smoke").experiment_id
     children = client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{result['mlflow_run_id']}'")
     assert sorted(run.info.run_name for run in children) == ["batch_rows 128", "batch_rows 64"]
@@ -148,7 +148,7 @@ def test_a_point_that_its_ranks_refuse_fails_alone(tmp_path: Path, monkeypatch: 
             hear({"event": "point_failed", "key": task.key, "reason": "too small"})
 
     monkeypatch.setattr(characterizing, "run_ranks", refuse_first)
-    results = measure(config, list_points(config.characterize), tmp_path)
+    results = measure(Workspace(config), list_points(config.characterize), tmp_path)
     assert [(one.state, one.reason) for one in results] == [
         ("failed", "loss: expected a number, got none. Lower the rates."), ("failed", "too small"),
     ]  # fmt: skip
@@ -162,13 +162,13 @@ def test_rows_are_made_ready_once_for_points_that_read_the_same(
     passes: list[str] = []
     prepared = characterizing.prepared
     monkeypatch.setattr(
-        characterizing, "prepared", lambda config, at: passes.append(config.name) or prepared(config, at)
+        characterizing, "prepared", lambda work, at: passes.append(work.config.name) or prepared(work, at)
     )
     monkeypatch.setattr(characterizing, "run_ranks", lambda module, spec, *rest: [
         rest[-2]({"event": "point_failed", "key": task.key, "reason": task.plan.hash}) for task in spec.tasks
     ])  # fmt: skip
     axes = {"training.batch_rows": [64, 128], "features.sparse.0.transforms.0.size": [1_000, 2_000]}
     config = load("configs/smoke.yaml", {"characterize.axes": axes, "training.world_size": 1})
-    results = measure(config, list_points(config.characterize), tmp_path, snapshot_id=smoke["snapshot_id"])
+    results = measure(Workspace(config), list_points(config.characterize), tmp_path, snapshot_id=smoke["snapshot_id"])
     assert len(passes) == 2
     assert len({one.reason for one in results}) == 2

@@ -39,7 +39,7 @@ def test_findings_are_in_the_result_on_the_page_and_in_files(command, config, tm
     assert (checks["ok"], checks["quarantine"]) == (4, 1)
     assert [(one["day"], one["rule"], one["got"]) for one in checks["findings"]] == [("2025-01-05", "rows", "60")]
     assert "quarantine: day 2025-01-05, rule rows: expected 100 to 300 as on the 4 days before it, got 60" in log
-    assert "1 days broke a rule and are held in table checked_held" in log
+    assert "1 days broke a rule and are held back in table checked_held" in log
     folder = home / "reports" / "ingest-checked-2025-01-01-2025-01-05"
     assert checks["report"] == str(folder)
     assert (folder / "checks.png").stat().st_size > 10_000

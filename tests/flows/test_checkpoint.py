@@ -18,8 +18,9 @@ from flows.checkpoint import checkpoint
 from flows.train import train
 from pipeline.config import load
 from pipeline.config.files import ROOT
-from pipeline.jobs.training.job import pinned, tracker_of
+from pipeline.jobs.training.job import pinned
 from pipeline.jobs.training.rank import weights_sha256
+from pipeline.jobs.workspace import Workspace
 
 CONFIG = "configs/smoke.yaml"
 
@@ -101,15 +102,15 @@ def test_fault_23_a_training_that_explodes_is_failed_and_not_registered(smoke, c
     monkeypatch.setenv("DLRM_HOME", str(home))
     words = ["training.dense_optimizer=sgd", "training.dense_learning_rate=1e30", "training.world_size=1"]
     config = load(CONFIG, {word.split("=")[0]: word.split("=")[1] for word in words})
-    versions = len(tracker_of(config).client.search_model_versions("name = 'smoke'"))
+    versions = len(Workspace(config).tracking.client.search_model_versions("name = 'smoke'"))
     code, result, log = command(train, CONFIG, *words, home=home)
     assert (code, result["status"]) == (1, "failed")
     assert "finite" in result["error"]
     assert "go on from step" not in log
-    job = pinned(config, None, False)
+    job = pinned(Workspace(config), None, False)
     run_id = (home / "runs" / job.folder.split("/")[-1] / "mlflow_run_id").read_text()
-    assert tracker_of(config).client.get_run(run_id).info.status == "FAILED"
-    assert len(tracker_of(config).client.search_model_versions("name = 'smoke'")) == versions
+    assert Workspace(config).tracking.client.get_run(run_id).info.status == "FAILED"
+    assert len(Workspace(config).tracking.client.search_model_versions("name = 'smoke'")) == versions
 
 
 def listening(processes: list[psutil.Process]) -> set[int]:

@@ -25,11 +25,15 @@ from pydantic import BaseModel, ValidationError
 
 from flows.runtime import cli
 from flows.runtime.cli import parse, sentence
+from flows.runtime.console import task_of
+from pipeline.config import load
 from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError
+from pipeline.jobs.console import Step
+from pipeline.jobs.workspace import Workspace
 
 
-def ingest(config: str, overrides: Mapping[str, Any] | None = None, day: Any = None, again: bool = False) -> None: ...
+def ingest(config: str, overrides: Mapping[str, Any] | None = None, day: Any = None, force: bool = False) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -38,7 +42,7 @@ def ingest(config: str, overrides: Mapping[str, Any] | None = None, day: Any = N
         ("training.epochs=2", {"training.epochs": 2}, {}),
         ("seed=3", {"seed": 3}, {}),
         ("home=/data/runs", {"home": "/data/runs"}, {}),
-        ("again=true", {}, {"again": True}),
+        ("force=true", {}, {"force": True}),
         ("day=2024-01-31", {}, {"day": datetime.date(2024, 1, 31)}),
         ("training.max_steps=null", {"training.max_steps": None}, {}),
         ("training.max_steps=", {"training.max_steps": None}, {}),
@@ -54,17 +58,17 @@ def test_words(word: str, overrides: dict[str, Any], parameters: dict[str, Any])
 
 
 def test_the_last_of_equal_words_counts() -> None:
-    assert parse(["seed=3", "seed=4", "again=true"], ingest) == ({"seed": 4}, {"again": True})
+    assert parse(["seed=3", "seed=4", "force=true"], ingest) == ({"seed": 4}, {"force": True})
 
 
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("again", "argument 'again': expected key=value, got no '='. Write it like training.epochs=2."),
+        ("force", "argument 'force': expected key=value, got no '='. Write it like training.epochs=2."),
         *(
             (
                 f"{key}=1",
-                f"argument '{key}': expected a parameter of this flow (day, again) or a config key, got neither. "
+                f"argument '{key}': expected a parameter of this flow (day, force) or a config key, got neither. "
                 "Write config keys with their section, like training.epochs=2.",
             )
             for key in ("dya", "epochs", "config", "overrides", "")
@@ -80,8 +84,8 @@ def test_words_that_say_nothing(word: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("again=maybe", "argument 'again': expected a valid boolean, unable to interpret input, got 'maybe'. Correct the value."),
-        ("again=", "argument 'again': expected a valid boolean, got None. Correct the value."),
+        ("force=maybe", "argument 'force': expected a valid boolean, unable to interpret input, got 'maybe'. Correct the value."),
+        ("force=", "argument 'force': expected a valid boolean, got None. Correct the value."),
     ],
 )  # fmt: skip
 def test_a_parameter_of_another_type_is_refused(word: str, said: str) -> None:
@@ -100,12 +104,12 @@ def test_a_flow_without_parameters_says_so() -> None:
 
 
 class Parameters(BaseModel):
-    again: bool = False
+    force: bool = False
 
 
 def validation_error() -> ValidationError:
     with pytest.raises(ValidationError) as error:
-        Parameters.model_validate({"again": "perhaps"})
+        Parameters.model_validate({"force": "perhaps"})
     return error.value
 
 
@@ -115,7 +119,7 @@ def validation_error() -> ValidationError:
         (ConfigError("age", "a number", "text", "Convert it."), "age: expected a number, got text. Convert it."),
         (
             validation_error(),
-            "parameter 'again': Input should be a valid boolean, unable to interpret input, got 'perhaps'.",
+            "parameter 'force': Input should be a valid boolean, unable to interpret input, got 'perhaps'.",
         ),
         (ValueError("first line\nsecond line"), "ValueError: first line (--debug shows more)"),
         (RuntimeError(), "RuntimeError: no message (--debug shows more)"),
@@ -123,7 +127,7 @@ def validation_error() -> ValidationError:
         (
             ParameterTypeError.from_validation_error(validation_error()),
             "ParameterTypeError: Flow run received invalid parameters: "
-            "again: Input should be a valid boolean, unable to interpret input (--debug shows more)",
+            "force: Input should be a valid boolean, unable to interpret input (--debug shows more)",
         ),
     ],
     ids=lambda value: type(value).__name__,
@@ -141,7 +145,7 @@ class Flow:
         self.result, self.got = result, SimpleNamespace()
 
     @staticmethod
-    def fn(config: Any, overrides: Any = None, again: bool = False) -> None: ...
+    def fn(config: Any, overrides: Any = None, force: bool = False) -> None: ...
 
     def __call__(self, config: Any, **parameters: Any) -> dict[str, Any]:
         self.got = SimpleNamespace(config=config, parameters=parameters)
@@ -168,9 +172,9 @@ def _leave_the_process_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("skipped", 0)])
 def test_the_last_line_is_the_result(status: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     flow = Flow({"status": status, "day": datetime.date(2024, 1, 1)})
-    made = ended(flow, [str(ROOT / "configs/smoke.yaml"), "seed=5", "again=true"], capsys)
+    made = ended(flow, [str(ROOT / "configs/smoke.yaml"), "seed=5", "force=true"], capsys)
     assert made == (code, {"status": status, "day": "2024-01-01"}, "")
-    assert (flow.got.config.seed, flow.got.parameters) == (5, {"overrides": {"seed": 5}, "again": True})
+    assert (flow.got.config.seed, flow.got.parameters) == (5, {"overrides": {"seed": 5}, "force": True})
 
 
 @pytest.mark.parametrize(
@@ -225,12 +229,20 @@ def test_a_home_that_cannot_be_written_to_is_refused(
 def test_fault_33_prefect_reads_no_stored_results() -> None:
     """A stored result names its own serializer, pickle if it likes: none is written, none is looked for."""
     modules = [importlib.import_module(f"flows.{path.stem}") for path in sorted((ROOT / "flows").glob("*.py"))]
-    found = [value for module in modules for value in vars(module).values() if isinstance(value, PrefectFlow | Task)]
-    assert {PrefectFlow, Task, MaterializingTask} == {type(value) for value in found}
-    for value in found:
+    flows = [value for module in modules for value in vars(module).values() if isinstance(value, PrefectFlow)]
+    workspace = Workspace(load("configs/smoke.yaml"))
+    tasks = [task_of(Step("name", makes), lambda workspace: None, workspace) for makes in (None, "table", "model")]
+    assert {PrefectFlow, Task, MaterializingTask} == {type(value) for value in (*flows, *tasks)}
+    for value in (*flows, *tasks):
         assert not value.persist_result, value.name
         assert value.result_serializer in (None, "json"), value.name
         if isinstance(value, Task):
             assert value.cache_policy == NO_CACHE, value.name
             assert value.cache_key_fn is None, value.name
     assert (PREFECT_RESULTS_PERSIST_BY_DEFAULT.value(), PREFECT_RESULTS_DEFAULT_SERIALIZER.value()) == (False, "json")
+
+
+def test_the_former_name_of_force_answers(caplog: pytest.LogCaptureFixture) -> None:
+    former = "again"
+    assert parse([f"{former}=true"], ingest) == ({}, {"force": True})
+    assert caplog.messages == [f"{former}=true is called force=true now; the former name goes with the next version."]

@@ -10,6 +10,8 @@ from pipeline.characterization.points import list_points
 from pipeline.config import RunConfig, load
 from pipeline.config.files import ROOT, home_path, read_yaml
 from pipeline.errors import ConfigError
+from pipeline.jobs.training.identity import identity
+from pipeline.jobs.workspace import Workspace
 from pipeline.transforms.ops import known_kinds
 
 MINIMAL: dict[str, Any] = {
@@ -126,6 +128,7 @@ def test_home(environment: str | None, home: str, expected: Path, monkeypatch: p
 
 
 EXECUTION = {
+    "evaluation.slices": ["a"],
     "home": "/elsewhere",
     "preprocessing.workers": 5,
     "training.device": "cpu",
@@ -159,31 +162,30 @@ SEMANTIC = {
     "model.embedding_width": 8,
     "split.hash.shares.train": 0.25,
     "features.label": "click",
-    "evaluation.slices": ["a"],
     "registration.weights": "int8",
 }
 
 
 @pytest.mark.parametrize("key", EXECUTION)
 def test_identity_stays_when_only_execution_changes(key: str) -> None:
-    assert load(MINIMAL, {key: EXECUTION[key]}).identity(5) == load(MINIMAL).identity(5)
+    assert identity(Workspace(load(MINIMAL, {key: EXECUTION[key]})), 5) == identity(Workspace(load(MINIMAL)), 5)
 
 
 @pytest.mark.parametrize("key", SEMANTIC)
 def test_identity_changes_with_what_is_learned(key: str) -> None:
-    assert load(MINIMAL, {key: SEMANTIC[key]}).identity(5) != load(MINIMAL).identity(5)
+    assert identity(Workspace(load(MINIMAL, {key: SEMANTIC[key]})), 5) != identity(Workspace(load(MINIMAL)), 5)
 
 
 def test_identity_stays_when_repeated_lists_are_kept_once() -> None:
     sessions = {"preprocessing.session_column": "user"}
     once = load(MINIMAL, sessions | {"preprocessing.deduplicate": ["user"]})
-    assert once.identity(5) == load(MINIMAL, sessions).identity(5)
+    assert identity(Workspace(once), 5) == identity(Workspace(load(MINIMAL, sessions)), 5)
 
 
 def test_identity_names_the_snapshot_and_is_of_fixed_length() -> None:
     config = load(MINIMAL)
-    assert config.identity(5) != config.identity(6)
-    assert len(config.identity(5)) == 32
+    assert identity(Workspace(config), 5) != identity(Workspace(config), 6)
+    assert len(identity(Workspace(config), 5)) == 32
 
 
 def test_parameters_are_flat() -> None:

@@ -17,8 +17,9 @@ from flows.score import score
 from flows.train import train
 from pipeline.catalog.events import read_events
 from pipeline.config import load
-from storage.config import WarehouseConfig
-from storage.warehouse import Warehouse
+from pipeline.jobs.training.identity import identity
+from pipeline.jobs.workspace import Workspace
+from storage.warehouse import Warehouse, WarehouseConfig
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]
 ROWS = 400
@@ -96,13 +97,13 @@ def test_a_joined_feature_and_the_same_one_back_filled_train_one_model(config, c
 def test_a_changed_side_file_is_another_training(config, monkeypatch, tmp_path):
     monkeypatch.setenv("DLRM_HOME", str(tmp_path / "home"))
     settings = load(config)
-    before, side = settings.identity(1), tmp_path / "side" / "0.parquet"
-    assert load(config).identity(1) == before
+    before, side = identity(Workspace(settings), 1), tmp_path / "side" / "0.parquet"
+    assert identity(Workspace(load(config)), 1) == before
     os.utime(side, ns=(1, 1))
-    assert settings.identity(1) != before
+    assert identity(Workspace(settings), 1) != before
     stored = load(config, {"features.joined.0.stored": True})
     without = load(config, {"features.joined": []})
-    assert stored.identity(1) == without.identity(1) != settings.identity(1)
+    assert identity(Workspace(stored), 1) == identity(Workspace(without), 1) != identity(Workspace(settings), 1)
 
 
 def test_the_feature_is_not_in_the_table_until_it_is_written(config, command, tmp_path):

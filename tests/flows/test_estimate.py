@@ -6,7 +6,7 @@ from flows.estimate import estimate
 from pipeline.characterization.estimate import RankMachine, derive_shape, estimate_checkpoint_bytes
 from pipeline.config import load
 from pipeline.jobs.estimate import footprint
-from pipeline.jobs.training.job import tracker_of
+from pipeline.jobs.workspace import Workspace
 from storage.errors import StorageError
 
 CONFIG = "configs/smoke.yaml"
@@ -17,15 +17,15 @@ ROOM = RankMachine(memory_bytes=64 << 30, most_ranks=2)
 def asked(smoke, home):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(home))
-        return footprint.looked_at.fn(load(CONFIG), None)
+        return footprint.looked_at(Workspace(load(CONFIG)), None)
 
 
 def test_tables_of_a_rank_are_those_that_a_real_one_holds(smoke, asked):
     config = load(CONFIG)
-    ranks = footprint.on_ranks(config, asked, 2, ROOM, process_bytes=0)
+    ranks = footprint.on_ranks(Workspace(config), asked, 2, ROOM, process_bytes=0)
     assert [one.tables for one in ranks.memory] == smoke["train"]["table_bytes"]
     assert ranks.fits
-    assert not footprint.on_ranks(config, asked, 2, ROOM, process_bytes=40 << 30).fits
+    assert not footprint.on_ranks(Workspace(config), asked, 2, ROOM, process_bytes=40 << 30).fits
 
 
 def test_a_checkpoint_has_the_size_that_was_said(smoke, asked, home):
@@ -46,13 +46,13 @@ def test_a_workload_needs_no_table(tmp_path, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     workload = {"dense_features": 3, "sparse_features": 2, "hash_size": 50, "lookups": 4}
     config = load(CONFIG, {"characterize.workload": workload, "training.batch_rows": 64})
-    found = footprint.looked_at.fn(config, None)
+    found = footprint.looked_at(Workspace(config), None)
     assert (found.dense, len(found.bags), found.rows) == (3, 2, None)
     assert found.uses["sparse_0"].ids_per_bag == (4.0,)
-    _, whole = footprint.whole_of(config, found, 0)
+    _, whole = footprint.whole_of(Workspace(config), found, 0)
     assert whole.lookups == 2 * 4 * 64
     with pytest.raises(StorageError, match=r"Run `python -m flows.ingest` first"):
-        footprint.looked_at.fn(load(CONFIG), None)
+        footprint.looked_at(Workspace(load(CONFIG)), None)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_the_flow_says_it_all(command, smoke, home):
     assert measured["ranks"] == 2
     assert measured["predicted_over_measured"] > 0
     assert measured["model_bytes"] < 3 * options[2]["rank_bytes"]
-    client = tracker_of(load(CONFIG)).client
+    client = Workspace(load(CONFIG)).tracking.client
     assert client.get_run(result["mlflow_run_id"]).data.metrics["checkpoint_bytes"] == result["checkpoint_bytes"]
     _, again, later = command(estimate, CONFIG, "points=8", home=home)
     assert "calibration of this machine: 8 points" in later

@@ -11,7 +11,8 @@ from flows.ingest import ingest
 from flows.preprocess import preprocess
 from flows.train import train
 from pipeline.config import load
-from pipeline.jobs.training.job import pinned, selected, tracker_of, warehouse_of
+from pipeline.jobs.training.job import pinned, selected
+from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.register import columns_of, download_packed
 from pipeline.registration.scorer import LoadedModel
@@ -37,7 +38,7 @@ def test_list_knows_who_reads_what(command, copied, home, smoke):
     assert code == 0, log
     assert (result["status"], result["action"], result["snapshot_id"]) == ("ok", "list", smoke["snapshot_id"])
     found = {one["name"]: one for one in result["features"]}
-    schema = warehouse_of(load(CONFIG)).schema(warehouse_of(load(CONFIG)).current("smoke"))
+    schema = Workspace(load(CONFIG)).warehouse.schema(Workspace(load(CONFIG)).warehouse.current("smoke"))
     assert set(found) == set(schema.names) - {"day", "label"}
     read = columns_of_plan(home, smoke)
     assert {name for name, one in found.items() if one["models"] == ["smoke version 1 (champion)"]} == read
@@ -59,7 +60,7 @@ def test_show_and_propose(command, copied, home, smoke):
     code, result, log = command(features, CONFIG, "action=propose", home=copied)
     assert code == 0, log
     unread = {one["name"] for one in result["candidates"] if any("never read" in why for why in one["reasons"])}
-    table = warehouse_of(load(CONFIG))
+    table = Workspace(load(CONFIG)).warehouse
     others = set(table.schema(table.current("smoke")).names) - columns_of_plan(home, smoke)
     assert unread == others - {"day", "label", "true_probability", "event_time", "impression_id"} != set()
     assert result["bytes"] == sum(one["bytes"] for one in result["candidates"])
@@ -71,7 +72,7 @@ def test_show_and_propose(command, copied, home, smoke):
 
 
 def test_fault_4_a_deprecated_feature_is_refused_and_the_champion_is_named(command, copied):
-    identity = load(CONFIG).identity(5)
+    identity = load(CONFIG).semantics()
     words = ["action=deprecate", "name=cat_user", "instead=cat_item", "reason=too many users"]
     code, result, _ = command(features, CONFIG, *words, "only_unused=true", home=copied)
     assert (code, result["error"]) == (
@@ -85,7 +86,7 @@ def test_fault_4_a_deprecated_feature_is_refused_and_the_champion_is_named(comma
     code, result, _ = command(features, CONFIG, *words, home=copied)
     assert (code, result["status"]) == (0, "skipped")
 
-    snapshot = warehouse_of(load(CONFIG)).current("smoke").snapshot_id
+    snapshot = Workspace(load(CONFIG)).warehouse.current("smoke").snapshot_id
     today = datetime.datetime.now(datetime.UTC).date()
     sentence = (
         f"features at snapshot {snapshot} of table 'smoke': expected none that is deprecated, got 'cat_user', deprecated since "
@@ -98,8 +99,8 @@ def test_fault_4_a_deprecated_feature_is_refused_and_the_champion_is_named(comma
     assert not (copied / "preprocessing").exists()
     assert not (copied / "runs").exists()
     allowed = load(CONFIG, {"features.allow_deprecated": True})
-    assert allowed.identity(5) == identity
-    assert pinned(allowed, snapshot, False).done is not None  # the model that is there already
+    assert allowed.semantics() == identity
+    assert pinned(Workspace(allowed), snapshot, False).done is not None  # the model that is there already
 
     code, result, log = command(features, CONFIG, "action=set", "name=cat_user", "state=beta", home=copied)
     assert (code, result["error"]) == (
@@ -109,7 +110,7 @@ def test_fault_4_a_deprecated_feature_is_refused_and_the_champion_is_named(comma
         features, CONFIG, "action=set", "name=cat_user", "state=active", "owner=ann", home=copied
     )
     assert code == 0, log
-    selected(load(CONFIG), None)
+    selected(Workspace(load(CONFIG)), None)
     code, result, log = command(features, CONFIG, "action=history", "name=cat_user", home=copied)
     assert [(one["state"], one["alternatives"], one["owner"]) for one in result["events"]] == [
         ("deprecated", ["cat_item"], None),
@@ -118,7 +119,7 @@ def test_fault_4_a_deprecated_feature_is_refused_and_the_champion_is_named(comma
 
 
 def test_fault_4_a_feature_that_is_not_there_or_of_another_type_is_named_with_its_snapshot(command, small):
-    warehouse = warehouse_of(load(CONFIG))
+    warehouse = Workspace(load(CONFIG)).warehouse
     snapshot = warehouse.current("smoke").snapshot_id
     code, result, _ = command(train, CONFIG, "features.dense.1.columns=[num_click_shar]", home=small)
     assert (code, result["error"]) == (
@@ -144,8 +145,8 @@ def test_fault_4_a_feature_that_is_not_there_or_of_another_type_is_named_with_it
 
 def test_fault_3_a_feature_that_was_dropped_and_added_again_has_no_old_values(small, caplog):
     config = load(CONFIG, {"features.dense.0.columns": ["num_price"], "features.dense.1.columns": ["num_quality"]})
-    warehouse = warehouse_of(config)
-    before = Worker(selected(config, None)[1]["train"], warehouse)
+    warehouse = Workspace(config).warehouse
+    before = Worker(selected(Workspace(config), None)[1]["train"], warehouse)
     old = pa.concat_tables([before.read_selected(fragment) for fragment in before.fragments()])
     assert old["num_price"].null_count < len(old)
     with warehouse.table("smoke").update_schema() as update:
@@ -154,11 +155,9 @@ def test_fault_3_a_feature_that_was_dropped_and_added_again_has_no_old_values(sm
     rows = pa.table({"day": pa.array([day], pa.date32()), "num_price": [1.5]})
     warehouse.replace_days("smoke", {day: "i"}, rows.schema, rows.to_batches(), 1)
 
-    from prefect import flow
+    from pipeline.jobs.training.run import pin
 
-    from pipeline.jobs.training import tasks
-
-    job = flow(lambda: tasks.pin(config, None, False), name="pin")()
+    job = pin(Workspace(config), None, False)
     assert "coverage 0 on the training days: num_price" in caplog.text
     worker = Worker(job.data["train"], warehouse)
     new = pa.concat_tables([worker.read_selected(fragment) for fragment in worker.fragments()])
@@ -184,11 +183,13 @@ def test_a_column_that_is_not_there_is_null_in_training_and_no_matter_to_the_mod
     assert code == 0, log
     assert "table 'smoke' lacks num_new, list_new: read as null (on_missing: default)" in log
     config = load(CONFIG, ABSENT)
-    model = LoadedModel(download_packed(tracker_of(config), "smoke", result["model"]["version"], copied / "fetched"))
+    model = LoadedModel(
+        download_packed(Workspace(config).tracking, "smoke", result["model"]["version"], copied / "fetched")
+    )
     assert not {"num_new", "list_new"} & set(model.columns)
     assert {feature.name for feature in model.plan.sparse} >= {"list_new"}
     row = {name: [None] for name in model.columns}
     plain = model.probabilities(row)
     assert model.probabilities(row | {"list_new": [[1, 2]], "num_new": [9.0]}) == plain
-    schema = warehouse_of(config).schema(warehouse_of(config).current("smoke"))
+    schema = Workspace(config).warehouse.schema(Workspace(config).warehouse.current("smoke"))
     assert columns_of(model.plan, schema) == model.columns

@@ -9,8 +9,9 @@ from flows.rollback import rollback
 from flows.train import train
 from pipeline.config import load
 from pipeline.evaluation.gate import Verdict
-from pipeline.jobs.training import evaluate, tasks
+from pipeline.jobs.training import evaluate
 from pipeline.jobs.training.job import pinned
+from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, find_holder, list_moves, move_alias
 from pipeline.registration.scorer import LoadedModel
 
@@ -32,7 +33,7 @@ def test_fault_31_a_worse_model_is_rejected_and_a_better_one_promoted(copied, co
     assert code == 0, log
     assert better["eval"]["ne"] < worse["gate"]["champion_ne"]
     assert (better["gate"]["decision"], better["model"]["alias"]) == ("promote", "champion")
-    tracker = tasks.tracker_of(load(CONFIG))
+    tracker = Workspace(load(CONFIG)).tracking
     assert find_holder(tracker, "smoke") == better["model"]["version"]
     assert [one.version for one in list_moves(tracker, "smoke")] == [1, better["model"]["version"]]
     assert tracker.client.get_run(better["mlflow_run_id"]).data.metrics["gate_ne_high"] < 0.0
@@ -47,7 +48,7 @@ def test_a_person_promotes(copied, command):
     assert code == 0, log
     assert (result["status"], result["model"], result["version"], result["by"]) == ("ok", "smoke", 1, "person")
     assert result["reason"] == "it is the only one"
-    assert list_moves(tasks.tracker_of(load(CONFIG)), "smoke")[-1].reason == "it is the only one"
+    assert list_moves(Workspace(load(CONFIG)).tracking, "smoke")[-1].reason == "it is the only one"
     code, result, _ = command(promote, CONFIG, "version=999", home=copied)
     assert code == 1
     assert result["error"].startswith("model 'smoke': expected a version among 1")
@@ -59,7 +60,7 @@ def test_a_person_promotes(copied, command):
 
 def the_model(smoke, home):
     """The smoke run's job and the folder of its model."""
-    job = pinned(load(CONFIG), None, False)
+    job = pinned(Workspace(load(CONFIG)), None, False)
     return job, home / "runs" / f"smoke-{smoke['identity'][:12]}-0" / "model"
 
 
@@ -77,7 +78,7 @@ def test_a_champion_that_cannot_score_the_rows_holds_the_place(smoke, home, copi
 
     monkeypatch.setattr(LoadedModel, "gone", gone, raising=False)
     monkeypatch.setattr(LoadedModel, "__init__", broken)
-    gate = evaluate.judge(load(CONFIG), job, model, lambda *note: None).gate
+    gate = evaluate.judge(Workspace(load(CONFIG)), job, model, lambda *note: None).gate
     assert (gate.decision, gate.champion) == ("hold", 1)
     assert gate.reason == "Version 1, the champion, cannot score these rows: RuntimeError: no such kernel."
     assert not list(copied.rglob("champion"))
@@ -85,11 +86,11 @@ def test_a_champion_that_cannot_score_the_rows_holds_the_place(smoke, home, copi
 
 def test_what_a_killed_attempt_left_behind_is_not_counted(smoke, home, copied):
     config = load(CONFIG, {"evaluation.group_by": "cat_user"})
-    job, model = pinned(config, None, False), the_model(smoke, home)[1]
+    job, model = pinned(Workspace(config), None, False), the_model(smoke, home)[1]
     groups = Path(job.folder) / "groups"
     groups.mkdir(parents=True)
     (groups / "torn.parquet").write_bytes(b"PAR1")
-    grouped = evaluate.judge(config, job, model, lambda *note: None).report.grouped
+    grouped = evaluate.judge(Workspace(config), job, model, lambda *note: None).report.grouped
     assert 0.0 < grouped.gauc < 1.0
     assert 0 < grouped.rows <= 5_000
     assert not groups.exists()
@@ -98,20 +99,19 @@ def test_what_a_killed_attempt_left_behind_is_not_counted(smoke, home, copied):
 @pytest.mark.slow
 def test_processes_that_share_the_rows_judge_as_one_does(smoke, home, copied):
     job, model = the_model(smoke, home)
-    alone = evaluate.judge(load(CONFIG), job, model, lambda *note: None)
-    for workers in (2, 3):
-        several = evaluate.judge(load(CONFIG, {"evaluation.workers": workers}), job, model, lambda *note: None)
-        assert several == alone
+    alone = evaluate.judge(Workspace(load(CONFIG)), job, model, lambda *note: None)
+    several = evaluate.judge(Workspace(load(CONFIG, {"evaluation.workers": 2})), job, model, lambda *note: None)
+    assert several == alone
     assert alone.gate.difference.ne == 0.0
 
 
 def test_a_champion_changed_meanwhile_is_not_overruled(copied):
     config = load(CONFIG)
-    tracker = tasks.tracker_of(config)
+    tracker = Workspace(config).tracking
     verdict = Verdict(decision="promote", reason="NE is lower.", champion=7)
-    found, alias = evaluate.moved(config, 1, verdict)
+    found, alias = evaluate.moved(Workspace(config), 1, verdict)
     assert (found.decision, alias) == ("hold", "challenger")
     assert found.reason == "Version 1 became champion meanwhile. NE is lower."
     assert find_holder(tracker, "smoke") == 1
     move_alias(tracker, "smoke", CHAMPION, 1, "person", "")
-    assert evaluate.moved(config, 1, verdict.model_copy(update={"champion": 1}))[1] == "champion"
+    assert evaluate.moved(Workspace(config), 1, verdict.model_copy(update={"champion": 1}))[1] == "champion"

@@ -12,7 +12,8 @@ from pipeline.config import load
 from pipeline.config.files import ROOT
 from pipeline.data.joined.source import pin_sources
 from pipeline.errors import ConfigError
-from pipeline.jobs.training.job import alone, keep_inputs, pinned, selected, tracker_of, warehouse_of
+from pipeline.jobs.training.job import keep_inputs, pinned, selected
+from pipeline.jobs.workspace import Workspace
 from pipeline.registration.register import find_versions
 from pipeline.transforms.schema import FeatureJoin
 from storage.days import IDENTITIES
@@ -24,14 +25,14 @@ SMALL = {"source.generator.rows_per_day": 200, "source.generator.days": 2}
 def test_a_second_training_of_a_model_waits_and_another_models_does_not(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     caplog.set_level(logging.INFO)
-    logger, order, moment = logging.getLogger("test"), [], threading.Event()
+    order, moment = [], threading.Event()
 
     def second() -> None:
-        with alone(load(CONFIG), "training of model 'smoke'", logger):
+        with Workspace(load(CONFIG)).lock("training of model 'smoke'"):
             order.append("second")
 
-    with alone(load(CONFIG), "training of model 'smoke'", logger):
-        with alone(load(CONFIG), "training of model 'other'", logger):
+    with Workspace(load(CONFIG)).lock("training of model 'smoke'"):
+        with Workspace(load(CONFIG)).lock("training of model 'other'"):
             assert caplog.messages == []
         thread = threading.Thread(target=second)
         thread.start()
@@ -40,7 +41,7 @@ def test_a_second_training_of_a_model_waits_and_another_models_does_not(tmp_path
         order.append("first")
     thread.join(10)
     assert order == ["first", "second"]
-    assert caplog.messages == ["waits: another training of model 'smoke' is at work; this one begins when it ends"]
+    assert caplog.messages == ["waiting: another training of model 'smoke' is running; this one starts when it ends"]
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_fault_27_two_ingests_at_once_write_each_day_once(ingested):
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda context: context.run(ingested), [contextvars.copy_context() for _ in range(2)]))
     assert sorted(result["status"] for result in results) == ["ok", "skipped"]
-    snapshots = warehouse_of(load(CONFIG)).table("smoke").snapshots()
+    snapshots = Workspace(load(CONFIG)).warehouse.table("smoke").snapshots()
     assert len([one for one in snapshots if IDENTITIES in one.summary.additional_properties]) == 1
 
 
@@ -71,13 +72,13 @@ def test_sessions_that_the_table_does_not_have(ingested, keys, sentence):
     ingested()
     config = load(CONFIG, {f"preprocessing.{key}": value for key, value in keys.items()})
     with pytest.raises(ConfigError) as caught:
-        selected(config, None)
+        selected(Workspace(config), None)
     assert str(caught.value).startswith(sentence)
 
 
 def test_fault_8_side_tables_are_tagged_like_the_samples(ingested):
     snapshot, config = ingested()["snapshot_id"], load(CONFIG)
-    warehouse, side = warehouse_of(config), FeatureJoin(table="smoke_profile", on=("column",))
+    warehouse, side = Workspace(config).warehouse, FeatureJoin(table="smoke_profile", on=("column",))
     for _ in range(2):
         keep_inputs(warehouse, "1234567890abcdef", warehouse.current("smoke"), pin_sources([side], ROOT, warehouse))
     held = {name: warehouse.current(name).snapshot_id for name in ("smoke", "smoke_profile")}
@@ -90,7 +91,7 @@ def test_rows_to_judge_by_have_lists_of_their_own(ingested):
     ingested()
     keys = {"preprocessing.session_column": "session_id", "preprocessing.deduplicate": ["list_*"]}
     config = load(CONFIG, keys | {"split.days": {"train": ["2025-01-06"], "test": ["2025-01-07"]}})
-    _, data = selected(config, None)
+    _, data = selected(Workspace(config), None)
     assert [data[part].shared for part in ("train", "test")] == [(7, 8, 9, 10, 11), ()]
     assert data["test"].session is None
 
@@ -102,7 +103,7 @@ def test_fault_28_a_day_whose_file_is_gone_or_cut_is_written_again(ingested, tmp
     harm(file)
     assert (lambda result: (result["days_written"], result["days_skipped"]))(ingested()) == (1, 1)
     assert ingested()["status"] == "skipped"
-    rows = warehouse_of(load(CONFIG)).day_rows(warehouse_of(load(CONFIG)).current("smoke"))
+    rows = Workspace(load(CONFIG)).warehouse.day_rows(Workspace(load(CONFIG)).warehouse.current("smoke"))
     assert list(rows.values()) == [200, 200]
 
 
@@ -111,8 +112,8 @@ def test_fault_28_a_day_whose_file_is_gone_or_cut_is_written_again(ingested, tmp
 def test_fault_28_a_version_whose_files_are_gone_or_damaged_is_made_anew(smoke, home, monkeypatch, what, harm):
     monkeypatch.setenv("DLRM_HOME", str(home))
     config = load(CONFIG)
-    assert pinned(config, None, False).done is not None
-    tracker, found = tracker_of(config), []
+    assert pinned(Workspace(config), None, False).done is not None
+    tracker, found = Workspace(config).tracking, []
     for version, run_id in find_versions(tracker, "smoke", smoke["identity"]):
         model = tracker.client.get_model_version("smoke", str(version)).source.rpartition("/")[2]
         found += (home / "mlflow").glob(f"**/{run_id if what == 'result.json' else model}/**/{what}")
@@ -121,8 +122,8 @@ def test_fault_28_a_version_whose_files_are_gone_or_damaged_is_made_anew(smoke, 
     try:
         for path, content in kept.items():
             path.unlink() if harm == "gone" else path.write_bytes(content[:-1] + b"\x00")
-        assert pinned(config, None, False).done is None
+        assert pinned(Workspace(config), None, False).done is None
     finally:
         for path, content in kept.items():
             path.write_bytes(content)
-    assert pinned(config, None, False).done is not None
+    assert pinned(Workspace(config), None, False).done is not None

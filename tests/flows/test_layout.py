@@ -61,7 +61,7 @@ def test_a_table_is_laid_out_for_those_who_read_it(command, tmp_path):
 
 def test_old_snapshots_and_their_files_go_by_the_command(command, tmp_path):
     assert command(ingest, CONFIG, home=tmp_path)[0] == 0
-    assert command(ingest, CONFIG, "again=true", "warehouse.file_rows=100", home=tmp_path)[0] == 0
+    assert command(ingest, CONFIG, "force=true", "warehouse.file_rows=100", home=tmp_path)[0] == 0
     before = rows(tmp_path)
     words = ("action=expire", "older_than_days=0")
     counted = command(layout, CONFIG, *words, home=tmp_path)[1]

@@ -15,7 +15,7 @@ from flows import ui
 from flows.register import register
 from flows.train import train
 from pipeline.config import load
-from pipeline.jobs.training.job import tracker_of
+from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, find_holder
 
 CONFIG = "configs/smoke.yaml"
@@ -113,7 +113,7 @@ def test_fault_29_down_in_training_and_down_at_register(smoke, copied, command, 
     )
     assert "Traceback" not in log
     server.start()
-    tracker = tracker_of(load(CONFIG))
+    tracker = Workspace(load(CONFIG)).tracking
     run_id = (folder / "mlflow_run_id").read_text()
     assert tracker.client.get_run(run_id).info.status == "RUNNING"  # nobody could tell it
     assert find_holder(tracker, "smoke") is None

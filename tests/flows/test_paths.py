@@ -10,8 +10,8 @@ from flows.train import train
 from pipeline.config import load
 from pipeline.errors import ConfigError, RegistryError, StorageError
 from pipeline.jobs.recurring.day import Champion, champion_folder, start_of
-from pipeline.jobs.training import tasks
 from pipeline.jobs.training.provenance import fetched
+from pipeline.jobs.workspace import Workspace
 
 CONFIG = "configs/smoke.yaml"
 
@@ -35,7 +35,7 @@ def test_fault_11_a_side_table_by_a_path(copied, command):
     "place", ["/etc/passwd", "file:///etc/passwd", "runs:/../x/record.json", "http://x/record.json"]
 )
 def test_fault_11_a_record_elsewhere_is_not_fetched(copied, place):
-    tracker = tasks.tracker_of(load(CONFIG))
+    tracker = Workspace(load(CONFIG)).tracking
     tracker.client.set_model_version_tag("smoke", "1", "record", place)
     with pytest.raises(RegistryError, match="expected a record at runs:"):
         fetched(tracker, "smoke", 1)
@@ -46,12 +46,12 @@ def test_fault_11_the_champions_folder_is_one_of_the_runs(copied, name):
     config = load(CONFIG)
     (copied / "runs").mkdir()
     (copied / "runs" / "link").symlink_to(copied / "mlflow")
-    tasks.tracker_of(config).client.set_model_version_tag("smoke", "1", "run_folder", name)
+    Workspace(config).tracking.client.set_model_version_tag("smoke", "1", "run_folder", name)
     with pytest.raises(StorageError, match="expected one below"):
-        champion_folder(config)
+        champion_folder(Workspace(config))
     champion = Champion(version=1, trained_to="2025-01-01", scratch_day="2025-01-01", run_folder=name)
     with pytest.raises(StorageError, match="expected one below"):
-        start_of(config, champion, None)
+        start_of(Workspace(config), champion, None)
 
 
 @pytest.mark.parametrize("flow", [checkpoint, register, report])

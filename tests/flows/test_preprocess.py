@@ -24,7 +24,8 @@ from flows.ingest import ingest
 from flows.preprocess import preprocess
 from pipeline.config import RunConfig, load
 from pipeline.data.batch import Batch, Position
-from pipeline.jobs.training.job import prepared, tracker_of
+from pipeline.jobs.training.job import prepared
+from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.master import WORKERS_FILE
@@ -100,7 +101,7 @@ def global_batch(shares: tuple[Batch, ...]) -> list[np.ndarray]:
 
 def order_hash(config: RunConfig, epoch: int) -> str:
     """SHA-256 over the global batches, from what two ranks are given."""
-    _, spec, _ = prepared(config, None)
+    _, spec, _ = prepared(Workspace(config), None)
     clients = [
         Client(
             InlineSource({"x": spec}, config.preprocessing), ("x", spec), config.training.batch_rows, config.seed,
@@ -119,7 +120,7 @@ def test_the_result_has_what_scripts_rely_on(epoch: dict[str, Any], smoke: dict[
     assert list(epoch) == KEYS
     assert (epoch["status"], epoch["executor"], epoch["workers"]) == ("ok", "inline", 1)
     assert epoch["snapshot_id"] == smoke["snapshot_id"]
-    version = tracker_of(load(CONFIG)).client.get_model_version("smoke", "1")
+    version = Workspace(load(CONFIG)).tracking.client.get_model_version("smoke", "1")
     assert epoch["plan_hash"] == version.tags["plan_hash"]
     assert (epoch["restarts"], epoch["quarantined_rows"]) == (0, 0)
     assert epoch["rows_per_second"] == pytest.approx(epoch["rows"] / epoch["seconds"])
@@ -191,7 +192,7 @@ def test_the_order_is_the_same_wherever_workers_run(
 
 def test_the_file_of_workers_names_those_alive(at_home: Path, tmp_path: Path, epoch: dict[str, Any]) -> None:
     config = load(CONFIG, {"preprocessing.workers": 1})
-    _, spec, _ = prepared(config, None)
+    _, spec, _ = prepared(Workspace(config), None)
     seen: list[psutil.Process] = []
 
     def look(rows: int, totals: object) -> None:
@@ -220,7 +221,7 @@ def test_a_second_process_is_refused(at_home: Path, command: Callable[..., Any])
         1,
         {
             "status": "failed",
-            "error": "'smoke': expected one process at a time, got another one at work on it. Wait for it, or end it.",
+            "error": "'smoke': expected one process at a time, got another one that works in it. Wait for it, or end it.",
         },
     )
 

@@ -9,7 +9,7 @@ from pipeline.errors import ConfigError
 from pipeline.jobs.search.candidate import candidate_job, train_candidate
 from pipeline.jobs.study import quality
 from pipeline.jobs.study.job import pinned_study
-from pipeline.jobs.training.job import tracker_of
+from pipeline.jobs.workspace import Workspace
 
 CONFIG = "configs/smoke.yaml"
 RATE, BATCH = "training.table_learning_rate", "training.batch_rows"
@@ -57,7 +57,7 @@ def test_a_study_of_quality_is_refused_before_its_first_point():
     axes = {RATE: {"own": {RATE: 0.05}, "outside": {RATE: 0.5}}}
     config = load(CONFIG, {"sweep": SWEEP, "characterize": {"axes": axes, "measure": "quality"}})
     with pytest.raises(ConfigError) as error:
-        pinned_study(config, None, False)
+        pinned_study(Workspace(config), None, False)
     assert str(error.value) == (
         f"sweep.space '{RATE}' at table_learning_rate outside: expected the config's own value among its values, got "
         "others. Widen it."
@@ -68,9 +68,9 @@ def test_a_study_of_quality_is_refused_before_its_first_point():
 def test_a_point_is_judged_by_its_own_values_and_by_tuned_ones_once(smoke, copied, monkeypatch):
     config = load(CONFIG, LIGHT | {"sweep": SWEEP, "characterize.axes": {BATCH: [512, 1_024]}})
     point = list_points(config.characterize)[1]
-    tracker = tracker_of(config)
+    tracker = Workspace(config).tracking
     parent = tracker.start("study", {}, {}, None)
-    found = quality.judged(config, point, parent)
+    found = quality.judged(Workspace(config), point, parent)
     run = tracker.client.get_run(found["mlflow_run_id"])
     assert (run.info.run_name, run.data.tags["mlflow.parentRunId"]) == ("batch_rows 1024", parent)
     trials = tracker.read_json(found["mlflow_run_id"], "trials.json")
@@ -78,9 +78,9 @@ def test_a_point_is_judged_by_its_own_values_and_by_tuned_ones_once(smoke, copie
     assert (found["ne"], found["tuned_ne"]) == (trials[0]["valid_ne"], min(trial["valid_ne"] for trial in trials))
 
     plain = load(config, point.settings)  # a training of the same config, by no sweep
-    job = candidate_job(plain, "x" * 32, smoke["snapshot_id"], copied / "candidate", copied / "plans")
+    job = candidate_job(Workspace(plain), "x" * 32, smoke["snapshot_id"], copied / "candidate", copied / "plans")
     with disable_run_logger():
-        assert train_candidate(plain, job, "candidate", {}).valid_ne == found["ne"]
+        assert train_candidate(Workspace(plain), job, "candidate", {}).valid_ne == found["ne"]
 
-    monkeypatch.setattr("flows.sweep.run_trials", lambda work: pytest.fail("trained again"))
-    assert quality.judged(config, point, parent) == found
+    monkeypatch.setattr("pipeline.jobs.search.sweep_run.run_trials", lambda work: pytest.fail("trained again"))
+    assert quality.judged(Workspace(config), point, parent) == found

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.jobs.training import summary
+from pipeline.jobs import code_version
 
 
 def test_a_commit_is_marked_where_code_differs_and_not_for_a_report(
@@ -16,7 +16,7 @@ def test_a_commit_is_marked_where_code_differs_and_not_for_a_report(
         found = subprocess.run(["git", *who, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
         return found.stdout.strip()
 
-    monkeypatch.setattr(summary, "ROOT", tmp_path)
+    monkeypatch.setattr(code_version, "ROOT", tmp_path)
     git("init")
     (tmp_path / "docs").mkdir()
     for name in ("code.py", "docs/report.md"):
@@ -24,14 +24,14 @@ def test_a_commit_is_marked_where_code_differs_and_not_for_a_report(
     git("add", ".")
     git("commit", "-m", "first")
     own = git("rev-parse", "HEAD")[:12]
-    assert summary.commit() == own
+    assert code_version.commit() == own
     (tmp_path / "docs" / "report.md").write_text("second")
     (tmp_path / "docs" / "figure.png").write_text("new")
-    assert summary.commit() == own
+    assert code_version.commit() == own
     (tmp_path / "code.py").write_text("second")
-    assert summary.commit() == own + "+"
+    assert code_version.commit() == own + "+"
 
 
 def test_outside_of_git_the_commit_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summary, "ROOT", tmp_path)
-    assert summary.commit() == "unknown"
+    monkeypatch.setattr(code_version, "ROOT", tmp_path)
+    assert code_version.commit() == "unknown"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.backfill import backfill, in_words
+from flows.backfill import backfill
 from flows.backtest import backtest
 from flows.recurring import recurring
 from flows.replay import replay
@@ -15,9 +15,10 @@ from pipeline.config import load
 from pipeline.errors import ConfigError, ContractError, RegistryError
 from pipeline.evaluation.series import BacktestResult, DaySums
 from pipeline.jobs.recurring import day
+from pipeline.jobs.recurring.backfill import describe
 from pipeline.jobs.recurring.backtest import summed_up, table
-from pipeline.jobs.recurring.day import Champion, identity_of_day
-from pipeline.jobs.training.job import tracker_of, warehouse_of
+from pipeline.jobs.recurring.day import ChampionVersion, identity_of_day
+from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import find_holder
 
 CONFIG = "configs/smoke.yaml"
@@ -55,7 +56,7 @@ def filled(toy_home, monkeypatch):
 
 
 def tags(config, version):
-    return tracker_of(config).client.get_model_version("toy_daily", str(version)).tags
+    return Workspace(config).tracking.client.get_model_version("toy_daily", str(version)).tags
 
 
 @pytest.mark.slow
@@ -68,7 +69,7 @@ def test_days_follow_one_another(filled, monkeypatch, tmp_path):
     second = tags(config, 2)
     assert (second["trained_to"], second["scratch_day"], second["trained_from"]) == ("2025-01-08", "2025-01-07", "1")
     assert filled["model"] == {"name": "toy_daily", "version": 2, "alias": "champion"}
-    assert find_holder(tracker_of(config), "toy_daily") == 2
+    assert find_holder(Workspace(config).tracking, "toy_daily") == 2
 
     once_more = recurring(CONFIG, TOY, day="2025-01-08")
     assert (once_more["status"], once_more["model"], once_more["gate"]["decision"]) == (
@@ -78,7 +79,9 @@ def test_days_follow_one_another(filled, monkeypatch, tmp_path):
     )
     assert (
         once_more["champion_eval"]["rows"]
-        == warehouse_of(config).day_rows(warehouse_of(config).current("toy_daily"))[datetime.date(2025, 1, 8)]
+        == Workspace(config).warehouse.day_rows(Workspace(config).warehouse.current("toy_daily"))[
+            datetime.date(2025, 1, 8)
+        ]
     )
     assert once_more["train"]["rows"] + once_more["eval"]["rows"] == once_more["champion_eval"]["rows"]
     assert once_more["champion_eval"]["ne"] == filled["series"][0]["champion_ne"]
@@ -103,7 +106,7 @@ def test_days_follow_one_another(filled, monkeypatch, tmp_path):
     shutil.move(tmp_path / "checkpoints", folder)
 
     (folder / "registered").unlink()  # as if publishing had been cut short once the version was champion
-    tracker_of(config).client.delete_model_version_tag("toy_daily", "2", "identity")
+    Workspace(config).tracking.client.delete_model_version_tag("toy_daily", "2", "identity")
     assert recurring(CONFIG, TOY, day="2025-01-08")["status"] == "skipped"
     assert tags(config, 2)["identity"] == second["identity"]
     both = backfill(CONFIG, TOY, start="2025-01-08", end="2025-01-09", work="train")
@@ -126,7 +129,7 @@ def test_policies_are_rehearsed_side_by_side(filled, monkeypatch):
     every, never = (compared["policies"][name] for name in ("every day", "never"))
     assert every["trainings"] == {"further": 2, "scratch": 0}
     line = filled["series"][0]
-    days = tracker_of(load(CONFIG, TOY)).result(line["mlflow_run_id"])
+    days = Workspace(load(CONFIG, TOY)).tracking.load_result(line["mlflow_run_id"])
     assert every["rows_trained"] > days["train"]["rows"] > 0
     trained = {
         one["trainings"]["further"]: one["rows_trained"]
@@ -134,7 +137,7 @@ def test_policies_are_rehearsed_side_by_side(filled, monkeypatch):
     }
     assert trained[2]["2025-01-08"] == days["train"]["rows"]  # the rows that the daily run has trained on
     assert (never["trainings"], never["rows_trained"]) == ({"further": 0, "scratch": 0}, 0)
-    client = tracker_of(load(CONFIG, TOY)).client
+    client = Workspace(load(CONFIG, TOY)).tracking.client
     children = client.search_runs(
         [client.get_run(compared["mlflow_run_id"]).info.experiment_id],
         f"tags.`mlflow.parentRunId` = '{compared['mlflow_run_id']}'",
@@ -154,10 +157,10 @@ def _course(path):
 def test_the_work_of_a_day_is_the_same_whoever_is_champion():
     config, day = load(CONFIG, TOY), datetime.date(2025, 1, 8)
     same = load(config, {"preprocessing.workers": 2, "recurring.policies": {}, "gate.rule": "better"})
-    assert identity_of_day(config, day) == identity_of_day(same, day)
+    assert identity_of_day(Workspace(config), day) == identity_of_day(Workspace(same), day)
     for other in ({"training.epochs": 3}, {"recurring.every_days": 2}, {"recurring.training": {}}):
-        assert identity_of_day(config, day) != identity_of_day(load(config, other), day)
-    assert identity_of_day(config, day) != identity_of_day(config, datetime.date(2025, 1, 9))
+        assert identity_of_day(Workspace(config), day) != identity_of_day(Workspace(load(config, other)), day)
+    assert identity_of_day(Workspace(config), day) != identity_of_day(Workspace(config), datetime.date(2025, 1, 9))
 
 
 @pytest.mark.parametrize(
@@ -179,8 +182,12 @@ def test_what_cannot_be_trained_further_is_refused(overrides, said):
 
 def test_a_training_on_new_days_is_one_plain_epoch_unless_told():
     config = load(CONFIG, TOY | {"training.epochs": 5, "training.average_from_step": 9, "training.patience": 3})
-    assert (config.further.epochs, config.further.average_from_step, config.further.patience) == (1, None, None)
-    assert (config.further.dense_learning_rate, config.training.dense_learning_rate) == (5.0e-4, 1.0e-3)
+    assert (config.incremental.epochs, config.incremental.average_from_step, config.incremental.patience) == (
+        1,
+        None,
+        None,
+    )
+    assert (config.incremental.dense_learning_rate, config.training.dense_learning_rate) == (5.0e-4, 1.0e-3)
 
 
 def test_old_checkpoints_make_room(tmp_path, monkeypatch):
@@ -197,12 +204,12 @@ def test_old_checkpoints_make_room(tmp_path, monkeypatch):
         (folder / "weights.safetensors").touch()
         if name != names[2]:
             (folder / "registered").touch()
-    champion = Champion(version=1, trained_to="2025-01-01", scratch_day="2025-01-01", run_folder=names[0])
+    champion = ChampionVersion(version=1, trained_to="2025-01-01", scratch_day="2025-01-01", run_folder=names[0])
     monkeypatch.setattr(day, "_champion", lambda config: champion)
-    assert day.clear(config, datetime.date(2025, 1, 5)) == [names[1]]
+    assert day.clear(Workspace(config), datetime.date(2025, 1, 5)) == [names[1]]
     assert [name for name in names if not (tmp_path / "runs" / name / "checkpoints").exists()] == [names[1]]
     assert [name for name in names if not (tmp_path / "runs" / name / "weights.safetensors").exists()] == [names[1]]
-    assert day.clear(config, datetime.date(2025, 1, 5)) == []
+    assert day.clear(Workspace(config), datetime.date(2025, 1, 5)) == []
 
 
 def course(name: str, shift: float) -> BacktestResult:
@@ -231,4 +238,4 @@ def test_the_table_of_policies():
 
 def test_the_summary_of_a_backfill_in_words():
     counts = {"days": 3, "days_trained": 1, "days_judged": 1, "trainings_skipped": 1}
-    assert in_words(counts) == "3 days; 1 trained, 1 judged only, 1 were done"
+    assert describe(counts) == "3 days; 1 trained, 1 judged only, 1 were done"

@@ -11,7 +11,7 @@ from pipeline.config import load
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.jobs.search import release as releasing
 from pipeline.jobs.search.trials import SearchJob, unfinished
-from pipeline.jobs.training.job import tracker_of
+from pipeline.jobs.workspace import Workspace
 from pipeline.search.config import ReleaseConfig
 from pipeline.search.release import CandidateStanding
 
@@ -89,7 +89,7 @@ def test_all_candidates_are_held_against_the_table(smoke, home, monkeypatch):
 
     def said(**more):
         with pytest.raises((ConfigError, EmptyDatasetError)) as error:
-            releasing.pinned_release(settings(**more), None, False)
+            releasing.pinned_release(Workspace(settings(**more)), None, False)
         return str(error.value)
 
     unknown = {"less": {"sampling": {"inputs": ["cat_usr"], "rate": 0.5}}}
@@ -107,20 +107,20 @@ def test_all_candidates_are_held_against_the_table(smoke, home, monkeypatch):
 
 
 def test_the_same_release_has_the_same_folder_until_it_is_made_again(smoke, copied):
-    first = releasing.pinned_release(settings(), None, False)
-    assert releasing.pinned_release(settings(parallel=2), None, True) == first
-    assert releasing.pinned_release(settings(keep=1), None, False).identity != first.identity
+    first = releasing.pinned_release(Workspace(settings()), None, False)
+    assert releasing.pinned_release(Workspace(settings(parallel=2)), None, True) == first
+    assert releasing.pinned_release(Workspace(settings(keep=1)), None, False).identity != first.identity
     folder = Path(first.folder)
     folder.mkdir(parents=True)
     (folder / "result.json").write_text('{"status": "failed"}')
-    assert releasing.finished(first, settings()) is None
-    assert releasing.pinned_release(settings(), None, True).folder == f"{folder}"[:-1] + "1"
+    assert releasing.load_result(Workspace(settings()), first) is None
+    assert releasing.pinned_release(Workspace(settings()), None, True).folder == f"{folder}"[:-1] + "1"
 
 
 def test_another_model_or_gate_is_another_release(smoke, copied):
-    first = releasing.pinned_release(settings(), None, False)
+    first = releasing.pinned_release(Workspace(settings()), None, False)
     for more in ({"registration.model_name": "other"}, {"gate.rule": "not_worse"}):
-        assert releasing.pinned_release(load(settings(), more), None, False).identity != first.identity
+        assert releasing.pinned_release(Workspace(load(settings(), more)), None, False).identity != first.identity
 
 
 def test_a_release_whose_version_is_gone_is_not_done(smoke, copied):
@@ -128,9 +128,9 @@ def test_a_release_whose_version_is_gone_is_not_done(smoke, copied):
     result = {"status": "ok", "model": smoke["model"], "model_run_id": smoke["mlflow_run_id"]}
     (copied / "result.json").write_text(json.dumps(result))
     with disable_run_logger():
-        assert releasing.finished(job, settings()) == result | {"status": "skipped"}
+        assert releasing.load_result(Workspace(settings()), job) == result | {"status": "skipped"}
     (copied / "result.json").write_text(json.dumps(result | {"model": smoke["model"] | {"version": 10_000}}))
-    assert releasing.finished(job, settings()) is None
+    assert releasing.load_result(Workspace(settings()), job) is None
 
 
 def test_a_search_beside_one_on_another_snapshot_is_told_of_it(tmp_path):
@@ -147,7 +147,7 @@ def test_a_search_beside_one_on_another_snapshot_is_told_of_it(tmp_path):
 
 
 def test_the_release_is_no_part_of_a_trainings_identity():
-    assert settings().identity(5) == load(CONFIG).identity(5)
+    assert settings().semantics() == load(CONFIG).semantics()
 
 
 def test_the_demo_has_candidates():
@@ -199,7 +199,7 @@ def test_a_release_with_a_candidate_that_fails_and_one_that_is_stopped(smoke, co
     assert (result["winner"], last["name"], result["status"]) == ("base", "base", "ok")
     assert result["gate"]["decision"] in ("promote", "hold", "reject")
 
-    tracker = tracker_of(load(CONFIG))
+    tracker = Workspace(load(CONFIG)).tracking
     children = tracker.client.search_runs(
         [tracker.experiment_id], f"tags.`mlflow.parentRunId` = '{result['mlflow_run_id']}'"
     )

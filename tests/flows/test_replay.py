@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from flows.replay import pin, replay
+from flows.replay import replay
 from pipeline.config import load
 from pipeline.errors import ConfigError, RegistryError, StorageError
-from pipeline.jobs.training import tasks
 from pipeline.jobs.training.provenance import RECORD, changed, differences, fetched, recorded_config
+from pipeline.jobs.training.replay import pin
+from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import list_moves, list_versions
 
 CONFIG = "configs/smoke.yaml"
@@ -17,13 +18,13 @@ CONFIG = "configs/smoke.yaml"
 @pytest.fixture
 def record(smoke, home, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(home))
-    return fetched(tasks.tracker_of(load(CONFIG)), "smoke", 1)
+    return fetched(Workspace(load(CONFIG)).tracking, "smoke", 1)
 
 
 def test_the_record_has_what_a_training_is_made_from(record, smoke, home):
     config = load(CONFIG)
     assert record.snapshot.model_dump() == {"table": "smoke", "snapshot_id": smoke["snapshot_id"]}
-    refs = tasks.warehouse_of(config).table("smoke").refs()
+    refs = Workspace(config).warehouse.table("smoke").refs()
     assert refs[record.snapshot_tag].snapshot_id == smoke["snapshot_id"]
     assert recorded_config(record, config) == config
     assert record.seeds == {"seed": config.seed, "source.generator.seed": config.source.generator.seed}
@@ -31,7 +32,7 @@ def test_the_record_has_what_a_training_is_made_from(record, smoke, home):
     assert (record.identity, record.commit) == (smoke["identity"], smoke["git_commit"])
     assert (record.world_size, record.device) == (2, "cpu")
     assert record.threads_per_rank >= 1
-    tags = tasks.tracker_of(config).client.get_model_version("smoke", "1").tags
+    tags = Workspace(config).tracking.client.get_model_version("smoke", "1").tags
     assert (record.plan_hash, record.lock_hash) == (tags["plan_hash"], tags["lock_hash"])
     assert tags["record"] == f"runs:/{smoke['mlflow_run_id']}/{RECORD}"
     assert {"torch", "torchrec", "numba", "python", "processor"} <= record.versions.keys()
@@ -94,7 +95,7 @@ def test_differences_are_put_into_words(record):
 
 
 def test_a_version_without_a_record_is_refused(record, smoke, copied):
-    tracker = tasks.tracker_of(load(CONFIG))
+    tracker = Workspace(load(CONFIG)).tracking
     tracker.client.delete_model_version_tag("smoke", "1", "record")
     with pytest.raises(RegistryError, match=r"model 'smoke', version 1: expected a record of its training, got none\."):
         fetched(tracker, "smoke", 1)
@@ -118,7 +119,7 @@ def test_a_replay_that_cannot_be_one_is_refused(smoke, command, home, words, sen
 def test_a_snapshot_that_has_expired_is_named(record):
     gone = record.model_copy(update={"snapshot": record.snapshot.model_copy(update={"snapshot_id": 7})})
     with pytest.raises(StorageError) as error:
-        pin.fn(load(CONFIG), gone, "smoke-1")
+        pin(Workspace(load(CONFIG)), gone, "smoke-1")
     assert str(error.value) == (
         "snapshot 7 of table 'smoke': expected a snapshot of the table, got none of that id. "
         "It may have expired. Use the current snapshot."
@@ -127,7 +128,7 @@ def test_a_snapshot_that_has_expired_is_named(record):
 
 @pytest.mark.slow
 def test_a_replay_on_other_workers_has_the_same_weights(smoke, command, copied):
-    tracker = tasks.tracker_of(load(CONFIG))
+    tracker = Workspace(load(CONFIG)).tracking
     made = list_versions(tracker, "smoke")
     before = len(list_moves(tracker, "smoke")), tracker.client.get_registered_model("smoke").aliases
     workers = smoke["train"]["preprocessing"]["workers"] + 1

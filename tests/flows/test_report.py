@@ -4,8 +4,8 @@ from pathlib import Path
 
 from flows.report import report
 from pipeline.config import load
-from pipeline.jobs.training.job import tracker_of
-from pipeline.jobs.training.reporting import REPORT
+from pipeline.jobs.training.summary import REPORT
+from pipeline.jobs.workspace import Workspace
 from pipeline.registration.tracking import Tracker
 
 CONFIG = "configs/smoke.yaml"
@@ -17,7 +17,7 @@ def test_the_champion_is_reported(smoke, command, home):
     text = Path(result["path"]).read_text(encoding="utf-8")
     assert f'<td class="number">{smoke["eval"]["ne"]:.4f}</td>' in text
     assert smoke["gate"]["reason"] in text
-    client = tracker_of(load(CONFIG)).client
+    client = Workspace(load(CONFIG)).tracking.client
     version = client.get_model_version("smoke", str(smoke["model"]["version"]))
     assert f"| evaluation | {smoke['eval']['ne']:.4f} |" in version.description
 

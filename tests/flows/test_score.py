@@ -12,7 +12,7 @@ from flows.ingest import ingest
 from flows.score import score
 from pipeline.config import load
 from pipeline.config.files import ROOT
-from pipeline.jobs.training import tasks
+from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, list_versions, move_alias
 from pipeline.registration.scorer import LoadedModel
 
@@ -22,14 +22,14 @@ DAYS = ["2025-01-06", "2025-01-07", "2025-01-08", "2025-01-09"]
 
 
 def everything(table: str, columns: list[str]) -> pa.Table:
-    warehouse = tasks.warehouse_of(load(CONFIG))
+    warehouse = Workspace(load(CONFIG)).warehouse
     reader = warehouse.reader(warehouse.current(table), columns)
     return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
 
 
 def another_champion() -> int:
     """The smoke run's model as a second version."""
-    tracker = tasks.tracker_of(load(CONFIG))
+    tracker = Workspace(load(CONFIG)).tracking
     first = tracker.client.get_model_version("smoke", "1")
     made = tracker.client.create_model_version("smoke", first.source, first.run_id, tags=first.tags)
     move_alias(tracker, "smoke", CHAMPION, int(made.version), "person", "the same again")
@@ -47,7 +47,7 @@ def test_days_are_scored_once_for_each_champion_and_content(smoke, home, copied,
     assert (result["status"], result["days"], result["skipped_days"], result["rows"]) == (
         "ok", DAYS[:2], DAYS[2:], 10_000,
     )  # fmt: skip
-    assert "skipped: 2 days have scores of version 1 and the same rows; again=true scores them anew" in log
+    assert "skipped: 2 days have scores of version 1 and the same rows; force=true scores them anew" in log
     assert result["table"] == "smoke_scores"
     assert result["rows_per_second"] > 0
 
@@ -72,7 +72,7 @@ def test_days_are_scored_once_for_each_champion_and_content(smoke, home, copied,
     code, again, log = command(score, CONFIG, keep, home=copied)
     assert (code, again["status"], again["days"], again["rows"]) == (0, "skipped", [], 0), log
     assert again["snapshot_id"] == result["snapshot_id"]
-    code, _, log = command(ingest, CONFIG, "day=2025-01-07", "again=true", home=copied)
+    code, _, log = command(ingest, CONFIG, "day=2025-01-07", "force=true", home=copied)
     assert code == 0, log
     code, result, log = command(score, CONFIG, keep, home=copied)
     assert (code, result["days"], result["rows"]) == (0, DAYS[1:2], 5_000), log
@@ -86,11 +86,11 @@ def test_days_are_scored_once_for_each_champion_and_content(smoke, home, copied,
 
 def test_what_cannot_be_scored_is_said_in_a_sentence(copied, command):
     code, result, _ = command(score, CONFIG, "version=99", home=copied)
-    known = ", ".join(str(number) for number in list_versions(tasks.tracker_of(load(CONFIG)), "smoke"))
+    known = ", ".join(str(number) for number in list_versions(Workspace(load(CONFIG)).tracking, "smoke"))
     assert (code, result["error"]) == (
         1, f"model 'smoke': expected a version among {known}, got 99. Name one of them: version=N.",
     )  # fmt: skip
-    tasks.tracker_of(load(CONFIG)).client.delete_registered_model_alias("smoke", "champion")
+    Workspace(load(CONFIG)).tracking.client.delete_registered_model_alias("smoke", "champion")
     code, result, _ = command(score, CONFIG, home=copied)
     assert (code, result["error"]) == (
         1, "model 'smoke': expected a champion, got none. Train a model first, or name a version: version=N.",

@@ -23,8 +23,10 @@ import pytest
 
 from flows.end_to_end import end_to_end
 from pipeline.config import RunConfig, load
-from pipeline.jobs.training import tasks
+from pipeline.jobs.training import finish
 from pipeline.jobs.training.job import pinned
+from pipeline.jobs.workspace import Workspace
+from pipeline.preprocessing.worker import Worker
 from pipeline.registration.register import raw_frame
 from pipeline.registration.scorer import LoadedModel
 
@@ -134,9 +136,9 @@ def served(prefect: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         patch.setenv("DLRM_HOME", str(home))
         config = configured(source(home))
         result = end_to_end(config=config)
-        job = pinned(config, None, False)
-        rows = tasks._first_rows(tasks.Worker(job.data["test"], tasks.warehouse_of(config)), 256)
-        tracker = tasks.tracker_of(config)
+        job = pinned(Workspace(config), None, False)
+        rows = finish._first_rows(Worker(job.data["test"], Workspace(config).warehouse), 256)
+        tracker = Workspace(config).tracking
     run = next((home / "runs").iterdir())
     name = f"models:/served/{result['model']['version']}"
     with socket.socket() as probe:

@@ -9,8 +9,8 @@ from flows.sharding import sharding
 from pipeline.config import load
 from pipeline.evaluation import plots
 from pipeline.jobs.training import sharding_plans
-from pipeline.jobs.training.job import tracker_of
 from pipeline.jobs.training.sharding_plans import TOLERANCE, as_text
+from pipeline.jobs.workspace import Workspace
 
 KINDS = ("row_wise", "table_wise", "table_column_wise", "grid_shard")
 """Enough to compare; each starts ranks of its own. That all kinds train alike is shown beside the sharding."""
@@ -54,7 +54,7 @@ def test_what_is_refused_says_why(result: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_the_run_has_table_and_figure(result: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLRM_HOME", str(home))
-    client = tracker_of(load("configs/smoke.yaml")).client
+    client = Workspace(load("configs/smoke.yaml")).tracking.client
     names = {item.path for folder in (None, "plots") for item in client.list_artifacts(result["mlflow_run_id"], folder)}
     assert {"placements.json", "plots/placements.png"} <= names
     assert client.get_run(result["mlflow_run_id"]).info.status == "FINISHED"
@@ -63,7 +63,7 @@ def test_the_run_has_table_and_figure(result: dict[str, Any], home: Path, monkey
 
 def test_a_training_keeps_its_plan(smoke: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLRM_HOME", str(home))
-    tracker = tracker_of(load("configs/smoke.yaml"))
+    tracker = Workspace(load("configs/smoke.yaml")).tracking
     names = {
         item.path
         for folder in (None, "plots")

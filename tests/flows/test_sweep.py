@@ -18,10 +18,10 @@ from pipeline.config import load
 from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError, StorageError, TrainingError
 from pipeline.jobs.search import sweep as sweep_job
-from pipeline.jobs.search import sweep_result
+from pipeline.jobs.search import sweep_run
 from pipeline.jobs.search.candidate import StoppedEarly, candidate_job, train_candidate
 from pipeline.jobs.search.trials import SearchJob, Trials
-from pipeline.jobs.training.job import tracker_of, warehouse_of
+from pipeline.jobs.workspace import Workspace
 from pipeline.search.config import SweepConfig
 from pipeline.search.study import Draw, SearchStudy, TrialRecord
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_searched_is_refused(overrides, said):
 def test_trials_need_validation_rows(smoke, home, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(home))
     with pytest.raises(ConfigError) as error:
-        sweep_job.pinned_sweep(load(CONFIG, {"split.days.valid": []}), None, False)
+        sweep_job.pinned_sweep(Workspace(load(CONFIG, {"split.days.valid": []})), None, False)
     assert str(error.value) == (
         "split: expected validation rows, by which trials are ranked, got none. Name some as `valid`."
     )
@@ -111,21 +111,23 @@ def test_trials_need_validation_rows(smoke, home, monkeypatch):
 def test_the_sweep_is_no_part_of_a_trainings_identity():
     plain = load(CONFIG, {"sweep": {}})
     assert plain.sweep != load(CONFIG).sweep
-    assert plain.identity(5) == load(CONFIG).identity(5)
+    assert plain.semantics() == load(CONFIG).semantics()
 
 
 def test_the_same_sweep_has_the_same_folder_until_it_is_made_again(smoke, copied):
     config = load(CONFIG)
-    first = sweep_job.pinned_sweep(config, None, False)
-    assert sweep_job.pinned_sweep(load(CONFIG, {"sweep.trials": 99, "sweep.parallel": 2}), None, True) == first
-    assert sweep_job.pinned_sweep(load(CONFIG, {"sweep.seed": 2}), None, False).identity != first.identity
+    first = sweep_job.pinned_sweep(Workspace(config), None, False)
+    assert (
+        sweep_job.pinned_sweep(Workspace(load(CONFIG, {"sweep.trials": 99, "sweep.parallel": 2})), None, True) == first
+    )
+    assert sweep_job.pinned_sweep(Workspace(load(CONFIG, {"sweep.seed": 2})), None, False).identity != first.identity
     folder = Path(first.folder)
     folder.mkdir(parents=True)
-    assert sweep_job.pinned_sweep(config, None, True) == first  # cut short: it goes on
+    assert sweep_job.pinned_sweep(Workspace(config), None, True) == first  # cut short: it goes on
     (folder / "result.json").write_text("{}")
-    second = sweep_job.pinned_sweep(config, None, True)
+    second = sweep_job.pinned_sweep(Workspace(config), None, True)
     assert (folder.name[:-1], Path(second.folder).name) == (Path(second.folder).name[:-1], f"{folder.name[:-1]}1")
-    assert sweep_job.pinned_sweep(config, None, False) == first
+    assert sweep_job.pinned_sweep(Workspace(config), None, False) == first
 
 
 def test_own_values_are_those_that_the_space_has():
@@ -145,11 +147,11 @@ def test_the_best_config_is_a_file_that_loads_to_its_trial(smoke, copied):
     """Lists that a key reaches into are written whole, since a file's list takes the place of its base's."""
     space = {RATE: {"low": 0.01, "high": 0.2}, "features.sparse.1.transforms.0.limit": {"low": 1, "high": 9}}
     config = load(CONFIG, {"sweep.space": space, "sweep.trial_overrides": {STEPS: 3}, "seed": 4})
-    job = sweep_job.pinned_sweep(config, None, False)
+    job = sweep_job.pinned_sweep(Workspace(config), None, False)
     params = {RATE: 0.0123, "features.sparse.1.transforms.0.limit": 7}
     Path(job.folder).mkdir(parents=True)
-    work = sweep_job.Sweep(config, job, tracker_of(config), "none")
-    path = sweep_result.write_best(work, record(params))
+    work = sweep_job.Sweep(Workspace(config), job, "none")
+    path = sweep_run.write_best(work, record(params))
     found = load(path)
     assert found == load(CONFIG, {**params, "seed": 4, "sweep": {}})
     assert found.features.sparse[1].transforms[0].limit == 7
@@ -161,7 +163,7 @@ def test_trials_share_a_fitted_plan_where_they_can(smoke, copied):
     config = load(CONFIG)
     plans, snapshot = copied / "plans", smoke["snapshot_id"]
     jobs = [
-        candidate_job(load(config, {key: value}), "x", snapshot, copied / f"{number}", plans)
+        candidate_job(Workspace(load(config, {key: value})), "x", snapshot, copied / f"{number}", plans)
         for number, (key, value) in enumerate(
             [(RATE, 0.1), ("model.embedding_width", 4), ("features.sparse.1.transforms.0.limit", 3)]
         )
@@ -177,7 +179,7 @@ def test_trials_share_a_fitted_plan_where_they_can(smoke, copied):
 
 def test_a_table_for_people():
     records = [record({RATE: 0.5, "model.bottom_mlp": [8]}), record({RATE: 0.25, "model.bottom_mlp": [16]}, 0.8)]
-    assert sweep_result.as_table(records, [RATE, "model.bottom_mlp"]) == (
+    assert sweep_run.as_table(records, [RATE, "model.bottom_mlp"]) == (
         f"| trial | NE | `{RATE}` | `model.bottom_mlp` |\n|---|---|---|---|\n"
         "| 7 | 0.8000 | 0.25 | [16] |\n| 7 | 0.9000 | 0.5 | [8] |"
     )
@@ -228,7 +230,7 @@ def test_fault_35_a_killed_sweep_goes_on_and_ends_with_the_same_best(smoke, comm
         process.wait(30)
     assert ended(family)
     [folder] = sweeps.iterdir()
-    tracker = tracker_of(load(CONFIG))
+    tracker = Workspace(load(CONFIG)).tracking
     before = {run.data.tags["dlrm.trial"]: run for run in children(tracker, (folder / "mlflow_run_id").read_text())}
     assert {number: run.info.status for number, run in before.items()} == {"0": "FINISHED", "1": "RUNNING"}
 
@@ -252,13 +254,13 @@ def test_fault_35_a_killed_sweep_goes_on_and_ends_with_the_same_best(smoke, comm
     assert plots == {f"plots/{name}.png" for name in ("history", "importance", "parallel_coordinates")}
     assert load(result["config_path"]) == load(load(CONFIG, LIGHT | {"training.checkpoint_every_steps": 5}), result["best"]["params"] | {"sweep": {}})  # fmt: skip
     identity = folder.name.split("-")[1]
-    tags = [tag for tag in warehouse_of(load(CONFIG)).table("smoke").refs() if identity in tag]
+    tags = [tag for tag in Workspace(load(CONFIG)).warehouse.table("smoke").refs() if identity in tag]
     assert tags == [f"train-{identity}-{smoke['snapshot_id']}"]  # one for all trials
 
     code, same, _ = command(sweep, CONFIG, *words, home=copied)
     assert (code, same) == (0, result | {"status": "skipped"})
 
-    code, other, log = command(sweep, CONFIG, *words, "sweep.parallel=2", "again=true", home=copied)
+    code, other, log = command(sweep, CONFIG, *words, "sweep.parallel=2", "force=true", home=copied)
     assert code == 0, log
     assert other["study"] != result["study"]
     assert other["best"] == result["best"]
@@ -279,22 +281,22 @@ def trials_of(tracker, result: dict) -> list[dict]:
 @pytest.mark.slow
 def test_a_candidate_that_is_stopped_early_ends_at_once_and_can_go_on(smoke, copied):
     config = load(CONFIG, LIGHT | {"training.checkpoint_every_steps": 5})
-    job = candidate_job(config, "x" * 32, smoke["snapshot_id"], copied / "candidate", copied / "plans")
+    job = candidate_job(Workspace(config), "x" * 32, smoke["snapshot_id"], copied / "candidate", copied / "plans")
 
     def watch(event) -> None:
         if event is not None and event["event"] == "saved":
             raise StoppedEarly
 
     with disable_run_logger():
-        outcome = train_candidate(config, job, "candidate", {}, watch)
+        outcome = train_candidate(Workspace(config), job, "candidate", {}, watch)
     assert outcome.valid_ne is None
-    tracker = tracker_of(config)
+    tracker = Workspace(config).tracking
     run = tracker.client.get_run(outcome.run_id)
     assert (run.info.status, run.data.tags["dlrm.stopped_early"]) == ("FINISHED", "true")
     ours = [process.cmdline() for process in psutil.Process().children(recursive=True)]
     assert not [words for words in ours if "pipeline.jobs.training.rank" in words]
     with disable_run_logger():
-        again = train_candidate(config, job, "candidate", {})
+        again = train_candidate(Workspace(config), job, "candidate", {})
     assert again.run_id == outcome.run_id
     assert json.loads((copied / "candidate" / "trained.json").read_text())["summary"]["valid_ne"] == again.valid_ne
     assert tracker.client.get_run(outcome.run_id).data.metrics["best_valid_ne"] == again.valid_ne
@@ -304,7 +306,8 @@ def failing(tmp_path: Path, errors: list[Exception | None]) -> tuple[Trials, Cal
     """Trials of one study, and what runs them: each raises the next error, or ends with an NE."""
     settings = SweepConfig(space=SPACE, strategy="random", trials=len(errors))
     job = SearchJob(identity="x", folder=str(tmp_path), snapshot={"table": "smoke", "snapshot_id": 1})
-    trials = Trials(SearchStudy(tmp_path / "study.db", settings, {}), job, tmp_path, None, "none")
+    study = SearchStudy(tmp_path / "study.db", settings, {})
+    trials = Trials(Workspace(load(CONFIG)), study, job, tmp_path, "none")
 
     def run(draw: Draw) -> None:
         error = errors[draw.number]
@@ -344,14 +347,15 @@ def test_a_sweep_without_its_best_config_is_not_done(tmp_path):
     job = SearchJob(identity="x", folder=str(tmp_path), snapshot={"table": "smoke", "snapshot_id": 1})
     result = {"trials": {"complete": 20}, "config_path": str(tmp_path / "best.yaml")}
     (tmp_path / "result.json").write_text(json.dumps(result))
-    assert sweep_job.finished(job, load(CONFIG)) is None
+    assert sweep_job.load_result(Workspace(load(CONFIG)), job) is None
     (tmp_path / "best.yaml").touch()
     with disable_run_logger():
-        assert sweep_job.finished(job, load(CONFIG)) == result | {"status": "skipped"}
+        assert sweep_job.load_result(Workspace(load(CONFIG)), job) == result | {"status": "skipped"}
 
 
 def test_an_interrupt_ends_all_trials(smoke, copied):
-    work = sweep_job.Sweep(load(CONFIG), SearchJob(identity="x", folder=str(copied), snapshot={"table": "smoke", "snapshot_id": 1}), None, "none")  # fmt: skip
+    job = SearchJob(identity="x", folder=str(copied), snapshot={"table": "smoke", "snapshot_id": 1})
+    work = sweep_job.Sweep(Workspace(load(CONFIG)), job, "none")
     work.watch(0, None)
     work.stop.set()
     with pytest.raises(KeyboardInterrupt):

@@ -10,8 +10,11 @@ from prefect import flow
 from safetensors.torch import load_file
 
 from pipeline.config import load
-from pipeline.jobs.training import tasks
+from pipeline.jobs.training.evaluate import evaluate
+from pipeline.jobs.training.finish import register
 from pipeline.jobs.training.job import pinned
+from pipeline.jobs.training.train import Trained
+from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.register import download_packed, raw_frame
 from pipeline.registration.scorer import LoadedModel
@@ -22,37 +25,35 @@ from storage.artifacts import sha256
 def test_a_model_of_int8_tables_is_registered_as_it_is_judged(smoke, home, copied):
     """The smoke run's weights again, in the other form."""
     config = load("configs/smoke.yaml", {"registration.weights": "int8"})
-    job = pinned(config, None, False)
+    job = pinned(Workspace(config), None, False)
     assert job.done is None
     before = home / "runs" / f"smoke-{smoke['identity'][:12]}-0"
     probe = json.loads((before / "probe.json").read_text())
-    trained = tasks.Trained(
-        weights=str(before / "weights.safetensors"), probe=probe, summary=smoke["train"], placement=()
-    )
+    trained = Trained(weights=str(before / "weights.safetensors"), probe=probe, summary=smoke["train"], placement=())
 
-    run_id = tasks.tracker_of(config).start("int8", {}, {}, None)
+    run_id = Workspace(config).tracking.start("int8", {}, {}, None)
 
     @flow
     def judged_and_registered():
-        judged = tasks.evaluate(config, job, trained)
-        return judged, tasks.register(config, job, trained, judged, run_id)
+        judged = evaluate(Workspace(config), job, trained)
+        return judged, register(Workspace(config), job, trained, judged, run_id)
 
     judged, model = judged_and_registered()
     folder = copied / "runs" / f"smoke-{job.identity[:12]}-0"
     plain, rounded = LoadedModel(folder / "model"), LoadedModel(folder / "int8" / "model")
     weights = folder / "int8" / "model" / "weights.safetensors"
-    tags = tasks.tracker_of(config).client.get_model_version("smoke", str(model.version)).tags
+    tags = Workspace(config).tracking.client.get_model_version("smoke", str(model.version)).tags
     assert (tags["weights"], tags["size_bytes"]) == ("int8", str(weights.stat().st_size))
     assert judged.report.ne_exact == smoke["eval"]["ne"]
     assert float(tags["ne_int8_cost"]) == pytest.approx(judged.report.overall.ne - smoke["eval"]["ne"], abs=1e-6)
-    others = tasks.tracker_of(config).client.get_model_version("smoke", "1").tags
+    others = Workspace(config).tracking.client.get_model_version("smoke", "1").tags
     assert others["weights"] == "fp32"
     width = config.model.embedding_width
     ratio = weights.stat().st_size / int(others["size_bytes"])
     assert ratio == pytest.approx((width + 8) / (4 * width), abs=0.01)
-    fetched = download_packed(tasks.tracker_of(config), "smoke", model.version, copied / "fetched")
+    fetched = download_packed(Workspace(config).tracking, "smoke", model.version, copied / "fetched")
     assert sha256(fetched / "weights.safetensors") == sha256(weights)
-    worker = Worker(job.data["test"], tasks.warehouse_of(config))
+    worker = Worker(job.data["test"], Workspace(config).warehouse)
     rows = pa.concat_tables([worker.read_selected(fragment) for fragment in worker.fragments()])
     served = mlflow.pyfunc.load_model(f"models:/smoke/{model.version}")
     scores = served.predict(raw_frame(rows, plain.columns))["probability"].to_numpy()

@@ -9,7 +9,7 @@ import pytest
 from flows.end_to_end import end_to_end
 from pipeline.config import load
 from pipeline.errors import ConfigError
-from pipeline.jobs.training import tasks
+from pipeline.jobs.workspace import Workspace
 from pipeline.registration.register import download_packed
 from pipeline.registration.scorer import LoadedModel
 from tests.quality import quality
@@ -35,7 +35,7 @@ def test_a_thinned_model_is_calibrated_on_all_rows(smoke, home, tmp_path, monkey
     assert judged["label_rate"] == pytest.approx(smoke["eval"]["label_rate"], abs=0.03)
     files = sorted((home / "warehouse" / "dlrm" / "smoke" / "data" / "day=2025-01-09").glob("*.parquet"))
     rows = pa.concat_tables([pq.read_table(file, partitioning=None) for file in files])
-    model = LoadedModel(download_packed(tasks.tracker_of(load(CONFIG)), "smoke", 1, Path(tmp_path / "model")))
+    model = LoadedModel(download_packed(Workspace(load(CONFIG)).tracking, "smoke", 1, Path(tmp_path / "model")))
     assert "sample_weight" not in model.columns
     found = quality(rows.column("label").to_numpy(), model.score(rows))
     assert found.rows == 5_000
@@ -53,7 +53,6 @@ def test_thinned_rows_want_their_weight():
     )
 
 
-def test_an_identity_without_weights_is_the_one_it_was():
+def test_weights_are_part_of_a_trainings_identity():
     config = load(CONFIG)
-    assert "weight" not in config.semantics()["features"]
-    assert config.identity(1) != load(CONFIG, {"features.weight": "num_price"}).identity(1)
+    assert config.semantics() != load(CONFIG, {"features.weight": "num_price"}).semantics()

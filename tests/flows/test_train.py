@@ -21,8 +21,11 @@ from flows.score import score
 from flows.train import train
 from pipeline.config import load
 from pipeline.errors import ConfigError
-from pipeline.jobs.training import tasks
+from pipeline.jobs.training import finish
 from pipeline.jobs.training.job import pinned, tracked_run
+from pipeline.jobs.training.summary import CURVES, STALL_CURVES
+from pipeline.jobs.workspace import Workspace
+from pipeline.preprocessing.worker import Worker
 from pipeline.registration.aliases import list_versions
 from pipeline.registration.register import raw_frame
 from pipeline.registration.scorer import LoadedModel
@@ -61,7 +64,7 @@ def test_result_is_what_the_registered_model_says_of_the_raw_rows(smoke, at_home
     config = load(CONFIG)
     files = sorted((at_home / "warehouse" / "dlrm" / "smoke" / "data" / "day=2025-01-09").glob("*.parquet"))
     rows = pa.concat_tables([pq.read_table(file, partitioning=None) for file in files])
-    mlflow.set_tracking_uri(tasks.tracker_of(config).uri)
+    mlflow.set_tracking_uri(Workspace(config).tracking.uri)
     model = mlflow.pyfunc.load_model(f"models:/smoke/{smoke['model']['version']}")
     columns = model.unwrap_python_model().loaded.columns
     scores = model.predict(raw_frame(rows, columns))["probability"].to_numpy()
@@ -76,22 +79,22 @@ def test_probabilities_equal_the_trainers(smoke, at_home):
     config = load(CONFIG)
     folder = at_home / "runs" / f"smoke-{smoke['identity'][:12]}-0"
     model = LoadedModel(folder / "model")
-    job = pinned(config, None, False)
-    probe = tasks._first_rows(tasks.Worker(job.data["test"], tasks.warehouse_of(config)), 256)
+    job = pinned(Workspace(config), None, False)
+    probe = finish._first_rows(Worker(job.data["test"], Workspace(config).warehouse), 256)
     expected = json.loads((folder / "probe.json").read_text())
     assert len(expected) == 256
     assert np.abs(model.score(probe) - np.array(expected)).max() <= 1e-6
 
 
 def test_mlflow_holds_the_run(smoke, at_home):
-    tracker = tasks.tracker_of(load(CONFIG))
+    tracker = Workspace(load(CONFIG)).tracking
     run = tracker.client.get_run(smoke["mlflow_run_id"])
     assert run.info.status == "FINISHED"
     assert run.data.metrics["eval_ne"] == pytest.approx(smoke["eval"]["ne"])
     assert run.data.tags["snapshot_id"] == str(smoke["snapshot_id"])
     assert run.data.params["training.batch_rows"] == "512"
     assert run.inputs.dataset_inputs[0].dataset.name == "smoke"
-    curve = tracker.load_curves(smoke["mlflow_run_id"], tasks.CURVES)
+    curve = tracker.load_curves(smoke["mlflow_run_id"], CURVES)
     assert [step for step, _ in curve["train_ne_window"]] == [5, 10, 15, 20]
     assert [step for step, _ in curve["valid_ne"]] == [20]
     names = {item.path for item in tracker.client.list_artifacts(smoke["mlflow_run_id"])}
@@ -119,8 +122,8 @@ def test_mlflow_holds_the_run(smoke, at_home):
 
 
 def test_mlflow_says_where_the_time_of_preprocessing_went(smoke, at_home):
-    tracker = tasks.tracker_of(load(CONFIG))
-    curves = tracker.load_curves(smoke["mlflow_run_id"], tasks.STALL_CURVES)
+    tracker = Workspace(load(CONFIG)).tracking
+    curves = tracker.load_curves(smoke["mlflow_run_id"], STALL_CURVES)
     assert curves.keys() == {
         "stall_fraction_window", "batch_extract_seconds", "batch_transform_seconds", "batch_wait_seconds",
     }  # fmt: skip
@@ -148,7 +151,7 @@ def artifact(tracker, run_id: str, name: str) -> dict:
 
 
 def test_model_version_is_recorded(smoke, at_home):
-    tracker = tasks.tracker_of(load(CONFIG))
+    tracker = Workspace(load(CONFIG)).tracking
     version = tracker.client.get_model_version("smoke", "1")
     assert version.run_id == smoke["mlflow_run_id"]
     assert version.tags["weights_sha256"] == smoke["train"]["weights_sha256"]
@@ -166,7 +169,7 @@ def test_no_pickle_is_left(smoke, at_home):
 
 
 def test_the_snapshot_is_tagged(smoke, at_home):
-    refs = tasks.warehouse_of(load(CONFIG)).table("smoke").refs()
+    refs = Workspace(load(CONFIG)).warehouse.table("smoke").refs()
     assert refs[f"train-{smoke['identity'][:12]}-{smoke['snapshot_id']}"].snapshot_id == smoke["snapshot_id"]
 
 
@@ -178,12 +181,12 @@ def test_the_same_again_is_skipped(smoke, command, home):
     assert {key: result[key] for key in ("model", "mlflow_run_id", "train", "eval")} == {
         key: smoke[key] for key in ("model", "mlflow_run_id", "train", "eval")
     }
-    assert "skipped: smoke version 1 was made from the same snapshot and config; again=true trains anew" in log
+    assert "skipped: smoke version 1 has the same snapshot and config; force=true trains again" in log
 
 
 @pytest.mark.slow
 def test_again_trains_the_same_weights_into_a_challenger(smoke, command, copied):
-    code, result, _ = command(train, CONFIG, "again=true", home=copied)
+    code, result, _ = command(train, CONFIG, "force=true", home=copied)
     assert code == 0
     assert result["model"]["alias"] == "challenger"
     assert result["model"]["version"] > 1
@@ -281,7 +284,7 @@ def test_fault_10_a_deployments_overrides_are_checked_before_anything_runs(prefe
 
 
 def _versions() -> int:
-    return len(tasks.tracker_of(load(CONFIG)).client.search_model_versions("name = 'smoke'"))
+    return len(Workspace(load(CONFIG)).tracking.client.search_model_versions("name = 'smoke'"))
 
 
 def _source(folder: Path, **columns) -> list[str]:
@@ -330,7 +333,7 @@ def test_a_damaged_day_is_mended_by_ingesting_it_again(command, tmp_path):
     [file] = home.rglob("smoke/data/day=2025-01-06/*.parquet")
     file.write_bytes(bytes(file.stat().st_size))
     assert command(ingest, CONFIG, *words, home=home)[1]["status"] == "skipped"
-    code, result, _ = command(ingest, CONFIG, *words, "again=true", home=home)
+    code, result, _ = command(ingest, CONFIG, *words, "force=true", home=home)
     assert (code, result["rows"], result["days_written"]) == (0, 200, 1)
     assert result["snapshot_id"] != first["snapshot_id"]
 
@@ -346,10 +349,10 @@ def test_a_file_named_twice_is_read_once(command, tmp_path):
 def test_a_run_that_died_before_its_record_is_finished_by_the_next(copied, monkeypatch):
     over = {"training.world_size": 1, "preprocessing.executor": "inline", "seed": 7}
     with monkeypatch.context() as broken:
-        broken.setattr(tasks.publish, "fn", lambda *_: 1 / 0)
+        broken.setattr(finish, "publish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(config=CONFIG, overrides=over)
-    version = len(list_versions(tasks.tracker_of(load(CONFIG)), "smoke"))
+    version = len(list_versions(Workspace(load(CONFIG)).tracking, "smoke"))
     result = train(config=CONFIG, overrides=over)
     assert (result["status"], result["model"]["version"]) == ("ok", version)
     assert result["gate"]["champion"] != version
@@ -383,23 +386,23 @@ def test_a_second_process_on_the_same_training_is_refused(smoke, at_home):
     from filelock import FileLock
 
     config = load(CONFIG, {"seed": 99})
-    job = pinned(config, None, False)
+    job = pinned(Workspace(config), None, False)
     with (
         FileLock(Path(job.folder) / "lock"),
-        pytest.raises(Exception, match="another one at work on it"),
-        tracked_run(config, job),
+        pytest.raises(Exception, match="another one that works in it"),
+        tracked_run(Workspace(config), job),
     ):
         pass
 
 
 def test_a_run_cut_short_is_ended_and_resumed_as_one(smoke, at_home):
     config = load(CONFIG, {"seed": 98})
-    job = pinned(config, None, False)
-    tracker = tasks.tracker_of(config)
-    with pytest.raises(KeyboardInterrupt), tracked_run(config, job) as first:
+    job = pinned(Workspace(config), None, False)
+    tracker = Workspace(config).tracking
+    with pytest.raises(KeyboardInterrupt), tracked_run(Workspace(config), job) as first:
         raise KeyboardInterrupt
     assert tracker.client.get_run(first).info.status == "KILLED"
-    with pytest.raises(ValueError, match="RUNNING"), tracked_run(config, job) as second:
+    with pytest.raises(ValueError, match="RUNNING"), tracked_run(Workspace(config), job) as second:
         raise ValueError(tracker.client.get_run(second).info.status)
     assert second == first
     assert tracker.client.get_run(first).info.status == "FAILED"
@@ -447,7 +450,7 @@ def test_fault_5_what_cannot_be_read_is_quarantined_if_so_wished(command, corrup
     assert result["train"]["preprocessing"] | {"workers": 2} == {
         "executor": "process", "workers": 2, "restarts": 0, "quarantined_rows": 500,
     }  # fmt: skip
-    kept = artifact(tasks.tracker_of(load(CONFIG)), result["mlflow_run_id"], "preprocessing.json")
+    kept = artifact(Workspace(load(CONFIG)).tracking, result["mlflow_run_id"], "preprocessing.json")
     [entry] = kept["quarantined"]
     assert {key: entry[key] for key in ("path", "row_group", "rows", "day", "data", "epoch")} == {
         "path": f"file://{file}", "row_group": 3, "rows": 500, "day": "2025-01-07", "data": "train", "epoch": 0,
@@ -462,12 +465,12 @@ def test_fault_5_what_cannot_be_read_ends_the_training(command, corrupt_home):
     home, file = corrupt_home
     code, result, log = command(train, CONFIG, *QUARANTINE, home=home)
     assert code == 1
-    snapshot = tasks.warehouse_of(load(CONFIG)).current("smoke").snapshot_id
+    snapshot = Workspace(load(CONFIG)).warehouse.current("smoke").snapshot_id
     assert result["error"].startswith(f"file 'file://{file}' of snapshot {snapshot} of table 'smoke': expected a whole")
-    assert result["error"].endswith("Ingest its day with again=true.")
+    assert result["error"].endswith("Ingest its day with force=true.")
     assert f"error: {result['error']}" in log
     assert "Traceback" not in log
-    tracker = tasks.tracker_of(load(CONFIG))
+    tracker = Workspace(load(CONFIG)).tracking
     assert tracker.client.search_model_versions("name = 'smoke'") == []
     [run] = tracker.client.search_runs([tracker.experiment_id])
     assert run.info.status == "FAILED"

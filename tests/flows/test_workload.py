@@ -10,6 +10,7 @@ from pipeline.characterization.workload import draw_batches, make_plan
 from pipeline.config import load
 from pipeline.jobs.study.points import measure
 from pipeline.jobs.study.workload import written
+from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from storage.warehouse import Warehouse
@@ -60,7 +61,9 @@ def test_a_study_of_a_workload_reads_files_through_the_service(tmp_path, monkeyp
         "characterize": {"workload": SHAPE, "data": "files", "steps": 2, "repeats": 1, "warm_up_steps": 1},
         "training.world_size": 1, "training.batch_rows": 128, "preprocessing.workers": 1,
     }  # fmt: skip
-    (result,) = measure(load("configs/smoke.yaml", settings), [StudyPoint(values={}, settings={})], tmp_path / "study")
+    (result,) = measure(
+        Workspace(load("configs/smoke.yaml", settings)), [StudyPoint(values={}, settings={})], tmp_path / "study"
+    )
     assert result.reason is None
     assert result.measurement is not None
     assert result.measurement.load.rows == 128

@@ -107,6 +107,6 @@ def test_a_damaged_file_is_named_with_its_snapshot(warehouse: Warehouse, damage:
             call()
         assert re.fullmatch(
             rf"file '{re.escape(fragment.path)}' of snapshot {snapshot.snapshot_id} of table 'events': "
-            r"expected a whole Parquet file, got .+[^.]\. Ingest its day with again=true\.",
+            r"expected a whole Parquet file, got .+[^.]\. Ingest its day with force=true\.",
             str(error.value),
         )

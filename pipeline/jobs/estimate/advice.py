@@ -6,9 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
-from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel
 
 from pipeline.characterization.estimate import (
@@ -23,14 +20,14 @@ from pipeline.characterization.estimate import (
 )
 from pipeline.characterization.points import StudyPoint
 from pipeline.characterization.results import Load
-from pipeline.config import RunConfig
 from pipeline.errors import ContractError
+from pipeline.jobs.code_version import commit
+from pipeline.jobs.console import step
 from pipeline.jobs.estimate.calibration import Calibration, Speed, world_sizes_of
 from pipeline.jobs.estimate.footprint import Asked, Ranks, kept_of, on_ranks, service_bytes, whole_of
 from pipeline.jobs.study.points import measure
-from pipeline.jobs.training.job import own_folder, tracker_of
 from pipeline.jobs.training.sharding_plans import as_text
-from pipeline.jobs.training.summary import artifact_key, commit
+from pipeline.jobs.workspace import Workspace, exclusive_dir
 
 MOST_RANKS = 64
 """That are looked at."""
@@ -64,15 +61,16 @@ class Option(BaseModel, frozen=True):
     """Why it does not go."""
 
 
-@task(cache_policy=NO_CACHE, task_run_name="advise")
+@step("advise")
 def advised(
-    config: RunConfig, asked: Asked, calibration: Calibration, described: DescribedMachine | None, measured: bool
+    workspace: Workspace, asked: Asked, calibration: Calibration, described: DescribedMachine | None, measured: bool
 ) -> dict[str, Any]:
     """Predictions for this machine, and for another; told in log, MLflow and on the run's page. Safe to repeat.
 
     Args:
         measured: Holds the prediction against some steps of the config itself.
     """
+    config = workspace.config
     speed, shape, kept = (
         Speed(calibration),
         derive_shape(config.model, asked.dense, asked.bags),
@@ -82,7 +80,7 @@ def advised(
     room = RankMachine(memory_bytes=here.memory_bytes, most_ranks=here.cores)
     if here.device_memory_bytes is not None:
         room = RankMachine(memory_bytes=here.device_memory_bytes, most_ranks=torch.cuda.device_count(), shared=False)
-    own = advice_on(config, asked, (here.cpu, room, here.cores, process), speed.step_ms)
+    own = advice_on(workspace, asked, (here.cpu, room, here.cores, process), speed.step_ms)
     result: dict[str, Any] = {
         "status": "ok",
         "snapshot_id": asked.snapshot_id,
@@ -103,14 +101,14 @@ def advised(
     }
     if described is not None:
         facts = (described.cpu, described.room, described.cores, process)
-        result["described"] = advice_on(config, asked, facts, speed.on(described)) | {"measured": False}
-    result["warnings"] = warnings_of(config, asked, speed, own)
-    result["measurement"] = held_against(config, own, asked.snapshot_id) if measured else None
-    return told(config, result, speed)
+        result["described"] = advice_on(workspace, asked, facts, speed.on(described)) | {"measured": False}
+    result["warnings"] = warnings_of(workspace, asked, speed, own)
+    result["measurement"] = held_against(workspace, own, asked.snapshot_id) if measured else None
+    return told(workspace, result, speed)
 
 
 def advice_on(
-    config: RunConfig, asked: Asked, machine: tuple[str, RankMachine, int, int], predict: Predict
+    workspace: Workspace, asked: Asked, machine: tuple[str, RankMachine, int, int], predict: Predict
 ) -> dict[str, Any]:
     """All that is said of a machine.
 
@@ -120,15 +118,15 @@ def advice_on(
     name, room, cores, process = machine
     options: list[Option] = []
     most = min(room.most_ranks, MOST_RANKS)
-    for world_size in sorted({*world_sizes_of(most), min(config.training.world_size, most)}):
+    for world_size in sorted({*world_sizes_of(most), min(workspace.config.training.world_size, most)}):
         try:
-            ranks = on_ranks(config, asked, world_size, room, process)
-            options.append(option_of(config, asked, ranks, cores, predict(ranks.load, world_size), not room.shared))
+            ranks = on_ranks(workspace, asked, world_size, room, process)
+            options.append(option_of(workspace, asked, ranks, cores, predict(ranks.load, world_size), not room.shared))
         except ContractError as error:
             options.append(Option(ranks=world_size, fits=False, reason=str(error)))
     fitting = [option for option in options if option.fits]
     fastest = max(fitting, key=lambda option: option.rows_per_second or 0.0, default=None)
-    memory, load = whole_of(config, asked, process)
+    memory, load = whole_of(workspace, asked, process)
     return {
         "name": name,
         "cores": cores,
@@ -136,15 +134,15 @@ def advice_on(
         "memory_bytes": room.memory_bytes,
         "fewest_ranks": min((option.ranks for option in fitting), default=None),
         "fastest_ranks": fastest and fastest.ranks,
-        "machines_needed": count_machines(memory, room, service_bytes(config, load)),
-        "service_bytes": service_bytes(config, load),
+        "machines_needed": count_machines(memory, room, service_bytes(workspace, load)),
+        "service_bytes": service_bytes(workspace, load),
         "options": [option.model_dump(mode="json") for option in options],
     }
 
 
-def option_of(config: RunConfig, asked: Asked, ranks: Ranks, cores: int, step_ms: float, devices: bool) -> Option:
+def option_of(workspace: Workspace, asked: Asked, ranks: Ranks, cores: int, step_ms: float, devices: bool) -> Option:
     """What is said of a number of ranks."""
-    rows = config.training.batch_rows
+    rows = workspace.config.training.batch_rows
     largest = max(ranks.memory, key=lambda one: one.total)
     speed, worker = 1e3 * rows / step_ms, asked.worker_rows_per_second
     fed = speed if worker is None else estimate_fed_speed(speed, worker, cores, devices)
@@ -157,16 +155,17 @@ def option_of(config: RunConfig, asked: Asked, ranks: Ranks, cores: int, step_ms
     )  # fmt: skip
 
 
-def held_against(config: RunConfig, own: Mapping[str, Any], snapshot_id: int | None) -> dict[str, Any]:
+def held_against(workspace: Workspace, own: Mapping[str, Any], snapshot_id: int | None) -> dict[str, Any]:
     """Some steps of the config itself, beside what was predicted.
 
     Raises:
         ContractError: If it cannot be measured.
     """
-    with own_folder(config.home_path / "characterize" / f"size-{config.name}") as folder:
+    config = workspace.config
+    with exclusive_dir(workspace.home / "characterize" / f"size-{config.name}") as folder:
         shutil.rmtree(folder / "points", ignore_errors=True)
         alone = [StudyPoint(values={"config": config.name}, settings={})]
-        found = measure(config, alone, folder, snapshot_id=snapshot_id)[0]
+        found = measure(workspace, alone, folder, snapshot_id=snapshot_id)[0]
     if found.measurement is None:
         return {"state": found.state, "reason": found.reason}
     step = found.measurement.step_ms
@@ -183,9 +182,9 @@ def held_against(config: RunConfig, own: Mapping[str, Any], snapshot_id: int | N
     }
 
 
-def warnings_of(config: RunConfig, asked: Asked, speed: Speed, own: Mapping[str, Any]) -> list[str]:
+def warnings_of(workspace: Workspace, asked: Asked, speed: Speed, own: Mapping[str, Any]) -> list[str]:
     """Why not to trust the advice."""
-    _, load = whole_of(config, asked, 0)
+    _, load = whole_of(workspace, asked, 0)
     found = [
         f"{term}: {times:.0f} times as much as in any model measured; its time is an extrapolation"
         for term, times in speed.beyond(load, 1)
@@ -197,9 +196,10 @@ def warnings_of(config: RunConfig, asked: Asked, speed: Speed, own: Mapping[str,
     return found
 
 
-def told(config: RunConfig, result: dict[str, Any], speed: Speed) -> dict[str, Any]:
+def told(workspace: Workspace, result: dict[str, Any], speed: Speed) -> dict[str, Any]:
     """The advice in log, MLflow and on the run's page."""
-    logger, tracker = get_run_logger(), tracker_of(config)
+    config = workspace.config
+    logger, tracker = workspace.console.log, workspace.tracking
     for warning in result["warnings"]:
         logger.warning("%s", warning)
     furthest = sorted(speed.table, key=lambda row: -abs(math.log(row["predicted / measured"])))[:FURTHEST]
@@ -213,7 +213,7 @@ def told(config: RunConfig, result: dict[str, Any], speed: Speed) -> dict[str, A
         tracker.log(run_id, 0, figures_of(result))
         tracker.log_json(run_id, result | {"mlflow_run_id": run_id}, "advice.json")
         tracker.log_json(run_id, speed.table, "unseen_points.json")
-    create_markdown_artifact(f"```\n{text}\n```", key=artifact_key("size", config.name), description="What it takes")
+    workspace.console.show_text("estimate", config.name, f"```\n{text}\n```", "What the training takes")
     return {"status": "ok", "mlflow_run_id": run_id} | result
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import psutil
 import torch
-from prefect import get_run_logger, task
-from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel
 
 from models.config import DLRMConfig
@@ -23,18 +21,16 @@ from pipeline.characterization.predict import TERMS, Ceilings, Fit, StepSample, 
 from pipeline.characterization.results import Load, PointResult
 from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
-from pipeline.jobs.console import Progress
+from pipeline.jobs.code_version import commit
+from pipeline.jobs.console import step
 from pipeline.jobs.study.points import measure
-from pipeline.jobs.training.job import own_folder
 from pipeline.jobs.training.provenance import versions
 from pipeline.jobs.training.rank import takes_cuda
-from pipeline.jobs.training.summary import commit
+from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.training.config import TrainConfig
 from storage.artifacts import write_json
 
-POINTS = 48
-"""Measured by default: two minutes or three."""
 FAR = 4.0
 """Times the largest amount of work that was measured; beyond it a prediction is an extrapolation."""
 BUSY_SECONDS, MOST_BUSY = 1.0, 0.15
@@ -115,23 +111,23 @@ class Speed:
         return found
 
 
-@task(cache_policy=NO_CACHE, task_run_name="calibrate")
-def calibrated(config: RunConfig, count: int, again: bool) -> Calibration:
+@step("calibrate")
+def calibrated(workspace: Workspace, count: int, force: bool) -> Calibration:
     """The calibration of this machine, made if there is none. Safe to repeat: points that are measured stay.
 
     Args:
         count: Points to measure; more than are there already are added.
-        again: Measures all anew.
+        force: Measures all anew.
     Raises:
         TrainingError: If too few points could be measured.
     """
-    base = base_of(config)
+    base = base_of(workspace.config)
     marks = marks_of(base)
     name = hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()[:12]
-    logger = get_run_logger()
-    with own_folder(config.home_path / "characterize" / f"calibration-{name}") as folder:
+    logger = workspace.console.log
+    with exclusive_dir(workspace.home / "characterize" / f"calibration-{name}") as folder:
         path = folder / "calibration.json"
-        if again:
+        if force:
             shutil.rmtree(folder / "points", ignore_errors=True)
             path.unlink(missing_ok=True)
         found = Calibration.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
@@ -139,20 +135,20 @@ def calibrated(config: RunConfig, count: int, again: bool) -> Calibration:
         if found is not None and {point.key for point in points} <= {one.point.key for one in found.results}:
             logger.info("calibration of this machine: %s points, of commit %s", len(found.results), found.commit)
             if found.commit != (now := commit()):
-                logger.warning("the code is %s now: its steps may take another time; again=true calibrates anew", now)
+                logger.warning("the code is %s now: its steps may take another time; force=true calibrates anew", now)
             return found
         logger.info("this machine is calibrated: %s models of all shapes are trained for some steps each", count)
         busy = psutil.cpu_percent(interval=BUSY_SECONDS) / 100.0
         if busy > MOST_BUSY:
             logger.warning("%.0f%% of the processors are busy with something else: times will be too long", 100 * busy)
-        with Progress(logger, "points") as progress:
+        with workspace.console.progress("points") as progress:
             told = itertools.count(1)
 
             def tell(result: PointResult, stored: bool) -> PointResult:
                 progress("calibrate", next(told), len(points))
                 return result
 
-            results = measure(base, points, folder, tell)
+            results = measure(workspace.using(base), points, folder, tell)
         good = tuple(result for result in results if result.measurement is not None)
         if len(good) < min(LEAST_POINTS, count):
             reason = next((result.reason for result in results if result.reason), "nothing")

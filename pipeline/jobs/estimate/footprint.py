@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from pydantic import ValidationError
 from torchrec.modules.embedding_configs import DataType
 
@@ -27,10 +25,11 @@ from pipeline.characterization.estimate import (
     has_room,
 )
 from pipeline.characterization.results import Load
-from pipeline.config import RunConfig
 from pipeline.config.files import ROOT, parse_yaml
 from pipeline.errors import ConfigError
+from pipeline.jobs.console import step
 from pipeline.jobs.training.job import prepared
+from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
@@ -60,13 +59,14 @@ class Asked:
     """Of one preprocessing worker."""
 
 
-@task(cache_policy=NO_CACHE, task_run_name="look at the data")
-def looked_at(config: RunConfig, snapshot_id: int | None) -> Asked:
+@step("look at the data")
+def looked_at(workspace: Workspace, snapshot_id: int | None) -> Asked:
     """Statistics of the tables' use, from the first training rows or from drawn batches. Safe to repeat: it only reads.
 
     Raises:
         TableError: If there is neither a table nor a workload.
     """
+    config = workspace.config
     shape = config.characterize.workload
     if shape is not None:
         plan = workload.make_plan(shape)
@@ -75,10 +75,10 @@ def looked_at(config: RunConfig, snapshot_id: int | None) -> Asked:
         columns = [_column([batch.sparse[bag.name] for batch in batches]) for bag in bags]
         uses = measure_table_use(bags, columns, config.training.batch_rows)
         return Asked(len(plan.dense), bags, uses, None, None, None)
-    snapshot, data, rows = prepared(config, snapshot_id)
+    snapshot, data, rows = prepared(workspace, snapshot_id)
     bags = data.plan.sparse
     uses = measure_table_use(bags, Worker(data).sample(SAMPLE_ROWS), config.training.batch_rows)
-    return Asked(len(data.plan.dense), bags, uses, rows, snapshot.snapshot_id, worker_speed(config, data))
+    return Asked(len(data.plan.dense), bags, uses, rows, snapshot.snapshot_id, worker_speed(workspace, data))
 
 
 def _column(parts: Sequence[Any]) -> Column:
@@ -87,8 +87,9 @@ def _column(parts: Sequence[Any]) -> Column:
     return Column(values.astype(np.int64), np.concatenate([[0], np.cumsum(lengths)]))
 
 
-def worker_speed(config: RunConfig, data: DataSpec) -> float:
+def worker_speed(workspace: Workspace, data: DataSpec) -> float:
     """Rows per second of one preprocessing worker, over the first windows of an epoch."""
+    config = workspace.config
     window = min(config.preprocessing.shuffle_window_rows, config.preprocessing.split_rows)
     reader = Client(
         InlineSource({"train": data}, config.preprocessing),
@@ -135,12 +136,13 @@ class Ranks:
     fits: bool
 
 
-def on_ranks(config: RunConfig, asked: Asked, world_size: int, room: RankMachine, process_bytes: int) -> Ranks:
+def on_ranks(workspace: Workspace, asked: Asked, world_size: int, room: RankMachine, process_bytes: int) -> Ranks:
     """The tables placed, and what each rank holds.
 
     Raises:
         ContractError: If they cannot be placed on so many.
     """
+    config = workspace.config
     training = sized_for(config.training, world_size)
     memory = room.memory_bytes if not room.shared else room.memory_bytes // world_size
     kind = DataType.FP16 if training.table_precision == "fp16" else DataType.FP32
@@ -148,7 +150,7 @@ def on_ranks(config: RunConfig, asked: Asked, world_size: int, room: RankMachine
     device = "cpu" if room.shared else "cuda"
     model = DLRM(config.model, asked.dense, asked.bags, "meta", kind)
     placement = plan_sharding(model, planned.for_sharding, device, asked.uses)
-    load = load_of(config, asked, training, placement)
+    load = load_of(workspace, asked, training, placement)
     shape = derive_shape(config.model, asked.dense, asked.bags)
     kept, rows = kept_of(training), -(-training.batch_rows // world_size)
     threads = training.threads_per_rank or max(room.most_ranks // world_size, 1)
@@ -156,13 +158,14 @@ def on_ranks(config: RunConfig, asked: Asked, world_size: int, room: RankMachine
         estimate_memory(shape, kept, parts_of(placement, rank), rows, load.sample_bytes, process_bytes, threads)
         for rank in range(world_size)
     ]
-    return Ranks(world_size, placement, load, ranks, has_room(ranks, room, service_bytes(config, load)))
+    return Ranks(world_size, placement, load, ranks, has_room(ranks, room, service_bytes(workspace, load)))
 
 
-def whole_of(config: RunConfig, asked: Asked, process_bytes: int) -> tuple[RankMemory, Load]:
+def whole_of(workspace: Workspace, asked: Asked, process_bytes: int) -> tuple[RankMemory, Load]:
     """The model on a single rank, whether there is room for it or not."""
+    config = workspace.config
     training = sized_for(config.training, 1)
-    load, shape = load_of(config, asked, training, ()), derive_shape(config.model, asked.dense, asked.bags)
+    load, shape = load_of(workspace, asked, training, ()), derive_shape(config.model, asked.dense, asked.bags)
     parts = [TablePart(rows=rows, columns=width) for rows, width in shape.tables.values()]
     return estimate_memory(shape, kept_of(training), parts, training.batch_rows, load.sample_bytes, process_bytes), load
 
@@ -179,7 +182,7 @@ def sized_for(training: TrainConfig, world_size: int) -> TrainConfig:
         raise ConfigError("training.world_size", error.errors()[0]["msg"], f"{world_size}", "Change it.") from None
 
 
-def load_of(config: RunConfig, asked: Asked, training: TrainConfig, placement: ShardingPlan) -> Load:
+def load_of(workspace: Workspace, asked: Asked, training: TrainConfig, placement: ShardingPlan) -> Load:
     """What a step asks of the machine."""
     kinds = {table.table: table.kind for table in placement}
     members: dict[str, list[SparseFeature]] = {}
@@ -191,7 +194,7 @@ def load_of(config: RunConfig, asked: Asked, training: TrainConfig, placement: S
         lookups = sum(ids * filled for ids, filled in zip(use.ids_per_bag, use.filled_share, strict=True))
         kind = kinds.get(module_name(table), "table_wise")
         uses.append(TableLoad(bags[0].rows, lookups, use.distinct_rows, len(bags), kind))
-    return count_load(config.model, asked.dense, uses, LoadSetup.model_validate(training))
+    return count_load(workspace.config.model, asked.dense, uses, LoadSetup.model_validate(training))
 
 
 def kept_of(training: TrainConfig) -> MemorySetup:
@@ -211,8 +214,8 @@ def parts_of(placement: ShardingPlan, rank: int) -> list[TablePart]:
     ]  # fmt: skip
 
 
-def service_bytes(config: RunConfig, load: Load) -> int:
+def service_bytes(workspace: Workspace, load: Load) -> int:
     """Rows and batches between storage and ranks: two windows of both, or what the config allows."""
-    preprocessing = config.preprocessing
+    preprocessing = workspace.config.preprocessing
     ahead = 2 * max(preprocessing.shuffle_window_rows, preprocessing.most_workers * preprocessing.split_rows)
     return min(preprocessing.memory, round(2 * ahead * load.sample_bytes))

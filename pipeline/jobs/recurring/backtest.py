@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger
 from pydantic import BaseModel
 
-from pipeline.config import RunConfig
 from pipeline.config.files import ROOT
 from pipeline.data.config import Part
 from pipeline.errors import ConfigError, EmptyDatasetError
@@ -20,12 +18,14 @@ from pipeline.evaluation import plots
 from pipeline.evaluation.metrics import format_interval
 from pipeline.evaluation.policy import Policy
 from pipeline.evaluation.series import BacktestResult, DaySums, Interval, pooled_ne, pooled_ne_difference
-from pipeline.jobs.console import Progress
+from pipeline.jobs.code_version import commit
+from pipeline.jobs.console import step
 from pipeline.jobs.recurring.backtest_rank import RehearsalSpec
 from pipeline.jobs.recurring.day import all_but_test, require_hash_split
-from pipeline.jobs.training.job import TrainingJob, own_folder, selected, tracker_of, warehouse_of
-from pipeline.jobs.training.summary import commit
-from pipeline.jobs.training.tasks import rank_spec
+from pipeline.jobs.training.identity import semantics
+from pipeline.jobs.training.job import TrainingJob, selected
+from pipeline.jobs.training.train import rank_spec
+from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.dataset import count_rows
 from pipeline.registration.tracking import RESULT
 from pipeline.training.launch.processes import Event, Limits, run_ranks
@@ -44,18 +44,19 @@ class Rehearsed(BaseModel, frozen=True):
     """What ranks are told; each policy puts itself and a folder of its own there."""
 
 
-def pinned_rehearsal(config: RunConfig, start: datetime.date | None, end: datetime.date | None) -> Rehearsed:
+def pinned_rehearsal(workspace: Workspace, start: datetime.date | None, end: datetime.date | None) -> Rehearsed:
     """The days of the newest snapshot from `start` to `end`, and the first model's, which come before.
 
     Raises:
         ConfigError: If the split is of another kind, or its own days reach into those that are rehearsed.
         EmptyDatasetError: If there is no day to rehearse on.
     """
-    require_hash_split(config)
+    config = workspace.config
+    require_hash_split(workspace.config)
     if config.training.sync != "synchronous":
         raise ConfigError("training.sync", "synchronous, to rehearse", config.training.sync, "Change it.")
-    snapshot, data = selected(config, None)
-    rows = warehouse_of(config).day_rows(snapshot)
+    snapshot, data = selected(workspace, None)
+    rows = workspace.warehouse.day_rows(snapshot)
     first_days = data["train"].selection.days
     days = [day for day in rows if day > first_days[-1] and (end is None or day <= end)]
     if start is not None:
@@ -71,18 +72,18 @@ def pinned_rehearsal(config: RunConfig, start: datetime.date | None, end: dateti
     new = all_but_test(data)
     settings = json.dumps(
         {
-            "snapshot": snapshot.snapshot_id, "config": config.semantics(), "days": [str(day) for day in days],
-            "further": config.further.model_dump(mode="json"), "new": new.selection.hash_range,
+            "snapshot": snapshot.snapshot_id, "config": semantics(workspace), "days": [str(day) for day in days],
+            "further": config.incremental.model_dump(mode="json"), "new": new.selection.hash_range,
         },
         sort_keys=True,
     )  # fmt: skip
     identity = hashlib.sha256(settings.encode()).hexdigest()[:12]
-    folder = str(config.home_path / "rehearsals" / f"{config.name}-{identity}")
-    counts: dict[Part, int] = {"valid": count_rows(data["valid"], warehouse_of(config))} if "valid" in data else {}
+    folder = str(workspace.home / "rehearsals" / f"{config.name}-{identity}")
+    counts: dict[Part, int] = {"valid": count_rows(data["valid"], workspace.warehouse)} if "valid" in data else {}
     first = TrainingJob(identity=identity, snapshot=snapshot, folder=folder, rows=counts, data=data, done=None)
     spec = RehearsalSpec(
-        scratch=rank_spec(config, first),
-        further=config.further,
+        scratch=rank_spec(workspace, first),
+        further=config.incremental,
         new=new,
         judged=data["test"].model_copy(update={"selection": whole}),
         rows={day: rows[day] for day in rows if day <= days[-1]},
@@ -92,16 +93,16 @@ def pinned_rehearsal(config: RunConfig, start: datetime.date | None, end: dateti
     return Rehearsed(folder=folder, spec=spec)
 
 
-def rehearse(config: RunConfig, rehearsed: Rehearsed, name: str, policy: Policy) -> BacktestResult:
+def rehearse(workspace: Workspace, rehearsed: Rehearsed, name: str, policy: Policy) -> BacktestResult:
     """One policy from the first day to the last; one that was rehearsed before is read from its file."""
-    logger = get_run_logger()
+    logger = workspace.console.log
     words = hashlib.sha256(policy.model_dump_json().encode()).hexdigest()[:8]
     path = Path(rehearsed.folder) / f"{words}.json"
     if path.exists():
         logger.info("%s: rehearsed before, see %s", name, path)
         return BacktestResult.model_validate_json(path.read_text(encoding="utf-8")).model_copy(update={"name": name})
     events: list[Event] = []
-    with own_folder(Path(rehearsed.folder) / words) as folder, Progress(logger, "days") as progress:
+    with exclusive_dir(Path(rehearsed.folder) / words) as folder, workspace.console.progress("days") as progress:
 
         def on_event(event: Event) -> None:
             if event["event"] == "day":
@@ -109,7 +110,7 @@ def rehearse(config: RunConfig, rehearsed: Rehearsed, name: str, policy: Policy)
                 note = f"{event['day']} {event['decision']['training']}"
                 progress(name, len(events) - 1, len(rehearsed.spec.days), note)
 
-        training = config.training
+        training = workspace.config.training
         scratch = rehearsed.spec.scratch.model_copy(update={"folder": str(folder)})
         run_ranks(
             "pipeline.jobs.recurring.backtest_rank",
@@ -184,11 +185,11 @@ def table(summary: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def show(
-    config: RunConfig, rehearsed: Rehearsed, courses: Sequence[BacktestResult], policies: Mapping[str, Policy]
-) -> dict[str, Any]:
+@step("show")
+def show(workspace: Workspace, rehearsed: Rehearsed, courses: Sequence[BacktestResult]) -> dict[str, Any]:
     """Table and figure of the policies -> the rehearsal's folder, and an MLflow run with one below it for each."""
-    folder, tracker = Path(rehearsed.folder), tracker_of(config)
+    config = workspace.config
+    folder, tracker = Path(rehearsed.folder), workspace.tracking
     summary = summed_up(courses, config.gate.level)
     text = table(summary)
     write_text(folder / TABLE, text + "\n")
@@ -210,10 +211,10 @@ def show(
     parent = tracker.start(name, config.flat(), tags, None)
     with tracker.ending(parent):
         for course in courses:
-            chosen = policies[course.name].model_dump(mode="json")
+            chosen = config.recurring.policies[course.name].model_dump(mode="json")
             child = tracker.start(course.name, chosen, tags | {"mlflow.parentRunId": parent}, None)
             with tracker.ending(child):
-                _log_course(config, child, course, summary[course.name])
+                _log_course(workspace, child, course, summary[course.name])
         tracker.client.log_text(parent, text, TABLE)
         tracker.log_figures(parent, {"policies": figure})
         result["mlflow_run_id"] = parent
@@ -221,9 +222,9 @@ def show(
     return result
 
 
-def _log_course(config: RunConfig, run_id: str, course: BacktestResult, values: Mapping[str, Any]) -> None:
+def _log_course(workspace: Workspace, run_id: str, course: BacktestResult, values: Mapping[str, Any]) -> None:
     """Next-day NE and calibration by the number of the day, and what the policy came to."""
-    tracker = tracker_of(config)
+    tracker = workspace.tracking
     points = [
         (number, {"next_day_ne": day.ne, "next_day_calibration": day.calibration})
         for number, day in enumerate(course.days, 1)
@@ -231,3 +232,46 @@ def _log_course(config: RunConfig, run_id: str, course: BacktestResult, values: 
     tracker.log_points(run_id, points)
     whole = {name: values[name] for name in ("calibration", "rows_trained", "training_seconds")}
     tracker.log(run_id, len(course.days), {"pooled_ne": (values["ne"] or {}).get("value")} | whole)
+
+
+def chosen_policies(known: Mapping[str, Policy], names: Sequence[str] | None) -> list[str]:
+    """The policies to compare.
+
+    Args:
+        names: None: all of them.
+    Raises:
+        ConfigError: If one is unknown, or there is none.
+    """
+    chosen = list(known) if names is None else list(names)
+    unknown = [name for name in chosen if name not in known]
+    if unknown or not chosen:
+        expected = f"names in recurring.policies: {', '.join(known) or 'it has none'}"
+        raise ConfigError("argument 'policies'", expected, ", ".join(unknown) or "none", "Add them there.")
+    return chosen
+
+
+def run_backtest(
+    workspace: Workspace, start: datetime.date | None, end: datetime.date | None, names: Sequence[str]
+) -> dict[str, Any]:
+    """Replays the days under each policy and compares them.
+
+    Args:
+        names: Keys of `recurring.policies`.
+    """
+    pinned_days = pin(workspace, start, end)
+    return show(workspace, pinned_days, [run_policy(workspace, pinned_days, name) for name in names])
+
+
+@step("pin")
+def pin(workspace: Workspace, start: datetime.date | None, end: datetime.date | None) -> Rehearsed:
+    """The days to replay. Safe to repeat: it reads, and tags the snapshot once."""
+    rehearsed = pinned_rehearsal(workspace, start, end)
+    snapshot = rehearsed.spec.judged.snapshot
+    workspace.warehouse.tag(snapshot, f"rehearsal-{snapshot.snapshot_id}")
+    return rehearsed
+
+
+@step("backtest {name}")
+def run_policy(workspace: Workspace, rehearsed: Rehearsed, name: str) -> BacktestResult:
+    """One policy over all days. Safe to repeat: a finished one is read from its file."""
+    return rehearse(workspace, rehearsed, name, workspace.config.recurring.policies[name])

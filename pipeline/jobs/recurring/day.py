@@ -2,7 +2,6 @@
 
 import datetime
 import hashlib
-import itertools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,10 @@ from pipeline.config import RunConfig
 from pipeline.data.config import Part
 from pipeline.errors import ConfigError, EmptyDatasetError, RegistryError
 from pipeline.evaluation.policy import ChampionStanding, Decision
-from pipeline.jobs.training.job import REGISTERED, TrainingJob, job_in, specs, tracker_of, warehouse_of
+from pipeline.jobs.training.identity import semantics
+from pipeline.jobs.training.job import REGISTERED, TrainingJob, job_in, specs
 from pipeline.jobs.training.rank import Start
+from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.registration.aliases import find_holder
 from pipeline.registration.register import download_packed, find_versions
@@ -32,7 +33,7 @@ CHECKPOINTS = "checkpoints"
 """Folder in a run's folder."""
 
 
-class Champion(BaseModel, frozen=True):
+class ChampionVersion(BaseModel, frozen=True):
     """The version that is trained further."""
 
     version: int
@@ -48,7 +49,7 @@ class Today(BaseModel, frozen=True):
     identity: str
     done: tuple[int | None, str] | None
     """(version, run id) of the finished work of this day; no version where none was trained."""
-    champion: Champion
+    champion: ChampionVersion
     snapshot: SnapshotRef
     rows: int
     """Of the day."""
@@ -68,35 +69,37 @@ class Today(BaseModel, frozen=True):
         )
 
 
-def identity_of_day(config: RunConfig, day: datetime.date) -> str:
+def identity_of_day(workspace: Workspace, day: datetime.date) -> str:
     """Names the work of a day: the same day under the same config is the same work, whoever is champion."""
+    config = workspace.config
     chosen = config.recurring.model_dump(mode="json", exclude={"policies", "keep_checkpoints"})
-    text = json.dumps({"day": f"{day}", "config": config.semantics(), "recurring": chosen}, sort_keys=True)
+    text = json.dumps({"day": f"{day}", "config": semantics(workspace), "recurring": chosen}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def pinned_day(config: RunConfig, day: datetime.date | None, again: bool) -> Today:
+def pinned_day(workspace: Workspace, day: datetime.date | None, force: bool) -> Today:
     """A day of the newest snapshot, and where the champion stands before it.
 
     Args:
         day: None: the last one of the table.
-        again: Does the work of a finished day once more.
+        force: Does the work of a finished day once more.
     Raises:
         ConfigError: If the split cannot be made for single days.
         EmptyDatasetError: If the table has no such day.
         RegistryError: If there is no champion, or it has seen the day.
     """
-    require_hash_split(config)
-    warehouse = warehouse_of(config)
+    config = workspace.config
+    require_hash_split(workspace.config)
+    warehouse = workspace.warehouse
     snapshot = warehouse.current(config.name)
     rows = warehouse.day_rows(snapshot)
     day = max(rows) if day is None else day
     if day not in rows:
         known = f"{min(rows)} to {max(rows)}"
         raise EmptyDatasetError(f"day {day}", f"a day of table '{config.name}', {known}", "none", "Ingest it first.")
-    identity = identity_of_day(config, day)
-    done = None if again else _done(config, identity)
-    champion = _champion(config)
+    identity = identity_of_day(workspace, day)
+    done = None if force else _done(workspace, identity)
+    champion = _champion(workspace)
     if done is None and champion.trained_to >= day:
         raise RegistryError(
             f"model '{config.model_name}', version {champion.version}", f"a champion that has not seen {day} yet",
@@ -128,48 +131,48 @@ def require_hash_split(config: RunConfig) -> None:
         raise ConfigError("split", "hash, which parts the rows of each day", "another kind", "See flights_daily.yaml.")
 
 
-def _done(config: RunConfig, identity: str) -> tuple[int | None, str] | None:
-    tracker = tracker_of(config)
-    versions = find_versions(tracker, config.model_name, identity)
+def _done(workspace: Workspace, identity: str) -> tuple[int | None, str] | None:
+    tracker = workspace.tracking
+    versions = find_versions(tracker, workspace.config.model_name, identity)
     if versions:
         return versions[-1]
     run = tracker.find_finished(identity, {TRAINING_TAG: "none"})
     return None if run is None else (None, run)
 
 
-def has_champion(config: RunConfig) -> bool:
+def has_champion(workspace: Workspace) -> bool:
     """Whether there is a version to go on from."""
-    return _holder(config)[0] is not None
+    return _holder(workspace)[0] is not None
 
 
-def champion_folder(config: RunConfig) -> Path | None:
+def champion_folder(workspace: Workspace) -> Path | None:
     """Folder of the run that made the champion; None: there is none, or its version does not say."""
-    tags = _holder(config)[1]
-    return inside(config.home_path / "runs", tags["run_folder"]) if "run_folder" in tags else None
+    tags = _holder(workspace)[1]
+    return inside(workspace.home / "runs", tags["run_folder"]) if "run_folder" in tags else None
 
 
-def _holder(config: RunConfig) -> tuple[int | None, Mapping[str, str]]:
+def _holder(workspace: Workspace) -> tuple[int | None, Mapping[str, str]]:
     """The champion's version and its tags; none where there is no champion."""
-    tracker, name = tracker_of(config), config.model_name
+    tracker, name = workspace.tracking, workspace.config.model_name
     version = find_holder(tracker, name)
     return version, {} if version is None else tracker.client.get_model_version(name, str(version)).tags
 
 
-def _champion(config: RunConfig) -> Champion:
-    version, tags = _holder(config)
-    where = f"model '{config.model_name}'"
+def _champion(workspace: Workspace) -> ChampionVersion:
+    version, tags = _holder(workspace)
+    where = f"model '{workspace.config.model_name}'"
     if version is None:
         raise RegistryError(where, "a champion", "none", "Train the first one: python -m flows.train CONFIG.")
     if "trained_to" not in tags:
         raise RegistryError(
             f"{where}, version {version}", "a record of the days it was trained on", "none: it is an older one",
-            "Train another: python -m flows.train CONFIG again=true.",
+            "Train another: python -m flows.train CONFIG force=true.",
         )  # fmt: skip
     fields = {key: tags[key] for key in ("trained_to", "scratch_day", "run_folder")}
-    return Champion(version=version, **fields)
+    return ChampionVersion(version=version, **fields)
 
 
-def start_of(config: RunConfig, champion: Champion, plan: Plan) -> Start:
+def start_of(workspace: Workspace, champion: ChampionVersion, plan: Plan) -> Start:
     """The champion's checkpoint, verified.
 
     Args:
@@ -178,27 +181,27 @@ def start_of(config: RunConfig, champion: Champion, plan: Plan) -> Start:
         RegistryError: If the checkpoint is gone.
         CheckpointError: If it is damaged.
     """
-    root = inside(config.home_path / "runs", champion.run_folder) / CHECKPOINTS
+    root = inside(workspace.home / "runs", champion.run_folder) / CHECKPOINTS
     found = checkpoint.find_served(root)
     if found is None:
-        where = f"model '{config.model_name}', version {champion.version}"
+        where = f"model '{workspace.config.model_name}', version {champion.version}"
         raise RegistryError(where, f"its checkpoint in '{root}'", "none", "Train from scratch: scratch=true.")
     return Start(checkpoint=str(found), plan=plan)
 
 
-def fetched(config: RunConfig, champion: Champion, folder: Path) -> Path:
+def fetched(workspace: Workspace, champion: ChampionVersion, folder: Path) -> Path:
     """The champion's packed model, from the registry."""
-    return download_packed(tracker_of(config), config.model_name, champion.version, folder)
+    return download_packed(workspace.tracking, workspace.config.model_name, champion.version, folder)
 
 
-def judged_rows(config: RunConfig, today: Today) -> DataSpec:
+def judged_rows(workspace: Workspace, today: Today) -> DataSpec:
     """All rows of the day, for the champion to be judged on before anything is trained on them."""
-    return _on(_parts(config, today, (today.day,))["test"], (today.day,), hash_keys=())
+    return _on(_parts(workspace, today, (today.day,))["test"], (today.day,), hash_keys=())
 
 
-def _parts(config: RunConfig, today: Today, days: Sequence[datetime.date]) -> dict[Part, DataSpec]:
+def _parts(workspace: Workspace, today: Today, days: Sequence[datetime.date]) -> dict[Part, DataSpec]:
     """The split's parts of some days; those of the test part are the newest day's alone."""
-    data = specs(config, today.snapshot)
+    data = specs(workspace, today.snapshot)
     chosen: Mapping[Part, Sequence[datetime.date]] = {"train": days, "valid": days, "test": (today.day,)}
     return {part: _on(spec, chosen[part]) for part, spec in data.items()}
 
@@ -213,7 +216,7 @@ def _on(spec: DataSpec, days: Sequence[datetime.date], **more: Any) -> DataSpec:
 
 
 def job_of_day(
-    config: RunConfig, today: Today, decision: Decision, known: Plan, notes: Mapping[str, Any]
+    workspace: Workspace, today: Today, decision: Decision, known: Plan, notes: Mapping[str, Any]
 ) -> TrainingJob:
     """The training of a day, in a folder that an attempt which was cut short finds again.
 
@@ -224,13 +227,12 @@ def job_of_day(
     from_scratch = decision.training == "scratch"
     days = today.scratch_days if from_scratch else today.new_days
     # Another champion, other rows or another kind of training do not go on from the checkpoints of this one.
-    contents = warehouse_of(config).day_names(today.snapshot)  # a checkpoint goes on at a place in files
+    contents = workspace.warehouse.day_names(today.snapshot)  # a checkpoint goes on at a place in files
     work = [decision.training, today.champion.version, *(contents[day] for day in (*days, today.day))]
     digest = hashlib.sha256(json.dumps(work).encode()).hexdigest()[:8]
-    name = f"{config.name}-{today.day}-{today.identity[:12]}-{digest}"
-    folders = (config.home_path / "runs" / f"{name}-{attempt}" for attempt in itertools.count())
-    folder = next(folder for folder in folders if not (folder / REGISTERED).exists())
-    data, start = _parts(config, today, days), None
+    name = f"{workspace.config.name}-{today.day}-{today.identity[:12]}-{digest}"
+    folder = workspace.unfinished_folder("runs", name, REGISTERED)
+    data, start = _parts(workspace, today, days), None
     tags = {"day": f"{today.day}", "trained_from": "scratch" if from_scratch else f"{today.champion.version}"}
     if not from_scratch:
         plan = carry_over_fit(data["train"].plan, known)
@@ -238,18 +240,19 @@ def job_of_day(
         data = {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
         tags["scratch_day"] = f"{today.champion.scratch_day}"
     if decision.training == "further":
-        start = start_of(config, today.champion, known)
-    job = job_in(folder, config, today.identity, (today.snapshot, data))
+        start = start_of(workspace, today.champion, known)
+    job = job_in(folder, workspace, today.identity, (today.snapshot, data))
     return job.model_copy(update={"start": start, "tags": tags, "notes": dict(notes)})
 
 
-def clear(config: RunConfig, day: datetime.date) -> list[str]:
+def clear(workspace: Workspace, day: datetime.date) -> list[str]:
     """Removes what the registry does not need of the folders of earlier days; returns the folders' names.
 
     The newest `recurring.keep_checkpoints` and the champion's are left as they are, and runs that are not finished.
     """
-    prefix, champion = f"{config.name}-", _champion(config).run_folder
-    days = (config.home_path / "runs").glob(f"{prefix}????-??-??-*")
+    config = workspace.config
+    prefix, champion = f"{config.name}-", _champion(workspace).run_folder
+    days = (workspace.home / "runs").glob(f"{prefix}????-??-??-*")
     done = [path for path in days if (path / REGISTERED).exists() and (path / CHECKPOINTS).exists()]
     old = [path for path in done if path.name != champion]
     old = sorted((path for path in old if path.name.removeprefix(prefix)[:10] <= f"{day}"), reverse=True)

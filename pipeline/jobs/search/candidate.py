@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from prefect import get_run_logger
 from pydantic import BaseModel
 
-from pipeline.config import RunConfig
-from pipeline.data.config import Part
+from pipeline.data.selection import Part
 from pipeline.errors import ConfigError
-from pipeline.jobs.training import tasks
-from pipeline.jobs.training.job import TrainingJob, job_in, selected, tracked_run, tracker_of
+from pipeline.jobs.training.job import TrainingJob, job_in, selected, tracked_run
+from pipeline.jobs.training.train import train_ranks
+from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.registration.journal import Journal
 from pipeline.registration.tracking import reporting_unreachable
@@ -39,7 +38,7 @@ class Outcome(BaseModel, frozen=True):
     """Result of its ranks."""
 
 
-def candidate_job(config: RunConfig, identity: str, snapshot_id: int, folder: Path, plans: Path) -> TrainingJob:
+def candidate_job(workspace: Workspace, identity: str, snapshot_id: int, folder: Path, plans: Path) -> TrainingJob:
     """A candidate pinned down; it has no test rows.
 
     Args:
@@ -49,19 +48,19 @@ def candidate_job(config: RunConfig, identity: str, snapshot_id: int, folder: Pa
     Raises:
         ConfigError: If there are no validation rows.
     """
-    snapshot, data = selected(config, snapshot_id)
+    snapshot, data = selected(workspace, snapshot_id)
     known: dict[Part, DataSpec] = {part: spec for part, spec in data.items() if part != "test"}
     if "valid" not in known:
         raise ConfigError("split", "validation rows, by which candidates are ranked", "none", "Name some as `valid`.")
     fitted_on = hashlib.sha256(known["train"].model_dump_json().encode()).hexdigest()[:12]
     plans.mkdir(parents=True, exist_ok=True)
     with FileLock(plans / "lock"):
-        job = job_in(plans / fitted_on, config, identity, (snapshot, known))
+        job = job_in(plans / fitted_on, workspace, identity, (snapshot, known))
     return job.model_copy(update={"folder": str(folder)})
 
 
 def train_candidate(
-    config: RunConfig,
+    workspace: Workspace,
     job: TrainingJob,
     name: str,
     tags: Mapping[str, str],
@@ -77,16 +76,16 @@ def train_candidate(
     Raises:
         TrackingError: If MLflow does not answer; the weights are kept, and the same call goes on from there.
     """
-    tracker = tracker_of(config)
-    with tracked_run(config, job, name, tags) as run_id:
+    tracker = workspace.tracking
+    with tracked_run(workspace, job, name, tags) as run_id:
         if begun is not None:
             begun(run_id)
         try:
-            trained = tasks.train.fn(config, job, run_id, watch=watch)
+            trained = train_ranks(workspace, job, run_id, watch=watch)
         except StoppedEarly:
             tracker.tag(run_id, {"dlrm.stopped_early": "true"})
             return Outcome(run_id=run_id, valid_ne=None)
         with reporting_unreachable("Once it answers, run the same command again: it goes on from here."):
-            Journal(tracker, run_id, Path(job.folder), get_run_logger().warning).deliver()
+            Journal(tracker, run_id, Path(job.folder), workspace.console.log.warning).deliver()
             tracker.log(run_id, trained.summary["steps"], {BEST_NE: trained.summary["valid_ne"]})
     return Outcome(run_id=run_id, valid_ne=trained.summary["valid_ne"], summary=trained.summary)

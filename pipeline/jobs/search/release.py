@@ -7,16 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
-from prefect.cache_policies import NO_CACHE
-
-from flows.train import train_version
 from pipeline.config import RunConfig, load
 from pipeline.data.config import Part
 from pipeline.data.selection import share_rows
 from pipeline.errors import ConfigError, EmptyDatasetError, TrainingError
-from pipeline.evaluation.metrics import format_metric
+from pipeline.jobs.console import Console, step
 from pipeline.jobs.search.candidate import BEST_NE
 from pipeline.jobs.search.trials import (
     AGAIN,
@@ -29,12 +24,14 @@ from pipeline.jobs.search.trials import (
     search_job,
     search_run,
 )
-from pipeline.jobs.training.job import selected, tracker_of
-from pipeline.jobs.training.summary import artifact_key
-from pipeline.jobs.training.tasks import cosmetic
+from pipeline.jobs.training.identity import semantics
+from pipeline.jobs.training.job import selected
+from pipeline.jobs.training.run import train_version
+from pipeline.jobs.training.summary import format_metric
+from pipeline.jobs.workspace import Workspace
 from pipeline.registration.register import is_intact
 from pipeline.registration.tracking import RESULT as RESULT_OF_RUN
-from pipeline.registration.tracking import Tracker, reporting_unreachable
+from pipeline.registration.tracking import reporting_unreachable
 from pipeline.search import plots
 from pipeline.search.config import ReleaseConfig
 from pipeline.search.release import (
@@ -45,6 +42,7 @@ from pipeline.search.release import (
     make_standing,
     rank_candidates,
     sample_rows,
+    select_best,
 )
 from pipeline.search.study import Draw, SearchStudy, TrialRecord
 from storage.artifacts import write_json
@@ -59,32 +57,33 @@ RANKED_BY: tuple[Part, ...] = ("train", "valid")
 """Parts that candidates are trained on and ranked by."""
 
 
-def pinned_release(config: RunConfig, snapshot_id: int | None, again: bool) -> SearchJob:
+def pinned_release(workspace: Workspace, snapshot_id: int | None, force: bool) -> SearchJob:
     """The release that a config and a snapshot name; what can be wrong with any candidate is found here.
 
     Args:
         snapshot_id: None takes the newest.
-        again: Makes a new one beside one that has ended.
+        force: Makes a new one beside one that has ended.
     Raises:
         ConfigError: Names the candidate, if its keys do not fit the config or the table.
         EmptyDatasetError: If the split of the last training names days that the table does not have.
     """
+    config = workspace.config
     candidates = checked_candidates(config)
-    snapshot, data = selected(config, snapshot_id)
+    snapshot, data = selected(workspace, snapshot_id)
     if "valid" not in data:
         raise ConfigError("split", "validation rows, by which candidates are ranked", "none", "Name some as `valid`.")
     for name, candidate in candidates.items():
-        with naming(f"release.candidates '{name}'"):
-            selected(explored(config, candidate), snapshot.snapshot_id)
-        with naming("release.fresh"):
-            last = selected(freshened(config, candidate), snapshot.snapshot_id)[1]
+        with prefix_errors(f"release.candidates '{name}'"):
+            selected(workspace.using(explored(config, candidate)), snapshot.snapshot_id)
+        with prefix_errors("release.fresh"):
+            last = selected(workspace.using(freshened(config, candidate)), snapshot.snapshot_id)[1]
         for part in RANKED_BY:
             if share_rows(data[part].selection, last["test"].selection):
                 expected = "test rows that no candidate was trained on or ranked by"
                 raise ConfigError("release.fresh", expected, f"rows of split's `{part}`", "Choose other test rows.")
-    inputs: dict[str, Any] = {"config": config.semantics(), "release": config.release.identity()}
+    inputs: dict[str, Any] = {"config": semantics(workspace), "release": config.release.identity()}
     inputs |= {"model": config.model_name, "gate": config.gate.model_dump(mode="json")}
-    return search_job(config, "releases", snapshot, inputs, again)
+    return search_job(workspace, "releases", snapshot, inputs, force)
 
 
 def checked_candidates(config: RunConfig) -> dict[str, RunConfig]:
@@ -101,17 +100,17 @@ def checked_candidates(config: RunConfig) -> dict[str, RunConfig]:
     found: dict[str, RunConfig] = {}
     for name, overrides in config.release.overrides.items():
         where = f"release.candidates '{name}'"
-        with naming(where):
+        with prefix_errors(where):
             candidate = load(without_release(config), overrides)
         for key in overrides:
             check_section(f"{where}, key '{key}'", key)
         check_label(f"{where}, features.label", config, candidate)
-        with naming("release.explore"):
+        with prefix_errors("release.explore"):
             exploration = explored(config, candidate)
         check_label("release.explore, features.label", config, exploration)
         for trial in (candidate, exploration):
             check_parallel("release.parallel", config.release.parallel, trial)
-        with naming("release.fresh"):
+        with prefix_errors("release.fresh"):
             freshened(config, candidate)
         twin = next((other for other, one in found.items() if one.semantics() == candidate.semantics()), None)
         if twin is not None:
@@ -137,8 +136,8 @@ def freshened(config: RunConfig, candidate: RunConfig) -> RunConfig:
 
 
 @contextmanager
-def naming(place: str) -> Iterator[None]:
-    """Says of what is wrong inside where it comes from, unless it says so already."""
+def prefix_errors(place: str) -> Iterator[None]:
+    """Prefixes config errors from the block with the key that caused them."""
     try:
         yield
     except (ConfigError, EmptyDatasetError) as error:
@@ -148,7 +147,7 @@ def naming(place: str) -> Iterator[None]:
         raise type(error)(where, error.expected, error.actual, error.remedy) from None
 
 
-def finished(job: SearchJob, config: RunConfig) -> dict[str, Any] | None:
+def load_result(workspace: Workspace, job: SearchJob) -> dict[str, Any] | None:
     """The result of a release that was done before, if its version is still there, undamaged."""
     path = Path(job.folder) / RESULT
     result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -156,20 +155,26 @@ def finished(job: SearchJob, config: RunConfig) -> dict[str, Any] | None:
         return None
     model = result["model"]
     with reporting_unreachable(AGAIN):
-        if not is_intact(tracker_of(config), model["name"], model["version"], result["model_run_id"]):
+        if not is_intact(workspace.tracking, model["name"], model["version"], result["model_run_id"]):
             return None
-    get_run_logger().info("skipped: release %s is done; again=true makes a new one", job.name)
+    workspace.console.log.info("skipped: release %s is done; force=true makes a new one", job.name)
     return dict(result) | {"status": "skipped"}
 
 
 class Release:
     """A release at work."""
 
-    def __init__(self, config: RunConfig, job: SearchJob, tracker: Tracker, run_id: str) -> None:
-        self.config, self.job, self.tracker, self.run_id = config, job, tracker, run_id
+    def __init__(self, workspace: Workspace, job: SearchJob, run_id: str) -> None:
+        self.workspace, self.job, self.run_id = workspace, job, run_id
+        self.config, config = workspace.config, workspace.config
         self.folder = Path(job.folder)
         self.candidates = checked_candidates(config)
         self.stages: dict[Stage, list[CandidateStanding]] = {}
+
+    @property
+    def console(self) -> Console:
+        """Where it reports."""
+        return self.workspace.console
 
     def settings(self, stage: Stage, name: str) -> RunConfig:
         """The config of a candidate in a stage."""
@@ -184,12 +189,31 @@ class Release:
 
 
 @contextmanager
-def opened(config: RunConfig, job: SearchJob) -> Iterator[Release]:
+def open_release(workspace: Workspace, job: SearchJob) -> Iterator[Release]:
     """The release with its folder and its MLflow run, which is ended whatever happens."""
+    config = workspace.config
     params = {f"release.{key}": value for key, value in config.release.model_dump(exclude_defaults=True).items()}
     tags = {"mlflow.source.name": SOURCE, "dlrm.release": job.name}
-    with search_run(config, job, f"release of {config.name}", params, tags) as (tracker, run_id):
-        yield Release(config, job, tracker, run_id)
+    with search_run(workspace, job, f"release of {config.name}", params, tags) as run_id:
+        yield Release(workspace, job, run_id)
+
+
+def run_release(workspace: Workspace, snapshot_id: int | None, force: bool) -> dict[str, Any]:
+    """Runs a release, resumes it, or returns its result where it is done.
+
+    Args:
+        snapshot_id: Snapshot to read; None takes the newest.
+        force: Starts a new release where the same one is done or has failed.
+    """
+    job = pinned_release(workspace, snapshot_id, force)
+    done = load_result(workspace, job)
+    if done is not None:
+        return done
+    with open_release(workspace, job) as release:
+        explored = run_stage(release, "explore", tuple(release.candidates))
+        names = select_best(explored, workspace.config.release.keep)
+        compared = run_stage(release, "compare", names) if len(names) > 1 else explored
+        return conclude(release, retrain(release, compared[0].name, force))
 
 
 def run_stage(release: Release, stage: Stage, names: Sequence[str]) -> list[CandidateStanding]:
@@ -205,19 +229,19 @@ def run_stage(release: Release, stage: Stage, names: Sequence[str]) -> list[Cand
     folder = release.folder / stage
     folder.mkdir(exist_ok=True)
     study = SearchStudy(folder / "study.db", space, {}, points)
-    trials = Trials(study, release.job, folder, release.tracker, release.run_id)
+    trials = Trials(release.workspace, study, release.job, folder, release.run_id)
     trials.tidy_all()
-    get_run_logger().info("%s: %s", stage, ", ".join(names))
-    trials.run_all(settings.parallel, partial(run_candidate, release, trials, stage), partial(tell, stage))
+    release.console.log.info("%s: %s", stage, ", ".join(names))
+    trials.run_all(settings.parallel, partial(run_candidate, release, trials, stage), partial(tell, release, stage))
     standings = rank_candidates([make_standing(record) for record in study.records()])
     note(release, stage, standings)
     if standings[0].valid_ne is None:
         raise failed(release, stage, standings)
-    get_run_logger().info("%s: best is %s, NE %s", stage, standings[0].name, format_metric(standings[0].valid_ne))
+    release.console.log.info("%s: best is %s, NE %s", stage, standings[0].name, format_metric(standings[0].valid_ne))
     return standings
 
 
-@task(cache_policy=NO_CACHE, task_run_name="{stage} {draw.params[candidate]}")
+@step("{stage} {draw.params[candidate]}")
 def run_candidate(release: Release, trials: Trials, stage: Stage, draw: Draw) -> None:
     """One candidate in one stage, to its NE. Safe to repeat: it goes on from its last checkpoint."""
     name = draw.params[CANDIDATE]
@@ -225,41 +249,41 @@ def run_candidate(release: Release, trials: Trials, stage: Stage, draw: Draw) ->
     trials.train(draw.number, release.settings(stage, name), f"{stage} {name}", tags)
 
 
-def tell(stage: Stage, record: TrialRecord) -> None:
+def tell(release: Release, stage: Stage, record: TrialRecord) -> None:
     """A line for people once a candidate is done with a stage."""
     one = make_standing(record)
     result = (
         f"failed: {one.failed}" if one.failed else "stopped" if one.stopped else f"NE {format_metric(one.valid_ne)}"
     )
-    get_run_logger().info("%s %s: %s", stage, one.name, result)
+    release.console.log.info("%s %s: %s", stage, one.name, result)
 
 
 def note(release: Release, stage: Stage, standings: list[CandidateStanding]) -> None:
     """What a stage has come to -> MLflow: the figures, the picture and the table. Replaces itself."""
     release.stages[stage] = standings
-    tracker, run_id = release.tracker, release.run_id
+    tracker, run_id = release.workspace.tracking, release.run_id
     tracker.log_json(run_id, in_json(release.stages), STAGES)
     tracker.log(run_id, len(release.stages), {BEST_NE: standings[0].valid_ne})
     tracker.tag(run_id, {"mlflow.note.content": as_table(release.stages, release.config.release.candidates)})
-    with cosmetic("figure of the stages"):
+    with release.workspace.best_effort("figure of the stages"):
         tracker.log_figures(run_id, {"stages": plots.draw_stages(release.stages)})
 
 
 def failed(release: Release, stage: Stage, standings: Sequence[CandidateStanding]) -> TrainingError:
-    """The end of a release without a candidate; the same command says it again, `again=true` begins anew."""
+    """The end of a release without a candidate; the same command says it again, `force=true` begins anew."""
     reason = next((one.failed for one in standings if one.failed), "all were stopped")
     result = {"status": "failed", "stages": in_json(release.stages), "mlflow_run_id": release.run_id}
     write_json(release.folder / RESULT, result)
     actual = f"none of {len(standings)}; the first: {reason}"
-    remedy = "Correct the candidates, or try once more with again=true; release.prune=null stops none."
+    remedy = "Correct the candidates, or try once more with force=true; release.prune=null stops none."
     return TrainingError(f"release, stage '{stage}'", "one candidate that ends with an NE", actual, remedy)
 
 
-def retrain(release: Release, name: str, again: bool) -> dict[str, Any]:
+def retrain(release: Release, name: str, force: bool) -> dict[str, Any]:
     """The winner trained on the freshest days, judged on test rows, gated and registered: what flows.train does.
 
     Args:
-        again: Trains even where the same training is in the registry, unless this release has put it there.
+        force: Trains even where the same training is in the registry, unless this release has put it there.
     Returns:
         Result of the training; `status` is `skipped` if it was in the registry before this release.
     """
@@ -268,7 +292,11 @@ def retrain(release: Release, name: str, again: bool) -> dict[str, Any]:
     tags = {"mlflow.parentRunId": release.run_id, **release.tags("retrain", name)}
     snapshot = release.job.snapshot.snapshot_id
     result = train_version(
-        release.settings("retrain", name), snapshot, again and not before, f"retrain {name}", tags
+        release.workspace.using(release.settings("retrain", name)),
+        snapshot,
+        force and not before,
+        f"retrain {name}",
+        tags,
     )  # finds by itself what is in the registry, and makes anew what is not there any more
     if before.get("mlflow_run_id") == result["mlflow_run_id"]:
         return before
@@ -277,10 +305,10 @@ def retrain(release: Release, name: str, again: bool) -> dict[str, Any]:
     return result
 
 
-@task(cache_policy=NO_CACHE, task_run_name="conclude")
+@step("conclude")
 def conclude(release: Release, final: Mapping[str, Any]) -> dict[str, Any]:
     """All stages -> the result, a figure and a table. Safe to repeat: it replaces itself."""
-    name, tracker, run_id = final["winner"], release.tracker, release.run_id
+    name, tracker, run_id = final["winner"], release.workspace.tracking, release.run_id
     last = CandidateStanding(name=name, valid_ne=final["train"]["valid_ne"], mlflow_run_id=final["mlflow_run_id"])
     note(release, "retrain", [last])
     model, gate = final["model"], final["gate"]
@@ -290,8 +318,8 @@ def conclude(release: Release, final: Mapping[str, Any]) -> dict[str, Any]:
         verdict += " It was in the registry already: the verdict is the one of then."
     head = f"Winner: `{name}`, version {model['version']} of model {model['name']}. {verdict}"
     tracker.tag(run_id, {"mlflow.note.content": f"{head}\n\n{table}", "dlrm.winner": name})
-    key = artifact_key("release", release.config.name)
-    create_markdown_artifact(f"# Release {release.job.name}\n\n{head}\n\n{table}", key=key)
+    text = f"# Release {release.job.name}\n\n{head}\n\n{table}"
+    release.console.show_text("release", release.config.name, text)
     result = {
         "status": "ok",
         "release": release.job.name,

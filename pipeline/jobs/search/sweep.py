@@ -1,18 +1,14 @@
 """A sweep before it runs: what it searches, where it keeps its trials, and what it shares among them."""
 
 import json
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger
-
 from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError
-from pipeline.jobs.console import Progress
 from pipeline.jobs.search.trials import (
     RESULT,
     SearchJob,
@@ -23,8 +19,9 @@ from pipeline.jobs.search.trials import (
     search_job,
     search_run,
 )
+from pipeline.jobs.training.identity import semantics
 from pipeline.jobs.training.job import selected
-from pipeline.registration.tracking import Tracker
+from pipeline.jobs.workspace import Workspace
 from pipeline.search.config import SweepConfig
 from pipeline.search.grid import count_trials
 from pipeline.search.study import SearchStudy
@@ -34,21 +31,22 @@ STUDY = "study.db"
 SOURCE = "flows.sweep"
 
 
-def pinned_sweep(config: RunConfig, snapshot_id: int | None, again: bool) -> SearchJob:
+def pinned_sweep(workspace: Workspace, snapshot_id: int | None, force: bool) -> SearchJob:
     """The sweep that a config and a snapshot name; what can be wrong with it is found here.
 
     Args:
         snapshot_id: None takes the newest.
-        again: Makes a new one beside one that is done.
+        force: Makes a new one beside one that is done.
     Raises:
         ConfigError: If a key cannot be searched, or a value of it does not fit the config.
     """
+    config = workspace.config
     check_space(config)
-    snapshot, data = selected(config, snapshot_id)
+    snapshot, data = selected(workspace, snapshot_id)
     if "valid" not in data:
         raise ConfigError("split", "validation rows, by which trials are ranked", "none", "Name some as `valid`.")
-    inputs = {"config": config.semantics(), "sweep": config.sweep.identity()}
-    return search_job(config, "sweeps", snapshot, inputs, again)
+    inputs = {"config": semantics(workspace), "sweep": config.sweep.identity()}
+    return search_job(workspace, "sweeps", snapshot, inputs, force)
 
 
 def check_space(config: RunConfig) -> None:
@@ -96,28 +94,29 @@ def _value(values: Any, key: str) -> Any:
     return values
 
 
-def finished(job: SearchJob, config: RunConfig) -> dict[str, Any] | None:
+def load_result(workspace: Workspace, job: SearchJob) -> dict[str, Any] | None:
     """The result of a sweep that was done before with as many trials."""
     path = Path(job.folder) / RESULT
     result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    if result is None or sum(result["trials"].values()) < count_trials(config.sweep):
+    if result is None or sum(result["trials"].values()) < count_trials(workspace.config.sweep):
         return None
     if not Path(result["config_path"]).exists():
         return None
-    advice = "again=true makes a new one, a larger sweep.trials goes on"
-    get_run_logger().info("skipped: sweep %s is done; %s", job.name, advice)
+    advice = "force=true makes a new one, a larger sweep.trials goes on"
+    workspace.console.log.info("skipped: sweep %s is done; %s", job.name, advice)
     return dict(result) | {"status": "skipped"}
 
 
 class Sweep(Trials):
     """A sweep at work."""
 
-    def __init__(self, config: RunConfig, job: SearchJob, tracker: Tracker, run_id: str) -> None:
+    def __init__(self, workspace: Workspace, job: SearchJob, run_id: str) -> None:
+        config = workspace.config
         folder = Path(job.folder)
-        super().__init__(SearchStudy(folder / STUDY, config.sweep, own_values(config)), job, folder, tracker, run_id)
+        super().__init__(workspace, SearchStudy(folder / STUDY, config.sweep, own_values(config)), job, folder, run_id)
         self.config = config
         # For the run's page; the log has a line a trial.
-        self.progress = Progress(logging.getLogger(__name__), "trials")
+        self.progress = workspace.console.progress("trials", quiet=True)
         self.began, self.done_before = time.monotonic(), len(self.done())
 
     def settings(self, params: Mapping[str, Any]) -> RunConfig:
@@ -134,12 +133,13 @@ class Sweep(Trials):
 
 
 @contextmanager
-def opened(config: RunConfig, job: SearchJob) -> Iterator[Sweep]:
+def open_sweep(workspace: Workspace, job: SearchJob) -> Iterator[Sweep]:
     """The sweep with its file and its MLflow run, which is ended whatever happens."""
+    config = workspace.config
     params = {f"sweep.{key}": value for key, value in config.sweep.model_dump(exclude_defaults=True).items()}
     tags = {"mlflow.source.name": SOURCE, "dlrm.sweep": job.name}
-    with search_run(config, job, f"sweep of {config.name}", params, tags) as (tracker, run_id):
+    with search_run(workspace, job, f"sweep of {config.name}", params, tags) as run_id:
         (Path(job.folder) / RESULT).unlink(missing_ok=True)  # of fewer trials: it has not ended any more
-        sweep = Sweep(config, job, tracker, run_id)
+        sweep = Sweep(workspace, job, run_id)
         sweep.tidy_all()
         yield sweep

@@ -1,32 +1,63 @@
-"""The trials of a sweep, side by side."""
+"""A sweep: its trials side by side, then the best config as a file, figures and tables."""
 
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from prefect import get_run_logger, task
-from prefect.cache_policies import NO_CACHE
+import yaml
 
-from pipeline.evaluation.metrics import format_metric
+from pipeline.config import load
+from pipeline.errors import TrainingError
+from pipeline.jobs.console import step
 from pipeline.jobs.search.candidate import BEST_NE
-from pipeline.jobs.search.sweep import SOURCE, Sweep
-from pipeline.jobs.search.sweep_result import in_numbers, in_words, write_best
+from pipeline.jobs.search.sweep import SOURCE, Sweep, load_result, open_sweep, pinned_sweep, without_sweep
+from pipeline.jobs.search.trials import RESULT
+from pipeline.jobs.training.summary import format_metric
+from pipeline.jobs.workspace import Workspace
+from pipeline.search import plots
 from pipeline.search.grid import count_trials
 from pipeline.search.study import Draw, TrialRecord
+from storage.artifacts import write_json, write_text
+
+BASE, BEST = "base.yaml", "best.yaml"
+"""Files in a sweep's folder: the config that is searched, and the best trial's over it."""
+MOST_ROWS = 50
+"""Trials in a table for people."""
+
+
+def run_sweep(workspace: Workspace, snapshot_id: int | None, force: bool) -> dict[str, Any]:
+    """Runs a sweep, resumes it, or returns its result where it is done.
+
+    Args:
+        snapshot_id: Snapshot to read; None takes the newest.
+        force: Starts a new sweep where the same one is done.
+    """
+    job = pinned_sweep(workspace, snapshot_id, force)
+    done = load_result(workspace, job)
+    if done is not None:
+        return done
+    with open_sweep(workspace, job) as sweep:
+        run_trials(sweep)
+        return conclude(sweep)
 
 
 def run_trials(sweep: Sweep) -> None:
     """Runs what is left of the trials, `parallel` at a time."""
     records = sweep.study.records()
     if records:
-        get_run_logger().info("sweep %s goes on: %s", sweep.job.name, in_numbers(records))
+        sweep.console.log.info("sweep %s goes on: %s", sweep.job.name, in_numbers(records))
     with sweep.progress:
         sweep.run_all(sweep.config.sweep.parallel, partial(run_trial, sweep), partial(tell, sweep))
 
 
-@task(cache_policy=NO_CACHE, task_run_name="trial {draw.number}")
+@step("trial {draw.number}")
 def run_trial(sweep: Sweep, draw: Draw) -> None:
     """One trial, from its values to its NE. Safe to repeat: it goes on from its last checkpoint."""
     study, number = sweep.study, draw.number
-    get_run_logger().info("trial %s: %s", number, in_words(draw.params))
+    sweep.console.log.info("trial %s: %s", number, in_words(draw.params))
     twin = study.twin(draw)
     if twin is not None and twin.valid_ne is not None:
         study.note(number, same_as=twin.number)
@@ -43,8 +74,119 @@ def tell(sweep: Sweep, record: TrialRecord) -> None:
     line += f"{len(done)} of {count_trials(sweep.config.sweep)} done"
     note = f"best NE {format_metric(best.valid_ne)} (trial {best.number})" if best else "none has an NE"
     note += sweep.time_left(len(done))
-    get_run_logger().info("%s, %s", line, note)
-    sweep.progress.page.show("trials", len(done), count_trials(sweep.config.sweep), note)
+    sweep.console.log.info("%s, %s", line, note)
+    sweep.progress("trials", len(done), count_trials(sweep.config.sweep), note)
     if best is not None:
-        sweep.tracker.log(sweep.run_id, number, {"trial_valid_ne": record.valid_ne, BEST_NE: best.valid_ne})
+        sweep.workspace.tracking.log(sweep.run_id, number, {"trial_valid_ne": record.valid_ne, BEST_NE: best.valid_ne})
         write_best(sweep, best)
+
+
+def write_best(sweep: Sweep, best: TrialRecord) -> Path:
+    """The best trial's config as a file over the config that was searched; its limits as a trial are not in it."""
+    base, path = sweep.folder / BASE, sweep.folder / BEST
+    plain = without_sweep(sweep.config)
+    text = yaml.safe_dump(plain.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    write_text(base, text, mode=0o600)  # it may hold the catalog's credentials
+    values = load(plain, best.params).model_dump(mode="json")
+    head = (
+        f"# Trial {best.number} of sweep {sweep.job.name}: NE {format_metric(best.valid_ne)} on the validation rows.\n"
+    )
+    over = yaml.safe_dump({"base": BASE} | layered(values, best.params), sort_keys=False, allow_unicode=True)
+    write_text(path, head + over)
+    return path
+
+
+def layered(values: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a config that dotted keys name; lists whole, since a file's list takes the place of its base's.
+
+    Example:
+        >>> layered({"a": {"b": 1, "c": [{"d": 2}, 3]}}, {"a.b": 1, "a.c.0.d": 2})
+        {'a': {'b': 1, 'c': [{'d': 2}, 3]}}
+    """
+    found: dict[str, Any] = {}
+    for key in keys:
+        *sections, last = key.split(".")
+        inner, into = values, found
+        for name in sections:
+            if isinstance(inner[name], list):
+                last = name
+                break
+            inner, into = inner[name], into.setdefault(name, {})
+        into[last] = inner[last]
+    return found
+
+
+@step("conclude")
+def conclude(sweep: Sweep) -> dict[str, Any]:
+    """All trials -> the result, figures and a table. Safe to repeat: it replaces itself.
+
+    Raises:
+        TrainingError: If no trial has an NE.
+    """
+    records, best, tracker = sweep.study.records(), sweep.study.best, sweep.workspace.tracking
+    tracker.log_json(sweep.run_id, [record.model_dump() for record in records], "trials.json")
+    if best is None:
+        errors = [str(record.notes["error"]) for record in records if "error" in record.notes]
+        raise TrainingError(
+            "sweep", "one trial that ends with an NE", f"{in_numbers(records)}; the first: {(errors or ['pruned'])[0]}",
+            "Change space, limits or pruning.",
+        )  # fmt: skip
+    path, space = write_best(sweep, best), sweep.config.sweep.space
+    shares: dict[str, float] = {}
+    with sweep.workspace.best_effort("importances"):
+        shares = sweep.study.importances()
+    with sweep.workspace.best_effort("figures"):
+        tracker.log_figures(sweep.run_id, plots.draw_sweep(sweep.study))
+    tracker.log_file(sweep.run_id, path)
+    table = as_table(records, list(space))
+    head = f"Best: trial {best.number}, NE {format_metric(best.valid_ne)} on the validation rows, `{BEST}`.\n\n"
+    tags = {f"best.{key}": json.dumps(value) for key, value in best.params.items()}
+    tracker.tag(sweep.run_id, {"mlflow.note.content": head + table, "dlrm.best_trial": str(best.number)} | tags)
+    with sweep.workspace.best_effort("page in Prefect"):
+        sweep.console.show_text("sweep", sweep.config.name, f"# Sweep {sweep.job.name}\n\n{head}{table}")
+    result = {
+        "status": "ok",
+        "study": sweep.job.name,
+        "snapshot_id": sweep.job.snapshot.snapshot_id,
+        "trials": dict(Counter(record.state for record in records)),
+        "best": {"number": best.number, "params": dict(best.params), "valid_ne": best.valid_ne},
+        "importances": shares,
+        "config_path": str(path),
+        "mlflow_run_id": sweep.run_id,
+    }
+    write_json(sweep.folder / RESULT, result)
+    sweep.console.log.info(
+        "best: trial %s, NE %s: %s", best.number, format_metric(best.valid_ne), in_words(best.params)
+    )
+    return result
+
+
+def in_numbers(records: Sequence[TrialRecord]) -> str:
+    """How many trials there are of each state."""
+    counts = Counter(record.state for record in records)
+    return ", ".join(f"{count} {state}" for state, count in counts.items())
+
+
+def in_words(params: Mapping[str, Any]) -> str:
+    """The values of a trial as one line.
+
+    Example:
+        >>> in_words({"training.table_learning_rate": 0.0123456, "model.bottom_mlp": [32]})
+        'training.table_learning_rate=0.01235, model.bottom_mlp=[32]'
+    """
+    return ", ".join(f"{key}={_rounded(value)}" for key, value in params.items())
+
+
+def as_table(records: Sequence[TrialRecord], keys: Sequence[str]) -> str:
+    """The trials as markdown, the best first."""
+    order = sorted(records, key=lambda record: (record.valid_ne is None, record.valid_ne, record.number))
+    lines = ["| trial | NE | " + " | ".join(f"`{key}`" for key in keys) + " |", "|---" * (len(keys) + 2) + "|"]
+    for record in order[:MOST_ROWS]:
+        ne = format_metric(record.valid_ne) if record.state == "complete" else record.state
+        values = " | ".join(_rounded(record.params.get(key)) for key in keys)
+        lines.append(f"| {record.number} | {ne} | {values} |")
+    return "\n".join(lines)
+
+
+def _rounded(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else json.dumps(value).replace("|", "\\|")

@@ -2,7 +2,6 @@
 
 import contextvars
 import hashlib
-import itertools
 import json
 import shutil
 import threading
@@ -13,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger
 from pydantic import BaseModel
 
 from pipeline.config import RunConfig
@@ -25,11 +23,12 @@ from pipeline.errors import (
     TrackingError,
     TrainingError,
 )
+from pipeline.jobs.code_version import commit
+from pipeline.jobs.console import Console, one_line
 from pipeline.jobs.search.candidate import StoppedEarly, candidate_job, train_candidate
-from pipeline.jobs.training.evaluate import in_a_line
-from pipeline.jobs.training.job import joined_of, keep_inputs, own_folder, run_of, tracker_of, warehouse_of
-from pipeline.jobs.training.summary import commit
-from pipeline.registration.tracking import Tracker, is_unreachable, reporting_unreachable
+from pipeline.jobs.training.job import keep_inputs, run_of
+from pipeline.jobs.workspace import Workspace, exclusive_dir
+from pipeline.registration.tracking import is_unreachable, reporting_unreachable
 from pipeline.search.grid import count_trials
 from pipeline.search.study import Draw, SearchStudy, TrialRecord
 from pipeline.training.launch.processes import Event
@@ -63,22 +62,18 @@ class SearchJob(BaseModel, frozen=True):
 
 
 def search_job(
-    config: RunConfig, kind: str, snapshot: SnapshotRef, inputs: Mapping[str, Any], again: bool
+    workspace: Workspace, kind: str, snapshot: SnapshotRef, inputs: Mapping[str, Any], force: bool
 ) -> SearchJob:
     """The search that its inputs name: the one that was begun, or a new one.
 
     Args:
         kind: Folder below `home`, such as `sweeps`.
         inputs: What decides the outcome, beside the snapshot.
-        again: Makes a new one beside one that has ended.
+        force: Makes a new one beside one that has ended.
     """
     identity = _hash({"snapshot_id": snapshot.snapshot_id, **inputs})
-    names = (f"{config.name}-{identity[:12]}-{attempt}" for attempt in itertools.count())
-    folders = (config.home_path / kind / name for name in names)
-    made = list(itertools.takewhile(Path.exists, folders))
-    if not made or (again and (made[-1] / RESULT).exists()):
-        made.append(config.home_path / kind / f"{config.name}-{identity[:12]}-{len(made)}")
-    return SearchJob(identity=identity, folder=str(made[-1]), snapshot=snapshot, inputs=_hash(inputs))
+    folder = workspace.latest_folder(kind, f"{workspace.config.name}-{identity[:12]}", RESULT, force)
+    return SearchJob(identity=identity, folder=str(folder), snapshot=snapshot, inputs=_hash(inputs))
 
 
 def _hash(values: Mapping[str, Any]) -> str:
@@ -128,29 +123,30 @@ def check_parallel(where: str, parallel: int, config: RunConfig) -> None:
 
 @contextmanager
 def search_run(
-    config: RunConfig, job: SearchJob, name: str, params: Mapping[str, Any], tags: Mapping[str, str]
-) -> Iterator[tuple[Tracker, str]]:
+    workspace: Workspace, job: SearchJob, name: str, params: Mapping[str, Any], tags: Mapping[str, str]
+) -> Iterator[str]:
     """The search's folder for this process alone, and its MLflow run, which is ended whatever happens.
 
     Args:
         name: Of the run.
         params: Beside those of the config.
     """
-    with own_folder(Path(job.folder)) as folder:
+    config = workspace.config
+    with exclusive_dir(Path(job.folder)) as folder:
         # Once, not by trials side by side.
-        keep_inputs(warehouse_of(config), job.identity, job.snapshot, joined_of(config))
+        keep_inputs(workspace.warehouse, job.identity, job.snapshot, workspace.feature_joins())
         if not (folder / PINNED).exists():
             for other in unfinished(job):
-                get_run_logger().info(
+                workspace.console.log.info(
                     "%s of the same config has not ended; if days were ingested meanwhile, give it its snapshot: "
                     "snapshot_id=%s", other.name, other.snapshot.snapshot_id,
                 )  # fmt: skip
         write_json(folder / PINNED, job.model_dump(mode="json"))
         tags = {"snapshot_id": str(job.snapshot.snapshot_id), "git_commit": commit(), **tags}
-        tracker, params = tracker_of(config), config.flat() | dict(params)
-        with run_of(folder, config, name, params, tags, AGAIN) as (run_id, _), reporting_unreachable(AGAIN):
+        tracker, params = workspace.tracking, config.flat() | dict(params)
+        with run_of(folder, workspace, name, params, tags, AGAIN) as (run_id, _), reporting_unreachable(AGAIN):
             tracker.log_json(run_id, config.shareable(), "config.json")
-            yield tracker, run_id
+            yield run_id
 
 
 class Trials:
@@ -161,11 +157,16 @@ class Trials:
         run_id: MLflow run that those of the trials are below.
     """
 
-    def __init__(self, study: SearchStudy, job: SearchJob, folder: Path, tracker: Tracker, run_id: str) -> None:
-        self.study, self.job, self.folder, self.tracker, self.run_id = study, job, folder, tracker, run_id
+    def __init__(self, workspace: Workspace, study: SearchStudy, job: SearchJob, folder: Path, run_id: str) -> None:
+        self.workspace, self.study, self.job, self.folder, self.run_id = workspace, study, job, folder, run_id
         self.stop = threading.Event()  # trials at work are to end; the same command goes on with them
         self.lock = threading.Lock()
         self.failures = 0  # one after the other
+
+    @property
+    def console(self) -> Console:
+        """Where it reports."""
+        return self.workspace.console
 
     def done(self) -> list[TrialRecord]:
         """Trials that are complete, pruned or failed."""
@@ -215,7 +216,7 @@ class Trials:
             except Exception as error:  # whatever is wrong with this trial, the others go on
                 if self.stop.is_set() or surroundings(error):
                     raise
-                self.study.fail(draw.number, str(error) if isinstance(error, ContractError) else in_a_line(error))
+                self.study.fail(draw.number, str(error) if isinstance(error, ContractError) else one_line(error))
             with self.lock:
                 record = next(record for record in self.done() if record.number == draw.number)
                 tell(record)
@@ -245,13 +246,14 @@ class Trials:
         if self.study.falls_behind(number):
             return self.study.prune(number)
         plans, snapshot = Path(self.job.folder) / "plans", self.job.snapshot.snapshot_id
-        job = candidate_job(config, self.job.identity, snapshot, self.trial_folder(number), plans)
+        workspace = Workspace(config, self.console)  # of its own: trials run in threads
+        job = candidate_job(workspace, self.job.identity, snapshot, self.trial_folder(number), plans)
         tags = {"mlflow.parentRunId": self.run_id, **tags}
 
         def begun(run_id: str) -> None:
             self.study.note(number, mlflow_run_id=run_id)
 
-        outcome = train_candidate(config, job, name, tags, partial(self.watch, number), begun)
+        outcome = train_candidate(workspace, job, name, tags, partial(self.watch, number), begun)
         if outcome.valid_ne is None:
             return self.study.prune(number)
         return self.study.finish(number, outcome.valid_ne)

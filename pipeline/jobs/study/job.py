@@ -1,7 +1,6 @@
 """An efficiency study before it runs: its points, its folder, its run in MLflow."""
 
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -10,21 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger
 from pydantic import BaseModel
 
 from pipeline.characterization.machine import Machine, measure_machine, read_processor_name
 from pipeline.characterization.points import StudyPoint, list_points
 from pipeline.characterization.results import PointResult
-from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
+from pipeline.jobs.code_version import commit
+from pipeline.jobs.console import Console
 from pipeline.jobs.study.points import settings_of
 from pipeline.jobs.study.quality import with_own_values
-from pipeline.jobs.training.job import own_folder, run_of, selected, tracker_of
+from pipeline.jobs.training.identity import semantics
+from pipeline.jobs.training.job import run_of, selected
 from pipeline.jobs.training.provenance import versions
 from pipeline.jobs.training.rank import takes_cuda
-from pipeline.jobs.training.summary import commit
-from pipeline.registration.tracking import Tracker, reporting_unreachable
+from pipeline.jobs.workspace import Workspace, exclusive_dir
+from pipeline.registration.tracking import reporting_unreachable
 from pipeline.training.launch.processes import resolve_threads
 from storage.artifacts import write_json
 
@@ -51,9 +51,8 @@ class StudyJob(BaseModel, frozen=True):
 class Work:
     """A study at work."""
 
-    config: RunConfig
+    workspace: Workspace
     job: StudyJob
-    tracker: Tracker
     run_id: str
     machine: Machine
     code: Mapping[str, Any]
@@ -61,20 +60,26 @@ class Work:
     results: list[PointResult] = field(default_factory=list)
 
     @property
+    def console(self) -> Console:
+        """Where it reports."""
+        return self.workspace.console
+
+    @property
     def folder(self) -> Path:
         """Where it is kept."""
         return Path(self.job.folder)
 
 
-def pinned_study(config: RunConfig, snapshot_id: int | None, again: bool) -> StudyJob:
+def pinned_study(workspace: Workspace, snapshot_id: int | None, force: bool) -> StudyJob:
     """The study that a config names on this machine: the one that was begun, or a new one; every point is checked.
 
     Args:
         snapshot_id: None takes the newest.
-        again: Makes a new one beside one that has ended.
+        force: Makes a new one beside one that has ended.
     Raises:
         ConfigError: If there is nothing to measure, or a point does not fit the config.
     """
+    config = workspace.config
     if not config.characterize.axes:
         expected = "at least one axis with its values"
         raise ConfigError("characterize.axes", expected, "none", "Add one: `training.batch_rows: [512, 2048]`.")
@@ -82,68 +87,66 @@ def pinned_study(config: RunConfig, snapshot_id: int | None, again: bool) -> Stu
     check = with_own_values if config.characterize.measure == "quality" else settings_of
     configs = [check(config, point) for point in found]
     if config.characterize.workload is None:
-        snapshot_id = selected(configs[0], snapshot_id)[0].snapshot_id
+        snapshot_id = selected(workspace.using(configs[0]), snapshot_id)[0].snapshot_id
     inputs = {
-        "study": config.characterize.model_dump(mode="json"), "config": config.semantics(), "snapshot_id": snapshot_id,
-        "sweep": config.sweep.model_dump(mode="json"), "threads": config.training.threads_per_rank,
+        "study": config.characterize.model_dump(mode="json"), "config": semantics(workspace),
+        "snapshot_id": snapshot_id, "sweep": config.sweep.model_dump(mode="json"),
+        "threads": config.training.threads_per_rank,
         "machine": [read_processor_name(), len(os.sched_getaffinity(0))],
     }  # fmt: skip
     identity = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-    home = config.home_path / "characterize"
-    folders = (home / f"{config.name}-{identity[:12]}-{attempt}" for attempt in itertools.count())
-    made = list(itertools.takewhile(Path.exists, folders))
-    if not made or (again and (made[-1] / RESULT).exists()):
-        made.append(home / f"{config.name}-{identity[:12]}-{len(made)}")
-    return StudyJob(folder=str(made[-1]), points=tuple(found), snapshot_id=snapshot_id)
+    folder = workspace.latest_folder("characterize", f"{config.name}-{identity[:12]}", RESULT, force)
+    return StudyJob(folder=str(folder), points=tuple(found), snapshot_id=snapshot_id)
 
 
-def finished(job: StudyJob) -> dict[str, Any] | None:
+def load_result(workspace: Workspace, job: StudyJob) -> dict[str, Any] | None:
     """The result of a study that was done before."""
     path = Path(job.folder) / RESULT
     if not path.exists():
         return None
-    get_run_logger().info("skipped: study %s is done; again=true makes a new one", job.name)
+    workspace.console.log.info("skipped: study %s is done; force=true makes a new one", job.name)
     return dict(json.loads(path.read_text(encoding="utf-8"))) | {"status": "skipped"}
 
 
 @contextmanager
-def opened(config: RunConfig, job: StudyJob) -> Iterator[Work]:
+def open_study(workspace: Workspace, job: StudyJob) -> Iterator[Work]:
     """The study with its folder, for this process alone, and its MLflow run, which is ended whatever happens."""
+    config = workspace.config
     params: Mapping[str, Any] = config.flat() | {
         f"characterize.{key}": value for key, value in config.characterize.model_dump(mode="json").items()
     }
     tags = {"mlflow.source.name": "flows.characterize", "dlrm.study": job.name, "git_commit": commit()}
     if job.snapshot_id is not None:
         tags["snapshot_id"] = str(job.snapshot_id)
-    with own_folder(Path(job.folder)) as folder:
-        machine, code = machine_of(config, folder), code_of(folder)
+    with exclusive_dir(Path(job.folder)) as folder:
+        machine, code = machine_of(workspace, folder), code_of(workspace, folder)
         title = config.characterize.experiment or "study"
         with (
-            run_of(folder, config, f"{title} of {config.name}", params, tags, AGAIN) as (run_id, _),
+            run_of(folder, workspace, f"{title} of {config.name}", params, tags, AGAIN) as (run_id, _),
             reporting_unreachable(AGAIN),
         ):
-            yield Work(config, job, tracker_of(config), run_id, machine, code)
+            yield Work(workspace, job, run_id, machine, code)
 
 
-def code_of(folder: Path) -> dict[str, Any]:
+def code_of(workspace: Workspace, folder: Path) -> dict[str, Any]:
     """Commit and versions that a study was begun with; a study that goes on with others says so."""
     path, now = folder / CODE, {"commit": commit(), "versions": versions()}
     if not path.exists():
         write_json(path, now)
     began: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if began != now:
-        get_run_logger().warning(
+        workspace.console.log.warning(
             "points were measured at commit %s, the code is %s now", began["commit"], now["commit"]
         )
     return began
 
 
-def machine_of(config: RunConfig, folder: Path) -> Machine:
+def machine_of(workspace: Workspace, folder: Path) -> Machine:
     """The machine with its ceilings, measured once a study."""
     path = folder / MACHINE
     if path.exists():
         return Machine.model_validate_json(path.read_text(encoding="utf-8"))
-    training = config.training
+    training = workspace.config.training
     threads = resolve_threads(training.threads_per_rank, training.world_size) * training.world_size
     machine = measure_machine(threads, "cuda" if takes_cuda(training) else "cpu")
     write_json(path, machine.model_dump(mode="json"))

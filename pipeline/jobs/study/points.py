@@ -17,6 +17,7 @@ from pipeline.jobs.study.rank import MeasureSpec, MeasureTask
 from pipeline.jobs.study.workload import enough_rows, written
 from pipeline.jobs.training.job import prepared
 from pipeline.jobs.training.rank import placed
+from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import Worker
@@ -68,7 +69,7 @@ class Ready:
 
 
 def measure(
-    config: RunConfig,
+    workspace: Workspace,
     points: Sequence[StudyPoint],
     folder: Path,
     tell: Tell = lambda result, stored: result,
@@ -83,7 +84,7 @@ def measure(
     """
     results: dict[str, PointResult] = {}
     ready: list[Ready] = []
-    rows = Rows(folder, snapshot_id)
+    rows = Rows(workspace, folder, snapshot_id)
 
     def done(result: PointResult) -> None:
         results[result.point.key] = keep(folder, tell(result, False))
@@ -94,7 +95,7 @@ def measure(
             results[point.key] = tell(before, True)
             continue
         try:
-            ready.append(_ready(config, point, rows))
+            ready.append(_ready(workspace, point, rows))
         except ContractError as error:
             done(PointResult(point=point, state="left out", reason=str(error)))
     for _, members in itertools.groupby(sorted(ready, key=lambda one: str(one.group)), key=lambda one: one.group):
@@ -102,13 +103,13 @@ def measure(
     return [results[point.key] for point in points]
 
 
-def _ready(config: RunConfig, point: StudyPoint, rows: "Rows") -> Ready:
+def _ready(workspace: Workspace, point: StudyPoint, rows: "Rows") -> Ready:
     """The point as ranks are told of it.
 
     Raises:
         ContractError: If its tables cannot be placed: for their kind, the ranks, or the memory.
     """
-    settings = settings_of(config, point)
+    settings = settings_of(workspace.config, point)
     study, training = settings.characterize, settings.training
     data = rows.of(settings)
     shape = study.workload if data is None else None
@@ -134,8 +135,8 @@ class Rows:
         snapshot_id: Of the config's table; None takes the newest.
     """
 
-    def __init__(self, folder: Path, snapshot_id: int | None) -> None:
-        self.folder, self.snapshot_id = folder, snapshot_id
+    def __init__(self, workspace: Workspace, folder: Path, snapshot_id: int | None) -> None:
+        self.workspace, self.folder, self.snapshot_id = workspace, folder, snapshot_id
         self.prepared: dict[str, DataSpec] = {}
         self.samples: dict[str, list[Column]] = {}
 
@@ -145,7 +146,7 @@ class Rows:
         if shape is None:
             rest = config.model_dump_json(exclude={"model", "training", "characterize"})
             if rest not in self.prepared:
-                self.prepared[rest] = prepared(config, self.snapshot_id)[1]
+                self.prepared[rest] = prepared(self.workspace.using(config), self.snapshot_id)[1]
             return self.prepared[rest]
         if config.characterize.data == "memory":
             return None

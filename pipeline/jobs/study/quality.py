@@ -3,18 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-from flows.sweep import sweep
 from pipeline.characterization.points import StudyPoint
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.jobs.search.sweep import STUDY, check_space, own_values
+from pipeline.jobs.search.sweep_run import run_sweep
 from pipeline.jobs.study.points import settings_of
-from pipeline.jobs.training.job import tracker_of
+from pipeline.jobs.workspace import Workspace
 from pipeline.search.study import SearchStudy
 
 
 def judged(
-    config: RunConfig, point: StudyPoint, parent: str | None = None, snapshot_id: int | None = None
+    workspace: Workspace, point: StudyPoint, parent: str | None = None, snapshot_id: int | None = None
 ) -> dict[str, Any]:
     """Sweeps the config with a point's settings; what was swept before is not swept again.
 
@@ -28,9 +28,9 @@ def judged(
         StorageError: If nothing was ingested yet.
         TrainingError: If the trial with the config's own values has no NE.
     """
-    settings = with_own_values(config, point)
-    result = sweep(settings, snapshot_id=snapshot_id)
-    tracker, run_id = tracker_of(settings), result["mlflow_run_id"]
+    settings = with_own_values(workspace.config, point)
+    result = run_sweep(workspace.using(settings), snapshot_id, force=False)
+    tracker, run_id = workspace.using(settings).tracking, result["mlflow_run_id"]
     if parent is not None:
         tracker.tag(run_id, {"mlflow.parentRunId": parent, "mlflow.runName": point.name})
     study = SearchStudy(Path(result["config_path"]).parent / STUDY, settings.sweep, {})

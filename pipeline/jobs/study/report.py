@@ -5,33 +5,28 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
-from prefect.cache_policies import NO_CACHE
 
 from pipeline.characterization.findings import evaluate_claims, render_study
 from pipeline.characterization.plots import draw_figures
-from pipeline.characterization.results import StudyResults
+from pipeline.characterization.results import PointResult, StudyResults
 from pipeline.config.files import ROOT
 from pipeline.errors import TrainingError
+from pipeline.jobs.console import step
 from pipeline.jobs.study.job import RESULT, Work
-from pipeline.jobs.study.run import in_words
-from pipeline.jobs.training.summary import artifact_key
-from pipeline.jobs.training.tasks import cosmetic
 from storage.artifacts import atomic_file, write_json, write_text
 
 STUDY = "study.json"
 """All results of a study: what figures and text are made of."""
 
 
-@task(cache_policy=NO_CACHE, task_run_name="conclude")
+@step("conclude")
 def conclude(work: Work, report: str | None) -> dict[str, Any]:
     """All points -> figures, text and table. Safe to repeat: it replaces itself.
 
     Raises:
         TrainingError: If no point was measured.
     """
-    config, tracker = work.config, work.tracker
+    config, tracker = work.workspace.config, work.workspace.tracking
     counts = Counter(result.state for result in work.results)
     if not counts["measured"]:
         reasons = [str(result.reason) for result in work.results]
@@ -45,22 +40,22 @@ def conclude(work: Work, report: str | None) -> dict[str, Any]:
     write_json(work.folder / STUDY, study.model_dump(mode="json"))
     tracker.log_file(work.run_id, work.folder / STUDY)
     text, drawn = render_study(study), {}
-    with cosmetic("figures"):
+    with work.workspace.best_effort("figures"):
         drawn = draw_figures(study)
         tracker.log_figures(work.run_id, drawn)
     folder = work.folder if report is None else ROOT / report
     path = written(folder, (study.experiment or study.name).lower(), text, drawn)
     tracker.log_file(work.run_id, path)
     tracker.tag(work.run_id, {"mlflow.note.content": text[:5_000]})
-    with cosmetic("page in Prefect"):
-        create_markdown_artifact(text, key=artifact_key("characterize", config.name))
+    with work.workspace.best_effort("page in Prefect"):
+        work.console.show_text("characterize", config.name, text)
     found = evaluate_claims(study)
     for finding in found:
-        get_run_logger().info("%s: %s (%s)", finding.verdict, finding.claim, finding.measured)
+        work.console.log.info("%s: %s (%s)", finding.verdict, finding.claim, finding.measured)
     if study.measured:
         best = max(study.measured, key=lambda one: one.measurement.rows_per_second.median if one.measurement else 0.0)
-        get_run_logger().info("fastest: %s: %s", best.point.name, in_words(best))
-    get_run_logger().info("report: %s", path)
+        work.console.log.info("fastest: %s: %s", best.point.name, describe_result(best))
+    work.console.log.info("report: %s", path)
     result = {
         "status": "ok", "study": work.job.name, "points": dict(counts), "snapshot_id": work.job.snapshot_id,
         "findings": [finding.model_dump(mode="json") for finding in found], "report": str(path),
@@ -82,3 +77,16 @@ def written(folder: Path, name: str, text: str, drawn: dict[str, Figure]) -> Pat
     path = folder / f"{name}.md"
     write_text(path, "\n\n".join([text, *shown]) + "\n")
     return path
+
+
+def describe_result(result: PointResult) -> str:
+    """What came out, in a line."""
+    if result.quality is not None:
+        return ", ".join(f"{name} {value:.4f}" for name, value in result.quality.items())
+    if result.measurement is None:
+        return f"{result.state}: {result.reason}"
+    one = result.measurement
+    parts = sorted(one.split_ms.items(), key=lambda part: -part[1])[:3]
+    split = ", ".join(f"{name} {value / one.step_ms.median:.0%}" for name, value in parts)
+    spread = (one.step_ms.high - one.step_ms.low) / one.step_ms.median
+    return f"{one.rows_per_second.median:,.0f} rows/s, step {one.step_ms.median:.1f} ms (spread {spread:.0%}): {split}"

@@ -4,10 +4,12 @@ import datetime
 import getpass
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from pipeline.catalog import text
 from pipeline.catalog.entries import Entry, build_entries
-from pipeline.catalog.events import Event, build_event, newest_events, read_events, unknown_feature
+from pipeline.catalog.events import Event, append_event, build_event, newest_events, read_events, unknown_feature
+from pipeline.catalog.events import State as State
 from pipeline.catalog.retire import RetireCandidate, find_candidates
 from pipeline.catalog.usage import Usage
 from pipeline.config import RunConfig
@@ -15,11 +17,15 @@ from pipeline.data.profile import profiles
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import Logger
 from pipeline.jobs.tables.lineage import usage_of
-from pipeline.jobs.training.job import roles_of, tracker_of, warehouse_of
+from pipeline.jobs.training.job import roles_of
+from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from storage.layout.columns import Footers
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
+
+DECLARED = ("state", "kind", "owner", "description", "reason")
+Action = Literal["list", "show", "propose", "set", "deprecate", "history"]
 
 
 class Catalogue(NamedTuple):
@@ -30,14 +36,15 @@ class Catalogue(NamedTuple):
     usage: Usage
 
 
-def catalogue(config: RunConfig) -> Catalogue:
+def catalogue(workspace: Workspace) -> Catalogue:
     """The catalogue of the newest snapshot.
 
     Raises:
         StorageError: If there is no such table.
         TrackingError: If MLflow does not answer.
     """
-    warehouse = warehouse_of(config)
+    config = workspace.config
+    warehouse = workspace.warehouse
     snapshot = warehouse.current(config.name)
     schema, profile = warehouse.schema(snapshot), profiles(warehouse, config.name)
     footers = Footers(warehouse.table(config.name), snapshot)
@@ -46,7 +53,7 @@ def catalogue(config: RunConfig) -> Catalogue:
         schema,
         (DAY, config.features.label),
         read_events(warehouse, config.name),
-        usage := usage_of(tracker_of(config), config.model_name),
+        usage := usage_of(workspace.tracking, config.model_name),
         footers.columns(),
         profile,
         footers.without_values(unmeasured).columns,
@@ -66,10 +73,10 @@ def entry_of(known: Catalogue, feature: str) -> Entry:
     raise unknown_feature(feature, [entry.name for entry in known.entries], "Correct the name.")
 
 
-def proposed(config: RunConfig, known: Catalogue, unused_days: int) -> list[RetireCandidate]:
+def proposed(workspace: Workspace, known: Catalogue, unused_days: int) -> list[RetireCandidate]:
     """Features that could be retired."""
     now = datetime.datetime.now(datetime.UTC)
-    return find_candidates(known.entries, known.usage, _not_features(config), unused_days, now)
+    return find_candidates(known.entries, known.usage, _not_features(workspace.config), unused_days, now)
 
 
 def _not_features(config: RunConfig) -> set[str]:
@@ -84,7 +91,9 @@ def _not_features(config: RunConfig) -> set[str]:
     return named | {name for name, _ in roles_of(config)}
 
 
-def declaration(config: RunConfig, log: list[Event], feature: str, by: str | None, changes: Mapping[str, Any]) -> Event:
+def declaration(
+    workspace: Workspace, log: list[Event], feature: str, by: str | None, changes: Mapping[str, Any]
+) -> Event:
     """The event that declares something of a feature; nothing is written.
 
     Args:
@@ -92,20 +101,21 @@ def declaration(config: RunConfig, log: list[Event], feature: str, by: str | Non
     Raises:
         ConfigError: If there is no such feature, or its state cannot change so.
     """
-    warehouse = warehouse_of(config)
+    config = workspace.config
+    warehouse = workspace.warehouse
     names = warehouse.schema(warehouse.current(config.name)).names
     columns = [name for name in names if name not in (DAY, config.features.label)]
     _check_alternatives(feature, changes.get("alternatives", ()), {*columns, *newest_events(log)}, log)
     return build_event(log, columns, feature, by or _user(), changes)
 
 
-def champion_warning(config: RunConfig, feature: str, only_unused: bool) -> str | None:
+def champion_warning(workspace: Workspace, feature: str, only_unused: bool) -> str | None:
     """What to know before a feature is deprecated: which serving versions read it; None: none does.
 
     Raises:
         ConfigError: If there are some, and only an unused feature is meant.
     """
-    served = usage_of(tracker_of(config), config.model_name).served(feature)
+    served = usage_of(workspace.tracking, workspace.config.model_name).served(feature)
     if not served:
         return None
     names = ", ".join(f"{version}" for version in served)
@@ -143,3 +153,111 @@ def warn_of_columns(spec: DataSpec, warehouse: Warehouse, logger: Logger) -> Non
     if search.columns:
         some = "" if search.files_searched == search.files else f" in {search.files_searched} of {search.files} files"
         logger.warning("coverage 0%s on the training days: %s", some, ", ".join(search.columns))
+
+
+def list_features(workspace: Workspace, known: Catalogue) -> dict[str, Any]:
+    config = workspace.config
+    rows = text.feature_rows(known.entries)
+    print(text.format_table(rows))
+    total = sum(entry.bytes for entry in known.entries)
+    line = f"{len(rows)} features of table {config.name}, {text.format_bytes(total)}"
+    workspace.console.log.info("%s", line)
+    workspace.console.show_table("features", config.name, rows, line)
+    listed = [entry.model_dump(mode="json", exclude={"days"}) for entry in known.entries]
+    return {"features": listed, "bytes": total}
+
+
+def show_feature(known: Catalogue, name: str) -> dict[str, Any]:
+    entry = entry_of(known, name)
+    for key, value in entry.model_dump(mode="json", exclude={"days"}).items():
+        print(f"{key:<12} {', '.join(value) if isinstance(value, list) else '' if value is None else value}".rstrip())
+    if entry.days:
+        print(text.format_table(text.day_rows(entry.days)))
+    return {"feature": entry.model_dump(mode="json")}
+
+
+def propose_retirement(workspace: Workspace, known: Catalogue, unused_days: int) -> dict[str, Any]:
+    config = workspace.config
+    found = proposed(workspace, known, unused_days)
+    total = sum(one.bytes for one in found)
+    if found:
+        print(text.format_table(text.candidate_rows(found)))
+    line = f"{len(found)} features of table {config.name} could be retired, {text.format_bytes(total)} of its files"
+    workspace.console.log.info("%s", line)
+    workspace.console.show_table("features-to-retire", config.name, text.candidate_rows(found), line)
+    return {"candidates": [one.model_dump(mode="json") for one in found], "bytes": total}
+
+
+def declare_feature(
+    workspace: Workspace, name: str, by: str | None, changes: Mapping[str, Any], only_unused: bool, force: bool
+) -> dict[str, Any]:
+    config = workspace.config
+    if not changes:
+        raise ConfigError("argument 'set'", f"one of {', '.join(DECLARED)}", "none", "Say what changes.")
+    warehouse, warning = workspace.warehouse, None
+    log = read_events(warehouse, config.name)
+    before, deprecated = newest_events(log).get(name), changes.get("state") == "deprecated"
+    if deprecated and before is not None and before.state == "deprecated" and not force:
+        workspace.console.log.info("skipped: '%s' is deprecated already; force=true changes the words", name)
+        return {"status": "skipped", "event": before.model_dump(mode="json"), "warning": None}
+    event = declaration(workspace, log, name, by, changes)
+    if deprecated:
+        warning = champion_warning(workspace, name, only_unused)
+        if warning is not None:
+            workspace.console.log.warning("%s", warning)
+    append_event(warehouse, config.name, event)
+    workspace.console.log.info("feature '%s' of table %s is %s", name, config.name, event.state)
+    return {"status": "ok", "event": event.model_dump(mode="json"), "warning": warning}
+
+
+def show_history(workspace: Workspace, name: str | None) -> dict[str, Any]:
+    config = workspace.config
+    log = [event for event in read_events(workspace.warehouse, config.name) if name in (None, event.feature)]
+    found = [event.model_dump(mode="json") for event in log]
+    shown = [
+        {
+            "at": f"{event.at:%Y-%m-%d %H:%M}",
+            "feature": event.feature,
+            "state": event.state,
+            "by": event.by,
+            "instead": ", ".join(event.alternatives),
+            "reason": event.reason or "",
+            "owner": event.owner or "",
+            "description": event.description or "",
+        }
+        for event in log
+    ]
+    if shown:
+        print(text.format_table(shown))
+    return {"status": "ok", "action": "history", "table": config.name, "events": found}
+
+
+def run_action(
+    workspace: Workspace, action: Action, name: str | None, changes: dict[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Runs one action of `flows.features`.
+
+    Args:
+        name: The feature, for actions on one.
+        changes: What is declared, by field of the event.
+        options: by, only_unused, force and unused_days, as the flow has them.
+    Raises:
+        ConfigError: If the action needs a feature and none is named.
+    """
+    if action in ("show", "set", "deprecate") and name is None:
+        raise ConfigError("argument 'name'", f"the feature to {action}", "none", "Add name=FEATURE.")
+    if action == "history":
+        return show_history(workspace, name)
+    if name is not None and action in ("set", "deprecate"):
+        changes = changes | ({"state": "deprecated"} if action == "deprecate" else {})
+        done = declare_feature(workspace, name, options["by"], changes, options["only_unused"], options["force"])
+        return done | {"action": action}
+    known = catalogue(workspace)
+    if name is not None and action == "show":
+        made = show_feature(known, name)
+    elif action == "propose":
+        made = propose_retirement(workspace, known, options["unused_days"])
+    else:
+        made = list_features(workspace, known)
+    table, snapshot = workspace.config.name, known.snapshot.snapshot_id
+    return {"status": "ok", "action": action, "table": table, "snapshot_id": snapshot} | made

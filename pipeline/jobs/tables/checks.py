@@ -3,12 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger
-
-from flows.runtime.pages import show_table
-from pipeline.config import RunConfig
 from pipeline.extraction.checks import CheckResult
 from pipeline.extraction.plots import day_figure
+from pipeline.jobs.workspace import Workspace
 from storage.artifacts import atomic_file, write_json
 
 MOST_LINES = 10
@@ -17,38 +14,41 @@ MOST_ROWS = 500
 """Rows of the table on the run's page."""
 
 
-def show_checks(config: RunConfig, checked: CheckResult) -> None:
+def show_checks(workspace: Workspace, checked: CheckResult) -> None:
     """The findings of an ingest, where people look. What cannot be shown ends no ingest."""
-    logger = get_run_logger()
+    config = workspace.config
+    logger = workspace.console.log
     for finding in checked.findings[:MOST_LINES]:
         logger.warning("%s: %s: expected %s, got %s", finding.outcome, finding.where, finding.expected, finding.got)
     if len(checked.findings) > MOST_LINES:
-        logger.warning("%s more findings; see %s", len(checked.findings) - MOST_LINES, report_folder(config, checked))
+        logger.warning(
+            "%s more findings; see %s", len(checked.findings) - MOST_LINES, report_folder(workspace, checked)
+        )
     try:
-        _write(config, checked)
+        _write(workspace, checked)
         rows = [finding.model_dump() for finding in checked.findings[:MOST_ROWS]] or [{"findings": "none"}]
         about = f"Rules that new days of table {config.name} break: {len(checked.findings)} findings"
-        show_table("checks", config.name, rows, about)
+        workspace.console.show_table("checks", config.name, rows, about)
     except Exception as error:
         logger.warning("the checks are not shown on the run's page: %s", error)
 
 
-def checks_result(config: RunConfig, checked: CheckResult) -> dict[str, Any]:
+def checks_result(workspace: Workspace, checked: CheckResult) -> dict[str, Any]:
     """What an ingest's result says of the rules: days by outcome, the findings, and where the report is."""
     if not checked.days:
         return {"findings": [], "report": None}
     found = [finding.model_dump(mode="json") for finding in checked.findings[:MOST_ROWS]]
-    return checked.counts() | {"findings": found, "report": str(report_folder(config, checked))}
+    return checked.counts() | {"findings": found, "report": str(report_folder(workspace, checked))}
 
 
-def report_folder(config: RunConfig, checked: CheckResult) -> Path:
+def report_folder(workspace: Workspace, checked: CheckResult) -> Path:
     """Where figure and numbers of an ingest are; the same days again replace them."""
     days = [one.day for one in checked.days if one.outcome != "stored"]
-    return config.home_path / "reports" / f"ingest-{config.name}-{days[0]}-{days[-1]}"
+    return workspace.home / "reports" / f"ingest-{workspace.config.name}-{days[0]}-{days[-1]}"
 
 
-def _write(config: RunConfig, checked: CheckResult) -> None:
-    folder = report_folder(config, checked)
+def _write(workspace: Workspace, checked: CheckResult) -> None:
+    folder = report_folder(workspace, checked)
     write_json(folder / "checks.json", checked.model_dump(mode="json"))
     with atomic_file(folder / "checks.png") as path:
-        day_figure(f"New days of table {config.name}", checked).savefig(path, format="png")
+        day_figure(f"New days of table {workspace.config.name}", checked).savefig(path, format="png")

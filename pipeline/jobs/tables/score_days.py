@@ -2,14 +2,15 @@
 
 import datetime
 import time
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.config import RunConfig
-from pipeline.jobs.console import Progress
-from pipeline.jobs.training.job import joined_of, tracker_of, warehouse_of
+from pipeline.jobs.console import step
+from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import choose_version
 from pipeline.registration.register import download_packed
 from pipeline.registration.scorer import LoadedModel
@@ -32,29 +33,33 @@ class Scores(BaseModel, frozen=True):
     mean_probability: float | None
 
 
-def score_days(
-    config: RunConfig,
+@step("score")
+def score_rows(
+    workspace: Workspace,
     start: datetime.date | None,
     end: datetime.date | None,
     version: int | None,
-    again: bool,
-    progress: Progress,
+    force: bool,
 ) -> Scores:
     """Scores the days of the newest snapshot that this version has not scored as they are now.
+
+    Safe to repeat: a day is replaced as a whole, finished ones are left.
 
     Args:
         version: None: the champion.
     """
-    tracker, warehouse = tracker_of(config), warehouse_of(config)
+    config = workspace.config
+    tracker, warehouse = workspace.tracking, workspace.warehouse
     number, identity = choose_version(tracker, config.model_name, version)
     source = warehouse.current(config.name)
-    joined = joined_of(config)
-    work = plan_scoring(config.scoring, warehouse, source, config.filter, identity, start, end, again, joined)
+    joined = workspace.feature_joins()
+    work = plan_scoring(config.scoring, warehouse, source, config.filter, identity, start, end, force, joined)
     rows, mean, speed = 0, None, None
     if work.todo:
-        model = _fetched(tracker, config.model_name, number, config.home_path / "tmp")
+        model = _fetched(tracker, config.model_name, number, workspace.home / "tmp")
         began = time.perf_counter()
-        done = score(config.scoring, warehouse, work, model, number, lambda done, total: progress("score", done, total))
+        with workspace.console.progress() as progress:
+            done = score(config.scoring, warehouse, work, model, number, partial(progress, "score"))
         rows, mean = done.rows, done.mean_probability
         speed = rows / (time.perf_counter() - began)
     return Scores(
@@ -67,6 +72,40 @@ def score_days(
         rows_per_second=speed,
         mean_probability=mean,
     )
+
+
+def score_days(
+    workspace: Workspace, start: datetime.date | None, end: datetime.date | None, version: int | None, force: bool
+) -> dict[str, Any]:
+    """Writes scores of days and says which were skipped.
+
+    Args:
+        version: None: the champion.
+        force: Also scores days that this version has already scored.
+    """
+    result = score_rows(workspace, start, end, version, force)
+    log = workspace.console.log
+    if result.days:
+        log.info("%s scores are in table %s of the warehouse", f"{result.rows:,}", result.written.table)
+    if result.skipped:
+        log.info(
+            "skipped: %s days have scores of version %s and the same rows; force=true scores them again",
+            len(result.skipped),
+            result.version,
+        )
+    return {
+        "status": "ok" if result.days else "skipped",
+        "model": workspace.config.model_name,
+        "version": result.version,
+        "days": [str(day) for day in result.days],
+        "skipped_days": [str(day) for day in result.skipped],
+        "rows": result.rows,
+        "table": result.written.table,
+        "snapshot_id": result.written.snapshot_id,
+        "source_snapshot_id": result.source.snapshot_id,
+        "rows_per_second": result.rows_per_second,
+        "mean_probability": result.mean_probability,
+    }
 
 
 def _fetched(tracker: Tracker, name: str, version: int, temporary: Path) -> LoadedModel:

@@ -11,7 +11,8 @@ from pipeline.config.files import ROOT, read_yaml
 from pipeline.data.profile import rows_of, stored_rows, types_of
 from pipeline.errors import ConfigError
 from pipeline.extraction.opening import SourceContext, open_samples
-from pipeline.jobs.training.job import warehouse_of
+from pipeline.jobs.console import step
+from pipeline.jobs.workspace import Workspace
 from pipeline.suggestion.choose import Suggestion, suggest
 from pipeline.suggestion.facts import TableFacts, observe
 from pipeline.suggestion.write import render_config
@@ -71,13 +72,14 @@ def given_source(config: RunConfig, path: str | None, label: str | None, day_col
     return load(config.model_dump(mode="json", exclude_defaults=True) | changes)
 
 
-def look(config: RunConfig, files: bool) -> tuple[TableFacts, str]:
+def look(workspace: Workspace, files: bool) -> tuple[TableFacts, str]:
     """Statistics of the table, or of the source where there is no such table, and what was looked at, in words.
 
     Args:
         files: Looks at the source even if there is a table.
     """
-    warehouse = warehouse_of(config)
+    config = workspace.config
+    warehouse = workspace.warehouse
     label = config.features.label
     with ExitStack() as stack:
         if warehouse.has_table(config.name) and not files:
@@ -90,7 +92,7 @@ def look(config: RunConfig, files: bool) -> tuple[TableFacts, str]:
             types = types_of(connection, warehouse.reader(snapshot, warehouse.schema(snapshot).names).empty())
             rows = stored_rows(connection, warehouse, snapshot, days)
             return observe(connection, rows, types, days, label), f"table {config.name}"
-        logs = config.home_path / "logs"
+        logs = workspace.home / "logs"
         source, features = config.source, config.features
         context = SourceContext(source, features, warehouse, config.name, ROOT, logs)
         connection, view = stack.enter_context(open_samples(context))
@@ -99,8 +101,9 @@ def look(config: RunConfig, files: bool) -> tuple[TableFacts, str]:
         return observe(connection, lambda names: quote(view), types, days, label), "files of the source"
 
 
-def write(config: RunConfig, observed: TableFacts, source: str) -> tuple[Path, Suggestion]:
+def write(workspace: Workspace, observed: TableFacts, source: str) -> tuple[Path, Suggestion]:
     """The suggested config, as a file below `home` that every flow takes."""
+    config = workspace.config
     apart: dict[str, str] = {}
     if config.evaluation.true_probability:
         apart[config.evaluation.true_probability] = "the true probability (evaluation.true_probability)"
@@ -111,7 +114,39 @@ def write(config: RunConfig, observed: TableFacts, source: str) -> tuple[Path, S
     suggestion = suggest(observed, config.features.label, apart)
     kept = {"name": config.name} | config.model_dump(mode="json", exclude_defaults=True, exclude=OWN)
     text = render_config(suggestion, kept, observed.rows, len(observed.days), source, config.features.weight)
-    path = config.home_path / "suggested" / f"{config.name}.yaml"
+    path = workspace.home / "suggested" / f"{config.name}.yaml"
     write_text(path, text, 0o600)  # the catalog's properties may hold a password
     load(path)
     return path, suggestion
+
+
+@step("suggest")
+def write_suggestion(workspace: Workspace, files: bool) -> dict[str, Any]:
+    """Rows -> a config. Safe to repeat: it replaces its file."""
+    observed, source = look(workspace, files)
+    path, suggestion = write(workspace, observed, source)
+    logger = workspace.console.log
+    counts = {use: len(suggestion.of(use)) for use in ("dense", "sparse", "ignored")}
+    for choice in suggestion.of("ignored"):
+        logger.info("left out: %s: %s", choice.fact.name, choice.why)
+    logger.info("%s dense, %s sparse, %s left out: %s", *counts.values(), path)
+    return {
+        "status": "ok",
+        "config_path": str(path),
+        "looked_at": source,
+        "rows": observed.rows,
+        "days": len(observed.days),
+        **counts,
+        "embedding_width": suggestion.embedding_width,
+        "columns": [
+            {
+                "column": choice.fact.name,
+                "use": choice.use,
+                "why": choice.why,
+                "transforms": list(choice.transforms),
+                "distinct": choice.fact.distinct,
+                "coverage": round(choice.fact.coverage, 4),
+            }
+            for choice in suggestion.choices
+        ],
+    }

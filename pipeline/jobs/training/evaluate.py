@@ -12,7 +12,6 @@ import pyarrow as pa
 import torch
 from pydantic import BaseModel
 
-from pipeline.config import RunConfig
 from pipeline.data.joined.reader import joined_schema
 from pipeline.errors import ConfigError
 from pipeline.evaluation.config import EvaluationConfig
@@ -20,13 +19,17 @@ from pipeline.evaluation.evaluate import EvalReport, Evaluation, OrderedMerge, S
 from pipeline.evaluation.gate import Verdict, compare
 from pipeline.evaluation.importance import FeatureImportance, ImportanceEstimator
 from pipeline.evaluation.metrics import Floats
-from pipeline.jobs.console import Progress
-from pipeline.jobs.training.job import TrainingJob, columns_at, tracker_of, warehouse_of
+from pipeline.jobs.console import Progress, one_line, step
+from pipeline.jobs.training.job import TrainingJob
+from pipeline.jobs.training.summary import in_words
+from pipeline.jobs.training.train import Trained
+from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
 from pipeline.process import die_with_parent
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, move_alias
-from pipeline.registration.register import download_packed
+from pipeline.registration.config import Weights
+from pipeline.registration.register import download_packed, pack
 from pipeline.registration.scorer import LoadedModel, plan_of
 from pipeline.registration.tracking import is_unreachable
 from storage.reader import DAY, Fragment
@@ -54,7 +57,7 @@ class Judged(BaseModel, frozen=True):
         return [worth.name for worth in self.features if worth.droppable]
 
 
-class Champion:
+class ChampionScorer:
     """The version to beat, as far as it can score today's rows.
 
     Args:
@@ -74,7 +77,7 @@ class Champion:
             self.model = self.model or LoadedModel(self.folder)
             return self.model.score(rows)
         except Exception as error:  # a champion that cannot be had must not cost the new model
-            self.error = in_a_line(error)
+            self.error = one_line(error)
             return None
 
 
@@ -101,7 +104,7 @@ class PortionScorer:
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison, self.worker = comparison, Worker(comparison.spec)
-        self.model, self.champion = LoadedModel(comparison.model), Champion(comparison.champion)
+        self.model, self.champion = LoadedModel(comparison.model), ChampionScorer(comparison.champion)
         self.exact = None if comparison.exact is None else LoadedModel(comparison.exact)
 
     def score(self, fragments: Sequence[Fragment]) -> tuple[int, Evaluation, str | None]:
@@ -134,24 +137,24 @@ def score_portion(comparison: Comparison, fragments: Sequence[Fragment]) -> tupl
     return PortionScorer(comparison).score(fragments)
 
 
-def judge(config: RunConfig, job: TrainingJob, model: Path, progress: Progress, exact: Path | None = None) -> Judged:
+def judge(workspace: Workspace, job: TrainingJob, model: Path, progress: Progress, exact: Path | None = None) -> Judged:
     """Scores the evaluation rows, raw as a caller would send them, with the new model and with the champion.
 
     Args:
         model: Folder of the packed model.
         exact: The same before its tables were rounded, to tell what that costs.
     """
-    version, warehouse = find_holder(tracker_of(config), config.model_name), warehouse_of(config)
-    resampled = config.gate.resample_by
+    version, warehouse = find_holder(workspace.tracking, workspace.config.model_name), workspace.warehouse
+    resampled = workspace.config.gate.resample_by
     fetched, groups = Path(job.folder) / "champion", Path(job.folder) / "groups"
     shutil.rmtree(groups, ignore_errors=True)  # of an attempt that was killed
     try:
-        champion, columns, error = _champion(config, version, columns_at(config, job.snapshot).names, fetched)
+        champion, columns, error = _champion(workspace, version, workspace.columns(job.snapshot).names, fetched)
         spec = job.data["test"]
         extra = tuple(dict.fromkeys([*spec.extra, *columns]))
         comparison = Comparison(
             spec=spec.model_copy(update={"extra": extra}),
-            evaluation=config.evaluation,
+            evaluation=workspace.config.evaluation,
             units=DAY if resampled in (None, "row") else resampled,
             model=model,
             exact=exact,
@@ -172,11 +175,11 @@ def judge(config: RunConfig, job: TrainingJob, model: Path, progress: Progress, 
         reason = f"Version {version}, the champion, cannot score these rows: {error}."
         verdict = Verdict(decision="hold", reason=reason, champion=version)
     else:
-        verdict = compare(evaluation, report, config.gate, version)
+        verdict = compare(evaluation, report, workspace.config.gate, version)
     return Judged(report=report, gate=verdict)
 
 
-def quality(config: RunConfig, spec: DataSpec, rows: int, model: Path, progress: Progress) -> EvalReport:
+def quality(workspace: Workspace, spec: DataSpec, rows: int, model: Path, progress: Progress) -> EvalReport:
     """Scores rows, raw as a caller would send them, with one model.
 
     Args:
@@ -184,30 +187,37 @@ def quality(config: RunConfig, spec: DataSpec, rows: int, model: Path, progress:
     Raises:
         ConfigError: If the table has not all columns that the model reads.
     """
-    groups, warehouse, columns = model.parent / "groups", warehouse_of(config), plan_of(model).columns
+    groups, warehouse, columns = model.parent / "groups", workspace.warehouse, plan_of(model).columns
     shutil.rmtree(groups, ignore_errors=True)  # of an attempt that was killed
     known = joined_schema(warehouse, spec.snapshot, spec.joined).names
     if absent := [name for name in columns if name not in known]:
+        where, expected = f"table '{workspace.config.name}'", "the columns that the champion reads"
         raise ConfigError(
-            f"table '{config.name}'", f"the columns that the champion reads, {', '.join(absent)} among them", "none",
+            where, f"{expected}, {', '.join(absent)} among them", "none",
             "Bring them back, or train another model and promote it: flows.train, flows.promote.",
         )  # fmt: skip
     spec = spec.model_copy(update={"extra": tuple(dict.fromkeys([*spec.extra, *columns]))})
     comparison = Comparison(
-        spec=spec, evaluation=config.evaluation, units=DAY, model=model, exact=None, champion=None, groups=groups
+        spec=spec,
+        evaluation=workspace.config.evaluation,
+        units=DAY,
+        model=model,
+        exact=None,
+        champion=None,
+        groups=groups,
     )
     evaluation, _ = _evaluated(comparison, Worker(spec, warehouse).fragments(), rows, progress)
     return evaluation.report()
 
 
-def worths(config: RunConfig, job: TrainingJob, model: Path, progress: Progress) -> tuple[FeatureImportance, ...]:
+def worths(workspace: Workspace, job: TrainingJob, model: Path, progress: Progress) -> tuple[FeatureImportance, ...]:
     """What the features are worth on a sample of the evaluation rows: the first of fragments spread over all."""
-    evaluation, wanted = config.evaluation, config.evaluation.importance_rows
+    evaluation, wanted = workspace.config.evaluation, workspace.config.evaluation.importance_rows
     if wanted is None:
         return ()
-    loaded, worker = LoadedModel(model), Worker(job.data["test"], warehouse_of(config))
+    loaded, worker = LoadedModel(model), Worker(job.data["test"], workspace.warehouse)
     estimator = ImportanceEstimator(
-        loaded.plan, loaded.score_parts, config.seed, evaluation.level, evaluation.droppable_ne_loss
+        loaded.plan, loaded.score_parts, workspace.config.seed, evaluation.level, evaluation.droppable_ne_loss
     )
     fragments = worker.fragments()
     most = max(wanted // len(fragments), IMPORTANCE_BATCH_ROWS)
@@ -224,7 +234,7 @@ def worths(config: RunConfig, job: TrainingJob, model: Path, progress: Progress)
 
 
 def _champion(
-    config: RunConfig, version: int | None, known: Iterable[str], folder: Path
+    workspace: Workspace, version: int | None, known: Iterable[str], folder: Path
 ) -> tuple[Path | None, list[str], str | None]:
     """(the champion's packed model, columns that it reads, why it cannot score); fetched from the registry.
 
@@ -234,12 +244,12 @@ def _champion(
     if version is None:
         return None, [], None
     try:
-        model = download_packed(tracker_of(config), config.model_name, version, folder)
+        model = download_packed(workspace.tracking, workspace.config.model_name, version, folder)
         columns = plan_of(model).columns
     except Exception as error:  # as above
         if is_unreachable(error):  # it will be there later
             raise
-        return None, [], in_a_line(error)
+        return None, [], one_line(error)
     absent = [name for name in columns if name not in known]
     return (None, [], f"the table has no column {', '.join(absent)}") if absent else (model, columns, None)
 
@@ -279,9 +289,9 @@ def _scored_portions(
             raise
 
 
-def moved(config: RunConfig, version: int, verdict: Verdict) -> tuple[Verdict, str | None]:
+def moved(workspace: Workspace, version: int, verdict: Verdict) -> tuple[Verdict, str | None]:
     """Carries a verdict out: the verdict, or another where the champion has changed since; the version's alias."""
-    tracker, name = tracker_of(config), config.model_name
+    tracker, name = workspace.tracking, workspace.config.model_name
     present = find_holder(tracker, name)
     if verdict.decision == "promote" and present != verdict.champion:
         changed = "The champion was taken away" if present is None else f"Version {present} became champion"
@@ -294,6 +304,28 @@ def moved(config: RunConfig, version: int, verdict: Verdict) -> tuple[Verdict, s
     return verdict, alias
 
 
-def in_a_line(error: Exception) -> str:
-    """An error as part of a sentence."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+@step("evaluate")
+def evaluate(workspace: Workspace, job: TrainingJob, trained: Trained) -> Judged:
+    """Weights -> quality on the evaluation rows and the gate's verdict. Safe to repeat: it only reads."""
+    config = workspace.config
+    logger = workspace.console.log
+    model = pack_model(workspace, job, trained, config.registration.weights)
+    exact = None if config.registration.weights == "fp32" else pack_model(workspace, job, trained)
+    with workspace.console.progress() as progress:
+        judged = judge(workspace, job, model, progress, exact)
+        with workspace.best_effort("worth of the features"):
+            judged = judged.model_copy(update={"features": worths(workspace, job, model, progress)})
+    judged = judged.model_copy(update={"weights_sha256": trained.summary["weights_sha256"]})
+    logger.info("evaluation: %s", in_words(judged.report))
+    logger.info("gate: %s. %s", judged.gate.decision, judged.gate.reason)
+    if judged.features:
+        logger.info("features worth most: %s", ", ".join(worth.name for worth in judged.features[:5]))
+        logger.info("features that could be dropped: %s", ", ".join(judged.droppable) or "none")
+    return judged
+
+
+def pack_model(workspace: Workspace, job: TrainingJob, trained: Trained, form: Weights = "fp32") -> Path:
+    config = workspace.config
+    folder = Path(job.folder) / ("model" if form == "fp32" else f"{form}/model")  # MLflow keeps the last part as a name
+    schema, defaults = workspace.columns(job.snapshot), config.registration.defaults
+    return pack(folder, Path(trained.weights), job.plan, config.model, schema, form, defaults)

@@ -1,24 +1,63 @@
-"""What comes after a training, from what it left in the run's folder: at once, or later by `flows.register`."""
+"""What follows a training: evaluation, the registry and the report; at once, or later by `flows.register`."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger
+import pyarrow as pa
 
-from flows.runtime.pages import model_asset, table_asset
-from pipeline.config import RunConfig
-from pipeline.jobs.training import tasks
-from pipeline.jobs.training.evaluate import Judged
-from pipeline.jobs.training.job import TrainingJob, tracker_of
+from pipeline.config.files import ROOT
+from pipeline.evaluation import plots
+from pipeline.jobs.code_version import commit, lock_hash
+from pipeline.jobs.console import step
+from pipeline.jobs.training.evaluate import Judged, evaluate, moved, pack_model
+from pipeline.jobs.training.job import (
+    REGISTERED,
+    TrainingJob,
+)
 from pipeline.jobs.training.provenance import RECORD
+from pipeline.jobs.training.summary import (
+    CURVES,
+    DATA,
+    FEATURES,
+    PAGE,
+    PLAN,
+    REPORT,
+    STALL_CURVES,
+    data_in_words,
+    format_metric,
+    page,
+    render_page,
+    run_address,
+)
+from pipeline.jobs.training.train import PREPROCESSING, Trained
+from pipeline.jobs.workspace import Workspace
+from pipeline.preprocessing.worker import Worker
+from pipeline.registration.aliases import CHAMPION, find_holder
 from pipeline.registration.journal import Journal
-from pipeline.registration.tracking import reporting_unreachable
+from pipeline.registration.register import (
+    FILES,
+    IDENTITY,
+    ROUGH_TOLERANCE,
+    TOLERANCE,
+    ModelVersion,
+    check_probabilities,
+    find_registered,
+    hash_files,
+)
+from pipeline.registration.register import register as put_into_registry
+from pipeline.registration.scorer import WEIGHTS, LoadedModel
+from pipeline.registration.tracking import RESULT, reporting_unreachable
 from storage.artifacts import write_text
+
+MOST_CHARACTERS = 5_000
+"""MLflow's databases take no longer description of a version."""
+
 
 JUDGED = "judged.json"
 
 
-def finish(config: RunConfig, job: TrainingJob, trained: tasks.Trained, run_id: str) -> dict[str, Any]:
+def finish(workspace: Workspace, job: TrainingJob, trained: Trained, run_id: str) -> dict[str, Any]:
     """Judges, registers and publishes a trained model; each can be repeated after a failure.
 
     Raises:
@@ -27,23 +66,169 @@ def finish(config: RunConfig, job: TrainingJob, trained: tasks.Trained, run_id: 
     folder = Path(job.folder)
     command = f"python -m flows.register CONFIG run={folder.name}"
     with reporting_unreachable(f"The trained model is safe in '{folder}'; once MLflow answers, finish it by {command}"):
-        tracker = tracker_of(config)
-        Journal(tracker, run_id, folder, get_run_logger().warning).deliver()
-        for path in (folder / RECORD, folder / tasks.PREPROCESSING):
+        tracker = workspace.tracking
+        Journal(tracker, run_id, folder, workspace.console.log.warning).deliver()
+        for path in (folder / RECORD, folder / PREPROCESSING):
             if path.exists():
                 tracker.log_file(run_id, path)
         judged = _judged(folder, trained)
         if judged is None:
-            judged = tasks.evaluate(config, job, trained)
+            judged = evaluate(workspace, job, trained)
             write_text(folder / JUDGED, judged.model_dump_json())
-        tasks.note(config, job, trained, judged, run_id)
-        put = tasks.register.with_options(assets=[model_asset(config)], asset_deps=[table_asset(config)])
-        model = put(config, job, trained, judged, run_id)
-        return tasks.publish(config, job, trained, judged, model, run_id)
+        note(workspace, job, trained, judged, run_id)
+        model = register(workspace, job, trained, judged, run_id)
+        return publish(workspace, job, trained, judged, model, run_id)
 
 
-def _judged(folder: Path, trained: tasks.Trained) -> Judged | None:
+def _judged(folder: Path, trained: Trained) -> Judged | None:
     """What an attempt that was cut short made of the same weights: their version may even be champion by now."""
     path = folder / JUDGED
     judged = Judged.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
     return judged if judged and judged.weights_sha256 == trained.summary["weights_sha256"] else None
+
+
+@step("note")
+def note(workspace: Workspace, job: TrainingJob, trained: Trained, judged: Judged, run_id: str) -> None:
+    """Quality and figures -> the MLflow run. Safe to repeat: it replaces itself."""
+    tracker, report, gate = workspace.tracking, judged.report, judged.gate
+    values = {f"eval_{name}": value for name, value in report.numbers.items()}
+    values["rows_trained"] = trained.summary["rows"]
+    if gate.difference is not None:
+        values |= {f"gate_ne_{name}": getattr(gate.difference, name) for name in ("low", "high")}
+        values |= {"gate_ne_difference": gate.difference.ne, "gate_champion_ne": gate.champion_ne}
+    tracker.log(run_id, int(trained.summary["steps"]), values)
+    tracker.log_json(run_id, report.model_dump(mode="json"), REPORT)
+    tracker.log_json(run_id, [worth.model_dump() for worth in judged.features], FEATURES)
+    tracker.log_json(run_id, data_in_words(job), DATA)
+    tracker.log_json(run_id, trained.placement, PLAN)
+    with workspace.best_effort("figures"):
+        curves, best = tracker.load_curves(run_id, [*CURVES, *STALL_CURVES]), trained.summary["best_step"]
+        figures = {
+            "learning_curve": plots.learning_curve(curves, best, report.overall.ne, report.ne_floor),
+            "stall_timeline": plots.stall_timeline(curves),
+            "calibration": plots.calibration(report),
+            "roc": plots.roc(report),
+            "precision_recall": plots.precision_recall(report),
+        }
+        if report.slices:
+            figures["slices"] = plots.slices(report)
+        if judged.features:
+            figures["importance"] = plots.importance(judged.features)
+        tracker.log_figures(run_id, figures)
+
+
+@step("register", makes="model", reads="table")
+def register(workspace: Workspace, job: TrainingJob, trained: Trained, judged: Judged, run_id: str) -> ModelVersion:
+    """Weights + plan -> a version in the registry. Safe to repeat up to its last call, which makes the version."""
+    config = workspace.config
+    report = judged.report
+    tracker = workspace.tracking
+    made = find_registered(tracker, config.model_name, run_id)
+    if made is not None:  # by an attempt that was cut short later
+        return made
+    probe = _first_rows(Worker(job.data["test"], workspace.warehouse), len(trained.probe))
+    folder, expected, tolerance = _chosen_form(workspace, job, trained, probe, run_id)
+    tags = {
+        "snapshot_id": str(job.snapshot.snapshot_id),
+        "plan_hash": job.plan.hash,
+        "git_commit": commit(),
+        "lock_hash": lock_hash(),
+        "seed": str(config.seed),
+        "weights_sha256": trained.summary["weights_sha256"],
+        FILES: json.dumps(hash_files(folder)),
+        "weights": config.registration.weights,
+        "size_bytes": str((folder / WEIGHTS).stat().st_size),
+        "record": f"runs:/{run_id}/{RECORD}",
+        "run_folder": Path(job.folder).name,
+        "trained_to": f"{job.trained_to}",
+        "scratch_day": f"{job.trained_to}",
+        "ne": format_metric(report.overall.ne),
+        "auc": format_metric(report.overall.auc),
+    } | dict(job.tags)
+    if report.rounding_cost is not None:
+        tags["ne_int8_cost"] = f"{report.rounding_cost:+.6f}"
+    return put_into_registry(tracker, run_id, config.model_name, folder, probe, expected, tags, ROOT, tolerance)
+
+
+def _chosen_form(
+    workspace: Workspace, job: TrainingJob, trained: Trained, probe: pa.Table, run_id: str
+) -> tuple[Path, list[float], float]:
+    """The folder to register, and the probabilities of the probe that it has to give within a tolerance.
+
+    Rounded weights have no trainer's probabilities to be held against: those that they are made of are, first.
+    """
+    config = workspace.config
+    folder, expected = pack_model(workspace, job, trained), list(trained.probe)
+    tolerance = TOLERANCE if config.training.vector_communication == "fp32" else ROUGH_TOLERANCE
+    if config.registration.weights == "fp32":
+        return folder, expected, tolerance
+    check_probabilities(run_id, LoadedModel(folder).score(probe), expected, tolerance)
+    folder = pack_model(workspace, job, trained, config.registration.weights)
+    return folder, LoadedModel(folder).score(probe).tolist(), TOLERANCE
+
+
+@step("publish")
+def publish(
+    workspace: Workspace, job: TrainingJob, trained: Trained, judged: Judged, model: ModelVersion, run_id: str
+) -> dict[str, Any]:
+    """The verdict carried out, and the result of the run: kept beside the model, shown on Prefect's page.
+
+    Safe to repeat: it replaces itself.
+    """
+    tracker = workspace.tracking
+    summary, report = trained.summary, judged.report
+    done = find_holder(tracker, model.name) == model.version  # by an attempt that was cut short later
+    gate, alias = (judged.gate, CHAMPION) if done else moved(workspace, model.version, judged.gate)
+    tags = {"gate": gate.decision, "gate_reason": gate.reason}
+    tracker.tag(run_id, tags)
+    for key, value in tags.items():
+        tracker.client.set_model_version_tag(model.name, str(model.version), key, value)
+    result = {
+        "status": "ok",
+        "snapshot_id": job.snapshot.snapshot_id,
+        "train": {key: value for key, value in summary.items() if key != "event"},
+        "eval": report.numbers | {"undefined": dict(report.overall.undefined)},
+        "droppable_features": judged.droppable,
+        "gate": gate.model_dump(),
+        "model": model.model_dump() | {"alias": alias},
+        "mlflow_run_id": run_id,
+        "identity": job.identity,
+        "git_commit": commit(),
+    } | dict(job.notes)
+    tracker.log_json(run_id, result, RESULT)
+    text = page(workspace, result, report, tracker)
+    short = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS].rpartition("\n")[0]
+    tracker.client.update_model_version(model.name, str(model.version), description=short)
+    with workspace.best_effort(PAGE):
+        tracker.client.log_text(run_id, render_page(tracker, run_id), PAGE)
+    # The last act: a version is found by its identity only once everything about it is in place.
+    tracker.client.set_model_version_tag(model.name, str(model.version), IDENTITY, job.identity)
+    write_text(Path(job.folder) / REGISTERED, f"{model.name} {model.version}\n")
+    place = f"{PAGE} of MLflow run {run_id[:8]}, or python -m flows.report CONFIG run={model.version}"
+    workspace.console.log.info("%s version %s (%s); report: %s", model.name, model.version, alias or "rejected", place)
+    with workspace.best_effort("artifacts on the run's page"):
+        show_result(workspace, f"{model.name} version {model.version} ({alias or 'rejected'})", text, run_id)
+    return result
+
+
+def _first_rows(worker: Worker, rows: int) -> pa.Table:
+    parts: list[pa.Table] = []
+    for fragment in worker.fragments():
+        parts.append(worker.read_selected(fragment))
+        if sum(part.num_rows for part in parts) >= rows:
+            break
+    return pa.concat_tables(parts).slice(0, rows)
+
+
+def show_result(workspace: Workspace, version: str, text: str, run_id: str) -> None:
+    """Quality and verdict on the run's page, and links to the MLflow run and its report.
+
+    Args:
+        version: What was made, in words.
+        text: The page of the run, as markdown.
+    """
+    console, name = workspace.console, workspace.config.name
+    console.show_text("report", name, f"# {version}\n\n{text}", version)
+    address = run_address(run_id, workspace.tracking)
+    console.show_link("mlflow", name, address, f"MLflow run {run_id[:8]}", f"{version} in MLflow")
+    console.show_link("html-report", name, f"{address}/artifacts/{PAGE}", PAGE, f"{version}: the whole report")

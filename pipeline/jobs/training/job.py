@@ -1,34 +1,31 @@
 """A training pinned down before it starts: what it reads, where it writes, and whether it was done before."""
 
 import datetime
-import itertools
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from filelock import FileLock, Timeout
 from pydantic import BaseModel
 
 from pipeline.catalog.events import read_events, refuse_deprecated
 from pipeline.config import RunConfig
-from pipeline.config.files import ROOT
 from pipeline.data.config import PARTS, Part
 from pipeline.data.filters import check_filter
 from pipeline.data.joined.reader import filter_schema, joined_schema
-from pipeline.data.joined.source import PinnedSource, pin_sources
+from pipeline.data.joined.source import PinnedSource
 from pipeline.data.selection import check_sampling, select
 from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.extraction.samples import refuse_outcomes
-from pipeline.jobs.console import Logger
+from pipeline.jobs.code_version import commit
+from pipeline.jobs.training.identity import identity as identity_of
 from pipeline.jobs.training.rank import Start
-from pipeline.jobs.training.summary import commit, run_name
+from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.dataset import DataSpec, count_rows, fit_plan
 from pipeline.registration.register import IDENTITY, columns_of, find_versions, is_intact
 from pipeline.registration.request import check_defaults
-from pipeline.registration.tracking import Tracker, reporting_unreachable
+from pipeline.registration.tracking import reporting_unreachable
 from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import resolve
 from storage.arrow import is_text
@@ -90,39 +87,29 @@ def keep_inputs(warehouse: Warehouse, identity: str, snapshot: SnapshotRef, join
         warehouse.tag(one, snapshot_tag(identity, one))
 
 
-def warehouse_of(config: RunConfig) -> Warehouse:
-    """The warehouse of a run."""
-    return Warehouse(config.warehouse, config.home_path / "warehouse")
-
-
-def tracker_of(config: RunConfig) -> Tracker:
-    """MLflow as this run uses it."""
-    return Tracker(config.registration, config.home_path, config.name)
-
-
-def pinned(config: RunConfig, snapshot_id: int | None, again: bool) -> TrainingJob:
+def pinned(workspace: Workspace, snapshot_id: int | None, force: bool) -> TrainingJob:
     """The training that a config and a snapshot name; everything that can be wrong with it is found here.
 
     Args:
         snapshot_id: None takes the newest.
-        again: Makes a new training of one that is in the registry. So does a version whose files are gone or damaged.
+        force: Makes a new training of one that is in the registry. So does a version whose files are gone or damaged.
     Raises:
         ConfigError: If the config does not fit the table.
         EmptyDatasetError: If a part of the split has no rows.
     """
-    snapshot, data = selected(config, snapshot_id)
-    identity = config.identity(snapshot.snapshot_id)
-    tracker = tracker_of(config)
-    versions = [] if again else find_versions(tracker, config.model_name, identity)
+    config = workspace.config
+    snapshot, data = selected(workspace, snapshot_id)
+    identity = identity_of(workspace, snapshot.snapshot_id)
+    tracker = workspace.tracking
+    versions = [] if force else find_versions(tracker, config.model_name, identity)
     done = next((one for one in reversed(versions) if is_intact(tracker, config.model_name, *one)), None)
-    folders = (config.home_path / "runs" / f"{config.name}-{identity[:12]}-{attempt}" for attempt in itertools.count())
-    folder = next(folder for folder in folders if not (folder / REGISTERED).exists())
-    return job_in(folder, config, identity, (snapshot, data), done)
+    folder = workspace.unfinished_folder("runs", f"{config.name}-{identity[:12]}", REGISTERED)
+    return job_in(folder, workspace, identity, (snapshot, data), done)
 
 
 def job_in(
     folder: Path,
-    config: RunConfig,
+    workspace: Workspace,
     identity: str,
     pinned_data: tuple[SnapshotRef, dict[Part, DataSpec]],
     done: tuple[int, str] | None = None,
@@ -132,7 +119,7 @@ def job_in(
     Args:
         pinned_data: As `selected` returns it.
     """
-    warehouse = warehouse_of(config)
+    warehouse = workspace.warehouse
     snapshot, data = pinned_data
     rows = {part: _counted(spec, part, warehouse) for part, spec in data.items()}
     if done is None:
@@ -140,21 +127,22 @@ def job_in(
     return TrainingJob(identity=identity, snapshot=snapshot, folder=str(folder), rows=rows, data=data, done=done)
 
 
-def selected(config: RunConfig, snapshot_id: int | None) -> tuple[SnapshotRef, dict[Part, DataSpec]]:
+def selected(workspace: Workspace, snapshot_id: int | None) -> tuple[SnapshotRef, dict[Part, DataSpec]]:
     """The snapshot that is meant, None the newest, and its parts, each with the plan as it is before it is fitted."""
-    warehouse = warehouse_of(config)
+    config = workspace.config
+    warehouse = workspace.warehouse
     snapshot = warehouse.current(config.name)
     if snapshot_id is not None:
         snapshot = SnapshotRef(table=config.name, snapshot_id=snapshot_id)
     if config.filter is not None:
-        check_filter(config.filter, filter_schema(warehouse, snapshot, joined_of(config)))
-    return snapshot, specs(config, snapshot)
+        check_filter(config.filter, filter_schema(warehouse, snapshot, workspace.feature_joins()))
+    return snapshot, specs(workspace, snapshot)
 
 
-def prepared(config: RunConfig, snapshot_id: int | None) -> tuple[SnapshotRef, DataSpec, int]:
+def prepared(workspace: Workspace, snapshot_id: int | None) -> tuple[SnapshotRef, DataSpec, int]:
     """The training rows alone, with their fitted plan, and how many they are."""
-    warehouse = warehouse_of(config)
-    snapshot, data = selected(config, snapshot_id)
+    warehouse = workspace.warehouse
+    snapshot, data = selected(workspace, snapshot_id)
     spec = data["train"]
     rows = _counted(spec, "train", warehouse)
     return snapshot, spec.model_copy(update={"plan": fit_plan(spec, warehouse)}), rows
@@ -167,75 +155,25 @@ def _counted(spec: DataSpec, part: Part, warehouse: Warehouse) -> int:
     return rows
 
 
-@contextmanager
-def own_folder(folder: Path) -> Iterator[Path]:
-    """A folder that only one process at a time works in."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / "lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ConfigError(
-            f"'{folder.name}'", "one process at a time", "another one at work on it", "Wait for it, or end it."
-        ) from None
-    try:
-        yield folder
-    finally:
-        lock.release()
-
-
-@contextmanager
-def alone(config: RunConfig, work: str, logger: Logger) -> Iterator[None]:
-    """Waits until nobody else is at the same work in this `home`.
-
-    Two trainings of a model at once would share the processors and judge themselves by the same champion; two ingests
-    of a table would write its days twice. The lock is the kernel's: it ends with its process, whatever ends that.
-
-    Args:
-        work: Such as "training of model 'demo'".
-    """
-    folder = config.home_path / "locks"
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / f"{re.sub('[^A-Za-z0-9_]+', '-', work).strip('-')}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        logger.info("waits: another %s is at work; this one begins when it ends", work)
-        lock.acquire(poll_interval=0.5)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def joined_of(config: RunConfig) -> tuple[PinnedSource, ...]:
-    """The side sources that are joined when rows are read, as they are now."""
-    sources = [source for source in config.features.joined if not source.stored]
-    return pin_sources(sources, ROOT, warehouse_of(config))
-
-
-def columns_at(config: RunConfig, snapshot: SnapshotRef) -> pa.Schema:
-    """The columns that a training can name: those of the table and of side sources."""
-    return joined_schema(warehouse_of(config), snapshot, joined_of(config))
-
-
-def _plan_at(config: RunConfig, snapshot: SnapshotRef, schema: pa.Schema) -> Plan:
+def _plan_at(workspace: Workspace, snapshot: SnapshotRef, schema: pa.Schema) -> Plan:
     """The plan, once it is clear that its columns are there as they are read, and that none is deprecated."""
+    config = workspace.config
     where = f"snapshot {snapshot.snapshot_id} of table '{snapshot.table}'"
     try:
         plan = build_plan(config.features, schema)
     except ColumnError as error:
         raise error.at(where) from None
     if not config.features.allow_deprecated:
-        refuse_deprecated(read_events(warehouse_of(config), config.name), where, plan.columns)
+        refuse_deprecated(read_events(workspace.warehouse, config.name), where, plan.columns)
     return plan
 
 
-def specs(config: RunConfig, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
+def specs(workspace: Workspace, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
     """Selections of a snapshot's rows with the plan that is built for its columns."""
-    warehouse, joined = warehouse_of(config), joined_of(config)
+    config = workspace.config
+    warehouse, joined = workspace.warehouse, workspace.feature_joins()
     schema = joined_schema(warehouse, snapshot, joined)
-    plan = _plan_at(config, snapshot, schema)
+    plan = _plan_at(workspace, snapshot, schema)
     _check_columns(config, schema, plan)
     session = config.preprocessing.session_column
     names = [feature.name for feature in plan.sparse]
@@ -331,9 +269,17 @@ def _with_fitted_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Wareh
     return {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
 
 
+def run_name(config: RunConfig) -> str:
+    """Name of an MLflow run: what tells runs apart in a list."""
+    model, training = config.model, config.training
+    return (
+        f"{model.interaction} E{model.embedding_width} B{training.batch_rows} W{training.world_size} seed {config.seed}"
+    )
+
+
 @contextmanager
 def tracked_run(
-    config: RunConfig, job: TrainingJob, name: str | None = None, more: Mapping[str, str] | None = None
+    workspace: Workspace, job: TrainingJob, name: str | None = None, more: Mapping[str, str] | None = None
 ) -> Iterator[str]:
     """An MLflow run around the stages of a training; see `run_of`.
 
@@ -341,6 +287,7 @@ def tracked_run(
         name: Of the run; None: what is special about the config.
         more: Tags beside the usual ones.
     """
+    config = workspace.config
     name = name or run_name(config)
     tags = {
         "mlflow.runName": name,
@@ -352,11 +299,11 @@ def tracked_run(
     } | dict(more or {})
     again = f"Once it answers, run the same command again: it goes on from '{job.folder}'."
     with (
-        own_folder(Path(job.folder)) as folder,
-        run_of(folder, config, name, config.flat(), tags, again) as (run_id, new),
+        exclusive_dir(Path(job.folder)) as folder,
+        run_of(folder, workspace, name, config.flat(), tags, again) as (run_id, new),
     ):
         if new:
-            tracker = tracker_of(config)
+            tracker = workspace.tracking
             with reporting_unreachable(again):
                 tracker.log_snapshot(run_id, job.snapshot.table, job.snapshot.snapshot_id, job.rows["train"])
                 tracker.log_json(run_id, config.shareable(), "config.json")
@@ -366,16 +313,16 @@ def tracked_run(
 
 @contextmanager
 def run_of(
-    folder: Path, config: RunConfig, name: str, params: Mapping[str, Any], tags: Mapping[str, str], again: str
+    folder: Path, workspace: Workspace, name: str, params: Mapping[str, Any], tags: Mapping[str, str], again: str
 ) -> Iterator[tuple[str, bool]]:
     """The MLflow run of a folder and whether it is new: resumed if it was cut short, and ended whatever happens.
 
     Args:
-        again: What to do where MLflow does not answer.
+        force: What to do where MLflow does not answer.
     Raises:
         TrackingError: If MLflow does not answer and cannot be waited for.
     """
-    tracker, note = tracker_of(config), folder / RUN_ID
+    tracker, note = workspace.tracking, folder / RUN_ID
     resume = note.read_text(encoding="utf-8").strip() if note.exists() else None
     with reporting_unreachable(again):
         tracker.reap()

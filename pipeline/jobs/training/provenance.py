@@ -17,8 +17,9 @@ from pydantic import BaseModel
 
 from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError, RegistryError
+from pipeline.jobs.code_version import commit, lock_hash
 from pipeline.jobs.training.job import TrainingJob, train_tag
-from pipeline.jobs.training.summary import commit, lock_hash
+from pipeline.jobs.workspace import Workspace
 from pipeline.registration.tracking import Tracker, is_not_found
 from pipeline.training.launch.processes import resolve_threads
 from pipeline.training.tables.sharding import ShardingPlan
@@ -60,12 +61,13 @@ class Record(BaseModel, frozen=True):
     """The day of a training by flows.recurring, which reads other rows than the config's split says."""
 
 
-def recorded(config: RunConfig, job: TrainingJob, placement: ShardingPlan, summary: Mapping[str, Any]) -> Record:
+def recorded(workspace: Workspace, job: TrainingJob, placement: ShardingPlan, summary: Mapping[str, Any]) -> Record:
     """The record of a training that is done.
 
     Args:
         summary: Result of its ranks.
     """
+    config = workspace.config
     values, training = config.shareable(), config.training
     return Record(
         identity=job.identity,

@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from prefect import get_run_logger, task
-from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel
 from safetensors.numpy import load_file
 
-from pipeline.config import RunConfig
 from pipeline.config.files import ROOT
 from pipeline.errors import ContractError
 from pipeline.evaluation import plots
-from pipeline.jobs.console import Logger, Progress
-from pipeline.jobs.training.job import own_folder, prepared, tracker_of
+from pipeline.jobs.code_version import commit
+from pipeline.jobs.console import Logger, Progress, step
+from pipeline.jobs.training.job import prepared
 from pipeline.jobs.training.rank import RankSpec, placed, table_uses
-from pipeline.jobs.training.summary import commit
+from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.registration.tracking import Tracker
 from pipeline.training.config import COLUMN_SHARDING, TrainConfig
 from pipeline.training.launch.processes import Event, Limits, run_ranks
@@ -98,11 +96,14 @@ class Candidate(BaseModel, frozen=True):
         return f"{self.kind}{partitioner} on {self.world_size}, {self.table_optimizer}"
 
 
-@task(cache_policy=NO_CACHE, task_run_name="compare placements")
-def compare(config: RunConfig, world_sizes: Sequence[int], steps: int, snapshot_id: int | None) -> dict[str, Any]:
+@step("compare placements")
+def compare_plans(
+    workspace: Workspace, world_sizes: Sequence[int], steps: int, snapshot_id: int | None
+) -> dict[str, Any]:
     """The same training under every placement. Safe to repeat: it only reads, and its folder is emptied."""
-    snapshot, data, rows = prepared(config, snapshot_id)
-    logger, tracker = get_run_logger(), tracker_of(config)
+    config = workspace.config
+    snapshot, data, rows = prepared(workspace, snapshot_id)
+    logger, tracker = workspace.console.log, workspace.tracking
     batch = config.training.batch_rows
     training = config.training.model_copy(
         update={
@@ -111,7 +112,10 @@ def compare(config: RunConfig, world_sizes: Sequence[int], steps: int, snapshot_
         }
     )  # fmt: skip
     window = min(config.preprocessing.shuffle_window_rows, steps * batch)
-    with own_folder(config.home_path / "placement" / config.name) as folder, Progress(logger) as progress:
+    with (
+        exclusive_dir(workspace.home / "placement" / config.name) as folder,
+        workspace.console.progress() as progress,
+    ):
         tracker.reap()
         spec = RankSpec(
             train=data, valid=None, probe=data, model=config.model, training=training, seed=config.seed,

@@ -45,7 +45,7 @@ class ColumnKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class PlanStep:
     """Ops that run in one pass. Ops that do the same to the same columns run once."""
 
     twins: tuple[tuple[AnyOp, ...], ...]
@@ -101,7 +101,7 @@ class Schedule:
             twins = alike.setdefault((inputs, content_key(op)), [])
             twins.append(op)
             self._same[op.output] = twins[0].output
-        steps = [Step((tuple(twins),), inputs) for (inputs, _), twins in alike.items()]
+        steps = [PlanStep((tuple(twins),), inputs) for (inputs, _), twins in alike.items()]
         kept = {self.canonical(name) for name in self.wanted}
         self.steps = _mark_spent(_fuse_steps(steps, kept), kept)
 
@@ -178,15 +178,15 @@ def _needed(ops: Sequence[AnyOp], wanted: Iterable[str]) -> list[AnyOp]:
     return [op for op in ops if op.output in names]
 
 
-def _fuse_steps(steps: list[Step], kept: set[str]) -> list[Step]:
+def _fuse_steps(steps: list[PlanStep], kept: set[str]) -> list[PlanStep]:
     """Joins a step to the pass of the step before it, unless something else reads the column between them."""
     readers = Counter([*kept, *(name for step in steps for name in step.inputs)])
-    fused: list[Step] = []
+    fused: list[PlanStep] = []
     last: dict[str, int] = {}
     for step in steps:
         before = last.get(step.inputs[0])
         if before is not None and readers[step.inputs[0]] == 1 and fusable(fused[before].ops[-1], step.ops[0]):
-            step = Step(fused[before].twins + step.twins, fused[before].inputs)
+            step = PlanStep(fused[before].twins + step.twins, fused[before].inputs)
             fused[before] = step
         else:
             before = len(fused)
@@ -195,14 +195,14 @@ def _fuse_steps(steps: list[Step], kept: set[str]) -> list[Step]:
     return fused
 
 
-def _mark_spent(steps: list[Step], kept: set[str]) -> list[Step]:
+def _mark_spent(steps: list[PlanStep], kept: set[str]) -> list[PlanStep]:
     """Adds to each step the columns that no later step reads and that are not kept."""
     seen = set(kept)
-    done: list[Step] = []
+    done: list[PlanStep] = []
     for step in reversed(steps):
         spent = tuple(dict.fromkeys(name for name in step.inputs if name not in seen))
         seen.update(spent)
-        done.append(Step(step.twins, step.inputs, spent))
+        done.append(PlanStep(step.twins, step.inputs, spent))
     return done[::-1]
 
 

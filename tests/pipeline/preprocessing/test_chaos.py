@@ -326,7 +326,7 @@ def poisoned(
     bad = 720 + 333
     groups = [(file, *group) for file in files_of(spec) for group in layout(file)]
     file, group = next((file, name[1]) for file, first, rows, name in groups if first <= bad < first + rows)
-    said = f"label 'label' in row group {group} of file 'file://{file}': expected 0 or 1, got 2. Correct the source and ingest the day with again=true."
+    said = f"label 'label' in row group {group} of file 'file://{file}': expected 0 or 1, got 2. Correct the source and ingest the day with force=true."
     return spec, tables, file, said
 
 

@@ -312,7 +312,7 @@ def test_fault_5_errors_of_the_worker_are_the_same_everywhere(
         list(alone(spec).batches())
     file = files_of(spec)[1]
     expected = {
-        "bad_label": f"label 'label' in row group 0 of file 'file://{file}': expected 0 or 1, got 2. Correct the source and ingest the day with again=true.",
+        "bad_label": f"label 'label' in row group 0 of file 'file://{file}': expected 0 or 1, got 2. Correct the source and ingest the day with force=true.",
         "bad_file": f"file 'file://{file}' of snapshot {spec.snapshot.snapshot_id} of table 't': expected a whole Parquet file, got ",
     }[name]
     assert str(direct.value).startswith(expected)

@@ -335,7 +335,7 @@ def test_fault_13_a_bad_label_is_refused(
         rows_of(worker, second)
     assert str(caught.value) == (
         f"label 'label' in row group 1 of file '{second.path}': expected 0 or 1, got {shown}. "
-        "Correct the source and ingest the day with again=true."
+        "Correct the source and ingest the day with force=true."
     )
 
 
@@ -350,4 +350,4 @@ def test_fault_5_a_corrupt_file_is_named(days: list[pa.Table], make_warehouse: M
         f"file '{fragment.path}' of snapshot {worker.spec.snapshot.snapshot_id} of table 't': "
         "expected a whole Parquet file, got "
     )
-    assert message.endswith(" Ingest its day with again=true.")
+    assert message.endswith(" Ingest its day with force=true.")

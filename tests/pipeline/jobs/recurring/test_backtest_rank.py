@@ -19,7 +19,7 @@ from tests.pipeline.conftest import completed_here
 
 ROOT = Path(__file__).resolve().parents[4]
 SCRATCH = {"world_size": 2, "epochs": 2, "validate_every_steps": 2, "average_from_step": 2, "average_every_steps": 2}
-FURTHER = {"world_size": 2, "table_learning_rate": 0.05, "dense_learning_rate": 0.01}
+INCREMENTAL = {"world_size": 2, "table_learning_rate": 0.05, "dense_learning_rate": 0.01}
 Specs = Callable[..., RankSpec]
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ def first(rank_spec: Specs, tmp_path_factory: pytest.TempPathFactory) -> tuple[R
 
 def going_on(rank_spec: Specs, folder: Path, start: Path, day: int, plan: Plan, **training: Any) -> RankSpec:
     """A training on one day that goes on from a checkpoint."""
-    spec = rank_spec(folder, **FURTHER | training)
+    spec = rank_spec(folder, **INCREMENTAL | training)
     data = on(spec.train, spec.train.selection.days[day : day + 1])
     return spec.model_copy(update={"train": data, "valid": None, "start": Start(checkpoint=str(start), plan=plan)})
 

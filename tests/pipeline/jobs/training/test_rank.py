@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -472,7 +473,7 @@ def test_fault_21_another_hash_size_is_refused_by_name(
     smaller = plan.model_copy(
         update={
             "ops": tuple(op.model_copy(update={"size": 80}) if op.kind == "sigrid_hash" else op for op in plan.ops),
-            "sparse": tuple(f.model_copy(update={"rows": 80}) if f.name == "list_items" else f for f in plan.sparse),
+            "sparse": tuple(replace(f, rows=80) if f.name == "list_items" else f for f in plan.sparse),
         }
     )
     spec = rank_spec(tmp_path, **SETTINGS | {"world_size": 1})
@@ -482,7 +483,7 @@ def test_fault_21_another_hash_size_is_refused_by_name(
     assert str(caught.value) == (
         "checkpoint 'step-0000000014', tensor 'model/embeddings.embedding_bags.list_items.weight': "
         "expected shape (80, 4), got (83, 4). "
-        "Train with the configuration that wrote it, or start again with again=true."
+        "Train with the configuration that wrote it, or start again with force=true."
     )
 
 
@@ -506,7 +507,7 @@ def test_a_data_error_of_a_rank_comes_back_whole(
     assert (caught.value.expected, caught.value.actual, caught.value.remedy) == (
         "0 or 1",
         "7",
-        "Correct the source and ingest the day with again=true.",
+        "Ingest the day with force=true.",
     )
 
 

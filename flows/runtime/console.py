@@ -1,0 +1,162 @@
+"""The console in Prefect: its run log, its artifacts, and a task for each step."""
+
+import contextvars
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+from uuid import UUID
+
+from prefect import get_run_logger, task
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.assets import Asset, AssetProperties, materialize
+from prefect.cache_policies import NO_CACHE
+from prefect.exceptions import MissingContextError
+from prefect.runtime import flow_run
+
+from pipeline.config import RunConfig
+from pipeline.jobs.console import SECONDS_BETWEEN_LINES, Console, Logger, Progress, Step
+from pipeline.jobs.workspace import Workspace
+
+SECONDS_TO_END = 5.0
+"""How long to wait at exit for the last progress update to be sent."""
+R = TypeVar("R")
+
+
+class PrefectConsole(Console):
+    """Reports to the Prefect run at hand."""
+
+    @property
+    def log(self) -> Logger:
+        """The log of the task or flow run; Python's outside of one."""
+        try:
+            return get_run_logger()
+        except MissingContextError:
+            return super().log
+
+    def progress(self, unit: str = "rows", quiet: bool = False) -> Progress:
+        """A progress bar, also on the run's page."""
+        logger = self.log
+        return Progress(None if quiet else logger, unit, RunPage(logger, unit))
+
+    def run(self, step: Step, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """Runs a step as a task. Prefect's cache stays out: the warehouse and the registry know what is done."""
+        return task_of(step, function, args[0])(*args, **kwargs)
+
+    def show_text(self, kind: str, name: str, text: str, description: str = "") -> None:
+        """A markdown artifact."""
+        create_markdown_artifact(text, key=artifact_key(kind, name), description=description or None)
+
+    def show_table(self, kind: str, name: str, rows: Sequence[Mapping[str, Any]], description: str) -> None:
+        """A table artifact."""
+        shown = [{key: "" if value is None else f"{value}" for key, value in row.items()} for row in rows]
+        create_table_artifact(shown, key=artifact_key(kind, name), description=description)
+
+    def show_link(self, kind: str, name: str, address: str, text: str, description: str) -> None:
+        """A link artifact."""
+        create_link_artifact(address, text, key=artifact_key(kind, name), description=description)
+
+
+def task_of(step: Step, function: Callable[..., Any], holder: Any) -> Any:
+    """A step as a Prefect task. Steps that make something materialize an asset."""
+    options: dict[str, Any] = {"cache_policy": NO_CACHE, "task_run_name": step.name}
+    if step.makes is None:
+        return task(function, **options)
+    config = holder.config
+    asset = table_asset(config) if step.makes == "table" else model_asset(config)
+    inputs: list[str | Asset] | None = [table_asset(config)] if step.reads == "table" else None
+    return materialize(asset, by="dlrm-pipeline", asset_deps=inputs, **options)(function)
+
+
+def flow_run_name() -> str:
+    """Name of a Prefect run: the flow and its config."""
+    config = flow_run.parameters.get("config", "")
+    name = config.name if isinstance(config, RunConfig) else str(config)
+    return f"{flow_run.flow_name} {name.removeprefix('configs/').removesuffix('.yaml')}"
+
+
+def open_workspace(config: RunConfig) -> Workspace:
+    """The workspace of a command that runs in Prefect."""
+    return Workspace(config, PrefectConsole())
+
+
+class RunPage:
+    """Progress artifacts of the run that this belongs to.
+
+    A thread posts the newest figures. A server that is away holds up nobody, and figures that it misses are dropped.
+    """
+
+    def __init__(self, logger: Logger, unit: str) -> None:
+        self.logger, self.unit = logger, unit
+        self.newest: dict[str, tuple[float, str]] = {}
+        self.posted: dict[str, tuple[float, str]] = {}
+        self.made: dict[str, UUID] = {}
+        self.ended = threading.Event()
+        context = contextvars.copy_context()  # holds the run that the artifacts belong to
+        self.thread = threading.Thread(target=context.run, args=(self._post_all,), daemon=True)
+
+    def show(self, what: str, done: int, total: int, note: str) -> None:
+        """Keeps the newest figures for the thread."""
+        share = min(100.0 * done / total, 100.0) if total else 100.0
+        self.newest[what] = (share, f"{done:,} of {total:,} {self.unit}{f', {note}' if note else ''}")
+        if not self.thread.ident:
+            self.thread.start()
+
+    def close(self) -> None:
+        """Waits a moment for the last figures to be sent."""
+        self.ended.set()
+        if self.thread.ident:
+            self.thread.join(SECONDS_TO_END)
+
+    def _post_all(self) -> None:
+        over = False
+        while not over:
+            over = self.ended.wait(SECONDS_BETWEEN_LINES)
+            for what, figures in dict(self.newest).items():
+                if self.posted.get(what) != figures:
+                    try:
+                        self._post(what, *figures)
+                        self.posted[what] = figures
+                    except Exception as error:  # the server does not take it; later figures may arrive
+                        self.logger.debug("progress of %s is not on the run's page: %s", what, error)
+
+    def _post(self, what: str, share: float, text: str) -> None:
+        if what in self.made:
+            update_progress_artifact(self.made[what], share, text)
+        else:
+            made: Any = create_progress_artifact(share, artifact_key("progress", what), text)
+            self.made[what] = made
+
+
+def artifact_key(kind: str, name: str) -> str:
+    """Key of a Prefect artifact, which takes lower-case letters, digits and dashes.
+
+    Example:
+        >>> artifact_key("report", "flights_daily")
+        'report-flights-daily'
+    """
+    return f"{kind}-{re.sub('[^a-z0-9]+', '-', name.lower())}"
+
+
+def table_asset(config: RunConfig) -> Asset:
+    """The run's table as Prefect knows it."""
+    about = "Labelled samples by day, in the Iceberg warehouse."
+    return Asset(
+        key=f"iceberg://{config.warehouse.namespace}/{config.name}",
+        properties=AssetProperties(name=f"table {config.name}", description=about),
+    )
+
+
+def model_asset(config: RunConfig) -> Asset:
+    """The run's registered model as Prefect knows it."""
+    about = "Versions in MLflow's registry. Takes raw rows and returns probabilities."
+    return Asset(
+        key=f"mlflow://models/{re.sub('[^A-Za-z0-9_.-]+', '-', config.model_name)}",  # few characters are allowed
+        properties=AssetProperties(name=f"model {config.model_name}", description=about),
+    )

@@ -1,0 +1,100 @@
+"""The command `dlrm`: lists the commands, shows one's parameters, and runs it as `python -m flows.NAME` does.
+
+Help reads the flow files as text, so that it answers before anything heavy is imported.
+"""
+
+import ast
+import difflib
+import importlib.metadata
+import runpy
+import sys
+from pathlib import Path
+
+FLOWS = Path(__file__).resolve().parents[1]
+PURPOSES = {
+    "Data": ("ingest", "enrich", "backfill", "features", "layout", "suggest"),
+    "Train": ("train", "end_to_end", "recurring", "checkpoint", "preprocess"),
+    "Models": ("score", "report", "promote", "rollback", "register", "replay"),
+    "Search and compare": ("sweep", "release", "backtest", "sharding", "characterize", "estimate"),
+    "Operate": ("deploy", "doctor", "ui", "reference"),
+}
+"""Commands by what they are for."""
+FORMER = {"compare": "backtest", "placement": "sharding", "size": "estimate"}
+MOST_USED = (
+    ("training.epochs=2", "passes over the training rows"),
+    ("training.batch_rows=4096", "rows of a global batch"),
+    ("training.world_size=2", "ranks"),
+    ("preprocessing.workers=2", "preprocessing workers"),
+    ("seed=3", "initial weights, order of rows, dropout"),
+    ("home=/data/runs", "folder for everything that a run writes"),
+)
+USAGE = "usage: dlrm COMMAND CONFIG.yaml [key=value ...] [--debug]"
+
+
+def main(words: list[str] | None = None) -> None:
+    """Runs one command; ends the process with its exit code."""
+    given = sys.argv[1:] if words is None else words
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(overview())
+        return
+    if given[0] in ("-V", "--version"):
+        print(importlib.metadata.version("dlrm-pipeline"))
+        return
+    name = given[0].replace("-", "_")
+    if name not in (*commands(), *FORMER):
+        close = difflib.get_close_matches(name, commands(), n=1)
+        hint = f"Did you mean '{close[0]}'?" if close else "dlrm --help lists the commands."
+        sys.exit(f"error: '{given[0]}' is no command. {hint}")
+    if {"-h", "--help"} & set(given[1:]):
+        print(describe(FORMER.get(name, name)))
+        return
+    sys.argv = [f"dlrm {given[0]}", *given[1:]]
+    runpy.run_module(f"flows.{name}", run_name="__main__", alter_sys=True)
+
+
+def commands() -> list[str]:
+    """All commands, by purpose."""
+    return [name for names in PURPOSES.values() for name in names]
+
+
+def overview() -> str:
+    """The commands by purpose, a line each.
+
+    Example:
+        >>> print(overview().splitlines()[0])
+        usage: dlrm COMMAND CONFIG.yaml [key=value ...] [--debug]
+    """
+    lines = [USAGE]
+    for purpose, names in PURPOSES.items():
+        lines += ["", f"{purpose}:"]
+        lines += [f"  {name:<14} {_summary(_module(name))}" for name in names]
+    return "\n".join([*lines, "", "dlrm COMMAND --help shows its parameters; dlrm --version the version."])
+
+
+def describe(name: str) -> str:
+    """One command: what it does, its parameters with their meanings, and the most used keys of a config."""
+    module = _module(name)
+    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    if name not in functions:
+        return f"usage: dlrm {name}\n\n{ast.get_docstring(module) or ''}"
+    flow = functions[name]
+    lines = [f"usage: dlrm {name} CONFIG.yaml [parameter=value ...] [key=value ...]", "", ast.get_docstring(flow) or ""]
+    arguments = [argument.arg for argument in flow.args.args]
+    defaults = [ast.unparse(default) for default in flow.args.defaults]
+    given = dict(zip(arguments[-len(defaults) :], defaults, strict=True)) if defaults else {}
+    own = [f"  {key}={given.get(key, '...')}" for key in arguments if key not in ("config", "overrides")]
+    lines += ["", "Parameters and their defaults:", *(own or ["  none"])]
+    lines += ["", "Most used keys of the config:", *(f"  {key:<26} {meaning}" for key, meaning in MOST_USED)]
+    return "\n".join(lines)
+
+
+def _module(name: str) -> ast.Module:
+    return ast.parse((FLOWS / f"{name}.py").read_text(encoding="utf-8"))
+
+
+def _summary(module: ast.Module) -> str:
+    return (ast.get_docstring(module) or "").splitlines()[0].removeprefix("Flow: ")
+
+
+if __name__ == "__main__":
+    main()

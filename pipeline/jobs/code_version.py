@@ -1,0 +1,24 @@
+"""Which code and which dependencies a run uses."""
+
+import hashlib
+import subprocess
+
+from pipeline.config.files import ROOT
+
+
+def commit() -> str:
+    """The code's commit; `+` where the working tree differs, docs apart, which no run reads; `unknown` outside git."""
+    try:
+        return _git("rev-parse", "HEAD")[:12] + ("+" if _git("status", "--porcelain", ":!docs") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def lock_hash() -> str:
+    """Hash of the dependency lock."""
+    path = ROOT / "requirements" / "cpu.lock"
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else "unknown"
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,118 @@
+"""Past days written side by side, and what a back-fill says of each."""
+
+import contextvars
+import datetime
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.extraction.extract import IngestResult
+from pipeline.extraction.opening import source_days
+from pipeline.jobs.console import step
+from pipeline.jobs.tables.ingest import source_context, write_days
+from pipeline.jobs.workspace import Workspace
+
+PORTIONS = 4
+"""Parts that each writer's days are cut into, so that progress is seen and none waits long for another."""
+
+
+@step("name the days")
+def name_days(
+    workspace: Workspace, start: datetime.date | None, end: datetime.date | None, work: str
+) -> list[datetime.date]:
+    """The days of the range that there are, in the source or, for training alone, in the warehouse. It only reads."""
+    config = workspace.config
+    if start is not None and end is not None and start > end:
+        raise ConfigError("argument 'start'", f"a day up to end={end}", f"{start}", "Swap the two.")
+    warehouse = workspace.warehouse
+    if work == "train":
+        days = list(warehouse.day_rows(warehouse.current(config.name)))
+    else:
+        days = source_days(source_context(workspace))
+    found = [day for day in days if (start is None or start <= day) and (end is None or day <= end)]
+    if not found:
+        known = f"{days[0]} to {days[-1]}" if days else "none at all"
+        raise EmptyDatasetError("days to back-fill", f"some between {start} and {end}", known, "Name other days.")
+    return found
+
+
+@step("write the days")
+def write_days_side_by_side(
+    workspace: Workspace, days: Sequence[datetime.date], side_by_side: int, force: bool
+) -> dict[str, Any]:
+    """Days of the source -> days of the warehouse. Safe to repeat: each is written as a whole or not at all."""
+    config = workspace.config
+    size = max(len(days) // (side_by_side * PORTIONS), 1)
+    portions = [tuple(days[first : first + size]) for first in range(0, len(days), size)]
+    totals = {"days_written": 0, "days_skipped": 0, "rows": 0, "quarantined_rows": 0}
+    with workspace.lock(workspace.ingest_lock), workspace.console.progress("days") as progress:
+
+        def done(found: IngestResult) -> None:
+            totals["days_written"] += len(found.days_written)
+            totals["days_skipped"] += len(found.days_skipped)
+            totals["rows"] += found.rows
+            totals["quarantined_rows"] += sum(found.quarantined.values())
+            progress("ingest", totals["days_written"] + totals["days_skipped"], len(days))
+
+        if not workspace.warehouse.has_table(config.name):  # two writers would both make it
+            done(write_days(workspace, portions.pop(0), force, _silent))
+        with ThreadPoolExecutor(side_by_side, thread_name_prefix="ingest") as pool:
+            running = [
+                pool.submit(contextvars.copy_context().run, write_days, workspace, portion, force, _silent)
+                for portion in portions
+            ]
+            try:
+                for future in as_completed(running):
+                    done(future.result())
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+    return totals
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Takes the reports of single days."""
+
+
+def days_behind_the_first(config: RunConfig, days: Sequence[datetime.date]) -> list[datetime.date]:
+    """The days that come after those of the first model.
+
+    Raises:
+        EmptyDatasetError: If there are none.
+    """
+    last = config.split.hash.last_day if config.split.hash else None
+    found = [day for day in days if last is None or day > last]
+    if not found:
+        raise EmptyDatasetError(
+            "days to train on", f"some after {last}, the last one of split.hash.days", "none", "Name a later end."
+        )
+    return found
+
+
+def describe_day(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What a summary says of a day."""
+    champion = result["champion_eval"]
+    return {
+        "day": result["day"],
+        "champion_ne": champion["ne"],
+        "champion_calibration": champion["calibration"],
+        "training": result["decision"]["training"],
+        "gate": result["gate"] and result["gate"]["decision"],
+        "model": result["model"],
+        "mlflow_run_id": result["mlflow_run_id"],
+    }
+
+
+def describe(result: Mapping[str, Any]) -> str:
+    """The summary as one line."""
+    parts = [f"{result['days']} days"]
+    if "days_written" in result:
+        parts.append(f"{result['days_written']} written ({result['rows']:,} rows), {result['days_skipped']} were there")
+    if "days_trained" in result:
+        parts.append(
+            f"{result['days_trained']} trained, {result['days_judged']} judged only, "
+            f"{result['trainings_skipped']} were done"
+        )
+    return "; ".join(parts)

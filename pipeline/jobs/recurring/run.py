@@ -1,0 +1,191 @@
+"""One day of recurring training: evaluate the champion on it, train where the policy says so, let the gate decide."""
+
+import datetime
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pipeline.evaluation import plots
+from pipeline.evaluation.evaluate import EvalReport
+from pipeline.evaluation.policy import Decision, decide
+from pipeline.evaluation.series import BacktestResult, DaySums
+from pipeline.jobs.console import step
+from pipeline.jobs.recurring.day import (
+    DAY_TAG,
+    TRAINING_TAG,
+    Today,
+    champion_folder,
+    clear,
+    fetched,
+    job_of_day,
+    judged_rows,
+    pinned_day,
+)
+from pipeline.jobs.tables.catalog import warn_of_columns
+from pipeline.jobs.training.evaluate import quality
+from pipeline.jobs.training.finish import finish
+from pipeline.jobs.training.job import JOB, REGISTERED, TrainingJob, tracked_run
+from pipeline.jobs.training.register import register_run
+from pipeline.jobs.training.summary import in_words
+from pipeline.jobs.training.train import TRAINED, train
+from pipeline.jobs.workspace import Workspace
+from pipeline.registration.scorer import plan_of
+from pipeline.registration.tracking import RESULT
+from storage.artifacts import write_text
+
+SHOWN_DAYS = 400
+"""Days that the figure of the next-day NE goes back."""
+
+
+def train_day(workspace: Workspace, day: datetime.date | None, scratch: bool, force: bool) -> dict[str, Any]:
+    """Does a day's work once, while no other training of the model runs.
+
+    Args:
+        day: None: the last one of the table.
+        scratch: Trains another model on all days, whatever the policy says.
+        force: Does the work of a finished day once more.
+    """
+    with workspace.lock(workspace.training_lock):
+        settle_champion(workspace)
+        today = pin(workspace, day, force)
+        if today.done is not None:
+            return load_result(workspace, today, *today.done)
+        folder = workspace.home / "tmp" / f"champion-{today.identity}"
+        try:
+            report, decision, job = prepare(workspace, today, scratch, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return _train_or_keep(workspace, today, report, decision.training, job)
+
+
+def _train_or_keep(
+    workspace: Workspace, today: Today, report: EvalReport, training: str, job: TrainingJob
+) -> dict[str, Any]:
+    config, version = workspace.config, today.champion.version
+    if training != "scratch":
+        workspace = workspace.using(config.model_copy(update={"training": config.incremental}))
+    words = {"further": f"further from version {version}", "scratch": "from scratch", "none": "judged only"}
+    tags = {DAY_TAG: f"{today.day}", TRAINING_TAG: training, "mlflow.source.name": "flows.recurring"}
+    with tracked_run(workspace, job, f"{today.day} {words[training]}", tags) as run_id:
+        record_champion(workspace, report, run_id)
+        if training == "none":
+            return keep_champion(workspace, today, job, run_id)
+        trained = train(workspace, job, run_id)
+        result = finish(workspace, job, trained, run_id)
+    with workspace.best_effort("room made"):
+        clear(workspace, today.day)
+    return result
+
+
+def settle_champion(workspace: Workspace) -> None:
+    """Completes the registration of the champion if it was interrupted after the alias moved: its day is done then."""
+    folder = champion_folder(workspace)
+    if folder is not None and (folder / TRAINED).exists() and not (folder / REGISTERED).exists():
+        register_run(workspace, folder.name)
+
+
+@step("pin")
+def pin(workspace: Workspace, day: datetime.date | None, force: bool) -> Today:
+    """The day, and how the champion stands. Safe to repeat: it only reads."""
+    today = pinned_day(workspace, day, force)
+    champion = today.champion
+    workspace.console.log.info(
+        "%s, %s rows; champion: version %s, trained to %s; new to it: %s rows, days: %s",
+        today.day, f"{today.rows:,}", champion.version, champion.trained_to, f"{today.new_rows:,}", len(today.new_days),
+    )  # fmt: skip
+    return today
+
+
+@step("judge the champion")
+def prepare(
+    workspace: Workspace, today: Today, scratch: bool, folder: Path
+) -> tuple[EvalReport, Decision, TrainingJob]:
+    """Evaluates the champion on the day, asks the policy, and pins the training it asks for.
+
+    Safe to repeat: it only reads, and fits the plan once.
+
+    Args:
+        folder: Takes the champion's model.
+    """
+    config, log = workspace.config, workspace.console.log
+    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was killed
+    model = fetched(workspace, today.champion, folder)
+    with workspace.console.progress() as progress:
+        report = quality(workspace, judged_rows(workspace, today), today.rows, model, progress)
+    log.info("champion on %s: %s", today.day, in_words(report))
+    standing = today.standing(report.overall.ne, report.overall.calibration)
+    decision = decide(config.recurring, standing, today.day)
+    if scratch:
+        decision = Decision(training="scratch", reason="it was asked for")
+    log.info("training: %s, %s", decision.training, decision.reason)
+    notes = {
+        "day": f"{today.day}",
+        "champion": today.champion.version,
+        "champion_eval": report.numbers | {"undefined": dict(report.overall.undefined)},
+        "decision": decision.model_dump(),
+    }
+    training = config.training if decision.training == "scratch" else config.incremental
+    chosen = workspace.using(config.model_copy(update={"training": training}))
+    job = job_of_day(chosen, today, decision, plan_of(model), notes)
+    if decision.training != "none":
+        warn_of_columns(job.data["train"], workspace.warehouse, log)
+    write_text(Path(job.folder) / JOB, job.model_dump_json(), mode=0o600)  # it holds the catalog's credentials
+    return report, decision, job
+
+
+@step("note the champion")
+def record_champion(workspace: Workspace, report: EvalReport, run_id: str) -> None:
+    """The champion's quality on the day, and the series of all days so far -> the MLflow run. Safe to repeat."""
+    tracker = workspace.tracking
+    tracker.log(run_id, 0, {f"champion_{name}": value for name, value in report.numbers.items()})
+    with workspace.best_effort("figure of the next-day NE"):
+        tracker.log_figures(run_id, {"next_day": plots.backtest([_course_so_far(workspace)], 7)})
+
+
+def _course_so_far(workspace: Workspace) -> BacktestResult:
+    """Next-day quality of the champions, from the runs of the days."""
+    tracker = workspace.tracking
+    runs = tracker.client.search_runs(
+        [tracker.experiment_id],
+        f"tags.`{DAY_TAG}` LIKE '%'",
+        max_results=SHOWN_DAYS,
+        order_by=[f"tags.`{DAY_TAG}` DESC"],
+    )
+    days: dict[datetime.date, DaySums] = {}
+    trained: dict[datetime.date, float] = {}
+    for run in reversed(runs):
+        metrics, day = run.data.metrics, datetime.date.fromisoformat(run.data.tags[DAY_TAG])
+        trained[day] = trained.get(day, 0.0) + metrics.get("rows_trained", 0.0)
+        if metrics.get("champion_ne") is not None:
+            rows, rate = metrics["champion_rows"], metrics["champion_label_rate"]
+            days[day] = DaySums(
+                day=day, rows=rows, loss=metrics["champion_logloss"] * rows, labels=rate * rows,
+                predictions=metrics.get("champion_calibration", 0.0) * rate * rows,
+            )  # fmt: skip
+    ordered = tuple(days[day] for day in sorted(days))
+    return BacktestResult(name="champion", days=ordered, rows_trained=trained, seconds=0.0, trainings={})
+
+
+@step("keep the champion")
+def keep_champion(workspace: Workspace, today: Today, job: TrainingJob, run_id: str) -> dict[str, Any]:
+    """The result of a day without training. Safe to repeat: it replaces itself."""
+    name, version = workspace.config.model_name, today.champion.version
+    result = {
+        "status": "ok",
+        "snapshot_id": today.snapshot.snapshot_id,
+        "model": {"name": name, "version": version, "alias": "champion"},
+        "gate": None,
+        "mlflow_run_id": run_id,
+        "identity": today.identity,
+    } | dict(job.notes)
+    workspace.tracking.log_json(run_id, result, RESULT)
+    write_text(Path(job.folder) / REGISTERED, f"{name} {version}\n")
+    return result
+
+
+@step("finished before")
+def load_result(workspace: Workspace, today: Today, version: int | None, run_id: str) -> dict[str, Any]:
+    """The result of a day that was done before. Safe to repeat: it only reads."""
+    what = "no training was due" if version is None else f"version {version} was trained on it"
+    workspace.console.log.info("skipped: %s is done, %s; force=true does it once more", today.day, what)
+    return workspace.tracking.load_result(run_id) | {"status": "skipped"}

@@ -1,0 +1,133 @@
+"""Rows of a source written into days of the warehouse, and columns of feature sources added to them."""
+
+import datetime
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from pipeline.catalog.events import Event, append_event, newest_events, read_events
+from pipeline.config.files import ROOT
+from pipeline.extraction.enrich import EnrichResult
+from pipeline.extraction.enrich import enrich as write_columns
+from pipeline.extraction.extract import IngestResult, extract
+from pipeline.extraction.intake import held_back_name
+from pipeline.extraction.opening import SourceContext
+from pipeline.extraction.writing import quarantine_name
+from pipeline.jobs.console import step
+from pipeline.jobs.tables.checks import checks_result, show_checks
+from pipeline.jobs.workspace import Workspace
+
+
+@step("ingest", makes="table")
+def ingest(workspace: Workspace, days: tuple[datetime.date, ...] = (), force: bool = False) -> IngestResult:
+    """Source rows -> warehouse days. Safe to repeat: a day is replaced as a whole or not at all."""
+    with workspace.lock(workspace.ingest_lock), workspace.console.progress() as progress:
+        return write_days(workspace, days, force, progress)
+
+
+@step("enrich", makes="table")
+def enrich(workspace: Workspace, start: datetime.date | None, end: datetime.date | None, force: bool) -> EnrichResult:
+    """Columns of side sources -> days of the warehouse. Safe to repeat: days that are done are skipped."""
+    config = workspace.config
+    joined = config.features.joined
+    with workspace.lock(workspace.ingest_lock), workspace.console.progress() as progress:
+        show = partial(progress, "enrich")
+        return write_columns(joined, workspace.warehouse, config.name, ROOT, start, end, force, show)
+
+
+def source_context(workspace: Workspace) -> SourceContext:
+    """The run's source, with all that is needed to read it."""
+    config, logs = workspace.config, workspace.home / "logs"
+    return SourceContext(config.source, config.features, workspace.warehouse, config.name, ROOT, logs)
+
+
+def write_days(
+    workspace: Workspace, days: Sequence[datetime.date], force: bool, report: Callable[[str, int, int], None]
+) -> IngestResult:
+    """The days of the source, none named: all of them, as days of the warehouse."""
+    config = workspace.config
+    return extract(
+        source_context(workspace),
+        config.ingest,
+        days,
+        force,
+        report,
+        partial(show_checks, workspace),
+        workspace.console.log.warning,
+    )
+
+
+def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) -> dict[str, Any]:
+    """Writes the source's days and says where each row went.
+
+    Args:
+        day: The one day to write; None: all days of the source.
+        force: Also writes days that the warehouse already has from the same input.
+    """
+    result = ingest(workspace, () if day is None else (day,), force)
+    name, log = workspace.config.name, workspace.console.log
+    if result.days_skipped:
+        log.info("skipped: %s days are in the warehouse from the same input", len(result.days_skipped))
+    if result.days_elsewhere:
+        log.info("%s other days stay in the table: this source does not have them", result.days_elsewhere)
+    if result.days_held:
+        log.warning("%s days broke a rule and are held back in table %s", len(result.days_held), held_back_name(name))
+    for reason, rows in result.quarantined.items():
+        log.warning("quarantined: %s rows, %s; see table %s", f"{rows:,}", reason, quarantine_name(name))
+    touched = sorted([*result.days_written, *result.days_skipped, *result.days_held])
+    return {
+        "status": "ok" if result.days_written else "skipped",
+        "table": result.snapshot.table,
+        "snapshot_id": result.snapshot.snapshot_id,
+        "rows": result.rows,
+        "days_written": len(result.days_written),
+        "days_skipped": len(result.days_skipped),
+        "days_held": len(result.days_held),
+        "first_day": str(touched[0]),
+        "last_day": str(touched[-1]),
+        "quarantined": dict(result.quarantined),
+        "quarantined_rows": sum(result.quarantined.values()),
+        "unmatched_lookups": dict(result.unmatched),
+        "left_out_rows": sum(rows.left_out for rows in result.by_day.values()),
+        "by_day": {f"{day}": rows.model_dump() for day, rows in result.by_day.items()},
+        "outcomes": {label: joined.model_dump() for label, joined in result.outcomes.items()},
+        "checks": checks_result(workspace, result.checked),
+    }
+
+
+def enrich_days(
+    workspace: Workspace, start: datetime.date | None, end: datetime.date | None, force: bool
+) -> dict[str, Any]:
+    """Back-fills the columns of `features.joined` and declares new ones as beta in the catalogue."""
+    result = enrich(workspace, start, end, force)
+    declare(workspace, result.columns)
+    log = workspace.console.log
+    if result.days_skipped:
+        log.info("skipped: %s days have these columns from the same feature source", len(result.days_skipped))
+    if result.days_without:
+        log.info("%s days stay as they are: the feature source has no rows for them", len(result.days_without))
+    if result.matched_share is not None:
+        log.info("%s of the keys were found", f"{result.matched_share:.1%}")
+    return {
+        "status": "ok" if result.days_written else "skipped",
+        "table": result.snapshot.table,
+        "snapshot_id": result.snapshot.snapshot_id,
+        "columns": list(result.columns),
+        "days_written": len(result.days_written),
+        "days_skipped": len(result.days_skipped),
+        "days_without": len(result.days_without),
+        "rows": result.rows,
+        "matched_share": result.matched_share,
+        "bytes_written": result.bytes_written,
+    }
+
+
+@step("declare")
+def declare(workspace: Workspace, columns: Sequence[str]) -> None:
+    """Columns that the catalogue does not know -> beta. Safe to repeat: earlier declarations stay."""
+    warehouse, name = workspace.warehouse, workspace.config.name
+    now, known = datetime.datetime.now(datetime.UTC), newest_events(read_events(warehouse, name))
+    for column in columns:
+        if column not in known:
+            event = Event(at=now, feature=column, state="beta", by="flows.enrich", reason="back-filled")
+            append_event(warehouse, name, event)

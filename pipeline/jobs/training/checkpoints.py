@@ -1,0 +1,101 @@
+"""Checkpoints of a config's runs: what there is, whether it is whole, and the weights of one as a file."""
+
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.errors import ConfigError
+from pipeline.jobs.workspace import Workspace
+from storage.artifacts import atomic_file
+
+Which = int | Literal["newest", "best"]
+
+
+def list_checkpoints(workspace: Workspace, run: str | None, verify: bool) -> dict[str, Any]:
+    """Describes each checkpoint and says which are damaged.
+
+    Args:
+        run: Folder of one run; None: all runs of the config's name.
+        verify: Fails if one is damaged.
+    Raises:
+        CheckpointError: If one is damaged and `verify` is set.
+    """
+    from pipeline.training.state import checkpoint as store  # PyTorch takes seconds to import
+
+    found = []
+    for folder in _folders(workspace, run):
+        with suppress(FileNotFoundError):  # a running training has replaced it by a newer one
+            found.append({"run": folder.parents[1].name, **store.describe(folder)})
+    damaged = [entry["error"] for entry in found if entry["error"] is not None]
+    for error in damaged:
+        workspace.console.log.warning("%s", error)
+    if verify and damaged:
+        raise store.CheckpointError(
+            f"{len(damaged)} of {len(found)} checkpoints of '{workspace.config.name}'", "whole ones",
+            "; ".join(damaged), "Remove them: training resumes from the newest whole one.",
+        )  # fmt: skip
+    action = "verify" if verify else "list"
+    return {"status": "ok", "action": action, "checkpoints": found, "damaged": len(damaged)}
+
+
+def export_checkpoint(workspace: Workspace, run: str | None, which: Which) -> dict[str, Any]:
+    """Writes the whole weights of one checkpoint as safetensors into its run's folder `exports`.
+
+    Args:
+        run: Folder of one run; None: the run that wrote last.
+    """
+    from safetensors.torch import save_file
+
+    from pipeline.training.state import checkpoint as store
+
+    folders = _folders(workspace, run)
+    fitting = [folder for folder in folders if _matches(folder, which)]
+    if not fitting:
+        known = ", ".join(f"{folder.parents[1].name}/{folder.name}" for folder in folders) or "none"
+        expected = f"a checkpoint of '{workspace.config.name}'"
+        raise ConfigError(f"step '{which}'", expected, known, "Name one, or train first.")
+    folder = max(fitting, key=lambda path: (path.stat().st_mtime, path.name))
+    weights = store.export(folder)
+    path = folder.parents[1] / "exports" / f"{folder.name}.safetensors"
+    with atomic_file(path) as temporary:
+        save_file(weights, temporary)
+    return {
+        "status": "ok",
+        "action": "export",
+        "run": folder.parents[1].name,
+        "checkpoint": folder.name,
+        "step": store.read_progress(folder)["steps"],
+        "path": str(path),
+        "tensors": len(weights),
+        "bytes": path.stat().st_size,
+    }
+
+
+def _folders(workspace: Workspace, run: str | None) -> list[Path]:
+    """Checkpoints of the runs that are meant, each run's by step and then its best one."""
+    from pipeline.training.state import checkpoint as store
+
+    name, root = workspace.config.name, workspace.home / "runs"
+    ours = re.compile(rf"{name}-[0-9a-f]{{12}}-\d+")
+    runs = sorted(folder for folder in root.glob("*") if ours.fullmatch(folder.name))
+    if run is not None:
+        known = ", ".join(folder.name for folder in runs) or "none"
+        runs = [folder for folder in runs if folder.name == run]
+        if not runs:
+            raise ConfigError(f"run '{run}'", f"a run of '{name}' in '{root}'", known, "Name one of them.")
+    found = [
+        path
+        for folder in runs
+        for path in (*store.list_checkpoints(folder / "checkpoints"), folder / "checkpoints" / store.BEST)
+    ]
+    return [folder for folder in found if folder.is_dir()]
+
+
+def _matches(folder: Path, which: Which) -> bool:
+    from pipeline.training.state import checkpoint as store
+
+    if which == "best":
+        return folder.name == store.BEST
+    match = store.STEP.match(folder.name)
+    return match is not None and which in ("newest", int(match[1]))

@@ -1,0 +1,109 @@
+"""What ranks report while they train: one record for each kind of event, and where each goes."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, TypeAdapter
+
+from pipeline.jobs.console import Logger, Progress
+from pipeline.registration.journal import Journal
+from pipeline.training.launch.processes import Event
+
+SHOWN_METRICS = {"train_ne_window": "NE", "valid_ne": "valid NE"}
+
+
+class Started(BaseModel, frozen=True):
+    """The ranks have their tables."""
+
+    event: Literal["start"]
+    plan: tuple[Mapping[str, Any], ...]
+    device: str
+
+
+class Resumed(BaseModel, frozen=True):
+    """The ranks continue from a checkpoint."""
+
+    event: Literal["resumed"]
+    step: int
+    rows: int
+
+
+class Grown(BaseModel, frozen=True):
+    """The model has more tables, or larger ones, than the one it continues."""
+
+    event: Literal["grown"]
+    new: tuple[str, ...]
+    larger: tuple[str, ...]
+
+
+class Damaged(BaseModel, frozen=True):
+    """A checkpoint was damaged, and an earlier one is used."""
+
+    event: Literal["damaged"]
+    error: str
+
+
+class Restarted(BaseModel, frozen=True):
+    """The ranks start again from a checkpoint."""
+
+    event: Literal["restart"]
+    reason: str
+    step: int | None
+    number: int
+    limit: int
+
+
+class Measured(BaseModel, frozen=True):
+    """Metrics of a step."""
+
+    event: Literal["metrics"]
+    step: int
+    rows: int
+    metrics: Mapping[str, Any]
+
+
+RankEvent = Annotated[Started | Resumed | Grown | Damaged | Restarted | Measured, Field(discriminator="event")]
+READ: TypeAdapter[RankEvent] = TypeAdapter(RankEvent)
+KINDS = {"start", "resumed", "grown", "damaged", "restart", "metrics"}
+"""Ranks report other events to other readers; those are ignored here."""
+
+
+class EventReport:
+    """Sends events of the ranks to the log, the journal of metrics and the progress bar.
+
+    Args:
+        total: Rows that the training will see.
+    """
+
+    def __init__(self, journal: Journal, progress: Progress, total: int, log: Logger) -> None:
+        self.journal, self.progress, self.total, self.log = journal, progress, total, log
+        self.plan: tuple[Mapping[str, Any], ...] = ()
+        self.notes: dict[str, str] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Reports one event."""
+        if event["event"] not in KINDS:
+            return
+        match READ.validate_python(event):
+            case Started(plan=plan, device=device):
+                self.plan = plan
+                kinds = sorted({row["sharding"] for row in plan})
+                self.log.info("%s tables placed %s on %s", len(plan), ", ".join(kinds), device)
+            case Resumed(step=step, rows=rows):
+                self.log.info("resumed at step %s, %s rows", step, f"{rows:,}")
+            case Grown(new=new, larger=larger):
+                added, grown = ", ".join(new) or "none", ", ".join(larger) or "none"
+                self.log.info("the model has grown: new tables %s; tables with more rows %s", added, grown)
+            case Damaged(error=error):
+                self.log.warning("skipped a damaged checkpoint: %s", error)
+            case Restarted(reason=reason, step=step, number=number, limit=limit):
+                self.log.warning("%s; ranks restart from step %s, restart %s of %s", reason, step, number, limit)
+            case Measured(step=step, rows=rows, metrics=metrics):
+                self.journal.log(step, metrics)
+                self._show(rows, metrics)
+
+    def _show(self, rows: int, metrics: Mapping[str, Any]) -> None:
+        for key, label in SHOWN_METRICS.items():
+            if metrics.get(key) is not None:
+                self.notes[label] = f"{metrics[key]:.4f}"
+        self.progress("train", rows, self.total, ", ".join(f"{label} {value}" for label, value in self.notes.items()))

@@ -1,0 +1,57 @@
+"""A finished training registered later: its run's folder holds all that is needed."""
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import load
+from pipeline.errors import ConfigError
+from pipeline.jobs.training.finish import finish
+from pipeline.jobs.training.job import JOB, REGISTERED, RUN_ID, TrainingJob, job_in, selected, tracked_run
+from pipeline.jobs.training.provenance import RECORD, Record, recorded_config
+from pipeline.jobs.training.train import TRAINED, Trained
+from pipeline.jobs.workspace import Workspace
+from pipeline.registration.tracking import reporting_unreachable
+
+
+def register_run(workspace: Workspace, run: str | None) -> dict[str, Any]:
+    """Evaluates and registers the model of a finished training. Steps that are done are not repeated.
+
+    Args:
+        run: Id of the MLflow run, or name of the run's folder.
+    """
+    folder = _folder(workspace, run)
+    record = Record.model_validate_json((folder / RECORD).read_text(encoding="utf-8"))
+    workspace = workspace.using(recorded_config(record, workspace.config))
+    run_id = (folder / RUN_ID).read_text(encoding="utf-8").strip()
+    if (folder / REGISTERED).exists():
+        workspace.console.log.info("skipped: run %s is registered", run_id)
+        tracker = workspace.tracking
+        with reporting_unreachable(f"Run it again once it answers: python -m flows.register CONFIG run={run}"):
+            tracker.end(run_id, "FINISHED")  # MLflow may have missed the very end
+            return tracker.load_result(run_id) | {"status": "skipped"}
+    job = _job(workspace, folder, record)
+    trained = Trained.model_validate_json((folder / TRAINED).read_text(encoding="utf-8"))
+    trained = trained.model_copy(update={"weights": str(folder / "weights.safetensors")})
+    name = workspace.tracking.client.get_run(run_id).info.run_name
+    with tracked_run(workspace, job, name) as run_id:
+        return finish(workspace, job, trained, run_id)
+
+
+def _job(workspace: Workspace, folder: Path, record: Record) -> TrainingJob:
+    if (folder / JOB).exists():
+        return TrainingJob.model_validate_json((folder / JOB).read_text(encoding="utf-8"))
+    # What is trained already is registered, even if a feature has been deprecated since.
+    allowed = workspace.using(load(workspace.config, {"features.allow_deprecated": True}))
+    return job_in(folder, workspace, record.identity, selected(allowed, record.snapshot.snapshot_id))
+
+
+def _folder(workspace: Workspace, run: str | None) -> Path:
+    """The folder of a training that is done."""
+    runs = workspace.home / "runs"
+    done = [path.parent for path in sorted(runs.glob(f"*/{TRAINED}")) if (path.parent / RUN_ID).exists()]
+    for folder in done:
+        if run in (folder.name, (folder / RUN_ID).read_text(encoding="utf-8").strip()):
+            return folder
+    open_runs = [folder.name for folder in done if not (folder / REGISTERED).exists()]
+    remedy = f"Not registered yet: {', '.join(open_runs) or 'none'}."
+    raise ConfigError("argument 'run'", f"a finished training in '{runs}'", run or "none", remedy)

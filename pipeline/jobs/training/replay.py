@@ -1,0 +1,89 @@
+"""A version trained again from its record, and compared with it."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import RunConfig, load
+from pipeline.errors import ConfigError, RegistryError
+from pipeline.jobs.console import step
+from pipeline.jobs.training.job import TrainingJob, job_in, selected, tracked_run
+from pipeline.jobs.training.provenance import RECORD, Record, changed, differences, fetched, recorded_config
+from pipeline.jobs.training.rank import placed, table_uses
+from pipeline.jobs.training.train import Trained, rank_spec, train
+from pipeline.jobs.workspace import Workspace
+from storage.artifacts import write_json
+
+RESULT = "replay.json"
+
+
+def replay_version(workspace: Workspace, version: int | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Trains a version again and compares weights and plan.
+
+    Args:
+        overrides: Dotted key -> value; only keys that do not change what is learned.
+    Raises:
+        ConfigError: If no version is named, or an override would change what is learned.
+        RegistryError: If the version has no record, or was trained by flows.recurring.
+    """
+    if version is None:
+        raise ConfigError("argument 'version'", "the version to train again", "none", "Add version=N.")
+    name = workspace.config.model_name
+    old = fetched(workspace.tracking, name, version)
+    if old.day is not None:
+        raise RegistryError(
+            f"model '{name}', version {version}", "a training by flows.train", f"one of {old.day} by flows.recurring",
+            "It continued another version: roll back to that one, then run flows.recurring day=... force=true.",
+        )  # fmt: skip
+    workspace = workspace.using(_settings(old, workspace.config, overrides))
+    job = pin(workspace, old, f"{name}-{version}")
+    tags = {"dlrm.replay_of": f"{name}/{version}", "mlflow.source.name": "flows.replay"}
+    with tracked_run(workspace, job, f"replay of {name} version {version}", tags) as run_id:
+        trained = train(workspace, job, run_id, old.placement)
+        return compare(workspace, job, old, trained, run_id) | {"model": {"name": name, "version": version}}
+
+
+def _settings(old: Record, here: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    """The recorded config with the recorded device and threads, and the overrides on top."""
+    machine = {"training.threads_per_rank": old.threads_per_rank, "training.device": old.device}
+    base = load(recorded_config(old, here), machine)
+    places = ("home", "warehouse", "registration")
+    return changed(base, {key: value for key, value in overrides.items() if key.split(".")[0] not in places})
+
+
+@step("pin")
+def pin(workspace: Workspace, old: Record, name: str) -> TrainingJob:
+    """The recorded training in a folder of its own. Safe to repeat: an interrupted replay is found again."""
+    folder = workspace.unfinished_folder("replays", name, RESULT)
+    return job_in(folder, workspace, old.identity, selected(workspace, old.snapshot.snapshot_id))
+
+
+@step("compare")
+def compare(workspace: Workspace, job: TrainingJob, old: Record, trained: Trained, run_id: str) -> dict[str, Any]:
+    """Records of the version and of its replay -> what differs. Safe to repeat: it replaces its result."""
+    folder, tracker, log = Path(job.folder), workspace.tracking, workspace.console.log
+    new = Record.model_validate_json((folder / RECORD).read_text(encoding="utf-8"))
+    spec = rank_spec(workspace, job)
+    planned = placed(spec, table_uses(spec)).placement
+    found = differences(old, new, planned or ())
+    equal = (old.weights_sha256, old.plan_hash) == (new.weights_sha256, new.plan_hash)
+    result = {
+        "status": "ok",
+        "equal": equal,
+        "differences": found,
+        "weights_sha256": {"recorded": old.weights_sha256, "replayed": new.weights_sha256},
+        "plan_hash": {"recorded": old.plan_hash, "replayed": new.plan_hash},
+        "snapshot_id": job.snapshot.snapshot_id,
+        "train": {key: value for key, value in trained.summary.items() if key != "event"},
+        "mlflow_run_id": run_id,
+    }
+    log.info("the replay has %s weights", "the same" if equal else "other")
+    for line in found:
+        log.warning("differs: %s", line)
+    tracker.log_json(run_id, result, RESULT)
+    tracker.log_file(run_id, folder / RECORD)
+    tracker.tag(run_id, {"dlrm.replay_equal": str(equal).lower()})
+    write_json(folder / RESULT, result)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # the whole weights stay
+    return result

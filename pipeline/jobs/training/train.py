@@ -1,0 +1,169 @@
+"""A pinned training run by its ranks."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from pipeline.config import RunConfig
+from pipeline.config.files import ROOT
+from pipeline.jobs.console import step
+from pipeline.jobs.tables.layout import keep_read
+from pipeline.jobs.training.events import EventReport
+from pipeline.jobs.training.job import (
+    TrainingJob,
+    keep_inputs,
+)
+from pipeline.jobs.training.provenance import RECORD, recorded
+from pipeline.jobs.training.rank import RankSpec
+from pipeline.jobs.training.sharding_plans import place_tables
+from pipeline.jobs.workspace import Workspace
+from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.master import WORKERS_FILE, Totals
+from pipeline.preprocessing.service import Service
+from pipeline.registration.journal import Journal
+from pipeline.training.launch.processes import Event, Limits, run_ranks
+from pipeline.training.launch.ray_train import run_ranks_on_ray
+from pipeline.training.tables.sharding import ShardingPlan
+from storage.artifacts import write_json, write_text
+
+TRAINED, PREPROCESSING = "trained.json", "preprocessing.json"
+"""Files in a run's folder: what the ranks left, and what preprocessing took."""
+
+
+class Trained(BaseModel, frozen=True):
+    """What the ranks left behind."""
+
+    weights: str
+    probe: tuple[float, ...]
+    summary: Mapping[str, Any]
+    placement: tuple[Mapping[str, Any], ...]
+
+
+@step("train")
+def train(workspace: Workspace, job: TrainingJob, run_id: str, given: ShardingPlan | None = None) -> Trained:
+    """Warehouse rows -> weights. Safe to repeat: it resumes from the last checkpoint. See `train_ranks`."""
+    return train_ranks(workspace, job, run_id, given)
+
+
+def train_ranks(
+    workspace: Workspace,
+    job: TrainingJob,
+    run_id: str,
+    given: ShardingPlan | None = None,
+    watch: Callable[[Event | None], object] | None = None,
+) -> Trained:
+    """Trains the ranks and leaves all that later stages need in the job's folder. MLflow may be away until then.
+
+    Args:
+        given: Sharding plan of the tables; None: it is planned.
+        watch: Sees each event of the ranks, and None several times a second. What it raises ends them.
+    """
+    config, tracker, folder, log = workspace.config, workspace.tracking, Path(job.folder), workspace.console.log
+    keep_inputs(workspace.warehouse, job.identity, job.snapshot, job.data["train"].joined)
+    spec = place_tables(rank_spec(workspace, job), tracker, run_id, log, given)
+    assert spec.placement is not None
+    journal = Journal(tracker, run_id, folder, log.warning)
+    with workspace.console.progress() as progress, journal, served(workspace, job) as service:
+        report = EventReport(journal, progress, _rows_to_train(config, job), log)
+        summary = _launch(config, spec, folder, service, report, watch)
+    if service is not None:
+        summary = summary | {"preprocessing": _account(folder, config.preprocessing.executor, service.totals)}
+        with workspace.best_effort("record of what was read"):
+            keep_read(workspace, "train", job.data["train"], service.totals.rows, service.totals.costs)
+    probe = json.loads((folder / "probe.json").read_text(encoding="utf-8"))
+    trained = Trained(
+        weights=f"{job.folder}/weights.safetensors", probe=tuple(probe), summary=summary, placement=tuple(report.plan)
+    )
+    write_text(folder / RECORD, recorded(workspace, job, spec.placement, summary).model_dump_json(indent=2))
+    write_text(folder / TRAINED, trained.model_dump_json())
+    return trained
+
+
+def _rows_to_train(config: RunConfig, job: TrainingJob) -> int:
+    training = config.training
+    total = job.rows["train"] * training.epochs
+    return total if training.max_steps is None else min(total, training.max_steps * training.batch_rows)
+
+
+def _launch(
+    config: RunConfig,
+    spec: RankSpec,
+    folder: Path,
+    service: Service | None,
+    report: Callable[[Event], None],
+    watch: Callable[[Event | None], object] | None,
+) -> dict[str, Any]:
+    """Starts the ranks and waits for their summary."""
+    training = config.training
+    limits = Limits(training.deadline_seconds, training.hang_seconds, training.restart_limit)
+    if watch is not None:
+        limits = replace(limits, check=partial(watch, None))
+    if service is not None:
+        limits = replace(limits, progress=service.totals.progress)
+        spec = spec.model_copy(update={"service": service.address})
+
+    def on_event(event: Event) -> None:
+        report(event)
+        if watch is not None:
+            watch(event)
+
+    launch = run_ranks
+    if training.launcher == "ray":
+        launch = partial(run_ranks_on_ray, address=config.preprocessing.ray_address)
+    world, threads = training.world_size, training.threads_per_rank
+    return launch("pipeline.jobs.training.rank", spec, folder, world, threads, limits, on_event, ROOT)
+
+
+def rank_spec(workspace: Workspace, job: TrainingJob) -> RankSpec:
+    """What the ranks of a training are told, but for the placement of the tables."""
+    config = workspace.config
+    return RankSpec(
+        train=job.data["train"],
+        valid=job.data.get("valid"),
+        valid_rows=job.rows.get("valid", 0),
+        probe=job.data["test"] if "test" in job.data else job.data["valid"],  # a candidate has no test rows
+        model=config.model,
+        training=config.training,
+        preprocessing=config.preprocessing,
+        seed=config.seed,
+        folder=job.folder,
+        start=job.start,
+    )
+
+
+@contextmanager
+def served(workspace: Workspace, job: TrainingJob) -> Iterator[Service | None]:
+    """The preprocessing service of a training; None where each rank reads for itself."""
+    preprocessing, log = workspace.config.preprocessing, workspace.console.log
+    if preprocessing.executor == "inline":
+        yield None
+        return
+    data: dict[str, DataSpec] = {part: spec for part, spec in job.data.items() if part != "test"}
+    folder = Path(job.folder) / "preprocessing"
+    with Service(data, preprocessing, folder, log.warning) as service:
+        log.info("preprocessing workers: process ids in %s", folder / WORKERS_FILE)
+        yield service
+
+
+def _account(folder: Path, executor: str, totals: Totals) -> dict[str, Any]:
+    """What the preprocessing of a training took, for its result; the details are left in its folder."""
+    summary = {
+        "executor": executor,
+        "workers": totals.most_workers,
+        "restarts": totals.restarts,
+        "quarantined_rows": totals.quarantined_rows,
+    }
+    details = {
+        "costs": vars(totals.costs),
+        "peak_rss_mb": totals.peak_rss_mb,
+        "late_results": totals.late_results,
+        "quarantined": totals.quarantined,
+    }
+    write_json(folder / PREPROCESSING, summary | details)
+    return summary

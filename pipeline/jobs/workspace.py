@@ -1,0 +1,158 @@
+"""One command's open resources: config, warehouse, tracking, folders, locks and console."""
+
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+
+import pyarrow as pa
+from filelock import FileLock, Timeout
+
+from pipeline.config import RunConfig
+from pipeline.config.files import ROOT
+from pipeline.data.joined.reader import joined_schema
+from pipeline.data.joined.source import PinnedSource, pin_sources
+from pipeline.errors import ConfigError
+from pipeline.jobs.console import Console, one_line
+from pipeline.registration.tracking import Tracker, is_unreachable
+from storage.reader import SnapshotRef
+from storage.warehouse import Warehouse
+
+
+class Workspace:
+    """What a command works with. It is opened once and handed down; warehouse and tracking open on first use.
+
+    Args:
+        config: The command's config.
+        console: Where it reports; None: to Python's logging.
+    """
+
+    def __init__(self, config: RunConfig, console: Console | None = None) -> None:
+        self.config = config
+        self.console = console or Console()
+
+    @cached_property
+    def warehouse(self) -> Warehouse:
+        """The warehouse below `home`, or the catalog that the config names."""
+        return Warehouse(self.config.warehouse, self.home / "warehouse")
+
+    @cached_property
+    def tracking(self) -> Tracker:
+        """MLflow as this command uses it."""
+        return Tracker(self.config.registration, self.home, self.config.name)
+
+    @property
+    def home(self) -> Path:
+        """The resolved folder that the command writes to."""
+        return self.config.home_path
+
+    def using(self, config: RunConfig) -> "Workspace":
+        """The same console with another config, such as one trial's. What is open stays open where it is the same."""
+        other = Workspace(config, self.console)
+        same_home = config.home_path == self.home
+        if "warehouse" in self.__dict__ and same_home and config.warehouse == self.config.warehouse:
+            other.warehouse = self.warehouse
+        same_names = (config.name, config.registration) == (self.config.name, self.config.registration)
+        if "tracking" in self.__dict__ and same_home and same_names:
+            other.tracking = self.tracking
+        return other
+
+    def feature_joins(self) -> tuple[PinnedSource, ...]:
+        """The feature sources that are joined while rows are read, as they are now."""
+        sources = [source for source in self.config.features.joined if not source.stored]
+        return pin_sources(sources, ROOT, self.warehouse)
+
+    def columns(self, snapshot: SnapshotRef) -> pa.Schema:
+        """The columns that a training can name: those of the table and of joined feature sources."""
+        return joined_schema(self.warehouse, snapshot, self.feature_joins())
+
+    def unfinished_folder(self, kind: str, name: str, done: str) -> Path:
+        """The first of `name-0`, `name-1`, ... below `home`/kind that does not hold the file `done`.
+
+        Work that was interrupted is found again; a finished folder is left alone.
+        """
+        folders = (self.home / kind / f"{name}-{attempt}" for attempt in itertools.count())
+        return next(folder for folder in folders if not (folder / done).exists())
+
+    def latest_folder(self, kind: str, name: str, done: str, force: bool) -> Path:
+        """The last of `name-0`, `name-1`, ... below `home`/kind that exists, else the first.
+
+        Args:
+            done: File that a finished folder holds.
+            force: Takes a new folder where the last one is finished.
+        """
+        folders = (self.home / kind / f"{name}-{attempt}" for attempt in itertools.count())
+        made = list(itertools.takewhile(Path.exists, folders))
+        if not made or (force and (made[-1] / done).exists()):
+            return self.home / kind / f"{name}-{len(made)}"
+        return made[-1]
+
+    @contextmanager
+    def lock(self, work: str) -> Iterator[None]:
+        """Waits until nobody else does the same work in this `home`.
+
+        Two trainings of a model at once would share the processors and compare themselves with the same champion. Two
+        ingests of a table would write its days twice. The lock is the kernel's: it ends with its process.
+
+        Args:
+            work: Such as "training of model 'demo'".
+        """
+        folder = self.home / "locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / f"{re.sub('[^A-Za-z0-9_]+', '-', work).strip('-')}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            self.console.log.info("waiting: another %s is running; this one starts when it ends", work)
+            lock.acquire(poll_interval=0.5)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextmanager
+    def best_effort(self, what: str) -> Iterator[None]:
+        """Best effort: on failure, logs a warning and keeps the trained model. An MLflow that is away still ends it.
+
+        Args:
+            what: What the run then lacks.
+        """
+        try:
+            yield
+        except Exception as error:
+            if is_unreachable(error):  # that can be finished later
+                raise
+            self.console.log.warning("the run has no %s: %s", what, one_line(error))
+
+    @property
+    def training_lock(self) -> str:
+        """Name of the lock that the trainings of the model share."""
+        return f"training of model '{self.config.model_name}'"
+
+    @property
+    def ingest_lock(self) -> str:
+        """Name of the lock that all writers of the table share."""
+        return f"ingest of table '{self.config.name}'"
+
+
+@contextmanager
+def exclusive_dir(folder: Path) -> Iterator[Path]:
+    """A folder that one process at a time works in.
+
+    Raises:
+        ConfigError: If another process works in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"'{folder.name}'", "one process at a time", "another one that works in it", "Wait for it, or end it."
+        ) from None
+    try:
+        yield folder
+    finally:
+        lock.release()

@@ -1,0 +1,67 @@
+"""The command `dlrm`: its help, its answer to a near miss, and the commands behind it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.runtime import dlrm
+from pipeline.config.files import ROOT
+
+OTHERS = {"stuck", "__init__", *dlrm.FORMER}
+"""Modules of flows/ that are no commands of their own."""
+
+
+def test_every_command_has_a_purpose() -> None:
+    files = {path.stem for path in Path(ROOT / "flows").glob("*.py")}
+    assert sorted(dlrm.commands()) == sorted(files - OTHERS)
+
+
+def test_the_overview_names_each_command_once(capsys: pytest.CaptureFixture[str]) -> None:
+    dlrm.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for name in dlrm.commands():
+        assert sum(line.startswith(f"  {name} ") for line in lines) == 1
+
+
+@pytest.mark.parametrize("name", dlrm.commands())
+def test_help_says_what_a_command_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    dlrm.main([name.replace("_", "-"), "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: dlrm {name}")
+
+
+def test_help_shows_parameters_with_defaults_and_meanings() -> None:
+    text = dlrm.describe("train")
+    assert "  force=False" in text
+    assert "force: Trains even where the same training is in the registry." in text
+    assert "training.epochs=2" in text
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("trian", "error: 'trian' is no command. Did you mean 'train'?"),
+        ("xyz", "error: 'xyz' is no command. dlrm --help lists the commands."),
+    ],
+)
+def test_a_near_miss_is_answered_with_the_closest_name(word: str, said: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        dlrm.main([word])
+    assert ended.value.code == said
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys; from flows.runtime.dlrm import main; main(['--help']); main(['train', '--help']);"
+    code += " print({'torch', 'mlflow', 'prefect', 'numpy'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_a_command_runs_as_its_module_does() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.runtime.dlrm", "train", "nothing.yaml"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "config 'nothing.yaml': expected a readable YAML file" in done.stderr
