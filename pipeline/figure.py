@@ -1,14 +1,14 @@
-"""A figure with one pair of axes, as all of ours look."""
+"""The common style of our figures."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 
 def plain_figure(title: str, x: str, y: str, height: float = 4.2) -> tuple[Figure, Axes]:
-    """An empty figure with its axes named.
+    """Creates an empty figure with labelled axes.
 
     Args:
-        height: In inches; the width is 6.4.
+        height: In inches. The width is 6.4.
     Example:
         >>> plain_figure("Learning curve", "step", "NE")[1].get_xlabel()
         'step'

@@ -135,7 +135,7 @@ Rows = Callable[[Collection[str]], str]
 def stored_rows(
     connection: duckdb.DuckDBPyConnection, warehouse: Warehouse, snapshot: SnapshotRef, days: Collection[datetime.date]
 ) -> Rows:
-    """Days of a table as relations; by field id, for a name may have had another column before."""
+    """Returns days of a table as relations. Columns are read by field id: a name may once have meant another column."""
 
     def rows(needed: Collection[str]) -> str:
         reader = warehouse.reader(snapshot, [DAY, *needed])

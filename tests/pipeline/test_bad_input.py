@@ -1,4 +1,4 @@
-"""Rows as nobody would wish them, through a real ingest and a real worker: a rule and a counter for each, no crash."""
+"""Bad rows through a real ingest and a real worker: each has a rule and a counter, and none crashes."""
 
 from collections import Counter
 from itertools import pairwise
@@ -64,7 +64,7 @@ def lists(memory: Arrays) -> list[list[int]]:
 
 
 def test_fault_12_numbers_that_are_none(tmp_path: Path) -> None:
-    """NaN and null are missing and filled; what float32 cannot hold becomes 0; each is counted."""
+    """NaN and null are filled, values beyond float32 become 0, and each is counted."""
     written(tmp_path, num=[1.0, NAN, INF, -INF, None, 1e300, 3.0], user=[1] * 7, label=[0, 1, 0, 1, 0, 1, 0])
     groups = {"dense": [{"columns": ["num"]}], "sparse": [{"columns": ["user"], "transforms": HASHED}]}
     _, spec = ingested(tmp_path, groups)
@@ -77,7 +77,7 @@ def test_fault_12_numbers_that_are_none(tmp_path: Path) -> None:
 
 
 def test_fault_12_ids_of_any_size(tmp_path: Path) -> None:
-    """Negative ids and those of 2^63 and more keep their 64 bits on the way to the hash; a bounded feature counts them."""
+    """Negative ids and those of 2^63 and more keep their 64 bits up to the hash. A bounded feature counts them."""
     signed = pa.array([-1, -(2**63), 0, 2**63 - 1, None])
     unsigned = pa.array([2**64 - 1, 2**63, 0, 2**63 - 1, None], pa.uint64())
     written(tmp_path, signed=signed, unsigned=unsigned, bounded=signed, label=[0, 1, 0, 1, 0])
@@ -97,7 +97,7 @@ def test_fault_12_ids_of_any_size(tmp_path: Path) -> None:
 
 
 def test_fault_12_lists_of_any_length(tmp_path: Path) -> None:
-    """Null and empty lists are empty bags, nulls inside are left out, ids may repeat, a million of them are cut and counted."""
+    """Null and empty lists are empty bags. Nulls inside are dropped, ids may repeat, and a million ids are cut and counted."""
     rows = [None, [], [7, 7, 7], list(range(MANY)), [None, 3], [-5]]
     written(tmp_path, items=pa.array(rows, pa.list_(pa.int64())), label=[0, 1] * 3)
     cut = [{"kind": "first_x", "limit": 5}, *BOUNDED]
@@ -111,7 +111,7 @@ def test_fault_12_lists_of_any_length(tmp_path: Path) -> None:
 
 
 def test_fault_12_text_of_any_kind(tmp_path: Path) -> None:
-    """Empty text is a value, null is none; control characters and all of Unicode are kept."""
+    """Empty text is a value, null is not. Control characters and all of Unicode are kept."""
     texts = ["", None, "a\0b", "\U0001f600", "ä" * 10_000, " "]
     written(tmp_path, tag=texts, label=[0, 1] * 3)
     _, spec = ingested(tmp_path, {"sparse": [{"columns": ["tag"], "transforms": HASHED}]})

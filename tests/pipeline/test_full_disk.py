@@ -1,6 +1,6 @@
-"""A disk that fills up: what was there before stays as it was, and nothing half-written is left.
+"""A full disk leaves earlier files unchanged and nothing half-written.
 
-The kernel refuses files beyond a size, as it refuses any on a full disk: the same error at the same places.
+The kernel limits the size of files, which gives the same error at the same places as a full disk.
 """
 
 import datetime
@@ -35,7 +35,7 @@ DAYS = [datetime.date(2025, 3, 1), datetime.date(2025, 3, 2)]
 
 @contextmanager
 def full_beyond(size: int) -> Iterator[None]:
-    """No file of this process can grow beyond a size."""
+    """Limits the size of this process's files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -55,7 +55,7 @@ def day_of(number: int, rows: int = 60_000) -> pa.Table:
 
 
 def everything(home: Path) -> dict[str, str]:
-    """Files that hold rows or say what there is, by content; those of SQLite and DuckDB come and go."""
+    """Hashes all data and metadata files. Files of SQLite and DuckDB are temporary."""
     return {
         str(path): sha256(path) for path in home.rglob("*") if path.suffix in (".parquet", ".json", ".avro", ".tmp")
     }

@@ -1,4 +1,4 @@
-"""A day written anew has the rows it had, in the layout of its table."""
+"""A rewritten day has the same rows, in the layout of its table."""
 
 import datetime
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rows joined to side sources, held against pandas' merge."""
+"""Rows joined to feature sources, compared with pandas' merge."""
 
 import datetime
 import json
@@ -28,7 +28,7 @@ DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(3)
 
 
 def rows_of(random: np.random.Generator, rows: int = 700) -> pa.Table:
-    """Warehouse rows whose keys are null now and then."""
+    """Warehouse rows with some null keys."""
     day = np.sort(random.integers(0, len(DAYS), rows))
     return pa.table(
         {
@@ -41,7 +41,7 @@ def rows_of(random: np.random.Generator, rows: int = 700) -> pa.Table:
     )
 
 
-def side_of(random: np.random.Generator, dated: bool) -> pa.Table:
+def source_rows(random: np.random.Generator, dated: bool) -> pa.Table:
     """A row for some of the keys, with numbers, text and lists, each null now and then."""
     keys = [(d, u, f"s{s}") for d in range(len(DAYS) if dated else 1) for u in range(70) for s in range(4)]
     keys = [keys[i] for i in random.permutation(len(keys))[: len(keys) * 2 // 3]]
@@ -79,7 +79,7 @@ def read(reader: Any) -> pa.Table:
 
 
 def merged(rows: pa.Table, side: pa.Table, on: list[str]) -> pd.DataFrame:
-    """What pandas makes of it: null keys match nothing."""
+    """Joins with pandas. Null keys match nothing."""
     frame = side.to_pandas(types_mapper=pd.ArrowDtype)
     return rows.to_pandas(types_mapper=pd.ArrowDtype).merge(frame.dropna(subset=on), on=on, how="left")
 
@@ -92,7 +92,7 @@ def values(column: Any) -> list[Any]:
 @pytest.mark.parametrize("dated", [False, True])
 def test_joined_rows_are_those_of_a_merge(seed, dated, tmp_path, warehouse, monkeypatch):
     random = np.random.default_rng(seed)
-    rows, side = rows_of(random), side_of(random, dated)
+    rows, side = rows_of(random), source_rows(random, dated)
     snapshot = stored(warehouse, rows)
     cut = int(random.integers(1, side.num_rows))
     for name, part in (("a", side[:cut]), ("b", side[cut:])):
@@ -118,9 +118,9 @@ def test_joined_rows_are_those_of_a_merge(seed, dated, tmp_path, warehouse, monk
             assert found.column(name).to_pylist() == values(expected[name]), name
 
 
-def test_a_table_of_the_warehouse_is_a_side_source(warehouse):
+def test_a_table_of_the_warehouse_is_a_feature_source(warehouse):
     random = np.random.default_rng(7)
-    rows, side = rows_of(random), side_of(random, True).rename_columns({"date": "day"}).sort_by("day")
+    rows, side = rows_of(random), source_rows(random, True).rename_columns({"date": "day"}).sort_by("day")
     snapshot, _ = stored(warehouse, rows), stored(warehouse, side, "beta")
     joined = pin_sources(
         [FeatureJoin(table="beta", on=("user", "shop"), day_column="day", prefix="b_")], Path(), warehouse
