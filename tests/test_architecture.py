@@ -24,6 +24,10 @@ STAGES = {
 }
 JOBS = {"jobs"}
 """The one room of pipeline/ that may import several stages."""
+TOOLS = {"__init__", "deploy", "doctor", "stuck", "ui", "reference"}
+"""Modules of flows/ that are no flows."""
+HEAVY = {"torch", "torchrec", "mlflow", "numpy", "numba", "pyarrow", "pyiceberg", "duckdb", "optuna", "prefect"}
+"""Libraries that reading a config must not import."""
 ORCHESTRATION = {"prefect"}
 """Libraries that only flows/ may import."""
 
@@ -84,6 +88,45 @@ def test_only_flows_know_the_orchestrator():
         if name.split(".")[0] in ORCHESTRATION and path.parts[0] != "flows"
     ]
     assert stray == []
+
+
+def flow_files() -> list[Path]:
+    return [path for path in sorted((ROOT / "flows").glob("*.py")) if path.stem not in TOOLS]
+
+
+def test_a_flow_file_is_a_command_and_little_more():
+    assert [path.name for path in flow_files() if len(path.read_text(encoding="utf-8").splitlines()) > 120] == []
+    allowed = ("prefect", "pydantic", "flows", "pipeline.jobs", "pipeline.config", "pipeline.errors")
+    names = {path.relative_to(ROOT) for path in flow_files()}
+    stray = [
+        f"{path} imports {name}"
+        for path, name in imports()
+        if path in names and name.split(".")[0] not in sys.stdlib_module_names and not name.startswith(allowed)
+    ]
+    assert stray == []
+
+
+def test_configs_load_nothing_heavy():
+    code = f"import sys, pipeline.config; print(sorted({HEAVY} & {{*sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_rooms_are_small():
+    rooms = {path.parent for package in LAYERS for path in (ROOT / package).rglob("*.py")} - {ROOT / "flows"}
+    sizes = {room: len([path for path in room.glob("*.py") if path.stem != "__init__"]) for room in rooms}
+    assert {room: size for room, size in sizes.items() if size > 16} == {}
+
+
+def test_no_two_public_classes_share_a_name():
+    names = [
+        node.name
+        for package in LAYERS
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert {name for name in names if names.count(name) > 1} == set()
 
 
 def test_no_module_of_vague_purpose():

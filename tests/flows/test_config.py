@@ -128,7 +128,6 @@ def test_home(environment: str | None, home: str, expected: Path, monkeypatch: p
 
 
 EXECUTION = {
-    "evaluation.slices": ["a"],
     "home": "/elsewhere",
     "preprocessing.workers": 5,
     "training.device": "cpu",
@@ -162,6 +161,7 @@ SEMANTIC = {
     "model.embedding_width": 8,
     "split.hash.shares.train": 0.25,
     "features.label": "click",
+    "evaluation.slices": ["a"],
     "registration.weights": "int8",
 }
 

@@ -202,7 +202,7 @@ def test_again_trains_the_same_weights_into_a_challenger(smoke, command, copied)
         (["training.epochs=two"], "configs/smoke.yaml, key 'training.epochs': expected a valid integer, unable to parse string as an integer, got 'two'. Correct the value."),
         (["filter=1=1; drop table x"], "filter '1=1; drop table x': expected comparisons of columns with constants, joined by and, or, not, got '1=1; drop table x' at character 1. Write it like \"country = 'DE' and age >= 18\"."),
         (["split.days.test=[2025-01-07]"], "split.days.test '2025-01-07': expected days outside split.days.train, got '2025-01-06..2025-01-07', which shares days. Every row may be in one part only. Change one of them."),
-        (["colour=red"], "argument 'colour': expected a parameter of this flow (snapshot_id, again) or a config key, got neither. Write config keys with their section, like training.epochs=2."),
+        (["colour=red"], "argument 'colour': expected a parameter of this flow (snapshot_id, force) or a config key, got neither. Write config keys with their section, like training.epochs=2."),
     ],
 )  # fmt: skip
 def test_a_bad_config_is_refused_before_anything_runs(command, tmp_path, words, sentence):
