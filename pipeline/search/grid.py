@@ -10,7 +10,7 @@ from pipeline.search.config import Dimension, SweepConfig
 
 
 def grid_values(dimension: Dimension) -> tuple[Any, ...]:
-    """Lists the values of a key; none where they cannot be counted.
+    """Lists the values that a grid takes of a key. Empty if they cannot be counted.
 
     Example:
         >>> grid_values(Dimension(low=0.01, high=1.0, log=True, points=3))
@@ -25,7 +25,7 @@ def grid_values(dimension: Dimension) -> tuple[Any, ...]:
     assert high is not None
     if dimension.points is not None:
         spaced = (np.geomspace if dimension.log else np.linspace)(low, high, dimension.points).tolist()
-        return tuple(dict.fromkeys(round(value) for value in spaced)) if dimension.whole else tuple(spaced)
+        return tuple(dict.fromkeys(round(value) for value in spaced)) if dimension.is_whole else tuple(spaced)
     if step is None:
         return ()
     count = math.floor((high - low) / step + 1e-9) + 1
@@ -33,7 +33,7 @@ def grid_values(dimension: Dimension) -> tuple[Any, ...]:
 
 
 def grid_points(config: SweepConfig) -> list[dict[str, Any]]:
-    """Lists all combinations, in the order that the seed gives."""
+    """Lists all combinations in a seeded order."""
     values = [grid_values(dimension) for dimension in config.space.values()]
     points = [dict(zip(config.space, combination, strict=True)) for combination in itertools.product(*values)]
     order = np.random.default_rng(config.seed).permutation(len(points))
@@ -41,5 +41,5 @@ def grid_points(config: SweepConfig) -> list[dict[str, Any]]:
 
 
 def count_trials(config: SweepConfig) -> int:
-    """Returns how many trials a sweep has at most: a grid ends with its last combination."""
+    """Returns the largest number of trials of a sweep. A grid ends with its last combination."""
     return min(config.trials, len(grid_points(config))) if config.strategy == "grid" else config.trials

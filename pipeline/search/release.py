@@ -11,29 +11,29 @@ from pipeline.search.study import TrialRecord
 from pipeline.transforms.ops.sampling import Sampling
 
 CANDIDATE = "candidate"
-"""What the trials of a stage differ in."""
+"""The one key of a stage's study: the name of the candidate."""
 Stage = Literal["explore", "compare", "retrain"]
 """Exploratory, combo and release-candidate jobs in the words of arXiv:2108.09373, section 4."""
 
 
 class CandidateStanding(BaseModel, frozen=True):
-    """What became of a candidate in a stage."""
+    """Result of a candidate in a stage."""
 
     name: str
     valid_ne: float | None = None
-    """Best NE on the validation rows; none if it was stopped or failed."""
+    """Best NE on the validation rows. None if the candidate was stopped or failed."""
     stopped: bool = False
-    """Whether it was given up, since another one did better."""
+    """Whether it was stopped because another one did better."""
     failed: str | None = None
-    """What was wrong with it."""
+    """Error message."""
     mlflow_run_id: str | None = None
 
 
 def sample_rows(sample: ReleaseSample, sampling: Sampling | None) -> Sampling:
-    """Returns the filter of the rows to explore a candidate on: a part of the rows it is trained on later.
+    """Returns the filter of the rows to explore a candidate on, a subset of its training rows.
 
     Args:
-        sampling: The candidate's own.
+        sampling: The sampling of the candidate.
     Raises:
         ConfigError: If neither names key columns.
     """
@@ -46,7 +46,7 @@ def sample_rows(sample: ReleaseSample, sampling: Sampling | None) -> Sampling:
 
 
 def make_stage(names: Sequence[str], prune: PruneConfig | None) -> tuple[SweepConfig, list[dict[str, str]]]:
-    """A stage as a study over one key, the candidate's name: (its settings, its trials in order)."""
+    """Returns a stage as a study over the candidate's name: (settings, trials in order)."""
     config = SweepConfig(
         strategy="grid", trials=len(names), space={CANDIDATE: Dimension(choices=tuple(names))}, prune=prune
     )
@@ -54,7 +54,7 @@ def make_stage(names: Sequence[str], prune: PruneConfig | None) -> tuple[SweepCo
 
 
 def make_standing(record: TrialRecord) -> CandidateStanding:
-    """A trial of a stage as what it says of its candidate."""
+    """Converts a trial of a stage to the result of its candidate."""
     return CandidateStanding(
         name=record.params[CANDIDATE],
         valid_ne=record.valid_ne,
@@ -65,7 +65,7 @@ def make_standing(record: TrialRecord) -> CandidateStanding:
 
 
 def rank_candidates(standings: Sequence[CandidateStanding]) -> list[CandidateStanding]:
-    """The best first; then those that were stopped, then those that failed, both as they came.
+    """Sorts candidates: the best first, then the stopped, then the failed ones in their given order.
 
     Example:
         >>> failed, second = CandidateStanding(name="a", failed="no"), CandidateStanding(name="b", valid_ne=0.9)
@@ -80,5 +80,5 @@ def rank_candidates(standings: Sequence[CandidateStanding]) -> list[CandidateSta
 
 
 def select_best(standings: Sequence[CandidateStanding], keep: int) -> tuple[str, ...]:
-    """Names of the best, at most `keep`; those without an NE are not among them."""
+    """Returns the names of the best candidates, at most `keep`. Those without an NE are left out."""
     return tuple(one.name for one in rank_candidates(standings) if one.valid_ne is not None)[:keep]

@@ -1,4 +1,4 @@
-"""A sweep's trials in a file that survives it: asked for, reported on, told; one that was cut short goes on."""
+"""The trials of a sweep in an Optuna database. A sweep that was killed resumes from it."""
 
 import datetime
 import json
@@ -31,16 +31,16 @@ STATES: dict[TrialState, State] = {
     TrialState.RUNNING: "running",
 }
 LOCK_SECONDS = 60
-"""How long the file is waited for while another process, such as a dashboard, has it locked."""
+"""How long to wait for the file while another process, such as a dashboard, holds its lock."""
 FEWEST_FOR_IMPORTANCES = 4
 STOPPED = "stopped"
-"""Note beside a trial that is to be stopped: the decision stands, whatever comes before it is carried out."""
+"""Attribute of a trial that was chosen to be stopped. The decision is final, even if the process dies before it."""
 BEST_SHARE = 0.25
-"""Importance of a key: how much its values among this share of the trials, the best, differ from all values."""
+"""Importance of a key: how much its values in the best trials, this share of all, differ from its values overall."""
 
 
 class Draw(BaseModel, frozen=True):
-    """A trial to be run."""
+    """A trial to run."""
 
     number: int
     params: Mapping[str, Any]
@@ -48,13 +48,13 @@ class Draw(BaseModel, frozen=True):
 
 
 class TrialRecord(BaseModel, frozen=True):
-    """A trial as it stands."""
+    """State of a trial."""
 
     number: int
     state: State
     params: Mapping[str, Any]
     valid_ne: float | None
-    """Best on the validation rows; none unless complete."""
+    """Best on the validation rows. None unless complete."""
     seconds: float | None
     notes: Mapping[str, Any]
 
@@ -62,15 +62,15 @@ class TrialRecord(BaseModel, frozen=True):
 class SearchStudy:
     """The trials of one sweep. Threads may share it, processes may not.
 
-    What a trial gets is a function of the sweep's seed, the trial's number and the trials that are done by then: a
-    sampler is made anew for each. With one trial at a time the same seed so gives the same trials, also when the sweep
-    was killed in between; with more that holds for random, grid and the startup trials, while tpe and gp also depend on
-    which trials happen to be done.
+    The values of a trial are a function of the sweep's seed, the trial's number and the trials done before it, because
+    each trial gets a new sampler. With one trial at a time, the same seed gives the same trials, even if the sweep was
+    killed in between. With several at a time this holds for random, grid and the startup trials. tpe and gp then also
+    depend on which trials happen to be done.
 
     Args:
-        path: SQLite file, made if absent.
+        path: SQLite file, created if missing.
         start: The config's own values, for the first trial.
-        points: What a grid's trials get, in this order; None: all combinations, in the order that the seed gives.
+        points: Values of a grid's trials, in order. None: all combinations in a seeded order.
     """
 
     def __init__(
@@ -98,10 +98,12 @@ class SearchStudy:
         return self.study.get_trials(deepcopy=False)
 
     def next(self) -> Draw | None:
-        """A trial to run: those that were cut short come first, under their old numbers; None: there are enough."""
+        """Returns the next trial to run, or None if there are enough. Interrupted ones come first."""
         with self.lock:
             if self.stale:
-                trial = Trial(self.study, self.stale.pop(0)._trial_id)  # not public; a new one had another number
+                trial = Trial(
+                    self.study, self.stale.pop(0)._trial_id
+                )  # private, but a new trial would get another number
                 params = {key: trial._suggest(key, kind) for key, kind in self.distributions.items()}
             else:
                 asked = [trial for trial in self._trials() if trial.state != TrialState.WAITING]
@@ -113,12 +115,14 @@ class SearchStudy:
             return Draw(number=trial.number, params=self._values(params))
 
     def _ask(self, number: int) -> Trial:
-        if not any(trial.state == TrialState.WAITING for trial in self._trials()):  # else a kill came right here
-            self.study.enqueue_trial(self._drawn(number))
+        if not any(
+            trial.state == TrialState.WAITING for trial in self._trials()
+        ):  # else a process was killed right here
+            self.study.enqueue_trial(self._draw_params(number))
         return self.study.ask(self.distributions)
 
-    def _drawn(self, number: int) -> dict[str, Any]:
-        """Values of a new trial, all drawn before the first is written: a kill in between changes none of them."""
+    def _draw_params(self, number: int) -> dict[str, Any]:
+        """Draws all values of a new trial before the first is written. A kill in between changes none of them."""
         memory = optuna.create_study(sampler=make_sampler(self.config, number))
         memory.add_trials(self._trials())
         fixed = self.grid[number] if self.grid else self.start if number == 0 else {}
@@ -130,9 +134,9 @@ class SearchStudy:
         return {key: decode_value(self.config.space[key], params[key]) for key in self.config.space if key in params}
 
     def report(self, number: int, rows: int, ne: float) -> bool:
-        """Takes note of the NE that a running trial has after so many rows; whether it is to be stopped.
+        """Records the NE of a running trial after this many rows. Returns whether to stop the trial.
 
-        A look at the same rows, as after a resume, counts once.
+        Repeated reports at the same rows, as after a resume, count once.
         """
         if self.config.prune is None:
             return False
@@ -142,15 +146,15 @@ class SearchStudy:
             if look <= max(known, default=0):
                 return False
             trial.report(ne, look)
-            return self._stopped(trial)
+            return self._decide_stop(trial)
 
     def falls_behind(self, number: int) -> bool:
-        """Whether a running trial is to be stopped by what it reported before it was cut short."""
+        """Whether to stop a resumed trial by what it reported before the interruption."""
         with self.lock:
-            return self.config.prune is not None and self._stopped(self.running[number])
+            return self.config.prune is not None and self._decide_stop(self.running[number])
 
-    def _stopped(self, trial: Trial) -> bool:
-        """Whether a running trial is to be stopped; written down at once, so that it stops no other from here on."""
+    def _decide_stop(self, trial: Trial) -> bool:
+        """Whether to stop a running trial. Saves the decision at once: a stopped trial stops no other."""
         if STOPPED in trial.user_attrs:
             return True
         stopped = bool(trial.should_prune())
@@ -159,21 +163,21 @@ class SearchStudy:
         return stopped
 
     def note(self, number: int, **notes: Any) -> None:
-        """Keeps something beside a running trial."""
+        """Saves attributes of a running trial."""
         with self.lock:
             for key, value in notes.items():
                 self.running[number].set_user_attr(key, value)
 
     def finish(self, number: int, valid_ne: float) -> None:
-        """A running trial has ended with an NE."""
+        """Marks a running trial as complete."""
         self._tell(number, TrialState.COMPLETE, valid_ne)
 
     def prune(self, number: int) -> None:
-        """A running trial was stopped."""
+        """Marks a running trial as stopped."""
         self._tell(number, TrialState.PRUNED)
 
     def fail(self, number: int, error: str) -> None:
-        """A running trial has failed; it is not tried again."""
+        """Marks a running trial as failed. It is not retried."""
         self.note(number, error=error)
         self._tell(number, TrialState.FAIL)
 
@@ -182,7 +186,7 @@ class SearchStudy:
             self.study.tell(self.running.pop(number), value, state)
 
     def records(self) -> list[TrialRecord]:
-        """All trials, by number."""
+        """Returns all trials by number."""
         with self.lock:
             return [self._record(trial) for trial in self._trials() if trial.state in STATES]
 
@@ -198,18 +202,18 @@ class SearchStudy:
         )
 
     def twin(self, draw: Draw) -> TrialRecord | None:
-        """A trial that is complete and has the same values."""
+        """Returns a complete trial with the same values."""
         done = (trial for trial in self.records() if trial.state == "complete")
         return next((trial for trial in done if trial.params == draw.params), None)
 
     @property
     def best(self) -> TrialRecord | None:
-        """The complete trial of lowest NE, the first of equals."""
+        """The complete trial with the lowest NE, the first of equals."""
         done = [(trial.valid_ne, trial.number, trial) for trial in self.records() if trial.valid_ne is not None]
         return min(done)[2] if done else None
 
     def importances(self) -> dict[str, float]:
-        """Key -> its share in what makes trials good, the largest first; empty where trials are few or all alike.
+        """Returns key -> its share in what makes trials good, largest first. Empty for few trials or equal NEs.
 
         Source:
             Watanabe, Bansal, Hutter 2023, PED-ANOVA, arXiv:2304.10255.
@@ -224,46 +228,46 @@ class SearchStudy:
 
 
 def make_evaluator() -> "BaseImportanceEvaluator":
-    """Makes what weighs the keys of a sweep."""
+    """Returns the evaluator of key importances."""
     from optuna.importance import PedAnovaImportanceEvaluator  # imports scikit-learn, which is slow
 
     return PedAnovaImportanceEvaluator(target_quantile=BEST_SHARE)
 
 
 def make_distribution(dimension: Dimension) -> BaseDistribution:
-    """A dimension as Optuna takes it. Choices are JSON texts: Optuna takes scalars alone, and 1 would equal true."""
+    """Converts a dimension for Optuna. Choices become JSON strings: Optuna takes scalars only, and 1 equals true."""
     if dimension.choices is not None:
         return CategoricalDistribution([encode_value(dimension, choice) for choice in dimension.choices])
     low, high, log, step = dimension.low, dimension.high, dimension.log, dimension.step
     assert low is not None
     assert high is not None
-    if dimension.whole:
+    if dimension.is_whole:
         return IntDistribution(int(low), int(high), log=log, step=int(step or 1))
     return FloatDistribution(float(low), float(high), log=log, step=step)
 
 
 def encode_value(dimension: Dimension, value: Any) -> Any:
-    """A value as the file has it."""
+    """Converts a config value for the database."""
     return value if dimension.choices is None else json.dumps(value, sort_keys=True)
 
 
 def decode_value(dimension: Dimension, value: Any) -> Any:
-    """A value as the config has it."""
+    """Converts a database value for the config."""
     return value if dimension.choices is None else json.loads(value)
 
 
 def make_sampler(config: SweepConfig, number: int) -> BaseSampler:
-    """What draws the trial of that number; its state is a function of both."""
+    """Returns the sampler of one trial, seeded by config and number."""
     seed = int(np.random.SeedSequence([config.seed, number]).generate_state(1)[0])
     if config.strategy == "tpe":
         return TPESampler(seed=seed, n_startup_trials=config.startup_trials)
     if config.strategy == "gp":
         return GPSampler(seed=seed, n_startup_trials=config.startup_trials)
-    return RandomSampler(seed=seed)  # a grid's values are all given
+    return RandomSampler(seed=seed)  # a grid fixes all values
 
 
 def make_pruner(config: PruneConfig | None) -> BasePruner:
-    """What stops trials; it counts in looks, each `every_rows` after the one before."""
+    """Returns the pruner. Its steps are comparisons, `every_rows` apart."""
     if config is None:
         return NopPruner()
     warmup = math.ceil(config.warmup_rows / config.every_rows)
@@ -275,22 +279,22 @@ def make_pruner(config: PruneConfig | None) -> BasePruner:
 
 
 class LeaderPruner(BasePruner):
-    """Stops a trial that was worse than another one when both were last looked at after as many rows.
+    """Stops a trial that is worse than another one at the last comparison both have reached.
 
-    Optuna's own pruners either wait for complete trials, which side by side come too late, or let the first one that
-    is looked at pass. A trial that is stopped or failed stops no other, so one of those at work is always left, unless
-    it fails later.
+    Optuna's pruners either wait for complete trials, which is too late when trials run side by side, or always pass the
+    first trial that reports. A stopped or failed trial stops no other. At least one running trial is therefore left,
+    unless it fails later.
 
     Args:
-        tolerance: How much worse, as a share of the better one's NE.
-        warmup: Looks before which none is stopped.
+        tolerance: Allowed difference, as a share of the better NE.
+        warmup: Comparisons before any trial is stopped.
     """
 
     def __init__(self, tolerance: float, warmup: int) -> None:
         self.tolerance, self.warmup = tolerance, warmup
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        """Whether the trial is to be stopped."""
+        """Whether to stop the trial."""
         others = study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.COMPLETE))
         left = (other for other in others if other.number != trial.number and STOPPED not in other.user_attrs)
         return any(self._leads(other, trial) for other in left)

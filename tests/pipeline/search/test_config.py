@@ -38,7 +38,8 @@ def test_what_a_dimension_holds(dimension, inside, outside):
         ),
         (
             {"choices": [{"a": 1}]},
-            "expected `choices` without mappings: a file's mapping would be merged with them, got one. Correct it.",
+            "expected `choices` without mappings, because a mapping in a file would be merged with them, got a mapping. "
+            "Correct it.",
         ),
         (
             {"low": 0.0, "high": 1.0, "log": True},

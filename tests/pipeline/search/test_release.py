@@ -23,8 +23,8 @@ def test_the_config_itself_comes_first():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("base", "expected another name: that one is the config itself, got 'base'. Rename it."),
-        ("a b", "expected letters, digits, _, . and -, at most 64, got 'a b'. Rename it."),
+        ("base", "expected a name other than `base`, which is the config itself, got 'base'. Rename it."),
+        ("a b", "expected at most 64 letters, digits, _, . and -, got 'a b'. Rename it."),
     ],
 )
 def test_a_name_that_cannot_be_is_refused(name, said):
