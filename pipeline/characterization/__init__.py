@@ -1,1 +1,1 @@
-"""How fast a model of some shape trains on a machine, why, and what another would need."""
+"""The efficiency study: how fast models of different shapes train on a machine, why, and what another needs."""

@@ -1,4 +1,4 @@
-"""CharacterizeConfig: which configurations are measured, on what data, and how often."""
+"""CharacterizeConfig: which configurations to measure, on what data, and how often."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Self
@@ -9,7 +9,7 @@ from pipeline.errors import ConfigError
 
 
 class Workload(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Generated batches of any shape: what a step costs does not depend on what the numbers mean.
+    """Generated batches of any shape. The cost of a step does not depend on the meaning of the numbers.
 
     Source:
         Acun et al. 2021, arXiv:2011.05497, section V: a test suite of models by their numbers of features, hash size,
@@ -17,53 +17,53 @@ class Workload(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=
     """
 
     dense_features: NonNegativeInt = 13
-    """Numbers of a row."""
+    """Dense columns."""
     sparse_features: PositiveInt = 26
-    """Lists of ids of a row, each with a table of its own."""
+    """Id lists per row, each with its own table."""
     hash_size: PositiveInt = 100_000
     """Rows of each table."""
     lookups: PositiveInt = 10
-    """Ids of a list: of every one, or in the mean before lists are cut."""
+    """Ids per list: exact for `fixed`, the mean before truncation for `power_law`."""
     lengths: Literal["fixed", "power_law"] = "fixed"
-    """How the lengths of lists are spread. power_law: most are short, few are long, as in logs."""
+    """Distribution of list lengths. power_law: most are short, few are long, as in logs."""
     truncation: PositiveInt = 32
     """Longer lists are cut to this many ids."""
     popularity: NonNegativeFloat = 1.05
-    """The id of rank r is drawn with a chance proportional to r ** -this; 0: all ids alike."""
+    """Exponent: the id of rank r has a probability proportional to r ** -popularity. 0: uniform."""
 
 
 Axis = tuple[Any, ...] | Mapping[str, Mapping[str, Any]]
-"""Values of one key, or names of points, each with the keys that it sets."""
+"""Values of one key, or named points with the keys each sets."""
 
 
 class CharacterizeConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """The efficiency study: a grid of configurations, each trained for some steps or judged by its NE."""
+    """The efficiency study: a grid of configurations. Each is trained for a few steps, or evaluated by its NE."""
 
     experiment: str | None = None
-    """Which of the paper's experiments this is, such as `E1`; decides its figure and what it is held against."""
+    """Experiment of the paper, such as `E1`. Determines the figure and the claims to compare with."""
     axes: Mapping[str, Axis] = {}
-    """What differs. Either a dotted key of the config with its values, such as `training.batch_rows: [512, 2048]`, or a
-    name of your own with named points, such as `mlp: {64^2: {model.bottom_mlp: [64, 64]}}`. `workload.` stands for
+    """What varies. Either a dotted config key with its values, such as `training.batch_rows: [512, 2048]`, or a name of
+    your own with named points, such as `mlp: {64^2: {model.bottom_mlp: [64, 64]}}`. `workload.` is short for
     `characterize.workload.`. Every combination is a point."""
     scale: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Makes the study smaller: each axis of numbers keeps this share of its values, at least its ends, and hash sizes
-    are multiplied by it."""
+    """Shrinks the study. Each numeric axis keeps this share of its values, at least both ends. Hash sizes are
+    multiplied by it."""
     workload: Workload | None = None
-    """Batches of this shape; None: the training rows of the config's own table."""
+    """Shape of generated batches. None: the training rows of the config's table."""
     data: Literal["memory", "files"] = "memory"
-    """memory: batches are there before the clock starts. files: rows are read by the preprocessing service, as a
-    training reads them."""
+    """memory: batches are in memory before the clock starts. files: the preprocessing service reads the rows, as in
+    training."""
     measure: Literal["speed", "quality"] = "speed"
-    """speed: some steps of each point. quality: NE on the validation rows, with the config's own learning rates and
-    with those that a sweep finds (section `sweep`)."""
+    """speed: time a few steps of each point. quality: NE on the validation rows, with the learning rates of the config
+    and with those that a sweep finds (section `sweep`)."""
     warm_up_steps: PositiveInt = 3
     """Steps before the clock starts."""
     steps: PositiveInt = 8
-    """Steps of one repeat, timed together; fewer where three repeats would take longer than `seconds`."""
+    """Steps of one repeat, timed together. Fewer if three repeats would take longer than `seconds`."""
     repeats: PositiveInt = 5
-    """Repeats of each point; median and spread of them are reported."""
+    """Repeats of each point. Their median and range are reported."""
     seconds: PositiveInt | None = 6
-    """Repeats of a point end after this long, but for the first three: slow points get fewer. None: all are made."""
+    """Time limit for the repeats of a point, which gets at least three. None: no limit."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -73,8 +73,8 @@ class CharacterizeConfig(BaseModel, frozen=True, extra="forbid", use_attribute_d
             for key in keys_of(axis, values):
                 self._check(axis, key)
         if self.measure == "quality" and self.workload is not None:
-            expected = "the config's own table: labels that are drawn cannot be learned"
-            raise ConfigError("characterize.workload with measure=quality", expected, "a workload", "Set it to null.")
+            expected = "no workload, because a model cannot learn random labels"
+            raise ConfigError("characterize.workload with measure=quality", expected, "one", "Set it to null.")
         return self
 
     def _check(self, axis: str, key: str) -> None:
@@ -84,15 +84,15 @@ class CharacterizeConfig(BaseModel, frozen=True, extra="forbid", use_attribute_d
             expected = "`workload.` and a key of it, `characterize.data`, or a key of another section"
             raise ConfigError(where, expected, f"'{key}'", "Correct the key.")
         if section == "workload" and self.workload is None:
-            remedy = "Add the section, if only `workload: {}`."
-            raise ConfigError(where, "characterize.workload, which it changes", "none", remedy)
+            remedy = "Add it, for example as `workload: {}`."
+            raise ConfigError(where, "the section characterize.workload, which it changes", "none", remedy)
         other = next(name for name, values in self.axes.items() if key in keys_of(name, values))
         if other != axis:
-            raise ConfigError(where, "a key of one axis alone", f"also a key of '{other}'", "Take it out of one.")
+            raise ConfigError(where, "a key of only one axis", f"also a key of '{other}'", "Remove it from one.")
 
 
 def keys_of(axis: str, values: Axis) -> list[str]:
-    """What an axis sets, each key once.
+    """Lists the keys that an axis sets, each once.
 
     Example:
         >>> keys_of("mlp", {"64^2": {"model.bottom_mlp": [64, 64]}, "128": {"model.bottom_mlp": [128]}})

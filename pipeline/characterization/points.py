@@ -1,4 +1,4 @@
-"""Points of a study: the combinations of the values along its axes, scaled to the machine."""
+"""Points of a study: all combinations of the values of its axes, scaled to the machine."""
 
 import hashlib
 import itertools
@@ -19,13 +19,13 @@ class StudyPoint(BaseModel, frozen=True):
     """One configuration of a study."""
 
     values: Mapping[str, Any]
-    """Axis -> the value or the name of the point along it."""
+    """Axis -> the value, or the name of a named point."""
     settings: Mapping[str, Any]
-    """Dotted keys of the config -> values, put over the study's config."""
+    """Dotted config key -> value, over the config of the study."""
 
     @property
     def name(self) -> str:
-        """What people call it by.
+        """The name in tables and figures.
 
         Example:
             >>> StudyPoint(values={"training.batch_rows": 512, "mlp": "64^2"}, settings={}).name
@@ -35,15 +35,15 @@ class StudyPoint(BaseModel, frozen=True):
 
     @property
     def key(self) -> str:
-        """Names its files: a hash of what it sets."""
+        """File name: a hash of the settings."""
         return hashlib.sha256(json.dumps(self.settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def list_points(config: CharacterizeConfig) -> list[StudyPoint]:
-    """All points of the study, in order: the last axis changes fastest.
+    """Lists all points of the study. The last axis changes fastest.
 
     Raises:
-        ConfigError: If two of them are the same.
+        ConfigError: If two points have the same settings.
     Example:
         >>> axes = {"workload.dense_features": (64, 256, 1024), "mlp": {"64^2": {"model.bottom_mlp": [64, 64]}}}
         >>> [point.name for point in list_points(CharacterizeConfig(axes=axes, scale=0.5, workload={}))]
@@ -75,14 +75,14 @@ def _refuse_twins(found: Sequence[StudyPoint]) -> None:
     for point in found:
         if point.key in seen:
             raise ConfigError(
-                "characterize.axes", "points that differ", f"twice: {seen[point.key]}; {point.name}",
-                "Take one out, or raise characterize.scale.",
+                "characterize.axes", "points that differ", f"two equal ones: {seen[point.key]}; {point.name}",
+                "Remove one, or raise characterize.scale.",
             )  # fmt: skip
         seen[point.key] = point.name
 
 
 def expand_axis(axis: str, values: Axis, scale: float) -> list[tuple[Any, dict[str, Any]]]:
-    """The values along an axis that are kept, each with what it sets."""
+    """Lists the values of an axis at this scale, each with its settings."""
     if isinstance(values, Mapping):
         return [(name, scale_settings(settings, scale)) for name, settings in values.items()]
     settings = [scale_settings({axis: value}, scale) for value in thin_values(values, scale)]
@@ -90,7 +90,7 @@ def expand_axis(axis: str, values: Axis, scale: float) -> list[tuple[Any, dict[s
 
 
 def thin_values(values: Sequence[Any], scale: float) -> list[Any]:
-    """This share of the values, evenly spread with both ends; values other than numbers stay.
+    """Returns this share of the values, evenly spaced and with both ends. Other values than numbers all stay.
 
     Example:
         >>> thin_values([64, 128, 256, 512, 1024], 0.5), thin_values(["dot", "cat", "dcn"], 0.1)
@@ -104,7 +104,7 @@ def thin_values(values: Sequence[Any], scale: float) -> list[Any]:
 
 
 def scale_settings(settings: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """The settings with smaller hash sizes; what is no number is refused where the config is loaded."""
+    """Scales the hash sizes. Loading the config refuses values that are not numbers."""
     smaller = {key: value for key, value in settings.items() if key == HASH_SIZE and isinstance(value, int | float)}
     return {**settings, **{key: max(round(value * scale), 1) for key, value in smaller.items()}}
 

@@ -1,4 +1,4 @@
-"""What is known of a point once it is measured."""
+"""Results of a study: the measurement of each point and its load."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -9,13 +9,13 @@ from pydantic import BaseModel
 from pipeline.characterization.points import StudyPoint
 
 PHASES = ("embedding", "interaction", "mlp", "communication", "optimizer", "wait", "other")
-"""Where the time of a step goes. embedding: lookups, and the update of the tables, which is fused with their gradient.
-communication: ids, vectors and gradients between ranks. optimizer: of everything but the tables. wait: for the batch.
-other: the loss, and Python between all these."""
+"""Phases of a step. embedding: lookups and the table update, which is fused with the gradient. communication: ids,
+vectors and gradients between ranks. optimizer: the dense optimizer. wait: for the batch. other: the loss, and Python in
+between."""
 
 
 class Spread(BaseModel, frozen=True):
-    """Median of the repeats, and how far they lie apart."""
+    """Median and range of the repeats."""
 
     median: float
     low: float
@@ -23,7 +23,7 @@ class Spread(BaseModel, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """Of at least one value.
+        """Summarises at least one value.
 
         Example:
             >>> Spread.of([3.0, 1.0, 2.0])
@@ -33,78 +33,78 @@ class Spread(BaseModel, frozen=True):
 
 
 class Load(BaseModel, frozen=True):
-    """What one step of the global batch asks of a machine, counted from the model and the batches; see `cost.py`."""
+    """Work of one step of the global batch, counted from the model and the batches. See `cost.py`."""
 
     rows: int
     """Rows of the global batch."""
     mlp_flop: float
-    """Forward and backward, of bottom MLP, top MLP and cross layers."""
+    """Forward and backward pass of bottom MLP, top MLP and cross layers."""
     interaction_flop: float
     lookups: float
     """Ids looked up."""
     distinct_rows: float
-    """Rows of tables that are updated."""
+    """Table rows that are updated."""
     embedding_bytes: float
-    """Read and written in tables and their optimizer's state."""
+    """Bytes read and written in tables and their optimizer state."""
     dense_bytes: float
-    """Read and written of weights, gradients and moments of everything but the tables, and of its activations."""
+    """Bytes read and written for dense weights, gradients, moments and activations."""
     communication_bytes: float
-    """Sent between ranks."""
+    """Bytes sent between ranks."""
     dense_parameters: int
     sparse_features: int
     layers: int
     """Linear and cross layers."""
     sample_bytes: float
-    """A row as it reaches the model: numbers, ids, lengths, label."""
+    """Bytes of a row as it reaches the model: dense columns, ids, lengths, label."""
     embedding_width: int
-    """Numbers of a table's row."""
+    """Numbers per table row."""
     activation_bytes: float = 0.0
-    """Those of `dense_bytes` that are no parameters."""
+    """The part of `dense_bytes` due to activations."""
 
     @property
     def flop(self) -> float:
-        """Of a step."""
-        return self.mlp_flop + self.interaction_flop + 2.0 * self.lookups  # the last: lower bound, sums of vectors
+        """Operations of a step."""
+        return self.mlp_flop + self.interaction_flop + 2.0 * self.lookups  # last term: lower bound for summing vectors
 
     @property
     def bytes(self) -> float:
-        """Of a step, to and from memory."""
+        """Memory traffic of a step."""
         return self.embedding_bytes + self.dense_bytes
 
 
 class Measurement(BaseModel, frozen=True):
-    """One point on one machine."""
+    """Measurement of one point on one machine."""
 
     rows_per_second: Spread
     step_ms: Spread
-    """Of the slowest rank, waiting included."""
+    """Time of the slowest rank, including waiting."""
     split_ms: Mapping[str, float]
-    """PHASES -> milliseconds of a step, on rank 0; they add up to the step."""
+    """PHASES -> milliseconds of a step on rank 0. They add up to the step."""
     outside_share: float | None
-    """Share of a step outside of compiled kernels, that is in Python; by torch.profiler on rank 0. None: not known."""
+    """Share of a step in Python, outside compiled kernels, by torch.profiler on rank 0. None: unknown."""
     peak_bytes: int
-    """Largest resident memory of a rank, what the point found there included."""
+    """Peak resident memory of a rank, including what was there before the point."""
     model_bytes: int
-    """Largest resident memory of a rank above what it had before the model was built."""
+    """Peak resident memory of a rank above its level before the model was built."""
     load: Load
     watts: float | None
-    """Mean power of the machine's processors or devices meanwhile; None: it cannot be read."""
+    """Mean power of the processors or devices. None: not readable."""
     rows_per_second_per_core: float
     device: str
     repeats: int
 
     @property
     def gflop_per_second(self) -> float:
-        """Operations of `load` over the time of a step."""
+        """Operations per time of a step."""
         return 1e-6 * self.load.flop / self.step_ms.median
 
     @property
     def gb_per_second(self) -> float:
-        """Bytes of `load` over the time of a step."""
+        """Memory traffic per time of a step."""
         return 1e-6 * self.load.bytes / self.step_ms.median
 
     def flat(self) -> dict[str, float]:
-        """All figures by name, as MLflow's columns."""
+        """Returns all numbers by name, as columns in MLflow."""
         spreads = {"rows_per_second": self.rows_per_second, "step_ms": self.step_ms}
         found = {f"{name}_{end}": value for name, one in spreads.items() for end, value in one.model_dump().items()}
         found = {name.removesuffix("_median"): value for name, value in found.items()}
@@ -119,7 +119,7 @@ class Measurement(BaseModel, frozen=True):
 
 
 class PointResult(BaseModel, frozen=True):
-    """A point of a study and what came out."""
+    """A point of a study with its outcome."""
 
     point: StudyPoint
     state: Literal["measured", "left out", "failed"]
@@ -127,17 +127,17 @@ class PointResult(BaseModel, frozen=True):
     """Why it was left out or failed."""
     measurement: Measurement | None = None
     quality: Mapping[str, float] | None = None
-    """Of a study of quality: `ne` with the config's learning rates, `tuned_ne` with those of its sweep."""
+    """Quality study: `ne` with the learning rates of the config, `tuned_ne` with those of the sweep."""
     mlflow_run_id: str | None = None
 
 
 class StudyResults(BaseModel, frozen=True):
-    """A study with all that a figure or a text says of it."""
+    """A study with everything that its figures and texts need."""
 
     name: str
     experiment: str | None
     config: Mapping[str, Any]
-    """The study's config, without the axes' values put in."""
+    """Config of the study, without the values of the axes."""
     machine: Mapping[str, Any]
     """`machine.Machine` as JSON: processor, cores, memory, ceilings."""
     commit: str
@@ -146,5 +146,5 @@ class StudyResults(BaseModel, frozen=True):
 
     @property
     def measured(self) -> list[PointResult]:
-        """Those with a measurement."""
+        """Results that have a measurement."""
         return [result for result in self.results if result.measurement is not None]

@@ -18,13 +18,13 @@ from pipeline.errors import ConfigError
         ),
         (
             {"axes": {"workload.lookups": [1, 2]}},
-            "characterize.axes 'workload.lookups': expected characterize.workload, which it changes, got none. Add the "
-            "section, if only `workload: {}`.",
+            "characterize.axes 'workload.lookups': expected the section characterize.workload, which it changes, "
+            "got none. Add it, for example as `workload: {}`.",
         ),
         (
             {"axes": {"model": {"M1": {"workload.lookups": 28}}}},
-            "characterize.axes 'model', key 'workload.lookups': expected characterize.workload, which it changes, got "
-            "none. Add the section, if only `workload: {}`.",
+            "characterize.axes 'model', key 'workload.lookups': expected the section characterize.workload, "
+            "which it changes, got none. Add it, for example as `workload: {}`.",
         ),
         (
             {"axes": {"characterize.steps": [1, 2]}},
@@ -33,13 +33,13 @@ from pipeline.errors import ConfigError
         ),
         (
             {"axes": {"model.dropout": [0.1], "mlp": {"64": {"model.bottom_mlp": [64], "model.dropout": 0.2}}}},
-            "characterize.axes 'mlp', key 'model.dropout': expected a key of one axis alone, got also a key of "
-            "'model.dropout'. Take it out of one.",
+            "characterize.axes 'mlp', key 'model.dropout': expected a key of only one axis, got also a key of "
+            "'model.dropout'. Remove it from one.",
         ),
         (
             {"measure": "quality", "workload": {}},
-            "characterize.workload with measure=quality: expected the config's own table: labels that are drawn cannot "
-            "be learned, got a workload. Set it to null.",
+            "characterize.workload with measure=quality: expected no workload, because a model cannot "
+            "learn random labels, got one. Set it to null.",
         ),
     ],
 )

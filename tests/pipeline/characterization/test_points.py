@@ -71,6 +71,6 @@ def test_the_same_point_twice_is_refused(settings, twice):
     with pytest.raises(ConfigError) as error:
         made(**settings)
     assert str(error.value) == (
-        f"characterize.axes: expected points that differ, got twice: {twice}. Take one out, or raise "
+        f"characterize.axes: expected points that differ, got two equal ones: {twice}. Remove one, or raise "
         "characterize.scale."
     )
