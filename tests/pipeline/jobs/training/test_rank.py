@@ -507,7 +507,7 @@ def test_a_data_error_of_a_rank_comes_back_whole(
     assert (caught.value.expected, caught.value.actual, caught.value.remedy) == (
         "0 or 1",
         "7",
-        "Ingest the day with force=true.",
+        "Correct the source and ingest the day with force=true.",
     )
 
 
