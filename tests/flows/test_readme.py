@@ -1,6 +1,5 @@
 """What README and the pages of docs/ show works as it stands there."""
 
-import inspect
 import re
 import shlex
 import subprocess
@@ -120,8 +119,6 @@ def check_command(name: str, words: Sequence[str], own_data: Path) -> None:
         return
     named = [word for word in words if "=" not in word]
     assert len(named) == (0 if name == "suggest" and "=" in words[0] else 1), words
-    if "force" not in inspect.signature(command.fn).parameters:
-        words = [word.replace("force=", "again=") for word in words]
     overrides, _ = parse(words[len(named) :], command.fn)
     if not named or named[0].startswith(".dlrm/"):  # a file that an earlier command writes
         return
