@@ -1,4 +1,4 @@
-"""Points all over the space of models: what the prediction of a machine's speed is fitted on."""
+"""Points spread over the space of models, to fit the speed of a machine on."""
 
 import math
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ SPANS = {
     "embedding_width": (16, 128),
     "lookups": (1, 32),
 }
-"""Least and most of each; in between points are spread evenly over the logarithm."""
+"""Bounds of each setting. Points are evenly spread on a logarithmic scale."""
 INTERACTIONS = ("dot", "cat", "dcn")
 SEED = 1
 MOST_FLOP, MOST_LOOKED_UP, MOST_HELD = 2e10, 1e8, 6e7
-"""Of a step: operations and numbers read from tables; numbers of all tables. Larger points get smaller batches and
-tables: on a small machine one would take as long as all others."""
+"""Limits: operations per step, numbers read from tables per step, numbers in all tables. Larger points get smaller
+batches and tables. On a small machine one of them would take as long as all others."""
 MOST_CROSSED = 1_024
-"""Numbers that the cross layers of a point take: their matrices have its square."""
+"""Input width of cross layers at most. Their matrices grow with its square."""
 
 
 def draw_points(count: int, world_sizes: Sequence[int]) -> list[StudyPoint]:
-    """The first points of a fixed sequence, so that more of them go on from fewer.
+    """Draws the first points of a fixed sequence. A longer draw extends a shorter one.
 
     Source:
         Owen 1998, "Scrambling Sobol' and Niederreiter-Xing points": any first points fill the space evenly.

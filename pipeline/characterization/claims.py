@@ -1,4 +1,4 @@
-"""The shapes that the paper reports of its experiments, and how each is looked for in a study."""
+"""The claims of the paper about its experiments, and how a study is checked against each."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -19,34 +19,34 @@ Verdict = Literal["agrees", "disagrees", "cannot tell"]
 NOTICEABLE = 1.1
 """Throughputs that differ by less than this factor count as equal."""
 HARDLY = 1.5
-"""An axis hardly matters if its fastest point is at most so many times as fast as its slowest."""
+"""An axis hardly matters if its fastest point is at most this many times as fast as its slowest."""
 SATURATED = 0.5
-"""A curve saturates if its slope over the second half of the axis is below this share of that over the first."""
+"""A curve saturates if its slope over the second half is below this share of its slope over the first half."""
 CHANCE_NE = 0.002
-"""Differences in NE up to this are taken for chance: each training is made with one seed."""
+"""NE differences up to this count as chance, because each training uses one seed."""
 
 
 ClaimCheck = Callable[[StudyResults], tuple[Verdict, str]]
-"""The verdict, and the figure it rests on."""
+"""Returns the verdict and the numbers behind it."""
 
 
 class ShapeVerdict(NamedTuple):
-    """One curve or one pair of points, held against a claim."""
+    """Verdict on one curve or one pair of points."""
 
     verdict: Verdict
     figure: float
 
 
 class Claim(NamedTuple):
-    """A shape, and how it is looked for."""
+    """A claim of the paper and its check."""
 
     source: str
     text: str
-    judge: ClaimCheck
+    evaluate: ClaimCheck
 
 
 def _within(found: Ratio, low: float | None = None, high: float | None = None) -> Verdict:
-    """Whether a figure lies above `low` or below `high` wherever its spread puts it."""
+    """Whether the whole range of a number lies above `low`, or below `high`."""
     if low is not None:
         return "agrees" if found.low > low else "disagrees" if found.high <= low else "cannot tell"
     assert high is not None
@@ -70,7 +70,7 @@ def _hardly_matters(curve: Curve) -> ShapeVerdict:
 
 
 def _halves(curve: Curve) -> tuple[Ratio, Ratio]:
-    """Slopes of the first and of the second half."""
+    """Returns the slopes of the first and the second half."""
     middle = curve.spots[(len(curve.spots) - 1) // 2]
     return measure_slope(curve.spots[0], middle), measure_slope(middle, curve.spots[-1])
 
@@ -90,9 +90,9 @@ def _steepens(curve: Curve) -> ShapeVerdict:
 
 
 def _along(axis: str, rule: Callable[[Curve], ShapeVerdict], figure: str, spots: int = 2) -> ClaimCheck:
-    """Looks for a shape in each curve along an axis that has enough points."""
+    """Returns a check of every curve along an axis that has enough points."""
 
-    def judge(study: StudyResults) -> tuple[Verdict, str]:
+    def check(study: StudyResults) -> tuple[Verdict, str]:
         found = [curve for curve in build_curves(study.results, axis) if len(curve.spots) >= spots]
         if not found:
             return "cannot tell", f"fewer than {spots} points along {shorten_key(axis)}"
@@ -100,13 +100,13 @@ def _along(axis: str, rule: Callable[[Curve], ShapeVerdict], figure: str, spots:
         span = "; ".join(f"{shorten_key(axis)} {format_value(low)} to {format_value(high)}" for low, high in ends)
         return _together([rule(curve) for curve in found], f"{span}: {figure}")
 
-    return judge
+    return check
 
 
 def _in_order(axis: str, pairs: Sequence[tuple[str, str]]) -> ClaimCheck:
-    """Looks whether the first of each pair of named points is faster than the second."""
+    """Returns a check that the first of each pair of named points is faster than the second."""
 
-    def judge(study: StudyResults) -> tuple[Verdict, str]:
+    def check(study: StudyResults) -> tuple[Verdict, str]:
         found, names = [], []
         for curve in build_curves(study.results, axis):
             at = {spot.x: spot.rows_per_second for spot in curve.spots}
@@ -116,32 +116,32 @@ def _in_order(axis: str, pairs: Sequence[tuple[str, str]]) -> ClaimCheck:
                     found.append(ShapeVerdict(_within(one, high=1.0), one.median))
                     names.append(f"{slower} / {faster} {one.median:.2f}")
         if not found:
-            return "cannot tell", "none of " + ", ".join(f"{slower} beside {faster}" for faster, slower in pairs)
-        verdicts = {one.verdict for one in found}  # an order is whole or none
+            return "cannot tell", "none of " + ", ".join(f"{slower} next to {faster}" for faster, slower in pairs)
+        verdicts = {one.verdict for one in found}  # one wrong pair breaks the order
         verdict: Verdict = (
             "disagrees" if "disagrees" in verdicts else "agrees" if "agrees" in verdicts else "cannot tell"
         )
         return verdict, ", ".join(names)
 
-    return judge
+    return check
 
 
-def _together(judged: Sequence[ShapeVerdict], figure: str) -> tuple[Verdict, str]:
-    """One verdict of several curves: those that can tell must all say the same, and one of them must be able to."""
-    telling = [one for one in judged if one.verdict != "cannot tell"]
+def _together(checked: Sequence[ShapeVerdict], figure: str) -> tuple[Verdict, str]:
+    """Combines the verdicts of several curves: at least one must be clear, and all clear ones must be the same."""
+    telling = [one for one in checked if one.verdict != "cannot tell"]
     verdicts = {one.verdict for one in telling}
-    figures = sorted(one.figure for one in judged)
+    figures = sorted(one.figure for one in checked)
     text = f"{figure} {median(figures):.2f}"
-    if len(judged) > 1:
+    if len(checked) > 1:
         agreeing = sum(one.verdict == "agrees" for one in telling)
-        text += f" ({figures[0]:.2f} to {figures[-1]:.2f}); {agreeing} of {len(judged)} curves agree"
+        text += f" ({figures[0]:.2f} to {figures[-1]:.2f}); {agreeing} of {len(checked)} curves agree"
         text += f", {len(telling) - agreeing} disagree" if agreeing < len(telling) else ""
-        text += f", {len(judged) - len(telling)} cannot tell" if len(telling) < len(judged) else ""
+        text += f", {len(checked) - len(telling)} cannot tell" if len(telling) < len(checked) else ""
     return (verdicts.pop() if len(verdicts) == 1 else "cannot tell"), text
 
 
 def _qualities(study: StudyResults) -> list[tuple[float, float, float]]:
-    """(rows of a batch, NE with the config's rates, NE with tuned ones), in order."""
+    """Lists (batch rows, NE with the learning rates of the config, NE with tuned ones), in order."""
     found = [
         (result.point.values["training.batch_rows"], result.quality["ne"], result.quality["tuned_ne"])
         for result in study.results
@@ -245,5 +245,5 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         ),
     ),
 }
-"""Experiment -> shapes of the paper, in our words: no more of its figures than that is repeated here, and no number was
-read off them. That of E7 has no figure: the table leads one to expect it."""
+"""Experiment -> claims of the paper, in our words. No number was read off its figures. E7 has no figure: its
+table suggests the claim."""

@@ -1,12 +1,12 @@
-"""What a step asks of a machine, counted from the model and its batches: operations, bytes, lookups, memory.
+"""Work of a step, counted from the model and its batches: operations, bytes, lookups, memory.
 
 All counts are of one step of the global batch, over all ranks. Formula letters: B rows, D dense columns, F vectors of a
 row (the dense one first), E width, P pairs, W ranks, n x m a matrix.
 
 Source:
     Naumov et al. 2019, arXiv:1906.00091, section 2 (the parts of the model); Acun et al. 2021, arXiv:2011.05497,
-    section III (lookups and bytes of tables beside operations of MLPs); Williams, Waterman, Patterson 2009, "Roofline"
-    (operations and bytes held against the ceilings of a machine).
+    section III (lookups and table bytes next to MLP operations); Williams, Waterman, Patterson 2009, "Roofline"
+    (operations and bytes against the ceilings of a machine).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,13 @@ from pipeline.data.batch import Batch
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 ID_BYTES, LENGTH_BYTES = 8, 4
 MOMENTS = {"sgd": 0, "adagrad": 1, "adam": 2, "adamw": 2}
-"""Numbers that a dense optimizer keeps for each parameter."""
+"""Numbers that a dense optimizer keeps per parameter."""
 CUT_ROWS = ("row_wise", "table_row_wise", "grid_shard")
-"""Kinds of placement that cut the rows of a table."""
+"""Sharding types that split a table by rows."""
 
 
 class LoadSetup(BaseModel, frozen=True, from_attributes=True):
-    """What a load depends on beside the model; `LoadSetup.model_validate(training)` takes it from a TrainConfig."""
+    """Settings that a load depends on besides the model. `LoadSetup.model_validate(training)` reads a TrainConfig."""
 
     batch_rows: int
     world_size: int = 1
@@ -43,28 +43,28 @@ class LoadSetup(BaseModel, frozen=True, from_attributes=True):
 
 
 class TableLoad(NamedTuple):
-    """A table and its use in a step."""
+    """A table and its lookups in a step."""
 
     rows: int
     lookups_per_row: float
-    """Ids that a row of the batch has for it, over all its features."""
+    """Ids per row of the batch, over all features of the table."""
     distinct_rows: float
-    """Of the table, in a global batch."""
+    """Distinct rows of the table in a global batch."""
     features: int = 1
     kind: str = "table_wise"
-    """How it is placed."""
+    """Sharding type."""
 
 
 class Layer(NamedTuple):
-    """A matrix that all rows are multiplied by."""
+    """A matrix that multiplies all rows."""
 
     inputs: int
     outputs: int
     learns_inputs: bool = True
-    """Whether a gradient goes on to its inputs: not to the dense columns."""
+    """Whether its inputs need a gradient. The dense columns do not."""
     bias: bool = True
     results: int = 2
-    """Vectors as long as its outputs that it makes: with what ReLU or the rest of a cross layer makes of them."""
+    """Number of output-sized vectors it makes, including those of ReLU or the rest of a cross layer."""
 
     @property
     def parameters(self) -> int:
@@ -80,11 +80,11 @@ def count_batch_load(
     setup: LoadSetup,
     kinds: Mapping[str, str] | None = None,
 ) -> Load:
-    """The mean load of these batches.
+    """Counts the mean load of these batches.
 
     Args:
-        batches: Of the global batch or of a rank's share; shares are put together until they have `batch_rows` rows.
-        kinds: Table -> its placement; table_wise where it is not named.
+        batches: Global batches or shares of one rank. Shares are combined until they have `batch_rows` rows.
+        kinds: Table -> sharding type. table_wise by default.
     """
     return count_load(model, dense_features, list(count_table_loads(bags, batches, setup, kinds or {}).values()), setup)
 
@@ -92,7 +92,7 @@ def count_batch_load(
 def count_table_loads(
     bags: Sequence[SparseFeature], batches: Sequence[Batch], setup: LoadSetup, kinds: Mapping[str, str]
 ) -> dict[str, TableLoad]:
-    """How these batches use each table."""
+    """Counts the lookups of these batches in each table."""
     together = max(round(setup.batch_rows / max(len(batches[0].labels), 1)), 1)
     steps = [batches[i : i + together] for i in range(0, max(len(batches) // together, 1) * together, together)]
     rows = sum(len(batch.labels) for step in steps for batch in step)
@@ -114,7 +114,7 @@ def count_table_loads(
 
 
 def count_load(model: DLRMConfig, dense_features: int, uses: Sequence[TableLoad], setup: LoadSetup) -> Load:
-    """The load of a model whose tables are used so."""
+    """Counts the load of a model from the lookups in its tables."""
     rows, width = setup.batch_rows, model.embedding_width
     features = sum(use.features for use in uses)
     vectors = features + (1 if dense_features else 0)
@@ -143,7 +143,7 @@ def count_load(model: DLRMConfig, dense_features: int, uses: Sequence[TableLoad]
 
 
 def list_layers(model: DLRMConfig, dense_features: int, vectors: int) -> list[Layer]:
-    """Linear layers and matrices of cross layers, first to last.
+    """Lists the linear layers and the matrices of cross layers, first to last.
 
     Args:
         vectors: F.
@@ -168,7 +168,7 @@ def list_layers(model: DLRMConfig, dense_features: int, vectors: int) -> list[La
 
 
 def count_row_bytes(width: int, precision: str, optimizer: str) -> tuple[int, int]:
-    """Bytes of a row of a table, and of the optimizer's state for it (float32, whatever the table has).
+    """Counts the bytes of a table row and of its optimizer state. The state is always float32.
 
     Example:
         >>> count_row_bytes(16, "fp32", "rowwise_adagrad"), count_row_bytes(16, "fp16", "adam")
@@ -179,34 +179,34 @@ def count_row_bytes(width: int, precision: str, optimizer: str) -> tuple[int, in
 
 
 def count_parameter_bytes(parameters: int, setup: LoadSetup) -> float:
-    """Bytes of everything but the tables and activations, on every rank.
+    """Counts the memory traffic of dense parameters on all ranks.
 
-    Parameters are read forward and backward, their gradients written, and in the update gradients are read, parameters
-    and moments read and written: 6 + 2 moments numbers each.
+    Parameters are read forward and backward, and their gradients are written. The update reads gradients, and reads and
+    writes parameters and moments. That is 6 + 2 moments numbers per parameter.
     """
     return BYTES["fp32"] * (6.0 + 2 * MOMENTS[setup.dense_optimizer]) * parameters * setup.world_size
 
 
 def count_activation_bytes(layers: Sequence[Layer], side_by_side: int, setup: LoadSetup) -> float:
-    """Bytes of what layers and the interaction hand on.
+    """Counts the memory traffic of activations.
 
-    What goes into the first layer, what each layer makes, and the vectors of the interaction are written and read
-    forward, read once more backward, and their gradients written and read: 5 numbers each.
+    The input of the first layer, the outputs of each layer and the vectors of the interaction are written and read
+    forward and read again backward. Their gradients are written and read. That is 5 numbers each.
     """
     of_a_row = side_by_side + layers[0].inputs + sum(layer.results * layer.outputs for layer in layers)
     return 5.0 * BYTES[setup.dense_precision] * setup.batch_rows * of_a_row
 
 
 def count_communication_bytes(uses: Sequence[TableLoad], parameters: int, width: int, setup: LoadSetup) -> float:
-    """Bytes that ranks send one another.
+    """Counts the bytes that ranks send to one another.
 
-    Ids and lengths go to the ranks that hold the rows: (W - 1) / W of them. Vectors of whole tables come back, and
-    their gradients go: (W - 1) / W each. Of tables cut by rows each rank has a share of every vector: a reduce-scatter
+    Ids and lengths go to the ranks that hold the rows: (W - 1) / W of them. For whole tables, vectors come back and
+    gradients go out: (W - 1) / W each. For tables split by rows, each rank has a part of every vector: a reduce-scatter
     forward and an all-gather backward, W - 1 times all vectors. Gradients of replicated tables and of the dense part
-    are summed up by all ranks: a ring all-reduce, 2 (W - 1) times their size.
+    take a ring all-reduce, 2 (W - 1) times their size.
 
     Source:
-        Mudigere et al. 2022, arXiv:2104.05158, section 3 (kinds of placement); Thakur, Rabenseifner, Gropp 2005 (volume
+        Mudigere et al. 2022, arXiv:2104.05158, section 3 (sharding types); Thakur, Rabenseifner, Gropp 2005 (volume
         of the collectives).
     """
     ranks, rows = setup.world_size, setup.batch_rows

@@ -1,4 +1,4 @@
-"""Points of a study as curves: throughput along one axis, one curve for each combination of the others."""
+"""Curves of a study: throughput along one axis, one curve per combination of the others."""
 
 import json
 import math
@@ -13,14 +13,14 @@ LAYERS = re.compile(r"(\d+)\^(\d+)")
 
 
 class Spot(NamedTuple):
-    """One point on a curve."""
+    """A point on a curve."""
 
     x: Any
     rows_per_second: Spread
 
 
 class Ratio(NamedTuple):
-    """A quotient of two medians, and the least and the most that their spreads allow."""
+    """A quotient of two medians, with the bounds that their ranges allow."""
 
     median: float
     low: float
@@ -28,14 +28,14 @@ class Ratio(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """What one axis does while the others stay."""
+    """Throughput along one axis while the others are fixed."""
 
     others: Mapping[str, Any]
     spots: Sequence[Spot]
 
     @property
     def label(self) -> str:
-        """What stays.
+        """Names the fixed axes and their values.
 
         Example:
             >>> Curve({"training.batch_rows": 1_600, "mlp layers": 3}, []).label
@@ -45,12 +45,12 @@ class Curve(NamedTuple):
 
 
 def shorten_key(axis: str) -> str:
-    """The last part of a dotted key."""
+    """Returns the last part of a dotted key."""
     return axis.rsplit(".", 1)[-1]
 
 
 def format_value(value: Any) -> str:
-    """A value of an axis, as people read it.
+    """Formats a value of an axis.
 
     Example:
         >>> format_value(3_500_000), format_value(16_384), format_value("row_wise"), format_value(0.5)
@@ -64,12 +64,12 @@ def format_value(value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether an axis with this value has a scale."""
+    """Whether an axis with this value is numeric."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def get_coordinates(result: PointResult) -> dict[str, Any]:
-    """Axis -> value of a point; an axis of names such as `512^3` is two axes, of widths and of layers."""
+    """Returns axis -> value of a point. A name such as `512^3` becomes two axes, width and layers."""
     found: dict[str, Any] = {}
     for axis, value in result.point.values.items():
         layers = LAYERS.fullmatch(value) if isinstance(value, str) else None
@@ -80,7 +80,7 @@ def get_coordinates(result: PointResult) -> dict[str, Any]:
 
 
 def list_axes(results: Sequence[PointResult]) -> dict[str, list[Any]]:
-    """Axis -> its different values, in order, of all results."""
+    """Returns axis -> its distinct values in all results, in order."""
     found: dict[str, dict[str, Any]] = {}
     for result in results:
         for axis, value in get_coordinates(result).items():
@@ -89,7 +89,7 @@ def list_axes(results: Sequence[PointResult]) -> dict[str, list[Any]]:
 
 
 def build_curves(results: Sequence[PointResult], axis: str) -> list[Curve]:
-    """Throughput along an axis. Points that were not measured are missing; numbers are in ascending order."""
+    """Returns the throughput along an axis, in ascending order of numbers. Skips points without a measurement."""
     found: dict[str, tuple[dict[str, Any], list[Spot]]] = {}
     for result in results:
         others = get_coordinates(result)
@@ -103,7 +103,7 @@ def build_curves(results: Sequence[PointResult], axis: str) -> list[Curve]:
 
 
 def divide_speeds(after: Spread, before: Spread) -> Ratio:
-    """How many times as fast.
+    """Divides one throughput by another.
 
     Example:
         >>> divide_speeds(Spread(median=4.0, low=3.0, high=5.0), Spread(median=8.0, low=6.0, high=10.0))
@@ -113,7 +113,7 @@ def divide_speeds(after: Spread, before: Spread) -> Ratio:
 
 
 def measure_slope(before: Spot, after: Spot) -> Ratio:
-    """Of a line between two spots where both axes are logarithmic: 1 is proportional, 0 flat, -1 inversely so.
+    """Returns the slope between two spots on logarithmic axes: 1 is proportional, 0 flat, -1 inversely proportional.
 
     Example:
         >>> half = Spread(median=4.0, low=4.0, high=4.0)

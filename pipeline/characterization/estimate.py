@@ -1,4 +1,4 @@
-"""What a model takes: memory of a rank, checkpoints, ranks, workers, time; worked out from shapes and a speed."""
+"""Estimates from shapes and a speed: memory of a rank, checkpoint size, ranks, workers and time."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,37 +13,37 @@ from pipeline.characterization.cost import BYTES, MOMENTS, count_row_bytes
 from pipeline.errors import ConfigError
 
 FLOAT = 4
-"""Bytes of a number."""
+"""Bytes per number."""
 RECORD_BYTES = 1_840
-"""What a checkpoint says of each tensor beside its numbers: the head of its record, and its entry in the metadata."""
+"""Bytes of a tensor in a checkpoint besides its numbers: the record's header and the metadata entry."""
 TRANSIENT = 1.3
-"""Times the activations that are kept: what is there for a moment beside them. By measurement."""
+"""Factor on the kept activations for temporary ones. Measured."""
 STEP_BYTES = 25 << 20
-"""What the first step of any model takes: libraries begin to work. By measurement."""
+"""Memory that libraries allocate in the first step of any model. Measured."""
 SCRATCH_BYTES = 16 << 20
-"""Of each thread of the CPU kernel, for gradients of rows; less where a table is smaller."""
+"""Memory per thread of the CPU kernel for row gradients. Less for smaller tables."""
 BATCHES_HELD = 3
-"""Batches that a rank holds: the one it trains, its copy in TorchRec's order, the next one."""
+"""Batches that a rank holds: the current one, its copy in TorchRec's order, and the next one."""
 
 
 class ModelShape(BaseModel, frozen=True):
-    """What a model holds."""
+    """Sizes of a model."""
 
     tables: Mapping[str, tuple[int, int]]
     """Table -> rows, width."""
     weights: Mapping[str, tuple[int, ...]]
-    """Everything but the tables, by name."""
+    """Name -> shape of the dense weights."""
     row_numbers: int
-    """Numbers that the forward pass keeps of a row until the backward pass has used them."""
+    """Numbers per row that the forward pass keeps for the backward pass."""
 
     @property
     def dense_parameters(self) -> int:
-        """Numbers of everything but the tables."""
+        """Number of dense parameters."""
         return sum(math.prod(shape) for shape in self.weights.values())
 
 
 def derive_shape(config: DLRMConfig, num_dense: int, bags: Sequence[SparseFeature]) -> ModelShape:
-    """The shape of a model that takes no memory.
+    """Derives the sizes of a model on the meta device, without allocating it.
 
     Example:
         >>> features = [SparseFeature("a", "t", 9, "sum"), SparseFeature("b", "t", 9, "sum")]
@@ -63,68 +63,68 @@ def derive_shape(config: DLRMConfig, num_dense: int, bags: Sequence[SparseFeatur
     kept = num_dense + 2 * vectors + 2 * out + sum(config.top_mlp)
     kept += sum(config.bottom_mlp) + width if num_dense else 0
     if config.interaction == "dot":
-        kept += 2 * features * features  # all products, and their gradients
+        kept += 2 * features * features  # all products and their gradients
     elif config.interaction == "dcn":
         kept += 5 * config.cross_layers * vectors
     return ModelShape(tables=tables, weights=weights, row_numbers=kept)
 
 
 class MemorySetup(BaseModel, frozen=True):
-    """What a training keeps beside the weights."""
+    """Settings that determine what training keeps besides the weights."""
 
     table_optimizer: Literal["rowwise_adagrad", "adagrad", "sgd", "adam"] = "rowwise_adagrad"
     table_precision: Literal["fp32", "fp16"] = "fp32"
     dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
     average: bool = False
-    """The running mean of the weights."""
+    """Whether training keeps a running mean of the weights."""
     background: bool = True
-    """Checkpoints are written from a copy, while training goes on."""
+    """Whether checkpoints are written from a copy while training continues."""
 
 
 class TablePart(BaseModel, frozen=True):
-    """What a rank holds of a table."""
+    """Part of a table on a rank."""
 
     rows: int
     columns: int
     copied: bool = False
-    """All ranks hold the same: it has a gradient, and is written once."""
+    """Whether all ranks hold the same part. It then has a gradient and is written once."""
 
     @property
     def numbers(self) -> int:
-        """Of its weights."""
+        """Number of weights."""
         return self.rows * self.columns
 
 
 class RankMemory(BaseModel, frozen=True):
-    """Bytes of a rank, by what they are for."""
+    """Memory of a rank in bytes, by use."""
 
     process: int
     """Python and its libraries."""
     tables: int
-    """Their weights and their optimizer's state."""
+    """Table weights and optimizer state."""
     dense: int
-    """Everything but the tables: weights, gradients, optimizer."""
+    """Dense weights, gradients and optimizer state."""
     average: int
     activations: int
     batches: int
     kernel: int
-    """The CPU kernel's list of rows and gradients of rows, and gradients of copied tables."""
+    """Row lists and row gradients of the CPU kernel, and gradients of copied tables."""
     checkpoint: int
-    """The copy that is written."""
+    """Copy for the asynchronous checkpoint."""
 
     @property
     def state(self) -> int:
-        """What grows with the model: a checkpoint of it, and what is kept twice."""
+        """Memory that grows with the model."""
         return self.tables + self.dense + self.average + self.kernel + self.checkpoint
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Total memory."""
         return self.process + self.state + self.activations + self.batches
 
 
 def count_table_bytes(part: TablePart, kept: MemorySetup) -> int:
-    """Weights of a part of a table, and its optimizer's state.
+    """Counts the bytes of a table part and its optimizer state.
 
     Example:
         >>> part = TablePart(rows=10, columns=4)
@@ -143,14 +143,14 @@ def estimate_memory(
     process_bytes: int,
     threads: int = 1,
 ) -> RankMemory:
-    """What a rank on a CPU needs.
+    """Estimates the memory of a rank on a CPU.
 
     Args:
-        parts: Of the tables, that this rank holds.
+        parts: Table parts on this rank.
         rows: Rows of its share of a batch.
-        sample_bytes: Of a row as it reaches the model.
-        process_bytes: Of a rank before it has a model; measured.
-        threads: Of the rank.
+        sample_bytes: Bytes of a row as it reaches the model.
+        process_bytes: Measured memory of a rank before it has a model.
+        threads: Threads of the rank.
     """
     weights = FLOAT * shape.dense_parameters
     tables = sum(count_table_bytes(part, kept) for part in parts)
@@ -170,10 +170,10 @@ def estimate_memory(
 
 
 def estimate_checkpoint_bytes(shape: ModelShape, kept: MemorySetup, parts: Sequence[TablePart] | None = None) -> int:
-    """Bytes of a checkpoint's files.
+    """Estimates the bytes of a checkpoint's files.
 
     Args:
-        parts: Of the tables, of all ranks; None: each table whole.
+        parts: Table parts of all ranks. None: each table is whole.
     """
     found = (
         [TablePart(rows=rows, columns=width) for rows, width in shape.tables.values()] if parts is None else list(parts)
@@ -182,7 +182,7 @@ def estimate_checkpoint_bytes(shape: ModelShape, kept: MemorySetup, parts: Seque
     size = sum(count_table_bytes(part, kept) for part in found)
     moments = MOMENTS[kept.dense_optimizer]
     names = len(shape.weights)
-    records += names * (1 + moments + bool(moments))  # beside moments, the number of updates
+    records += names * (1 + moments + bool(moments))  # besides moments, the number of updates
     size += FLOAT * (shape.dense_parameters * (1 + moments) + names * bool(moments))
     if kept.average:
         records += len(found) + names
@@ -191,20 +191,20 @@ def estimate_checkpoint_bytes(shape: ModelShape, kept: MemorySetup, parts: Seque
 
 
 class RankMachine(BaseModel, frozen=True):
-    """What of a machine decides how many ranks have room."""
+    """Limits of a machine on the number of ranks."""
 
     memory_bytes: int
-    """Of the machine, which its ranks share; of a device, where each rank has one."""
+    """Memory of the machine if ranks share it, otherwise of one device."""
     shared: bool = True
     most_ranks: int
-    """Cores or devices."""
+    """Number of cores or devices."""
 
 
 def has_room(ranks: Sequence[RankMemory], machine: RankMachine, others_bytes: int = 0) -> bool:
-    """Whether a machine can hold these ranks together.
+    """Whether these ranks fit on the machine together.
 
     Args:
-        others_bytes: Of the preprocessing service, where all share one memory.
+        others_bytes: Memory of the preprocessing service, if it shares the memory of the ranks.
     """
     if len(ranks) > machine.most_ranks:
         return False
@@ -214,12 +214,12 @@ def has_room(ranks: Sequence[RankMemory], machine: RankMachine, others_bytes: in
 
 
 def count_machines(whole: RankMemory, machine: RankMachine, others_bytes: int = 0) -> int | None:
-    """How many such machines or devices the model needs, each with an even part of its state.
+    """Counts the machines or devices that the model needs if its state is split evenly.
 
     Args:
-        whole: Of a single rank.
+        whole: Memory of a single rank with the whole model.
     Returns:
-        None: what does not shrink with their number is too large already.
+        None if the part that cannot be split is already too large.
     Example:
         >>> rank = dict(process=10, tables=80, dense=0, average=0, activations=0, batches=0, kernel=0, checkpoint=0)
         >>> count_machines(RankMemory(**rank), RankMachine(memory_bytes=50, most_ranks=1))
@@ -231,7 +231,7 @@ def count_machines(whole: RankMemory, machine: RankMachine, others_bytes: int = 
 
 
 def count_workers(rows_per_second: float, worker_rows_per_second: float) -> int:
-    """Preprocessing workers that keep a training supplied.
+    """Counts the preprocessing workers that keep training supplied.
 
     Example:
         >>> count_workers(45_000.0, 20_000.0)
@@ -241,12 +241,12 @@ def count_workers(rows_per_second: float, worker_rows_per_second: float) -> int:
 
 
 def estimate_fed_speed(speed: float, worker: float, cores: int, devices: bool) -> float:
-    """Rows per second of a training whose batches are made on the same machine.
+    """Estimates the rows per second of training with preprocessing on the same machine.
 
     Args:
-        speed: Rows per second with batches there in time, by all cores or by devices.
-        worker: Rows per second of one preprocessing worker, which has one core busy.
-        devices: Ranks run on devices: workers have the cores to themselves.
+        speed: Rows per second of training alone, on all cores or on devices.
+        worker: Rows per second of one preprocessing worker, which occupies one core.
+        devices: Whether ranks run on devices and leave the cores to the workers.
     Example:
         >>> estimate_fed_speed(100.0, 50.0, 2, devices=False), estimate_fed_speed(100.0, 40.0, 2, devices=True)
         (50.0, 80.0)
@@ -255,7 +255,7 @@ def estimate_fed_speed(speed: float, worker: float, cores: int, devices: bool) -
 
 
 def estimate_epoch_seconds(rows: int, batch_rows: int, step_milliseconds: float) -> float:
-    """Time of a pass over the rows, the last batch as long as the others.
+    """Estimates the seconds of an epoch. The last batch counts as a whole one.
 
     Example:
         >>> estimate_epoch_seconds(1_001, 100, 20.0)
@@ -269,23 +269,23 @@ def _weight_bytes(part: TablePart, kept: MemorySetup) -> int:
 
 
 class DescribedMachine(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """A machine that is not there: its ceilings, by a data sheet or by somebody's measurement."""
+    """A machine that is not at hand, with its peak rates from a data sheet or a measurement elsewhere."""
 
     cpu: str
-    """Name, for people."""
+    """Display name."""
     cores: PositiveInt
     memory_bytes: PositiveInt
     fp32_gflops: PositiveFloat
-    """Matrix products of float32 numbers, with all cores; of one device where there are some."""
+    """Rate of float32 matrix products, on all cores or on one device."""
     bf16_gflops: PositiveFloat
     read_gb_per_second: PositiveFloat
-    """Memory read from end to end, with all cores; of one device where there are some."""
+    """Sequential memory reads, on all cores or on one device."""
     random_gb_per_second: PositiveFloat
-    """Rows of 64 float32 numbers read at random, with all cores; of one device where there are some."""
+    """Random reads of rows of 64 float32 numbers, on all cores or on one device."""
     devices: PositiveInt | None = None
-    """CUDA devices, one for each rank. None: ranks run on the cores."""
+    """CUDA devices, one per rank. None: ranks run on the cores."""
     device_memory_bytes: PositiveInt | None = None
-    """Of each device."""
+    """Memory of each device."""
 
     @model_validator(mode="after")
     def _devices_have_memory(self) -> Self:
@@ -296,7 +296,7 @@ class DescribedMachine(BaseModel, frozen=True, extra="forbid", use_attribute_doc
 
     @property
     def room(self) -> RankMachine:
-        """What decides how many ranks it can hold."""
+        """Limits on the number of ranks."""
         if self.devices is not None and self.device_memory_bytes is not None:
             return RankMachine(memory_bytes=self.device_memory_bytes, shared=False, most_ranks=self.devices)
         return RankMachine(memory_bytes=self.memory_bytes, most_ranks=self.cores)

@@ -1,4 +1,4 @@
-"""Whether this machine shows the shapes that the paper reports, in words, and a table of what was measured."""
+"""Comparison of a study with the claims of the paper, and a table of all measurements."""
 
 from collections.abc import Sequence
 from typing import get_args
@@ -10,7 +10,7 @@ from pipeline.characterization.results import PHASES, Measurement, PointResult, 
 
 
 class StudyFinding(BaseModel, frozen=True):
-    """One shape of the paper, held against what was measured here."""
+    """A claim of the paper, compared with the measurements here."""
 
     experiment: str
     source: str
@@ -18,14 +18,14 @@ class StudyFinding(BaseModel, frozen=True):
     claim: str
     measured: str
     verdict: Verdict
-    """cannot tell: the spread of the repeats is too large, or points are missing."""
+    """cannot tell: the repeats differ too much, or points are missing."""
 
 
 def evaluate_claims(study: StudyResults) -> list[StudyFinding]:
-    """What this machine says to each shape of the study's experiment; none where the paper has no such experiment."""
+    """Evaluates each claim of the study's experiment. Empty if the paper has no such experiment."""
     found = []
     for claim in CLAIMS.get(study.experiment or "", ()):
-        verdict, measured = claim.judge(study)
+        verdict, measured = claim.evaluate(study)
         found.append(
             StudyFinding(
                 experiment=study.experiment or "",
@@ -39,7 +39,7 @@ def evaluate_claims(study: StudyResults) -> list[StudyFinding]:
 
 
 def render_study(study: StudyResults) -> str:
-    """What was found and a table of all points, as a section of a page."""
+    """Renders findings and a table of all points as a section of a page."""
     machine = study.machine
     facts = [
         str(machine["cpu"]) if "cpu" in machine else "",
@@ -58,10 +58,10 @@ def render_study(study: StudyResults) -> str:
 
 
 def render_points(results: Sequence[PointResult]) -> str:
-    """All points as a markdown table; those without a measurement with the reason."""
-    judged = [result for result in results if result.quality is not None]
-    if judged:
-        header = ("point", *sorted({name for result in judged for name in result.quality or ()}))
+    """Renders all points as a markdown table. Points without a measurement show the reason."""
+    evaluated = [result for result in results if result.quality is not None]
+    if evaluated:
+        header = ("point", *sorted({name for result in evaluated for name in result.quality or ()}))
         return _table(header, [(one.point.name, *(_ne(one, name) for name in header[1:])) for one in results])
     watts = any(one.measurement is not None and one.measurement.watts is not None for one in results)
     header = (
@@ -109,7 +109,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _verdict_of(found: Sequence[StudyFinding]) -> str:
-    """One sentence.
+    """Summarises the findings in one sentence.
 
     Example:
         >>> one = StudyFinding(experiment="E3", source="figure 12", claim="flat", measured="0.9", verdict="agrees")

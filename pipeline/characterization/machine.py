@@ -1,4 +1,4 @@
-"""The ceilings of a machine, measured in a few seconds, and the power it takes."""
+"""Peak rates of a machine, measured in a few seconds, and its power."""
 
 import importlib
 import os
@@ -13,12 +13,12 @@ import torch
 from pydantic import BaseModel
 
 ROWS, WIDTH, LOOKUPS = 1 << 21, 64, 1 << 17
-"""Of the table that rows are gathered from: 512 MiB, more than most caches hold."""
+"""Shape and lookups of the gathered table. 512 MiB exceed most caches."""
 TRIES = 7
 
 
 class Machine(BaseModel, frozen=True, use_attribute_docstrings=True):
-    """What a machine has and can do at best, with all the threads asked for; on CUDA, of one device.
+    """Resources and peak rates of a machine with all requested threads. On CUDA, the rates of one device.
 
     Source:
         Williams, Waterman, Patterson 2009, "Roofline": ceilings are measured, not taken from data sheets.
@@ -26,31 +26,31 @@ class Machine(BaseModel, frozen=True, use_attribute_docstrings=True):
 
     cpu: str
     cores: int
-    """That this process may use."""
+    """Cores that this process may use."""
     memory_bytes: int
-    """That this process may use, of the host."""
+    """Host memory that this process may use."""
     threads: int
-    """With which the ceilings were measured."""
+    """Threads during the measurement."""
     device: Literal["cpu", "cuda"] = "cpu"
     device_name: str | None = None
-    """Of the CUDA device."""
+    """Name of the CUDA device."""
     device_memory_bytes: int | None = None
     fp32_gflops: float
-    """Matrix products of float32 numbers."""
+    """Rate of float32 matrix products."""
     bf16_gflops: float
-    """Matrix products of bfloat16 numbers."""
+    """Rate of bfloat16 matrix products."""
     read_gb_per_second: float
-    """Memory read from end to end."""
+    """Sequential memory reads."""
     random_gb_per_second: float
-    """Rows of 64 float32 numbers read at random and added up."""
+    """Rows of 64 float32 numbers, read at random and summed."""
 
 
 def measure_machine(threads: int, device: str = "cpu") -> Machine:
-    """This machine, its ceilings the best of some tries.
+    """Measures this machine. Each rate is the best of several tries.
 
     Args:
-        threads: Of tensor arithmetic meanwhile.
-        device: `cpu` or `cuda`; of several CUDA devices the current one.
+        threads: Threads of tensor arithmetic.
+        device: `cpu` or `cuda`. Of several CUDA devices, the current one.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -78,20 +78,20 @@ def measure_machine(threads: int, device: str = "cpu") -> Machine:
 
 
 def measure_gflops(precision: torch.dtype, device: str = "cpu") -> float:
-    """GFLOP/s of a product of matrices as large as those of a wide MLP."""
+    """Measures GFLOP/s of matrix products as large as in a wide MLP."""
     rows, size = (4_096, 1_024) if device == "cpu" else (16_384, 4_096)
     a, b = (torch.randn(shape, device=device).to(precision) for shape in ((rows, size), (size, size)))
     return 2e-9 * rows * size * size / _least(lambda: torch.mm(a, b), device)
 
 
 def measure_read_speed(device: str = "cpu") -> float:
-    """GB/s of the sum of half a gibibyte."""
+    """Measures GB/s of summing half a gibibyte."""
     memory = torch.ones(2**27, device=device)
     return 1e-9 * memory.nbytes / _least(memory.sum, device)
 
 
 def measure_random_read_speed(device: str = "cpu") -> float:
-    """GB/s of rows of a table, picked at random and added up in bags of 8."""
+    """Measures GB/s of random table rows, summed in bags of 8."""
     table = torch.ones(ROWS, WIDTH, device=device)
     ids = torch.randint(ROWS, (LOOKUPS // 8, 8), device=device)
     read = LOOKUPS * WIDTH * table.element_size()
@@ -99,7 +99,7 @@ def measure_random_read_speed(device: str = "cpu") -> float:
 
 
 def _least(action: Callable[[], Any], device: str) -> float:
-    """Seconds of the fastest try; the first ones find memory and caches as they will be."""
+    """Returns the seconds of the fastest try. The first tries warm up memory and caches."""
     times = []
     for _ in range(TRIES):
         start = time.perf_counter()
@@ -111,7 +111,7 @@ def _least(action: Callable[[], Any], device: str) -> float:
 
 
 def read_processor_name() -> str:
-    """Name of the processor."""
+    """Returns the name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -119,32 +119,32 @@ def read_processor_name() -> str:
 
 
 def read_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """Memory of the host, or what its control group is allowed of it."""
+    """Returns the memory of the host, or the limit of its control group."""
     total = psutil.virtual_memory().total
     allowed = limit.read_text(encoding="utf-8").strip() if limit.is_file() else "max"
     return min(total, int(allowed)) if allowed.isdigit() else total
 
 
 class Power:
-    """Watts of the processors, or of the CUDA devices, from their counters of energy.
+    """Power of the processors or CUDA devices, from their energy counters.
 
-    Processors are read from RAPL, which most systems show to root alone; devices from NVML, where its package
+    Processors are read from RAPL, which most systems restrict to root. Devices are read from NVML, if the package
     `nvidia-ml-py` is installed.
 
     Args:
         device: `cpu` or `cuda`.
-        root: Where Linux shows RAPL.
+        root: Folder of RAPL.
     """
 
     def __init__(self, device: str = "cpu", root: Path = Path("/sys/class/powercap")) -> None:
-        # A package is `intel-rapl:0`, a part of it `intel-rapl:0:1`, which it has counted already.
+        # `intel-rapl:0` is a package. `intel-rapl:0:1` is a part of it and already counted in it.
         packages = sorted(path for path in root.glob("intel-rapl:*") if path.name.count(":") == 1)
         self._read = _nvml if device == "cuda" else lambda: _rapl(packages)
         self._last = self._read()
         self._since = time.perf_counter()
 
     def watts(self) -> float | None:
-        """The mean since this was last asked, or since the beginning; None: it cannot be read."""
+        """Returns the mean watts since the last call, or since the start. None: not readable."""
         before, since = self._last, self._since
         self._last, self._since = self._read(), time.perf_counter()
         if not before or self._last.keys() != before.keys() or self._since <= since:
@@ -157,7 +157,7 @@ class Power:
 
 
 Energy = dict[str, tuple[float, float]]
-"""Counter -> joules so far, and at how many it begins again; empty: none can be read."""
+"""Counter -> (joules so far, joules at which it wraps around). Empty: none is readable."""
 
 
 def _rapl(packages: list[Path]) -> Energy:
@@ -179,5 +179,5 @@ def _nvml() -> Energy:
             str(number): (1e-3 * nvml.nvmlDeviceGetTotalEnergyConsumption(handle), 0.0)
             for number, handle in enumerate(handles)
         }
-    except Exception:  # not installed, no driver, or a device without a counter: NVML has an error of its own for each
+    except Exception:  # not installed, no driver, or no counter: NVML has an error class for each
         return {}

@@ -1,11 +1,11 @@
-"""Where the time of a step goes: by phase, and by whether compiled code or the Python interpreter has it.
+"""Time of a step by phase, and its division between compiled code and the Python interpreter.
 
-A few steps are made under torch.profiler, while the parts of the model note when they begin and end. A part of the
-backward pass belongs to the phase whose forward pass made it, which autograd's sequence numbers tell.
+A few steps run under torch.profiler, while the parts of the model record when they begin and end. A part of the
+backward pass belongs to the phase of the forward pass that created it. Autograd's sequence numbers link the two.
 
-torch.profiler costs some microseconds an event, more than many operators take. Nearly all of it lies inside of the
-events, so the time between them, which is Python's, is measured as it is. From phases it is taken off: the steps are
-longer with it than without by so much an event.
+torch.profiler costs a few microseconds per event, more than many operators take. Nearly all of that lies inside the
+events. The time between events, which is Python's, is therefore accurate. In phases the cost is subtracted: it is the
+extra time of a profiled step, divided by its events.
 """
 
 import re
@@ -23,48 +23,48 @@ from torch.profiler import ProfilerActivity, profile
 from pipeline.characterization.results import PHASES
 
 BACKWARD = "backward"
-"""The backward pass between the operators that it is made of; not a phase."""
+"""Time of the backward pass between its operators. Not a phase."""
 NODE = "autograd::engine::evaluate_function: "
 COLLECTIVES = ("c10d::", "gloo:", "nccl:", "record_param_comms")
 COMPILED_NODE = re.compile(r"Backward\d+$|^torch::|^CompiledFunctionBackward$|^CopySlices$|^Graph")
 COMPILED_REGIONS = ("CompiledFunction", "Torch-Compiled Region")
-"""What torch.compile made: what is inside counts as compiled."""
+"""Events of torch.compile. Everything inside them counts as compiled."""
 MOST_US = 10.0
-"""More than an event of torch.profiler ever costs, in microseconds."""
+"""Upper bound on the cost of a torch.profiler event, in microseconds."""
 MOST_SHARE = 0.5
-"""Of a stretch of time that is put down to the profiler: there was work in it."""
+"""Upper bound on the profiler's share of a span, because the span also holds work."""
 
 
 class StepPart(NamedTuple):
-    """A call whose time is noted."""
+    """A method to time."""
 
     owner: Any
-    """What has the method: an object, a class or a module."""
+    """Owner of the method: an object, a class or a module."""
     method: str
     phase: str | None
-    """One of PHASES, BACKWARD, or None: as what calls it."""
+    """One of PHASES, BACKWARD, or None for the phase of the caller."""
     compiled: bool = False
-    """Whether it waits or works outside of the interpreter, where torch.profiler sees nothing of it."""
+    """Whether it waits or works outside the interpreter without torch.profiler seeing it."""
 
 
 class Span(NamedTuple):
-    """A stretch of time, in nanoseconds of the clock."""
+    """A span of time, in nanoseconds."""
 
     start: int
     stop: int
     phase: str | None
     compiled: bool = False
     noted: bool = False
-    """Whether torch.profiler noted it."""
+    """Whether it is an event of torch.profiler."""
 
 
 class StepSplit(NamedTuple):
-    """Where the time of a step goes."""
+    """Division of the time of a step."""
 
     shares: dict[str, float]
-    """PHASES -> share of a step; they add up to 1."""
+    """PHASES -> share of a step. They add up to 1."""
     outside_ms: float
-    """Of a step, in the interpreter; the median."""
+    """Median time of a step in the interpreter."""
 
 
 def split_step(
@@ -75,19 +75,19 @@ def split_step(
     device: torch.device,
     meet: bool = False,
 ) -> StepSplit:
-    """Makes some steps and says where their time goes.
+    """Runs a few steps under the profiler and divides their time.
 
     Args:
-        step: Makes one. Called by all ranks alike.
-        parts: What steps are made of.
-        step_ms: What a step takes without being looked at.
-        meet: Whether a backward pass ends with waiting for the gradients of other ranks.
+        step: Runs one step. All ranks call it equally often.
+        parts: Methods to time.
+        step_ms: Time of a step without the profiler.
+        meet: Whether a backward pass ends by waiting for the gradients of other ranks.
     """
     spans: list[Span] = []
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
     with profile(activities=activities, acc_events=True) as profiler:
-        step()  # the profiler's first events take longer
+        step()  # the first events of the profiler are slow
         if on_cuda:
             torch.cuda.synchronize(device)
         with note_calls(parts, spans):
@@ -112,7 +112,7 @@ def split_step(
 
 @contextmanager
 def note_calls(parts: Iterable[StepPart], spans: list[Span]) -> Iterator[None]:
-    """Calls of these parts are noted inside; afterwards they are as they were."""
+    """Times calls of these methods inside the block, and restores the methods afterwards."""
     with ExitStack() as stack:
         for part in parts:
             own = part.method in vars(part.owner)
@@ -137,7 +137,7 @@ def _noting(original: Callable[..., Any], part: StepPart, spans: list[Span]) -> 
 
 
 def collect_spans(events: Sequence[Any], noted_spans: Sequence[Span]) -> list[Span]:
-    """What torch.profiler saw on the threads that make the steps: operators, and parts of the backward pass."""
+    """Converts profiler events on the threads of the steps: operators, and parts of the backward pass."""
     own = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU and not event.is_async()]
     nodes = [event for event in own if event.name().startswith(NODE)]
     calling = Counter(event.start_thread_id() for event in own if event.name().startswith("aten::")).most_common(1)
@@ -164,7 +164,7 @@ def collect_spans(events: Sequence[Any], noted_spans: Sequence[Span]) -> list[Sp
 
 
 def find_waits(noted_spans: Sequence[Span], seen: Sequence[Span]) -> Iterator[Span]:
-    """Of each backward pass, what comes behind its last operator: there it waits for gradients of other ranks."""
+    """Finds the end of each backward pass, after its last operator, where it waits for gradients of other ranks."""
     for span in noted_spans:
         if span.phase == BACKWARD:
             inside = [one.stop for one in seen if span.start <= one.start and one.stop <= span.stop]
@@ -172,14 +172,14 @@ def find_waits(noted_spans: Sequence[Span], seen: Sequence[Span]) -> Iterator[Sp
 
 
 class Timeline:
-    """Spans inside one another, cut where one begins or ends: what goes on at any time is what began last."""
+    """Nested spans, cut where any begins or ends. At any time the span that began last is active."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.starts: list[int] = []
         self.phases: list[str] = []
         self.compiled: list[bool] = []
         self.events: list[int] = []
-        """Events that torch.profiler noted at the beginning of each piece."""
+        """Events of torch.profiler at the beginning of each piece."""
         open_spans: list[tuple[int, str, bool]] = []
         for span in sorted(spans, key=lambda span: (span.start, -span.stop)):
             self._close(open_spans, span.start)
@@ -202,12 +202,12 @@ class Timeline:
         self.events.append(events)
 
     def phase(self, at: int) -> str:
-        """The phase at a time."""
+        """Returns the phase at a time."""
         number = bisect_right(self.starts, at) - 1
         return self.phases[number] if number >= 0 else "other"
 
     def pieces(self, step: Span) -> Iterator[tuple[int, int]]:
-        """(number, nanoseconds) of the pieces of a step."""
+        """Yields (number, nanoseconds) of the pieces of a step."""
         first = bisect_right(self.starts, step.start) - 1
         for number in range(max(first, 0), len(self.starts)):
             start = max(self.starts[number], step.start)
@@ -217,11 +217,11 @@ class Timeline:
             yield number, max(min(stop, step.stop) - start, 0)
 
     def outside(self, step: Span) -> int:
-        """Nanoseconds of a step in which nothing compiled goes on."""
+        """Returns the nanoseconds of a step outside compiled code."""
         return sum(length for number, length in self.pieces(step) if not self.compiled[number])
 
     def shares(self, steps: Sequence[Span], step_ms: float) -> dict[str, float]:
-        """PHASES -> share of the fastest of these steps, without what the profiler took; others met something else."""
+        """Returns PHASES -> share of the fastest step, without the profiler's cost. Slower steps were disturbed."""
         step = min(steps, key=lambda span: span.stop - span.start)
         pieces = list(self.pieces(step))
         longer = sum(length for _, length in pieces) - 1e6 * step_ms
@@ -234,9 +234,9 @@ class Timeline:
 
 
 def split_device_time(events: Sequence[Any], timeline: Timeline, steps: Sequence[Span]) -> dict[str, float]:
-    """PHASES -> share of these steps, by what a CUDA device works on; `other` has the time in which it has no work.
+    """Returns PHASES -> share of these steps by the work of a CUDA device. `other` includes its idle time.
 
-    What it works on belongs to the phase in which it was launched.
+    A kernel belongs to the phase that launched it.
     """
     cpu = torch.autograd.DeviceType.CPU
     launched = {event.correlation_id(): event.start_ns() for event in events if event.device_type() == cpu}
@@ -252,7 +252,7 @@ def split_device_time(events: Sequence[Any], timeline: Timeline, steps: Sequence
 
 
 def compute_shares(spent: "Counter[str] | dict[str, float]") -> dict[str, float]:
-    """PHASES -> share of the whole.
+    """Returns PHASES -> share of the whole.
 
     Example:
         >>> compute_shares({"mlp": 3.0, BACKWARD: 1.0})["mlp"], compute_shares({"mlp": 3.0, BACKWARD: 1.0})["other"]

@@ -1,4 +1,4 @@
-"""The figures of a study: throughput along its axes, where a step's time goes, how near the ceilings it is."""
+"""Plots of a study: throughput along its axes, time of a step by phase, distance from the ceilings, quality."""
 
 import textwrap
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")  # no screen is needed, and none is looked for
+matplotlib.use("Agg")  # needs no screen
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -25,15 +25,15 @@ ACROSS = {
     "E4": "mlp width",
     "E8": "workload.lookups",
 }
-"""Experiment -> the axis that the paper's figure has from left to right."""
+"""Experiment -> the horizontal axis in the paper's figure."""
 PANELS = ("training.batch_rows", "workload.lengths")
-"""Axes that have a panel for each value, as the paper has one for CPU and one for GPU with their own batch rows."""
+"""Axes with one panel per value. The paper has one for CPU and one for GPU, each with its batch size."""
 LINES, STACKED = "viridis", "tab10"
 """Colours of curves and of phases."""
 
 
 def draw_figures(study: StudyResults) -> dict[str, Figure]:
-    """Name -> figure; those that nothing was measured for are missing."""
+    """Draws the figures by name. Skips those without measurements."""
     found: dict[str, Figure] = {}
     if any(result.quality is not None for result in study.results):
         found["quality"] = plot_quality(study)
@@ -43,7 +43,7 @@ def draw_figures(study: StudyResults) -> dict[str, Figure]:
 
 
 def plot_throughput(study: StudyResults) -> Figure:
-    """Samples per second along the main axis, one line for each combination of the others; bars where it has names."""
+    """Plots samples per second along the main axis, one line per combination of the others. Uses bars for names."""
     axes_found = {axis: values for axis, values in list_axes(study.measured).items() if len(values) > 1}
     axis = _across(study.experiment, axes_found)
     panel = next((one for one in PANELS if one in axes_found and one != axis), None)
@@ -69,7 +69,7 @@ def plot_throughput(study: StudyResults) -> Figure:
 
 
 def plot_split(study: StudyResults) -> Figure:
-    """Shares of a step's time, a bar for each point."""
+    """Plots the share of each phase in a step, one bar per point."""
     shown_results = study.measured
     figure, axes = plain_figure(
         "Where the time of a step goes", "share of the step", "", height=max(2.4, 0.2 * len(shown_results) + 1.3)
@@ -88,7 +88,7 @@ def plot_split(study: StudyResults) -> Figure:
 
 
 def plot_roofline(study: StudyResults) -> Figure:
-    """GFLOP/s of each point against its work per byte, below what the machine reaches at best.
+    """Plots GFLOP/s of each point against its work per byte, with the ceilings of the machine.
 
     Source:
         Williams et al. 2009, Roofline, Communications of the ACM 52(4).
@@ -126,25 +126,27 @@ def plot_roofline(study: StudyResults) -> Figure:
 
 
 def plot_quality(study: StudyResults) -> Figure:
-    """NE against the rows of a batch, with the config's learning rates and with tuned ones."""
+    """Plots NE against batch rows, with the learning rates of the config and with tuned ones."""
     figure, axes = plain_figure(
         f"{study.experiment or study.name}: quality", "rows of a batch", "NE on the validation rows", height=4.8
     )
-    judged = [one for one in study.results if one.quality is not None and "training.batch_rows" in one.point.values]
-    for name, label in (("ne", "the same learning rates"), ("tuned_ne", "tuned anew")):
+    points_found = [
+        one for one in study.results if one.quality is not None and "training.batch_rows" in one.point.values
+    ]
+    for name, label in (("ne", "the same learning rates"), ("tuned_ne", "tuned")):
         points: Any = sorted(
-            (one.point.values["training.batch_rows"], one.quality[name]) for one in judged if one.quality
+            (one.point.values["training.batch_rows"], one.quality[name]) for one in points_found if one.quality
         )
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", linewidth=1.3, label=label)
-    _log_axis(axes, sorted({one.point.values["training.batch_rows"] for one in judged}))
+    _log_axis(axes, sorted({one.point.values["training.batch_rows"] for one in points_found}))
     axes.legend(fontsize=8)
     _caption(figure, study)
     return figure
 
 
 def _across(experiment: str | None, axes_found: dict[str, list[Any]]) -> str:
-    """The axis from left to right: the paper's, else the numbers with most values, else the names with most."""
+    """Returns the horizontal axis: the paper's, else the numeric one with most values, else the named one with most."""
     wanted = ACROSS.get(experiment or "")
     if wanted in axes_found:
         return str(wanted)
@@ -185,7 +187,7 @@ def _lines(axes: Axes, found: Sequence[Curve]) -> None:
         for spot in curve.spots
         for speed in (spot.rows_per_second.low, spot.rows_per_second.high)
     ]
-    axes.set_ylim(min(speeds, default=1.0) / 1.5, max(speeds, default=1.0) * 1.5)  # so that what is flat looks flat
+    axes.set_ylim(min(speeds, default=1.0) / 1.5, max(speeds, default=1.0) * 1.5)  # a flat curve shall look flat
     for part in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         part(
             FuncFormatter(
@@ -212,7 +214,7 @@ def _bars(axes: Axes, found: Sequence[Curve]) -> None:
 
 
 def _log_axis(axes: Axes, values: Sequence[float]) -> None:
-    """A mark at each value that there is, not at powers of ten."""
+    """Puts a tick at each value instead of at powers of ten."""
     axes.set_xscale("log")
     axes.set_xticks(values, [format_value(value) for value in values])
     axes.xaxis.set_minor_locator(NullLocator())
@@ -220,7 +222,7 @@ def _log_axis(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _caption(figure: Figure, study: StudyResults) -> None:
-    """The shapes that the paper reports, and what this machine says to each."""
+    """Adds the claims of the paper and their verdicts below the figure."""
     lines = [f"Paper, {one.source}: {one.claim}. Here: {one.verdict}." for one in evaluate_claims(study)]
     width = int(15 * figure.get_figwidth())
     figure.supxlabel(
@@ -238,5 +240,5 @@ def _measurements(study: StudyResults) -> list[Measurement]:
 
 
 def _largest(found: Measurement) -> str:
-    """The phase that takes most of a step."""
+    """Returns the longest phase of a step."""
     return max(PHASES, key=lambda phase: found.split_ms.get(phase, 0.0))

@@ -1,8 +1,8 @@
-"""How long a step takes on a machine, predicted from steps of other models that were measured there.
+"""Prediction of step times on a machine from measured steps of other models.
 
-A step is a sum of terms: work counted in `cost.py`, each times what a unit of it costs on this machine. Those costs are
-fitted; they cannot be negative, so each part of a prediction can be read. On another machine a term costs as much more
-or less as the ceiling that it belongs to is lower or higher there.
+A step is a sum of terms: an amount of work counted in `cost.py`, times its unit cost on this machine. The unit costs
+are fitted and non-negative, so each term of a prediction can be read by itself. On another machine, each unit cost
+scales inversely with the ceiling of its term.
 """
 
 import hashlib
@@ -18,18 +18,18 @@ from pipeline.characterization.results import Load
 from pipeline.errors import ConfigError
 
 ROUNDS = 12
-"""Of fitting: each weighs the samples anew."""
+"""Rounds of fitting. Each reweights the samples."""
 FOLDS = 4
-"""Each quarter of the samples is predicted from the other three."""
+"""Folds of the cross-validation: each quarter of the samples is predicted from the other three."""
 LEAST_ERROR = 0.02
-"""Relative errors below are alike: noise of the measurement."""
+"""Relative errors below this count as measurement noise."""
 PULL = 0.01
-"""How much a cost is drawn to what is typical, beside a sample: few samples cannot tell kinds of work apart that mostly
-come together."""
+"""Weight of the pull towards typical costs, relative to one sample. A few samples cannot separate kinds of work that
+mostly occur together."""
 
 
 class Ceilings(BaseModel, frozen=True, from_attributes=True):
-    """What a machine can do at best; `Ceilings.model_validate(machine)` takes it from a `machine.Machine`."""
+    """Peak rates of a machine. `Ceilings.model_validate(machine)` reads them from a `machine.Machine`."""
 
     fp32_gflops: float
     bf16_gflops: float
@@ -42,27 +42,27 @@ class StepSample(BaseModel, frozen=True):
     """A measured step."""
 
     key: str
-    """Names the point; decides in which fold it is judged."""
+    """Key of the point. Determines the fold that evaluates it."""
     load: Load
     world_size: int
-    """Ranks, which share the machine's cores."""
+    """Ranks. They share the cores of the machine."""
     step_ms: float
 
 
 Ceiling = Literal["products", "arithmetic", "read", "random", "core"]
-"""products: matrix products in the precision asked for. arithmetic: other work that all cores share. read, random:
-memory. core: work of one core, most of it Python and the starting of operators."""
+"""products: matrix products in the configured precision. arithmetic: other work that all cores share. read, random:
+memory. core: work of one core, mostly Python and the launch of operators."""
 
 
 class Term(NamedTuple):
-    """A part of a step."""
+    """A term of the sum that makes a step."""
 
     ceiling: Ceiling
     typical: float
-    """Milliseconds of a unit where the ceiling is 1, about, on a Xeon. At the ceiling itself an operation of a matrix
-    product and a byte from memory take 1e-6."""
+    """Milliseconds per unit at a ceiling of 1, roughly, on a Xeon. At the ceiling itself, one operation of a matrix
+    product or one byte from memory takes 1e-6."""
     amount: Callable[[Load, int], float]
-    """(load, ranks) -> how much of it a step has."""
+    """(load, ranks) -> units per step."""
 
 
 TERMS: dict[str, Term] = {
@@ -84,7 +84,7 @@ TERMS: dict[str, Term] = {
 
 
 class Errors(BaseModel, frozen=True):
-    """Relative errors |predicted / measured - 1|, each at a point that its fit had not seen (cross-validation)."""
+    """Relative errors |predicted / measured - 1| in cross-validation."""
 
     points: int
     median: float
@@ -92,32 +92,32 @@ class Errors(BaseModel, frozen=True):
 
 
 class Prediction(BaseModel, frozen=True):
-    """Of a step."""
+    """Predicted time of a step."""
 
     step_ms: float
     terms_ms: Mapping[str, float]
-    """TERMS -> milliseconds, without those that take none; they add up to the step."""
+    """TERMS -> milliseconds, without zero terms. They add up to the step."""
 
 
 class Fit(BaseModel, frozen=True):
-    """What work costs on a machine."""
+    """Fitted costs of work on a machine."""
 
     ceilings: Ceilings
     dense_precision: Literal["fp32", "bf16"]
     unit_ms: Mapping[str, float]
-    """TERMS -> milliseconds of a unit."""
+    """TERMS -> milliseconds per unit."""
     fitted: int
-    """Samples that it was fitted on."""
+    """Number of samples in the fit."""
     unseen_ms: Mapping[str, float] = {}
-    """Key of a sample -> the step that was predicted for it from samples of the other folds."""
+    """Sample key -> step predicted from the samples of the other folds."""
     errors: Errors | None = None
-    """Of these; None: there are no other folds."""
+    """Errors of `unseen_ms`. None: there are no other folds."""
 
     def predict(self, load: Load, world_size: int, on: Ceilings | None = None) -> Prediction:
-        """The step of a load.
+        """Predicts the step of a load.
 
         Args:
-            on: Another machine; None: the one measured.
+            on: Another machine. None: the measured one.
         """
         slower = dict.fromkeys(TERMS, 1.0) if on is None else self._slower(on)
         terms = {
@@ -132,7 +132,7 @@ class Fit(BaseModel, frozen=True):
 
 
 def _rates(ceilings: Ceilings, dense_precision: str) -> dict[Ceiling, float]:
-    """How fast each kind of work goes. A core's speed at its own work is taken from its share of matrix products."""
+    """Returns the rate of each kind of work. A core's own rate is its share of the matrix product rate."""
     return {
         "products": ceilings.bf16_gflops if dense_precision == "bf16" else ceilings.fp32_gflops,
         "arithmetic": ceilings.fp32_gflops,
@@ -143,7 +143,7 @@ def _rates(ceilings: Ceilings, dense_precision: str) -> dict[Ceiling, float]:
 
 
 def assign_fold(key: str) -> int:
-    """Which of the FOLDS a point is judged in, by its key alone.
+    """Returns the fold that evaluates a point, from its key alone.
 
     Example:
         >>> [assign_fold(key) for key in "abcde"]
@@ -153,30 +153,30 @@ def assign_fold(key: str) -> int:
 
 
 def fit(samples: Sequence[StepSample], ceilings: Ceilings, dense_precision: Literal["fp32", "bf16"] = "fp32") -> Fit:
-    """What units of work cost, by all samples; and how far each sample is off a fit of the other folds' alone.
+    """Fits unit costs to all samples, and measures their errors by cross-validation.
 
     Args:
-        samples: Of one machine, device, precision and choice of compiling.
-        ceilings: Of that machine.
+        samples: From one machine, device, precision and compile setting.
+        ceilings: Peak rates of that machine.
     Raises:
-        ConfigError: If there is no sample to fit.
+        ConfigError: If there is no sample.
     """
     if not samples:
         raise ConfigError("samples", "at least one to fit", "none", "Measure some points.")
     rates = _rates(ceilings, dense_precision)
 
-    def fitted(seen: Sequence[StepSample]) -> Fit:
+    def fit_terms(seen: Sequence[StepSample]) -> Fit:
         units = dict(zip(TERMS, _units(seen, rates).tolist(), strict=True))
         return Fit(ceilings=ceilings, dense_precision=dense_precision, unit_ms=units, fitted=len(seen))
 
     unseen: dict[str, float] = {}
     for fold in range(FOLDS):
         seen = [one for one in samples if assign_fold(one.key) != fold]
-        judged = [one for one in samples if assign_fold(one.key) == fold]
-        if seen and judged:
-            judge = fitted(seen)
-            unseen |= {one.key: judge.predict(one.load, one.world_size).step_ms for one in judged}
-    whole = fitted(samples)
+        held_out = [one for one in samples if assign_fold(one.key) == fold]
+        if seen and held_out:
+            model = fit_terms(seen)
+            unseen |= {one.key: model.predict(one.load, one.world_size).step_ms for one in held_out}
+    whole = fit_terms(samples)
     if not unseen:
         return whole
     off = [abs(unseen[one.key] / one.step_ms - 1.0) for one in samples if one.key in unseen]
@@ -185,7 +185,7 @@ def fit(samples: Sequence[StepSample], ceilings: Ceilings, dense_precision: Lite
 
 
 def _units(samples: Sequence[StepSample], rates: Mapping[Ceiling, float]) -> npt.NDArray[np.float64]:
-    """Non-negative costs with the least sum of relative errors: squares are weighed by 1 / error, round by round.
+    """Finds non-negative costs with the least sum of relative errors, by least squares reweighted with 1 / error.
 
     Source:
         Lawson, Hanson 1974 (non-negative least squares); Holland, Welsch 1977 (least absolute errors by reweighting);

@@ -1,4 +1,4 @@
-"""Batches of any shape, drawn in memory: which ids are looked up how often, and how long their lists are."""
+"""Random batches of any shape in memory: popularity of ids, and lengths of lists."""
 
 from functools import cache
 
@@ -16,16 +16,16 @@ Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 HEAD = 256
-"""Ranks whose chances stand in a table; those of later ones follow a curve that is at most 1e-5 of them away."""
+"""Ranks with tabulated probabilities. Later ones follow a curve with a relative error of at most 1e-5."""
 LONGEST = 20
-"""Times the mean: the longest list of a power law before it is cut."""
+"""Longest list of a power law before truncation, as a multiple of the mean."""
 POSITIVES = 0.1
-"""Share of the rows with label 1."""
+"""Share of rows with label 1."""
 GOLDEN = (5**0.5 - 1) / 2
 
 
 def make_plan(workload: Workload) -> Plan:
-    """Its features, which no op has to make: `dense_0` and so on, and `sparse_0` and so on with a table each."""
+    """Makes a plan without ops: features `dense_0`, ... and `sparse_0`, ... with a table each."""
     sparse = [f"sparse_{number}" for number in range(workload.sparse_features)]
     return Plan(
         ops=(),
@@ -38,7 +38,7 @@ def make_plan(workload: Workload) -> Plan:
 def draw_batches(
     workload: Workload, batch_rows: int, count: int, seed: int, rank: int = 0, world_size: int = 1
 ) -> list[Batch]:
-    """A rank's share of the first global batches; all ranks together have the same rows at every world size.
+    """Draws a rank's share of the first global batches. All ranks together have the same rows at every world size.
 
     Args:
         batch_rows: Rows of the global batch.
@@ -47,7 +47,7 @@ def draw_batches(
 
 
 def _batch(workload: Workload, rows: int, number: int, seed: int, rank: int, world_size: int) -> Batch:
-    """Rows are dealt out as the preprocessing service does it: a rank that gets one less has one of padding."""
+    """Draws a batch. Rows are shared out as by the preprocessing service: a rank with one row less gets padding."""
     random = np.random.default_rng((seed, number))
     begin, end, padded = rank * rows // world_size, (rank + 1) * rows // world_size, -(-rows // world_size)
     held, features = end - begin, workload.sparse_features
@@ -78,10 +78,10 @@ def _batch(workload: Workload, rows: int, number: int, seed: int, rank: int, wor
 
 
 def draw_ranks(chances: Floats, ids: int, exponent: float) -> Ids:
-    """Draws by Zipf's law: rank r of `ids`, from 0 on, has a chance proportional to (r + 1) ** -exponent.
+    """Draws by Zipf's law: rank r of `ids`, from 0 on, has a probability proportional to (r + 1) ** -exponent.
 
     Args:
-        chances: Uniform in [0, 1); each becomes a rank, the popular ones first.
+        chances: Uniform numbers in [0, 1). Each becomes a rank, popular ones first.
     Example:
         >>> draw_ranks(np.array([0.0, 0.4, 0.99]), 3, 1.0).tolist()
         [0, 0, 2]
@@ -92,7 +92,7 @@ def draw_ranks(chances: Floats, ids: int, exponent: float) -> Ids:
     ranks = np.searchsorted(head, heights, side="right")
     later = np.flatnonzero(ranks >= len(head))
     if ids <= HEAD:
-        ranks[later] = ids - 1  # by rounding alone
+        ranks[later] = ids - 1  # reached by rounding only
         return ranks
     areas = heights[later] - head[-1] + _area(HEAD + 0.5, exponent)
     found = np.exp(areas) if exponent == 1.0 else (areas * (1.0 - exponent)) ** (1.0 / (1.0 - exponent))
@@ -101,16 +101,16 @@ def draw_ranks(chances: Floats, ids: int, exponent: float) -> Ids:
 
 
 def _area(x: float, exponent: float) -> np.float64:
-    """An integral of x ** -exponent: over [r - 1/2, r + 1/2] it is nearly the chance of rank r."""
+    """Integral of x ** -exponent. Over [r - 1/2, r + 1/2] it approximates the weight of rank r."""
     return np.float64(np.log(x) if exponent == 1.0 else x ** (1.0 - exponent) / (1.0 - exponent))
 
 
 def assign_ids(ranks: Ids, counts: Ids, hash_size: int) -> Ids:
-    """Rows of the tables: ranks that follow each other lie far apart, and elsewhere in each table.
+    """Maps ranks to table rows. Adjacent ranks lie far apart, and at other rows in each table.
 
     Args:
-        ranks: Of all features, one after the other.
-        counts: How many each feature has.
+        ranks: Ranks of all features, one after the other.
+        counts: Number of ranks per feature.
     """
     stride = next(step for step in range(round(GOLDEN * hash_size) or 1, 2 * hash_size) if np.gcd(step, hash_size) == 1)
     first = (np.arange(len(counts)) * GOLDEN % 1.0 * hash_size).astype(np.int64)
@@ -118,7 +118,7 @@ def assign_ids(ranks: Ids, counts: Ids, hash_size: int) -> Ids:
 
 
 def draw_lengths(workload: Workload, random: np.random.Generator, shape: tuple[int, int]) -> npt.NDArray[np.int32]:
-    """Lengths of lists, cut."""
+    """Draws list lengths after truncation."""
     if workload.lengths == "fixed":
         return np.full(shape, min(workload.lookups, workload.truncation), np.int32)
     drawn = np.searchsorted(np.cumsum(fit_length_chances(workload.lookups)), random.random(shape), side="right") + 1
@@ -127,7 +127,7 @@ def draw_lengths(workload: Workload, random: np.random.Generator, shape: tuple[i
 
 @cache
 def fit_length_chances(mean: int) -> Floats:
-    """Chances of lists of 1, 2, ... ids before they are cut: n ** -a with the a that makes the mean what it is."""
+    """Returns the probabilities of lists of 1, 2, ... ids before truncation: n ** -a, with a fitted to the mean."""
     lengths = np.arange(1, LONGEST * mean + 1, dtype=np.float64)
     low, high = 0.0, 64.0
     for _ in range(64):

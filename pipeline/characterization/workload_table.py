@@ -1,4 +1,4 @@
-"""The rows of a workload in a table, raw: a reader has to hash and cut them, as it has to with rows of logs."""
+"""The rows of a workload as a raw table. A reader has to hash and truncate them, like rows of logs."""
 
 import datetime
 import hashlib
@@ -20,15 +20,15 @@ from storage.warehouse import Warehouse
 DAY = datetime.date(2025, 1, 6)
 LABEL = "label"
 LAYOUT = 1
-"""Counts up when rows are made in another way, so that those of older ones are not taken for them."""
+"""Version of the generator. Increase it when the rows change, so that old tables are not reused."""
 CHUNK_VALUES = 1 << 22
-"""Numbers and ids that are made at a time, and in a row group."""
+"""Numbers and ids per chunk and row group."""
 MOST_ROWS = 65_536
-"""Of a row group, as in other tables."""
+"""Rows of a row group at most, as in other tables."""
 
 
 def write_workload(workload: Workload, rows: int, folder: Path, seed: int) -> tuple[Warehouse, SnapshotRef]:
-    """One day of so many rows in an embedded catalog below the folder; those that are there are taken."""
+    """Writes one day with this many rows to an embedded catalog in the folder, unless it is already there."""
     inputs = f"{LAYOUT} {rows} {seed} {workload.model_dump_json()}"
     identity = hashlib.sha256(inputs.encode()).hexdigest()[:16]
     table = f"workload_{identity}"
@@ -43,8 +43,8 @@ def write_workload(workload: Workload, rows: int, folder: Path, seed: int) -> tu
 
 
 def make_schema(workload: Workload) -> FeatureSchema:
-    """What a reader makes of the columns: the features of `plan_of`, lists cut before they are hashed."""
-    scaled = (Standardise(mean=0.0, std=1.0), FillNull())  # as they are, but at the usual cost
+    """Makes the schema for reading the table: the features of `make_plan`, with lists truncated before hashing."""
+    scaled = (Standardise(mean=0.0, std=1.0), FillNull())  # no change, but the usual cost
     cut = (FirstX(limit=workload.truncation), SigridHash(size=workload.hash_size))
     dense = (DenseGroup(columns=("dense_*",), transforms=scaled),) if workload.dense_features else ()
     return FeatureSchema(label=LABEL, dense=dense, sparse=(SparseGroup(columns=("sparse_*",), transforms=cut),))

@@ -59,7 +59,7 @@ class Dimension(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         if self.low is None or self.high is None or not self.low < self.high:
             return "`choices`, or `low` below `high`", f"{self.low} and {self.high}"
         if self.log and (self.low <= 0 or self.step is not None):
-            return "`low` above 0 and no `step` beside `log`", f"low={self.low}, step={self.step}"
+            return "`low` above 0 and no `step` with `log`", f"low={self.low}, step={self.step}"
         if self.step is not None and (self.points is not None or (self.is_whole and not isinstance(self.step, int))):
             return "`step` without `points`, and whole where the bounds are", f"{self.step}"
         return None

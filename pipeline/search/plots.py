@@ -24,7 +24,7 @@ from pipeline.search.study import SearchStudy, make_evaluator
 
 NE = "NE on the validation rows"
 PYPLOT = threading.Lock()
-"""Optuna draws with pyplot, whose style and open figures belong to the whole process."""
+"""Optuna draws with pyplot, which keeps its style and open figures per process."""
 
 
 def draw_sweep(search: SearchStudy) -> dict[str, Figure]:

@@ -1,4 +1,4 @@
-"""Studies whose answer is known."""
+"""Studies with a known outcome."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ MACHINE = {"cpu": "Toy 9000", "cores": 2, "memory_bytes": 24 * 2**30, "fp32_gflo
 
 
 def load(rows: int = 100) -> Load:
-    """Of a small model."""
+    """The load of a small model."""
     return Load(
         rows=rows,
         mlp_flop=1e9,
@@ -29,7 +29,7 @@ def load(rows: int = 100) -> Load:
 
 
 def measured(values: Mapping[str, Any], speed: float, noise: float = 0.01, watts: float | None = None) -> PointResult:
-    """A point of this many samples per second, its repeats up to `noise` of it apart to both sides."""
+    """A point with this many samples per second, and repeats within a share of `noise` to both sides."""
     spread = Spread(median=speed, low=speed * (1 - noise), high=speed * (1 + noise))
     found = Measurement(
         rows_per_second=spread,
@@ -48,13 +48,13 @@ def measured(values: Mapping[str, Any], speed: float, noise: float = 0.01, watts
 
 
 def judged(batch_rows: int, ne: float, tuned_ne: float) -> PointResult:
-    """A point of a study of quality."""
+    """A point of a quality study."""
     point = StudyPoint(values={"training.batch_rows": batch_rows}, settings={"training.batch_rows": batch_rows})
     return PointResult(point=point, state="measured", quality={"ne": ne, "tuned_ne": tuned_ne})
 
 
 def study(experiment: str | None, results: Sequence[PointResult]) -> StudyResults:
-    """On the toy machine."""
+    """A study on the toy machine."""
     return StudyResults(
         name="toy",
         experiment=experiment,

@@ -1,9 +1,9 @@
-"""Points of a calibration span the space, and none is so large that it takes as long as all others."""
+"""Calibration points cover the space of models, and none takes as long as all others."""
 
 from pipeline.characterization.calibration_points import MOST_HELD, MOST_LOOKED_UP, SPANS, draw_points
 
 
-def test_more_points_go_on_from_fewer():
+def test_a_longer_draw_extends_a_shorter_one():
     points = draw_points(48, [1, 2])
     assert points[:10] == draw_points(10, [1, 2])
     assert len({point.key for point in points}) == 48

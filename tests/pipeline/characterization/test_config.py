@@ -1,4 +1,4 @@
-"""What a study cannot be made of is refused before anything runs."""
+"""Impossible studies are refused before anything runs."""
 
 import subprocess
 import sys
@@ -43,13 +43,13 @@ from pipeline.errors import ConfigError
         ),
     ],
 )
-def test_what_cannot_work_is_refused(settings, said):
+def test_an_impossible_study_is_refused(settings, said):
     with pytest.raises(ConfigError) as error:
         CharacterizeConfig.model_validate(settings)
     assert str(error.value) == said
 
 
-def test_what_can_work_is_not():
+def test_a_possible_study_is_accepted():
     axes = {"characterize.data": ["memory", "files"], "M": {"M1": {"workload.lookups": 28}, "as it is": {}}}
     assert CharacterizeConfig.model_validate({"axes": axes, "workload": {}}).workload is not None
 

@@ -1,4 +1,4 @@
-"""What is advised is what a real model, trainer and checkpoint hold."""
+"""Estimates agree with a real model, trainer and checkpoint."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The ceilings are plausible, and power comes from counters that begin again. Nothing is held to a speed."""
+"""Peak rates are plausible, and power comes from counters that wrap around. No speed is asserted."""
 
 import sys
 from pathlib import Path

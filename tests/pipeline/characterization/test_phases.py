@@ -1,4 +1,4 @@
-"""Where the time of a step goes, held against steps whose parts are timed by a clock of their own."""
+"""The division of a step's time agrees with steps that time their own parts."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ ATTEMPTS = 20
 
 
 def timed(work: Callable[[], Any], taken: list[float]) -> Callable[[], None]:
-    """The work, whose milliseconds are noted."""
+    """Work that records its milliseconds."""
 
     def call() -> None:
         start = time.perf_counter()
@@ -35,7 +35,7 @@ def interpreted() -> None:
 
 
 def undisturbed(check: Callable[[], None]) -> None:
-    """Checks clocks once more while they are wrong: other processes lengthen now one part of a step, now another."""
+    """Repeats a check of times, because other processes may slow down any part of a step."""
     for _ in range(ATTEMPTS - 1):
         with suppress(AssertionError):
             return check()
@@ -69,7 +69,7 @@ def test_python_and_kernels_of_known_length() -> None:
 
 @pytest.mark.parametrize(("each_us", "longer_us", "optimizer"), [(7, 5, 0.35), (1, 5, (600 - 295) / (1_000 - 295))])
 def test_the_profilers_own_time_is_taken_off(each_us: int, longer_us: int, optimizer: float) -> None:
-    """A hundred operators beside a long one; looked at, each takes longer. Of short ones half stays."""
+    """A hundred short operators and a long one. Each takes longer under the profiler. Of short ones half remains."""
     apart = 1_000 * (each_us + longer_us)
     small = [Span(apart * i, apart * (i + 1) - 100, None, compiled=True, noted=True) for i in range(100)]
     middle = 100 * apart
@@ -116,7 +116,7 @@ def test_a_backward_pass_belongs_to_the_phase_of_its_forward_pass() -> None:
     undisturbed(check)
 
 
-def test_calls_are_as_they_were_once_they_are_noted() -> None:
+def test_methods_are_restored_after_the_block() -> None:
     module = torch.nn.Linear(2, 2)
     spans: list[Span] = []
     before = dict(vars(module)), torch.autograd.backward

@@ -1,4 +1,4 @@
-"""Figures of studies: drawn for what there is, also where that is little."""
+"""Figures of studies, also where there is little to draw."""
 
 import io
 import itertools

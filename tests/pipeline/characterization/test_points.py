@@ -1,4 +1,4 @@
-"""Points: every combination once, smaller by the scale, each under a key of its own."""
+"""Points: every combination once, reduced by the scale, each with its own key."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_without_axes_there_is_one_point():
     assert made() == [StudyPoint(values={}, settings={})]
 
 
-def test_a_key_depends_on_what_is_set_alone():
+def test_a_key_depends_only_on_the_settings():
     one = StudyPoint(values={ROWS: 200}, settings={ROWS: 200, "seed": 1})
     assert one.key == StudyPoint(values={"rows": "few"}, settings={"seed": 1, ROWS: 200}).key
     assert one.key != StudyPoint(values={ROWS: 200}, settings={ROWS: 201, "seed": 1}).key

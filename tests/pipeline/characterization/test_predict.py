@@ -1,4 +1,4 @@
-"""Costs that samples were made with are found again; held-out points judge; a faster machine is faster."""
+"""A fit recovers the costs behind its samples, is evaluated on held-out points, and scales to other machines."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def loads(count: int) -> list[tuple[Load, int]]:
 
 
 def samples(count: int, noise: float) -> list[StepSample]:
-    """Steps that take what `TRUE` says, times some noise."""
+    """Steps with the costs in `TRUE`, times noise."""
     random = np.random.default_rng(5)
     made = []
     for number, (load, ranks) in enumerate(loads(count)):
@@ -66,7 +66,7 @@ def test_work_that_no_sample_has_costs_what_is_typical() -> None:
     assert fit(alone, HERE).unit_ms["ranks meet"] == pytest.approx(TERMS["ranks meet"].typical / per_core)
 
 
-def test_points_are_judged_by_fits_that_have_not_seen_them() -> None:
+def test_points_are_evaluated_by_fits_without_them() -> None:
     noisy = samples(120, noise=0.1)
     found = fit(noisy, HERE)
     assert found.errors is not None
@@ -83,7 +83,7 @@ def test_points_are_judged_by_fits_that_have_not_seen_them() -> None:
         assert wild.unseen_ms[one.key] == found.unseen_ms[one.key] == others.predict(one.load, one.world_size).step_ms
 
 
-def test_a_single_point_is_judged_by_none() -> None:
+def test_a_single_point_has_no_evaluation() -> None:
     found = fit(samples(1, noise=0.0), HERE)
     assert found.errors is None
     assert found.unseen_ms == {}
@@ -111,7 +111,7 @@ def test_each_term_scales_by_its_own_ceiling() -> None:
     assert cores["products"] == pytest.approx(here["products"] / 2)
 
 
-def test_products_scale_by_the_precision_asked_for() -> None:
+def test_products_scale_by_the_configured_precision() -> None:
     found, (load, ranks) = fit(samples(60, noise=0.0), HERE, "bf16"), loads(1)[0]
     faster = found.predict(load, ranks, HERE.model_copy(update={"bf16_gflops": 400.0})).terms_ms
     assert faster["products"] == pytest.approx(found.predict(load, ranks).terms_ms["products"] / 2)

@@ -1,4 +1,4 @@
-"""Generated batches: their shape, who gets which rows, how long lists are and which ids are popular."""
+"""Generated batches: shape, rows per rank, list lengths and popularity of ids."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_a_workload_may_have_no_numbers():
 
 
 @pytest.mark.parametrize("lookups", [1, 2, 10, 49])
-def test_lengths_follow_a_power_law_with_the_mean_asked_for(lookups):
+def test_lengths_follow_a_power_law_with_the_configured_mean(lookups):
     chances = fit_length_chances(lookups)
     lengths = np.arange(1, len(chances) + 1)
     assert np.average(lengths, weights=chances) == pytest.approx(lookups)
@@ -77,7 +77,7 @@ def test_lists_are_as_long_as_said(lengths, lookups, truncation, mean):
 @pytest.mark.parametrize("exponent", [0.0, 0.7, 1.0, 1.05, 2.0])
 @pytest.mark.parametrize("ids", [1, 100, HEAD, 20_000])
 def test_ranks_follow_zipfs_law(ids, exponent):
-    """Against the sum of all chances, which is too slow for large tables."""
+    """Compares with the sum of all probabilities, which is too slow for large tables."""
     chances = (np.arange(100_000) + 0.37) / 100_000
     weights = np.arange(1, ids + 1) ** -exponent
     expected = np.searchsorted(np.cumsum(weights) / weights.sum(), chances, side="right")

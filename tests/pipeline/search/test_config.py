@@ -43,7 +43,7 @@ def test_what_a_dimension_holds(dimension, inside, outside):
         ),
         (
             {"low": 0.0, "high": 1.0, "log": True},
-            "expected `low` above 0 and no `step` beside `log`, got low=0.0, step=None. Correct it.",
+            "expected `low` above 0 and no `step` with `log`, got low=0.0, step=None. Correct it.",
         ),
         (
             {"low": 1, "high": 9, "step": 0.5},
@@ -51,7 +51,7 @@ def test_what_a_dimension_holds(dimension, inside, outside):
         ),
     ],
 )
-def test_a_dimension_that_cannot_be_is_refused(values, said):
+def test_an_impossible_dimension_is_refused(values, said):
     with pytest.raises(ConfigError) as error:
         SweepConfig(space={"a.b": values})
     assert str(error.value) == f"sweep.space 'a.b': {said}"

@@ -20,7 +20,7 @@ from pipeline.search.grid import count_trials, grid_points, grid_values
         ({"low": 1, "high": 100, "log": True}, ()),
     ],
 )
-def test_what_a_grid_takes(dimension, values):
+def test_the_values_that_a_grid_takes(dimension, values):
     assert grid_values(Dimension(**dimension)) == values
 
 

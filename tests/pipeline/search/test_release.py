@@ -1,4 +1,4 @@
-"""Releases: which names candidates may have, who goes on, and what a stage is."""
+"""Releases: names of candidates, their ranking, and the trials of a stage."""
 
 import pytest
 
@@ -27,23 +27,23 @@ def test_the_config_itself_comes_first():
         ("a b", "expected at most 64 letters, digits, _, . and -, got 'a b'. Rename it."),
     ],
 )
-def test_a_name_that_cannot_be_is_refused(name, said):
+def test_an_invalid_name_is_refused(name, said):
     with pytest.raises(ConfigError) as error:
         ReleaseConfig(candidates={name: {}})
     assert str(error.value) == f"release.candidates '{name}': {said}"
 
 
-def test_how_many_run_at_a_time_decides_nothing():
+def test_parallel_is_not_part_of_the_identity():
     assert ReleaseConfig(parallel=4).identity() == ReleaseConfig().identity()
     assert ReleaseConfig(keep=4).identity() != ReleaseConfig().identity()
 
 
-def test_the_leader_stops_candidates_unless_it_is_said_otherwise():
+def test_the_leader_stops_candidates_by_default():
     assert ReleaseConfig(prune={"warmup_rows": 9}).prune.method == "leader"
     assert ReleaseConfig(prune=None).prune is None
 
 
-def test_the_best_go_on():
+def test_the_best_are_selected():
     assert [one.name for one in rank_candidates(STANDINGS)] == ["best", "second", "equal", "given-up", "lost"]
     assert select_best(STANDINGS, 2) == ("best", "second")
     assert select_best(STANDINGS, 9) == ("best", "second", "equal")

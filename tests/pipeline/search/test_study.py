@@ -1,4 +1,4 @@
-"""Studies: what is drawn, what survives a kill, what is stopped, and what is best."""
+"""Sweeps: drawn values, resumption after a kill, early stopping, and the best trial."""
 
 import threading
 
@@ -31,7 +31,7 @@ def ne(draw: Draw) -> float:
 
 
 def run(study: SearchStudy, trials: int = 99) -> list[dict]:
-    """What is drawn, until there are enough."""
+    """Runs trials until there are enough, and returns their values."""
     drawn = []
     while len(drawn) < trials and (draw := study.next()) is not None:
         drawn.append(dict(draw.params))
@@ -53,17 +53,17 @@ def test_fault_35_the_same_seed_gives_the_same_trials(strategy, tmp_path):
 
 
 @pytest.mark.parametrize(("strategy", "trials"), [("tpe", 6), ("gp", 5)])
-def test_fault_35_a_killed_sweep_goes_on_with_the_trials_it_would_have_had(strategy, trials, tmp_path):
-    """A kill leaves trials RUNNING: each goes on under its number with its values, and the rest is as undisturbed."""
+def test_fault_35_a_killed_sweep_resumes_with_the_trials_it_would_have_had(strategy, trials, tmp_path):
+    """A kill leaves trials RUNNING. Each resumes with its number and values, and the others are unchanged."""
     settings, killed = config(strategy, trials=trials), trials - 2
     undisturbed = run(SearchStudy(tmp_path / "a.db", settings, {}))
     study = SearchStudy(tmp_path / "b.db", settings, {})
     assert run(study, killed) == undisturbed[:killed]
-    cut_short = study.next()
+    interrupted = study.next()
     again = SearchStudy(tmp_path / "b.db", settings, {})
     assert [record.state for record in again.records()] == ["complete"] * killed + ["running"]
-    assert again.next() == cut_short == Draw(number=killed, params=undisturbed[killed])
-    again.finish(killed, ne(cut_short))
+    assert again.next() == interrupted == Draw(number=killed, params=undisturbed[killed])
+    again.finish(killed, ne(interrupted))
     assert run(again) == undisturbed[killed + 1 :]
     assert (
         again.best.params == min((ne(Draw(number=0, params=params)), str(params), params) for params in undisturbed)[2]
@@ -71,7 +71,7 @@ def test_fault_35_a_killed_sweep_goes_on_with_the_trials_it_would_have_had(strat
 
 
 def test_a_kill_while_a_trial_is_drawn(tmp_path, monkeypatch):
-    """Between the making of a trial and the last of its values."""
+    """The kill comes between the creation of a trial and the last of its values."""
     undisturbed = run(SearchStudy(tmp_path / "a.db", config("random"), {}))
     study = SearchStudy(tmp_path / "b.db", config("random"), {})
     run(study, 2)
@@ -89,7 +89,7 @@ def test_a_kill_while_a_trial_is_drawn(tmp_path, monkeypatch):
     assert run(SearchStudy(tmp_path / "b.db", config("random"), {})) == undisturbed[2:]
 
 
-def test_fault_35_a_trial_that_fails_costs_itself_alone(tmp_path):
+def test_fault_35_a_failed_trial_changes_no_other(tmp_path):
     study = SearchStudy(tmp_path / "a.db", config("random"), {})
     undisturbed = run(SearchStudy(tmp_path / "b.db", config("random"), {}))
     for number in range(6):
@@ -103,7 +103,7 @@ def test_fault_35_a_trial_that_fails_costs_itself_alone(tmp_path):
     assert SearchStudy(tmp_path / "a.db", config("random"), {}).next() is None  # a failed one is not tried again
 
 
-def test_more_trials_go_on(tmp_path):
+def test_more_trials_extend_a_sweep(tmp_path):
     first = run(SearchStudy(tmp_path / "a.db", config(trials=4), {}))
     assert first + run(SearchStudy(tmp_path / "a.db", config(), {})) == run(
         SearchStudy(tmp_path / "b.db", config(), {})
@@ -128,7 +128,7 @@ def test_threads_draw_each_number_once(tmp_path):
     assert [draw.params for draw in sorted(drawn, key=lambda draw: draw.number)] == alone
 
 
-def test_a_grid_is_gone_through_once(tmp_path):
+def test_a_grid_takes_each_combination_once(tmp_path):
     grid = SweepConfig(strategy="grid", space=GRID, trials=50)
     study, drawn = SearchStudy(tmp_path / "a.db", grid, {"a": "x"}), []
     for number in range(6):
@@ -150,7 +150,7 @@ def test_the_first_trial_has_the_configs_own_values(tmp_path):
 
 
 def pruned(study: SearchStudy, curves: list[list[float]]) -> list[int | None]:
-    """At which look each trial was stopped; a look every 100 rows."""
+    """Returns the comparison at which each trial was stopped. There is one every 100 rows."""
     found = []
     for curve in curves:
         draw = study.next()
@@ -160,7 +160,7 @@ def pruned(study: SearchStudy, curves: list[list[float]]) -> list[int | None]:
     return found
 
 
-def test_what_is_worse_than_the_median_is_stopped(tmp_path):
+def test_a_trial_worse_than_the_median_is_stopped(tmp_path):
     prune = PruneConfig(every_rows=100, startup_trials=2, warmup_rows=150)
     study = SearchStudy(tmp_path / "a.db", config(prune=prune), {})
     curves = [[0.9, 0.85, 0.8], [0.92, 0.87, 0.82], [0.99, 0.98, 0.97], [0.91, 0.84, 0.8]]
@@ -176,12 +176,12 @@ def test_halving_keeps_the_best(tmp_path):
     assert pruned(study, [[0.8, 0.7], [0.9, 0.9], [0.75, 0.7]]) == [None, 1, None]
 
 
-def test_a_trial_reports_a_look_once_and_is_judged_again_after_a_kill(tmp_path):
+def test_a_comparison_counts_once_and_is_repeated_after_a_kill(tmp_path):
     prune = config(prune=PruneConfig(every_rows=100, startup_trials=1))
     study = SearchStudy(tmp_path / "a.db", prune, {})
     assert pruned(study, [[0.8, 0.7]]) == [None]
     draw = study.next()
-    assert study.report(draw.number, 50, 2.0) is False  # no look yet
+    assert study.report(draw.number, 50, 2.0) is False  # no comparison yet
     assert study.report(draw.number, 130, 0.9) is True
     again = SearchStudy(tmp_path / "a.db", prune, {})
     assert again.next() == draw
@@ -209,7 +209,7 @@ def test_the_key_that_matters_is_the_most_important(tmp_path):
 
 
 def leader_study(path, **more) -> tuple[SearchStudy, list[Draw]]:
-    """Three trials at work, in the order that is given."""
+    """Starts three trials in a given order."""
     prune = PruneConfig(method="leader", every_rows=100, **more)
     settings = SweepConfig(strategy="grid", space={"a": {"choices": ["x", "y", "z"]}}, prune=prune)
     study = SearchStudy(path / "leader.db", settings, {}, [{"a": name} for name in "zxy"])
@@ -225,10 +225,10 @@ def test_a_grid_can_have_its_order_given(tmp_path):
 def test_the_leader_stops_those_that_fall_behind_after_as_many_rows(tmp_path):
     study, (first, second, third) = leader_study(tmp_path, tolerance=0.1, warmup_rows=200)
     ahead, behind, slow = first.number, second.number, third.number
-    assert not study.report(behind, 100, 2.0)  # the first to be looked at
+    assert not study.report(behind, 100, 2.0)  # the first to report
     assert not study.report(ahead, 100, 1.0)
-    assert not study.report(behind, 150, 9.0)  # the same look
-    assert not study.report(behind, 200, 2.0)  # nobody else was looked at after 200 rows
+    assert not study.report(behind, 150, 9.0)  # the same comparison
+    assert not study.report(behind, 200, 2.0)  # no other trial has reported after 200 rows
     assert not study.report(ahead, 200, 1.0)
     assert study.report(behind, 300, 1.0)  # too late: after 200 it was behind
     study.prune(behind)
@@ -248,8 +248,8 @@ def test_a_trial_that_was_stopped_or_failed_stops_no_other(tmp_path):
     assert not study.falls_behind(last)
 
 
-def test_a_trial_that_is_to_be_stopped_stops_no_other_from_there_on(tmp_path):
-    """Two that are each behind the other at some look; the second is looked at before the first has ended."""
+def test_a_trial_chosen_to_stop_stops_no_other(tmp_path):
+    """Two trials are each behind the other at one comparison. The second reports before the first has ended."""
     study, draws = leader_study(tmp_path)
     one, other, _ = (draw.number for draw in draws)
     study.report(one, 100, 1.0)
@@ -260,7 +260,7 @@ def test_a_trial_that_is_to_be_stopped_stops_no_other_from_there_on(tmp_path):
     assert study.falls_behind(other)
 
 
-def test_halving_remembers_whom_it_stops(tmp_path):
+def test_halving_remembers_its_decision_after_a_kill(tmp_path):
     settings = config(prune=PruneConfig(method="halving", every_rows=100, reduction_factor=2))
     study = SearchStudy(tmp_path / "a.db", settings, {})
     assert pruned(study, [[0.8, 0.7]]) == [None]
