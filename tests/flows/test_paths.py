@@ -9,7 +9,7 @@ from flows.report import report
 from flows.train import train
 from pipeline.config import load
 from pipeline.errors import ConfigError, RegistryError, StorageError
-from pipeline.jobs.recurring.day import Champion, champion_folder, start_of
+from pipeline.jobs.recurring.day import ChampionVersion, champion_folder, start_of
 from pipeline.jobs.training.provenance import fetched
 from pipeline.jobs.workspace import Workspace
 
@@ -49,7 +49,7 @@ def test_fault_11_the_champions_folder_is_one_of_the_runs(copied, name):
     Workspace(config).tracking.client.set_model_version_tag("smoke", "1", "run_folder", name)
     with pytest.raises(StorageError, match="expected one below"):
         champion_folder(Workspace(config))
-    champion = Champion(version=1, trained_to="2025-01-01", scratch_day="2025-01-01", run_folder=name)
+    champion = ChampionVersion(version=1, trained_to="2025-01-01", scratch_day="2025-01-01", run_folder=name)
     with pytest.raises(StorageError, match="expected one below"):
         start_of(Workspace(config), champion, None)
 

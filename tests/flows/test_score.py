@@ -47,7 +47,7 @@ def test_days_are_scored_once_for_each_champion_and_content(smoke, home, copied,
     assert (result["status"], result["days"], result["skipped_days"], result["rows"]) == (
         "ok", DAYS[:2], DAYS[2:], 10_000,
     )  # fmt: skip
-    assert "skipped: 2 days have scores of version 1 and the same rows; force=true scores them anew" in log
+    assert "skipped: 2 days have scores of version 1 and the same rows; force=true scores them again" in log
     assert result["table"] == "smoke_scores"
     assert result["rows_per_second"] > 0
 

@@ -234,7 +234,7 @@ def test_fault_25_a_zombie_is_found_its_slot_is_freed_and_the_next_goes_on(deplo
 
 @pytest.mark.parametrize(
     "parameters",
-    [{"again": "maybe"}, {"config": {"name": "a", "seed": "x"}}, {"config": {"training": {"epochs": 0}}}, {"config": {"colour": 1}}],
+    [{"force": "maybe"}, {"config": {"name": "a", "seed": "x"}}, {"config": {"training": {"epochs": 0}}}, {"config": {"colour": 1}}],
 )  # fmt: skip
 def test_fault_27_parameters_of_a_wrong_kind_range_or_name_make_no_run(deployed, parameters):
     before = len(deployed.runs("train/on-demand"))
