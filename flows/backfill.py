@@ -1,4 +1,4 @@
-"""Flow: a range of past days -> each of them in the warehouse, and a champion trained on each in turn."""
+"""Flow: writes a range of past days and trains a champion on each in turn."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -33,18 +33,19 @@ def backfill(
 ) -> dict[str, Any]:
     """Writes a range of past days and trains a champion on each in turn.
 
-    Writes days side by side, then trains them in order, each as `flows.recurring` does, except for those of the first
-    model. Skips what is done, so the same command resumes an interrupted back-fill. A day that fails ends the
-    training, because the next one builds on it. Where there is no champion, the whole source is written first.
+    Writes several days at once, then trains on them in order. Each day is trained as `flows.recurring` does it. Days
+    that the first model was trained on are left out. The same command resumes an interrupted backfill and skips what
+    is done. A failed day ends the training, because the next day builds on it. Without a champion, the whole source is
+    written first.
 
     Args:
         config: The run's config, or the path of its YAML file.
-        overrides: Dotted key -> value, put over the config.
-        start: First day; None: the first one of the source.
-        end: Last day; None: the last one of the source.
-        work: Writes the days into the warehouse, trains on days that it has, or both.
-        side_by_side: Most days that are written at once.
-        force: Writes finished days once more. Days that the champion has seen are not trained again.
+        overrides: Dotted key -> value; overrides the config.
+        start: First day; None: the first day of the source.
+        end: Last day; None: the last day of the source.
+        work: ingest writes days into the warehouse, train trains on the days that it has, both does both.
+        side_by_side: Maximum number of days written at once.
+        force: Rewrites finished days. Days that the champion has seen are never trained again.
     """
     workspace = open_workspace(load(config, overrides))
     if work != "ingest":
@@ -61,7 +62,7 @@ def backfill(
 
 
 def train_in_order(workspace: Workspace, days: Sequence[datetime.date]) -> dict[str, Any]:
-    """Runs `recurring` for each day in order, up to the first that fails."""
+    """Runs `recurring` for each day in order and stops at the first failure."""
     counts = {"days_trained": 0, "days_judged": 0, "trainings_skipped": 0}
     series: list[dict[str, Any]] = []
     with workspace.console.progress("days") as progress:

@@ -1,4 +1,4 @@
-"""Flow: retraining policies over the same past days -> their next-day NE, calibration and cost side by side."""
+"""Flow: replays retraining policies over past days and compares next-day NE, calibration and cost."""
 
 import datetime
 from collections.abc import Mapping
@@ -20,18 +20,18 @@ def backtest(
     end: datetime.date | None = None,
     policies: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Replays past days under each retraining policy: quality on the next day, and what it costs.
+    """Replays past days under each retraining policy and reports next-day quality and cost.
 
-    All policies start with the same first model, trained on the days of the split. Each day is evaluated as a whole
-    before the model is trained on it (Modyn's composite model: on every day the newest one counts). No gate stands in
-    between. A finished policy is not run again, so an interrupted backtest resumes with the next policy.
+    All policies start from the same first model, trained on the days of the split. The model is evaluated on each whole
+    day before it is trained on that day (Modyn's composite model: on every day the newest one counts). There is no
+    gate. Finished policies are skipped, so an interrupted backtest resumes with the next one.
 
     Args:
         config: The run's config, or the path of its YAML file; its split must be `hash` with days.
-        overrides: Dotted key -> value, put over the config.
-        start: First day to evaluate; None: the first one after the split's days.
-        end: Last day to evaluate; None: the last one of the table.
-        policies: Names in `recurring.policies`; None: all of them. The others are compared with the first.
+        overrides: Dotted key -> value; overrides the config.
+        start: First day to evaluate; None: the first day after those of the split.
+        end: Last day to evaluate; None: the last day of the table.
+        policies: Names in `recurring.policies`; None: all of them. The first is the baseline for the others.
     """
     workspace = open_workspace(load(config, overrides))
     names = chosen_policies(workspace.config.recurring.policies, policies)

@@ -1,4 +1,4 @@
-"""Flow: a grid of configurations -> what each costs on this machine, and why."""
+"""Flow: measures what each configuration of a grid costs on this machine, and why."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,16 +18,16 @@ def characterize(
     force: bool = False,
     report: str | None = None,
 ) -> dict[str, Any]:
-    """Measures speed, time by part, memory and machine use of each point of the section `characterize`.
+    """Measures each point of the section `characterize`: speed, time by part, memory and machine use.
 
     The same command resumes an interrupted study.
 
     Args:
         config: The run's config with its section `characterize`, or the path of its YAML file.
-        overrides: Dotted key -> value, put over the config.
-        snapshot_id: Snapshot to read where the study has no workload of its own; None takes the newest.
-        force: Starts a new study where the same one is done.
-        report: Folder for text, table and figures, in addition to MLflow; None: the study's own.
+        overrides: Dotted key -> value; overrides the config.
+        snapshot_id: Snapshot to read if the study has no workload of its own; None takes the newest.
+        force: Starts a new study even if the same one is done.
+        report: Folder for the text, table and plots, which also go to MLflow; None: the study's own folder.
     """
     return run_study(open_workspace(load(config, overrides)), snapshot_id, force, report)
 

@@ -1,4 +1,4 @@
-"""Flow: the checkpoints of a config's runs, listed, verified or exported."""
+"""Flow: lists, verifies or exports the checkpoints of a config's runs."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -18,14 +18,14 @@ def checkpoint(
     step: Which = "newest",
     run: str | None = None,
 ) -> dict[str, Any]:
-    """Lists or verifies the checkpoints below `home`/runs, or exports the weights of one. It changes none of them.
+    """Lists or verifies the checkpoints below `home`/runs, or exports the weights of one. Changes no checkpoint.
 
     Args:
-        config: The run's config, or the path of its YAML file; its name says which runs are meant.
-        overrides: Dotted key -> value, put over the config.
-        action: list; verify, which fails if one is damaged; export, which writes the weights of one as safetensors.
-        step: What to export.
-        run: Folder of one run; None: all runs of the name, and for the export the one that wrote last.
+        config: The run's config, or the path of its YAML file; its name selects the runs.
+        overrides: Dotted key -> value; overrides the config.
+        action: list; verify, which fails if one is damaged; or export, which writes the weights of one as safetensors.
+        step: Step of the checkpoint to export, or newest, or best.
+        run: Folder of one run; None: all runs of the name. An export then takes the run that wrote last.
     """
     workspace = open_workspace(load(config, overrides))
     if action == "export":

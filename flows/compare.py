@@ -1,4 +1,4 @@
-"""The former name of `flows.backtest`, which answers for one version."""
+"""Former name of `flows.backtest`; kept for one version."""
 
 from flows.backtest import backtest
 

@@ -1,6 +1,6 @@
-"""What a running Prefect server needs for the flows: work pool, queues, deployments, automations. Safe to repeat.
+"""Sets up a running Prefect server for the flows: work pool, queues, deployments and automations. Safe to repeat.
 
-Not a Prefect flow: it makes what flows run on.
+Not a Prefect flow: flows run on what it sets up.
 """
 
 import json
@@ -26,39 +26,39 @@ from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError, ContractError
 
 POOL = "dlrm"
-QUEUES = {"default": "everything but trainings", "training": "flows that train; as many at a time as its limit says"}
-"""Queue of the pool -> what waits in it."""
+QUEUES = {"default": "everything but trainings", "training": "flows that train, up to the queue's limit at a time"}
+"""Queue of the pool -> description of its runs."""
 HANDED = ("Pending", "Submitting", "InfrastructurePending")
-"""Names of states in which a worker has the run and it has not begun."""
+"""States of a run that a worker has taken and not started."""
 ENDED = ("Completed", "Failed", "Cancelled", "Crashed")
 WAITING = ("Scheduled", "Late", "AwaitingRetry", "AwaitingConcurrencySlot", "Paused", "Suspended")
-"""Names of states in which a run is over, or in nobody's hands on purpose."""
+"""States of a run that has ended, or that no worker is meant to hold."""
 SILENT, STUCK, CHAINED = "dlrm: runs that fell silent", "dlrm: runs that never began", "dlrm: train after ingest"
 
 
 class Settings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """What can be chosen when deploying."""
+    """Options of `flows.deploy`."""
 
     trainings: PositiveInt = 1
-    """Runs of the queue `training` at a time; the others wait. Two of one model never train at once."""
+    """Maximum number of concurrent runs in the queue `training`. Two runs of one model never train at once."""
     chain: bool | None = None
-    """Whether an ingest that has completed starts a training of its config. None leaves it as it is: off at first."""
+    """Whether a completed ingest starts a training of its config. None keeps the setting, which is off at first."""
     silent_seconds: int = Field(default=90, ge=10)
-    """A run without a sign of life for so long is marked CRASHED; three heartbeats."""
+    """A run without a heartbeat for this long is marked CRASHED. The default is three heartbeats."""
     pending_seconds: int = Field(default=600, ge=10)
-    """A run that was handed to a worker and has not begun after so long is marked CRASHED."""
+    """A run that a worker took and did not start within this time is marked CRASHED."""
 
 
 def automations(settings: Settings, training: Any) -> list[AutomationCore]:
-    """What the server does by itself.
+    """Returns what the server does by itself.
 
     Args:
-        training: Id of the deployment that an ingest starts.
+        training: Id of the deployment that a completed ingest starts.
     """
     return [
         AutomationCore(
             name=SILENT,
-            description="A run whose worker and process are gone gives no heartbeat; it is marked, its slot is freed.",
+            description="Marks a run CRASHED when its heartbeats stop, and frees its slot. Its process is gone.",
             trigger=_missing(
                 ["heartbeat"], ["heartbeat", *ENDED, *WAITING], timedelta(seconds=settings.silent_seconds)
             ),
@@ -66,10 +66,10 @@ def automations(settings: Settings, training: Any) -> list[AutomationCore]:
         ),
         AutomationCore(
             name=STUCK,
-            description="A worker took the run and was gone before it began; it is marked, its slot is freed.",
+            description="Marks a run CRASHED when its worker died before starting it, and frees its slot.",
             trigger=_missing(
                 HANDED,
-                # The server may lose an event where its database is locked; of heartbeats there are many.
+                # The server can lose an event while its database is locked. There are many heartbeats, so one arrives.
                 [*HANDED, "Running", "heartbeat", "Cancelling", *ENDED, *WAITING],
                 timedelta(seconds=settings.pending_seconds),
             ),
@@ -77,12 +77,12 @@ def automations(settings: Settings, training: Any) -> list[AutomationCore]:
         ),
         AutomationCore(
             name=CHAINED,
-            description="Trains the config of each deployed ingest that has completed; a finished training is skipped.",
+            description="Trains the config of each completed ingest deployment. A finished training is skipped.",
             enabled=bool(settings.chain),
             trigger=EventTrigger(
                 expect={"prefect.flow-run.Completed"},
                 match={"prefect.resource.id": "prefect.flow-run.*"},
-                # The ingest inside an end-to-end run has no deployment, and its training follows anyway.
+                # The ingest inside an end-to-end run has no deployment. Its training follows anyway.
                 match_related=[
                     {"prefect.resource.role": "flow", "prefect.resource.name": "ingest"},
                     {"prefect.resource.role": "deployment", "prefect.resource.id": "prefect.deployment.*"},
@@ -96,7 +96,7 @@ def automations(settings: Settings, training: Any) -> list[AutomationCore]:
 
 
 def _missing(after: Sequence[str], expected: Sequence[str], within: timedelta) -> EventTrigger:
-    """Fires for a run that had an event of the first kind and none of the second after it."""
+    """Fires for a run with an event in `after` that is not followed by one in `expected` in time."""
     return EventTrigger(
         after={f"prefect.flow-run.{name}" for name in after},
         expect={f"prefect.flow-run.{name}" for name in expected},
@@ -113,7 +113,7 @@ def _crashed(message: str) -> ChangeFlowRunState:
 
 
 def _same(*names: str) -> dict[str, Any]:
-    """Parameters as the run had them that sets the automation off; none are an empty mapping."""
+    """Passes on parameters of the run that triggers the automation. A missing one becomes an empty mapping."""
     templates = {name: f"{{{{ flow_run.parameters.{name} | default({{}}, true) | tojson }}}}" for name in names}
     return {
         name: {"__prefect_kind": "json", "value": {"__prefect_kind": "jinja", "template": template}}
@@ -122,10 +122,10 @@ def _same(*names: str) -> dict[str, Any]:
 
 
 def deploy(settings: Settings) -> list[str]:
-    """Makes or updates everything on the server that PREFECT_API_URL names; what it did, line by line.
+    """Creates or updates everything on the server at PREFECT_API_URL. Returns a line for each thing done.
 
     Raises:
-        ConfigError: If no server is named, or Prefect refuses the deployments.
+        ConfigError: If PREFECT_API_URL is not set, or Prefect refuses the deployments.
     """
     if not PREFECT_API_URL.value():
         remedy = "Start one with `make ui` and export PREFECT_API_URL=http://127.0.0.1:4200/api"
@@ -139,7 +139,7 @@ def deploy(settings: Settings) -> list[str]:
 
 
 def _pool(client: SyncPrefectClient) -> str:
-    """The work pool; one that is there, of whatever kind, is left as it is."""
+    """Creates the work pool. An existing one keeps its type."""
     try:
         kind = client.read_work_pool(POOL).type
     except ObjectNotFound:
@@ -162,7 +162,7 @@ def _queue(client: SyncPrefectClient, name: str, settings: Settings) -> str:
 
 
 def _deployments() -> list[str]:
-    """`prefect deploy --all`, which reads prefect.yaml."""
+    """Runs `prefect deploy --all`, which reads prefect.yaml."""
     program = Path(sys.executable).parent / "prefect"
     done = subprocess.run(
         [str(program), "--no-prompt", "deploy", "--all"], cwd=ROOT, env=os.environ | {"PWD": str(ROOT)},
@@ -170,14 +170,14 @@ def _deployments() -> list[str]:
     )  # fmt: skip
     if done.returncode:
         reason = " ".join((done.stderr + done.stdout).split())[-500:]
-        raise ConfigError("prefect.yaml", "deployments that the server takes", reason, "Correct it, then deploy again.")
+        raise ConfigError("prefect.yaml", "deployments that Prefect accepts", reason, "Correct it, then deploy again.")
     return [f"deployments of {ROOT / 'prefect.yaml'}"]
 
 
 def _automation(client: SyncPrefectClient, wanted: AutomationCore, settings: Settings) -> str:
-    """Made, or put in place of the one of that name."""
+    """Creates the automation, or replaces the one of that name."""
     found = client.read_automations_by_name(wanted.name)
-    if found and (wanted.name != CHAINED or settings.chain is None):  # what was switched in the UI stays so
+    if found and (wanted.name != CHAINED or settings.chain is None):  # keep what was switched in the UI
         wanted = wanted.model_copy(update={"enabled": found[0].enabled})
     if found:
         client.update_automation(found[0].id, wanted)
@@ -187,10 +187,10 @@ def _automation(client: SyncPrefectClient, wanted: AutomationCore, settings: Set
 
 
 def parse(words: Sequence[str]) -> Settings:
-    """Settings from key=value words.
+    """Parses key=value words into settings.
 
     Raises:
-        ConfigError: If a word is none of them; names it.
+        ConfigError: If a word is not a setting. It names the word.
     """
     values = {key: yaml.safe_load(text) for key, _, text in (word.partition("=") for word in words)}
     for key in values:
@@ -207,7 +207,7 @@ def parse(words: Sequence[str]) -> Settings:
 
 
 def main(words: Sequence[str]) -> int:
-    """Deploys, says what it did and prints, last, one JSON object."""
+    """Deploys, prints what it did and, as the last line, one JSON object."""
     try:
         done = deploy(parse(words))
     except ContractError as error:

@@ -1,4 +1,4 @@
-"""Flow: logs -> warehouse -> model, in order."""
+"""Flow: ingests logs, then trains and registers a model version."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,12 +17,12 @@ def end_to_end(
     overrides: Mapping[str, Any] | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Ingests the logs, then trains and registers a model version. Skips what is done already.
+    """Ingests the logs, then trains and registers a model version. Skips finished steps.
 
     Args:
         config: The run's config, or the path of its YAML file.
-        overrides: Dotted key -> value, put over the config.
-        force: Trains even where the same training is in the registry.
+        overrides: Dotted key -> value; overrides the config.
+        force: Trains even if the same training is in the registry.
     """
     settings = load(config, overrides)
     days = ingest(settings)

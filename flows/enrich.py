@@ -1,4 +1,4 @@
-"""Flow: columns of feature sources -> days that the warehouse already has."""
+"""Flow: backfills columns of feature sources into days that the warehouse already has."""
 
 import datetime
 from collections.abc import Mapping
@@ -19,17 +19,17 @@ def enrich(
     end: datetime.date | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Back-fills the columns of `features.joined` into days of the warehouse table.
+    """Backfills the columns of `features.joined` into days of the warehouse table.
 
-    Commits each day by itself, so the same command resumes an interrupted back-fill. Earlier trainings still read the
-    old files. A day that is ingested again has to be back-filled again.
+    Commits each day by itself, so the same command resumes an interrupted backfill. Earlier trainings still read the
+    old files. After a day is ingested again, backfill it again.
 
     Args:
         config: The run's config, or the path of its YAML file.
-        overrides: Dotted key -> value, put over the config.
+        overrides: Dotted key -> value; overrides the config.
         start: First day; None: the first of the table.
         end: Last day; None: the last of the table.
-        force: Also writes days that have the columns from the same feature source.
+        force: Also rewrites days that already have the columns from the same feature source.
     """
     return enrich_days(open_workspace(load(config, overrides)), start, end, force)
 

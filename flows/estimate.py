@@ -1,4 +1,4 @@
-"""Flow: a config and its table's statistics -> what its training will take, on this machine or a described one."""
+"""Flow: predicts what a training will take, on this machine or a described one."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,17 +21,17 @@ def estimate(
     snapshot_id: int | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Predicts memory, speed, ranks, workers, checkpoint size and epoch time of a training before it runs.
+    """Predicts a training's memory, speed, ranks, workers, checkpoint size and epoch time before it runs.
 
-    The first time on a machine, small models of many shapes are trained for some steps: predictions learn from those.
+    The first run on a machine trains small models of many shapes for some steps and fits the predictions to them.
 
     Args:
         config: The run's config, or the path of its YAML file; with a `characterize.workload` it needs no table.
-        overrides: Dotted key -> value, put over the config.
+        overrides: Dotted key -> value; overrides the config.
         machine: YAML file that describes another machine, such as configs/machines/epyc_9654.yaml.
         measure: Also trains the config itself for some steps and compares them with the prediction.
-        points: Models that the machine's speed is learned from.
-        snapshot_id: Snapshot to look at; None takes the newest.
+        points: Number of small models to measure the machine with.
+        snapshot_id: Snapshot to read; None takes the newest.
         force: Measures the machine again.
     """
     return estimate_training(open_workspace(load(config, overrides)), machine, measure, points, snapshot_id, force)

@@ -1,4 +1,4 @@
-"""Flow: the catalogue of a table's features, and what is declared about them."""
+"""Flow: lists a table's features and records what is declared about them."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -28,24 +28,24 @@ def features(
     only_unused: bool = False,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Lists or shows the features of the warehouse table, proposes some to retire, or declares something about one.
+    """Lists or shows features of the warehouse table, proposes features to retire, or declares something about one.
 
     Args:
         config: The run's config, or the path of its YAML file.
-        overrides: Dotted key -> value, put over the config.
-        action: list; show, one feature day by day; propose, features to retire; set, what is declared of a feature;
-            deprecate; history, what was declared.
-        name: The feature to show, set or deprecate, or the one to show the history of.
+        overrides: Dotted key -> value; overrides the config.
+        action: list; show, one feature day by day; propose, features to retire; set, what a person declares about a
+            feature; deprecate; or history, all earlier declarations.
+        name: The feature to show, set or deprecate, or print the history of.
         state: beta, experimental, active or deprecated.
-        kind: Of a feature that has no column yet.
-        owner: Who answers for the feature.
-        description: What it holds.
-        reason: Why it is deprecated.
+        kind: Kind of a feature that has no column yet.
+        owner: Who is responsible for the feature.
+        description: What the feature holds.
+        reason: Why the feature is deprecated.
         instead: Features to read instead of a deprecated one.
-        by: Who declares it; None: the user.
-        unused_days: Days without a run that reads a feature, after which it is proposed.
-        only_unused: Refuses to deprecate what a serving version reads.
-        force: Declares a feature deprecated that is so already, with other words.
+        by: Who declares it; None: the current user.
+        unused_days: Proposes a feature for retirement if no run has read it for this many days.
+        only_unused: Refuses to deprecate a feature that a serving version reads.
+        force: Declares a deprecated feature deprecated again, with a new reason or new alternatives.
     """
     words = {"state": state, "kind": kind, "owner": owner, "description": description, "reason": reason}
     changes: dict[str, Any] = {key: value for key, value in words.items() if value is not None}

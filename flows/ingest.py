@@ -1,4 +1,4 @@
-"""Flow: logs or files -> warehouse days."""
+"""Flow: ingests logs or files into warehouse days."""
 
 import datetime
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ def ingest(
     day: datetime.date | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Writes the source's rows into days of the warehouse table, each day as a whole.
+    """Writes the source's rows into days of the warehouse table, one commit a day.
 
     Args:
         config: The run's config, or the path of its YAML file.
-        overrides: Dotted key -> value, put over the config.
-        day: The one day to write; None writes all days of the source.
-        force: Also writes days that the warehouse already has from the same input.
+        overrides: Dotted key -> value; overrides the config.
+        day: The only day to write; None writes all days of the source.
+        force: Also rewrites days that the warehouse already has from the same input.
     """
     return ingest_days(open_workspace(load(config, overrides)), day, force)
 

@@ -1,4 +1,4 @@
-"""Flow: the files of a table arranged for those who read them; old snapshots and files removed."""
+"""Flow: arranges a table's files for its readers, and removes old snapshots and files."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -25,22 +25,23 @@ def layout(
     dry_run: bool = True,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Proposes or applies a layout from what readers read, or removes files and snapshots. Rows stay as they are.
+    """Proposes or applies a layout based on what readers read, or removes files and snapshots. Never changes a row.
 
     Args:
         config: The run's config, or the path of its YAML file.
-        overrides: Dotted key -> value, put over the config.
-        action: propose: a layout with its figures; apply: rewrites the days in it, one commit each, and resumes where
-            it was interrupted; measure: reads the config's columns; compact: days of small files; expire: old snapshots
-            without tag or branch; vacuum: files that no snapshot names.
-        table: Table of the warehouse; None: that of the config.
+        overrides: Dotted key -> value; overrides the config.
+        action: propose prints a layout and its expected gain; apply rewrites the days in that layout, one commit each,
+            and resumes after an interruption; measure times a read of the config's columns; compact merges the small
+            files of a day; expire removes old snapshots without a tag or branch; vacuum removes files that no snapshot
+            references.
+        table: Table of the warehouse; None: the table of the config.
         order_by: Columns to sort the rows of each file by, such as a session; for propose and apply.
-        recent_days: Runs no older than this count for the proposal.
-        megabytes_per_second: Speed of the storage, which weighs bytes against time to decode.
-        older_than_days: Age of the snapshots that expire.
-        older_than_hours: Age of the files that a vacuum takes; longer than any writer takes to commit.
-        dry_run: Vacuum and expire count what they would remove, and leave it.
-        force: Applies a new proposal although the table has a layout.
+        recent_days: The proposal counts the runs of this many days.
+        megabytes_per_second: Speed of the storage, to weigh bytes read against decode time.
+        older_than_days: Minimum age of the snapshots that expire.
+        older_than_hours: Minimum age of the files that vacuum removes; longer than any writer takes to commit.
+        dry_run: Vacuum and expire only count what they would remove.
+        force: Applies a new proposal even if the table has a layout.
     """
     workspace = open_workspace(load(config, overrides))
     options = {

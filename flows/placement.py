@@ -1,4 +1,4 @@
-"""The former name of `flows.sharding`, which answers for one version."""
+"""Former name of `flows.sharding`; kept for one version."""
 
 from flows.sharding import sharding
 

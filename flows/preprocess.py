@@ -1,4 +1,4 @@
-"""Flow: warehouse days -> one epoch of batches, without a trainer."""
+"""Flow: makes one epoch of batches without a trainer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,11 +18,11 @@ def preprocess(
     snapshot_id: int | None = None,
     epoch: NonNegativeInt = 0,
 ) -> dict[str, Any]:
-    """Makes one epoch of training batches and reports their order, speed and cost by op.
+    """Makes one epoch of training batches and reports the order's hash, the speed and the cost by op.
 
     Args:
         config: The run's config, or the path of its YAML file.
-        overrides: Dotted key -> value, put over the config.
+        overrides: Dotted key -> value; overrides the config.
         snapshot_id: Snapshot to read; None takes the newest.
         epoch: Number of the epoch, which decides the order of the rows.
     """

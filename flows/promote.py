@@ -1,4 +1,4 @@
-"""Flow: a person makes a version the champion."""
+"""Flow: makes a version the champion by hand."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,9 +22,9 @@ def promote(
 
     Args:
         config: The run's config, or the path of its YAML file.
-        overrides: Dotted key -> value, put over the config.
-        version: The version that becomes champion.
-        reason: Kept with the move.
+        overrides: Dotted key -> value; overrides the config.
+        version: The version to promote.
+        reason: Recorded with the move.
     """
     return promote_version(open_workspace(load(config, overrides)), version, reason)
 

@@ -1,4 +1,4 @@
-"""Flow: a complete day -> the champion evaluated on it, trained on it, and replaced if that is no worse."""
+"""Flow: evaluates the champion on a new day, trains it on that day, and replaces it if the result is no worse."""
 
 import datetime
 from collections.abc import Mapping
@@ -24,16 +24,16 @@ def recurring(
 ) -> dict[str, Any]:
     """Evaluates the champion on a day, trains it on that day, and registers the result.
 
-    Ingests the day if the table lacks it. Where there is no champion, trains the first one on the config's own split.
-    The champion is trained on all days since its last one, except for the rows of the split's test part, on which the
-    gate compares the two. Skips a day that is done already.
+    Ingests the day if the table lacks it. Without a champion, trains the first one on the config's own split. Trains
+    the champion on all days since its last one, except for the test rows of the split. The gate compares both models
+    on those test rows. Skips a finished day.
 
     Args:
         config: The run's config, or the path of its YAML file; its split must be `hash`.
-        overrides: Dotted key -> value, put over the config.
-        day: The day; None: the last one of the table, after all new days of the source are ingested.
-        scratch: Trains another model on all days, whatever the policy says.
-        force: Does the work of a finished day once more. A day that the champion has seen needs a rollback first.
+        overrides: Dotted key -> value; overrides the config.
+        day: The day; None ingests all new days of the source and takes the table's last day.
+        scratch: Trains a new model on all days, whatever the policy says.
+        force: Repeats a finished day. If the champion has seen that day, roll it back first.
     """
     workspace = open_workspace(load(config, overrides))
     require_hash_split(workspace.config)

@@ -1,4 +1,4 @@
-"""Flow: a model that was trained while MLflow was away -> registered model version."""
+"""Flow: registers a model that was trained while MLflow was unreachable."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,12 +16,12 @@ def register(
     overrides: Mapping[str, Any] | None = None,
     run: str | None = None,
 ) -> dict[str, Any]:
-    """Evaluates and registers the model of a finished training. Nothing is trained; finished steps are not repeated.
+    """Evaluates and registers the model of a finished training. Trains nothing and repeats no finished step.
 
     Args:
-        config: Says where runs, warehouse and MLflow are. Everything else comes from what the training left.
-        overrides: Dotted key -> value, put over the config.
-        run: Id of the MLflow run, or name of the run's folder.
+        config: Where runs, warehouse and MLflow are. Everything else comes from the training's own files.
+        overrides: Dotted key -> value; overrides the config.
+        run: MLflow run id, or name of the run's folder.
     """
     return register_run(open_workspace(load(config, overrides)), run)
 

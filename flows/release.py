@@ -1,4 +1,4 @@
-"""Flow: candidates explored on a sample and compared on all rows; the winner trained, gated and registered."""
+"""Flow: compares candidates on a sample, then on all rows; trains, gates and registers the winner."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,14 +19,14 @@ def release(
 ) -> dict[str, Any]:
     """Trains candidates, registers the best one, and makes it champion if the gate promotes it (`gate.rule`).
 
-    The same command resumes an interrupted release. Candidates that finished a stage are not trained again.
+    The same command resumes an interrupted release and does not retrain candidates that finished a stage.
 
     Args:
         config: The run's config with its section `release`, or the path of its YAML file.
-        overrides: Dotted key -> value, put over the config.
-        snapshot_id: Snapshot to read; None takes the newest. Give an interrupted release its own snapshot if days were
-            ingested meanwhile.
-        force: Starts a new release where the same one is done or has failed.
+        overrides: Dotted key -> value; overrides the config.
+        snapshot_id: Snapshot to read; None takes the newest. If days were ingested since, resume an
+            interrupted release with its own snapshot.
+        force: Starts a new release even if the same one is done or has failed.
     """
     return run_release(open_workspace(load(config, overrides)), snapshot_id, force)
 

@@ -1,4 +1,4 @@
-"""Flow: trains a version again from its record and compares the two."""
+"""Flow: retrains a version from its record and compares the two."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,16 +17,16 @@ def replay(
     overrides: Mapping[str, Any] | None = None,
     version: PositiveInt | None = None,
 ) -> dict[str, Any]:
-    """Trains a version of the registry again and says whether the weights are the same.
+    """Retrains a registered version and reports whether the weights are the same.
 
-    Snapshot, config, sharding plan and threads come from the version's record. Nothing is registered and no alias
-    moves. `equal` says that weights and fitted plan are the same, bit for bit. `differences` lists everything that
-    is not as it was.
+    Snapshot, config, sharding plan and thread counts come from the version's record. Registers nothing and moves no
+    alias. `equal` is true if weights and fitted plan are the same bit for bit. `differences` lists everything that
+    differs from the record.
 
     Args:
-        config: Says where home, warehouse and MLflow are, and the model's name. Everything else is in the record.
-        overrides: Dotted key -> value; only keys that do not change what is learned, like preprocessing.workers.
-        version: The version to train again.
+        config: Where home, warehouse and MLflow are, and the model's name. Everything else comes from the record.
+        overrides: Dotted key -> value; only keys that do not change the result, such as preprocessing.workers.
+        version: The version to retrain.
     """
     return replay_version(open_workspace(load(config, overrides)), version, overrides or {})
 

@@ -1,4 +1,4 @@
-"""Flow: a finished run, or two of them, as one HTML file."""
+"""Flow: writes an HTML report of one run, or of two side by side."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,13 +17,13 @@ def report(
     run: str | int | None = None,
     against: str | int | None = None,
 ) -> dict[str, Any]:
-    """Writes the report of a run below `home/reports`; of two runs, side by side.
+    """Writes the report of one run, or of two side by side, below `home/reports`.
 
     Args:
         config: The run's config, or the path of its YAML file.
-        overrides: Dotted key -> value, put over the config.
-        run: Version of the model, or id of an MLflow run; None: the champion.
-        against: Another one to compare it with.
+        overrides: Dotted key -> value; overrides the config.
+        run: Version of the model, or MLflow run id; None: the champion.
+        against: Version or run to compare with.
     """
     return write_report(open_workspace(load(config, overrides)), run, against)
 

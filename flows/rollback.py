@@ -1,4 +1,4 @@
-"""Flow: the previous champion serves again."""
+"""Flow: restores the previous champion."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,11 +14,11 @@ from pipeline.jobs.training.champion import roll_back
 def rollback(
     config: RunConfig | str = "configs/demo.yaml", overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Moves the alias `champion` back to the previous version and records the move.
+    """Moves the alias `champion` back to the previous champion and records the move.
 
     Args:
         config: The run's config, or the path of its YAML file.
-        overrides: Dotted key -> value, put over the config.
+        overrides: Dotted key -> value; overrides the config.
     """
     return roll_back(open_workspace(load(config, overrides)))
 

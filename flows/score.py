@@ -1,4 +1,4 @@
-"""Flow: warehouse days -> their scores."""
+"""Flow: scores warehouse days."""
 
 import datetime
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ def score(
     version: PositiveInt | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Writes a probability for each row of some days into the table NAME_scores.
+    """Scores each row of a range of days and writes the probabilities to the table NAME_scores.
 
     Args:
         config: The run's config, or the path of its YAML file.
-        overrides: Dotted key -> value, put over the config.
+        overrides: Dotted key -> value; overrides the config.
         start: First day; None: the first of the table.
         end: Last day; None: the last of the table.
-        version: Version that scores; None: the champion.
+        version: Version to score with; None: the champion.
         force: Also scores days that this version has already scored.
     """
     return score_days(open_workspace(load(config, overrides)), start, end, version, force)

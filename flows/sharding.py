@@ -1,4 +1,4 @@
-"""Flow: one model under every sharding plan of its tables."""
+"""Flow: trains one model under every sharding plan and compares the plans."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,13 +21,13 @@ def sharding(
 ) -> dict[str, Any]:
     """Trains the same model under every sharding plan and compares losses, memory and speed.
 
-    All plans start with the same weights: tables are drawn by seed, table and row, the rest by the seed.
+    All plans start from the same weights: tables are initialized by seed, table and row, the rest by the seed.
 
     Args:
         config: The run's config, or the path of its YAML file.
-        overrides: Dotted key -> value, put over the config.
+        overrides: Dotted key -> value; overrides the config.
         world_sizes: Numbers of ranks to compare.
-        steps: Updates under each plan.
+        steps: Updates to make under each plan.
         snapshot_id: Snapshot to read; None takes the newest.
     """
     return compare_plans(open_workspace(load(config, overrides)), world_sizes, steps, snapshot_id)

@@ -1,4 +1,4 @@
-"""The former name of `flows.estimate`, which answers for one version."""
+"""Former name of `flows.estimate`; kept for one version."""
 
 from flows.estimate import estimate
 

@@ -1,4 +1,4 @@
-"""Flow: a table, or files -> a complete config with a reason for every choice."""
+"""Flow: suggests a config for a table or files, with a reason for every choice."""
 
 import sys
 from collections.abc import Mapping
@@ -19,16 +19,16 @@ def suggest(
     label: str | None = None,
     day_column: str | None = None,
 ) -> dict[str, Any]:
-    """Looks at a table or at files and writes a config that trains on them, with a reason for every choice.
+    """Inspects a table or files and writes a config that trains on them, with a reason for every choice.
 
-    Looks at the table of the config's name; at the source if there is none, or if `path` is given.
+    Inspects the table of the config's name. Inspects the source if there is no such table, or if `path` is given.
 
     Args:
-        config: A config, which may lack everything but its source. Its features and split are not read.
-        overrides: Dotted key -> value, put over the config.
-        path: Files to look at instead, such as data/*.parquet.
-        label: Column of 0 and 1; None takes `features.label`.
-        day_column: Column that gives the day; without one, all rows of `path` are of one day.
+        config: A config; only its source is required. Its features and split are ignored.
+        overrides: Dotted key -> value; overrides the config.
+        path: Files to inspect instead, such as data/*.parquet.
+        label: Label column of zeros and ones; None takes `features.label`.
+        day_column: Column that gives the day; without one, all rows of `path` belong to one day.
     """
     settings = given_source(draft(config, overrides), path, label, day_column)
     return write_suggestion(open_workspace(settings), path is not None)

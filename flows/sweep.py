@@ -1,4 +1,4 @@
-"""Flow: a config and the values that its keys may take -> the best of many trainings, as a config."""
+"""Flow: searches values for config keys and writes the best config."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,16 +17,16 @@ def sweep(
     snapshot_id: int | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Searches values for keys of the config and writes the best config by the validation rows to a file.
+    """Searches values for config keys and writes the config that does best on the validation rows.
 
-    Registers nothing. The same command resumes an interrupted sweep, and one with a higher `sweep.trials`.
+    Registers nothing. The same command resumes an interrupted sweep. A higher `sweep.trials` extends a finished one.
 
     Args:
         config: The run's config with its section `sweep`, or the path of its YAML file.
-        overrides: Dotted key -> value, put over the config.
-        snapshot_id: Snapshot to read; None takes the newest. Give an interrupted sweep its own snapshot if days were
-            ingested meanwhile.
-        force: Starts a new sweep where the same one is done.
+        overrides: Dotted key -> value; overrides the config.
+        snapshot_id: Snapshot to read; None takes the newest. If days were ingested since, resume an
+            interrupted sweep with its own snapshot.
+        force: Starts a new sweep even if the same one is done.
     """
     return run_sweep(open_workspace(load(config, overrides)), snapshot_id, force)
 

@@ -1,4 +1,4 @@
-"""Flow: warehouse days -> registered model version."""
+"""Flow: trains, evaluates and registers a model version."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,13 +19,13 @@ def train(
 ) -> dict[str, Any]:
     """Trains, evaluates and registers a model version from a snapshot.
 
-    Waits while another training of the model runs.
+    Waits while another training of the same model runs.
 
     Args:
         config: The run's config, or the path of its YAML file.
-        overrides: Dotted key -> value, put over the config.
+        overrides: Dotted key -> value; overrides the config.
         snapshot_id: Snapshot to read; None takes the newest.
-        force: Trains even where the same training is in the registry.
+        force: Trains even if the same training is in the registry.
     """
     return train_version(open_workspace(load(config, overrides)), snapshot_id, force)
 

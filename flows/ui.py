@@ -1,4 +1,4 @@
-"""Prefect server and MLflow UI on loopback, over the data of one `home`; Ctrl-C stops both."""
+"""Runs a Prefect server and an MLflow UI on loopback over the data of one `home`. Ctrl-C stops both."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ STOP_SECONDS = 10.0
 
 
 def main(words: list[str]) -> int:
-    """Starts both servers and stays until one ends or a signal comes."""
+    """Starts both servers and waits until one ends or a signal arrives."""
     options = dict(word.split("=", 1) for word in words if "=" in word)
     home = Path(next((word for word in words if "=" not in word), os.environ.get("DLRM_HOME", ".dlrm"))).resolve()
     prefect_port, mlflow_port = int(options.get("prefect_port", 4200)), int(options.get("mlflow_port", 5000))
@@ -38,7 +38,7 @@ def main(words: list[str]) -> int:
         print("Ctrl-C stops both", flush=True)
         while all(server.poll() is None for server in servers):
             time.sleep(0.5)
-        print(f"error: a server ended by itself; its log is in {home / 'ui'}", file=sys.stderr)
+        print(f"error: a server ended unexpectedly; see its log in {home / 'ui'}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 0
@@ -50,7 +50,7 @@ def main(words: list[str]) -> int:
 
 
 def commands(home: Path, prefect_port: int, mlflow_port: int) -> list[tuple[list[str], dict[str, str], Path]]:
-    """(command, environment, log) of each server; a database that the environment names takes the place of SQLite."""
+    """Returns (command, environment, log) of each server. A database named in the environment replaces SQLite."""
     (home / "prefect").mkdir(parents=True, exist_ok=True)
     (home / "mlflow" / "artifacts").mkdir(parents=True, exist_ok=True)
     (home / "ui").mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def commands(home: Path, prefect_port: int, mlflow_port: int) -> list[tuple[list
 
 
 def free_port(name: str, port: int) -> None:
-    """Refuses a port that something listens on."""
+    """Raises if something listens on the port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -85,7 +85,7 @@ def free_port(name: str, port: int) -> None:
 
 
 def start(command: list[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """A server in a process group of its own, so that its helpers can be stopped with it."""
+    """Starts a server in its own process group, to stop its child processes with it."""
     program = str(Path(sys.executable).parent / command[0])
     with log.open("wb") as output:
         return subprocess.Popen(
@@ -95,10 +95,10 @@ def start(command: list[str], environment: Mapping[str, str], log: Path) -> subp
 
 
 def wait_for(server: subprocess.Popen[bytes], address: str, log: Path) -> None:
-    """Returns once the server answers.
+    """Waits until the server answers.
 
     Raises:
-        ConfigError: If it ended or does not answer in time; names its log.
+        ConfigError: If the server ended or does not answer in time. It names the log.
     """
     limit = time.monotonic() + START_SECONDS
     while time.monotonic() < limit:
@@ -111,7 +111,7 @@ def wait_for(server: subprocess.Popen[bytes], address: str, log: Path) -> None:
 
 
 def stop(servers: list[subprocess.Popen[bytes]]) -> None:
-    """Ends the servers' process groups; those that do not listen are killed."""
+    """Terminates the servers' process groups, then kills what is left."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for server in servers:
             with contextlib.suppress(ProcessLookupError):

@@ -34,7 +34,7 @@ def test_help_says_what_a_command_takes(name: str, capsys: pytest.CaptureFixture
 def test_help_shows_parameters_with_defaults_and_meanings() -> None:
     text = dlrm.describe("train")
     assert "  force=False" in text
-    assert "force: Trains even where the same training is in the registry." in text
+    assert "force: Trains even if the same training is in the registry." in text
     assert "training.epochs=2" in text
 
 
