@@ -59,17 +59,17 @@ def smoke(prefect: None, home: Path) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def untouched(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a test registers beside the smoke run's version, another test would find or not, as they come in turn."""
+    """Fails a test that registers a version next to the smoke run's: other tests would depend on the order of tests."""
     yield
     if "smoke" in request.fixturenames:
         with closing(sqlite3.connect(request.getfixturevalue("home") / "mlflow" / "mlflow.db")) as registry:
             found = registry.execute("SELECT version FROM model_versions WHERE name = 'smoke'").fetchall()
-        assert found == [(1,)], "a version was registered beside the smoke run's: let the test use `copied`"
+        assert found == [(1,)], "a version was registered next to the smoke run's: let the test use `copied`"
 
 
 @pytest.fixture
 def copied(smoke: dict[str, Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The smoke run's registry and warehouse, to be changed at will."""
+    """A copy of the smoke run's registry and warehouse that a test may change."""
     for folder in ("mlflow", "warehouse"):
         shutil.copytree(home / folder, tmp_path / folder)
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))

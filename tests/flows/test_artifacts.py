@@ -1,4 +1,4 @@
-"""What Prefect's pages show of the smoke run beside its log."""
+"""What Prefect's pages show of the smoke run, apart from its log."""
 
 import logging
 import socket
@@ -16,12 +16,12 @@ CONFIG = "configs/smoke.yaml"
 
 
 def shown(key: str) -> list:
-    """Artifacts of a key, of every run of this session."""
+    """Returns the artifacts with a key, from all runs of this session."""
     with get_client(sync_client=True) as client:
         return client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])))
 
 
-def test_the_page_has_quality_and_the_ways_to_mlflow_and_the_report(smoke):
+def test_the_page_shows_quality_and_links_to_mlflow_and_the_report(smoke):
     texts = [one.data for one in shown("report-smoke")]
     assert any("| evaluation | " in text and "smoke version 1 (champion)" in text for text in texts)
     run = smoke["mlflow_run_id"]
@@ -31,12 +31,12 @@ def test_the_page_has_quality_and_the_ways_to_mlflow_and_the_report(smoke):
 
 @pytest.mark.parametrize("stage", ["generate", "ingest", "train", "evaluate"])
 def test_long_stages_show_their_progress(smoke, stage):
-    """Others of the same server may have been made outside of a flow, by tests of parts of one."""
+    """Other tests write such artifacts outside a flow, to the same server."""
     whole = [one for one in shown(f"progress-{stage}") if float(one.data) == 100.0]
     assert any(one.flow_run_id and one.task_run_id for one in whole)
 
 
-def test_a_server_that_is_away_holds_up_no_work(prefect, caplog):
+def test_an_unreachable_server_does_not_delay_the_work(prefect, caplog):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{probe.getsockname()[1]}/api"
@@ -48,14 +48,14 @@ def test_a_server_that_is_away_holds_up_no_work(prefect, caplog):
     assert any(line.startswith("progress of train is not on the run's page: ") for line in caplog.messages)
 
 
-def test_tables_and_models_are_assets_of_one_name_each():
+def test_each_table_and_model_is_one_asset():
     config = load(CONFIG, {"registration.model_name": "a model"})
     assert table_asset(config).key == "iceberg://dlrm/smoke"
     assert model_asset(config).key == "mlflow://models/a-model"
 
 
-def test_the_model_is_made_of_the_table(smoke):
-    """Lineage, as Prefect's server keeps it."""
+def test_the_model_is_derived_from_the_table(smoke):
+    """Lineage as Prefect's server stores it."""
     body = {"filter": {"event": {"name": ["prefect.asset.materialization.succeeded"]}}, "limit": 50}
     with get_client(sync_client=True) as client:
         events = client.request("POST", "/events/filter", json=body).json()["events"]

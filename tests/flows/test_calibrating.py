@@ -1,4 +1,4 @@
-"""A machine is measured once: what is known of it is used again, what is not is measured and no more."""
+"""A machine is measured once. Known points are reused, and only missing ones are measured."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +33,7 @@ def load_at(point: StudyPoint) -> Load:
 
 
 def law(one: Load) -> float:
-    """Milliseconds of a step on a machine that the fit can know all about."""
+    """Milliseconds of a step on a machine that the fit can describe exactly."""
     return 1.0 + 0.2 * one.layers + one.mlp_flop / 5e7 + 2e-5 * one.rows * one.sparse_features
 
 
@@ -50,7 +50,7 @@ def result(point: StudyPoint) -> PointResult:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Keys of the points that had to be measured."""
+    """Returns the keys of the points that were measured."""
     keys: list[str] = []
 
     def measure(
@@ -90,7 +90,7 @@ def test_a_machine_is_measured_once(asked: list[str]) -> None:
     assert first.process_bytes == 700
 
 
-def test_a_calibration_of_other_code_says_so(
+def test_a_calibration_by_other_code_logs_a_warning(
     asked: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(calibration, "commit", lambda: "before")
@@ -112,7 +112,7 @@ def test_points_that_cannot_be_measured(asked: list[str], monkeypatch: pytest.Mo
         made(12)
 
 
-def test_points_are_predicted_from_others_and_what_lies_beyond_is_told(asked: list[str]) -> None:
+def test_points_are_predicted_from_others_and_extrapolation_is_reported(asked: list[str]) -> None:
     speed = Speed(made(48))
     assert speed.fit.errors is not None
     assert speed.fit.errors.median < 0.05

@@ -1,4 +1,4 @@
-"""A study is measured point by point, goes on where it was, and loses nothing to a point that fails."""
+"""A study is measured point by point, resumes where it stopped, and survives a failed point."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def test_a_point_that_does_not_fit_is_refused_before_anything_is_measured(
         pinned_study(Workspace(study(**{"characterize.axes": {"model.interaction": ["dot", "sum"]}})), None, False)
 
 
-def test_a_study_has_one_folder_whatever_its_order_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_has_one_folder_whatever_the_order_of_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     job = pinned_study(Workspace(study()), None, False)
     assert job == pinned_study(Workspace(study()), None, False)
@@ -65,11 +65,11 @@ def test_time_left_counts_the_points_of_this_process(monkeypatch: pytest.MonkeyP
     clock = Clock(total=4, began=0.0)
     monkeypatch.setattr(run.time, "monotonic", lambda: 120.0)
     assert clock.count(stored=True) == ""
-    assert clock.count(stored=False) == "about 4 min left"  # two more, as long as the one of this process
+    assert clock.count(stored=False) == "about 4 min left"  # two are left, and the one of this process took two minutes
 
 
 @pytest.mark.slow
-def test_a_killed_point_fails_alone_and_is_tried_again(tmp_path: Path) -> None:
+def test_a_killed_point_fails_alone_and_is_retried(tmp_path: Path) -> None:
     config = study()
     wanted = list_points(config.characterize)
     run, killed = characterizing.run_ranks, []
@@ -135,8 +135,8 @@ def test_the_flow_leaves_runs_figures_and_a_report(
     assert len(list((Path(result["report"]).parent / POINTS).iterdir())) == 2
 
 
-def test_a_point_that_its_ranks_refuse_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank among several cannot go on by itself: it ends, and the others are started again without that point."""
+def test_a_point_refused_by_its_ranks_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank of several cannot continue alone: all ranks end and restart without that point."""
     config, begun = study(), list[str]()
 
     def refuse_first(module: str, spec: Any, folder: Path, size: int, threads: Any, limits: Any, hear: Any, *rest: Any):
@@ -154,10 +154,10 @@ def test_a_point_that_its_ranks_refuse_fails_alone(tmp_path: Path, monkeypatch: 
     ]  # fmt: skip
 
 
-def test_rows_are_made_ready_once_for_points_that_read_the_same(
+def test_rows_are_prepared_once_for_points_that_read_the_same_rows(
     smoke: dict[str, Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes a pass over the training rows, which may be billions."""
+    """It takes a pass over the training rows, and there may be billions."""
     monkeypatch.setenv("DLRM_HOME", str(home))
     passes: list[str] = []
     prepared = characterizing.prepared

@@ -1,4 +1,4 @@
-"""What an ingest says of the rules: its result, the run's page, and files below home."""
+"""What an ingest reports about broken rules: its result, the run's page, and files below home."""
 
 import json
 
@@ -14,7 +14,7 @@ from flows.ingest import ingest
 
 @pytest.fixture
 def config(tmp_path):
-    """Five days; on the last of them half of the rows are missing."""
+    """Five days. The last one lacks half of its rows."""
     draw = np.random.default_rng(3)
     sizes = [200, 200, 200, 200, 60]
     days = np.repeat([f"2025-01-0{day}" for day in range(1, 6)], sizes)
@@ -52,7 +52,7 @@ def test_findings_are_in_the_result_on_the_page_and_in_files(command, config, tm
     assert (again["status"], again["days_held"], again["days_skipped"]) == ("skipped", 1, 4)
 
 
-def test_a_day_that_fails_ends_the_ingest_and_the_report_is_there(command, config, tmp_path):
+def test_a_failing_day_ends_the_ingest_and_leaves_a_report(command, config, tmp_path):
     code, result, _ = command(ingest, config, "ingest.checks.rows=fail", home=tmp_path / "home")
     assert (code, result["status"]) == (1, "failed")
     assert result["error"] == (

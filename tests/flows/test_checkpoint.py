@@ -1,4 +1,4 @@
-"""The checkpoints of the smoke run from the command line, and flows that die."""
+"""The checkpoints of the smoke run on the command line, and killed flows."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_list(command, home, smoke, run_name):
 
 @pytest.mark.parametrize("step", ["newest", "best", "20"])
 def test_export_is_the_registered_weights(command, home, smoke, run_name, step):
-    """Without ranks: the whole tables put together, bit for bit those that two ranks have exported."""
+    """The export needs no ranks. It assembles whole tables, with the same bits as the export of two ranks."""
     code, result, _ = command(checkpoint, CONFIG, "action=export", f"step={step}", f"run={run_name}", home=home)
     assert (code, result["run"], result["step"]) == (0, run_name, 20)
     assert weights_sha256(load_file(result["path"])) == smoke["train"]["weights_sha256"]
@@ -64,7 +64,7 @@ def test_export_is_the_registered_weights(command, home, smoke, run_name, step):
         (["action=mend"], "argument 'action': expected 'list', 'verify' or 'export', got 'mend'. Correct the value."),
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_refused(command, home, run_name, words, sentence):
+def test_unknown_steps_and_actions_are_refused(command, home, run_name, words, sentence):
     code, result, _ = command(checkpoint, CONFIG, *words, f"run={run_name}", home=home)
     assert (code, result["error"]) == (1, sentence.format(run=run_name))
 
@@ -123,10 +123,10 @@ def listening(processes: list[psutil.Process]) -> set[int]:
 
 
 @pytest.mark.slow
-def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_goes_on(smoke, home, tmp_path):
-    """Ranks, workers of the service and Prefect's temporary server; their ports and shared memory go with them.
+def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_resumes(smoke, home, tmp_path):
+    """Ranks, preprocessing workers and Prefect's temporary server end, with their ports and shared memory.
 
-    Fault 30: the one after it is killed, too; MLflow has one run, and each step once.
+    Fault 30: the next flow is killed, too. MLflow has one run, and each step once.
     """
     shutil.copytree(home / "warehouse", tmp_path / "home" / "warehouse")
     words = [CONFIG, "training.checkpoint_every_steps=5", "training.log_every_steps=1"]
@@ -152,12 +152,12 @@ def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_goes_on(smoke, hom
     assert any(ports)
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive, [process.cmdline() for process in alive]
-    limit = time.monotonic() + 15  # other tests may run beside this one
+    limit = time.monotonic() + 15  # other tests may run at the same time
     while not set(os.listdir("/dev/shm")) <= segments:
         assert time.monotonic() < limit
         time.sleep(0.05)
     assert not list((tmp_path / "temporary").glob("dlrm-*"))
-    environment["PREFECT_API_URL"] = str(PREFECT_API_URL.value())  # the others need no server of their own
+    environment["PREFECT_API_URL"] = str(PREFECT_API_URL.value())  # the other flows need no server of their own
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as flow:
@@ -183,6 +183,6 @@ def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_goes_on(smoke, hom
 
 
 def stored(home, query: str) -> list[tuple]:
-    """What MLflow's database says."""
+    """Queries MLflow's database."""
     with sqlite3.connect(home / "mlflow" / "mlflow.db") as database:
         return database.execute(query).fetchall()

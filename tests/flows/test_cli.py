@@ -1,4 +1,4 @@
-"""The command line: words to overrides and parameters, and one sentence for every failure."""
+"""The command line: words become overrides and parameters, and every failure is one sentence."""
 
 import datetime
 import importlib
@@ -48,7 +48,7 @@ def ingest(config: str, overrides: Mapping[str, Any] | None = None, day: Any = N
         ("training.max_steps=", {"training.max_steps": None}, {}),
         ("evaluation.slices=[a, b]", {"evaluation.slices": ["a", "b"]}, {}),
         ("filter=country = 'DE' and age >= 18", {"filter": "country = 'DE' and age >= 18"}, {}),
-        ("source.path=*.csv", {"source.path": "*.csv"}, {}),  # no YAML: taken as it stands
+        ("source.path=*.csv", {"source.path": "*.csv"}, {}),  # not YAML: taken as it is
         ("split.days.train=[2024-01-01..2024-01-05]", {"split.days.train": ["2024-01-01..2024-01-05"]}, {}),
         ("preprocessing.on=off", {"preprocessing.on": "off"}, {}),
     ],
@@ -75,7 +75,7 @@ def test_the_last_of_equal_words_counts() -> None:
         ),
     ],
 )
-def test_words_that_say_nothing(word: str, said: str) -> None:
+def test_invalid_words_are_refused(word: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse([word], ingest)
     assert str(error.value) == said
@@ -137,7 +137,7 @@ def test_an_error_is_one_line(error: Exception, said: str) -> None:
 
 
 class Flow:
-    """What the front uses of a Prefect flow."""
+    """The parts of a Prefect flow that the command line uses."""
 
     name = "end-to-end"
 
@@ -227,7 +227,7 @@ def test_a_home_that_cannot_be_written_to_is_refused(
 
 
 def test_fault_33_prefect_reads_no_stored_results() -> None:
-    """A stored result names its own serializer, pickle if it likes: none is written, none is looked for."""
+    """A stored result names its own serializer, even pickle. So none is written and none is read."""
     modules = [importlib.import_module(f"flows.{path.stem}") for path in sorted((ROOT / "flows").glob("*.py"))]
     flows = [value for module in modules for value in vars(module).values() if isinstance(value, PrefectFlow)]
     workspace = Workspace(load("configs/smoke.yaml"))
@@ -242,7 +242,7 @@ def test_fault_33_prefect_reads_no_stored_results() -> None:
     assert (PREFECT_RESULTS_PERSIST_BY_DEFAULT.value(), PREFECT_RESULTS_DEFAULT_SERIALIZER.value()) == (False, "json")
 
 
-def test_the_former_name_of_force_answers(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_former_name_of_force_still_works(caplog: pytest.LogCaptureFixture) -> None:
     former = "again"
     assert parse([f"{former}=true"], ingest) == ({}, {"force": True})
     assert caplog.messages == [f"{former}=true is called force=true now; the former name goes with the next version."]

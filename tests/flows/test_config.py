@@ -1,4 +1,4 @@
-"""Configs: files over files, environment, overrides, identity, and sentences for what is wrong."""
+"""Configs: base files, environment, overrides, identity, and one sentence for each error."""
 
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,16 @@ def test_each_point_of_the_papers_experiments_is_a_config(path: Path) -> None:
         load(path, dict(point.settings))
 
 
-def test_a_path_is_looked_up_here_then_in_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_looked_up_in_the_current_folder_then_in_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "mine.yaml", **MINIMAL)
     assert load("mine.yaml").name == "toy"
     assert load("configs/demo.yaml").name == "demo"
 
 
-def test_a_file_lies_over_its_base(tmp_path: Path) -> None:
+def test_a_file_overrides_its_base(tmp_path: Path) -> None:
     write(tmp_path / "a.yaml", **MINIMAL, training={"epochs": 2, "batch_rows": 64}, evaluation={"slices": ["a", "b"]})
     (tmp_path / "sub").mkdir()
     write(tmp_path / "sub" / "b.yaml", base="../a.yaml", training={"epochs": 3}, evaluation={"slices": ["c"]})
@@ -81,7 +83,7 @@ def test_a_file_lies_over_its_base(tmp_path: Path) -> None:
     }
 
 
-def test_environment_variables_are_put_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_substituted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOY_EPOCHS", "4")
     monkeypatch.delenv("TOY_NAME", raising=False)
     path = write(
@@ -103,7 +105,7 @@ def test_overrides_reach_any_depth() -> None:
     )
     assert (config.training.epochs, config.seed, config.split.hash.shares["test"]) == (7, 3, 0.25)
     assert config.training.dense_learning_rate == 0.01
-    assert MINIMAL["split"]["hash"]["shares"]["test"] == 0.5  # the input is left as it was
+    assert MINIMAL["split"]["hash"]["shares"]["test"] == 0.5  # the input is unchanged
     assert load(config, {"seed": 4}).seed == 4
     sized = load(MINIMAL, {"features.sparse.0.transforms.0.size": 5})
     assert sized.features.sparse[0].transforms[0].size == 5
@@ -176,7 +178,7 @@ def test_identity_changes_with_what_is_learned(key: str) -> None:
     assert identity(Workspace(load(MINIMAL, {key: SEMANTIC[key]})), 5) != identity(Workspace(load(MINIMAL)), 5)
 
 
-def test_identity_stays_when_repeated_lists_are_kept_once() -> None:
+def test_identity_stays_the_same_with_and_without_deduplication() -> None:
     sessions = {"preprocessing.session_column": "user"}
     once = load(MINIMAL, sessions | {"preprocessing.deduplicate": ["user"]})
     assert identity(Workspace(once), 5) == identity(Workspace(load(MINIMAL, sessions)), 5)
@@ -194,7 +196,7 @@ def test_parameters_are_flat() -> None:
     assert not any(isinstance(value, dict) or key.startswith(("source", "features")) for key, value in flat.items())
 
 
-def test_a_model_is_named_after_the_run_unless_told() -> None:
+def test_a_model_is_named_after_the_run_by_default() -> None:
     assert load(MINIMAL).model_name == "toy"
     assert load(MINIMAL, {"registration.model_name": "champion"}).model_name == "champion"
     with pytest.raises(ConfigError) as caught:
@@ -222,7 +224,7 @@ TOP = "name, home, seed, source, ingest, warehouse, features, filter, split, pre
             "key 'split.column.zzz': expected a known key, got 'zzz'. Known here: name, train, valid, test.",
         ),
         (
-            ops({"kind": "first_x", "limt": 3}),  # the misspelt key is named, not the one that is missing for it
+            ops({"kind": "first_x", "limt": 3}),  # the misspelt key is named, not the key that it should be
             "key 'features.sparse.0.transforms.0.first_x.limt': expected a known key, got 'limt' (1 more). Did you "
             "mean 'limit'?",
         ),
@@ -237,7 +239,7 @@ TOP = "name, home, seed, source, ingest, warehouse, features, filter, split, pre
             "Correct the value.",
         ),
         (
-            MINIMAL | {"preprocessing": {"workers": 0}},  # of several types: one complaint, not one for each
+            MINIMAL | {"preprocessing": {"workers": 0}},  # a field of several types: one error, not one for each type
             "key 'preprocessing.workers': expected 'auto' or greater than 0, got 0. Correct the value.",
         ),
         (
@@ -310,7 +312,7 @@ def test_one_sentence_for_a_bad_value(values: dict[str, Any], said: str) -> None
         ),
     ],
 )
-def test_values_that_contradict_each_other(change: dict[str, Any], said: str) -> None:
+def test_contradicting_values_are_refused(change: dict[str, Any], said: str) -> None:
     assert sentence(MINIMAL | change) == said
 
 
@@ -318,14 +320,14 @@ def test_values_that_contradict_each_other(change: dict[str, Any], said: str) ->
     ("key", "said"),
     [("features.sparse.1.pooling", "1"), ("features.sparse.x", "x"), ("features.sparse.-1.pooling", "-1")],
 )
-def test_an_override_beside_a_list(key: str, said: str) -> None:
+def test_an_override_outside_a_list_is_refused(key: str, said: str) -> None:
     assert sentence(MINIMAL, {key: 1}) == (
         f"override '{key}': expected the number of a section, below 1, got '{said}'. Correct the key."
     )
 
 
 @pytest.mark.parametrize("key", ["name.x", "name.x.y"])
-def test_an_override_below_a_value(key: str) -> None:
+def test_an_override_below_a_value_is_refused(key: str) -> None:
     assert sentence(MINIMAL, {key: 1}) == f"override '{key}': expected a section 'name', got str. Correct the key."
 
 
@@ -339,14 +341,14 @@ def test_an_override_below_a_value(key: str) -> None:
         (b"base: bad.yaml", "expected a `base` that ends somewhere, got a circle. Remove one `base`."),
     ],
 )
-def test_files_that_are_no_config(content: bytes | None, said: str, tmp_path: Path) -> None:
+def test_files_that_are_not_a_config_are_refused(content: bytes | None, said: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     if content is not None:
         path.write_bytes(content)
     assert sentence(path) == f"config '{path}': {said}"
 
 
-def test_other_files_that_are_no_config(tmp_path: Path) -> None:
+def test_other_files_that_are_not_a_config_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text("a: b: c")
     assert sentence(path) == (
@@ -359,7 +361,7 @@ def test_other_files_that_are_no_config(tmp_path: Path) -> None:
     assert sentence(path).startswith(f"config '{path}': expected valid YAML, got could not determine a constructor")
 
 
-def test_passwords_are_not_handed_on():
+def test_passwords_are_not_passed_on():
     over = {
         "warehouse": {"catalog": {"s3.secret-access-key": "hunter2"}},
         "registration": {"tracking_uri": "sql://u:hunter2@h"},
@@ -377,7 +379,7 @@ def test_passwords_are_not_handed_on():
         ("process", "10.0.0.1:6379", "inline: ranks of other machines cannot reach the preprocessing service"),
     ],
 )
-def test_ranks_of_ray_need_rows_that_reach_them(executor: str, address: str | None, expected: str) -> None:
+def test_ranks_of_ray_need_an_executor_that_reaches_them(executor: str, address: str | None, expected: str) -> None:
     keys = {
         "training.launcher": "ray",
         "preprocessing.executor": executor,

@@ -1,4 +1,4 @@
-"""What `make deploy` asks of the server; tests/flows/test_servers.py sees it at work."""
+"""What `make deploy` requests from the server. tests/flows/test_servers.py runs it on a real one."""
 
 import json
 import uuid
@@ -18,7 +18,7 @@ def made(*words: str) -> dict[str, deploy.AutomationCore]:
     return {one.name: one for one in deploy.automations(deploy.parse(words), training)}
 
 
-def test_silence_of_three_heartbeats_is_a_crash():
+def test_three_missed_heartbeats_are_a_crash():
     trigger, [action] = made()[deploy.SILENT].trigger, made()[deploy.SILENT].actions
     assert trigger.within == timedelta(seconds=90)
     assert trigger.after == {"prefect.flow-run.heartbeat"} <= trigger.expect
@@ -27,22 +27,22 @@ def test_silence_of_three_heartbeats_is_a_crash():
     assert made("silent_seconds=35")[deploy.SILENT].trigger.within == timedelta(seconds=35)
 
 
-def test_no_name_of_a_state_is_forgotten():
-    """A state that neither goes on waiting nor counts as a sign of life would have a healthy run marked."""
+def test_every_state_is_covered():
+    """A healthy run in a state that is missing here would be marked as crashed."""
     names = {kind.value.capitalize() for kind in StateType}
     assert {f"prefect.flow-run.{name}" for name in names} <= made()[deploy.STUCK].trigger.expect
     assert "prefect.flow-run.heartbeat" in made()[deploy.STUCK].trigger.expect
     assert names - {"Running", "Pending", "Cancelling"} <= {*deploy.WAITING, *deploy.ENDED}
 
 
-def test_chaining_is_off_until_it_is_asked_for():
+def test_chaining_is_off_by_default():
     assert not made()[deploy.CHAINED].enabled
     assert made("chain=true")[deploy.CHAINED].enabled
 
 
 @pytest.mark.parametrize("given", [{}, {"overrides": None}, {"overrides": {"training.epochs": 2, "name": 'a"b'}}])
 def test_a_chained_training_has_the_parameters_of_the_ingest(given):
-    """Through Prefect's own templates, as the server fills them in."""
+    """Renders Prefect's own templates, as the server does."""
     [action] = made()[deploy.CHAINED].actions
     template = action.parameters["overrides"]["value"]["template"]
     user_templates.validate_user_template(template)

@@ -1,4 +1,4 @@
-"""The command `dlrm`: its help, its answer to a near miss, and the commands behind it."""
+"""The command `dlrm`: its help, its suggestions for misspelt commands, and the commands behind it."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from flows.runtime import dlrm
 from pipeline.config.files import ROOT
 
 OTHERS = {"stuck", "__init__", *dlrm.FORMER}
-"""Modules of flows/ that are no commands of their own."""
+"""Modules of flows/ that are not commands."""
 
 
 def test_every_command_has_a_purpose() -> None:
@@ -45,7 +45,7 @@ def test_help_shows_parameters_with_defaults_and_meanings() -> None:
         ("xyz", "error: 'xyz' is no command. dlrm --help lists the commands."),
     ],
 )
-def test_a_near_miss_is_answered_with_the_closest_name(word: str, said: str) -> None:
+def test_a_misspelt_command_gets_a_suggestion(word: str, said: str) -> None:
     with pytest.raises(SystemExit) as ended:
         dlrm.main([word])
     assert ended.value.code == said

@@ -1,4 +1,4 @@
-"""A beta feature: tried by joining it, then written into the days; one model either way."""
+"""A beta feature is first joined, then backfilled into the days. Both give the same model."""
 
 import datetime
 import os
@@ -43,7 +43,7 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    """Four days of samples, and for each a score and a list of most users."""
+    """Four days of samples and, for each day, a score and a list for most users."""
     random = np.random.default_rng(3)
     users, days = random.integers(0, 30, ROWS * 4), np.repeat(np.arange(4), ROWS)
     worth = random.normal(size=(4, 30))
@@ -63,13 +63,13 @@ def config(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_joined_feature_and_the_same_one_back_filled_train_one_model(config, command, tmp_path):
+def test_a_joined_feature_and_the_same_one_backfilled_train_the_same_model(config, command, tmp_path):
     home = tmp_path / "home"
     code, _, log = command(ingest, config, home=home)
     assert code == 0, log
     code, tried, log = command(train, config, home=home)
     assert code == 0, log
-    assert tried["eval"]["ne"] < 0.95  # what the side source knows is learned
+    assert tried["eval"]["ne"] < 0.95  # the model learns from the feature source
     code, scored, log = command(score, config, home=home)
     assert (code, scored["rows"]) == (0, 4 * ROWS), log
     code, skipped, log = command(train, config, home=home)
@@ -94,7 +94,7 @@ def test_a_joined_feature_and_the_same_one_back_filled_train_one_model(config, c
     assert (code, skipped["status"], skipped["days_skipped"]) == (0, "skipped", 4), log
 
 
-def test_a_changed_side_file_is_another_training(config, monkeypatch, tmp_path):
+def test_a_changed_feature_source_is_another_training(config, monkeypatch, tmp_path):
     monkeypatch.setenv("DLRM_HOME", str(tmp_path / "home"))
     settings = load(config)
     before, side = identity(Workspace(settings), 1), tmp_path / "side" / "0.parquet"

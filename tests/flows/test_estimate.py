@@ -1,4 +1,4 @@
-"""What a training takes, said before it runs: held against the smoke run's own ranks, checkpoint and rows."""
+"""Estimates of a training, compared with the smoke run's own ranks, checkpoint and rows."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def asked(smoke, home):
         return footprint.looked_at(Workspace(load(CONFIG)), None)
 
 
-def test_tables_of_a_rank_are_those_that_a_real_one_holds(smoke, asked):
+def test_a_rank_is_given_the_tables_that_a_real_rank_holds(smoke, asked):
     config = load(CONFIG)
     ranks = footprint.on_ranks(Workspace(config), asked, 2, ROOM, process_bytes=0)
     assert [one.tables for one in ranks.memory] == smoke["train"]["table_bytes"]
@@ -28,7 +28,7 @@ def test_tables_of_a_rank_are_those_that_a_real_one_holds(smoke, asked):
     assert not footprint.on_ranks(Workspace(config), asked, 2, ROOM, process_bytes=40 << 30).fits
 
 
-def test_a_checkpoint_has_the_size_that_was_said(smoke, asked, home):
+def test_a_checkpoint_has_the_estimated_size(smoke, asked, home):
     config = load(CONFIG)
     folder = home / "runs" / f"smoke-{smoke['identity'][:12]}-0" / "checkpoints" / "best"
     found = sum(path.stat().st_size for path in folder.iterdir())
@@ -36,7 +36,7 @@ def test_a_checkpoint_has_the_size_that_was_said(smoke, asked, home):
     assert estimate_checkpoint_bytes(shape, footprint.kept_of(config.training)) == pytest.approx(found, rel=0.01)
 
 
-def test_rows_are_counted_and_a_worker_is_watched(smoke, asked):
+def test_rows_are_counted_and_a_worker_is_measured(smoke, asked):
     assert asked.rows == smoke["train"]["rows"]
     assert asked.worker_rows_per_second > 0
     assert asked.snapshot_id == smoke["snapshot_id"]
@@ -62,7 +62,7 @@ def test_a_workload_needs_no_table(tmp_path, monkeypatch):
         ("cpu: x\ncores: 0", "key 'cores': expected greater than 0, got 0. Correct it."),
     ],
 )
-def test_a_described_machine_that_is_none(text, sentence, tmp_path):
+def test_an_invalid_machine_description_is_refused(text, sentence, tmp_path):
     path = tmp_path / "machine.yaml"
     path.write_text(text)
     with pytest.raises(Exception, match="machine") as raised:
@@ -70,14 +70,14 @@ def test_a_described_machine_that_is_none(text, sentence, tmp_path):
     assert str(raised.value) == f"machine '{path}', {sentence}"
 
 
-def test_the_described_example_is_one():
+def test_the_example_of_a_machine_description_is_valid():
     machine = footprint.machine_at("configs/machines/epyc_9654.yaml")
     assert (machine.cores, machine.room.shared, machine.room.most_ranks) == (96, True, 96)
 
 
 @pytest.mark.slow
-def test_the_flow_says_it_all(command, smoke, home):
-    """With few points the times are rough; what is asked twice is measured once."""
+def test_the_flow_reports_everything(command, smoke, home):
+    """With few points the times are rough. The second call measures nothing."""
     words = ("points=8", "machine=configs/machines/epyc_9654.yaml")
     code, result, log = command(estimate, CONFIG, *words, "measure=true", home=home)
     assert (code, result["status"]) == (0, "ok")

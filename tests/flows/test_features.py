@@ -1,4 +1,4 @@
-"""The catalogue of the smoke run's table: who reads what, what is declared, and what a training does about it."""
+"""The catalogue of the smoke run's table: readers, declarations, and their effect on a training."""
 
 import datetime
 import shutil
@@ -22,7 +22,7 @@ CONFIG = "configs/smoke.yaml"
 
 @pytest.fixture
 def small(smoke, home, tmp_path, monkeypatch):
-    """The smoke run's table alone."""
+    """A home with only the smoke run's table."""
     shutil.copytree(home / "warehouse", tmp_path / "warehouse")
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     return tmp_path
@@ -33,7 +33,7 @@ def columns_of_plan(home, smoke) -> set[str]:
     return set(LoadedModel(folder).columns)
 
 
-def test_list_knows_who_reads_what(command, copied, home, smoke):
+def test_list_shows_the_readers_of_each_feature(command, copied, home, smoke):
     code, result, log = command(features, CONFIG, home=copied)
     assert code == 0, log
     assert (result["status"], result["action"], result["snapshot_id"]) == ("ok", "list", smoke["snapshot_id"])
@@ -100,7 +100,7 @@ def test_fault_4_a_deprecated_feature_is_refused_and_the_champion_is_named(comma
     assert not (copied / "runs").exists()
     allowed = load(CONFIG, {"features.allow_deprecated": True})
     assert allowed.semantics() == identity
-    assert pinned(Workspace(allowed), snapshot, False).done is not None  # the model that is there already
+    assert pinned(Workspace(allowed), snapshot, False).done is not None  # the existing model
 
     code, result, log = command(features, CONFIG, "action=set", "name=cat_user", "state=beta", home=copied)
     assert (code, result["error"]) == (
@@ -118,7 +118,7 @@ def test_fault_4_a_deprecated_feature_is_refused_and_the_champion_is_named(comma
     ]
 
 
-def test_fault_4_a_feature_that_is_not_there_or_of_another_type_is_named_with_its_snapshot(command, small):
+def test_fault_4_a_missing_or_retyped_feature_is_named_with_its_snapshot(command, small):
     warehouse = Workspace(load(CONFIG)).warehouse
     snapshot = warehouse.current("smoke").snapshot_id
     code, result, _ = command(train, CONFIG, "features.dense.1.columns=[num_click_shar]", home=small)
@@ -131,7 +131,7 @@ def test_fault_4_a_feature_that_is_not_there_or_of_another_type_is_named_with_it
     with warehouse.table("smoke").update_schema() as update:
         update.union_by_name(pa.schema([("num_price", pa.string())]))
     code, result, _ = command(ingest, CONFIG, "source.generator.days=5", home=small)
-    assert "columns of table 'smoke'" in result["error"]  # the source's prices are numbers still
+    assert "columns of table 'smoke'" in result["error"]  # the source's prices are still numbers
     day = datetime.date(2025, 2, 1)
     rows = pa.table({"day": pa.array([day], pa.date32()), "num_price": ["free"]})
     newer = warehouse.replace_days("smoke", {day: "i"}, rows.schema, rows.to_batches(), 1)
@@ -143,7 +143,7 @@ def test_fault_4_a_feature_that_is_not_there_or_of_another_type_is_named_with_it
     assert not (small / "runs").exists()
 
 
-def test_fault_3_a_feature_that_was_dropped_and_added_again_has_no_old_values(small, caplog):
+def test_fault_3_a_feature_dropped_and_added_again_has_no_old_values(small, caplog):
     config = load(CONFIG, {"features.dense.0.columns": ["num_price"], "features.dense.1.columns": ["num_quality"]})
     warehouse = Workspace(config).warehouse
     before = Worker(selected(Workspace(config), None)[1]["train"], warehouse)
@@ -176,7 +176,7 @@ ABSENT = {
 
 
 @pytest.mark.slow
-def test_a_column_that_is_not_there_is_null_in_training_and_no_matter_to_the_model(command, copied):
+def test_an_absent_column_is_null_in_training_and_does_not_affect_the_model(command, copied):
     code, result, log = command(
         train, CONFIG, *(f"{key}={str(value).replace(chr(39), '')}" for key, value in ABSENT.items()), home=copied
     )

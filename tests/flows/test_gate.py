@@ -1,4 +1,4 @@
-"""The gate in a run: what it makes of a second model, and what people make of it afterwards."""
+"""The gate decides about a second model, and people promote or roll back afterwards."""
 
 from pathlib import Path
 
@@ -17,12 +17,12 @@ from pipeline.registration.scorer import LoadedModel
 
 CONFIG = "configs/smoke.yaml"
 LIGHT = ("training.world_size=1", "training.threads_per_rank=1", "preprocessing.executor=inline")
-"""A training of one process."""
+"""Settings for a training with one process."""
 
 
 @pytest.mark.slow
 def test_fault_31_a_worse_model_is_rejected_and_a_better_one_promoted(copied, command):
-    """Hardly trained at all; then trained for two more epochs."""
+    """The first model is hardly trained. The second one is trained for two more epochs."""
     code, worse, log = command(train, CONFIG, "training.max_steps=1", "seed=2", *LIGHT, home=copied)
     assert code == 0, log
     assert (worse["gate"]["decision"], worse["gate"]["champion"], worse["model"]["alias"]) == ("reject", 1, None)
@@ -64,7 +64,7 @@ def the_model(smoke, home):
     return job, home / "runs" / f"smoke-{smoke['identity'][:12]}-0" / "model"
 
 
-def test_a_champion_that_cannot_score_the_rows_holds_the_place(smoke, home, copied, monkeypatch):
+def test_a_champion_that_cannot_score_the_rows_stays_champion(smoke, home, copied, monkeypatch):
     job, model = the_model(smoke, home)
     known = LoadedModel.__init__
 
@@ -84,7 +84,7 @@ def test_a_champion_that_cannot_score_the_rows_holds_the_place(smoke, home, copi
     assert not list(copied.rglob("champion"))
 
 
-def test_what_a_killed_attempt_left_behind_is_not_counted(smoke, home, copied):
+def test_leftovers_of_a_killed_attempt_are_not_counted(smoke, home, copied):
     config = load(CONFIG, {"evaluation.group_by": "cat_user"})
     job, model = pinned(Workspace(config), None, False), the_model(smoke, home)[1]
     groups = Path(job.folder) / "groups"
@@ -97,7 +97,7 @@ def test_what_a_killed_attempt_left_behind_is_not_counted(smoke, home, copied):
 
 
 @pytest.mark.slow
-def test_processes_that_share_the_rows_judge_as_one_does(smoke, home, copied):
+def test_several_processes_evaluate_as_one_does(smoke, home, copied):
     job, model = the_model(smoke, home)
     alone = evaluate.judge(Workspace(load(CONFIG)), job, model, lambda *note: None)
     several = evaluate.judge(Workspace(load(CONFIG, {"evaluation.workers": 2})), job, model, lambda *note: None)
@@ -105,7 +105,7 @@ def test_processes_that_share_the_rows_judge_as_one_does(smoke, home, copied):
     assert alone.gate.difference.ne == 0.0
 
 
-def test_a_champion_changed_meanwhile_is_not_overruled(copied):
+def test_a_champion_promoted_meanwhile_stays_champion(copied):
     config = load(CONFIG)
     tracker = Workspace(config).tracking
     verdict = Verdict(decision="promote", reason="NE is lower.", champion=7)

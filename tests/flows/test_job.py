@@ -1,4 +1,4 @@
-"""What is done is done once, and again where its files are gone."""
+"""Finished work is not repeated unless its files are lost."""
 
 import contextvars
 import logging
@@ -22,7 +22,7 @@ CONFIG = "configs/smoke.yaml"
 SMALL = {"source.generator.rows_per_day": 200, "source.generator.days": 2}
 
 
-def test_a_second_training_of_a_model_waits_and_another_models_does_not(tmp_path, monkeypatch, caplog):
+def test_a_second_training_of_a_model_waits_but_one_of_another_model_does_not(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     caplog.set_level(logging.INFO)
     order, moment = [], threading.Event()
@@ -46,7 +46,7 @@ def test_a_second_training_of_a_model_waits_and_another_models_does_not(tmp_path
 
 @pytest.fixture
 def ingested(prefect, tmp_path, monkeypatch):
-    """Ingests a small table into a folder of its own and says what was done."""
+    """Ingests a small table into its own folder and returns the result."""
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     return lambda: ingest(config=CONFIG, overrides=SMALL)
 
@@ -68,7 +68,7 @@ def test_fault_27_two_ingests_at_once_write_each_day_once(ingested):
         ({"session_column": "session_id", "deduplicate": ["lst_*"]}, "preprocessing.deduplicate 'lst_*': expected a sparse feature, got none of that name. Closest: "),
     ],
 )  # fmt: skip
-def test_sessions_that_the_table_does_not_have(ingested, keys, sentence):
+def test_a_session_column_that_the_table_lacks_is_refused(ingested, keys, sentence):
     ingested()
     config = load(CONFIG, {f"preprocessing.{key}": value for key, value in keys.items()})
     with pytest.raises(ConfigError) as caught:
@@ -87,7 +87,7 @@ def test_fault_8_side_tables_are_tagged_like_the_samples(ingested):
         assert warehouse.table(name).refs()[f"train-1234567890ab-{number}"].snapshot_id == number
 
 
-def test_rows_to_judge_by_have_lists_of_their_own(ingested):
+def test_evaluation_rows_are_not_deduplicated(ingested):
     ingested()
     keys = {"preprocessing.session_column": "session_id", "preprocessing.deduplicate": ["list_*"]}
     config = load(CONFIG, keys | {"split.days": {"train": ["2025-01-06"], "test": ["2025-01-07"]}})
@@ -97,7 +97,7 @@ def test_rows_to_judge_by_have_lists_of_their_own(ingested):
 
 
 @pytest.mark.parametrize("harm", [lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-1])])
-def test_fault_28_a_day_whose_file_is_gone_or_cut_is_written_again(ingested, tmp_path, harm):
+def test_fault_28_a_day_with_a_lost_or_truncated_file_is_rewritten(ingested, tmp_path, harm):
     assert ingested()["days_written"] == 2
     [file] = (tmp_path / "warehouse" / "dlrm" / "smoke" / "data" / "day=2025-01-06").glob("*.parquet")
     harm(file)
@@ -109,7 +109,7 @@ def test_fault_28_a_day_whose_file_is_gone_or_cut_is_written_again(ingested, tmp
 
 @pytest.mark.parametrize("what", ["weights.safetensors", "model.json", "result.json"])
 @pytest.mark.parametrize("harm", ["gone", "damaged"])
-def test_fault_28_a_version_whose_files_are_gone_or_damaged_is_made_anew(smoke, home, monkeypatch, what, harm):
+def test_fault_28_a_version_with_lost_or_damaged_files_is_made_again(smoke, home, monkeypatch, what, harm):
     monkeypatch.setenv("DLRM_HOME", str(home))
     config = load(CONFIG)
     assert pinned(Workspace(config), None, False).done is not None

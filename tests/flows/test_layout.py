@@ -1,4 +1,4 @@
-"""From what was read to files laid out for it, by the command; rows, days and models stay as they are."""
+"""The command lays out files for the columns that are read. Rows, days and models stay the same."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def rows(home: Path) -> list[str]:
     return [str(row) for row in table.to_pylist()]
 
 
-def test_a_table_is_laid_out_for_those_who_read_it(command, tmp_path):
+def test_a_table_is_laid_out_for_its_readers(command, tmp_path):
     assert command(ingest, CONFIG, home=tmp_path)[0] == 0
     before = rows(tmp_path)
     code, epoch, _ = command(preprocess, CONFIG, INLINE, home=tmp_path)
@@ -46,7 +46,7 @@ def test_a_table_is_laid_out_for_those_who_read_it(command, tmp_path):
     assert rows(tmp_path) == before
 
     words = ("action=deprecate", "name=cat_device", "instead=cat_country")
-    assert command(features, CONFIG, *words, home=tmp_path)[0] == 0  # what is deprecated is still in the files
+    assert command(features, CONFIG, *words, home=tmp_path)[0] == 0  # deprecated columns are still in the files
     measured = command(layout, CONFIG, "action=measure", home=tmp_path)[1]
     assert (measured["rows"], measured["columns"]) == (len(before), len(kept["columns"]))
     code, applied, _ = command(layout, CONFIG, "action=apply", home=tmp_path)
@@ -54,12 +54,12 @@ def test_a_table_is_laid_out_for_those_who_read_it(command, tmp_path):
     assert rows(tmp_path) == before
     assert command(layout, CONFIG, "action=measure", home=tmp_path)[1]["reads"] < measured["reads"]
     assert command(layout, CONFIG, "action=apply", home=tmp_path)[1]["status"] == "skipped"
-    assert command(ingest, CONFIG, home=tmp_path)[1]["status"] == "skipped"  # days are known as they were written
+    assert command(ingest, CONFIG, home=tmp_path)[1]["status"] == "skipped"  # the identities of days are unchanged
     again = command(preprocess, CONFIG, INLINE, "features.allow_deprecated=true", home=tmp_path)[1]
     assert again["rows"] == epoch["rows"]
 
 
-def test_old_snapshots_and_their_files_go_by_the_command(command, tmp_path):
+def test_the_command_removes_old_snapshots_and_their_files(command, tmp_path):
     assert command(ingest, CONFIG, home=tmp_path)[0] == 0
     assert command(ingest, CONFIG, "force=true", "warehouse.file_rows=100", home=tmp_path)[0] == 0
     before = rows(tmp_path)
@@ -69,7 +69,7 @@ def test_old_snapshots_and_their_files_go_by_the_command(command, tmp_path):
     done = command(layout, CONFIG, *words, "dry_run=false", home=tmp_path)[1]
     assert (done["snapshots"], done["kept"]) == (counted["snapshots"], 1)
     words = ("action=vacuum", "older_than_hours=0")
-    assert command(layout, CONFIG, "action=vacuum", home=tmp_path)[1]["files"] == 0  # all of them are young
+    assert command(layout, CONFIG, "action=vacuum", home=tmp_path)[1]["files"] == 0  # all of them are too young
     counted = command(layout, CONFIG, *words, home=tmp_path)[1]
     done = command(layout, CONFIG, *words, "dry_run=false", home=tmp_path)[1]
     assert (done["files"], done["bytes"]) == (counted["files"], counted["bytes"])
@@ -79,7 +79,7 @@ def test_old_snapshots_and_their_files_go_by_the_command(command, tmp_path):
     assert command(ingest, CONFIG, home=tmp_path)[1]["status"] == "skipped"
 
 
-def test_what_cannot_be_is_said(command, tmp_path):
+def test_invalid_actions_are_refused(command, tmp_path):
     assert command(ingest, CONFIG, home=tmp_path)[0] == 0
     code, result, _ = command(layout, CONFIG, "order_by=[no_such]", home=tmp_path)
     assert code == 1

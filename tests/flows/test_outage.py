@@ -1,4 +1,4 @@
-"""A real MLflow server that goes away: before a training, in it, and when its model is to be registered."""
+"""A real MLflow server goes down before a training, during it, and when its model is registered."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 
 
 class Server:
-    """MLflow over a SQLite database; killed and started again, it has the same address and database."""
+    """MLflow with a SQLite database. After a kill it restarts with the same address and database."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as probe:
@@ -60,7 +60,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def when(happened: Callable[[], object], act: Callable[[], None]) -> threading.Thread:
-    """Does something as soon as something else has happened."""
+    """Runs an action in a thread as soon as a condition is true."""
 
     def watch() -> None:
         limit = time.monotonic() + 200
@@ -88,9 +88,9 @@ def test_fault_29_down_at_start(copied, command, server, monkeypatch):
 
 @pytest.mark.slow
 def test_fault_29_down_in_training_and_down_at_register(smoke, copied, command, server, monkeypatch):
-    """Training goes on without MLflow, which gets all steps later; what it misses at the end, flows.register makes good."""
+    """Training continues without MLflow, which gets all steps later. flows.register makes up for an outage at the end."""
     runs = copied / "runs"
-    monkeypatch.setenv(RETRIES, "8")  # patient, until the server is back
+    monkeypatch.setenv(RETRIES, "8")  # many retries, until the server is back
     server.start()
 
     def outage() -> None:
@@ -115,7 +115,7 @@ def test_fault_29_down_in_training_and_down_at_register(smoke, copied, command, 
     server.start()
     tracker = Workspace(load(CONFIG)).tracking
     run_id = (folder / "mlflow_run_id").read_text()
-    assert tracker.client.get_run(run_id).info.status == "RUNNING"  # nobody could tell it
+    assert tracker.client.get_run(run_id).info.status == "RUNNING"  # nobody could end the run
     assert find_holder(tracker, "smoke") is None
     judged, weights = ((folder / name).stat().st_mtime_ns for name in ("judged.json", "weights.safetensors"))
 
@@ -145,7 +145,7 @@ def test_fault_29_down_in_training_and_down_at_register(smoke, copied, command, 
     assert (code, again["status"], again["model"]) == (0, "skipped", result["model"])
 
 
-def test_a_run_that_is_not_there_is_refused(command, tmp_path):
+def test_an_unknown_run_is_refused(command, tmp_path):
     code, result, _ = command(register, CONFIG, "run=other", home=tmp_path)
     assert (code, result["error"]) == (
         1, f"argument 'run': expected a finished training in '{tmp_path}/runs', got other. Not registered yet: none.",

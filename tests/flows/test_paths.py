@@ -1,4 +1,4 @@
-"""Names that come from outside and become paths: none of them leads out of its folder."""
+"""Names from outside that become paths: none of them leads out of its folder."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_fault_11_a_record_elsewhere_is_not_fetched(copied, place):
 
 
 @pytest.mark.parametrize("name", ["../mlflow", "/tmp", "..", "link"])
-def test_fault_11_the_champions_folder_is_one_of_the_runs(copied, name):
+def test_fault_11_the_champions_folder_must_be_a_run_folder(copied, name):
     config = load(CONFIG)
     (copied / "runs").mkdir()
     (copied / "runs" / "link").symlink_to(copied / "mlflow")
@@ -63,6 +63,6 @@ def test_fault_11_runs_by_a_path(copied, command, flow, run):
     assert sorted(path for path in copied.parent.rglob("*") if path.suffix in (".html", ".safetensors")) == before
 
 
-def test_fault_11_the_name_of_the_run_is_no_path():
+def test_fault_11_the_name_of_the_run_must_not_be_a_path():
     with pytest.raises(ConfigError, match="expected letters, digits and _"):
         load(CONFIG, {"name": "../x"})

@@ -1,4 +1,4 @@
-"""One epoch without a trainer: its order, its costs against the files themselves, and what it does when disturbed."""
+"""One epoch without a trainer: its order, its costs compared with the files, and disturbances."""
 
 import hashlib
 import importlib.util
@@ -69,7 +69,7 @@ def at_home(smoke: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(scope="module")
 def epoch(smoke: dict[str, Any], home: Path) -> dict[str, Any]:
-    """The undisturbed result, made in one process."""
+    """The undisturbed result of one process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(home))
         result: dict[str, Any] = preprocess(config=CONFIG, overrides=INLINE)
@@ -84,7 +84,7 @@ def files(home: Path) -> list[Path]:
 
 
 def global_batch(shares: tuple[Batch, ...]) -> list[np.ndarray]:
-    """Dense values, labels, weights, lengths and ids of a batch, put together from the shares of all ranks."""
+    """Returns dense values, labels, weights, lengths and ids of a batch, joined from the shares of all ranks."""
     kept = [share.weights.numpy() > 0 for share in shares]
     whole = [
         np.concatenate([getattr(share, name).numpy()[rows] for share, rows in zip(shares, kept, strict=True)])
@@ -95,12 +95,12 @@ def global_batch(shares: tuple[Batch, ...]) -> list[np.ndarray]:
         share.sparse.lengths().numpy().reshape(len(features), -1)[:, rows]
         for share, rows in zip(shares, kept, strict=True)
     ]
-    ids = [share.sparse[name].values().numpy() for name in features for share in shares]  # padding has none
+    ids = [share.sparse[name].values().numpy() for name in features for share in shares]  # padding has no weight
     return [*whole, np.concatenate(lengths, axis=1), np.concatenate(ids)]
 
 
 def order_hash(config: RunConfig, epoch: int) -> str:
-    """SHA-256 over the global batches, from what two ranks are given."""
+    """Returns the SHA-256 over the global batches, from the shares of two ranks."""
     _, spec, _ = prepared(Workspace(config), None)
     clients = [
         Client(
@@ -131,7 +131,7 @@ def test_the_result_has_what_scripts_rely_on(epoch: dict[str, Any], smoke: dict[
     json.dumps(epoch, allow_nan=False)
 
 
-def test_rows_bytes_and_nulls_are_those_of_the_files(epoch: dict[str, Any], files: list[Path], at_home: Path) -> None:
+def test_rows_bytes_and_nulls_agree_with_the_files(epoch: dict[str, Any], files: list[Path], at_home: Path) -> None:
     config = load(CONFIG)
     dense = {name for group in config.features.dense for name in group.columns}
     metadata = [pq.ParquetFile(file).metadata for file in files]
@@ -190,7 +190,7 @@ def test_the_order_is_the_same_wherever_workers_run(
     assert f"process ids in {home / 'preprocessing' / 'smoke' / WORKERS_FILE}" in log
 
 
-def test_the_file_of_workers_names_those_alive(at_home: Path, tmp_path: Path, epoch: dict[str, Any]) -> None:
+def test_the_workers_file_names_the_live_ones(at_home: Path, tmp_path: Path, epoch: dict[str, Any]) -> None:
     config = load(CONFIG, {"preprocessing.workers": 1})
     _, spec, _ = prepared(Workspace(config), None)
     seen: list[psutil.Process] = []
@@ -245,10 +245,8 @@ def test_a_bad_value_is_refused_before_anything_runs(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ray_that_is_not_installed_is_named(
-    at_home: Path, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)  # an import finds no module of that name
+def test_a_missing_ray_is_named(at_home: Path, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # importing it now raises ModuleNotFoundError
     monkeypatch.delitem(sys.modules, "pipeline.preprocessing.ray_executor", raising=False)
     code, result, log = command(preprocess, CONFIG, "preprocessing.executor=ray", home=at_home)
     assert (code, result) == (
@@ -271,12 +269,12 @@ LONG = {
     "preprocessing.shuffle_window_rows": 2_000,
     "preprocessing.workers": 2,
 }
-"""An epoch of 160 splits, which takes seconds."""
+"""An epoch of 160 splits. It takes seconds."""
 
 
 @pytest.fixture(scope="module")
 def long_home(prefect: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A warehouse whose epoch is long enough to be disturbed."""
+    """A warehouse with an epoch that is long enough to disturb."""
     folder = tmp_path_factory.mktemp("long")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(folder))
@@ -285,10 +283,10 @@ def long_home(prefect: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 class Command:
-    """`python -m flows.preprocess` as a process of its own, in a group of its own.
+    """`python -m flows.preprocess` in its own process group.
 
     Args:
-        server: Address of Prefect's server; none: the command starts one.
+        server: Address of Prefect's server. Without one the command starts one.
     """
 
     def __init__(
@@ -310,7 +308,7 @@ class Command:
         return set(json.loads(self.note.read_text(encoding="utf-8")).values()) if self.note.exists() else set()
 
     def new_worker(self, known: set[int]) -> int:
-        """A worker that has not been seen before; it is ready, so the epoch has begun."""
+        """Waits for a worker that is new and ready. The epoch has started by then."""
         end = time.monotonic() + 180
         while not (new := self.pids() - known):
             assert time.monotonic() < end, "no worker came"
@@ -322,7 +320,7 @@ class Command:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def ended(self) -> tuple[int, dict[str, Any], str]:
-        """(exit code, result, what else it said)"""
+        """Returns (exit code, result, other output)."""
         out, err = self.process.communicate(timeout=180)
         return self.process.returncode, json.loads(out.strip().splitlines()[-1]), err
 
@@ -350,7 +348,7 @@ def test_an_interrupted_epoch_leaves_nothing(started: Command, how: str) -> None
     family = started.family()
     assert any("pipeline.preprocessing.executors" in process.cmdline() for process in family)
     if how == "Ctrl-C":
-        os.killpg(started.process.pid, signal.SIGINT)  # a terminal tells workers too
+        os.killpg(started.process.pid, signal.SIGINT)  # a terminal signals workers, too
     else:
         started.process.terminate()
     code, result, log = started.ended()
@@ -383,7 +381,7 @@ def test_killed_workers_do_not_change_the_order(long_home: Path) -> None:
 
 @pytest.mark.slow
 def test_too_few_open_files_are_named(long_home: Path) -> None:
-    """Each split that is held is one; here all 160 are shuffled together."""
+    """Each split in memory takes one. Here all 160 are shuffled together."""
     whole = {"preprocessing.shuffle_window_rows": 100_000}
     code, result, log = Command(long_home, whole, open_files=100, server=PREFECT_API_URL.value()).ended()
     assert (code, result) == (

@@ -1,4 +1,4 @@
-"""Quality of a point: its own values come first, and what was swept is not swept again."""
+"""Quality of a point: its own values come first, and a finished sweep is not repeated."""
 
 import pytest
 from prefect.logging import disable_run_logger
@@ -14,7 +14,7 @@ from pipeline.jobs.workspace import Workspace
 CONFIG = "configs/smoke.yaml"
 RATE, BATCH = "training.table_learning_rate", "training.batch_rows"
 LIGHT = {"training.world_size": 1, "preprocessing.executor": "inline", "training.threads_per_rank": 1}
-"""A trial in a few seconds: one process."""
+"""One process makes a trial a matter of seconds."""
 SWEEP = {"strategy": "random", "trials": 2, "space": {RATE: {"low": 0.01, "high": 0.2, "log": True}}}
 POINT = StudyPoint(values={BATCH: 512}, settings={BATCH: 512})
 
@@ -65,7 +65,7 @@ def test_a_study_of_quality_is_refused_before_its_first_point():
 
 
 @pytest.mark.slow
-def test_a_point_is_judged_by_its_own_values_and_by_tuned_ones_once(smoke, copied, monkeypatch):
+def test_a_point_is_evaluated_once_with_its_own_values_and_once_with_tuned_ones(smoke, copied, monkeypatch):
     config = load(CONFIG, LIGHT | {"sweep": SWEEP, "characterize.axes": {BATCH: [512, 1_024]}})
     point = list_points(config.characterize)[1]
     tracker = Workspace(config).tracking
@@ -77,7 +77,7 @@ def test_a_point_is_judged_by_its_own_values_and_by_tuned_ones_once(smoke, copie
     assert [trial["params"] == {RATE: config.training.table_learning_rate} for trial in trials] == [True, False]
     assert (found["ne"], found["tuned_ne"]) == (trials[0]["valid_ne"], min(trial["valid_ne"] for trial in trials))
 
-    plain = load(config, point.settings)  # a training of the same config, by no sweep
+    plain = load(config, point.settings)  # a training of the same config, outside a sweep
     job = candidate_job(Workspace(plain), "x" * 32, smoke["snapshot_id"], copied / "candidate", copied / "plans")
     with disable_run_logger():
         assert train_candidate(Workspace(plain), job, "candidate", {}).valid_ne == found["ne"]

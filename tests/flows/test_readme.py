@@ -1,4 +1,4 @@
-"""What README and the pages of docs/ show works as it stands there."""
+"""The commands, configs, code and links in README and docs/ work as written."""
 
 import re
 import shlex
@@ -37,7 +37,7 @@ OWN_DATA = "configs/mine.yaml"
 ELSEWHERE = {
     OWN_DATA, "data/ml100k", "data/criteo10k", "flows/NAME.py", "pipeline/x/y.py", "tests/pipeline/x/test_y.py",
 }  # fmt: skip
-"""Files of the reader, and patterns of names."""
+"""Files that belong to the reader, and patterns of names."""
 
 
 def text_of(path: Path) -> str:
@@ -57,13 +57,13 @@ def all_blocks(language: str) -> list[Any]:
 
 
 def commands_in(block: str) -> Iterator[list[str]]:
-    """The words of each command of a shell block; a command may go over several lines."""
+    """Returns the words of each command in a shell block. A command may span several lines."""
     text = ""
     for line in block.replace("\\\n", " ").splitlines():
         text += line + "\n"
         try:
             words = shlex.split(text, comments=True)
-        except ValueError:  # an open quote
+        except ValueError:  # a quote is still open
             continue
         text = ""
         while "&&" in words:
@@ -111,7 +111,7 @@ def check(words: list[str], own_data: Path) -> None:
 
 
 def check_command(name: str, words: Sequence[str], own_data: Path) -> None:
-    """Flow, parameters, keys and config exist and fit; nothing is run."""
+    """Checks that flow, parameters, keys and config exist and fit. Runs nothing."""
     command = commands()[name]
     if isinstance(command, types.ModuleType):
         if command is deploy:
@@ -120,7 +120,7 @@ def check_command(name: str, words: Sequence[str], own_data: Path) -> None:
     named = [word for word in words if "=" not in word]
     assert len(named) == (0 if name == "suggest" and "=" in words[0] else 1), words
     overrides, _ = parse(words[len(named) :], command.fn)
-    if not named or named[0].startswith(".dlrm/"):  # a file that an earlier command writes
+    if not named or named[0].startswith(".dlrm/"):  # an earlier command writes it
         return
     config = load(own_data if named[0] == OWN_DATA else ROOT / named[0], overrides)
     assert config.name
@@ -187,7 +187,7 @@ def test_commands_and_files_named_exist() -> None:
             assert (ROOT / name).exists() or name in ELSEWHERE, (path, name)
 
 
-def test_links_outside_of_the_site_exist() -> None:
+def test_links_that_leave_the_site_exist() -> None:
     for path in TOP:
         for name in re.findall(r"\]\((?!http)([\w./]+)(?:#[\w-]+)?\)", text_of(path)):
             assert (path.parent / name).exists(), (path, name)
@@ -230,7 +230,7 @@ def test_every_flow_but_recurring_runs_on_demand() -> None:
     assert {f"{flow}/on-demand" for flow in flows - {"recurring"}} <= declared()
 
 
-def test_pages_show_actions_that_there_are() -> None:
+def test_pages_name_existing_actions() -> None:
     shown = re.findall(r"flows\.features \S+ action=(\w+)", text_of(DOCS / "features.md"))
     assert shown
     assert set(shown) <= set(get_args(Action))

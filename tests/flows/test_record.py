@@ -1,4 +1,4 @@
-"""What a run says of the code that made it."""
+"""What a run records about its code."""
 
 import subprocess
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from pipeline.jobs import code_version
 
 
-def test_a_commit_is_marked_where_code_differs_and_not_for_a_report(
+def test_a_commit_is_marked_for_changed_code_but_not_for_a_changed_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def git(*words: str) -> str:

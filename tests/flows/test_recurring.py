@@ -1,4 +1,4 @@
-"""Day after day: champions trained further, back-fills, and policies rehearsed side by side."""
+"""Daily training: incremental champions, backfills and backtests of policies."""
 
 import datetime
 import json
@@ -36,12 +36,12 @@ TOY = {
     "recurring.training": {"dense_learning_rate": 5.0e-4},
     "recurring.policies": {"every day": {}, "never": {"every_days": None}},
 }  # fmt: skip
-"""Four days of generated rows; the first model is trained on two of them."""
+"""Four days of generated rows. The first model is trained on two of them."""
 
 
 @pytest.fixture(scope="module")
 def toy_home(prefect, tmp_path_factory):
-    """A home in which the third day was back-filled."""
+    """A home with the third day backfilled."""
     home = tmp_path_factory.mktemp("toy")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(home))
@@ -60,8 +60,8 @@ def tags(config, version):
 
 
 @pytest.mark.slow
-def test_days_follow_one_another(filled, monkeypatch, tmp_path):
-    """One home from its first champion on: trained, skipped, judged only, refused, and from scratch."""
+def test_a_champion_is_trained_day_by_day(filled, monkeypatch, tmp_path):
+    """Days after the first champion: trained, skipped, only evaluated, refused, and trained from scratch."""
     config = load(CONFIG, TOY)
     assert (filled["status"], filled["days_written"], filled["days_trained"]) == ("ok", 1, 1)
     first = tags(config, 1)
@@ -105,7 +105,7 @@ def test_days_follow_one_another(filled, monkeypatch, tmp_path):
         recurring(CONFIG, TOY, day="2025-01-09")
     shutil.move(tmp_path / "checkpoints", folder)
 
-    (folder / "registered").unlink()  # as if publishing had been cut short once the version was champion
+    (folder / "registered").unlink()  # as if publishing was interrupted after the version became champion
     Workspace(config).tracking.client.delete_model_version_tag("toy_daily", "2", "identity")
     assert recurring(CONFIG, TOY, day="2025-01-08")["status"] == "skipped"
     assert tags(config, 2)["identity"] == second["identity"]
@@ -122,8 +122,8 @@ def test_days_follow_one_another(filled, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_policies_are_rehearsed_side_by_side(filled, monkeypatch):
-    """A model that is never trained further is judged as the champion was on its first new day, to the last bits."""
+def test_policies_are_backtested_on_the_same_days(filled, monkeypatch):
+    """A model that is never retrained scores the first new day as the champion did, to the last bits."""
     compared = backtest(CONFIG, TOY, end="2025-01-09")
     assert (compared["status"], compared["days"]) == ("ok", 2)
     every, never = (compared["policies"][name] for name in ("every day", "never"))
@@ -135,7 +135,7 @@ def test_policies_are_rehearsed_side_by_side(filled, monkeypatch):
         one["trainings"]["further"]: one["rows_trained"]
         for one in map(_course, Path(compared["figure"]).parent.glob("*.json"))
     }
-    assert trained[2]["2025-01-08"] == days["train"]["rows"]  # the rows that the daily run has trained on
+    assert trained[2]["2025-01-08"] == days["train"]["rows"]  # the rows that the daily run trained on
     assert (never["trainings"], never["rows_trained"]) == ({"further": 0, "scratch": 0}, 0)
     client = Workspace(load(CONFIG, TOY)).tracking.client
     children = client.search_runs(
@@ -154,7 +154,7 @@ def _course(path):
     return json.loads(path.read_text())
 
 
-def test_the_work_of_a_day_is_the_same_whoever_is_champion():
+def test_a_days_work_does_not_depend_on_the_champion():
     config, day = load(CONFIG, TOY), datetime.date(2025, 1, 8)
     same = load(config, {"preprocessing.workers": 2, "recurring.policies": {}, "gate.rule": "better"})
     assert identity_of_day(Workspace(config), day) == identity_of_day(Workspace(same), day)
@@ -174,13 +174,13 @@ def test_the_work_of_a_day_is_the_same_whoever_is_champion():
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_trained_further_is_refused(overrides, said):
+def test_invalid_incremental_trainings_are_refused(overrides, said):
     with pytest.raises(ConfigError) as refused:
         load(CONFIG, TOY | overrides)
     assert str(refused.value).startswith(said)
 
 
-def test_a_training_on_new_days_is_one_plain_epoch_unless_told():
+def test_incremental_training_is_one_plain_epoch_by_default():
     config = load(CONFIG, TOY | {"training.epochs": 5, "training.average_from_step": 9, "training.patience": 3})
     assert (config.incremental.epochs, config.incremental.average_from_step, config.incremental.patience) == (
         1,
@@ -190,8 +190,8 @@ def test_a_training_on_new_days_is_one_plain_epoch_unless_told():
     assert (config.incremental.dense_learning_rate, config.training.dense_learning_rate) == (5.0e-4, 1.0e-3)
 
 
-def test_old_checkpoints_make_room(tmp_path, monkeypatch):
-    """Of five days two are kept beside the champion's, which is the oldest, and one that is not finished."""
+def test_old_checkpoints_are_removed(tmp_path, monkeypatch):
+    """Keeps two of five days, the champion's day, which is the oldest, and an unfinished one."""
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     config = load(CONFIG, TOY | {"recurring.keep_checkpoints": 2})
     names = [f"toy_daily-2025-01-{day:02}-abc-0" for day in range(1, 6)] + [
@@ -236,6 +236,6 @@ def test_the_table_of_policies():
     json.dumps(summary)
 
 
-def test_the_summary_of_a_backfill_in_words():
+def test_the_summary_of_a_backfill_is_one_line():
     counts = {"days": 3, "days_trained": 1, "days_judged": 1, "trainings_skipped": 1}
     assert describe(counts) == "3 days; 1 trained, 1 judged only, 1 were done"

@@ -1,4 +1,4 @@
-"""Release trains: what is refused, who goes on, and a whole one with a candidate that fails and one that is stopped."""
+"""Release trains: refusals, the choice of candidates, and a full run with a failed and a stopped candidate."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ CONFIG = "configs/smoke.yaml"
 RATE, STEPS = "training.table_learning_rate", "training.max_steps"
 SAMPLE = {"inputs": ["cat_user"], "rate": 0.5}
 LIGHT = {"training.world_size": 1, "preprocessing.executor": "inline", "training.threads_per_rank": 1}
-"""A candidate in a few seconds: one process."""
+"""One process makes a candidate a matter of seconds."""
 
 
 def settings(**more):
@@ -78,13 +78,13 @@ def settings(**more):
         ),
     ],
 )
-def test_what_cannot_be_released_is_refused(section, said):
+def test_invalid_releases_are_refused(section, said):
     with pytest.raises(ConfigError) as error:
         releasing.checked_candidates(settings(**section))
     assert str(error.value) == said
 
 
-def test_all_candidates_are_held_against_the_table(smoke, home, monkeypatch):
+def test_all_candidates_are_checked_against_the_table(smoke, home, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(home))
 
     def said(**more):
@@ -106,7 +106,7 @@ def test_all_candidates_are_held_against_the_table(smoke, home, monkeypatch):
     assert said(fresh=learned).endswith("got rows of split's `train`. Choose other test rows.")
 
 
-def test_the_same_release_has_the_same_folder_until_it_is_made_again(smoke, copied):
+def test_the_same_release_has_the_same_folder_until_forced(smoke, copied):
     first = releasing.pinned_release(Workspace(settings()), None, False)
     assert releasing.pinned_release(Workspace(settings(parallel=2)), None, True) == first
     assert releasing.pinned_release(Workspace(settings(keep=1)), None, False).identity != first.identity
@@ -123,7 +123,7 @@ def test_another_model_or_gate_is_another_release(smoke, copied):
         assert releasing.pinned_release(Workspace(load(settings(), more)), None, False).identity != first.identity
 
 
-def test_a_release_whose_version_is_gone_is_not_done(smoke, copied):
+def test_a_release_without_its_version_is_not_finished(smoke, copied):
     job = SearchJob(identity="x", folder=str(copied), snapshot={"table": "smoke", "snapshot_id": 1})
     result = {"status": "ok", "model": smoke["model"], "model_run_id": smoke["mlflow_run_id"]}
     (copied / "result.json").write_text(json.dumps(result))
@@ -133,7 +133,7 @@ def test_a_release_whose_version_is_gone_is_not_done(smoke, copied):
     assert releasing.load_result(Workspace(settings()), job) is None
 
 
-def test_a_search_beside_one_on_another_snapshot_is_told_of_it(tmp_path):
+def test_an_unfinished_search_on_another_snapshot_is_found(tmp_path):
     def job(name, snapshot_id, inputs="same"):
         folder = tmp_path / name
         made = SearchJob(identity=name, folder=str(folder), snapshot={"table": "t", "snapshot_id": snapshot_id}, inputs=inputs)  # fmt: skip
@@ -146,7 +146,7 @@ def test_a_search_beside_one_on_another_snapshot_is_told_of_it(tmp_path):
     assert unfinished(new) == [old]
 
 
-def test_the_release_is_no_part_of_a_trainings_identity():
+def test_the_release_section_is_not_part_of_a_trainings_identity():
     assert settings().semantics() == load(CONFIG).semantics()
 
 
@@ -154,7 +154,7 @@ def test_the_demo_has_candidates():
     assert list(releasing.checked_candidates(load("configs/demo.yaml"))) == ["base", "wide", "cross"]
 
 
-def test_a_candidate_is_explored_on_a_part_of_its_own_rows():
+def test_a_candidate_is_explored_on_a_sample_of_its_own_rows():
     config = settings(explore={STEPS: 5}, fresh={"seed": 7})
     own = {"inputs": ["cat_item"], "rate": 0.4, "seed": 3}
     sampled = releasing.explored(config, load(CONFIG, {"sampling": own}))
@@ -165,7 +165,7 @@ def test_a_candidate_is_explored_on_a_part_of_its_own_rows():
     assert releasing.freshened(config, load(CONFIG)) == load(CONFIG, {"seed": 7})
 
 
-def test_a_table_for_people():
+def test_the_printed_table():
     stages = {
         "explore": [CandidateStanding(name="b", valid_ne=0.8), CandidateStanding(name="base", valid_ne=0.9), CandidateStanding(name="c", failed="no")],
         "compare": [CandidateStanding(name="base", valid_ne=0.85), CandidateStanding(name="b", stopped=True)],
@@ -179,8 +179,8 @@ def test_a_table_for_people():
 
 
 @pytest.mark.slow
-def test_a_release_with_a_candidate_that_fails_and_one_that_is_stopped(smoke, command, copied):
-    """`broken` wants more steps than there are rows for; `wild` has far too high a rate."""
+def test_a_release_with_a_failed_and_a_stopped_candidate(smoke, command, copied):
+    """`broken` has too few rows for its steps. `wild` has far too high a learning rate."""
     section = ReleaseConfig(
         candidates={"broken": {STEPS: 10_000}, "wild": {RATE: 5.0, "training.dense_learning_rate": 0.3}},
         sample=SAMPLE,
@@ -217,10 +217,10 @@ def test_a_release_with_a_candidate_that_fails_and_one_that_is_stopped(smoke, co
 
     code, same, _ = command(release, CONFIG, *words, home=copied)
     assert (code, same) == (0, result | {"status": "skipped"})
-    for name in ("result.json", "final.json"):  # as after a kill right before the end
+    for name in ("result.json", "final.json"):  # as after a kill just before the end
         (folder / name).unlink()
     code, again, log = command(release, CONFIG, *words, home=copied)
     assert (code, again["stages"], again["model"]) == (0, result["stages"], model), log
     assert json.loads((folder / "result.json").read_text()) == again
     after = {run.info.run_id: run.info.end_time for run in tracker.client.search_runs([tracker.experiment_id])}
-    assert all(after[run.info.run_id] == run.info.end_time for run in children)  # nothing was trained again
+    assert all(after[run.info.run_id] == run.info.end_time for run in children)  # nothing was retrained

@@ -1,4 +1,4 @@
-"""A version's record, and a training repeated from it."""
+"""A version's record, and the training that repeats it."""
 
 import json
 
@@ -21,7 +21,7 @@ def record(smoke, home, monkeypatch):
     return fetched(Workspace(load(CONFIG)).tracking, "smoke", 1)
 
 
-def test_the_record_has_what_a_training_is_made_from(record, smoke, home):
+def test_the_record_has_everything_that_a_training_needs(record, smoke, home):
     config = load(CONFIG)
     assert record.snapshot.model_dump() == {"table": "smoke", "snapshot_id": smoke["snapshot_id"]}
     refs = Workspace(config).warehouse.table("smoke").refs()
@@ -58,7 +58,7 @@ def test_a_record_holds_no_password(record):
         ({"preprocessing.shuffle_window_rows": 512}, "preprocessing.shuffle_window_rows"),
     ],
 )
-def test_what_would_be_learned_cannot_be_changed(overrides, key):
+def test_keys_that_change_the_result_are_refused(overrides, key):
     with pytest.raises(ConfigError) as error:
         changed(load(CONFIG), overrides)
     assert str(error.value) == (
@@ -67,12 +67,12 @@ def test_what_would_be_learned_cannot_be_changed(overrides, key):
     )
 
 
-def test_ways_of_doing_the_same_can_be_changed():
+def test_keys_that_change_only_the_execution_are_accepted():
     config = changed(load(CONFIG), {"preprocessing.workers": 1, "training.threads_per_rank": 1})
     assert (config.preprocessing.workers, config.training.threads_per_rank) == (1, 1)
 
 
-def test_differences_are_put_into_words(record):
+def test_differences_are_described(record):
     clean = record.model_copy(update={"commit": "0123456789ab"})
     assert differences(clean, clean, clean.placement) == []
     now = clean.model_copy(
@@ -110,13 +110,13 @@ def test_a_version_without_a_record_is_refused(record, smoke, copied):
         (["version=1", "seed=2"], "override 'seed': expected a key that does not change what is learned, such as preprocessing.workers, got 2, which the version was not trained with. Leave it out."),
     ],
 )  # fmt: skip
-def test_a_replay_that_cannot_be_one_is_refused(smoke, command, home, words, sentence):
+def test_an_impossible_replay_is_refused(smoke, command, home, words, sentence):
     code, result, _ = command(replay, CONFIG, *words, home=home)
     assert (code, result["error"]) == (1, sentence)
     assert not (home / "replays").exists()
 
 
-def test_a_snapshot_that_has_expired_is_named(record):
+def test_an_expired_snapshot_is_named(record):
     gone = record.model_copy(update={"snapshot": record.snapshot.model_copy(update={"snapshot_id": 7})})
     with pytest.raises(StorageError) as error:
         pin(Workspace(load(CONFIG)), gone, "smoke-1")
@@ -127,7 +127,7 @@ def test_a_snapshot_that_has_expired_is_named(record):
 
 
 @pytest.mark.slow
-def test_a_replay_on_other_workers_has_the_same_weights(smoke, command, copied):
+def test_a_replay_with_other_workers_has_the_same_weights(smoke, command, copied):
     tracker = Workspace(load(CONFIG)).tracking
     made = list_versions(tracker, "smoke")
     before = len(list_moves(tracker, "smoke")), tracker.client.get_registered_model("smoke").aliases

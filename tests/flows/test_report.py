@@ -1,4 +1,4 @@
-"""The report of a finished run, from what MLflow holds of it."""
+"""The report of a finished run, made from its record in MLflow."""
 
 from pathlib import Path
 
@@ -22,13 +22,13 @@ def test_the_champion_is_reported(smoke, command, home):
     assert f"| evaluation | {smoke['eval']['ne']:.4f} |" in version.description
 
 
-def test_two_runs_are_put_side_by_side(smoke, command, home):
+def test_two_runs_are_shown_side_by_side(smoke, command, home):
     code, result, log = command(report, CONFIG, "run=1", f"against={smoke['mlflow_run_id']}", home=home)
     assert code == 0, log
     assert '<th class="number">difference</th>' in Path(result["path"]).read_text(encoding="utf-8")
 
 
-def test_a_run_of_other_times_is_refused(smoke, home, command, monkeypatch):
+def test_a_run_of_an_older_version_is_refused(smoke, home, command, monkeypatch):
     known = Tracker.read_json
 
     def old(self, run_id, path):
@@ -43,7 +43,7 @@ def test_a_run_of_other_times_is_refused(smoke, home, command, monkeypatch):
     )
 
 
-def test_a_version_that_is_not_there_is_refused(smoke, command, home):
+def test_an_unknown_version_is_refused(smoke, command, home):
     code, result, _ = command(report, CONFIG, "run=999", home=home)
     assert (code, result["error"]) == (
         1, "argument 'run': expected a version of model 'smoke', got 999. Name one.",

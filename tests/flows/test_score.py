@@ -1,4 +1,4 @@
-"""Days of the warehouse scored by the champion: the numbers of the model itself, each day once."""
+"""The champion scores warehouse days: each day once, with the model's own probabilities."""
 
 import re
 import subprocess
@@ -84,7 +84,7 @@ def test_days_are_scored_once_for_each_champion_and_content(smoke, home, copied,
     assert (code, result["version"], result["days"], result["skipped_days"]) == (0, 1, DAYS[:1], []), log
 
 
-def test_what_cannot_be_scored_is_said_in_a_sentence(copied, command):
+def test_a_day_that_cannot_be_scored_is_one_sentence(copied, command):
     code, result, _ = command(score, CONFIG, "version=99", home=copied)
     known = ", ".join(str(number) for number in list_versions(Workspace(load(CONFIG)).tracking, "smoke"))
     assert (code, result["error"]) == (

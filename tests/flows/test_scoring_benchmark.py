@@ -1,4 +1,4 @@
-"""The benchmark of scoring, on the smoke run's model: it says what it measured. Nothing is timed."""
+"""The scoring benchmark runs on the smoke run's model and prints its result. Nothing is timed."""
 
 import json
 import math

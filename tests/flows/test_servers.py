@@ -33,7 +33,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(*command: str, environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen]:
-    """A program with all that it starts; nothing of it is left afterwards."""
+    """Runs a program and ends it with everything that it started."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
     family = psutil.Process(process.pid)
@@ -104,7 +104,7 @@ def test_ui_refuses_a_port_in_use(tmp_path):
 
 
 class Deployed:
-    """A Prefect server with everything that `make deploy` makes; it can be killed and comes back as it was."""
+    """A Prefect server with everything that `make deploy` makes. It can be killed and restarted."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port()
@@ -126,7 +126,7 @@ class Deployed:
         self.process.wait(30)
 
     def ask(self, path: str, body: Any = None) -> Any:
-        """What the API answers; a body is posted. 503 asks to come again, as of a database that others lock for long."""
+        """Returns the API's answer. Posts a body if there is one. Retries on 503, the answer while the database is locked."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         limit = time.monotonic() + 60
@@ -141,7 +141,7 @@ class Deployed:
             time.sleep(0.5)
 
     def order(self, deployment: str, **parameters: Any) -> str:
-        """Id of a new run of a deployment."""
+        """Starts a run of a deployment and returns its id."""
         found = self.ask(f"/deployments/name/{deployment}")["id"]
         return self.ask(f"/deployments/{found}/create_flow_run", {"parameters": parameters})["id"]
 
@@ -153,7 +153,7 @@ class Deployed:
         return self.ask(f"/flow_runs/{run}")["state_type"]
 
     def training(self, run: str) -> str:
-        """State of the training inside an end-to-end run."""
+        """Returns the state of the training inside an end-to-end run."""
         found = self.ask(
             "/flow_runs/filter", {"flow_runs": {"parent_flow_run_id": {"any_": [run]}}, "sort": "START_TIME_DESC"}
         )
@@ -188,10 +188,10 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
 
 
 def until(happened: Callable[[], Any], seconds: float = 240.0) -> Any:
-    """What it returns, once that is true."""
+    """Waits until a call returns something true, and returns that."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
-        with suppress(TimeoutError):  # of a server that has much to do
+        with suppress(TimeoutError):  # the server is busy
             if found := happened():
                 return found
         time.sleep(0.2)
@@ -204,10 +204,10 @@ SMOKE, LONG = (
 )
 
 
-def test_fault_25_a_zombie_is_found_its_slot_is_freed_and_the_next_goes_on(deployed):
-    """Worker and flow are killed. Fault 24: what is cancelled then leaves no process."""
+def test_fault_25_a_zombie_is_found_its_slot_is_freed_and_the_next_run_starts(deployed):
+    """Worker and flow are killed. Fault 24: a run that is cancelled then leaves no process."""
     pending = deployed.order("ingest/on-demand")
-    deployed.ask(f"/flow_runs/{pending}/set_state", {"state": {"type": "PENDING"}})  # as by a worker that is gone
+    deployed.ask(f"/flow_runs/{pending}/set_state", {"state": {"type": "PENDING"}})  # as a dead worker leaves it
     checkpoints = lambda: set(deployed.folder.glob("runs/smoke-*/checkpoints/step-*"))  # noqa: E731
     before = checkpoints()
     with deployed.worker() as worker:
@@ -243,10 +243,10 @@ def test_fault_27_parameters_of_a_wrong_kind_range_or_name_make_no_run(deployed,
     assert len(deployed.runs("train/on-demand")) == before
 
 
-def test_fault_26_an_ingest_and_the_training_that_it_sets_off_outlive_the_server(deployed):
-    """The database is locked for 30 seconds, then the server is killed and started again, all while a model is trained.
+def test_fault_26_an_ingest_and_the_training_it_starts_outlive_the_server(deployed):
+    """While a model trains, the database is locked for 30 seconds. Then the server is killed and restarted.
 
-    Fault 27: overrides that are wrong end a run before it does anything.
+    Fault 27: wrong overrides end a run before it does anything.
     """
     with deployed.worker():
         bad = deployed.order("ingest/on-demand", config=SMOKE, overrides={"training.epochs": "two"})

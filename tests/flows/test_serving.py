@@ -1,4 +1,4 @@
-"""The registered model behind `mlflow models serve`, asked over HTTP: a model of numbers, times, ids, strings and lists."""
+"""The registered model behind `mlflow models serve`, over HTTP, with numbers, times, ids, strings and lists."""
 
 import datetime
 import json
@@ -65,7 +65,7 @@ def source(folder: Path) -> Path:
 
 
 def configured(file: Path) -> RunConfig:
-    """The smoke config over that source."""
+    """The smoke config with that source."""
     hashed = {"kind": "sigrid_hash", "size": 1_000}
     return load(
         "configs/smoke.yaml",
@@ -86,7 +86,7 @@ def configured(file: Path) -> RunConfig:
 
 
 class Served(NamedTuple):
-    """A model, three times: behind a server, as MLflow loads it, and as a folder."""
+    """A model in three forms: behind a server, loaded by MLflow, and as a folder."""
 
     address: str
     pyfunc: mlflow.pyfunc.PyFuncModel
@@ -96,12 +96,12 @@ class Served(NamedTuple):
     probe: list[float]
 
     def columns(self, rows: pa.Table | None = None) -> dict[str, list[Any]]:
-        """Rows, those of the probe if none are given, as JSON can hold them: a list of values a column."""
+        """Returns rows as JSON can hold them, a list of values for each column. By default, the rows of the probe."""
         frame = raw_frame(self.rows if rows is None else rows, self.loaded.columns)
         return {name: [_json(value) for value in frame[name]] for name in frame.columns}
 
     def ask(self, body: Any, kind: str = "application/json") -> tuple[int, Any]:
-        """Status and answer; the body is sent as it is if it is bytes."""
+        """Returns status and answer. Sends a body of bytes as it is."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.address + "/invocations", data, {"Content-Type": kind})
         try:
@@ -111,7 +111,7 @@ class Served(NamedTuple):
             return error.code, error.read().decode()
 
     def scores(self, body: Any) -> list[float]:
-        """Probabilities of a good request."""
+        """Returns the probabilities of a valid request."""
         status, answer = self.ask(body)
         assert status == 200, answer
         return [row["probability"] for row in answer["predictions"]]
@@ -207,7 +207,7 @@ def test_trainer_pyfunc_and_server_give_the_same_scores(served):
 
 
 def test_fault_32_rows_unlike_any_of_training(served):
-    """Unknown ids and strings, nulls, lists empty and long: the same as the warehouse's rows would give."""
+    """Unknown ids and strings, nulls, empty and long lists score as the same rows in the warehouse would."""
     odd = {
         "num_share": [None, -1e30, 1e300, 5.0],
         "num_since": [None, datetime.datetime(1900, 1, 1), datetime.datetime(2200, 1, 1), None],
@@ -283,7 +283,7 @@ def test_fault_32_malformed_requests_are_refused(served, body):
 
 
 def test_fault_32_json_without_a_number(served):
-    """NaN and infinity are no JSON, but Python reads them: a missing value, and what the plan makes of infinity."""
+    """NaN and infinity are not JSON, but Python reads them. NaN is a missing value; the plan has a rule for infinity."""
     columns = served.columns(served.rows.slice(0, 3))
     assert served.scores(as_inputs(columns | {"num_share": [math.nan] * 3})) == served.scores(
         as_inputs(columns | {"num_share": [None] * 3})

@@ -1,4 +1,4 @@
-"""Every placement of the smoke config's tables trains alike, and what cannot be placed says why."""
+"""Every sharding plan of the smoke config's tables trains alike. An impossible plan is refused with the reason."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from pipeline.jobs.training.sharding_plans import TOLERANCE, as_text
 from pipeline.jobs.workspace import Workspace
 
 KINDS = ("row_wise", "table_wise", "table_column_wise", "grid_shard")
-"""Enough to compare; each starts ranks of its own. That all kinds train alike is shown beside the sharding."""
+"""A few plans to compare. Each starts its own ranks. tests/pipeline/training/tables/test_sharding.py compares all types."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def result(smoke: dict[str, Any], home: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_all_placements_train_alike(result: dict[str, Any]) -> None:
+def test_all_plans_train_alike(result: dict[str, Any]) -> None:
     assert result["status"] == "ok"
     assert result["tolerance"] == TOLERANCE
     plans = result["plans"]
@@ -45,14 +45,14 @@ def test_all_placements_train_alike(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_refused_says_why(result: dict[str, Any]) -> None:
+def test_a_refused_plan_gives_the_reason(result: dict[str, Any]) -> None:
     refused = {(entry["kind"], entry["partitioner"]): entry["reason"] for entry in result["refused"]}
     assert "expected sum pooling, got mean pooling" in refused["grid_shard", "greedy"]
     assert "expected CUDA devices, got cpu" in refused["table_wise", "memory_balanced"]
 
 
 @pytest.mark.slow
-def test_the_run_has_table_and_figure(result: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_has_a_table_and_a_plot(result: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLRM_HOME", str(home))
     client = Workspace(load("configs/smoke.yaml")).tracking.client
     names = {item.path for folder in (None, "plots") for item in client.list_artifacts(result["mlflow_run_id"], folder)}

@@ -1,4 +1,4 @@
-"""A config suggested from a table or from files, and a training that runs on it as it is."""
+"""A config suggested for a table or for files, and a training with that config unchanged."""
 
 import pandas as pd
 import pytest
@@ -36,14 +36,14 @@ def test_files_alone_give_a_whole_config(command, tmp_path):
     assert config.split.days.test == ("2025-01-08",)
 
 
-def test_a_source_is_looked_at_where_there_is_no_table(command, tmp_path):
+def test_without_a_table_the_source_is_inspected(command, tmp_path):
     code, result, _ = command(suggest, CONFIG, "source.generator.rows_per_day=1_000", home=tmp_path / "home")
     assert (code, result["looked_at"], result["rows"], result["days"]) == (0, "files of the source", 4_000, 4)
     assert load(result["config_path"]).features.label == "label"
 
 
 def run(command, *words, home):
-    """As `python -m flows.suggest` without a config."""
+    """Runs `python -m flows.suggest` without a config."""
     with pytest.MonkeyPatch.context() as patch:
         from flows.runtime import cli
 
@@ -53,8 +53,8 @@ def run(command, *words, home):
 
 
 @pytest.mark.slow
-def test_a_suggested_config_trains_as_it_is(copied, smoke, tmp_path):
-    """From the table that the smoke run wrote: no worse than the config that was written by hand."""
+def test_a_suggested_config_trains_unchanged(copied, smoke, tmp_path):
+    """From the smoke run's table: no worse than the config that was written by hand."""
     found = suggest(config=CONFIG)
     assert found["looked_at"] == "table smoke"
     uses = {row["column"]: row["use"] for row in found["columns"]}

@@ -1,4 +1,4 @@
-"""Sweeps: what is refused, what they write, and what kills and crashes leave of them."""
+"""Sweeps: what is refused, what they write, and what survives kills and crashes."""
 
 import json
 import os
@@ -28,9 +28,9 @@ from pipeline.search.study import Draw, SearchStudy, TrialRecord
 CONFIG = "configs/smoke.yaml"
 RATE, STEPS = "training.table_learning_rate", "training.max_steps"
 LIGHT = {"training.world_size": 1, "preprocessing.executor": "inline", "training.threads_per_rank": 1}
-"""A trial in a few seconds: one process."""
+"""One process makes a trial a matter of seconds."""
 SPACE = {RATE: {"low": 0.01, "high": 0.2, "log": True}, STEPS: {"choices": [15, 10_000]}}
-"""There are rows for 20 steps: a trial with more of them fails at its end."""
+"""There are rows for 20 steps. A trial with more steps fails at its end."""
 SEED = 10
 """Gives two trials that succeed and one that fails."""
 
@@ -93,7 +93,7 @@ def record(params: dict, ne: float = 0.9) -> TrialRecord:
         ),
     ],
 )
-def test_what_cannot_be_searched_is_refused(overrides, said):
+def test_invalid_searches_are_refused(overrides, said):
     with pytest.raises(ConfigError) as error:
         sweep_job.check_space(load(CONFIG, overrides))
     assert str(error.value) == said
@@ -108,13 +108,13 @@ def test_trials_need_validation_rows(smoke, home, monkeypatch):
     )
 
 
-def test_the_sweep_is_no_part_of_a_trainings_identity():
+def test_the_sweep_section_is_not_part_of_a_trainings_identity():
     plain = load(CONFIG, {"sweep": {}})
     assert plain.sweep != load(CONFIG).sweep
     assert plain.semantics() == load(CONFIG).semantics()
 
 
-def test_the_same_sweep_has_the_same_folder_until_it_is_made_again(smoke, copied):
+def test_the_same_sweep_has_the_same_folder_until_forced(smoke, copied):
     config = load(CONFIG)
     first = sweep_job.pinned_sweep(Workspace(config), None, False)
     assert (
@@ -123,14 +123,14 @@ def test_the_same_sweep_has_the_same_folder_until_it_is_made_again(smoke, copied
     assert sweep_job.pinned_sweep(Workspace(load(CONFIG, {"sweep.seed": 2})), None, False).identity != first.identity
     folder = Path(first.folder)
     folder.mkdir(parents=True)
-    assert sweep_job.pinned_sweep(Workspace(config), None, True) == first  # cut short: it goes on
+    assert sweep_job.pinned_sweep(Workspace(config), None, True) == first  # unfinished, so it resumes
     (folder / "result.json").write_text("{}")
     second = sweep_job.pinned_sweep(Workspace(config), None, True)
     assert (folder.name[:-1], Path(second.folder).name) == (Path(second.folder).name[:-1], f"{folder.name[:-1]}1")
     assert sweep_job.pinned_sweep(Workspace(config), None, False) == first
 
 
-def test_own_values_are_those_that_the_space_has():
+def test_own_values_must_be_in_the_search_space():
     space = {
         RATE: {"low": 0.01, "high": 0.2},
         "training.dense_learning_rate": {"low": 0.5, "high": 1.0},
@@ -144,7 +144,7 @@ def test_own_values_are_those_that_the_space_has():
 
 
 def test_the_best_config_is_a_file_that_loads_to_its_trial(smoke, copied):
-    """Lists that a key reaches into are written whole, since a file's list takes the place of its base's."""
+    """A list with a searched key is written whole, because a file's list replaces its base's list."""
     space = {RATE: {"low": 0.01, "high": 0.2}, "features.sparse.1.transforms.0.limit": {"low": 1, "high": 9}}
     config = load(CONFIG, {"sweep.space": space, "sweep.trial_overrides": {STEPS: 3}, "seed": 4})
     job = sweep_job.pinned_sweep(Workspace(config), None, False)
@@ -159,7 +159,7 @@ def test_the_best_config_is_a_file_that_loads_to_its_trial(smoke, copied):
     assert path.read_text().startswith(f"# Trial 7 of sweep {job.name}: NE 0.9000 on the validation rows.\nbase: ")
 
 
-def test_trials_share_a_fitted_plan_where_they_can(smoke, copied):
+def test_trials_share_a_fitted_plan_if_they_can(smoke, copied):
     config = load(CONFIG)
     plans, snapshot = copied / "plans", smoke["snapshot_id"]
     jobs = [
@@ -171,13 +171,13 @@ def test_trials_share_a_fitted_plan_where_they_can(smoke, copied):
     assert len(list(plans.glob("*/plan.json"))) == 2
     assert jobs[0].plan.hash == jobs[1].plan.hash != jobs[2].plan.hash
     for job in jobs:
-        assert set(job.data) == {"train", "valid"}  # none knows the rows that judge the winner
+        assert set(job.data) == {"train", "valid"}  # no plan is fitted on the test rows
         assert tuple(spec.selection.days for spec in job.data.values()) == tuple(
             spec.selection.days for spec in jobs[0].data.values()
         )
 
 
-def test_a_table_for_people():
+def test_the_printed_table():
     records = [record({RATE: 0.5, "model.bottom_mlp": [8]}), record({RATE: 0.25, "model.bottom_mlp": [16]}, 0.8)]
     assert sweep_run.as_table(records, [RATE, "model.bottom_mlp"]) == (
         f"| trial | NE | `{RATE}` | `model.bottom_mlp` |\n|---|---|---|---|\n"
@@ -186,7 +186,7 @@ def test_a_table_for_people():
 
 
 def expected(folder: Path, config: SweepConfig) -> list[dict]:
-    """What the trials get, by the sweep's seed alone."""
+    """Returns the values of the trials, which depend only on the sweep's seed."""
     study = SearchStudy(folder / "expected.db", config, {})
     return [dict(study.next().params) for _ in range(config.trials)]
 
@@ -213,8 +213,8 @@ def ended(processes: list[psutil.Process]) -> bool:
 
 
 @pytest.mark.slow
-def test_fault_35_a_killed_sweep_goes_on_and_ends_with_the_same_best(smoke, command, copied):
-    """Killed in its second trial; the third fails. The same again, two at a time and undisturbed, finds the same."""
+def test_fault_35_a_killed_sweep_resumes_and_finds_the_same_best(smoke, command, copied):
+    """The sweep is killed in its second trial, and the third fails. An undisturbed sweep with two trials at a time agrees."""
     settings = swept(seed=SEED)["sweep"]
     params = expected(copied, settings)
     assert [trial[STEPS] for trial in params] == [15, 15, 10_000]
@@ -246,7 +246,7 @@ def test_fault_35_a_killed_sweep_goes_on_and_ends_with_the_same_best(smoke, comm
     assert {number: run.info.status for number, run in after.items()} == {
         "0": "FINISHED", "1": "FINISHED", "2": "FAILED",
     }  # fmt: skip
-    assert after["0"].info.end_time == before["0"].info.end_time  # what was done is not done again
+    assert after["0"].info.end_time == before["0"].info.end_time  # finished trials are not repeated
     assert after["1"].info.run_id == before["1"].info.run_id
     assert not list(folder.glob("trials/*/checkpoints"))
     assert tracker.client.get_run(result["mlflow_run_id"]).info.status == "FINISHED"
@@ -255,7 +255,7 @@ def test_fault_35_a_killed_sweep_goes_on_and_ends_with_the_same_best(smoke, comm
     assert load(result["config_path"]) == load(load(CONFIG, LIGHT | {"training.checkpoint_every_steps": 5}), result["best"]["params"] | {"sweep": {}})  # fmt: skip
     identity = folder.name.split("-")[1]
     tags = [tag for tag in Workspace(load(CONFIG)).warehouse.table("smoke").refs() if identity in tag]
-    assert tags == [f"train-{identity}-{smoke['snapshot_id']}"]  # one for all trials
+    assert tags == [f"train-{identity}-{smoke['snapshot_id']}"]  # one plan for all trials
 
     code, same, _ = command(sweep, CONFIG, *words, home=copied)
     assert (code, same) == (0, result | {"status": "skipped"})
@@ -279,7 +279,7 @@ def trials_of(tracker, result: dict) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_candidate_that_is_stopped_early_ends_at_once_and_can_go_on(smoke, copied):
+def test_a_candidate_stopped_early_ends_at_once_and_can_resume(smoke, copied):
     config = load(CONFIG, LIGHT | {"training.checkpoint_every_steps": 5})
     job = candidate_job(Workspace(config), "x" * 32, smoke["snapshot_id"], copied / "candidate", copied / "plans")
 
@@ -303,7 +303,7 @@ def test_a_candidate_that_is_stopped_early_ends_at_once_and_can_go_on(smoke, cop
 
 
 def failing(tmp_path: Path, errors: list[Exception | None]) -> tuple[Trials, Callable[[Draw], None]]:
-    """Trials of one study, and what runs them: each raises the next error, or ends with an NE."""
+    """The trials of one study, and a runner that raises the next error or returns an NE."""
     settings = SweepConfig(space=SPACE, strategy="random", trials=len(errors))
     job = SearchJob(identity="x", folder=str(tmp_path), snapshot={"table": "smoke", "snapshot_id": 1})
     study = SearchStudy(tmp_path / "study.db", settings, {})
@@ -321,7 +321,7 @@ def failing(tmp_path: Path, errors: list[Exception | None]) -> tuple[Trials, Cal
 @pytest.mark.parametrize(
     "error", [StorageError("table", "an answer", "none", "Wait."), OSError(28, "No space left on device")]
 )
-def test_what_is_wrong_around_a_trial_does_not_cost_it(error, tmp_path):
+def test_an_error_outside_a_trial_does_not_fail_it(error, tmp_path):
     trials, run = failing(tmp_path, [None, error, None])
     with pytest.raises(type(error)):
         trials.run_all(1, run, lambda record: None)
@@ -343,7 +343,7 @@ def test_three_failures_in_a_row_end_the_search(tmp_path):
     assert [record.state for record in trials.study.records()][5:] == ["failed", "complete"]
 
 
-def test_a_sweep_without_its_best_config_is_not_done(tmp_path):
+def test_a_sweep_without_its_best_config_is_not_finished(tmp_path):
     job = SearchJob(identity="x", folder=str(tmp_path), snapshot={"table": "smoke", "snapshot_id": 1})
     result = {"trials": {"complete": 20}, "config_path": str(tmp_path / "best.yaml")}
     (tmp_path / "result.json").write_text(json.dumps(result))

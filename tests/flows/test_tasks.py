@@ -1,4 +1,4 @@
-"""Stages whose result can be had in several forms."""
+"""Stages that write their result in several forms."""
 
 import json
 
@@ -22,8 +22,8 @@ from storage.artifacts import sha256
 
 
 @pytest.mark.slow
-def test_a_model_of_int8_tables_is_registered_as_it_is_judged(smoke, home, copied):
-    """The smoke run's weights again, in the other form."""
+def test_a_model_with_int8_tables_is_registered_as_evaluated(smoke, home, copied):
+    """The smoke run's weights in the other form."""
     config = load("configs/smoke.yaml", {"registration.weights": "int8"})
     job = pinned(Workspace(config), None, False)
     assert job.done is None

@@ -1,4 +1,4 @@
-"""A fifth of the negatives with their weight: the model is that of the whole population."""
+"""A model trained on a weighted fifth of the negatives matches the whole population."""
 
 from pathlib import Path
 
@@ -39,12 +39,12 @@ def test_a_thinned_model_is_calibrated_on_all_rows(smoke, home, tmp_path, monkey
     assert "sample_weight" not in model.columns
     found = quality(rows.column("label").to_numpy(), model.score(rows))
     assert found.rows == 5_000
-    assert 0.85 < found.calibration < 1.15  # 2 and more without the weights
+    assert 0.85 < found.calibration < 1.15  # without the weights it is 2 or more
     assert found.ne < smoke["eval"]["ne"] + 0.03
     assert (judged["ne"], judged["calibration"]) == pytest.approx((found.ne, found.calibration), abs=0.1)
 
 
-def test_thinned_rows_want_their_weight():
+def test_thinned_rows_need_their_weight():
     with pytest.raises(ConfigError) as error:
         load(CONFIG, {"source.outcomes.keep_negatives": 0.2})
     assert str(error.value) == (

@@ -1,4 +1,4 @@
-"""The whole chain on a small sample: what it leaves behind, what it skips, what it refuses."""
+"""The whole pipeline on a small sample: what it writes, what it skips, what it refuses."""
 
 import datetime
 import json
@@ -59,8 +59,8 @@ def test_result_has_what_scripts_rely_on(smoke):
     json.dumps(smoke, allow_nan=False)
 
 
-def test_result_is_what_the_registered_model_says_of_the_raw_rows(smoke, at_home):
-    """The pyfunc, loaded as any caller would, against the evaluation and the data read by pyarrow alone."""
+def test_the_result_agrees_with_the_registered_model_on_raw_rows(smoke, at_home):
+    """Compares the pyfunc, loaded as any caller would, with the evaluation, on rows read by pyarrow."""
     config = load(CONFIG)
     files = sorted((at_home / "warehouse" / "dlrm" / "smoke" / "data" / "day=2025-01-09").glob("*.parquet"))
     rows = pa.concat_tables([pq.read_table(file, partitioning=None) for file in files])
@@ -121,7 +121,7 @@ def test_mlflow_holds_the_run(smoke, at_home):
     assert plots == {f"plots/{name}.png" for name in named}
 
 
-def test_mlflow_says_where_the_time_of_preprocessing_went(smoke, at_home):
+def test_mlflow_has_the_time_of_each_preprocessing_part(smoke, at_home):
     tracker = Workspace(load(CONFIG)).tracking
     curves = tracker.load_curves(smoke["mlflow_run_id"], STALL_CURVES)
     assert curves.keys() == {
@@ -131,7 +131,7 @@ def test_mlflow_says_where_the_time_of_preprocessing_went(smoke, at_home):
         assert [step for step, _ in points] == [5, 10, 15, 20]
         assert all(0.0 <= value < (1.0 if name == "stall_fraction_window" else math.inf) for _, value in points)
     assert min(value for _, value in curves["batch_extract_seconds"] + curves["batch_transform_seconds"]) > 0.0
-    waited = [5 * value for _, value in curves["batch_wait_seconds"]]  # of rank 0, as the fractions are
+    waited = [5 * value for _, value in curves["batch_wait_seconds"]]  # of rank 0, like the fractions
     busy = sum(w / f for w, (_, f) in zip(waited, curves["stall_fraction_window"], strict=True) if f)
     assert sum(waited) <= busy
     kept = artifact(tracker, smoke["mlflow_run_id"], "preprocessing.json")
@@ -173,7 +173,7 @@ def test_the_snapshot_is_tagged(smoke, at_home):
     assert refs[f"train-{smoke['identity'][:12]}-{smoke['snapshot_id']}"].snapshot_id == smoke["snapshot_id"]
 
 
-def test_the_same_again_is_skipped(smoke, command, home):
+def test_the_same_training_is_skipped(smoke, command, home):
     code, result, log = command(end_to_end, CONFIG, "training.log_every_steps=7", home=home)
     assert code == 0
     assert result["status"] == "skipped"
@@ -185,7 +185,7 @@ def test_the_same_again_is_skipped(smoke, command, home):
 
 
 @pytest.mark.slow
-def test_again_trains_the_same_weights_into_a_challenger(smoke, command, copied):
+def test_force_trains_the_same_weights_into_a_challenger(smoke, command, copied):
     code, result, _ = command(train, CONFIG, "force=true", home=copied)
     assert code == 0
     assert result["model"]["alias"] == "challenger"
@@ -227,7 +227,7 @@ def test_a_bad_config_is_refused_before_anything_runs(command, tmp_path, words, 
         (["snapshot_id=7"], "snapshot 7 of table 'smoke': expected a snapshot of the table, got none of that id. It may have expired. Use the current snapshot."),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_the_data_is_refused_before_training(smoke, command, home, at_home, words, sentence):
+def test_a_config_that_does_not_fit_the_data_is_refused_before_training(smoke, command, home, at_home, words, sentence):
     runs, versions = sorted((home / "runs").iterdir()), _versions()
     code, result, log = command(train, CONFIG, *words, home=home)
     sentence = sentence.replace("SNAPSHOT", f"{smoke['snapshot_id']}")
@@ -257,7 +257,7 @@ def test_fault_6_nothing_to_read_ends_the_run(command, copied, flow, words, sent
 
 
 def test_fault_6_an_empty_day_ends_the_run(command, copied):
-    """The day that judges has been emptied."""
+    """The test day is emptied."""
     warehouse, versions = Warehouse(WarehouseConfig(), copied / "warehouse"), _versions()
     schema = warehouse.schema(warehouse.current("smoke"))
     warehouse.replace_days("smoke", {datetime.date(2025, 1, 9): "gone"}, schema, [], 0)
@@ -272,7 +272,7 @@ FILTERS = ("1=1; drop table x", "num_price in (select 1)", "lower(cat_device) = 
 
 @pytest.mark.parametrize("text", FILTERS)
 def test_fault_10_a_deployments_overrides_are_checked_before_anything_runs(prefect, tmp_path, monkeypatch, text):
-    """As a worker calls the flow: once by `overrides`, once by the whole config as a parameter."""
+    """Calls the flow as a worker does: once with `overrides`, once with the whole config as a parameter."""
     monkeypatch.setenv("DLRM_HOME", str(tmp_path / "home"))
     said = re.escape(f"filter '{text}': expected comparisons of columns with constants")
     with pytest.raises(ConfigError, match=said):
@@ -326,8 +326,8 @@ def test_an_unknown_day_is_refused(command, tmp_path):
     )
 
 
-def test_a_damaged_day_is_mended_by_ingesting_it_again(command, tmp_path):
-    """A file of the same size passes for whole until it is read; `again` writes its day anew."""
+def test_a_damaged_day_is_repaired_by_ingesting_it_again(command, tmp_path):
+    """A file of the same size looks whole until it is read. `force` rewrites its day."""
     words, home = _source(tmp_path), tmp_path / "home"
     first = command(ingest, CONFIG, *words, home=home)[1]
     [file] = home.rglob("smoke/data/day=2025-01-06/*.parquet")
@@ -374,8 +374,8 @@ def test_few_bad_labels_are_counted(command, tmp_path):
         ["training.table_precision=fp16", "training.vector_communication=fp16", "training.dense_precision=bf16"],
     ],
 )
-def test_rougher_numbers_and_other_optimizers_are_registered_too(smoke, command, home, at_home, words):
-    """The registered model gives the trainer's probabilities, and its NE is near that of the plain training."""
+def test_lower_precision_and_other_optimizers_are_registered_too(smoke, command, home, at_home, words):
+    """The registered model gives the trainer's probabilities. Its NE is near that of the default training."""
     code, result, log = command(train, CONFIG, "registration.model_name=other", *words, home=home)
     assert code == 0, log
     assert result["model"]["name"] == "other"
@@ -395,7 +395,7 @@ def test_a_second_process_on_the_same_training_is_refused(smoke, at_home):
         pass
 
 
-def test_a_run_cut_short_is_ended_and_resumed_as_one(smoke, at_home):
+def test_an_interrupted_run_is_ended_and_resumed_as_one(smoke, at_home):
     config = load(CONFIG, {"seed": 98})
     job = pinned(Workspace(config), None, False)
     tracker = Workspace(config).tracking
@@ -416,7 +416,7 @@ QUARANTINE = [
 
 @pytest.fixture(scope="module")
 def corrupt_file(prefect, tmp_path_factory):
-    """A file of a warehouse, one column of one row group of which cannot be decoded."""
+    """A copy of a warehouse file with one column of one row group that cannot be decoded."""
     folder = tmp_path_factory.mktemp("corrupt")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(folder))
@@ -434,15 +434,17 @@ def corrupt_file(prefect, tmp_path_factory):
 
 @pytest.fixture
 def corrupt_home(corrupt_file, tmp_path, monkeypatch):
-    """A folder with that file's catalog and a registry of its own; (folder, file)."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # MLflow sets it for all of this process: not that of the smoke run
+    """Returns (folder, file): a home with that file in its catalog and its own registry."""
+    monkeypatch.setenv(
+        "MLFLOW_TRACKING_URI", ""
+    )  # MLflow sets it for the whole process; it must not be the smoke run's
     [catalog] = (parent / "warehouse" for parent in corrupt_file.parents if (parent / "warehouse").is_dir())
     shutil.copytree(catalog, tmp_path / "warehouse")
     return tmp_path, corrupt_file
 
 
 @pytest.mark.slow
-def test_fault_5_what_cannot_be_read_is_quarantined_if_so_wished(command, corrupt_home):
+def test_fault_5_unreadable_rows_are_quarantined_if_configured(command, corrupt_home):
     home, file = corrupt_home
     code, result, log = command(train, CONFIG, *QUARANTINE, "preprocessing.on_corrupt=quarantine", home=home)
     assert code == 0, log
@@ -461,7 +463,7 @@ def test_fault_5_what_cannot_be_read_is_quarantined_if_so_wished(command, corrup
 
 
 @pytest.mark.slow
-def test_fault_5_what_cannot_be_read_ends_the_training(command, corrupt_home):
+def test_fault_5_unreadable_rows_end_the_training(command, corrupt_home):
     home, file = corrupt_home
     code, result, log = command(train, CONFIG, *QUARANTINE, home=home)
     assert code == 1

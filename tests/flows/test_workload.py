@@ -1,4 +1,4 @@
-"""Rows of a workload in a table: what a reader makes of them is what batches in memory are."""
+"""A workload's rows in a table: a reader makes the same batches of them as the workload in memory."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def read(workload: Workload, rows: int, folder, monkeypatch) -> list:
     return list(Client(source, ("train", spec), batch_rows=700).batches())
 
 
-def test_rows_are_hashed_and_cut_by_the_reader(tmp_path, monkeypatch):
+def test_the_reader_hashes_and_truncates_rows(tmp_path, monkeypatch):
     found = read(SHAPE, 2_000, tmp_path, monkeypatch)
     assert [batch.global_rows for batch in found] == [700, 700, 600]
     lengths = np.concatenate([batch.sparse.lengths().numpy() for batch in found])
@@ -38,7 +38,7 @@ def test_rows_are_hashed_and_cut_by_the_reader(tmp_path, monkeypatch):
     assert (ids.min() >= 0, ids.max() < SHAPE.hash_size) == (True, True)
     numbers = np.concatenate([batch.dense.numpy() for batch in found])
     assert (numbers.mean(), numbers.std()) == pytest.approx((0.0, 1.0), abs=0.05)
-    assert len(np.unique(numbers)) > 0.99 * numbers.size  # no chunk is another's copy
+    assert len(np.unique(numbers)) > 0.99 * numbers.size  # no two chunks are equal
 
 
 def test_a_workload_without_numbers_can_be_read(tmp_path, monkeypatch):
@@ -46,7 +46,7 @@ def test_a_workload_without_numbers_can_be_read(tmp_path, monkeypatch):
     assert [batch.dense.shape for batch in found] == [(10, 0)]
 
 
-def test_a_table_that_is_there_is_taken(tmp_path, monkeypatch):
+def test_an_existing_table_is_reused(tmp_path, monkeypatch):
     first = written(SHAPE, 50, tmp_path, seed=3)
     others = [written(SHAPE, 51, tmp_path, 3), written(SHAPE, 50, tmp_path, 4)]
     monkeypatch.setattr(Warehouse, "replace_days", lambda *_: pytest.fail("written again"))
