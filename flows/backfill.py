@@ -49,13 +49,13 @@ def backfill(
     """
     workspace = open_workspace(load(config, overrides))
     if work != "ingest":
-        require_hash_split(workspace.config)
+        require_hash_split(workspace.config.split)
     days = name_days(workspace, start, end, work)
     result: dict[str, Any] = {"status": "skipped", "start": f"{days[0]}", "end": f"{days[-1]}", "days": len(days)}
     if work != "train":
         result |= write_days_side_by_side(workspace, days, side_by_side, force)
     if work != "ingest":
-        result |= train_in_order(workspace, days_behind_the_first(workspace.config, days))
+        result |= train_in_order(workspace, days_behind_the_first(workspace.config.split, days))
     done = sum(result.get(key, 0) for key in ("days_written", "days_trained", "days_judged"))
     workspace.console.log.info("%s", describe(result))
     return result | {"status": "ok" if done else "skipped"}

@@ -36,7 +36,7 @@ def recurring(
         force: Repeats a finished day. If the champion has seen that day, roll it back first.
     """
     workspace = open_workspace(load(config, overrides))
-    require_hash_split(workspace.config)
+    require_hash_split(workspace.config.split)
     champion = has_champion(workspace)
     if day is None or not champion:
         ingest(workspace.config)

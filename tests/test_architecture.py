@@ -112,6 +112,28 @@ def test_configs_load_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
+def takes_a_whole_config(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a parameter is a RunConfig, or may be one."""
+    parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    kinds = [ast.unparse(parameter.annotation).strip("'") for parameter in parameters if parameter.annotation]
+    return any("RunConfig" in kind.split(" | ") for kind in kinds)
+
+
+def test_few_functions_take_a_whole_config():
+    """A function takes the section it reads, or the workspace. Flows are not counted: the command line calls them."""
+    found = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for package in ("flows", "pipeline")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and takes_a_whole_config(node)
+        and not any(ast.unparse(decorator).startswith("flow(") for decorator in node.decorator_list)
+    ]
+    assert len(found) < 25, "\n".join(found)
+    assert "pipeline/config/run.py: load" in found
+
+
 def test_rooms_are_small():
     rooms = {path.parent for package in LAYERS for path in (ROOT / package).rglob("*.py")} - {ROOT / "flows"}
     sizes = {room: len([path for path in room.glob("*.py") if path.stem != "__init__"]) for room in rooms}

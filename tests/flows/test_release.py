@@ -80,7 +80,7 @@ def settings(**more):
 )
 def test_invalid_releases_are_refused(section, said):
     with pytest.raises(ConfigError) as error:
-        releasing.checked_candidates(settings(**section))
+        releasing.load_candidates(settings(**section))
     assert str(error.value) == said
 
 
@@ -151,18 +151,18 @@ def test_the_release_section_is_not_part_of_a_trainings_identity():
 
 
 def test_the_demo_has_candidates():
-    assert list(releasing.checked_candidates(load("configs/demo.yaml"))) == ["base", "wide", "cross"]
+    assert list(releasing.load_candidates(load("configs/demo.yaml"))) == ["base", "wide", "cross"]
 
 
 def test_a_candidate_is_explored_on_a_sample_of_its_own_rows():
     config = settings(explore={STEPS: 5}, fresh={"seed": 7})
     own = {"inputs": ["cat_item"], "rate": 0.4, "seed": 3}
-    sampled = releasing.explored(config, load(CONFIG, {"sampling": own}))
+    sampled = releasing.shrink(load(CONFIG, {"sampling": own}), config.release)
     assert sampled.sampling.model_dump() == {"kind": "sampling", "inputs": ("cat_item",), "rate": 0.2, "seed": 3}
-    plain = releasing.explored(config, load(CONFIG))
+    plain = releasing.shrink(load(CONFIG), config.release)
     assert plain.sampling.model_dump() == {"kind": "sampling", "inputs": ("cat_user",), "rate": 0.5, "seed": 0}
     assert (plain.training.max_steps, plain.seed) == (5, 1)
-    assert releasing.freshened(config, load(CONFIG)) == load(CONFIG, {"seed": 7})
+    assert releasing.freshen(load(CONFIG), config.release) == load(CONFIG, {"seed": 7})
 
 
 def test_the_printed_table():

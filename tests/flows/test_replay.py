@@ -7,7 +7,7 @@ import pytest
 from flows.replay import replay
 from pipeline.config import load
 from pipeline.errors import ConfigError, RegistryError, StorageError
-from pipeline.jobs.training.provenance import RECORD, changed, differences, fetched, recorded_config
+from pipeline.jobs.training.provenance import RECORD, differences, fetched, override_recorded, recorded_config
 from pipeline.jobs.training.replay import pin
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import list_moves, list_versions
@@ -26,7 +26,7 @@ def test_the_record_has_everything_that_a_training_needs(record, smoke, home):
     assert record.snapshot.model_dump() == {"table": "smoke", "snapshot_id": smoke["snapshot_id"]}
     refs = Workspace(config).warehouse.table("smoke").refs()
     assert refs[record.snapshot_tag].snapshot_id == smoke["snapshot_id"]
-    assert recorded_config(record, config) == config
+    assert recorded_config(record, Workspace(config)) == config
     assert record.seeds == {"seed": config.seed, "source.generator.seed": config.source.generator.seed}
     assert record.weights_sha256 == smoke["train"]["weights_sha256"]
     assert (record.identity, record.commit) == (smoke["identity"], smoke["git_commit"])
@@ -60,7 +60,7 @@ def test_a_record_holds_no_password(record):
 )
 def test_keys_that_change_the_result_are_refused(overrides, key):
     with pytest.raises(ConfigError) as error:
-        changed(load(CONFIG), overrides)
+        override_recorded(load(CONFIG), overrides)
     assert str(error.value) == (
         f"override '{key}': expected a key that does not change what is learned, such as preprocessing.workers, "
         f"got {overrides[key]}, which the version was not trained with. Leave it out."
@@ -68,7 +68,7 @@ def test_keys_that_change_the_result_are_refused(overrides, key):
 
 
 def test_keys_that_change_only_the_execution_are_accepted():
-    config = changed(load(CONFIG), {"preprocessing.workers": 1, "training.threads_per_rank": 1})
+    config = override_recorded(load(CONFIG), {"preprocessing.workers": 1, "training.threads_per_rank": 1})
     assert (config.preprocessing.workers, config.training.threads_per_rank) == (1, 1)
 
 

@@ -19,7 +19,6 @@ from pipeline.characterization.estimate import DescribedMachine
 from pipeline.characterization.machine import Machine, measure_machine, read_memory_bytes, read_processor_name
 from pipeline.characterization.predict import TERMS, Ceilings, Fit, StepSample, fit
 from pipeline.characterization.results import Load, PointResult
-from pipeline.config import RunConfig
 from pipeline.errors import TrainingError
 from pipeline.jobs.code_version import commit
 from pipeline.jobs.console import step
@@ -121,8 +120,10 @@ def calibrated(workspace: Workspace, count: int, force: bool) -> Calibration:
     Raises:
         TrainingError: If too few points could be measured.
     """
-    base = base_of(workspace.config)
-    marks = marks_of(base)
+    config = workspace.config
+    base = workspace.using(config.model_copy(update=_point_settings(config.training)))
+    training = base.config.training
+    marks = marks_of(training)
     name = hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()[:12]
     logger = workspace.console.log
     with exclusive_dir(workspace.home / "characterize" / f"calibration-{name}") as folder:
@@ -131,7 +132,7 @@ def calibrated(workspace: Workspace, count: int, force: bool) -> Calibration:
             shutil.rmtree(folder / "points", ignore_errors=True)
             path.unlink(missing_ok=True)
         found = Calibration.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
-        points = draw_points(count, world_sizes_of(most_ranks(base)))
+        points = draw_points(count, world_sizes_of(most_ranks(training)))
         if found is not None and {point.key for point in points} <= {one.point.key for one in found.results}:
             logger.info("calibration of this machine: %s points, of commit %s", len(found.results), found.commit)
             if found.commit != (now := commit()):
@@ -148,7 +149,7 @@ def calibrated(workspace: Workspace, count: int, force: bool) -> Calibration:
                 progress("calibrate", next(told), len(points))
                 return result
 
-            results = measure(workspace.using(base), points, folder, tell)
+            results = measure(base, points, folder, tell)
         good = tuple(result for result in results if result.measurement is not None)
         if len(good) < min(LEAST_POINTS, count):
             reason = next((result.reason for result in results if result.reason), "nothing")
@@ -156,34 +157,30 @@ def calibrated(workspace: Workspace, count: int, force: bool) -> Calibration:
                 "calibration", f"at least {min(LEAST_POINTS, count)} points measured", f"{len(good)}: {reason}",
                 "Free memory, or raise points.",
             )  # fmt: skip
-        machine = measure_machine(len(os.sched_getaffinity(0)), "cuda" if takes_cuda(base.training) else "cpu")
+        machine = measure_machine(len(os.sched_getaffinity(0)), "cuda" if takes_cuda(training) else "cpu")
         made = Calibration(machine=machine, marks=marks, commit=commit(), results=good)
         write_json(path, made.model_dump(mode="json"))
     return made
 
 
-def base_of(config: RunConfig) -> RunConfig:
-    """What points are put over: of the config's own settings those that change what a step costs on any model."""
-    training = TrainConfig(**{key: getattr(config.training, key) for key in OWN}, world_size=1)
-    return config.model_copy(
-        update={
-            "model": DLRMConfig(), "training": training, "preprocessing": PreprocessingConfig(), "characterize": QUICK,
-        }
-    )  # fmt: skip
+def _point_settings(training: TrainConfig) -> dict[str, Any]:
+    """Sections that all points share. Of the config's own keys they keep those that change the cost of any step."""
+    own = TrainConfig(**{key: getattr(training, key) for key in OWN}, world_size=1)
+    return {"model": DLRMConfig(), "training": own, "preprocessing": PreprocessingConfig(), "characterize": QUICK}
 
 
-def marks_of(base: RunConfig) -> dict[str, Any]:
+def marks_of(training: TrainConfig) -> dict[str, Any]:
     """What a calibration is good for."""
-    training = base.training.model_dump(mode="json")
+    values = training.model_dump(mode="json")
     machine = {"cpu": read_processor_name(), "cores": len(os.sched_getaffinity(0)), "memory_bytes": read_memory_bytes()}
-    if takes_cuda(base.training):
+    if takes_cuda(training):
         machine |= {"devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]}
-    return {"machine": machine, "versions": versions(), "training": {key: training[key] for key in OWN}}
+    return {"machine": machine, "versions": versions(), "training": {key: values[key] for key in OWN}}
 
 
-def most_ranks(base: RunConfig) -> int:
+def most_ranks(training: TrainConfig) -> int:
     """Cores, or CUDA devices where ranks take those."""
-    return torch.cuda.device_count() if takes_cuda(base.training) else len(os.sched_getaffinity(0))
+    return torch.cuda.device_count() if takes_cuda(training) else len(os.sched_getaffinity(0))
 
 
 def world_sizes_of(cores: int) -> list[int]:

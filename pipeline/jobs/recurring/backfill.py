@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-from pipeline.config import RunConfig
+from pipeline.data.config import SplitConfig
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.extraction.extract import IngestResult
 from pipeline.extraction.opening import source_days
@@ -76,13 +76,13 @@ def _silent(what: str, done: int, total: int) -> None:
     """Takes the reports of single days."""
 
 
-def days_behind_the_first(config: RunConfig, days: Sequence[datetime.date]) -> list[datetime.date]:
+def days_behind_the_first(split: SplitConfig, days: Sequence[datetime.date]) -> list[datetime.date]:
     """The days that come after those of the first model.
 
     Raises:
         EmptyDatasetError: If there are none.
     """
-    last = config.split.hash.last_day if config.split.hash else None
+    last = split.hash.last_day if split.hash else None
     found = [day for day in days if last is None or day > last]
     if not found:
         raise EmptyDatasetError(

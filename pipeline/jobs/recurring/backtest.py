@@ -52,7 +52,7 @@ def pinned_rehearsal(workspace: Workspace, start: datetime.date | None, end: dat
         EmptyDatasetError: If there is no day to rehearse on.
     """
     config = workspace.config
-    require_hash_split(workspace.config)
+    require_hash_split(config.split)
     if config.training.sync != "synchronous":
         raise ConfigError("training.sync", "synchronous, to rehearse", config.training.sync, "Change it.")
     snapshot, data = selected(workspace, None)

@@ -10,8 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.config import RunConfig
-from pipeline.data.config import Part
+from pipeline.data.config import Part, SplitConfig
 from pipeline.errors import ConfigError, EmptyDatasetError, RegistryError
 from pipeline.evaluation.policy import ChampionStanding, Decision
 from pipeline.jobs.training.identity import semantics
@@ -89,7 +88,7 @@ def pinned_day(workspace: Workspace, day: datetime.date | None, force: bool) -> 
         RegistryError: If there is no champion, or it has seen the day.
     """
     config = workspace.config
-    require_hash_split(workspace.config)
+    require_hash_split(config.split)
     warehouse = workspace.warehouse
     snapshot = warehouse.current(config.name)
     rows = warehouse.day_rows(snapshot)
@@ -121,13 +120,13 @@ def pinned_day(workspace: Workspace, day: datetime.date | None, force: bool) -> 
     )
 
 
-def require_hash_split(config: RunConfig) -> None:
+def require_hash_split(split: SplitConfig) -> None:
     """Refuses a split whose parts are whole days: each day needs rows to train on and rows to judge on.
 
     Raises:
         ConfigError: If it is another than `split.hash`.
     """
-    if config.split.hash is None:
+    if split.hash is None:
         raise ConfigError("split", "hash, which parts the rows of each day", "another kind", "See flights_daily.yaml.")
 
 

@@ -68,15 +68,15 @@ def pinned_release(workspace: Workspace, snapshot_id: int | None, force: bool) -
         EmptyDatasetError: If the split of the last training names days that the table does not have.
     """
     config = workspace.config
-    candidates = checked_candidates(config)
+    candidates = load_candidates(config)
     snapshot, data = selected(workspace, snapshot_id)
     if "valid" not in data:
         raise ConfigError("split", "validation rows, by which candidates are ranked", "none", "Name some as `valid`.")
     for name, candidate in candidates.items():
         with prefix_errors(f"release.candidates '{name}'"):
-            selected(workspace.using(explored(config, candidate)), snapshot.snapshot_id)
+            selected(workspace.using(shrink(candidate, config.release)), snapshot.snapshot_id)
         with prefix_errors("release.fresh"):
-            last = selected(workspace.using(freshened(config, candidate)), snapshot.snapshot_id)[1]
+            last = selected(workspace.using(freshen(candidate, config.release)), snapshot.snapshot_id)[1]
         for part in RANKED_BY:
             if share_rows(data[part].selection, last["test"].selection):
                 expected = "test rows that no candidate was trained on or ranked by"
@@ -86,7 +86,7 @@ def pinned_release(workspace: Workspace, snapshot_id: int | None, force: bool) -
     return search_job(workspace, "releases", snapshot, inputs, force)
 
 
-def checked_candidates(config: RunConfig) -> dict[str, RunConfig]:
+def load_candidates(config: RunConfig) -> dict[str, RunConfig]:
     """The configs of all candidates, that of `base` first, before anything runs.
 
     Raises:
@@ -97,21 +97,23 @@ def checked_candidates(config: RunConfig) -> dict[str, RunConfig]:
         raise ConfigError("release.candidates", "at least one beside the config itself", "none", remedy)
     for key in config.release.explore:
         check_section(f"release.explore, key '{key}'", key)
+    label, plain = config.features.label, config.model_copy(update={"release": ReleaseConfig()})
     found: dict[str, RunConfig] = {}
     for name, overrides in config.release.overrides.items():
         where = f"release.candidates '{name}'"
         with prefix_errors(where):
-            candidate = load(without_release(config), overrides)
+            candidate = load(plain, overrides)
         for key in overrides:
             check_section(f"{where}, key '{key}'", key)
-        check_label(f"{where}, features.label", config, candidate)
+        check_label(f"{where}, features.label", label, candidate.features.label)
         with prefix_errors("release.explore"):
-            exploration = explored(config, candidate)
-        check_label("release.explore, features.label", config, exploration)
+            exploration = shrink(candidate, config.release)
+        check_label("release.explore, features.label", label, exploration.features.label)
         for trial in (candidate, exploration):
-            check_parallel("release.parallel", config.release.parallel, trial)
+            launcher, executor = trial.training.launcher, trial.preprocessing.executor
+            check_parallel("release.parallel", config.release.parallel, launcher, executor)
         with prefix_errors("release.fresh"):
-            freshened(config, candidate)
+            freshen(candidate, config.release)
         twin = next((other for other, one in found.items() if one.semantics() == candidate.semantics()), None)
         if twin is not None:
             raise ConfigError(where, "a training unlike the others", f"that of '{twin}'", "Leave one of them out.")
@@ -119,20 +121,15 @@ def checked_candidates(config: RunConfig) -> dict[str, RunConfig]:
     return found
 
 
-def without_release(config: RunConfig) -> RunConfig:
-    """The config of a plain training."""
-    return config.model_copy(update={"release": ReleaseConfig()})
+def shrink(candidate: RunConfig, release: ReleaseConfig) -> RunConfig:
+    """Returns the config to explore a candidate with: a sample of its rows."""
+    sampling = sample_rows(release.sample, candidate.sampling)
+    return load(candidate.model_copy(update={"sampling": sampling}), release.explore)
 
 
-def explored(config: RunConfig, candidate: RunConfig) -> RunConfig:
-    """A candidate's config while it is explored: fewer rows."""
-    sampling = sample_rows(config.release.sample, candidate.sampling)
-    return load(candidate.model_copy(update={"sampling": sampling}), config.release.explore)
-
-
-def freshened(config: RunConfig, candidate: RunConfig) -> RunConfig:
-    """A candidate's config for its last training: the freshest days."""
-    return load(candidate, config.release.fresh or {})
+def freshen(candidate: RunConfig, release: ReleaseConfig) -> RunConfig:
+    """Returns the config of a candidate's last training: the freshest days."""
+    return load(candidate, release.fresh or {})
 
 
 @contextmanager
@@ -168,7 +165,7 @@ class Release:
         self.workspace, self.job, self.run_id = workspace, job, run_id
         self.config, config = workspace.config, workspace.config
         self.folder = Path(job.folder)
-        self.candidates = checked_candidates(config)
+        self.candidates = load_candidates(config)
         self.stages: dict[Stage, list[CandidateStanding]] = {}
 
     @property
@@ -180,8 +177,8 @@ class Release:
         """The config of a candidate in a stage."""
         candidate = self.candidates[name]
         if stage == "explore":
-            return explored(self.config, candidate)
-        return freshened(self.config, candidate) if stage == "retrain" else candidate
+            return shrink(candidate, self.config.release)
+        return freshen(candidate, self.config.release) if stage == "retrain" else candidate
 
     def tags(self, stage: Stage, name: str) -> dict[str, str]:
         """Tags of a candidate's MLflow run."""

@@ -64,7 +64,7 @@ def check_space(config: RunConfig) -> None:
         ends = dimension.choices if dimension.choices is not None else (dimension.low, dimension.high)
         configs = [load(plain, {key: value}) for value in ends]
         for changed in configs:
-            check_label(f"sweep.space '{key}'", plain, changed)
+            check_label(f"sweep.space '{key}'", plain.features.label, changed.features.label)
         learned = [changed.semantics() for changed in configs]
         if len(learned) > 1 and all(other == learned[0] for other in learned[1:]):
             raise ConfigError(f"sweep.space '{key}'", "a key that changes what is learned", "none", "Leave it out.")
@@ -72,8 +72,8 @@ def check_space(config: RunConfig) -> None:
     for key in limits:
         check_section(f"sweep.trial_overrides, key '{key}'", key)
     trial = load(plain, limits)
-    check_label("sweep.trial_overrides, features.label", plain, trial)
-    check_parallel("sweep.parallel", config.sweep.parallel, trial)
+    check_label("sweep.trial_overrides, features.label", plain.features.label, trial.features.label)
+    check_parallel("sweep.parallel", config.sweep.parallel, trial.training.launcher, trial.preprocessing.executor)
 
 
 def without_sweep(config: RunConfig) -> RunConfig:

@@ -98,26 +98,29 @@ def check_section(where: str, key: str) -> None:
         raise ConfigError(where, f"a key of {', '.join(SECTIONS)}", "another", "Leave it out.")
 
 
-def check_label(where: str, config: RunConfig, changed: RunConfig) -> None:
+def check_label(where: str, label: str, other: str) -> None:
     """Refuses a trial that would be ranked by another label than the others.
 
+    Args:
+        label: Of the others.
+        other: Of the trial.
     Raises:
         ConfigError: Names both labels.
     """
-    label, other = config.features.label, changed.features.label
     if other != label:
         raise ConfigError(where, f"the label by which all are ranked, '{label}'", f"'{other}'", "Leave it out.")
 
 
-def check_parallel(where: str, parallel: int, config: RunConfig) -> None:
+def check_parallel(where: str, parallel: int, launcher: str, executor: str) -> None:
     """Refuses trials side by side that use Ray: a process has one connection to it.
 
     Args:
-        config: Of one of the trials.
+        launcher: Of the ranks of a trial.
+        executor: Of its preprocessing.
     Raises:
         ConfigError: If there are several at a time.
     """
-    if parallel > 1 and "ray" in (config.training.launcher, config.preprocessing.executor):
+    if parallel > 1 and "ray" in (launcher, executor):
         raise ConfigError(where, "1 with Ray: a process has one connection to it", f"{parallel}", "Set it to 1.")
 
 

@@ -78,13 +78,13 @@ def measure(
     """Measures the speed of points that have no result in the folder yet; those that failed are tried again.
 
     Args:
-        config: What the points are put over.
+        workspace: Has the config that the points are put over.
         folder: Results are kept here, a file a point; no other process works in it.
         snapshot_id: Of the config's table, for points without a workload; None takes the newest.
     """
     results: dict[str, PointResult] = {}
     ready: list[Ready] = []
-    rows = Rows(workspace, folder, snapshot_id)
+    rows = Rows(folder, snapshot_id)
 
     def done(result: PointResult) -> None:
         results[result.point.key] = keep(folder, tell(result, False))
@@ -111,7 +111,7 @@ def _ready(workspace: Workspace, point: StudyPoint, rows: "Rows") -> Ready:
     """
     settings = settings_of(workspace.config, point)
     study, training = settings.characterize, settings.training
-    data = rows.of(settings)
+    data = rows.of(workspace.using(settings))
     shape = study.workload if data is None else None
     if data is not None:
         plan = data.plan
@@ -135,18 +135,23 @@ class Rows:
         snapshot_id: Of the config's table; None takes the newest.
     """
 
-    def __init__(self, workspace: Workspace, folder: Path, snapshot_id: int | None) -> None:
-        self.workspace, self.folder, self.snapshot_id = workspace, folder, snapshot_id
+    def __init__(self, folder: Path, snapshot_id: int | None) -> None:
+        self.folder, self.snapshot_id = folder, snapshot_id
         self.prepared: dict[str, DataSpec] = {}
         self.samples: dict[str, list[Column]] = {}
 
-    def of(self, config: RunConfig) -> DataSpec | None:
-        """The rows that a point reads; None: its batches are drawn in memory."""
+    def of(self, workspace: Workspace) -> DataSpec | None:
+        """The rows that a point reads; None: its batches are drawn in memory.
+
+        Args:
+            workspace: Has the config of the point.
+        """
+        config = workspace.config
         shape = config.characterize.workload
         if shape is None:
             rest = config.model_dump_json(exclude={"model", "training", "characterize"})
             if rest not in self.prepared:
-                self.prepared[rest] = prepared(self.workspace.using(config), self.snapshot_id)[1]
+                self.prepared[rest] = prepared(workspace, self.snapshot_id)[1]
             return self.prepared[rest]
         if config.characterize.data == "memory":
             return None

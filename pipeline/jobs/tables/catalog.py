@@ -12,7 +12,6 @@ from pipeline.catalog.events import Event, append_event, build_event, newest_eve
 from pipeline.catalog.events import State as State
 from pipeline.catalog.retire import RetireCandidate, find_candidates
 from pipeline.catalog.usage import Usage
-from pipeline.config import RunConfig
 from pipeline.data.profile import profiles
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import Logger
@@ -76,11 +75,12 @@ def entry_of(known: Catalogue, feature: str) -> Entry:
 def proposed(workspace: Workspace, known: Catalogue, unused_days: int) -> list[RetireCandidate]:
     """Features that could be retired."""
     now = datetime.datetime.now(datetime.UTC)
-    return find_candidates(known.entries, known.usage, _not_features(workspace.config), unused_days, now)
+    return find_candidates(known.entries, known.usage, _not_features(workspace), unused_days, now)
 
 
-def _not_features(config: RunConfig) -> set[str]:
+def _not_features(workspace: Workspace) -> set[str]:
     """Columns that the config reads for something else than features, in any flow."""
+    config = workspace.config
     source, sampling, joined = config.source, config.sampling, config.features.joined
     single = [source.day_column]
     single += [source.outcomes.on, source.outcomes.feature_time] if source.outcomes is not None else []
@@ -88,7 +88,7 @@ def _not_features(config: RunConfig) -> set[str]:
     several += [sampling.inputs] if sampling is not None else []
     words = re.findall(r"[A-Za-z_]\w*", config.filter or "")  # its columns among them
     named = {name for name in single if name is not None} | {name for names in (*several, words) for name in names}
-    return named | {name for name, _ in roles_of(config)}
+    return named | {name for name, _ in roles_of(workspace)}
 
 
 def declaration(

@@ -10,13 +10,13 @@ import pyarrow as pa
 from pydantic import BaseModel
 
 from pipeline.catalog.events import read_events, refuse_deprecated
-from pipeline.config import RunConfig
 from pipeline.data.config import PARTS, Part
 from pipeline.data.filters import check_filter
 from pipeline.data.joined.reader import filter_schema, joined_schema
 from pipeline.data.joined.source import PinnedSource
 from pipeline.data.selection import check_sampling, select
 from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
+from pipeline.evaluation.config import GateConfig
 from pipeline.extraction.samples import refuse_outcomes
 from pipeline.jobs.code_version import commit
 from pipeline.jobs.training.identity import identity as identity_of
@@ -174,11 +174,11 @@ def specs(workspace: Workspace, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
     warehouse, joined = workspace.warehouse, workspace.feature_joins()
     schema = joined_schema(warehouse, snapshot, joined)
     plan = _plan_at(workspace, snapshot, schema)
-    _check_columns(config, schema, plan)
+    _check_columns(workspace, schema, plan)
     session = config.preprocessing.session_column
     names = [feature.name for feature in plan.sparse]
     once = resolve(config.preprocessing.deduplicate, names, "preprocessing.deduplicate", "a sparse feature")
-    extra = tuple(dict.fromkeys([*config.evaluation.columns, DAY, *_resampled(config)]))
+    extra = tuple(dict.fromkeys([*config.evaluation.columns, DAY, *_resample_columns(config.gate)]))
     days = list(warehouse.day_rows(snapshot))
     found: dict[Part, DataSpec] = {}
     for part in PARTS:
@@ -200,11 +200,12 @@ def specs(workspace: Workspace, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
     return found
 
 
-def roles_of(config: RunConfig) -> list[tuple[str, str]]:
+def roles_of(workspace: Workspace) -> list[tuple[str, str]]:
     """(column, key of the config) of what a training reads for something else than features."""
+    config = workspace.config
     split, weight, session = config.split, config.features.weight, config.preprocessing.session_column
     found = [(name, "evaluation") for name in config.evaluation.columns]
-    found += [(name, "gate.resample_by") for name in _resampled(config)]
+    found += [(name, "gate.resample_by") for name in _resample_columns(config.gate)]
     found += [(split.column.name, "split.column.name")] if split.column else []
     found += [(name, "split.hash.key") for name in split.hash.columns] if split.hash else []
     found += [(config.features.label, "features.label")]
@@ -213,21 +214,21 @@ def roles_of(config: RunConfig) -> list[tuple[str, str]]:
     return found
 
 
-def _resampled(config: RunConfig) -> list[str]:
-    by = config.gate.resample_by
-    return [] if by is None or by == "row" else [by]
+def _resample_columns(gate: GateConfig) -> list[str]:
+    return [] if gate.resample_by in (None, "row") else [gate.resample_by]
 
 
-def _check_columns(config: RunConfig, schema: pa.Schema, plan: Plan) -> None:
+def _check_columns(workspace: Workspace, schema: pa.Schema, plan: Plan) -> None:
     """Refuses columns that are not there, or not of a kind to do what the config reads them for."""
+    config = workspace.config
     evaluation, weight, session = config.evaluation, config.features.weight, config.preprocessing.session_column
     if config.source.outcomes is not None:
         refuse_outcomes(plan.columns, config.source.outcomes.columns(config.features.label))
-    for name, where in roles_of(config):
+    for name, where in roles_of(workspace):
         if name not in schema.names:
             raise ConfigError(f"{where} '{name}'", "a column of the table", "none of that name", "Correct the name.")
     grouped = [(name, "evaluation.slices") for name in evaluation.slices]
-    grouped += [(name, "gate.resample_by") for name in _resampled(config)]
+    grouped += [(name, "gate.resample_by") for name in _resample_columns(config.gate)]
     grouped += [(evaluation.group_by, "evaluation.group_by")] if evaluation.group_by else []
     for name, where in grouped:
         if pa.types.is_nested(schema.field(name).type):
@@ -269,14 +270,6 @@ def _with_fitted_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Wareh
     return {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
 
 
-def run_name(config: RunConfig) -> str:
-    """Name of an MLflow run: what tells runs apart in a list."""
-    model, training = config.model, config.training
-    return (
-        f"{model.interaction} E{model.embedding_width} B{training.batch_rows} W{training.world_size} seed {config.seed}"
-    )
-
-
 @contextmanager
 def tracked_run(
     workspace: Workspace, job: TrainingJob, name: str | None = None, more: Mapping[str, str] | None = None
@@ -288,7 +281,9 @@ def tracked_run(
         more: Tags beside the usual ones.
     """
     config = workspace.config
-    name = name or run_name(config)
+    if name is None:
+        kind, size = f"{config.model.interaction} E{config.model.embedding_width}", f"B{config.training.batch_rows}"
+        name = f"{kind} {size} W{config.training.world_size} seed {config.seed}"
     tags = {
         "mlflow.runName": name,
         IDENTITY: job.identity,

@@ -128,17 +128,15 @@ def fetched(tracker: Tracker, name: str, version: int) -> Record:
         return Record.model_validate_json(Path(path).read_text(encoding="utf-8"))
 
 
-def recorded_config(record: Record, here: RunConfig) -> RunConfig:
-    """The config of a record, at the home, warehouse and MLflow of the config at hand."""
+def recorded_config(record: Record, workspace: Workspace) -> RunConfig:
+    """Returns the config of a record, with the home, warehouse and MLflow server of the workspace."""
+    here = workspace.config
     values = {**record.config, **here.model_dump(mode="json", include=set(HERE))}
-    return load(values | {"registration": _at(values.get("registration", {}), here)})
+    registration = {**values.get("registration", {}), "tracking_uri": here.registration.tracking_uri}
+    return load(values | {"registration": registration})
 
 
-def _at(registration: Mapping[str, Any], here: RunConfig) -> dict[str, Any]:
-    return {**registration, "tracking_uri": here.registration.tracking_uri}
-
-
-def changed(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+def override_recorded(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
     """A recorded config with other ways of doing the same work.
 
     Raises:

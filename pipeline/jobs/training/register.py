@@ -21,7 +21,7 @@ def register_run(workspace: Workspace, run: str | None) -> dict[str, Any]:
     """
     folder = _folder(workspace, run)
     record = Record.model_validate_json((folder / RECORD).read_text(encoding="utf-8"))
-    workspace = workspace.using(recorded_config(record, workspace.config))
+    workspace = workspace.using(recorded_config(record, workspace))
     run_id = (folder / RUN_ID).read_text(encoding="utf-8").strip()
     if (folder / REGISTERED).exists():
         workspace.console.log.info("skipped: run %s is registered", run_id)

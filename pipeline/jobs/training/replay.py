@@ -9,7 +9,7 @@ from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError, RegistryError
 from pipeline.jobs.console import step
 from pipeline.jobs.training.job import TrainingJob, job_in, selected, tracked_run
-from pipeline.jobs.training.provenance import RECORD, Record, changed, differences, fetched, recorded_config
+from pipeline.jobs.training.provenance import RECORD, Record, differences, fetched, override_recorded, recorded_config
 from pipeline.jobs.training.rank import placed, table_uses
 from pipeline.jobs.training.train import Trained, rank_spec, train
 from pipeline.jobs.workspace import Workspace
@@ -36,7 +36,7 @@ def replay_version(workspace: Workspace, version: int | None, overrides: Mapping
             f"model '{name}', version {version}", "a training by flows.train", f"one of {old.day} by flows.recurring",
             "It continued another version: roll back to that one, then run flows.recurring day=... force=true.",
         )  # fmt: skip
-    workspace = workspace.using(_settings(old, workspace.config, overrides))
+    workspace = workspace.using(_settings(old, workspace, overrides))
     job = pin(workspace, old, f"{name}-{version}")
     tags = {"dlrm.replay_of": f"{name}/{version}", "mlflow.source.name": "flows.replay"}
     with tracked_run(workspace, job, f"replay of {name} version {version}", tags) as run_id:
@@ -44,12 +44,12 @@ def replay_version(workspace: Workspace, version: int | None, overrides: Mapping
         return compare(workspace, job, old, trained, run_id) | {"model": {"name": name, "version": version}}
 
 
-def _settings(old: Record, here: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+def _settings(old: Record, workspace: Workspace, overrides: Mapping[str, Any]) -> RunConfig:
     """The recorded config with the recorded device and threads, and the overrides on top."""
     machine = {"training.threads_per_rank": old.threads_per_rank, "training.device": old.device}
-    base = load(recorded_config(old, here), machine)
+    base = load(recorded_config(old, workspace), machine)
     places = ("home", "warehouse", "registration")
-    return changed(base, {key: value for key, value in overrides.items() if key.split(".")[0] not in places})
+    return override_recorded(base, {key: value for key, value in overrides.items() if key.split(".")[0] not in places})
 
 
 @step("pin")

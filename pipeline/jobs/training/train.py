@@ -10,7 +10,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.config import RunConfig
 from pipeline.config.files import ROOT
 from pipeline.jobs.console import step
 from pipeline.jobs.tables.layout import keep_read
@@ -27,6 +26,7 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import WORKERS_FILE, Totals
 from pipeline.preprocessing.service import Service
 from pipeline.registration.journal import Journal
+from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.launch.ray_train import run_ranks_on_ray
 from pipeline.training.tables.sharding import ShardingPlan
@@ -70,8 +70,8 @@ def train_ranks(
     assert spec.placement is not None
     journal = Journal(tracker, run_id, folder, log.warning)
     with workspace.console.progress() as progress, journal, served(workspace, job) as service:
-        report = EventReport(journal, progress, _rows_to_train(config, job), log)
-        summary = _launch(config, spec, folder, service, report, watch)
+        report = EventReport(journal, progress, _rows_to_train(config.training, job), log)
+        summary = _launch(workspace, spec, folder, service, report, watch)
     if service is not None:
         summary = summary | {"preprocessing": _account(folder, config.preprocessing.executor, service.totals)}
         with workspace.best_effort("record of what was read"):
@@ -85,14 +85,13 @@ def train_ranks(
     return trained
 
 
-def _rows_to_train(config: RunConfig, job: TrainingJob) -> int:
-    training = config.training
+def _rows_to_train(training: TrainConfig, job: TrainingJob) -> int:
     total = job.rows["train"] * training.epochs
     return total if training.max_steps is None else min(total, training.max_steps * training.batch_rows)
 
 
 def _launch(
-    config: RunConfig,
+    workspace: Workspace,
     spec: RankSpec,
     folder: Path,
     service: Service | None,
@@ -100,7 +99,7 @@ def _launch(
     watch: Callable[[Event | None], object] | None,
 ) -> dict[str, Any]:
     """Starts the ranks and waits for their summary."""
-    training = config.training
+    training = workspace.config.training
     limits = Limits(training.deadline_seconds, training.hang_seconds, training.restart_limit)
     if watch is not None:
         limits = replace(limits, check=partial(watch, None))
@@ -115,7 +114,7 @@ def _launch(
 
     launch = run_ranks
     if training.launcher == "ray":
-        launch = partial(run_ranks_on_ray, address=config.preprocessing.ray_address)
+        launch = partial(run_ranks_on_ray, address=workspace.config.preprocessing.ray_address)
     world, threads = training.world_size, training.threads_per_rank
     return launch("pipeline.jobs.training.rank", spec, folder, world, threads, limits, on_event, ROOT)
 
