@@ -6,14 +6,15 @@ from typing import Any
 
 from prefect import flow
 
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.console import PrefectConsole, flow_run_name
 from pipeline.config import RunConfig
-from pipeline.jobs.tables.suggest import draft, given_source, write_suggestion
+from pipeline.config.draft import Draft, load_draft
+from pipeline.jobs.tables.suggest import DraftJob, given_source, write_suggestion
 
 
 @flow(name="suggest", flow_run_name=flow_run_name)
 def suggest(
-    config: RunConfig | str = "configs/demo.yaml",
+    config: RunConfig | Draft | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
     path: str | None = None,
     label: str | None = None,
@@ -30,13 +31,14 @@ def suggest(
         label: Label column of zeros and ones; None takes `features.label`.
         day_column: Column that gives the day; without one, all rows of `path` belong to one day.
     """
-    settings = given_source(draft(config, overrides), path, label, day_column)
-    return write_suggestion(open_workspace(settings), path is not None)
+    draft = given_source(load_draft(config, overrides), path, label, day_column)
+    return write_suggestion(DraftJob(draft, PrefectConsole()), path is not None)
 
 
 if __name__ == "__main__":
     from flows.runtime import cli
 
     words = sys.argv[1:]
-    without_config = bool(words) and "=" in words[0]
-    cli.main(suggest, ["", *words] if without_config else words, draft)
+    if words and "=" in words[0]:
+        cli.main(suggest, ["no config", *words], lambda _, overrides: load_draft({}, overrides))
+    cli.main(suggest, words, load_draft)

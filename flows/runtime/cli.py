@@ -25,6 +25,7 @@ from prefect.settings import (
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.config import RunConfig, load
+from pipeline.config.draft import Draft
 from pipeline.config.files import home_path, parse_yaml
 from pipeline.errors import ConfigError, ContractError
 from pipeline.process import die_with_parent
@@ -34,7 +35,7 @@ Result = dict[str, Any]
 log = logging.getLogger("dlrm")
 
 
-def main(flow: Any, arguments: Sequence[str] | None = None, read: Callable[..., RunConfig] = load) -> NoReturn:
+def main(flow: Any, arguments: Sequence[str] | None = None, read: Callable[..., RunConfig | Draft] = load) -> NoReturn:
     """Runs a flow from the command line and ends the process.
 
     The last line of standard output is one JSON object with the result. Exit code 0 for ok and skipped, else 1.
@@ -62,7 +63,7 @@ def main(flow: Any, arguments: Sequence[str] | None = None, read: Callable[..., 
     sys.exit(0 if result["status"] in ("ok", "skipped") else 1)
 
 
-def run(flow: Any, words: Sequence[str], read: Callable[..., RunConfig] = load) -> Result:
+def run(flow: Any, words: Sequence[str], read: Callable[..., RunConfig | Draft] = load) -> Result:
     """Parses the words, checks the config, runs the flow with Prefect's data below `home`."""
     if not words or "=" in words[0]:
         raise ConfigError(
@@ -124,7 +125,7 @@ def _check(name: str, value: Any, kind: Any) -> None:
         raise ConfigError(f"argument '{name}'", reason, f"{value!r:.80}", "Correct the value.") from None
 
 
-def prefect_at_home(config: RunConfig) -> Any:
+def prefect_at_home(config: RunConfig | Draft) -> Any:
     """Settings that keep Prefect's database below `home`, unless a server is named."""
     if PREFECT_API_URL.value() or os.environ.get("PREFECT_API_URL"):
         return temporary_settings({})

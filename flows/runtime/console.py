@@ -21,6 +21,7 @@ from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run
 
 from pipeline.config import RunConfig
+from pipeline.config.draft import Draft
 from pipeline.jobs.console import SECONDS_BETWEEN_LINES, Console, Logger, Progress, Step
 from pipeline.jobs.workspace import Workspace
 
@@ -77,7 +78,7 @@ def task_of(step: Step, function: Callable[..., Any], holder: Any) -> Any:
 def flow_run_name() -> str:
     """Name of a Prefect run: the flow and its config."""
     config = flow_run.parameters.get("config", "")
-    name = config.name if isinstance(config, RunConfig) else str(config)
+    name = config.name if isinstance(config, RunConfig | Draft) else str(config)
     return f"{flow_run.flow_name} {name.removeprefix('configs/').removesuffix('.yaml')}"
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
@@ -15,7 +15,7 @@ from pipeline.data.filters import check_filter
 from pipeline.errors import ConfigError
 from pipeline.evaluation.config import EvaluationConfig, GateConfig
 from pipeline.evaluation.policy import Policy
-from pipeline.extraction.config import WEIGHT, IngestConfig, SourceConfig
+from pipeline.extraction.config import IngestConfig, SourceConfig
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.registration.config import RegistrationConfig
 from pipeline.scoring.config import ScoringConfig
@@ -25,6 +25,7 @@ from pipeline.transforms.ops.sampling import Sampling
 from pipeline.transforms.schema import FeatureSchema
 from storage.config import NAME, WarehouseConfig
 
+M = TypeVar("M", bound=BaseModel)
 EXECUTION_KEYS = {
     "training": {
         "launcher",
@@ -53,7 +54,8 @@ EXECUTION_KEYS = {
 """Keys that do not change what is learned, left out of a training's identity."""
 
 
-def _name(text: str) -> str:
+def check_name(text: str) -> str:
+    """Refuses what cannot name a table."""
     if not NAME.fullmatch(text):
         raise ConfigError("name", f"letters, digits and _, {NAME.pattern}", f"'{text}'", "Rename it.")
     return text
@@ -91,7 +93,7 @@ class RecurringConfig(Policy, frozen=True, extra="forbid", use_attribute_docstri
 class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """A complete run: where rows come from, what becomes of them, what is trained and how it is judged."""
 
-    name: Annotated[str, AfterValidator(_name)]
+    name: Annotated[str, AfterValidator(check_name)]
     """Name of the warehouse table, the MLflow experiment and the model."""
     home: str = ".dlrm"
     """Folder for everything a run writes; below the project unless absolute. DLRM_HOME overrides it."""
@@ -131,14 +133,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     @model_validator(mode="after")
     def _negatives_keep_their_weight(self) -> Self:
-        outcomes = self.source.outcomes
-        if outcomes is not None:
-            outcomes.labels_by_column(self.features.label)
-            if outcomes.keep_negatives is not None and self.features.weight != WEIGHT:
-                raise ConfigError(
-                    "features.weight with source.outcomes.keep_negatives", WEIGHT, f"{self.features.weight}",
-                    f"Set features.weight={WEIGHT}: a row kept stands for those left out.",
-                )  # fmt: skip
+        self.source.check_label(self.features.label, self.features.weight)
         return self
 
     @model_validator(mode="after")
@@ -212,16 +207,28 @@ def load(config: "str | Path | RunConfig | Mapping[str, Any]", overrides: Mappin
     Raises:
         ConfigError: If the file is absent, or a key is unknown or of the wrong type; names key and remedy.
     """
-    if isinstance(config, RunConfig):
+    return validate(RunConfig, *read_values(config, overrides))
+
+
+def read_values(
+    config: "str | Path | BaseModel | Mapping[str, Any]", overrides: Mapping[str, Any] | None
+) -> tuple[str, dict[str, Any]]:
+    """Returns what errors call the config, and its values, unchecked, with dotted keys put over them."""
+    if isinstance(config, BaseModel):
         config = config.model_dump(mode="json")
     where = str(config) if isinstance(config, str | Path) else "config"
     values = read_yaml(Path(config)) if isinstance(config, str | Path) else dict(config)
     for key, value in (overrides or {}).items():
         values = put(values, key.split("."), value, key)
+    return where, values
+
+
+def validate(model: type[M], where: str, values: Mapping[str, Any]) -> M:
+    """Checks a config's values. Raises ConfigError, which names key and remedy."""
     try:
-        return RunConfig.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
-        raise explain(where, error, RunConfig) from None
+        raise explain(where, error, model) from None
 
 
 def _flattened(value: Any, prefix: str = "") -> list[tuple[str, Any]]:

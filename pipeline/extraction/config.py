@@ -167,6 +167,21 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
                     del content[part][key]
         return content
 
+    def check_label(self, label: str, weight: str | None) -> None:
+        """Refuses outcomes that do not give the label, or give a weight that nobody reads.
+
+        Args:
+            label: `features.label`.
+            weight: `features.weight`.
+        """
+        if self.outcomes is not None:
+            self.outcomes.labels_by_column(label)
+            if self.outcomes.keep_negatives is not None and weight != WEIGHT:
+                raise ConfigError(
+                    "features.weight with source.outcomes.keep_negatives", WEIGHT, f"{weight}",
+                    f"Set features.weight={WEIGHT}: a row kept stands for those left out.",
+                )  # fmt: skip
+
     def outcome_columns(self, label: str) -> list[str]:
         """Returns the columns computed from outcomes.
 
@@ -253,16 +268,3 @@ class LabelColumns(BaseModel, frozen=True, extra="ignore", use_attribute_docstri
     """Column of 0 and 1."""
     weight: str | None = None
     """Column of the rows' weights. None: every row weighs the same."""
-
-
-class SourceOnly(BaseModel, frozen=True, extra="ignore", use_attribute_docstrings=True):
-    """A run config reduced to its source, for commands that look at rows before features are declared.
-
-    Other sections are ignored: a complete config can be read as one.
-    """
-
-    name: str = "mine"
-    """Name of the table."""
-    source: SourceConfig
-    ingest: IngestConfig = IngestConfig()
-    features: LabelColumns = LabelColumns()

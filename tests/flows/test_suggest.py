@@ -5,9 +5,10 @@ import pytest
 
 from flows.suggest import suggest
 from flows.train import train
-from pipeline.config import load
+from pipeline.config import RunConfig, load
+from pipeline.config.draft import load_draft
 from pipeline.errors import ConfigError
-from pipeline.jobs.tables import suggest as suggesting
+from pipeline.jobs.tables.suggest import given_source
 
 CONFIG = "configs/smoke.yaml"
 
@@ -15,13 +16,27 @@ CONFIG = "configs/smoke.yaml"
 def test_a_draft_needs_a_source_and_nothing_else(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("name: own\nsource: {path: rows.csv, day: 2025-01-01}\nfeatures: {label: clicked}\n")
-    assert suggesting.draft(path).features.label == "clicked"
-    assert suggesting.draft(CONFIG, {"features.label": "y"}).features.label == "y"
+    assert load_draft(path).features.label == "clicked"
+    assert load_draft(CONFIG, {"features.label": "y"}).features.label == "y"
     with pytest.raises(ConfigError, match=r"suggest: expected a config with a source, or path=FILES, got neither"):
-        suggesting.given_source(suggesting.draft(""), None, None, None)
-    given = suggesting.given_source(suggesting.draft(""), "rows.csv", "clicked", "date")
+        given_source(load_draft({}), None, None, None)
+    given = given_source(load_draft({}), "rows.csv", "clicked", "date")
     assert (given.source.path, given.source.day_column, given.source.day) == ("rows.csv", "date", None)
     assert given.features.label == "clicked"
+
+
+def test_a_draft_keeps_the_other_sections_and_checks_them():
+    found = load_draft(CONFIG, {"seed": 9, "training.epochs": 7}).sections()
+    assert (found["name"], found["seed"], found["training"]["epochs"]) == ("smoke", 9, 7)
+    assert not found.keys() & {"features", "split", "sweep", "release", "recurring"}
+    assert list(found) == [key for key in RunConfig.model_fields if key in found]
+    assert load_draft(load(CONFIG)).sections() == load_draft(CONFIG).sections()
+    with pytest.raises(ConfigError, match=r"key 'training\.epoch': expected a known key.*Did you mean 'epochs'"):
+        load_draft(CONFIG, {"training.epoch": 7})
+    with pytest.raises(ConfigError, match=r"expected a known key, got 'trainin'"):
+        load_draft(CONFIG, {"trainin.epochs": 7})
+    with pytest.raises(ConfigError, match=r"Set features\.weight=sample_weight"):
+        load_draft(CONFIG, {"source.outcomes.keep_negatives": 0.2})
 
 
 def test_files_alone_give_a_whole_config(command, tmp_path):
@@ -48,7 +63,11 @@ def run(command, *words, home):
         from flows.runtime import cli
 
         real = cli.main
-        patch.setattr(cli, "main", lambda flow, arguments: real(flow, ["", *arguments], suggesting.draft))
+        patch.setattr(
+            cli,
+            "main",
+            lambda flow, arguments: real(flow, ["none", *arguments], lambda _, overrides: load_draft({}, overrides)),
+        )
         return command(suggest, *words, home=home)
 
 

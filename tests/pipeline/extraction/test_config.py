@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pipeline.extraction.config import LabelColumns, SourceOnly
+from pipeline.extraction.config import LabelColumns
 from pipeline.extraction.samples import number_columns
 
 
@@ -15,13 +15,6 @@ def test_importing_a_config_loads_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert run.stdout.strip() == "[]"
-
-
-def test_a_complete_config_can_be_read_as_its_source_alone() -> None:
-    features = {"label": "clicked", "dense": [{"columns": "age"}], "sparse": [{"columns": "user"}]}
-    values = {"source": {"path": "a.csv", "day": "2025-01-01"}, "features": features, "split": {"hash": {}}}
-    found = SourceOnly.model_validate(values)
-    assert (found.name, found.source.path, found.features) == ("mine", "a.csv", LabelColumns(label="clicked"))
 
 
 def test_without_features_only_label_and_outcomes_are_numbers() -> None:
