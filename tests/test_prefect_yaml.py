@@ -1,4 +1,4 @@
-"""prefect.yaml is checked here, because Prefect passes over unknown keys in silence."""
+"""prefect.yaml is checked here, because Prefect silently ignores unknown keys."""
 
 import importlib
 import inspect
@@ -66,7 +66,7 @@ def test_deployment_is_sound(name):
 
 
 def test_what_is_scheduled():
-    """The recurring training's schedule waits for a config whose days go on."""
+    """The schedule of recurring is off, because no config in the project gets new days."""
     active = {name: d["schedules"][0]["active"] for name, d in DEPLOYMENTS.items() if d.get("schedules")}
     assert active == {"ingest/daily": True, "recurring/daily": False}
     assert DEPLOYMENTS["ingest/daily"]["schedules"][0]["cron"] == "0 4 * * *"
@@ -95,7 +95,7 @@ TRAIN = {
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
-def test_trainings_wait_for_each_other_and_all_give_signs_of_life(name):
+def test_trainings_wait_for_each_other_and_all_send_heartbeats(name):
     place = DEPLOYMENTS[name]["work_pool"]
     assert place["work_queue_name"] == ("training" if name.split("/")[0] in TRAIN else "default")
     assert place["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"

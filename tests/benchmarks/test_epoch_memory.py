@@ -1,4 +1,4 @@
-"""The command runs and says what it measured. No figure is judged here."""
+"""The command runs and prints its measurements. No number is checked here."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ ROWS = 30_000
 def test_the_last_line_is_the_result(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = epoch_memory.CONFIG.model_copy(update={"workers": 1})  # a second would come too late for so few rows
+    one = epoch_memory.CONFIG.model_copy(update={"workers": 1})  # so few rows take less than a second
     monkeypatch.setattr(epoch_memory, "CONFIG", one)
     figure = tmp_path / "figure.png"
     epoch_memory.main(["--json", "--rows", str(ROWS), "--folder", str(tmp_path), "--figure", str(figure)])

@@ -1,4 +1,4 @@
-"""The contestants do the same work, and the command says what it measured. Nothing is timed here."""
+"""The contestants do the same work, and the command prints its measurements. Nothing is timed here."""
 
 import json
 import subprocess
@@ -59,7 +59,7 @@ def list_lengths(source: pa.Table, column: str) -> npt.NDArray[np.int32]:
 
 
 @pytest.mark.parametrize("name", COLUMN_WISE)
-def test_workers_make_what_the_source_says(name: str, table: WideTable, source: pa.Table) -> None:
+def test_workers_generate_the_rows_of_the_source(name: str, table: WideTable, source: pa.Table) -> None:
     made = whole(name, table)
     for column, (ids, offsets) in zip(LIST_COLUMNS, made.lists, strict=True):
         lengths = np.minimum(list_lengths(source, column), LIMIT)
@@ -94,7 +94,7 @@ def test_batches_hold_each_row_once_in_another_order(table: WideTable) -> None:
 
 
 def batch_rows(group: Arrays) -> list[tuple[bytes, float, tuple[tuple[int, ...], ...]]]:
-    """The rows of some batches, one after the other."""
+    """Returns the rows of some batches, concatenated."""
     found = []
     starts, features = offsets_of(group["lengths"]), len(LIST_COLUMNS)
     for first, size, _, _ in group["shares"][:, 0].tolist():
@@ -127,9 +127,7 @@ def test_a_finished_table_is_used_again(table: WideTable) -> None:
     assert [Path(path).stat().st_mtime_ns for path in again.files] == before
 
 
-def test_a_pass_of_our_worker_has_the_environment_of_a_worker(
-    table: WideTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_of_our_worker_runs_in_a_workers_environment(table: WideTable, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *words, **options: seen.append(options) or run(*words, **options))
@@ -148,7 +146,9 @@ def test_an_epoch_goes_through_the_service(table: WideTable, capfd: pytest.Captu
 def test_the_last_line_is_the_result(
     table: WideTable, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preprocessing, "in_process", preprocessing.one_pass)  # a process each takes seconds to start
+    monkeypatch.setattr(
+        preprocessing, "in_process", preprocessing.one_pass
+    )  # each is a process, which takes seconds to start
     monkeypatch.setattr(preprocessing, "epoch", lambda workers, *_: {"seconds": 4.0 / workers, "rows": ROWS})
     preprocessing.main(["--json", "--rows", str(ROWS), "--rounds", "1", "--folder", str(table.folder)])
     figures = json.loads(capfd.readouterr().out.splitlines()[-1])

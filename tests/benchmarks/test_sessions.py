@@ -1,11 +1,11 @@
-"""The ways do the same work on the same rows. Nothing is timed here."""
+"""All variants do the same work on the same rows. Nothing is timed here."""
 
 from pathlib import Path
 
 from benchmarks.sessions import WAYS, epoch, stored, tables
 
 
-def test_ways_differ_in_how_often_lists_are_kept(tmp_path: Path) -> None:
+def test_variants_differ_in_how_often_lists_are_stored(tmp_path: Path) -> None:
     specs = tables(tmp_path, rows=12_000, session_rows=10.0, list_ids=50)
     sizes = {name: stored(spec) for name, spec in specs.items()}
     assert sizes["plain"]["list_megabytes"] > 1.2 * sizes["ordered"]["list_megabytes"]

@@ -1,4 +1,4 @@
-"""The contestants train the same model on the same batches, and the command says what it measured. Nothing is timed."""
+"""The contestants train the same model on the same batches, and the command prints its result. Nothing is timed."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ def test_ranks_share_the_global_batches() -> None:
         assert torch.cat(values).equal(whole.sparse[name].values())
 
 
-def test_ids_are_as_many_as_the_shape_says() -> None:
+def test_a_batch_has_as_many_ids_as_configured() -> None:
     lengths = batches(replace(SMALL, batch_rows=4_096), count=1)[0].sparse.lengths()
     assert (lengths.min(), lengths.max()) == (1, 5)
     assert lengths.float().mean().item() == pytest.approx(3, abs=0.05)
@@ -33,7 +33,7 @@ def test_ids_are_as_many_as_the_shape_says() -> None:
 
 @pytest.mark.parametrize("name", [name for name in CONTESTANTS if "compiled" not in name])
 def test_contestants_learn(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes steps on its batches, and its loss on them falls: it is no empty loop."""
+    """Each contestant's loss on its own batches falls, so it is not an empty loop."""
     torch.manual_seed(1)
     losses: list[float] = []
     loss = torch.nn.functional.binary_cross_entropy_with_logits
@@ -52,7 +52,7 @@ def test_contestants_learn(name: str, device: torch.device, monkeypatch: pytest.
     assert np.mean(losses[-6:]) < 0.8 * np.mean(losses[:6])
 
 
-def test_the_floor_by_hand() -> None:
+def test_the_floor_agrees_with_a_calculation_by_hand() -> None:
     shape = Shape(tables=1, rows=4, width=2, batch_rows=3, ids=1)
     rates = {"fp32_gflops": 1e-6, "bf16_gflops": 2e-6, "read_gb_per_second": 1e-6}
     weights = 13 * 512 + 512 * 256 + 256 * 2 + (1 + 2) * 512 + 512 * 256 + 256 * 1

@@ -1,4 +1,4 @@
-"""The commands run and say what they measured. No figure is judged here, but what must be counted alike."""
+"""The commands run and print their measurements. Only counts are checked here, no times."""
 
 import json
 
@@ -22,7 +22,7 @@ def test_the_ladder_of_layouts(capfd: pytest.CaptureFixture[str]) -> None:
     assert layout.as_text(figures).count("\n| ") == 6 - 1
 
 
-def test_features_of_a_map_are_those_of_the_flat_table() -> None:
+def test_the_map_table_has_the_features_of_the_flat_table() -> None:
     flat = layout.flat_table(np.random.default_rng(3), 10, 50)
     maps = layout.as_maps(flat)
     wanted = {"f1", "f4", "f7", "f8"}

@@ -91,15 +91,15 @@ def test_a_killed_point_fails_alone_and_is_retried(tmp_path: Path) -> None:
     assert [result.state for result in first] == ["failed", "measured"]
     assert "SIGKILL" in str(first[0].reason)
 
-    told: list[bool] = []
+    stored_flags: list[bool] = []
 
     def tell(result: PointResult, stored: bool) -> PointResult:
-        told.append(stored)
+        stored_flags.append(stored)
         return result
 
     second = measure(Workspace(config), wanted, tmp_path, tell)
     assert [result.state for result in second] == ["measured", "measured"]
-    assert sorted(told) == [False, True]
+    assert sorted(stored_flags) == [False, True]
     assert second[1] == first[1]
     for result in second:
         one = result.measurement

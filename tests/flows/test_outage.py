@@ -88,7 +88,7 @@ def test_fault_29_down_at_start(copied, command, server, monkeypatch):
 
 @pytest.mark.slow
 def test_fault_29_down_in_training_and_down_at_register(smoke, copied, command, server, monkeypatch):
-    """Training continues without MLflow, which gets all steps later. flows.register makes up for an outage at the end."""
+    """Training continues without MLflow, which gets all steps later. After an outage at the end, use flows.register."""
     runs = copied / "runs"
     monkeypatch.setenv(RETRIES, "8")  # many retries, until the server is back
     server.start()

@@ -126,7 +126,7 @@ class Deployed:
         self.process.wait(30)
 
     def ask(self, path: str, body: Any = None) -> Any:
-        """Returns the API's answer. Posts a body if there is one. Retries on 503, the answer while the database is locked."""
+        """Returns the API's answer. Posts a body if given. Retries on 503, which says that the database is locked."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         limit = time.monotonic() + 60

@@ -283,7 +283,7 @@ def test_fault_32_malformed_requests_are_refused(served, body):
 
 
 def test_fault_32_json_without_a_number(served):
-    """NaN and infinity are not JSON, but Python reads them. NaN is a missing value; the plan has a rule for infinity."""
+    """NaN and infinity are not JSON, but Python reads them. NaN is missing, and the plan has a rule for infinity."""
     columns = served.columns(served.rows.slice(0, 3))
     assert served.scores(as_inputs(columns | {"num_share": [math.nan] * 3})) == served.scores(
         as_inputs(columns | {"num_share": [None] * 3})

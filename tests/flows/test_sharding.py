@@ -13,7 +13,7 @@ from pipeline.jobs.training.sharding_plans import TOLERANCE, as_text
 from pipeline.jobs.workspace import Workspace
 
 KINDS = ("row_wise", "table_wise", "table_column_wise", "grid_shard")
-"""A few plans to compare. Each starts its own ranks. tests/pipeline/training/tables/test_sharding.py compares all types."""
+"""A few plans, because each starts its own ranks. tests/pipeline/training/tables/test_sharding.py covers all types."""
 
 
 @pytest.fixture(scope="module")

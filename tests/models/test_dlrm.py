@@ -27,7 +27,7 @@ def sparse() -> KeyedJaggedTensor:
 
 
 def plain(model: DLRM, dense: torch.Tensor, sparse: KeyedJaggedTensor, kind: str) -> torch.Tensor:
-    """The same model, from its parameters alone."""
+    """The same model, written from its parameters alone."""
     weights = dict(model.named_parameters())
 
     def layers(name: str, count: int, x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def test_one_vector_has_no_pair() -> None:
         DLRM(DLRMConfig(interaction="dot"), 0, BAGS[:1])
 
 
-def test_features_may_be_called_like_methods_of_modules() -> None:
+def test_features_may_have_the_names_of_module_methods() -> None:
     bags = [SparseFeature(name, name, 5, "sum") for name in ("type", "items", "training", "user")]
     model = DLRM(DLRMConfig(embedding_width=4, bottom_mlp=(), top_mlp=()), 0, bags)
     sparse = KeyedJaggedTensor([bag.name for bag in bags], torch.arange(4), lengths=torch.ones(4, dtype=torch.int32))
@@ -99,7 +99,7 @@ def test_features_may_be_called_like_methods_of_modules() -> None:
 
 @pytest.mark.parametrize("features", [(1,), (0, 2), (0, 1, 2)])
 def test_deduplicated_features_train_the_plain_model(features: tuple[int, ...]) -> None:
-    """25 steps of Adagrad: losses and weights, where rows have bags of their own and where they share them."""
+    """Losses and weights of 25 Adagrad steps, for rows with their own bags and for rows that share them."""
     random = torch.Generator().manual_seed(8)
     torch.manual_seed(6)
     models = [DLRM(DLRMConfig(embedding_width=4, bottom_mlp=(8,), top_mlp=(6,)), 3, BAGS) for _ in range(2)]

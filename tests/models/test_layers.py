@@ -11,7 +11,7 @@ def features() -> torch.Tensor:
     return torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(1))
 
 
-def test_dot_is_every_pair_once_behind_the_dense_vector(features: torch.Tensor) -> None:
+def test_dot_appends_every_pair_once_to_the_dense_vector(features: torch.Tensor) -> None:
     layer = DotInteraction(num_features=4, width=3)
     rows = []
     for vectors in features:
@@ -19,7 +19,7 @@ def test_dot_is_every_pair_once_behind_the_dense_vector(features: torch.Tensor) 
         rows.append(torch.cat([vectors[0], torch.stack(pairs)]))
     torch.testing.assert_close(layer(features), torch.stack(rows))
     assert layer.width_out == 3 + 6
-    assert not layer.state_dict()  # nothing of it is saved with a model
+    assert not layer.state_dict()  # it adds nothing to a saved model
 
 
 def test_dot_needs_a_pair() -> None:
@@ -27,14 +27,14 @@ def test_dot_needs_a_pair() -> None:
         DotInteraction(1, 8)
 
 
-def test_cat_is_side_by_side(features: torch.Tensor) -> None:
+def test_cat_concatenates(features: torch.Tensor) -> None:
     layer = CatInteraction(4, 3)
     assert layer(features).equal(torch.stack([torch.cat(list(vectors)) for vectors in features]))
     assert layer.width_out == 12
 
 
 @pytest.mark.parametrize("rank", [None, 2])
-def test_cross_is_the_formula(features: torch.Tensor, rank: int | None) -> None:
+def test_cross_follows_the_formula(features: torch.Tensor, rank: int | None) -> None:
     torch.manual_seed(2)
     layer = CrossInteraction(4, 3, layers=3, rank=rank)
     values = dict(layer.named_parameters())

@@ -1,4 +1,4 @@
-"""Tables of bytes: against the same arithmetic in NumPy, row by row."""
+"""Quantised tables, compared with the same arithmetic in NumPy, row by row."""
 
 import numpy as np
 import pytest
@@ -14,14 +14,14 @@ BAGS = (
     SparseFeature("b", "own", 30, "mean"),
     SparseFeature("c", "shared", 40, "sum"),
 )
-"""A module's name may not be `type`: the table's is another there."""
+"""A module may not be called `type`, so that table has another name."""
 KEPT = SparseFeature("d", "type", 5, "mean")
 WIDTH = 5
-"""Not a multiple of what processors add up at once."""
+"""Not a multiple of the processors' vector width."""
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """Rows of different size, one of them all the same, one all but one of them zero."""
+    """Rows of different magnitude, one of them constant, one with a single value that is not zero."""
     random = torch.Generator().manual_seed(3)
     found = {}
     for table in tables_of(DLRMConfig(embedding_width=WIDTH), (*BAGS, KEPT)):
@@ -33,7 +33,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def by_row(row: np.ndarray) -> np.ndarray:
-    """A row as 256 steps from its least to its greatest number, in float64."""
+    """Rounds a row to 256 steps from its minimum to its maximum, in float64."""
     low, step = row.min(), (row.max() - row.min()) / 255
     return row if step == 0 else low + np.rint((row - low) / step) * step
 
@@ -90,7 +90,7 @@ def test_no_ids_and_no_rows():
     assert bags(empty).values().shape == (0, 2 * WIDTH)
 
 
-def test_all_but_the_tables_stays_as_it_is():
+def test_only_the_tables_change():
     before, after = weights(), quantise_tables(weights())
     assert before.keys() == after.keys()
     assert torch.equal(after["top.0.weight"], before["top.0.weight"])

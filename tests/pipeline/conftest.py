@@ -1,4 +1,4 @@
-"""A small warehouse whose rows are known in full, and what it takes to train on it."""
+"""A small warehouse with known rows, and the specs to train on it."""
 
 import datetime
 import os
@@ -30,12 +30,12 @@ from storage.warehouse import Warehouse
 ROOT = Path(__file__).resolve().parents[2]
 DAYS = tuple(datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4))
 ROWS = (720, 700, 661, 400)
-"""Three days to train on: 2,081 rows are 13 batches of 160 and one row more, fewer than two ranks can share."""
+"""Three days to train on. Their 2,081 rows are 13 batches of 160 and one more row, too few for two ranks to share."""
 CONFIG = WarehouseConfig(row_group_rows=100, file_rows=300)
 
 
 def make_day(number: int) -> pa.Table:
-    """Rows of a day: `row` numbers them over all days, as `share` does in a form that float32 keeps exactly."""
+    """Returns the rows of a day. `row` numbers them over all days, and so does `share`, in a form exact in float32."""
     random = np.random.default_rng(number)
     count = ROWS[number]
     row = np.arange(count) + sum(ROWS[:number])
@@ -63,7 +63,7 @@ def days() -> list[pa.Table]:
 
 @pytest.fixture(scope="session")
 def make_warehouse() -> Callable[[Path, list[pa.Table]], DataSpec]:
-    """(folder, days) -> all their rows under a plan that leaves the row's number readable: dense column 0."""
+    """(folder, days) -> all their rows under a plan that keeps the row's number readable in dense column 0."""
 
     def make(home: Path, tables: list[pa.Table]) -> DataSpec:
         warehouse = Warehouse(CONFIG, home)
@@ -99,7 +99,7 @@ def data(
 
 @pytest.fixture(scope="session")
 def rank_spec(data: DataSpec) -> Callable[..., RankSpec]:
-    """(folder, **training) -> three days to train on, one to stop on and to judge by."""
+    """(folder, **training) -> a spec with three training days and one day for validation and test."""
 
     def make(folder: Path, **training: Any) -> RankSpec:
         settings = {
@@ -118,7 +118,7 @@ def rank_spec(data: DataSpec) -> Callable[..., RankSpec]:
 
 
 class Run:
-    """What a training left behind."""
+    """The result and the events of a training."""
 
     def __init__(self, spec: RankSpec, result: Event, events: list[Event]) -> None:
         self.spec, self.result, self.events, self.folder = spec, result, events, Path(spec.folder)

@@ -97,7 +97,7 @@ def test_fault_12_ids_of_any_size(tmp_path: Path) -> None:
 
 
 def test_fault_12_lists_of_any_length(tmp_path: Path) -> None:
-    """Null and empty lists are empty bags. Nulls inside are dropped, ids may repeat, and a million ids are cut and counted."""
+    """Null and empty lists are empty bags. Inner nulls are dropped, ids may repeat, a million ids are cut and counted."""
     rows = [None, [], [7, 7, 7], list(range(MANY)), [None, 3], [-5]]
     written(tmp_path, items=pa.array(rows, pa.list_(pa.int64())), label=[0, 1] * 3)
     cut = [{"kind": "first_x", "limit": 5}, *BOUNDED]

@@ -1,4 +1,4 @@
-"""Whole trainings on sessions: lists that rows have in common change neither losses nor weights."""
+"""Whole trainings on sessions: sharing lists between rows changes neither losses nor weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.pipeline.preprocessing.test_sessions import in_sessions
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"world_size": 1}, {"world_size": 2, "sharding": "row_wise"}], ids=str)
-def test_lists_in_common_give_the_weights_of_lists_for_each_row(
+def test_shared_lists_give_the_weights_of_separate_lists(
     rank_spec: Callable[..., RankSpec],
     days: list[pa.Table],
     make_warehouse: Callable[[Path, list[pa.Table]], DataSpec],

@@ -1,4 +1,4 @@
-"""Events are added by several writers at once, to a table that is not there at first, and none is lost."""
+"""Several writers add events at once to a table that does not exist yet, and no event is lost."""
 
 import datetime
 import subprocess
@@ -43,7 +43,7 @@ def stored(warehouse: Warehouse) -> list[tuple[str, int]]:
 
 
 def test_two_processes_at_once_lose_no_event(warehouse: Warehouse, home: Path) -> None:
-    warehouse.catalog.list_namespaces()  # the catalog's database is made
+    warehouse.catalog.list_namespaces()  # this creates the catalog's database
     commands = [[sys.executable, "-c", WRITER, str(home), who, str(EVENTS)] for who in "ab"]
     writers = [subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, text=True) for command in commands]
     for writer in writers:

@@ -1,4 +1,4 @@
-"""Old or new, never half."""
+"""A file is the old one or the new one, never a half-written one."""
 
 import datetime
 import hashlib
@@ -73,12 +73,12 @@ def test_the_old_folder_is_never_seen_half_deleted(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(artifacts.shutil, "rmtree", look)
     seal_folder(folder_of(tmp_path / "new", shard="new"), tmp_path / "step")
-    assert seen == [{"shard": "new"}]  # the new one has its name before the old one is taken apart
+    assert seen == [{"shard": "new"}]  # the new folder has its name before the old one is deleted
     assert content(tmp_path) == {"step/shard": "new"}
 
 
 @pytest.mark.parametrize(("mask", "file_mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
-def test_permissions_are_those_of_any_new_file(tmp_path: Path, mask: int, file_mode: int) -> None:
+def test_permissions_follow_the_umask(tmp_path: Path, mask: int, file_mode: int) -> None:
     before = os.umask(mask)
     try:
         write_text(tmp_path / "report.txt", "new")

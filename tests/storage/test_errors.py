@@ -1,4 +1,4 @@
-"""One sentence, one remedy, and the way between processes."""
+"""An error is one sentence with a remedy, and it crosses processes."""
 
 import pickle
 

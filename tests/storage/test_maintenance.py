@@ -1,4 +1,4 @@
-"""Writers that die leave orphans and nothing else; what a tag names stays; what nobody names goes."""
+"""Dead writers leave only orphans. Maintenance keeps what a tag names and removes what nothing names."""
 
 import datetime
 import itertools
@@ -130,7 +130,7 @@ def test_fault_1_a_killed_writer_leaves_a_whole_day_and_its_orphans_are_removed(
 def test_fault_7_rows_in_a_wrong_partition_are_noticed_after_the_commit(
     warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with `add_files`, which left the partition of a file without metrics NULL."""
+    """As `add_files` did: it left NULL as the partition of a file without metrics."""
     from pyiceberg.manifest import DataFile
     from pyiceberg.typedef import Record
 
@@ -175,7 +175,7 @@ def test_fault_8_a_tag_keeps_a_snapshot_and_its_files(warehouse: Warehouse, home
     )
 
 
-def test_fault_8_a_reader_whose_snapshot_expires_meanwhile_says_so(warehouse: Warehouse) -> None:
+def test_fault_8_a_reader_names_its_expired_snapshot(warehouse: Warehouse) -> None:
     pinned = write(warehouse, rows(DAY1, 23))
     reader = warehouse.reader(pinned, ["id"])
     fragments = reader.fragments()
@@ -185,12 +185,12 @@ def test_fault_8_a_reader_whose_snapshot_expires_meanwhile_says_so(warehouse: Wa
     vacuum(warehouse, "events", NOW, dry_run=False)
     with pytest.raises(StorageError, match=r"It may have expired\. Use the current snapshot") as error:
         reader.read(fragments[1])
-    assert not isinstance(error.value, CorruptFileError)  # which a quarantine would pass over
+    assert not isinstance(error.value, CorruptFileError)  # not one that a quarantine would skip
 
 
-def test_what_was_written_stays_known_when_snapshots_expire_in_any_order(warehouse: Warehouse) -> None:
+def test_identities_of_days_survive_expiry_in_any_order(warehouse: Warehouse) -> None:
     first = write(warehouse, rows(DAY1, 3), rows(DAY2, 3), identity="a")
-    warehouse.tag(first, "kept")  # older than what expires, and with another identity of the day
+    warehouse.tag(first, "kept")  # older than the expired ones, and with another identity of the day
     write(warehouse, rows(DAY1, 4), identity="b")
     write(warehouse, rows(DAY2, 5), identity="c")
     expire(warehouse, "events", NOW)
@@ -248,9 +248,7 @@ def test_expiry_does_not_expire_what_another_writer_just_committed(
     assert len(warehouse.table("events").snapshots()) == 1
 
 
-def test_a_tag_that_is_set_while_snapshots_expire_keeps_its_snapshot(
-    warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tag_set_during_expiry_keeps_its_snapshot(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
     old = write(warehouse, rows(DAY1, 3))
     write(warehouse, rows(DAY1, 4))
     catalog = type(warehouse.catalog)
@@ -267,7 +265,7 @@ def test_a_tag_that_is_set_while_snapshots_expire_keeps_its_snapshot(
     assert set(warehouse.table("events").refs()) == {"main", "mine"}
 
 
-def test_a_place_that_two_tables_share_is_left_alone(warehouse: Warehouse, home: Path) -> None:
+def test_a_location_shared_by_two_tables_is_left_alone(warehouse: Warehouse, home: Path) -> None:
     write(warehouse, rows(DAY1, 3))
     warehouse.catalog.rename_table(("dlrm", "events"), ("dlrm", "old"))
     write(warehouse, rows(DAY1, 4))
@@ -279,17 +277,17 @@ def test_a_place_that_two_tables_share_is_left_alone(warehouse: Warehouse, home:
     assert on_disk(home) == before
 
 
-def test_files_of_another_io_are_not_guessed_at(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_file_io_is_refused(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
     write(warehouse, rows(DAY1, 3))
     monkeypatch.setattr("storage.maintenance.PyArrowFileIO", type("Other", (PyArrowFileIO,), {}))
     with pytest.raises(StorageError, match="expected pyiceberg's PyArrowFileIO, got PyArrowFileIO"):
         vacuum(warehouse, "events", NOW)
 
 
-def test_threads_that_look_for_a_file_to_replace_do_not_miss_it(
+def test_concurrent_manifest_readers_do_not_miss_a_file_to_replace(
     warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pyiceberg looks through manifests on several threads; here one looks at another day's before the first has done."""
+    """PyIceberg reads manifests on several threads. Here one reads another day's manifest before the first is done."""
     write(warehouse, rows(DAY1, 3))
     write(warehouse, rows(DAY2, 4))
     first, both, looks = threading.Event(), threading.Barrier(2), itertools.count()
@@ -321,7 +319,7 @@ def test_manifests_stay_few(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatc
     first = write(warehouse, rows(DAY1, 3))
     for number in range(6):
         write(warehouse, rows(DAY1, 2, 10 * number))
-    assert manifests(warehouse) == 2  # what is there, and what this snapshot deleted
+    assert manifests(warehouse) == 2  # live files, and files deleted by this snapshot
     monkeypatch.setattr("storage.overwrite.MOST_MANIFESTS", 5)
     days = [DAY1 + datetime.timedelta(days=number) for number in range(1, 13)]
     for number, day in enumerate(days):

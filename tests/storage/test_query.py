@@ -1,4 +1,4 @@
-"""DuckDB reads what it is given and nothing else."""
+"""DuckDB reads the files it is given and nothing else."""
 
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def test_time_is_utc_wherever_it_runs(connection: duckdb.DuckDBPyConnection) -> 
     assert late == [("2024-01-02",)]
 
 
-def test_what_exceeds_memory_is_spilled_into_the_temporary_folder(folders: Path) -> None:
+def test_data_beyond_memory_is_spilled_into_the_temporary_folder(folders: Path) -> None:
     connection = connect([], folders / "temporary", memory_limit="60MB")
     query = "SELECT count(DISTINCT hash(i)::VARCHAR || repeat('x', 40)) FROM range(600_000) t(i)"
     assert connection.sql(query).fetchall() == [(600_000,)]

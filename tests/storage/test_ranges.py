@@ -1,4 +1,4 @@
-"""Columns are found where they lie, and what is read in few pieces is the same."""
+"""Reads of merged byte ranges give the same columns in fewer requests."""
 
 import datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from storage.warehouse import Warehouse
 DAY = datetime.date(2024, 1, 1)
 
 
-def test_ranges_are_joined_over_gaps_but_not_without_end() -> None:
+def test_ranges_are_merged_over_gaps_up_to_a_limit() -> None:
     parts = [Range(50, 60), Range(0, 10), Range(10, 20), Range(25, 30)]
     assert merge_ranges(parts, 0) == [Range(0, 20), Range(25, 30), Range(50, 60)]
     assert merge_ranges(parts, 5) == [Range(0, 30), Range(50, 60)]
@@ -29,10 +29,8 @@ def test_ranges_are_joined_over_gaps_but_not_without_end() -> None:
 
 
 @pytest.mark.parametrize("gap_bytes", [0, 1_000_000])
-def test_an_object_store_is_read_in_the_pieces_that_are_counted(
-    home: Path, gap_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A local file stands for the store: each read of it is seen."""
+def test_reads_of_an_object_store_are_counted(home: Path, gap_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local file replaces the object store, and every read is recorded."""
     warehouse = Warehouse(WarehouseConfig(row_group_rows=500), home)
     columns = {f"c{i}": pa.array([i * j % 97 for j in range(1_000)]) for i in range(12)}
     rows = pa.table(
@@ -43,7 +41,7 @@ def test_an_object_store_is_read_in_the_pieces_that_are_counted(
     names = ["c1", "tags", "c2", "c7"]
     local = warehouse.reader(snapshot, names)
     expected = pa.concat_tables([local.read(fragment) for fragment in local.fragments()])
-    assert local.reads == 2 * 3  # c1 and c2 lie side by side
+    assert local.reads == 2 * 3  # c1 and c2 are adjacent
     seen: list[int] = []
     fetched = reader_module.RangeFile
 
@@ -70,7 +68,7 @@ def test_an_object_store_is_read_in_the_pieces_that_are_counted(
     assert (remote.bytes_read == local.bytes_read) == (gap_bytes == 0)
 
 
-def test_runs_are_known_by_table_and_time(tmp_path: Path) -> None:
+def test_reads_are_found_by_table_and_time(tmp_path: Path) -> None:
     def read(day: int, table: str = "events") -> ReadRecord:
         at = datetime.datetime(2024, 1, day, tzinfo=datetime.UTC)
         return ReadRecord(table=table, by="train", at=at, columns=("a",), rows=1, bytes_read=1, bytes_stored=2, reads=1, seconds=1.0)  # fmt: skip

@@ -1,4 +1,4 @@
-"""What is read equals what pandas selects; what cannot be read is named."""
+"""The rows read equal those that pandas selects. Unreadable files are named."""
 
 import datetime
 import re

@@ -1,4 +1,4 @@
-"""Days are replaced whole, pinned rows stay, and whatever dies leaves nothing behind."""
+"""Days are replaced as a whole, pinned rows stay, and a killed writer leaves nothing behind."""
 
 import datetime
 import os
@@ -54,7 +54,7 @@ def on_disk(home: Path) -> set[str]:
 
 
 def in_table(warehouse: Warehouse, name: str = "events") -> set[str]:
-    """Data files that any snapshot holds."""
+    """Returns the data files of all snapshots."""
     table = warehouse.table(name)
     scans = [table.scan(snapshot_id=snapshot.snapshot_id) for snapshot in table.snapshots()]
     return {task.file.file_path.removeprefix("file://") for scan in scans for task in scan.plan_files()}
@@ -71,7 +71,7 @@ def test_a_replaced_day_leaves_the_others_alone_and_a_pinned_snapshot_as_it_was(
     assert ids(warehouse, old) == [*range(23), 100, 101, 102]
     assert ids(warehouse, new) == [500, 501, 100, 101, 102]
     assert warehouse.current("events") == new
-    assert len(warehouse.table("events").snapshots()) == 2  # one commit a call, however many files
+    assert len(warehouse.table("events").snapshots()) == 2  # one commit a call, for any number of files
 
 
 def test_several_days_change_in_one_commit(warehouse: Warehouse) -> None:
@@ -88,7 +88,7 @@ def test_chunks_files_and_row_groups_keep_the_order_of_the_rows(warehouse: Wareh
     assert [f.day for f in fragments] == sorted(f.day for f in fragments)
     assert max(f.rows for f in fragments) == 4
     assert sum(f.rows for f in fragments) == 197
-    assert len({f.path for f in fragments if f.day == DAY2}) > 10  # numbers in names, not texts, give the order
+    assert len({f.path for f in fragments if f.day == DAY2}) > 10  # names sort by number, not as text
 
 
 def test_a_day_can_be_emptied(warehouse: Warehouse) -> None:
@@ -119,7 +119,7 @@ def test_a_tag_keeps_its_snapshot(warehouse: Warehouse) -> None:
     old = write(warehouse, rows(DAY1, 3))
     warehouse.tag(old, "train-a")
     new = write(warehouse, rows(DAY1, 4))
-    warehouse.tag(old, "train-a")  # again: nothing changes
+    warehouse.tag(old, "train-a")  # a second time changes nothing
     table = warehouse.table("events")
     assert table.refs()["train-a"].snapshot_id == old.snapshot_id
     table.maintenance.expire_snapshots().older_than(datetime.datetime.now() + datetime.timedelta(days=1)).commit()
@@ -142,10 +142,10 @@ def test_new_columns_read_null_in_old_rows(warehouse: Warehouse) -> None:
     assert frame["id"].tolist() == [0, 1, 2, 0, 1]
     assert frame["x"].isna().tolist() == [True, True, True, False, True]
     assert [None if tags is None else list(tags) for tags in frame["tags"]] == [None, None, None, [1, 2], None]
-    assert read(warehouse, new, ["x"])["x"].isna().sum() == 4  # a column that old files lack, alone
+    assert read(warehouse, new, ["x"])["x"].isna().sum() == 4  # only a column that old files lack
     assert warehouse.schema(old).names == ["day", "id"]
     assert warehouse.schema(new).names == ["day", "id", "x", "tags"]
-    newest = write(warehouse, rows(DAY3, 1))  # a source that lost the columns again
+    newest = write(warehouse, rows(DAY3, 1))  # a source without the new columns
     assert read(warehouse, newest, ["x"])["x"].isna().tolist() == [True, True, True, False, True, True]
 
 
@@ -186,7 +186,7 @@ def test_a_column_that_changes_its_type_is_refused(warehouse: Warehouse, home: P
     assert on_disk(home) == in_table(warehouse)
 
 
-# What is not there
+# What does not exist
 
 
 def test_what_cannot_be_read_is_named(warehouse: Warehouse) -> None:
@@ -254,7 +254,7 @@ def test_fault_11_names_of_another_form_are_refused(warehouse: Warehouse, name: 
     assert not warehouse.has_table("events")
 
 
-def test_the_longest_name_is_fine(warehouse: Warehouse) -> None:
+def test_the_longest_name_is_accepted(warehouse: Warehouse) -> None:
     longest = "_" + "a" * 127
     snapshot = write(warehouse, rows(DAY1, 1, **{longest: [7]}))
     assert read(warehouse, snapshot, [longest])[longest].tolist() == [7]
@@ -296,7 +296,7 @@ def test_an_error_between_batches_leaves_the_old_day_and_no_files(
 
     def batches() -> Iterator[pa.RecordBatch]:
         yield from rows(DAY1, 35).to_batches(max_chunksize=5)
-        assert len(on_disk(home)) > 1  # some files stand there already
+        assert len(on_disk(home)) > 1  # some files are already written
         raise kind("stop")
 
     with pytest.raises(kind, match="stop"):
@@ -370,7 +370,7 @@ def test_row_level_deletes_of_another_engine_are_refused(warehouse: Warehouse, m
 
 
 def race(home: Path, mine: pa.Table, theirs: pa.Table) -> tuple[Warehouse, SnapshotRef]:
-    """Writes `mine`; `theirs` is committed by another writer between its batches."""
+    """Writes `mine`. Another writer commits `theirs` between its batches."""
     warehouse, other = Warehouse(WarehouseConfig(file_rows=10), home), Warehouse(WarehouseConfig(), home)
     write(warehouse, rows(DAY1, 5), rows(DAY2, 5))
 
@@ -411,7 +411,7 @@ def test_two_writers_may_make_the_table_or_add_columns_at_once(home: Path, monke
     looks = {"has_table": rows(DAY2, 3, a=[1, 2, 3]), "table": rows(DAY3, 3, b=[1, 2, 3])}
 
     def then_theirs(method: str) -> Callable[[str], Any]:
-        """What was seen is out of date when it is returned: the other writer commits in between, once."""
+        """Returns stale state, because the other writer commits in between, once."""
         look = getattr(Warehouse, method)
 
         def seen(name: str) -> Any:
@@ -468,7 +468,7 @@ def kill_writers(home: Path, *points: str) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(home), *points], check=True, env=environment, timeout=120)
 
 
-def test_a_killed_writer_leaves_the_old_day_or_the_new_one_whole(warehouse: Warehouse, home: Path) -> None:
+def test_a_killed_writer_leaves_the_whole_old_day_or_the_whole_new_one(warehouse: Warehouse, home: Path) -> None:
     write(warehouse, rows(DAY1, 5), rows(DAY2, 2, 50), identity="old")
     kill_writers(home, *map(str, range(8)), "before commit")
     assert ids(warehouse) == [0, 1, 2, 3, 4, 50, 51]
@@ -483,6 +483,6 @@ def test_files_are_laid_out_as_configured(home: Path) -> None:
     warehouse = Warehouse(WarehouseConfig(codec="lz4", row_group_rows=6, file_rows=12), home)
     write(warehouse, rows(DAY1, 30))
     files = [pq.ParquetFile(path).metadata for path in sorted(home.rglob("*.parquet"))]
-    assert sorted(file.num_rows for file in files) == [15, 15]  # a chunk ends with the batch that fills it
+    assert sorted(file.num_rows for file in files) == [15, 15]  # a batch that fills a chunk ends it
     assert {file.row_group(0).column(0).compression for file in files} == {"LZ4"}
     assert {file.row_group(0).num_rows for file in files} == {6}

@@ -1,4 +1,4 @@
-"""Files of a table: whole, in the table's layout, readable by others, and never read with a flipped bit."""
+"""Table files are whole, in the table's layout, readable by other tools, and never read with a flipped bit."""
 
 import datetime
 import random
@@ -75,7 +75,7 @@ def test_fault_5_a_flipped_bit_is_an_error_or_changes_nothing(home: Path, part: 
             assert same(read(warehouse, snapshot), table()), f"bit {bit} goes unnoticed"
         except CorruptFileError as error:
             noticed += error.where == f"file 'file://{path}' of snapshot {snapshot.snapshot_id} of table 'events'"
-    assert noticed == 150 if part == "footer" else noticed > 90  # some bits of a page's header mean nothing
+    assert noticed == 150 if part == "footer" else noticed > 90  # some bits of a page's header have no meaning
 
 
 def test_a_wide_page_with_any_bit_flipped_is_an_error(home: Path) -> None:
@@ -101,7 +101,7 @@ def test_files_of_another_writer_are_read(warehouse: Warehouse) -> None:
     assert same(read(warehouse, warehouse.current("events")), pa.concat_tables([table(12), table(9, DAY2)]))
 
 
-def test_others_read_our_files(warehouse: Warehouse, home: Path) -> None:
+def test_other_tools_read_our_files(warehouse: Warehouse, home: Path) -> None:
     import duckdb
 
     write(warehouse, table(25), table(7, DAY2))
@@ -115,7 +115,7 @@ def test_others_read_our_files(warehouse: Warehouse, home: Path) -> None:
     assert same(pq.read_table(names[0], partitioning=None).slice(0, 3), table(3))
 
 
-def test_the_manifest_says_what_is_in_a_file(warehouse: Warehouse, home: Path) -> None:
+def test_the_manifest_describes_each_file(warehouse: Warehouse, home: Path) -> None:
     write(warehouse, table(25), table(7, DAY2))
     for task in warehouse.table("events").scan().plan_files():
         path = Path(task.file.file_path.removeprefix("file://"))
@@ -130,7 +130,7 @@ def test_the_manifest_says_what_is_in_a_file(warehouse: Warehouse, home: Path) -
     assert sum(task.file.record_count for task in scan.plan_files()) == 7
 
 
-def test_the_table_decides_the_layout_of_what_is_written_next(warehouse: Warehouse, home: Path) -> None:
+def test_the_table_decides_the_layout_of_new_files(warehouse: Warehouse, home: Path) -> None:
     write(warehouse, table(6))
     first = set(files(home))
     layout = Layout(codec="snappy", codecs={"tags": "lz4", "x": "uncompressed"}, plain=("id",), row_group_rows=8)
@@ -153,7 +153,7 @@ def test_the_table_decides_the_layout_of_what_is_written_next(warehouse: Warehou
 def test_a_layout_comes_back_from_properties() -> None:
     layout = Layout(codec="lz4", codecs={"a": "zstd", "b": "lz4"}, plain=("c",), order_by=("s", "t"), gap_bytes=0)
     back = Layout.of(layout.properties(), Layout(row_group_rows=7))
-    assert back == layout.model_copy(update={"codecs": {"a": "zstd"}})  # of b it says what is said of all
+    assert back == layout.model_copy(update={"codecs": {"a": "zstd"}})  # b has the setting for all columns
     assert Layout.of({}, Layout(row_group_rows=7)) == Layout(row_group_rows=7)
     others = {"write.parquet.compression-codec": "ZSTD"}, {"write.parquet.compression-codec": "brotli"}
     assert [Layout.of(properties, Layout(codec="lz4")).codec for properties in others] == ["zstd", "lz4"]
@@ -170,7 +170,7 @@ def test_a_layout_comes_back_from_properties() -> None:
         {"dlrm.layout.plain": "3"},
     ],
 )
-def test_properties_that_mean_nothing_are_named(properties: dict[str, str]) -> None:
+def test_invalid_properties_are_named(properties: dict[str, str]) -> None:
     with pytest.raises(StorageError, match=r"^layout in the table's properties: expected values that"):
         Layout.of(properties, Layout())
 

@@ -58,7 +58,7 @@ def test_a_state_follows_another_only_as_allowed(before: str, after: str) -> Non
     )
 
 
-def test_a_column_without_events_is_active_and_what_is_none_can_be_beta_only() -> None:
+def test_a_column_without_events_is_active_and_a_missing_column_can_only_be_beta() -> None:
     assert build_event([], ["x"], "x", "me", {"owner": "ann"}).state == "active"
     assert build_event([], ["x"], "new", "me", {"state": "beta"}).state == "beta"
     with pytest.raises(
@@ -98,7 +98,7 @@ def test_two_threads_at_once_both_land_and_the_later_event_counts(warehouse: War
     assert newest_events(read_events(warehouse, "t")) == {"f0": found[6], "f1": found[7], "f2": found[5]}
 
 
-def test_deprecated_features_are_refused_with_all_that_helps() -> None:
+def test_deprecated_features_are_refused_with_reason_and_alternatives() -> None:
     log = [
         event(0, "b", "deprecated", alternatives=("c", "d"), reason="the sensor is gone"),
         event(1, "a", "deprecated"),

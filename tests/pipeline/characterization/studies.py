@@ -29,7 +29,7 @@ def load(rows: int = 100) -> Load:
 
 
 def measured(values: Mapping[str, Any], speed: float, noise: float = 0.01, watts: float | None = None) -> PointResult:
-    """A point with this many samples per second, and repeats within a share of `noise` to both sides."""
+    """A point with this many samples per second. Its repeats vary by up to `noise` to both sides."""
     spread = Spread(median=speed, low=speed * (1 - noise), high=speed * (1 + noise))
     found = Measurement(
         rows_per_second=spread,

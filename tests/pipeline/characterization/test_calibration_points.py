@@ -1,4 +1,4 @@
-"""Calibration points cover the space of models, and none takes as long as all others."""
+"""Calibration points cover the space of models, and no single point dominates the time."""
 
 from pipeline.characterization.calibration_points import MOST_HELD, MOST_LOOKED_UP, SPANS, draw_points
 

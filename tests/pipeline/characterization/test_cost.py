@@ -1,4 +1,4 @@
-"""Counts in closed form against PyTorch's own counter, and real tables."""
+"""Closed-form counts agree with PyTorch's own counter and with real tables."""
 
 from itertools import product
 from typing import Any
@@ -94,7 +94,7 @@ def test_statistics_and_batches_drawn_from_them_agree() -> None:
         made.append(Batch(torch.rand(rows, DENSE), sparse, torch.ones(rows), torch.ones(rows), Position(), rows))
     bags = [SparseFeature(name, name, hash_size, "sum") for name in names]
     setup = LoadSetup(batch_rows=rows, world_size=2)
-    # of n draws from N alike, N (1 - (1 - 1/N)^n) are distinct
+    # of n uniform draws from N, N (1 - (1 - 1/N)^n) are distinct
     distinct = hash_size * (1 - (1 - 1 / hash_size) ** (rows * lookups))
     drawn = count_batch_load(MODELS["cat"], DENSE, bags, made, setup)
     stated = count_load(MODELS["cat"], DENSE, [TableLoad(hash_size, lookups, distinct)] * tables, setup)
@@ -108,7 +108,7 @@ def test_bytes_of_tables_are_those_of_a_built_model(optimizer: Any, device: torc
         dense_optimizer="adam",
     )  # fmt: skip
     model, _ = shard_model(DLRM(MODELS["dot"], DENSE, BAGS, "meta"), config, device, 1, None)
-    # Adam's second state of a kernel that FBGEMM knows nothing of included; scalars such as counters are not counted
+    # with the second state of our own Adam kernel, without scalars such as counters
     states = [value for state in model.fused_optimizer.state_dict()["state"].values() for value in state.values()]
     of_states = sum(value.local_tensor().nbytes if hasattr(value, "local_tensor") else 0 for value in states)
     tables = sum(50 * 8 * 4 if "one" in name else 30 * 8 * 4 for name in ("one", "other"))
@@ -116,14 +116,14 @@ def test_bytes_of_tables_are_those_of_a_built_model(optimizer: Any, device: torc
 
 
 def sent(kind: str, ranks: int, **settings: Any) -> float:
-    """Bytes between ranks for the tables alone."""
+    """Returns the bytes between ranks for the tables alone."""
     setup = LoadSetup(batch_rows=ROWS, world_size=ranks, **settings)
     load = count_load(MODELS["dot"], DENSE, [TableLoad(50, 2.0, 40.0, kind=kind)], setup)
     return load.communication_bytes - 2 * (ranks - 1) * 4 * load.dense_parameters * (setup.sync == "synchronous")
 
 
 def test_bytes_between_ranks_by_hand() -> None:
-    """Counted message by message: rank r holds row i of a cut table, or the table, or a copy."""
+    """Counts message by message. Rank r holds some rows of a row-wise table, a whole table, or a copy."""
     ids, lengths, vector, half = 2 * ROWS * 8, ROWS * 4, 8 * 4, 8 * 2
     assert sent("table_wise", 1) == 0
     assert sent("table_wise", 2) == (ids + lengths + 2 * ROWS * vector) / 2

@@ -77,7 +77,7 @@ def test_state_and_checkpoint_are_those_of_a_trainer(
     folder = checkpoint.list_checkpoints(tmp_path / "made")[-1]
     found = sum(path.stat().st_size for path in folder.iterdir())
     assert estimate_checkpoint_bytes(shape, kept) == pytest.approx(found, rel=0.06), (
-        "mostly what a file says of each tensor"
+        "mostly the file's header for each tensor"
     )
 
 
@@ -91,7 +91,7 @@ def rank(**sizes: int) -> RankMemory:
 
 
 def test_memory_in_closed_form() -> None:
-    """One layer of 1 + 2 x 4 -> 1 over two vectors and their product; both optimizers keep moments of each number."""
+    """One layer of 1 + 2 x 4 -> 1 over two vectors and their product. Both optimizers keep moments of each number."""
     shape = derive_shape(
         DLRMConfig(embedding_width=4, top_mlp=()),
         0,

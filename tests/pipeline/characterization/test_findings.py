@@ -1,4 +1,4 @@
-"""Findings of studies whose curves are made up: those that show a shape, those that do not, noisy ones and lacking ones."""
+"""Findings from made-up curves: with the expected shape, without it, noisy, or with missing points."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def along(axis, speeds, noise=0.01, **others):
 
 
 def features(dense_power, sparse_power, noise=0.01):
-    """Throughput is a product of powers."""
+    """Throughput as a product of powers."""
     grid = itertools.product((200, 1_600), (64, 512, 4_096), (4, 32, 128))
     return [
         measured({BATCH: b, DENSE: d, SPARSE: s}, 1e6 * d**dense_power * s**sparse_power, noise) for b, d, s in grid

@@ -40,7 +40,7 @@ def test_a_scale_thins_axes_of_numbers_and_shrinks_hash_sizes():
     ]
     along = made(axes={SIZE: [1_000, 10_000, 100_000]}, workload={}, scale=0.5)
     assert [point.settings["characterize.workload.hash_size"] for point in along] == [500, 50_000]
-    assert [point.values[SIZE] for point in along] == [500, 50_000]  # as it is measured
+    assert [point.values[SIZE] for point in along] == [500, 50_000]  # as measured
     named = made(axes={"M": {"M1": {SIZE: 10}, "M2": {}}}, workload={"hash_size": 3_000}, scale=0.01)
     assert [point.settings["characterize.workload.hash_size"] for point in named] == [1, 30]
 

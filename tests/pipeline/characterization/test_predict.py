@@ -17,7 +17,7 @@ TRUE = {
 
 
 def loads(count: int) -> list[tuple[Load, int]]:
-    """Models and batches of many shapes, on one or two ranks."""
+    """Loads of models and batches of many shapes, on one or two ranks."""
     random = np.random.default_rng(3)
 
     def one_of(*choices: int) -> int:
@@ -79,7 +79,7 @@ def test_points_are_evaluated_by_fits_without_them() -> None:
     assert 120 / 6 < len(first) < 120 / 3
     others = fit([one for one in noisy if assign_fold(one.key) != 0], HERE)
     wild = fit([one.model_copy(update={"step_ms": 1e3}) if assign_fold(one.key) == 0 else one for one in noisy], HERE)
-    for one in first:  # what they took themselves plays no part
+    for one in first:  # their own times play no part
         assert wild.unseen_ms[one.key] == found.unseen_ms[one.key] == others.predict(one.load, one.world_size).step_ms
 
 

@@ -33,7 +33,9 @@ def test_the_shares_of_all_ranks_are_the_global_batch(world_size):
     for number, batch in enumerate(whole):
         mine = [of_rank[number] for of_rank in shares]
         assert [row for share in mine for row in rows_of(share)] == rows_of(batch)
-        assert {len(share.labels) for share in mine} == {-(-10 // world_size)}  # all have as many, padding included
+        assert {len(share.labels) for share in mine} == {
+            -(-10 // world_size)
+        }  # all ranks have equal numbers of rows, padding included
         assert {(share.global_rows, share.position) for share in mine} == {(10, batch.position)}
         for share in mine:
             padding = share.weights.numpy() == 0.0
@@ -67,7 +69,7 @@ def test_lengths_follow_a_power_law_with_the_configured_mean(lookups):
     ("lengths", "lookups", "truncation", "mean"),
     [("fixed", 10, 32, 10.0), ("fixed", 40, 32, 32.0), ("power_law", 10, 32, 6.338), ("power_law", 10, 1_000, 10.0)],
 )
-def test_lists_are_as_long_as_said(lengths, lookups, truncation, mean):
+def test_lists_have_the_configured_length(lengths, lookups, truncation, mean):
     workload = Workload(sparse_features=10, lookups=lookups, lengths=lengths, truncation=truncation)
     drawn = draw_batches(workload, 3_000, 1, seed=3)[0].sparse.lengths().numpy()
     assert drawn.mean() == pytest.approx(mean, rel=0.02)

@@ -1,4 +1,4 @@
-"""Batches: bags as TorchRec takes them, moved as one."""
+"""Batches hold bags in TorchRec's form and move as a whole."""
 
 import itertools
 
@@ -40,7 +40,7 @@ def test_the_tensor_owns_its_memory() -> None:
     assert ids.values.tolist() == [1, 2]
 
 
-def test_a_moved_batch_keeps_its_place() -> None:
+def test_a_moved_batch_keeps_its_position() -> None:
     sparse = sparse_tensor(["a"], (column([[3], []]),))
     batch = Batch(torch.ones(2, 1), sparse, torch.zeros(2), torch.ones(2), Position(epoch=1, batches=4), 7)
     moved = batch.to(torch.device("meta"))

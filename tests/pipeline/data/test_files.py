@@ -21,7 +21,7 @@ def test_files_by_path_glob_or_several(tmp_path: Path) -> None:
     odd = tmp_path / "root[2]"
     odd.mkdir()
     (odd / "a.csv").write_text("x\n")
-    assert find_files("*.csv", odd, "w") == [odd / "a.csv"]  # a root is no pattern
+    assert find_files("*.csv", odd, "w") == [odd / "a.csv"]  # brackets in the root are not a pattern
 
 
 def test_no_files_are_an_error(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_no_files_are_an_error(tmp_path: Path) -> None:
     )
 
 
-def test_a_stamp_tells_a_changed_file(tmp_path: Path) -> None:
+def test_a_stamp_detects_a_changed_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("x")
     before = stamp(tmp_path / "a")
     assert stamp(tmp_path / "a") == before

@@ -1,4 +1,4 @@
-"""Statistics by day and column, held against pandas and numpy."""
+"""Statistics by day and column, compared with pandas and NumPy."""
 
 import datetime
 import math
@@ -24,7 +24,7 @@ HLL = 0.1
 
 
 def make(rows: int = 3_000, seed: int = 0) -> pa.Table:
-    """Columns of every kind, with nulls, NaN, infinities, empty lists, one column that is never there."""
+    """Columns of every kind, with nulls, NaN, infinities and empty lists, and one column that is always null."""
     draw = np.random.default_rng(seed)
     price = draw.lognormal(1.0, 1.0, rows) * np.where(draw.random(rows) < 0.2, -1.0, 1.0)
     price[:4] = [math.nan, math.inf, 0.0, 1e300]
@@ -181,7 +181,7 @@ def test_profiles_are_replaced_with_their_day(connection: duckdb.DuckDBPyConnect
     assert profiles(warehouse, "t").equals(first.slice(0, 22))
 
 
-def test_drift_is_that_of_the_trailing_days(connection: duckdb.DuckDBPyConnection) -> None:
+def test_drift_is_measured_against_the_trailing_days(connection: duckdb.DuckDBPyConnection) -> None:
     connection.register("rows", make())
     measures = measure(connection, "rows")
     drifted = {(row[DAY], row["column"]): row for row in add_drift(measures, measures.slice(0, 0)).to_pylist()}
@@ -193,14 +193,14 @@ def test_drift_is_that_of_the_trailing_days(connection: duckdb.DuckDBPyConnectio
     last = add_drift(measures, measures.slice(0, 0), trailing_days=1).to_pylist()
     last_price = next(row for row in last if (row[DAY], row["column"]) == (DAYS[2], "price"))
     assert last_price["drift"] == pytest.approx(index(three["histogram"], two["histogram"]))
-    # days measured together, and one after the other
+    # days measured together and one by one
     days = [measures.filter(pa.compute.equal(measures[DAY], pa.scalar(day))) for day in DAYS]
     alone = add_drift(days[2], pa.concat_tables(days[:2]))
     assert alone["drift"].to_pylist() == [drifted[DAYS[2], name]["drift"] for name in alone["column"].to_pylist()]
 
 
 def index(new: list[int], old: list[int]) -> float:
-    """Population stability index by its definition, with half a value more in each bucket."""
+    """Population stability index by its definition, with half a value added to each bucket."""
     p, q = ([(count + 0.5) / (sum(counts) + 8) for count in counts] for counts in (new, old))
     return sum((a - b) * math.log(a / b) for a, b in zip(p, q, strict=True))
 

@@ -16,7 +16,7 @@ from pipeline.data.selection import HASH_STEPS, Selection, check_sampling, hash_
 from pipeline.errors import ConfigError, ContractError, EmptyDatasetError
 from pipeline.transforms.ops.sampling import Sampling
 
-DAYS = [datetime.date(2024, 12, 25) + datetime.timedelta(days=i) for i in range(20)]  # over the end of a leap year
+DAYS = [datetime.date(2024, 12, 25) + datetime.timedelta(days=i) for i in range(20)]  # past the end of a leap year
 KINDS = {"age": LongType(), "n": IntegerType(), "country": StringType(), "price": DoubleType(), "since": DateType()}
 TABLE = Schema(*(NestedField(i, name, kind) for i, (name, kind) in enumerate(KINDS.items(), start=1)))
 
@@ -118,7 +118,7 @@ def test_hash_steps_are_pinned(keys: pa.Array, steps: list[int]) -> None:
 
 
 def test_several_columns_make_one_key() -> None:
-    """Each pair by itself, so that rows of one user fall into both parts; the same pair always into the same one."""
+    """Rows of one user fall into both parts, but a pair always falls into the same part."""
     random = np.random.default_rng(5)
     users, items = random.integers(0, 50, 20_000), random.integers(0, 400, 20_000)
     rows = pa.table({"user": users, "item": pa.array(items).cast(pa.string())})
@@ -151,7 +151,7 @@ def test_a_hash_split_may_be_of_some_days() -> None:
         ({"hash_keys": ("user",), "hash_range": (0, 5)}, {"hash_keys": ("item",), "hash_range": (5, 9)}, True),
     ],
 )
-def test_selections_that_may_share_rows(one: dict[str, Any], other: dict[str, Any], expected: bool) -> None:
+def test_selections_that_may_share_rows_are_found(one: dict[str, Any], other: dict[str, Any], expected: bool) -> None:
     first, second = (Selection(**{"days": DAYS[:2]} | values) for values in (one, other))
     assert share_rows(first, second) == share_rows(second, first) == expected
 
@@ -241,7 +241,7 @@ def test_fault_10_a_filter_of_any_depth_is_refused_in_one_line() -> None:
     ],
 )
 def test_fault_10_filters_are_checked_against_the_table(text: str, rest: str) -> None:
-    check_filter(text, None)  # well-formed as text
+    check_filter(text, None)  # valid syntax
     assert sentence(lambda: check_filter(text, TABLE)) == f"filter '{text}': expected {rest}"
 
 
@@ -329,7 +329,7 @@ def test_a_share_is_a_number() -> None:
         ),
     ],
 )
-def test_parts_without_days(split: dict[str, Any], days: list[datetime.date], said: str) -> None:
+def test_parts_without_days_are_refused(split: dict[str, Any], days: list[datetime.date], said: str) -> None:
     assert sentence(lambda: chosen(split, "test", days), EmptyDatasetError) == said
 
 
@@ -355,7 +355,7 @@ def test_sampling_thins_the_training_rows_by_key() -> None:
         row
         for row, user in zip(all_rows["row"].to_pylist(), all_rows["user"].to_pylist(), strict=True)
         if user in users
-    ]  # all rows of a key, or none, in their order
+    ]  # all rows of a key or none, in order
     alone = Selection(days=(DAYS[0],), sampling=sampling)
     assert (alone.exact, Selection(days=(DAYS[0],)).exact) == (False, True)
     assert alone.keep(rows.slice(0, 0)).num_rows == 0

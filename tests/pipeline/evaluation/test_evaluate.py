@@ -1,4 +1,4 @@
-"""The report: slices and their intervals, GAUC, floor, curves; rows that arrive in any order; what is refused."""
+"""The report: slices with intervals, GAUC, floor, curves, rows in any order, and refusals."""
 
 import io
 import pickle
@@ -72,7 +72,7 @@ def arrays(evaluation):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_order_of_arrival_changes_no_bit(parts, tmp_path, weighted):
-    """Portions that several processes score arrive in any order. Here in five."""
+    """Portions from several processes arrive in any order. Five orders are tried."""
     if weighted:
         random = np.random.default_rng(3)
         parts = [replace(part, weights=random.uniform(1e-3, 5e3, len(part.labels))) for part in parts]
@@ -104,7 +104,7 @@ def test_portions_are_merged_as_soon_as_all_before_them_are(parts):
 
 
 def test_memory_does_not_grow_with_rows(parts):
-    """The sums as they would be sent to another process keep their size."""
+    """The pickled sums keep their size."""
     evaluation = evaluate(parts, EvaluationConfig(slices=("country",)))
     before = len(pickle.dumps(evaluation))
     for part in parts * 3:
@@ -205,7 +205,7 @@ def test_no_rows():
     assert str(caught.value) == "evaluation rows: expected at least one, got none. Check split and filter."
 
 
-def test_figures_show_what_they_are_given(parts):
+def test_plots_show_the_values_they_are_given(parts):
     report = reported(parts, EvaluationConfig(slices=("country",), true_probability="truth"))
     curve = plots.learning_curve(
         {"valid_ne": [(10, 0.9), (20, 0.8)], "train_ne_window": []}, 20, report.overall.ne, report.ne_floor
@@ -218,7 +218,7 @@ def test_figures_show_what_they_are_given(parts):
 
 
 def test_any_report_can_be_drawn():
-    """Predictions that are none, and values of slices that look like formulas."""
+    """Missing predictions, and slice values that look like formulas."""
     labels, odd = np.array([0.0, 1.0] * 40), pa.array(["$10_$20", "$\\x$", "a\nb", None] * 20)
     for probabilities in (np.full(80, np.nan), np.append(np.nan, np.full(79, 0.5)), np.full(80, 0.5)):
         report = reported(

@@ -1,4 +1,4 @@
-"""The gate against simulated pairs of known quality, against a plain bootstrap, and its rules one by one."""
+"""The gate on simulated pairs of known quality and against a plain bootstrap, and each of its rules."""
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +35,7 @@ def test_the_difference_is_that_of_the_two_nes():
 
 @pytest.mark.parametrize("clustered", [False, True])
 def test_the_interval_is_that_of_a_bootstrap(clustered):
-    """NE of both models on each of two thousand draws of the units."""
+    """Returns the NE of both models for each of two thousand resamples of the units."""
     random = np.random.default_rng(5)
     labels, ours, theirs = pair(4_000, 0.01, random)
     units = random.integers(0, 80, 4_000) if clustered else np.arange(4_000)
@@ -56,7 +56,7 @@ def test_the_interval_is_that_of_a_bootstrap(clustered):
 
 
 def days_apart(random, days=25, rows=400):
-    """Two models of equal quality, each of them off by some days' worth of its own."""
+    """Two models of equal quality. Each one is off on some days."""
     day = np.repeat(np.arange(days), rows)
     logits = truth(days * rows, random)
     labels = (random.random(len(logits)) < sigmoid(logits)).astype(float)
@@ -64,8 +64,8 @@ def days_apart(random, days=25, rows=400):
     return labels, ours, theirs, day
 
 
-def test_rows_of_a_day_have_much_in_common():
-    """By rows equal models are called different all the time, by days they are not."""
+def test_errors_of_a_days_rows_are_correlated():
+    """Resampled by rows, equal models are always called different. Resampled by days, they are not."""
     called = {"row": 0, "day": 0}
     for number in range(100):
         labels, ours, theirs, day = days_apart(np.random.default_rng([3, number]))
@@ -109,7 +109,7 @@ def test_what_may_be_chance_is_held():
 
 
 def test_models_of_each_day_need_not_be_better():
-    """What may be chance is promoted under `not_worse`; what is worse for sure, or off, is not."""
+    """`not_worse` promotes a difference that may be chance. It rejects a clearly worse or miscalibrated model."""
     config = GateConfig(rule="not_worse")
     labels, ours, theirs = pair(5_000, 0.0, np.random.default_rng(1))
     verdict = gate(labels, ours, theirs, config)
@@ -143,7 +143,7 @@ def test_a_challenger_that_is_off_is_rejected_unless_the_champion_is_further_off
 
 
 def random_noise(labels):
-    """Enough to make the champion worse by NE, and not by calibration."""
+    """Noise that makes the champion worse by NE and leaves its calibration."""
     return np.random.default_rng(2).normal(0.0, 0.2, len(labels))
 
 
@@ -164,7 +164,7 @@ def test_a_slice_that_loses_much_rejects_a_challenger_that_is_better_as_a_whole(
     ("days", "by", "expected"),
     [(19, None, "row"), (20, None, "day"), (19, "day", "day"), (20, "row", "row"), (20, "user", "user")],
 )
-def test_what_is_resampled(days, by, expected):
+def test_the_configured_unit_is_resampled(days, by, expected):
     labels, ours, theirs = pair(1_000, 0.0, np.random.default_rng(1))
     number = np.arange(1_000)
     verdict = gate(labels, ours, theirs, GateConfig(resample_by=by), day=number % days, user=number % 50)
@@ -173,7 +173,7 @@ def test_what_is_resampled(days, by, expected):
 
 
 def test_more_users_than_groups_are_put_together_and_the_interval_stays():
-    """Each user has two equal rows: half as many independent units as rows."""
+    """Each user has two equal rows, so there are half as many independent units as rows."""
     labels, ours, theirs = (np.repeat(values, 2) for values in pair(20_000, 0.0, np.random.default_rng(1)))
     users = np.array([f"user {number}" for number in np.repeat(np.arange(20_000), 2)])
     by_user = gate(labels, ours, theirs, GateConfig(resample_by="user"), user=users).difference
@@ -195,7 +195,7 @@ def test_predictions_that_are_not_probabilities_are_held(bad, model):
 
 @pytest.mark.parametrize("noise", [1e-4, 1e-5, 1e-6])
 def test_models_that_hardly_differ_are_not_called_different(noise):
-    """Squares of differences so small must not vanish beside the losses."""
+    """Squares of such small differences must not vanish next to the losses."""
     called = 0
     for number in range(40):
         random = np.random.default_rng([4, number])
@@ -215,6 +215,6 @@ def test_ids_of_any_stride_are_spread_over_the_groups(ids):
     assert counts.max() <= 5 * max(len(ids) / 1_024, 1.0)
 
 
-def test_bounds_that_leave_nothing_are_refused():
+def test_contradicting_bounds_are_refused():
     with pytest.raises(ConfigError, match=r"gate\.calibration_low"):
         GateConfig(calibration_low=1.2, calibration_high=1.1)

@@ -1,4 +1,4 @@
-"""The report: it says what it is given, needs nothing from outside, and lets no value become markup."""
+"""The report shows its values, loads nothing from outside, and never turns a value into markup."""
 
 import base64
 import re
@@ -39,7 +39,7 @@ def record(title, shift, **parameters):
 
 
 class Page(HTMLParser):
-    """The rows of all tables, and where images, links and scripts come from."""
+    """Collects the rows of all tables and the sources of images, links and scripts."""
 
     def __init__(self, text):
         super().__init__()
@@ -67,7 +67,7 @@ def one():
     return record("ads version 3", 0.0)
 
 
-def test_a_report_says_what_it_is_given(one):
+def test_a_report_shows_its_values(one):
     page = Page(text := render_report([one]))
     assert ["NE", f"{one.report.overall.ne:.4f}"] in page.rows
     assert ["NE of the champion at the time", "0.8123"] in page.rows

@@ -1,4 +1,4 @@
-"""Feature importance against a model with known use of its features; facts of features against plain counts."""
+"""Feature importance of a model with known use of its features, and feature facts against plain counts."""
 
 import numpy as np
 import pyarrow as pa
@@ -57,8 +57,8 @@ def batch(plan, rows):
     return rows, rows.column("label").to_numpy().astype(float), torch.from_numpy(made.dense), vectors
 
 
-def test_the_loss_is_that_of_a_permuted_column(rows, importances):
-    """Here the column is shuffled by hand, twenty times, within the same batches."""
+def test_the_loss_agrees_with_a_permuted_column(rows, importances):
+    """Shuffles the column by hand, twenty times, within the same batches."""
     plan = build_plan(FeatureSchema.model_validate(SCHEMA), rows.schema)
     _, labels, dense, vectors = batch(plan, rows)
     before, random, losses = quality(labels, score(dense, vectors)).ne, np.random.default_rng(9), []

@@ -57,7 +57,7 @@ def test_coarse_bins_are_fine_enough_for_a_slice(rows):
 
 
 def test_recalibration_against_a_fitted_intercept(rows):
-    """What a logistic regression with the log-odds as a fixed part would find by its intercept alone."""
+    """A logistic regression with fixed log-odds would fit this intercept."""
     labels, probabilities = rows
     odds = np.log(probabilities) - np.log1p(-probabilities)
     off = 1.0 / (1.0 + np.exp(-(odds + 0.7)))

@@ -15,7 +15,7 @@ SECONDS = {kind: [(5, 0.1 * i), (10, 0.25), (12, 0.5 * i), (20, 0.001)] for i, k
 
 
 def drawn(figure: Figure) -> bytes:
-    """The figure as it is kept: drawing it finds what setting it up does not."""
+    """The figure after rendering, which finds errors that setting it up does not."""
     with io.BytesIO() as file:
         figure.savefig(file, format="png")
         return file.getvalue()

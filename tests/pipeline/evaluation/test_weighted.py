@@ -1,4 +1,4 @@
-"""Rows with weights: one of weight 3 is that row three times over; metrics agree with scikit-learn's."""
+"""A row of weight 3 counts as three such rows, and weighted metrics agree with scikit-learn's."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +54,7 @@ def close(a: Quality, b: Quality) -> bool:
     return all(getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-7) for name in names)
 
 
-def test_a_weight_is_that_many_rows(rows: dict[str, Any], tmp_path: Path) -> None:
+def test_a_weight_counts_as_that_many_rows(rows: dict[str, Any], tmp_path: Path) -> None:
     every = np.arange(ROWS)
     ours = evaluation(scored(rows, every, rows["times"].astype(float)), tmp_path / "a")
     theirs = evaluation(scored(rows, np.repeat(every, rows["times"]), None), tmp_path / "b")
@@ -73,7 +73,7 @@ def test_a_weight_is_that_many_rows(rows: dict[str, Any], tmp_path: Path) -> Non
     assert report.grouped.gauc == pytest.approx(other.grouped.gauc, abs=1e-8)
     mine, repeats = (
         ne_difference(found.pairs, False, 0.05) for found in (ours, theirs)
-    )  # by user: nothing else differs
+    )  # resampled by user, so nothing else differs
     assert mine is not None
     assert repeats is not None
     assert mine.model_dump() == pytest.approx(repeats.model_dump(), rel=1e-6)
@@ -96,8 +96,8 @@ def test_metrics_are_sklearns_with_weights(rows: dict[str, Any]) -> None:
     assert found.pr_auc == pytest.approx(average_precision_score(labels, ours, sample_weight=weights), abs=2e-4)
 
 
-def test_the_interval_of_rows_is_that_of_a_weighted_mean(rows: dict[str, Any]) -> None:
-    """Held against the sum written down with NumPy; the error of an NE is that of the difference to a model of loss 0."""
+def test_the_interval_over_rows_is_that_of_a_weighted_mean(rows: dict[str, Any]) -> None:
+    """Compares with the sum in NumPy. The error of an NE is that of its difference to a model of loss 0."""
     weights = np.random.default_rng(2).uniform(0.5, 50.0, ROWS)
     labels = rows["labels"]
     difference = losses(labels, rows["ours"]) - losses(labels, rows["theirs"])
@@ -133,7 +133,7 @@ def test_weights_that_sum_to_little_fill_all_bins(rows: dict[str, Any]) -> None:
     ],
 )
 def test_fault_13_undefined_with_a_reason(labels: list[int], probabilities: list[float], reason: str) -> None:
-    """Weighted or not."""
+    """With and without weights."""
     adds: list[Callable[[], Quality]] = []
     for weights in (None, np.array([3.0, 0.5])):
         sums = MetricSums()

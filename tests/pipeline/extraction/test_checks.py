@@ -178,7 +178,7 @@ def source(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     def write(change: Callable[[pa.Table], pa.Table] = lambda table: table) -> dict[str, Any]:
         for day in DAYS:
             path = tmp_path / f"{day}.parquet"
-            if day == LAST or not path.exists():  # a file that is written anew makes its day a new one
+            if day == LAST or not path.exists():  # rewriting a file would make its day new
                 pq.write_table(change(rows(day)) if day == LAST else rows(day), path)
         return {"path": "*.parquet", "day_column": "date"}
 

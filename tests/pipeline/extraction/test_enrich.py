@@ -89,7 +89,7 @@ def on_disk(home: Path) -> set[str]:
     return {str(path) for path in home.rglob("*.parquet")}
 
 
-def test_a_back_fill_writes_what_the_reader_joins_and_nothing_else(warehouse):
+def test_a_backfill_writes_what_the_reader_joins_and_nothing_else(warehouse):
     before = warehouse.current("t")
     joined = pin_sources([SOURCE], warehouse.home.parent, warehouse)
     wanted = open_reader(warehouse, before, ["score", "liked"], None, joined)
@@ -127,7 +127,7 @@ def test_days_are_due_once_for_each_input_and_each_ingest(warehouse, tmp_path):
     assert warehouse.written_days("t")[DAYS[0]] == "second"
     assert run(warehouse, force=True).days_written == tuple(DAYS[:3])
     (tmp_path / "side" / "2.parquet").unlink()
-    assert run(warehouse).days_written == (DAYS[2],)  # what was taken back is null again
+    assert run(warehouse).days_written == (DAYS[2],)  # values that the source withdrew are null again
     assert set(read(warehouse, warehouse.current("t"), ["score"])["score"][460:690].to_pylist()) == {None}
     assert run(warehouse).days_without == (DAYS[2], DAYS[3])
 
@@ -169,7 +169,7 @@ enrich((SOURCE,), Warehouse(CONFIG, home), "t", home.parent)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("at", "when"), [(1, "before"), (2, "after"), (3, "before")])
-def test_a_killed_back_fill_resumes(at, when, warehouse):
+def test_a_killed_backfill_resumes(at, when, warehouse):
     home, undisturbed = warehouse.home, on_disk(warehouse.home)
     old = read(warehouse, warehouse.current("t"))
     arguments = [sys.executable, "-c", KILL, str(home), str(at), when]
@@ -204,7 +204,7 @@ def test_neither_expiry_nor_another_layout_makes_days_due_again(warehouse, tmp_p
     assert run(warehouse).days_written == (DAYS[1],)
 
 
-def test_a_day_that_is_ingested_meanwhile_is_not_overwritten(warehouse):
+def test_a_day_ingested_meanwhile_is_not_overwritten(warehouse):
     first = run(warehouse, end=DAYS[0]).snapshot
     rows = read(warehouse, first)
     ingest(warehouse, 1, "second")

@@ -94,10 +94,10 @@ def test_no_rows(ingest: Any, put: Any, tmp_path: Path, name: str) -> None:
     assert str(error.value) == "source: expected at least one row, got none. Check source.path."
 
 
-# Writing again
+# Rewriting
 
 
-def test_the_same_source_again_is_skipped_and_a_changed_file_is_not(
+def test_an_unchanged_source_is_skipped_and_a_changed_file_is_not(
     ingest: Any, stored: Any, put: Any, warehouse: Warehouse
 ) -> None:
     put("1.parquet", user=[1], label=[0], date=[DAY1])
@@ -211,7 +211,7 @@ def test_bad_labels_are_quarantined_with_their_reason(ingest: Any, stored: Any, 
     assert [(row["user"], row["tags"], row["__raw_label"]) for row in originals] == [
         (i, [i], key) for i, key in enumerate(BAD)
     ]
-    put("rows.parquet", user=[1, 2], label=["0", "1"])  # mended
+    put("rows.parquet", user=[1, 2], label=["0", "1"])  # repaired
     assert dict(ingest(FIXED).quarantined) == {}
     assert len(stored("events_quarantine")) == 0
 
@@ -241,7 +241,7 @@ def test_a_day_without_a_good_row_is_refused(ingest: Any, put: Any) -> None:
 # Columns
 
 
-def test_a_column_whose_kind_changes_between_days(ingest: Any, put: Any, warehouse: Warehouse) -> None:
+def test_a_column_that_changes_its_kind_between_days(ingest: Any, put: Any, warehouse: Warehouse) -> None:
     put("rows.parquet", user=[1], label=[0], date=[DAY1])
     before = ingest(BY_DAY).snapshot
     put("rows.parquet", user=["a"], label=[0], date=[DAY2])

@@ -53,7 +53,7 @@ def test_the_edges_of_the_window(ingest: Any, stored: Any, put: Any) -> None:
     )
     logged = [(i, delay) for i, (_, delays, _) in enumerate(EDGES) for delay in delays] + [
         (999, 1.0)
-    ]  # of no impression
+    ]  # without an impression
     put("outcomes.parquet", impression_id=[i for i, _ in logged], outcome_time=seconds([delay for _, delay in logged]))
     result = ingest(source())
     labels = stored()["label"].tolist()
@@ -80,7 +80,7 @@ def test_many_impressions_equal_pandas_and_keep_their_order(ingest: Any, stored:
     delay = delays["outcome_time"] - delays["event_time"]
     inside = set(delays[(delay >= pd.Timedelta(0)) & (delay < pd.Timedelta(seconds=WINDOW_SECONDS))]["impression_id"])
     frame = stored()
-    assert frame["impression_id"].tolist() == ids  # each once, in the order of the log
+    assert frame["impression_id"].tolist() == ids  # each impression once, in the order of the log
     assert frame["label"].tolist() == [int(i in inside) for i in ids]
     assert 0.1 < frame["label"].mean() < 0.6
 

@@ -146,7 +146,7 @@ def test_late_outcomes_write_the_days_they_concern(ingest: Any, stored: Any, put
     assert stored()["label"].tolist() == [1, 1, 0, 0]
     assert ingest(source()).days_written == ()
     put("outcomes/3.parquet", impression_id=[3], outcome_time=[MIDNIGHT + pd.Timedelta(days=9)], **clicks)
-    assert ingest(source()).days_written == ()  # nobody's window reaches so far
+    assert ingest(source()).days_written == ()  # beyond every window
 
 
 def test_a_repeat_in_an_earlier_file_changes_the_later_day(ingest: Any, stored: Any, put: Any) -> None:

@@ -1,4 +1,4 @@
-"""Columns, types and labels: how a row is stored, and what is refused before anything is written."""
+"""Columns, types and labels: how rows are stored, and what is refused before anything is written."""
 
 import datetime
 import decimal
@@ -131,7 +131,7 @@ KINDS: dict[str, tuple[pa.Array, pa.DataType, list[Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kinds_are_stored_as_iceberg_knows_them(ingest: Any, put: Any, warehouse: Warehouse, kind: str) -> None:
+def test_kinds_are_stored_in_iceberg_types(ingest: Any, put: Any, warehouse: Warehouse, kind: str) -> None:
     values, expected_type, expected = KINDS[kind]
     put("rows.parquet", user=[1, 2], label=[0, 1], x=values)
     snapshot = ingest(FIXED).snapshot

@@ -159,7 +159,7 @@ def test_lookups_add_columns_and_count_what_has_no_match(ingest: Any, stored: An
     pd.testing.assert_frame_equal(got, expected, check_dtype=False)
 
 
-def test_rows_keep_their_order_whatever_is_joined(ingest: Any, stored: Any, put: Any) -> None:
+def test_rows_keep_their_order_with_any_join(ingest: Any, stored: Any, put: Any) -> None:
     """DuckDB would stream a side table that is larger than the rows, in the order of the side table."""
     keys = [(i * 7_919) % 50_000 for i in range(3_000)]
     put("rows.parquet", user=keys, label=[0, 1] * 1_500)

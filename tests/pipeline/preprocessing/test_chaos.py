@@ -347,7 +347,7 @@ def test_fault_16_a_poison_split_fails_after_its_attempts(
     with pytest.raises(ContractError) as caught:
         list(client(ServiceSource(service.address), spec).batches())
     assert str(caught.value).startswith(said)
-    assert failures == [1, 2]  # the third attempt ended it
+    assert failures == [1, 2]  # the third attempt ended the run
     assert service.totals.restarts == 0
 
 
@@ -460,7 +460,7 @@ def test_fault_17_too_little_memory_is_an_error(
 def test_fault_17_memory_that_becomes_too_little_is_an_error_too(
     executor: str, apart: int, serve: Serve, tight: dict[str, Any], data: DataSpec
 ) -> None:
-    """After the first batches: the bound takes a window and its batches, but not what is left of it and another one."""
+    """After the first batches, the bound fits one window and its batches, but not the rest of it and another window."""
     late = 0
     for memory_bytes in range(16_000, 80_000, apart):
         service = serve(1, executor=executor, memory_bytes=memory_bytes)
@@ -519,7 +519,7 @@ with Service({"days": spec}, config, Path(sys.argv[2])) as service:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop_at", [1, 9])
-def test_fault_18_a_killed_master_takes_its_workers_along_and_the_order_goes_on(
+def test_fault_18_a_killed_master_takes_its_workers_along_and_the_order_continues(
     stop_at: int, sources: Callable[[str], BatchSource], data: DataSpec, days: list[pa.Table], tmp_path: Path
 ) -> None:
     (tmp_path / "spec.json").write_text(data.model_dump_json())

@@ -261,7 +261,7 @@ def test_two_streams_at_once(source: BatchSource, data: DataSpec, days: list[pa.
 
 
 def test_two_trainers_at_once(source: BatchSource, data: DataSpec, days: list[pa.Table]) -> None:
-    """They ask alike, and neither takes what the other needs."""
+    """Their requests are equal, and neither takes the other's batches."""
     if isinstance(source, InlineSource):
         ours, theirs = client(source, data), client(source, data)
     else:

@@ -1,4 +1,4 @@
-"""Connections of ranks: they come, stay away, fall silent, talk nonsense; the service ends, or breaks."""
+"""Ranks connect, stay away, hang and send invalid messages; the service ends or fails."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""One piece of work: rows read, filtered, transformed and put side by side; batches of them against a plain loop."""
+"""One work item: rows read, filtered, transformed and laid out, and their batches against a plain loop."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ def split_of(*fragments: Fragment) -> Split:
 
 
 def rows_of(worker: Worker, *fragments: Fragment) -> Arrays:
-    """The chunks of a split as they are put down."""
+    """Returns the chunks of a split as they are written."""
     writer = PrivateWriter()
     rows, _ = worker.transform_split(split_of(*fragments), writer)
     assert rows == sum(len(array) for name, array in writer.finish().items() if name.endswith(".labels"))

@@ -49,7 +49,7 @@ def test_a_move_is_written_down(tracker, name):
     ]
 
 
-def test_a_move_that_was_cut_short_does_no_harm(tracker, name, monkeypatch):
+def test_an_interrupted_move_does_no_harm(tracker, name, monkeypatch):
     """The move is recorded but not made: the champion stays, and a rollback goes to the one before it."""
     move_alias(tracker, name, CHAMPION, 1, "gate", "")
     move_alias(tracker, name, CHAMPION, 2, "gate", "")
@@ -107,7 +107,7 @@ def test_there_must_be_a_champion_to_roll_back(tracker, name):
         rollback(tracker, name)
 
 
-def test_a_version_that_is_not_there_is_refused(tracker, name):
+def test_an_unknown_version_is_refused(tracker, name):
     move_alias(tracker, name, CHAMPION, 1, "gate", "")
     with pytest.raises(RegistryError) as caught:
         move_alias(tracker, name, CHAMPION, 9, "person", "")
@@ -118,7 +118,7 @@ def test_a_version_that_is_not_there_is_refused(tracker, name):
     assert len(list_moves(tracker, name)) == 1
 
 
-def test_a_model_that_is_not_there_has_no_champion(tracker):
+def test_an_unknown_model_has_no_champion(tracker):
     assert find_holder(tracker, "nobody") is None
     assert list_moves(tracker, "nobody") == []
 

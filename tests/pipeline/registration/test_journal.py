@@ -1,4 +1,4 @@
-"""Metrics while MLflow is away: kept, then sent in order, once each."""
+"""Metrics while MLflow is unreachable: kept, then sent in order, once each."""
 
 import json
 import sqlite3
@@ -48,7 +48,7 @@ def test_a_step_that_is_trained_again_is_logged_once(tracker, run_id, tmp_path):
         for step in (5, 10, 15):
             journal.log(step, {"ne": 1.0 / step})
     with (tmp_path / POINTS).open("a") as file:
-        file.write('{"step": 20, "ti')  # killed while it wrote
+        file.write('{"step": 20, "ti')  # killed during a write
     with Journal(tracker, run_id, tmp_path, print) as journal:
         for step in (10, 15, 20):
             journal.log(step, {"ne": 1.0 / step, "late": 1.0})
@@ -76,7 +76,7 @@ def test_another_run_gets_all_of_it(tracker, run_id, tmp_path):
     assert stored(tracker, other, "ne") == [(5, 0.9)]
 
 
-def test_metrics_wait_for_a_server_that_is_away(tracker, run_id, tmp_path, monkeypatch):
+def test_metrics_wait_for_an_unreachable_server(tracker, run_id, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.registration.journal.RETRY_SECONDS", 0.01)
     said: list[str] = []
     failed, back = threading.Event(), threading.Event()
@@ -117,10 +117,10 @@ def test_fault_29_a_locked_database_is_waited_for(tracker, home, run_id, tmp_pat
     stage = threading.Thread(target=ask)
     with Journal(tracker, run_id, tmp_path, print) as journal:
         stage.start()
-        for step in range(5, 30, 5):  # training is not held up
+        for step in range(5, 30, 5):  # training is not delayed
             journal.log(step, {"ne": 1.0})
         assert asked.wait(30)
-        stage.join(6.0)  # longer than SQLite waits of itself
+        stage.join(6.0)  # longer than SQLite's own timeout
         assert stage.is_alive()
         assert len((tmp_path / POINTS).read_text().splitlines()) == 5
         other.execute("rollback")

@@ -55,7 +55,7 @@ def folders(tmp_path, exported):
     return {form: pack(tmp_path / form, weights, plan, config, RAW.schema, form) for form in ("fp32", "int8")}
 
 
-def test_tables_of_bytes_score_like_the_rounded_weights(folders):
+def test_int8_tables_score_like_the_rounded_weights(folders):
     """The reference holds the rounded numbers as float32 in the model that trains."""
     int8, reference = LoadedModel(folders["int8"]), LoadedModel(folders["fp32"])
     rounded = {}
@@ -71,7 +71,7 @@ def test_tables_of_bytes_score_like_the_rounded_weights(folders):
     assert 0 < np.abs(int8.score(RAW) - before).max() < 0.02
 
 
-def test_the_file_is_about_a_quarter_and_tables_stay_bytes_in_memory(folders):
+def test_the_file_has_a_quarter_of_the_size_and_tables_stay_int8_in_memory(folders):
     sizes = {form: (folder / "weights.safetensors").stat().st_size for form, folder in folders.items()}
     assert sizes["int8"] / sizes["fp32"] == pytest.approx((64 + 8) / (64 * 4), abs=0.01)
     loaded = LoadedModel(folders["int8"])

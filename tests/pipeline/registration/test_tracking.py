@@ -1,4 +1,4 @@
-"""Runs left by dead processes, and an MLflow that does not answer."""
+"""Runs left by dead processes, and an unreachable MLflow."""
 
 import os
 import socket
@@ -38,7 +38,7 @@ def test_a_run_at_work_is_left_alone(tracker):
     ("tags", "ended"),
     [
         ({"dlrm.pid": "999999999"}, True),
-        ({"dlrm.started": "1000000000.00"}, True),  # the number has gone to another process since
+        ({"dlrm.started": "1000000000.00"}, True),  # another process has that number now
         ({"dlrm.host": "elsewhere", "dlrm.pid": "999999999"}, False),
         ({"dlrm.pid": "nonsense"}, False),
     ],
@@ -61,7 +61,7 @@ def test_a_process_that_nobody_has_waited_for_is_dead(tracker):
         assert tracker.reap() == [run_id]
 
 
-def test_what_stands_there_is_not_logged_again(tracker):
+def test_existing_values_are_not_logged_again(tracker):
     run_id = tracker.start("run", {}, {}, None)
     tracker.log(run_id, 20, {"eval_ne": 0.9, "undefined": None})
     tracker.log(run_id, 20, {"eval_ne": 0.9, "eval_auc": 0.7})
@@ -94,15 +94,15 @@ def test_fault_29_a_server_that_is_down_is_named_without_its_password(tmp_path: 
         (ValueError("API request to"), False),
     ],
 )
-def test_only_silence_counts_as_away(error, away):
+def test_only_silence_counts_as_unreachable(error, away):
     assert is_unreachable(error) == away
     with pytest.raises(TrackingError if away else type(error)), reporting_unreachable("Wait."):
         raise error
 
 
 @pytest.mark.timeout(60)
-def test_fault_29_a_run_ends_though_the_load_of_the_machine_cannot_be_sent(tracker, monkeypatch):
-    """The sender hangs in a request to an MLflow that is away."""
+def test_fault_29_a_run_ends_although_system_metrics_cannot_be_sent(tracker, monkeypatch):
+    """The sender hangs in a request to an unreachable MLflow."""
     back = threading.Event()
     monkeypatch.setattr(tracking.SystemMetricsMonitor, "finish", lambda self: back.wait(300))
     monkeypatch.setattr(tracking, "STOP_SECONDS", 0.05)

@@ -131,7 +131,7 @@ def test_every_row_has_its_score_in_the_order_of_the_table(warehouse, rows_per_c
     assert len(warehouse.table("t_scores").snapshots()) == commits
 
 
-def test_what_is_done_is_left_alone_until_rows_model_columns_or_filter_change(warehouse):
+def test_finished_days_are_skipped_until_rows_model_columns_or_filter_change(warehouse):
     run(warehouse)
     assert (plan(warehouse).todo, plan(warehouse).done) == ({}, DAYS)
     assert tuple(plan(warehouse, force=True).todo) == DAYS
@@ -148,7 +148,7 @@ def test_what_is_done_is_left_alone_until_rows_model_columns_or_filter_change(wa
     assert stored(warehouse) == wanted(make_day(0), make_day(1, 500), make_day(2), version=2)
 
 
-def test_a_failure_leaves_whole_days_and_the_next_run_the_rest(warehouse):
+def test_a_failure_leaves_whole_days_and_the_next_run_does_the_rest(warehouse):
     one_by_one = ScoringConfig(keep=KEEP, rows_per_commit=1)
     with pytest.raises(RuntimeError):
         run(warehouse, one_by_one, Model(fail_at=ROWS[0] + 20))
@@ -194,7 +194,7 @@ def test_a_filter_chooses_the_rows_and_a_day_without_any_is_nothing_to_do(wareho
     assert (tuple(work.todo), work.done, done.rows) == (DAYS[:2], DAYS[2:], 10)
     assert [row["row"] for row in stored(warehouse, ("row",))] == list(range(20, 30))
     assert plan(warehouse, config, row_filter="row >= 20 and row < 30").todo == {}
-    work, done = run(warehouse, config, row_filter="row < 3")  # the second day loses the scores that it had
+    work, done = run(warehouse, config, row_filter="row < 3")  # the second day loses its scores
     assert (tuple(work.todo), done.rows) == (DAYS[:2], 3)
     assert [row["row"] for row in stored(warehouse, ("row",))] == [0, 1, 2]
     assert plan(warehouse, config, row_filter="row < 3").todo == {}
@@ -252,7 +252,7 @@ def test_what_cannot_be_scored_is_said(warehouse, change, kind, sentence):
 
 
 @pytest.mark.parametrize("keep", [("day",), ("user", "probability"), ("model_version",), ("user", "user")])
-def test_columns_of_our_own_cannot_be_kept(keep):
+def test_reserved_columns_cannot_be_kept(keep):
     with pytest.raises(ConfigError) as caught:
         ScoringConfig(keep=keep)
     assert str(caught.value) == (
@@ -261,6 +261,6 @@ def test_columns_of_our_own_cannot_be_kept(keep):
     )
 
 
-def test_a_table_that_is_not_there(tmp_path):
+def test_a_missing_table_is_refused(tmp_path):
     with pytest.raises(StorageError):
         Warehouse(WarehouseConfig(), tmp_path).current("t")

@@ -67,7 +67,7 @@ def test_a_grid_needs_to_know_its_values():
     assert str(error.value) == "sweep.space 'a' with strategy=grid: expected `step` or `points`, got none. Add one."
 
 
-def test_its_identity_is_what_is_drawn():
+def test_its_identity_covers_what_is_drawn():
     config = SweepConfig(space={"a": {"low": 1, "high": 3}})
     same = config.model_copy(update={"trials": 99, "parallel": 4})
     assert same.identity() == config.identity()

@@ -21,7 +21,7 @@ SPACE = {
 
 
 def search(path, nes: list[float | None]) -> SearchStudy:
-    """A sweep whose trials end with these NEs. Of those without one, every second is pruned, the others failed."""
+    """A sweep with these final NEs. Of the trials without an NE, every second is pruned and the others failed."""
     config = SweepConfig(strategy="random", trials=max(len(nes), 1), space=SPACE, prune=PruneConfig(every_rows=10))
     found = SearchStudy(path / "study.db", config, {})
     for number, ne in enumerate(nes):

@@ -18,7 +18,7 @@ from pipeline.training.trainer import Trainer
 def make_trainer(
     rank_spec: Callable[..., RankSpec], device: torch.device, tmp_path: Path
 ) -> Callable[..., tuple[Trainer, list[dict[str, Any]]]]:
-    """(validate, batches, dropout, **training) -> a trainer on the small warehouse, and the list its events go to."""
+    """(validate, batches, dropout, **training) -> a trainer on the small warehouse, and the list of its events."""
 
     def make(
         validate: Callable[[Any], LossSums] | None = None,

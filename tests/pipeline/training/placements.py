@@ -1,4 +1,4 @@
-"""One small model trained under many placements by one group of ranks: `python -m tests.pipeline.training.placements`."""
+"""Trains one small model under many sharding plans: `python -m tests.pipeline.training.placements`."""
 
 import json
 import os
@@ -33,12 +33,12 @@ BAGS = [
     SparseFeature("liked", "tags", 31, "mean"),
     SparseFeature("seen", "tags", 31, "mean"),
 ]
-"""Sums and means, a table of few rows, and one that two features share."""
+"""Sum and mean pooling, a small table, and a table that two features share."""
 ROWS, STEPS, DENSE = 24, 12, 3
 
 
 class Cases(BaseModel):
-    """What the ranks are told: a name for each setting of TrainConfig."""
+    """What the ranks receive: a name for each TrainConfig."""
 
     world_size: int
     device: Literal["cpu", "cuda"] = "cpu"
@@ -57,7 +57,7 @@ def training(world_size: int, device: str = "cpu", **settings: Any) -> TrainConf
 
 
 def batches(rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-    """This rank's rows of each step; some bags are empty, all of one feature's in one step."""
+    """Returns this rank's rows of each step. Some bags are empty, and in one step all of one feature's."""
     random = np.random.default_rng(7)
     share = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
     for step in range(STEPS):
@@ -76,7 +76,7 @@ def batches(rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
 
 
 def trained(config: TrainConfig, device: torch.device) -> tuple[list[float], dict[str, torch.Tensor] | None]:
-    """Loss of each step, and on rank 0 the whole weights."""
+    """Returns the loss of each step and, on rank 0, the whole weights."""
     torch.manual_seed(SEED)
     sharded, _ = model.shard_model(DLRM(MODEL, DENSE, BAGS, device="meta"), config, device, SEED, MODEL.embedding_init)
     trainer = Trainer(sharded, config, lambda position: iter(()), None, Path(), print, SEED, device)
@@ -88,7 +88,7 @@ def trained(config: TrainConfig, device: torch.device) -> tuple[list[float], dic
 
 
 def main(path: str) -> None:
-    """Trains every case and writes losses and weights beside the spec."""
+    """Trains every case and writes losses and weights next to the spec."""
     spec, folder, rank = Cases.model_validate_json(Path(path).read_text()), Path(path).parent, int(os.environ["RANK"])
     device = start_group(training(spec.world_size, spec.device), rank)
     losses = {}

@@ -1,4 +1,4 @@
-"""Ranks that do not wait for one another: the update rules, what they share, what they cost, what they leave behind."""
+"""Asynchronous ranks: update rules, shared state, cost, and cleanup."""
 
 import json
 import signal
@@ -62,7 +62,7 @@ def test_hogwild_alone_is_synchronous_training(make: Maker, optimizer: str) -> N
 
 
 class ElasticLoop(PlainLoop):
-    """The plain loop beside a centre, as the paper has it for one worker."""
+    """The plain loop with a centre variable, as in the paper, for one worker."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -83,7 +83,7 @@ class ElasticLoop(PlainLoop):
 
 @pytest.mark.parametrize(("period", "rate"), [(1, 0.25), (4, 0.9), (100, 0.5)])
 def test_easgd_is_the_papers_rule(make: Maker, train_client: Client, period: int, rate: float) -> None:
-    """Judged and exported is the centre; the rank goes on from its own weights after it was judged."""
+    """Validates and exports the centre. After a validation the rank continues from its own weights."""
     seen: list[dict[str, torch.Tensor]] = []
     trainer = make(
         "easgd", scripted([0.9, 0.8], seen), sync="easgd", easgd_period_steps=period, easgd_rate=rate,
@@ -108,7 +108,7 @@ class Cut(Exception):
 
 @pytest.mark.parametrize("sync", ["hogwild", "easgd"])
 def test_resumed_alone(make: Maker, sync: str) -> None:
-    """hogwild repeats its bits where there is one rank; easgd goes on from the centre."""
+    """With one rank, hogwild repeats its bits. easgd resumes from the centre."""
     settings = {"sync": sync, "checkpoint_every_steps": 4, "easgd_period_steps": 3}
     whole, cut = make("whole", **settings), make("cut", **settings)
     whole.train()
@@ -149,7 +149,7 @@ WRONG = {
 
 @pytest.mark.parametrize("key", WRONG)
 @pytest.mark.parametrize("sync", ["easgd", "hogwild"])
-def test_what_does_not_go_with_it_is_refused(sync: str, key: str) -> None:
+def test_incompatible_settings_are_refused(sync: str, key: str) -> None:
     value, expected = WRONG[key]
     with pytest.raises(ConfigError) as caught:
         TrainConfig(**{"sync": sync, key: value})
@@ -159,7 +159,7 @@ def test_what_does_not_go_with_it_is_refused(sync: str, key: str) -> None:
 
 
 def run(spec: RankSpec, on_event: Callable[[Event], object] = lambda event: None) -> Event:
-    """Trains by real ranks."""
+    """Trains on real ranks."""
     world_size = spec.training.world_size
     return run_ranks("pipeline.jobs.training.rank", spec, Path(spec.folder), world_size, 1, Limits(250), on_event, ROOT)
 
@@ -170,11 +170,11 @@ def rank_process(number: int) -> psutil.Process:
 
 
 LONG = {"world_size": 2, "batch_rows": 16, "checkpoint_every_steps": None}
-"""131 steps an epoch; where ranks meet, at its end."""
+"""131 steps an epoch. Ranks meet only at its end."""
 
 
 def test_no_rank_waits_for_another(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
-    """Rank 1 is stopped at step 5 and may go on when rank 0 is at step 100; every row is counted all the same."""
+    """Rank 1 is stopped at step 5 and continues when rank 0 is at step 100. Every row is still counted."""
     events: list[Event] = []
 
     def handle(event: Event) -> None:
@@ -193,16 +193,16 @@ def test_no_rank_waits_for_another(rank_spec: Callable[..., RankSpec], tmp_path:
 
 
 def shared_memory(process: int) -> set[str]:
-    """Numbers that the kernel gave to the memory that a process shares without a name."""
+    """Returns the inode numbers of a process's unnamed shared memory."""
     try:
         lines = Path(f"/proc/{process}/maps").read_text().splitlines()
-    except OSError:  # it has ended, or is not ours to look at
+    except OSError:  # it has ended, or belongs to another user
         return set()
     return {line.split()[4] for line in lines if "memfd:dlrm-shared" in line}
 
 
 @pytest.mark.parametrize(("sync", "number"), [("easgd", 1), pytest.param("hogwild", 0, marks=pytest.mark.slow)])
-def test_a_killed_rank_leaves_nothing_and_training_goes_on(
+def test_a_killed_rank_leaves_nothing_and_training_resumes(
     rank_spec: Callable[..., RankSpec], tmp_path: Path, sync: str, number: int
 ) -> None:
     ranks: list[psutil.Process] = []
@@ -219,7 +219,9 @@ def test_a_killed_rank_leaves_nothing_and_training_goes_on(
         run(spec, handle)
     assert len(ranks) == 2
     assert not any(process.is_running() for process in ranks)
-    assert len(memory) == 8  # weights and two states of tables that are summed, and of others; sums; the dense part
+    assert (
+        len(memory) == 8
+    )  # weights and two states of sum-pooled tables, the same of the others, sums, and the dense part
     assert not memory & set().union(*(shared_memory(pid) for pid in psutil.pids()))
     events: list[Event] = []
     assert run(spec, events.append)["steps"] == 2 * 131
@@ -229,7 +231,7 @@ def test_a_killed_rank_leaves_nothing_and_training_goes_on(
 
 
 def many_rows(number: int) -> pa.Table:
-    """A day of 10,000 rows that repeat no other's, by the rule of the small warehouse."""
+    """A day of 10,000 rows of its own, generated as in the small warehouse."""
     random = np.random.default_rng(100 + number)
     a, user = random.normal(2.0, 3.0, 10_000), random.integers(0, 40, 10_000)
     truth = 1.0 / (1.0 + np.exp(1.5 - 0.4 * (a - 2.0) - 1.5 * (user % 3 == 0)))
@@ -244,8 +246,8 @@ def many_rows(number: int) -> pa.Table:
 
 
 MARGIN = {"hogwild": 0.03, "easgd": 0.02}
-"""Over seeds 1, 2 and 3, with validation NE of synchronous training .80, .79 and .79, hogwild was worse by .024, .012 and
-.009, easgd by .001, .000 and .010. Without learning anything NE is 1."""
+"""Over seeds 1, 2 and 3 the validation NE of synchronous training was .80, .79 and .79. hogwild was worse by .024, .012
+and .009, easgd by .001, .000 and .010. A model that learns nothing has NE 1."""
 
 
 @pytest.mark.slow
@@ -255,7 +257,7 @@ def test_quality_is_near_that_of_synchronous_training(
     device: torch.device,
     tmp_path: Path,
 ) -> None:
-    """Ranks in lock-step train as one rank does, which is quicker started."""
+    """Synchronous ranks train as one rank does, and one rank starts faster."""
     data = make_warehouse(tmp_path / "warehouse", [many_rows(number) for number in range(4)])
     parts = [data.model_copy(update={"selection": Selection(days=days)}) for days in (DAYS[:3], DAYS[3:], DAYS[3:])]
     rows = dict(zip(("train", "valid", "probe"), parts, strict=True)) | {"seed": 2}

@@ -24,7 +24,7 @@ def test_schedule_is_flat_by_default() -> None:
 
 @pytest.mark.parametrize(("warmup", "decay", "floor"), [(0, 10, 0.0), (4, 12, 0.25), (5, None, 0.0), (1, 2, 1.0)])
 def test_schedule_closed_form(warmup: int, decay: int | None, floor: float) -> None:
-    """Straight lines through (-1, 0), (warmup - 1, 1), (warmup, 1), (decay, floor), flat behind."""
+    """Straight lines through (-1, 0), (warmup - 1, 1), (warmup, 1) and (decay, floor), flat after that."""
     config = TrainConfig(warmup_steps=warmup, decay_steps=decay, decay_floor=floor)
     end = (decay, floor) if decay else (1000, 1.0)
     x, y = zip(*([(-1, 0.0), (warmup - 1, 1.0)] if warmup else []), (warmup, 1.0), end, strict=True)
@@ -61,10 +61,10 @@ def test_both_optimizers_follow_the_schedule(make_trainer: Callable[..., tuple])
 
 
 @pytest.mark.parametrize(("warmup_steps", "moved"), [(0, 0.4), (4, 0.1)])
-def test_the_tables_move_as_far_as_the_schedule_says(
+def test_tables_follow_the_schedule(
     make_trainer: Callable[..., tuple], train_client: Client, warmup_steps: int, moved: float
 ) -> None:
-    """Row-wise Adagrad divides its first gradient by that gradient's root mean square: the rate is what is left."""
+    """Row-wise Adagrad divides its first gradient by that gradient's root mean square, which leaves the rate."""
     trainer, _ = make_trainer(warmup_steps=warmup_steps, table_learning_rate=0.4)
     before = checkpoint.full_state(trainer.model.state_dict())
     trainer.train_step(next(train_client.batches()))
@@ -76,7 +76,7 @@ def test_the_tables_move_as_far_as_the_schedule_says(
         assert touched.tolist() == pytest.approx([moved] * len(touched), rel=1e-2)
 
 
-def test_dense_optimizer_holds_everything_but_the_tables(make_trainer: Callable[..., tuple]) -> None:
+def test_the_dense_optimizer_holds_everything_but_the_tables(make_trainer: Callable[..., tuple]) -> None:
     trainer, _ = make_trainer()
     held = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
     names = [name for name, _ in dense_parameters(trainer.model)]

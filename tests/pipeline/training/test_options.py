@@ -1,4 +1,4 @@
-"""Optimizers, precisions and kernels of the trainer: each against a plainer way to the same numbers."""
+"""Optimizers, precisions and kernels of the trainer, each against a simpler computation of the same numbers."""
 
 import os
 import shutil
@@ -37,7 +37,7 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def train(make_trainer: Maker, steps: int, **settings: Any) -> tuple[Trainer, dict[str, torch.Tensor]]:
-    """A trainer after some steps, and the weights it began with; its checkpoints are out of the way of the next."""
+    """Returns a trainer after some steps, and its initial weights. Removes its checkpoints."""
     trainer, _ = make_trainer(max_steps=steps, checkpoint_every_steps=None, **settings)
     first = weights_of(trainer)
     trainer.train()
@@ -97,7 +97,7 @@ def test_adam_moves_each_number_by_the_rate_at_first(make_trainer: Maker) -> Non
     moved = moved[moved > 0]
     assert len(moved) > 100
     assert moved.max() < 0.0201
-    assert moved.quantile(0.05) > 0.019  # gradients near eps, a few, move less
+    assert moved.quantile(0.05) > 0.019  # a few gradients near eps move less
 
 
 def test_adam_is_resumed_bit_by_bit(make_trainer: Maker, tmp_path: Path) -> None:
@@ -114,8 +114,8 @@ def test_adam_is_resumed_bit_by_bit(make_trainer: Maker, tmp_path: Path) -> None
     assert all(value.equal(found[name]) for name, value in weights_of(whole).items())
 
 
-def test_tables_have_learning_rates_of_their_own(make_trainer: Maker) -> None:
-    """Under SGD a table's first step is its rate times its gradient, which all share."""
+def test_tables_have_their_own_learning_rates(make_trainer: Maker) -> None:
+    """Under SGD a table's first step is its rate times the gradient, which is the same for all."""
     rates = {"cat_*": 0.3, "*": 0.7}
     both, first = train(make_trainer, 1, table_optimizer="sgd", table_learning_rate=0.1)
     own, _ = train(make_trainer, 1, table_optimizer="sgd", table_learning_rates=rates, warmup_steps=0)
@@ -169,7 +169,7 @@ def test_compiled_training_is_the_plain_one(make_trainer: Maker) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"table_precision": "fp16"}, {"device": "cuda"}])
-def test_the_numba_kernel_is_refused_where_it_cannot_be(settings: dict[str, str]) -> None:
+def test_the_numba_kernel_is_refused_where_it_cannot_run(settings: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
         TrainConfig(embedding_kernel="numba", **settings)
     assert str(caught.value) == (

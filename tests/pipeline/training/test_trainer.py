@@ -1,4 +1,4 @@
-"""The loop against a plain one: same losses, same weights, and the same again after any interruption."""
+"""The loop against a plain one: same losses and same weights, also after any interruption."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ STEPS = 14
 
 
 CACHED: dict[str, Any] = {"table_memory": "uvm_caching"}
-"""Tables in host memory, of which the device keeps a fifth: rows come and go at every step."""
+"""Tables in host memory. The device caches a fifth, so rows are swapped at every step."""
 ON_CUDA = pytest.mark.gpu
 PLACES = pytest.mark.parametrize("place", [{}, pytest.param(CACHED, marks=ON_CUDA)], ids=["device", "cached"])
 
@@ -47,7 +47,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def scripted(values: list[float], seen: list[dict[str, torch.Tensor]] | None = None) -> Callable[[Any], LossSums]:
-    """A validation that finds these NEs, one a call, and notes the weights it was given."""
+    """A validation that returns these NEs, one per call, and records the weights it sees."""
     coming = iter(values)
 
     def validate(model: Any) -> LossSums:
@@ -62,7 +62,7 @@ def scripted(values: list[float], seen: list[dict[str, torch.Tensor]] | None = N
 
 
 class PlainLoop:
-    """The same model on nn.functional, the same optimizers written down."""
+    """The same model on nn.functional, with its optimizers written out."""
 
     def __init__(self, weights: dict[str, torch.Tensor], table_rate: float, make_optimizer: Callable[..., Any]) -> None:
         self.weights = {name: value.clone().requires_grad_() for name, value in weights.items()}
@@ -86,7 +86,7 @@ class PlainLoop:
         return F.linear(hidden, w["logit.weight"], w["logit.bias"]).squeeze(1)
 
     def step(self, batch: Batch) -> np.ndarray:
-        """Losses of the rows before the update."""
+        """Returns the losses of the rows before the update."""
         losses = F.binary_cross_entropy_with_logits(self.forward(batch), batch.labels, reduction="none")
         self.optimizer.zero_grad()
         for table in self.tables:
@@ -166,7 +166,7 @@ class Cut(Exception):
 
 
 def cut_after(client: Client, batches: int) -> Callable[[Position], Iterator[Batch]]:
-    """The client's batches, ending in an error after so many."""
+    """Yields this many of the client's batches, then raises an error."""
     left = batches
 
     def stream(position: Position) -> Iterator[Batch]:
@@ -200,7 +200,7 @@ def cut_after(client: Client, batches: int) -> Callable[[Position], Iterator[Bat
         *("cached", "cached average", "host", "fp16", "adam of tables"),
     ],
 )
-def test_cut_anywhere_and_resumed_gives_the_same_bits(
+def test_an_interrupted_training_resumes_with_the_same_bits(
     make_trainer: Maker, train_client: Client, tmp_path: Path, settings: dict[str, Any], stops: tuple[int, ...]
 ) -> None:
     settings = {"epochs": 2, "warmup_steps": 5, "decay_steps": 40, "validate_every_steps": 5} | settings
@@ -238,7 +238,7 @@ def test_a_finished_training_trains_no_further(make_trainer: Maker) -> None:
 
 
 @PLACES
-def test_early_stopping_goes_back_to_the_best(make_trainer: Maker, tmp_path: Path, place: dict[str, str]) -> None:
+def test_early_stopping_restores_the_best_weights(make_trainer: Maker, tmp_path: Path, place: dict[str, str]) -> None:
     seen: list[dict[str, torch.Tensor]] = []
     trainer, events = make_trainer(
         scripted([0.9, 0.7, 0.71, 0.7, 0.2], seen),
@@ -275,7 +275,7 @@ def test_max_steps_counts_all_attempts(make_trainer: Maker, train_client: Client
     assert trainer.train().steps == steps
 
 
-def test_checkpoints_come_as_asked_and_few_are_kept(make_trainer: Maker, tmp_path: Path) -> None:
+def test_checkpoints_are_written_as_configured_and_few_are_kept(make_trainer: Maker, tmp_path: Path) -> None:
     trainer, _ = make_trainer(scripted([0.5]), checkpoint_every_steps=4, keep_checkpoints=2)
     trainer.train()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
@@ -287,7 +287,7 @@ def test_checkpoints_come_as_asked_and_few_are_kept(make_trainer: Maker, tmp_pat
 def test_checkpoints_by_the_clock_change_nothing(
     make_trainer: Maker, train_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
-    """Every look at the clock finds a second more; a training that was cut goes on from where the clock had saved it."""
+    """Every reading of the clock adds a second. An interrupted training resumes where the clock last saved it."""
     plain, _ = make_trainer(epochs=2, checkpoint_every_steps=None)
     plain.train()
     (tmp_path / "checkpoints").rename(tmp_path / "plain")
@@ -307,16 +307,16 @@ def test_checkpoints_by_the_clock_change_nothing(
     assert same(weights_of(second), weights_of(plain))
 
 
-def test_the_metrics_say_how_long_training_stood_still(make_trainer: Maker) -> None:
+def test_the_metrics_say_how_long_checkpoints_block_training(make_trainer: Maker) -> None:
     trainer, events = make_trainer(checkpoint_every_steps=4, checkpoint_async=False)
     trainer.train()
-    told = {
+    blocked = {
         event["step"]: event["metrics"]["checkpoint_blocked_seconds"]
         for event in events
         if "checkpoint_blocked_seconds" in event.get("metrics", {})
     }
-    assert list(told) == [5, 9, 13]  # the steps after
-    assert 0.0 < sum(told.values()) < trainer.checkpointer.blocked_seconds
+    assert list(blocked) == [5, 9, 13]  # the steps after a checkpoint
+    assert 0.0 < sum(blocked.values()) < trainer.checkpointer.blocked_seconds
 
 
 @pytest.mark.parametrize("values", [(math.nan,), (math.nan, math.inf)])
@@ -362,7 +362,7 @@ def test_fault_23_ten_batches_in_a_row_end_training(make_trainer: Maker) -> None
 
 
 def forever(value: float) -> Iterator[Batch]:
-    """Batches of one row whose dense numbers are all this one."""
+    """Batches of one row with this value in every dense column."""
     names = ["cat_user", "list_items"]
     column = Column(np.array([1]), np.array([0, 1]))
     for number in itertools.count(1):
@@ -379,7 +379,7 @@ def test_no_checkpoint_before_the_end(make_trainer: Maker, tmp_path: Path) -> No
 
 
 def finite_checkpoint(root: Path) -> int | None:
-    """Step of the newest checkpoint, all of whose numbers are finite."""
+    """Returns the step of the newest checkpoint and checks that its numbers are finite."""
     folder = checkpoint.find_latest(root)
     if folder is None:
         return None
@@ -390,7 +390,7 @@ def finite_checkpoint(root: Path) -> int | None:
 
 
 def poisoned(client: Client, step: int, value: float) -> Callable[[Position], Iterator[Batch]]:
-    """The client's batches, one dense number of the batch with this index replaced."""
+    """Yields the client's batches. Replaces one dense number of the batch with this index."""
 
     def stream(position: Position) -> Iterator[Batch]:
         for batch in client.batches(position):
@@ -401,7 +401,7 @@ def poisoned(client: Client, step: int, value: float) -> Callable[[Position], It
     return stream
 
 
-def test_fault_23_a_loss_that_is_no_number_ends_training(
+def test_fault_23_a_loss_that_is_not_finite_ends_training(
     make_trainer: Maker, train_client: Client, tmp_path: Path
 ) -> None:
     trainer, _ = make_trainer(None, poisoned(train_client, 6, math.nan), log_every_steps=5)
@@ -426,8 +426,8 @@ def test_fault_23_exploding_rates_leave_a_finite_checkpoint_or_none(
     finite_checkpoint(tmp_path / "checkpoints")
 
 
-def test_weights_that_are_no_numbers_are_not_kept(make_trainer: Maker, tmp_path: Path) -> None:
-    """The loss of a step is that of the weights before its update: it may be finite when they are not any more."""
+def test_weights_that_are_not_finite_are_not_saved(make_trainer: Maker, tmp_path: Path) -> None:
+    """A step's loss belongs to the weights before its update. It may be finite when the new weights are not."""
     trainer, _ = make_trainer(checkpoint_every_steps=2, checkpoint_async=False)
     step = trainer.train_step
 
@@ -448,7 +448,7 @@ def test_weights_that_are_no_numbers_are_not_kept(make_trainer: Maker, tmp_path:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_validation_that_is_no_number_ends_training(make_trainer: Maker, tmp_path: Path, loss: float) -> None:
+def test_a_validation_that_is_not_finite_ends_training(make_trainer: Maker, tmp_path: Path, loss: float) -> None:
     trainer, _ = make_trainer(scripted([0.5, loss]), validate_every_steps=2)
     with pytest.raises(TrainingError) as caught:
         trainer.train()
@@ -501,7 +501,7 @@ def test_checkpoint_of_another_hash_size_names_the_tensor(make_trainer: Maker, t
 
 @PLACES
 @pytest.mark.parametrize("validated", [True, False])
-def test_the_exported_weights_are_the_mean_of_those_on_the_way(
+def test_the_exported_weights_are_the_mean_over_steps(
     make_trainer: Maker, tmp_path: Path, validated: bool, place: dict[str, str]
 ) -> None:
     on_the_way = []
@@ -536,7 +536,7 @@ def test_averaging_does_not_disturb_training(make_trainer: Maker, tmp_path: Path
     assert same(weights_of(averaged), weights)
 
 
-def test_the_end_is_validated_wherever_it_comes(make_trainer: Maker) -> None:
+def test_the_end_is_always_validated(make_trainer: Maker) -> None:
     trainer, _ = make_trainer(scripted([0.9, 0.8]), max_steps=7, validate_every_steps=5)
     progress = trainer.train()
     assert (progress.best_step, progress.best_ne) == (7, pytest.approx(0.8))
@@ -552,11 +552,11 @@ def test_running_out_of_rows_before_max_steps_is_an_error(make_trainer: Maker) -
 
 
 STEP_SECONDS = 0.5
-"""What every step takes on the clock that the tests of times wind."""
+"""Duration of each step on the tests' clock."""
 
 
 def times_of(epoch: int, batches: int) -> Times:
-    """Made-up times of a batch, all different, none of them that of another kind."""
+    """Returns made-up times of a batch. All differ, also between kinds."""
     return Times(extract=3.0 + epoch + batches / 8, transform=20.0 - batches / 4, wait=(7 * epoch + batches) % 5 / 4)
 
 
@@ -574,7 +574,7 @@ def times_by_step(steps: int) -> list[Times]:
 
 @pytest.fixture
 def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock on which only steps take time."""
+    """A clock that advances only during steps."""
     now = 0.0
 
     def tick() -> float:  # the trainer looks before a step and after it
@@ -591,8 +591,10 @@ NAMES = {"extract": "batch_extract_seconds", "transform": "batch_transform_secon
 
 @pytest.mark.parametrize("cut", [None, 3, 9, STEPS, 23])
 @pytest.mark.usefixtures("steady_clock")
-def test_each_window_tells_what_its_batches_took(make_trainer: Maker, train_client: Client, cut: int | None) -> None:
-    """Against sums over the made-up times; a resumed training says the same as one that was never cut."""
+def test_each_window_reports_the_times_of_its_batches(
+    make_trainer: Maker, train_client: Client, cut: int | None
+) -> None:
+    """Compares with sums over the made-up times. A resumed training reports the same as an uninterrupted one."""
     settings = {"epochs": 2, "log_every_steps": 4, "checkpoint_every_steps": 6}
     if cut is not None:
         first, _ = make_trainer(None, timed(cut_after(train_client, cut)), **settings)
@@ -619,7 +621,7 @@ def test_each_window_tells_what_its_batches_took(make_trainer: Maker, train_clie
 
 
 @pytest.mark.usefixtures("steady_clock")
-def test_batches_that_are_there_at_once_do_not_stall(make_trainer: Maker, train_client: Client) -> None:
+def test_batches_that_are_ready_do_not_stall(make_trainer: Maker, train_client: Client) -> None:
     at_once = (replace(batch, times=Times(extract=1.0)) for batch in train_client.batches())
     trainer, events = make_trainer(None, lambda position: at_once)
     assert trainer.train().stalled == 0.0

@@ -1,4 +1,4 @@
-"""A row of weight 3 trains as that row three times over does, whoever of the ranks has it."""
+"""A row of weight 3 trains like three such rows, on whichever rank it is."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -48,7 +48,9 @@ def times_of(batch: Batch) -> np.ndarray:
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd"])
-def test_a_weight_is_that_many_rows(make_trainer: Maker, train_client: Client, tmp_path: Path, optimizer: str) -> None:
+def test_a_weight_counts_as_that_many_rows(
+    make_trainer: Maker, train_client: Client, tmp_path: Path, optimizer: str
+) -> None:
     made = list(train_client.batches())
     found = []
     for change in (with_weights, repeated):
@@ -73,7 +75,7 @@ def test_the_number_of_ranks_changes_nothing(
     days: list[pa.Table], make_warehouse: Callable[..., DataSpec], rank_spec: Callable[..., RankSpec],
     device: torch.device, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Ranks have different sums of weights; the batches' last rows are padding on one of them."""
+    """Ranks have different sums of weights. On one of them the last rows of a batch are padding."""
     importance = [np.where(np.arange(day.num_rows) % 3, 5.0, 0.25) for day in days]
     tables = [day.append_column("importance", pa.array(w)) for day, w in zip(days, importance, strict=True)]
     data = make_warehouse(tmp_path / "warehouse", tables).model_copy(update={"weight": "importance"})

@@ -1,4 +1,4 @@
-"""What every op promises, checked against a few lines of Python that treat one row at a time."""
+"""The contract of every op, checked against a few lines of Python that handle one row at a time."""
 
 import math
 import struct
@@ -30,13 +30,13 @@ HARD = {
 
 
 class Case(NamedTuple):
-    """An op and what it makes of one row: a number, or a list. `kinds` says what "either" and "any number" are."""
+    """An op and its result for one row, a number or a list. `kinds` resolves "either" and "any number"."""
 
     op: Any
     row: Callable[..., Any]
     kinds: tuple[str, ...] = ()
     rows: Any = None
-    """Strategy of a row's inputs, where any values would seldom be to the point."""
+    """Strategy for a row's inputs, for ops that arbitrary values would rarely exercise."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
     @property
     def hard_rows(self) -> list[tuple[Any, ...]]:
-        """Rows of awkward values; each further input begins one row later, so that lists differ in length."""
+        """Rows of difficult values. Each additional input starts one row later, so that lists differ in length."""
         turned = [HARD[kind][i:] + HARD[kind][:i] for i, kind in enumerate(self.reads)]
         return list(zip(*turned, strict=True))
 
@@ -74,7 +74,7 @@ def rows_of(column: Column) -> list[Any]:
 
 
 def apply(op: Op, *inputs: list[Any], counts: Counter[str] | None = None) -> list[Any]:
-    """What an op makes of inputs given as rows; numbers are dense, lists of integers ids, other lists scores."""
+    """Applies an op to inputs given as rows. Numbers are dense, lists of integers are ids, other lists are scores."""
     columns = [column_of(_kind_of(rows), rows) for rows in inputs]
     return rows_of(op.apply(columns, Counter() if counts is None else counts))
 
@@ -101,7 +101,7 @@ def assert_row_by_row(case: Case, rows: list[tuple[Any, ...]]) -> None:
 
 
 def assert_contract(case: Case) -> None:
-    """As many rows, the inputs unchanged and free to be read-only, and the same rows and counts in any chunks."""
+    """As many rows out as in, inputs unchanged and possibly read-only, same rows and counts in any chunks."""
     columns = columns_of(case, case.hard_rows)
     arrays = [array for column in columns for array in (column.values, column.offsets) if array is not None]
     before = [array.copy() for array in arrays]
@@ -151,5 +151,5 @@ def chain(upper: int, lower: int) -> int:
 
 
 def bits(value: float) -> int:
-    """A number's 64 bits, NaN and zero each in one form."""
+    """A number's 64 bits, with one form of NaN and one of zero."""
     return struct.unpack("<Q", struct.pack("<d", math.nan if math.isnan(value) else value + 0.0))[0]

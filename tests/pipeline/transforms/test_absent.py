@@ -1,4 +1,4 @@
-"""Columns that the table lacks: they make what nulls make, and no request has to send them."""
+"""Absent columns act like nulls, and requests need not send them."""
 
 from collections import Counter
 from typing import Any
@@ -40,7 +40,7 @@ def plan() -> Plan:
     return build_plan(features(), TABLE).fit(lambda: [ROWS])
 
 
-def test_absent_columns_make_what_nulls_make() -> None:
+def test_absent_columns_act_like_nulls() -> None:
     made = plan()
     assert set(made.absent) == {"height", "width", "tags"}
     assert made.columns == ["age", "user", "items"]

@@ -1,4 +1,4 @@
-"""Columns: what Arrow holds, row by row, as numbers or as ids."""
+"""Columns hold Arrow's values, row by row, as numbers or ids."""
 
 import datetime
 from decimal import Decimal
@@ -134,7 +134,7 @@ def test_numbers_become_float64(array: pa.Array, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize("outer", [pa.list_, pa.large_list], ids=["list", "large_list"])
-def test_scores_keep_the_places_of_their_ids(outer: Any) -> None:
+def test_scores_keep_the_positions_of_their_ids(outer: Any) -> None:
     rows = [[0.5, None], None, [], [np.inf]]
     array = pa.array([[9.0], *rows], outer(pa.float32()))
     for part in (array.slice(1), pa.array(rows, outer(pa.float64()))):

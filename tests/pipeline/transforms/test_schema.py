@@ -61,7 +61,7 @@ def test_groups_name_columns(columns: list[str]) -> None:
         ([{"kind": "fill_null"}, {"kind": "bucketize", "borders": [1]}], "dense"),
     ],
 )
-def test_columns_are_read_as_the_first_op_wants_them(transforms: list[dict[str, object]], kind: str) -> None:
+def test_columns_are_read_in_the_first_ops_kind(transforms: list[dict[str, object]], kind: str) -> None:
     group = SparseGroup.model_validate({"columns": ["a"], "transforms": transforms})
     assert group.read_kind("sparse") == kind
 

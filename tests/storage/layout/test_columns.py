@@ -1,4 +1,4 @@
-"""What footers say of columns equals what pyarrow's own sums and the rows say."""
+"""Facts from footers agree with pyarrow's own sums and with the rows."""
 
 import datetime
 from collections import Counter
@@ -31,7 +31,7 @@ def test_bytes_are_the_sums_of_pyarrows_footers_over_the_files_of_the_snapshot(w
     write(warehouse, DAYS[0], 23, tags=pa.array([[1, 2, 3]] * 23), old=range(23))
     write(warehouse, DAYS[1], 12, tags=pa.array([[i] for i in range(12)]), late=["x"] * 12)
     snapshot = write(warehouse, DAYS[1], 7, tags=pa.array([[i] for i in range(7)]), late=["x"] * 7)
-    write(warehouse, DAYS[2], 9, later=range(9))  # another snapshot's
+    write(warehouse, DAYS[2], 9, later=range(9))  # of another snapshot
     expected: Counter[str] = Counter()
     paths = [t.file.file_path for t in warehouse.table("events").scan(snapshot_id=snapshot.snapshot_id).plan_files()]
     assert len(paths) > 2
@@ -86,7 +86,7 @@ def test_few_of_many_files_are_searched(warehouse: Warehouse) -> None:
     assert footers(warehouse, snapshot).without_values(["x"], most_files=3)[1:] == (3, 12)
 
 
-def test_a_damaged_file_is_named_or_passed_over(warehouse: Warehouse) -> None:
+def test_a_damaged_file_is_named_or_skipped(warehouse: Warehouse) -> None:
     write(warehouse, DAYS[0], 3, x=[1.0, 2.0, 3.0])
     [path] = Path(warehouse.home).rglob("*.parquet")
     snapshot = write(warehouse, DAYS[1], 3, x=pa.nulls(3, pa.float64()))

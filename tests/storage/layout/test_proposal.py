@@ -1,4 +1,4 @@
-"""What is read often stands together, and the figures are those of the files that would be written."""
+"""Columns that are often read are adjacent, and the proposal's numbers are those of the files it would write."""
 
 import datetime
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_columns_come_by_runs_then_by_place() -> None:
     assert popularity([], ["a"]) == []
 
 
-def test_figures_are_those_of_a_file() -> None:
+def test_the_numbers_are_those_of_a_file() -> None:
     layout = Layout(row_group_rows=1_000, gap_bytes=0)
     sink = pa.BufferOutputStream()
     write_parquet(sink, table(), layout)
@@ -52,7 +52,7 @@ def test_figures_are_those_of_a_file() -> None:
     assert (first.reads, first.bytes_read) == (3, found.bytes_read)
 
 
-def test_a_proposal_puts_what_is_read_first(home: Path) -> None:
+def test_a_proposal_puts_columns_that_are_read_first(home: Path) -> None:
     warehouse = Warehouse(WarehouseConfig(row_group_rows=1_000), home)
     snapshot = warehouse.replace_days("t", {DAY: "i"}, table().schema, table().to_batches(), 3_000)
     reads = [read("c20", "c5"), read("c20", "gone")]

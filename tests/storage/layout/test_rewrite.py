@@ -22,7 +22,7 @@ LAYOUT = Layout(codec="lz4", first=("tags", "x"), row_group_rows=16, file_rows=9
 
 
 def table(day: datetime.date, count: int, seed: int = 1) -> pa.Table:
-    """Rows in no order, some of them twice, with nulls and NaN."""
+    """Unordered rows, some of them twice, with nulls and NaN."""
     draw = np.random.default_rng(seed)
     half = pa.table(
         {
@@ -48,7 +48,7 @@ def read(warehouse: Warehouse) -> pa.Table:
 
 
 def in_order(rows: pa.Table, *columns: str) -> list[str]:
-    """Rows as texts, sorted by day and columns, equal ones in their order."""
+    """Returns rows as texts, sorted by day and columns. Equal rows keep their order."""
     return [str(row) for row in sorted(rows.to_pylist(), key=lambda row: (row["day"], *(row[c] for c in columns)))]
 
 
@@ -69,7 +69,7 @@ def test_rewritten_days_have_their_rows_their_order_and_their_identity(warehouse
     assert [str(row) for row in read(warehouse).to_pylist()] == in_order(rows, "session")
     assert warehouse.written_days("events") == {DAY1: "i", DAY2: "i", DAY3: "third"}
     assert warehouse.day_rows(old) == warehouse.day_rows(warehouse.current("events"))
-    assert warehouse.schema(warehouse.current("events")).names == table(DAY1, 40).column_names  # models go by it
+    assert warehouse.schema(warehouse.current("events")).names == table(DAY1, 40).column_names  # models refer to it
 
 
 def test_files_have_the_popular_columns_first(warehouse: Warehouse, tmp_path: Path, home: Path) -> None:
@@ -84,7 +84,7 @@ def test_files_have_the_popular_columns_first(warehouse: Warehouse, tmp_path: Pa
         assert file.metadata.row_group(0).column(0).compression == "LZ4"
 
 
-def test_columns_of_today_are_written_whatever_the_rows_came_with(warehouse: Warehouse, tmp_path: Path) -> None:
+def test_a_rewrite_has_the_columns_of_today(warehouse: Warehouse, tmp_path: Path) -> None:
     write(warehouse, table(DAY1, 40))
     events = warehouse.table("events")
     with events.update_schema() as update:
@@ -95,19 +95,19 @@ def test_columns_of_today_are_written_whatever_the_rows_came_with(warehouse: War
     rewrite_day(warehouse, "events", DAY1, tmp_path)
     names = ["words", "x", "late"]
     rows = warehouse.table("events").scan(selected_fields=("session", *names)).to_arrow()
-    assert rows["x"].null_count == rows["late"].null_count == 40  # never the values of the column that went
+    assert rows["x"].null_count == rows["late"].null_count == 40  # never the values of the dropped column
     assert sorted(map(str, rows["words"].to_pylist())) == sorted(map(str, table(DAY1, 40)["text"].to_pylist()))
 
 
 def test_a_table_that_gains_a_column_keeps_its_layout(warehouse: Warehouse, tmp_path: Path) -> None:
     write(warehouse, table(DAY1, 40))
     set_layout(warehouse.table("events"), LAYOUT.model_copy(update={"order_by": ("session", "gone")}))
-    rewrite_day(warehouse, "events", DAY1, tmp_path)  # what is no column cannot order anything
+    rewrite_day(warehouse, "events", DAY1, tmp_path)  # not a column
     wider = table(DAY2, 20).append_column("new", pa.array(range(20)))
     write(warehouse, wider)
     assert days_in_other_layouts(warehouse, warehouse.current("events")) == []
     sessions = warehouse.table("events").scan(row_filter="day = '2024-01-02'").to_arrow()["session"].to_pylist()
-    assert sessions == sorted(sessions)  # days that come later, too
+    assert sessions == sorted(sessions)  # also later days
 
 
 def test_small_files_become_few(tmp_path: Path, home: Path) -> None:
@@ -143,7 +143,7 @@ def test_rows_that_come_out_differently_stop_the_commit(
     assert set(home.rglob("*.parquet")) == before
 
 
-def test_a_day_that_another_writer_changes_meanwhile_is_left_to_it(
+def test_a_day_that_another_writer_changes_is_left_alone(
     warehouse: Warehouse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(warehouse, table(DAY1, 20))

@@ -42,7 +42,7 @@ def rows_of(random: np.random.Generator, rows: int = 700) -> pa.Table:
 
 
 def source_rows(random: np.random.Generator, dated: bool) -> pa.Table:
-    """A row for some of the keys, with numbers, text and lists, each null now and then."""
+    """Rows for some of the keys, with numbers, text and lists. Some values are null."""
     keys = [(d, u, f"s{s}") for d in range(len(DAYS) if dated else 1) for u in range(70) for s in range(4)]
     keys = [keys[i] for i in random.permutation(len(keys))[: len(keys) * 2 // 3]]
     n = len(keys)
@@ -144,7 +144,7 @@ def test_csv_and_text_days(name, tmp_path, warehouse):
     assert read(open_reader(warehouse, snapshot, ["x"], None, joined)).column("x").to_pylist() == [0.5, None]
 
 
-def test_types_are_those_that_an_ingest_stores(tmp_path, warehouse):
+def test_types_agree_with_those_that_an_ingest_stores(tmp_path, warehouse):
     snapshot = stored(warehouse, pa.table({"day": [DAYS[0]], "user": pa.array([2**64 - 1], pa.uint64()).view(pa.int64())}))  # fmt: skip
     side = pa.table(
         {
@@ -167,7 +167,7 @@ def test_types_are_those_that_an_ingest_stores(tmp_path, warehouse):
     assert row == {"small": 7, "wide": -3, "kind": "x", "at": datetime.datetime(2025, 3, 1, 2, tzinfo=datetime.UTC)}
 
 
-def test_equal_hashes_of_different_keys_do_not_meet(monkeypatch):
+def test_different_keys_with_equal_hashes_do_not_match(monkeypatch):
     monkeypatch.setattr(module, "_hashes", lambda keys: np.zeros(len(keys[0]), np.uint64))
     keyed = KeyIndex([pa.array([3, 1, None, 2])], [pa.array(["c", "a", "x", "b"])], "w")
     assert keyed.values[0].take(keyed.find([pa.array([1, 2, 3, 4, None])])).to_pylist() == ["a", "b", "c", None, None]

@@ -26,7 +26,7 @@ def test_days_are_read(values: pa.Array) -> None:
 
 @pytest.mark.parametrize("text", ["2024-01-01T23:30:00Z", "2024-01-01T23:30:00-05:00", "2024-01-01 23:30+05"])
 def test_a_text_with_a_zone_is_refused(text: str) -> None:
-    """In UTC it may be another day."""
+    """Its day may differ in UTC."""
     with pytest.raises(DataError) as error:
         to_days("features.joined 'f', column 'at'", pa.array(["2024-01-01", text]))
     assert str(error.value) == (

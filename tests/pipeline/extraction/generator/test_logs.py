@@ -165,7 +165,7 @@ def test_a_failed_write_leaves_the_old_files(tmp_path: Path) -> None:
         write_logs(config.model_copy(update={"seed": 9}), tmp_path, WINDOW_SECONDS, stop)
     assert file_bytes(tmp_path) == before
     write_logs(config, tmp_path, WINDOW_SECONDS)
-    assert file_bytes(tmp_path) == before  # the same names, the same content, no temporary file
+    assert file_bytes(tmp_path) == before  # same names, same content, no temporary file
 
 
 def test_errors_say_what_to_do(tmp_path: Path) -> None:

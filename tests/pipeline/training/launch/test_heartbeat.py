@@ -1,4 +1,4 @@
-"""A heartbeat says what is being done, and counts how often it changed."""
+"""A heartbeat names the current activity and counts its changes."""
 
 import queue
 from typing import Any
@@ -25,7 +25,7 @@ def test_waiting_differs_from_work() -> None:
     assert beat == {"event": "alive", "count": 6, "doing": "training"}
 
 
-def test_it_ends_when_the_launcher_is_gone() -> None:
+def test_it_ends_with_the_launcher() -> None:
     calls: list[dict[str, Any]] = []
 
     def broken(event: dict[str, Any]) -> None:

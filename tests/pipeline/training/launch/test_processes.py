@@ -188,7 +188,10 @@ def test_an_interrupted_launcher_ends_its_ranks(run: Callable[..., Event]) -> No
         (("wait|result", "kill|"), "rank 1: SIGKILL: no output"),
         (("137|result", "wait|"), "rank 0: exit code 137: no output"),
         (("crash|result", "wait|"), "rank 0: exit code 3: RuntimeError: no luck today"),
-        (("after-peer crash|result", "ready kill|"), "rank 1: SIGKILL: no output"),  # not the one that lost its peer
+        (
+            ("after-peer crash|result", "ready kill|"),
+            "rank 1: SIGKILL: no output",
+        ),  # not the error of the rank that lost its peer
     ],
 )
 def test_fault_19_all_ranks_start_again_when_one_dies(
@@ -255,7 +258,7 @@ def test_a_group_that_hangs_for_good_is_an_error(run: Callable[..., Event], tmp_
 
 @pytest.mark.parametrize("does", ["alive", "waiting"])
 def test_progress_keeps_a_group_alive(run: Callable[..., Event], does: str) -> None:
-    """Progress of its own, or of preprocessing while it waits."""
+    """Its own progress, or that of preprocessing while it waits."""
     ticks = iter(range(10_000))
     with pytest.raises(TrainingError, match="deadline_seconds=3"):
         run(does, "wait", hang_seconds=1, deadline_seconds=3, progress=lambda: next(ticks) if does == "waiting" else 0)

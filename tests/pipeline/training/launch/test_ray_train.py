@@ -1,4 +1,4 @@
-"""Ranks of Ray Train: the same weights as those of processes, the same errors, and nothing left."""
+"""Ray Train's ranks give the same weights and errors as processes, and leave nothing behind."""
 
 import importlib.util
 import signal
@@ -35,10 +35,10 @@ def left(before: list[psutil.Process]) -> list[psutil.Process]:
 
 @needs_ray
 @pytest.mark.slow
-def test_ranks_of_ray_train_as_those_of_processes_do(
+def test_ranks_of_ray_train_like_processes(
     rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
 ) -> None:
-    """Bit for bit, from the preprocessing service, though a worker is killed and all are started again."""
+    """Bit for bit, from the preprocessing service, although a worker is killed and all of them restart."""
     before = children()
     spec = rank_spec(tmp_path / "ray", **SETTINGS, checkpoint_async=False)
     assert spec.valid is not None
@@ -63,7 +63,7 @@ def test_ranks_of_ray_train_as_those_of_processes_do(
 
 @needs_ray
 @pytest.mark.slow
-def test_an_error_of_ours_comes_back_as_it_is(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
+def test_our_errors_arrive_unchanged(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
     before = children()
     with pytest.raises(ContractError) as caught:
         start(rank_spec(tmp_path, world_size=2, max_steps=100), print)
@@ -73,7 +73,7 @@ def test_an_error_of_ours_comes_back_as_it_is(rank_spec: Callable[..., RankSpec]
     assert not left(before)
 
 
-def test_without_ray_the_remedy_is_told(
+def test_without_ray_the_error_names_the_remedy(
     rank_spec: Callable[..., RankSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray.train.torch", None)

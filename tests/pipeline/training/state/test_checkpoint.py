@@ -1,4 +1,4 @@
-"""Checkpoints are whole or passed over, fit or are refused by name, and never run code."""
+"""Damaged checkpoints are skipped, foreign ones are refused by name, and none ever runs code."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def name(folder: Path | None) -> str | None:
 
 
 def seal(folder: Path) -> None:
-    """Makes the manifest agree with whatever is there: what a forger would do."""
+    """Makes the manifest agree with the files, as a forger would."""
     files = {path.name: sha256(path) for path in folder.iterdir() if path.name != checkpoint.MANIFEST}
     (folder / checkpoint.MANIFEST).write_text(json.dumps(files))
 
@@ -105,7 +105,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_fault_21_a_damaged_checkpoint_is_passed_over(root: Path, damage: str) -> None:
+def test_fault_21_a_damaged_checkpoint_is_skipped(root: Path, damage: str) -> None:
     spoil, message = DAMAGE[damage]
     spoil(root / "step-0000000010")
     with pytest.raises(CheckpointError, match=rf"^checkpoint 'step-0000000010': .*{message}"):
@@ -138,7 +138,7 @@ def test_no_folder_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["save", "write_json", "seal_folder"])
-def test_fault_20_a_failed_save_leaves_the_old_one_and_no_rubbish(
+def test_fault_20_a_failed_save_leaves_the_old_one_and_nothing_else(
     root: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     def full(*_: object, **__: object) -> None:
@@ -160,7 +160,9 @@ def test_fault_20_a_failed_save_leaves_the_old_one_and_no_rubbish(
     ("changed", "stored"),
     [({"model/top.weight": torch.zeros(5, 3)}, "(4, 3)"), ({"model/new": torch.zeros(5, 3)}, "no such tensor")],
 )
-def test_fault_21_what_does_not_fit_is_named(root: Path, changed: dict[str, torch.Tensor], stored: str) -> None:
+def test_fault_21_a_tensor_that_does_not_fit_is_named(
+    root: Path, changed: dict[str, torch.Tensor], stored: str
+) -> None:
     wanted = tensors() | changed
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load(root / "step-0000000010", wanted)
@@ -168,10 +170,10 @@ def test_fault_21_what_does_not_fit_is_named(root: Path, changed: dict[str, torc
         f"checkpoint 'step-0000000010', tensor '{next(iter(changed))}': expected shape (5, 3), got {stored}. "
         "Train with the configuration that wrote it, or start again with force=true."
     )
-    assert wanted["dense/top.weight/step"] == 0.0  # nothing was loaded in part
+    assert wanted["dense/top.weight/step"] == 0.0  # nothing was loaded, not even in part
 
 
-def test_fault_22_a_tensor_that_is_not_asked_for_is_an_error(root: Path) -> None:
+def test_fault_22_an_unexpected_tensor_is_an_error(root: Path) -> None:
     wanted = tensors()
     del wanted["model/half"]
     with pytest.raises(CheckpointError) as caught:
@@ -201,7 +203,7 @@ def test_another_identity_is_refused(tmp_path: Path, wanted: dict[str, str], sen
 
 
 class Gate:
-    """Lets DCP write when it is opened, and counts how many write at a time."""
+    """Holds DCP's writes until it is opened, and counts concurrent ones."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
@@ -219,9 +221,7 @@ class Gate:
             self.writing -= 1
 
 
-def test_a_save_in_the_background_keeps_what_was_there_when_it_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_background_save_keeps_the_values_from_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, state, folder, sealed = Gate(monkeypatch), tensors(3), tmp_path / "step-0000000003", list[str]()
     with AsyncCheckpointer(background=True) as checkpointer:
         checkpointer.save(folder, state, PROGRESS, {}, lambda: sealed.append("sealed"))
@@ -242,14 +242,14 @@ def test_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         for step in (1, 2, 3):
             checkpointer.save(tmp_path / f"step-000000000{step}", tensors(step), PROGRESS, {})
     assert gate.most == 1
-    for step in (1, 2, 3):  # although the copy is written over by the next
+    for step in (1, 2, 3):  # although the next save overwrites the copy
         found = tensors()
         checkpoint.load(tmp_path / f"step-000000000{step}", found)
         assert all(found[key].equal(value) for key, value in tensors(step).items())
 
 
 @pytest.mark.parametrize("call", ["check", "wait", "save", "end"])
-def test_what_goes_wrong_in_the_background_is_told_by_the_next_call(
+def test_an_error_in_the_background_is_raised_by_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     def full(*_: object) -> None:
@@ -268,12 +268,12 @@ def test_what_goes_wrong_in_the_background_is_told_by_the_next_call(
     }
     with pytest.raises(CheckpointError, match="expected to be written, got No space left on device"):
         calls[call]()
-    checkpointer.wait()  # it is told once
+    checkpointer.wait()  # it is raised once
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_fault_23_numbers_that_are_not_finite_are_not_kept(tmp_path: Path, background: bool) -> None:
+def test_fault_23_weights_that_are_not_finite_are_not_saved(tmp_path: Path, background: bool) -> None:
     state = tensors() | {"tables/x": torch.tensor([1.0, float("nan")])}
     with pytest.raises(TrainingError, match=r"weights at step 3, 'tables/x': expected finite numbers, got inf or nan"):  # noqa: SIM117
         with AsyncCheckpointer(background) as checkpointer:
@@ -281,7 +281,7 @@ def test_fault_23_numbers_that_are_not_finite_are_not_kept(tmp_path: Path, backg
     assert not list(tmp_path.iterdir())
 
 
-def test_the_error_that_ends_training_is_told_first(tmp_path: Path) -> None:
+def test_the_error_that_ends_training_takes_precedence(tmp_path: Path) -> None:
     state = {"x": torch.tensor([float("nan")])}
     checkpointer = AsyncCheckpointer(background=True)
     checkpointer.save(tmp_path / "step-0000000003", state, PROGRESS, {})
@@ -290,7 +290,7 @@ def test_the_error_that_ends_training_is_told_first(tmp_path: Path) -> None:
     assert not checkpointer.thread.is_alive()
 
 
-def test_the_copy_takes_no_new_memory_the_second_time(tmp_path: Path) -> None:
+def test_the_second_copy_reuses_memory(tmp_path: Path) -> None:
     with AsyncCheckpointer(background=True) as checkpointer:
         checkpointer.save(tmp_path / "step-0000000001", tensors(1), PROGRESS, {})
         before = {name: copy.data_ptr() for name, copy in checkpointer.copies.items()}
@@ -319,7 +319,7 @@ def test_fault_21_a_damaged_checkpoint_is_not_exported(root: Path) -> None:
         checkpoint.export(root / "step-0000000010")
 
 
-def test_what_a_checkpoint_is(root: Path) -> None:
+def test_a_checkpoint_is_described(root: Path) -> None:
     folder = root / "step-0000000011"
     checkpoint.save(folder, tensors(), {"steps": 11, "validated_step": 11, "valid_ne": 0.8})
     entry = checkpoint.describe(folder)
@@ -332,7 +332,7 @@ def test_what_a_checkpoint_is(root: Path) -> None:
     assert "__0_0.distcp" in entry["error"]
 
 
-def test_fault_20_what_cut_saves_left_is_swept_away(root: Path) -> None:
+def test_fault_20_leftovers_of_interrupted_saves_are_removed(root: Path) -> None:
     for name_of_rubbish in (".step-0000000011.tmp", ".best.0a1b.tmp"):
         shutil.copytree(root / "step-0000000002", root / name_of_rubbish)
     checkpoint.remove_partial(root)
@@ -363,14 +363,14 @@ def test_fault_33_a_payload_as_metadata_is_not_run(root: Path, tmp_path: Path) -
             "got posix.system. Do not use this checkpoint."
         )
     assert not canary.exists()
-    pickle.loads((folder / ".metadata").read_bytes())  # the payload is a live one
+    pickle.loads((folder / ".metadata").read_bytes())  # the payload works
     assert canary.exists()
 
 
 @pytest.mark.parametrize(
     "attack", ["builtins getattr", "builtins eval", "torch load", "torch.serialization load", "torch hub"]
 )
-def test_fault_33_no_way_round_by_names_close_to_the_admitted(root: Path, attack: str) -> None:
+def test_fault_33_names_close_to_the_allowed_ones_are_refused(root: Path, attack: str) -> None:
     module, member = attack.split()
     folder = root / "step-0000000010"
     (folder / ".metadata").write_bytes(f"c{module}\n{member}\n.".encode())
@@ -380,7 +380,7 @@ def test_fault_33_no_way_round_by_names_close_to_the_admitted(root: Path, attack
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"state_dict_metadata": {}})])
-def test_fault_33_metadata_that_is_none_of_dcp_is_refused(root: Path, content: bytes) -> None:
+def test_fault_33_metadata_that_is_not_from_dcp_is_refused(root: Path, content: bytes) -> None:
     folder = root / "step-0000000010"
     (folder / ".metadata").write_bytes(content)
     seal(folder)
@@ -398,8 +398,8 @@ def test_fault_33_a_payload_as_weights_is_not_run(root: Path, tmp_path: Path) ->
     assert not canary.exists()
 
 
-def test_admitted_is_what_dcp_writes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No class is let in that a real .metadata does not need."""
+def test_exactly_the_classes_that_dcp_writes_are_allowed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real .metadata needs every allowed class."""
     seen: set[tuple[str, str]] = set()
 
     class Listing(pickle.Unpickler):
@@ -415,7 +415,7 @@ def test_admitted_is_what_dcp_writes(root: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("place", ["../other/__0_0.distcp", "/tmp/x", "..", "linked"])
 def test_fault_11_shards_outside_the_checkpoint_are_not_read(root: Path, tmp_path: Path, place: str) -> None:
-    """Metadata that name another place, under a manifest that agrees with them."""
+    """The metadata name another place, and the manifest agrees with them."""
     folder = root / "step-0000000010"
     shutil.copytree(folder, root / "other")
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -429,7 +429,7 @@ def test_fault_11_shards_outside_the_checkpoint_are_not_read(root: Path, tmp_pat
             read(folder)
 
 
-def test_fault_11_a_checkpoint_of_links_is_passed_over(root: Path) -> None:
+def test_fault_11_a_checkpoint_of_links_is_skipped(root: Path) -> None:
     folder, other = root / "step-0000000010", root / "elsewhere"
     other.mkdir()
     for path in list(folder.iterdir()):

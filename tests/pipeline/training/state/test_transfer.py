@@ -1,4 +1,4 @@
-"""A model that has grown says what it said, until it is trained."""
+"""A grown model predicts as before until it is trained."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def rows(features: FeatureState, seed: int) -> tuple[torch.Tensor, KeyedJaggedTe
 
 
 def state(model: DLRM, momentum: float) -> dict[str, torch.Tensor]:
-    """As in a checkpoint, with a moment for each number of a layer and each row of a table."""
+    """State as in a checkpoint, with a moment for each number of a layer and each row of a table."""
     weights = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     moments = {}
     for name, tensor in model.state_dict().items():
@@ -56,7 +56,7 @@ def state(model: DLRM, momentum: float) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "kind", [{"interaction": "dot"}, {"interaction": "cat"}, {"interaction": "dcn"}, {"interaction": "dcn", "cross_rank": 2}, {"top_mlp": ()}]
 )  # fmt: skip
-def test_features_that_are_added_change_nothing_at_first(kind):
+def test_added_features_change_nothing_at_first(kind):
     config = DLRMConfig(**{"embedding_width": 4, "bottom_mlp": (5,), "top_mlp": (6,)} | kind)
     small, large = built(config, BEFORE, 1), built(config, AFTER, 2)
     made = transfer_state(config, state(small, 3.0), state(large, 0.0), (BEFORE, AFTER), {"a", "b", "user", "item"})
@@ -75,7 +75,7 @@ def test_features_that_are_added_change_nothing_at_first(kind):
     assert made.tensors["dense/bottom.0.weight/step"] == 3.0
 
 
-def test_what_means_something_else_starts_anew():
+def test_a_feature_with_another_meaning_starts_from_initial_weights():
     config = DLRMConfig(embedding_width=4, bottom_mlp=(5,), top_mlp=(6,))
     small, large = built(config, BEFORE, 1), built(config, BEFORE, 2)
     made = transfer_state(config, state(small, 3.0), state(large, 0.0), (BEFORE, BEFORE), {"a", "user"})
@@ -86,7 +86,7 @@ def test_what_means_something_else_starts_anew():
     assert torch.equal(made.tensors["model/bottom.0.weight"][:, 0], small.state_dict()["bottom.0.weight"][:, 0])
 
 
-def test_features_that_go_leave_the_rest_as_it_is():
+def test_removed_features_leave_the_rest_unchanged():
     config = DLRMConfig(embedding_width=4, bottom_mlp=(5,), top_mlp=(6,))
     large = built(config, AFTER, 2)
     fewer = FeatureState(

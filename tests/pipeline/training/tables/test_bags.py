@@ -1,4 +1,4 @@
-"""The CPU kernel against a row-by-row reference in float64, against FBGEMM, and against itself on other threads."""
+"""The CPU kernel against a row-by-row reference in float64, FBGEMM, and itself with other thread counts."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ OPTIMIZERS = {
     "adam": EmbOptimType.ADAM,
 }
 TABLES = [(40, 84), (3, 12), (1, 4)]
-"""Rows and widths; the first has columns that are added up by four registers, by one, and singly."""
+"""Rows and widths. Columns of the first are summed by four registers, by one, and singly."""
 OWNERS = [0, 0, 1, 2]
 """Two features share the first table."""
 WIDTH = sum(TABLES[owner][1] for owner in OWNERS)
@@ -46,7 +46,7 @@ def make(kernel: type, optimizer: str, mean: bool, threads: int = 1, **settings:
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(ids, offsets, gradient): empty bags, repeated ids, one id that every bag of the last feature has."""
+    """Returns (ids, offsets, gradient) with empty bags, repeated ids, and one id in every bag of the last feature."""
     random = np.random.default_rng(3)
     made = []
     for _ in range(STEPS):
@@ -59,7 +59,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
 
 
 def train(bags: Any) -> list[torch.Tensor]:
-    """Pooled vectors of every step."""
+    """Returns the pooled vectors of every step."""
     pooled = []
     for step, (ids, offsets, gradient) in enumerate(batches()):
         set_update_number(bags, step + 1)
@@ -70,7 +70,7 @@ def train(bags: Any) -> list[torch.Tensor]:
 
 
 def reference(optimizer: str, mean: bool, decay: float, limit: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Pooled vectors of every step and the tables at the end, in float64, a row at a time."""
+    """Returns the pooled vectors of every step and the final tables, in float64, computed row by row."""
     tables = [table.double().numpy().copy() for table in make(NumbaBags, "sgd", False).split_embedding_weights()]
     first = [np.zeros_like(table) for table in tables]
     second = [np.zeros_like(table) for table in tables]
@@ -151,8 +151,8 @@ def test_bits_do_not_depend_on_threads(optimizer):
 
 
 @pytest.mark.parametrize("mean", [False, True])
-def test_more_rows_than_there_is_room_for(mean, monkeypatch):
-    """They are updated in several rounds, with the same bits, and leave nothing behind for the next step."""
+def test_more_rows_than_fit_at_once(mean, monkeypatch):
+    """They are updated in several rounds with the same bits and do not affect the next step."""
     roomy = make(NumbaBags, "rowwise_adagrad", mean)
     monkeypatch.setattr("pipeline.training.tables.bags.SUMS_BYTES", 7 * 84 * 4)
     narrow = make(NumbaBags, "rowwise_adagrad", mean)
@@ -163,7 +163,7 @@ def test_more_rows_than_there_is_room_for(mean, monkeypatch):
 
 
 def test_a_gradient_is_read_where_it_lies():
-    """As a part of a wider array, or with its columns apart."""
+    """As a part of a wider array, or with strided columns."""
     plain, part, apart = (make(NumbaBags, "sgd", False) for _ in range(3))
     for ids, offsets, gradient in batches():
         plain(ids, offsets).backward(gradient)
@@ -248,7 +248,7 @@ def test_another_torchrec_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_what_fbgemm_would_ignore_on_cpu_is_refused(settings, sentence):
+def test_settings_that_fbgemm_ignores_on_cpu_are_refused(settings, sentence):
     config = TrainConfig(embedding_kernel="fbgemm", **settings)
     with pytest.raises(ConfigError) as caught:
         require_fbgemm(config, "cpu")
@@ -258,7 +258,7 @@ def test_what_fbgemm_would_ignore_on_cpu_is_refused(settings, sentence):
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_fbgemm_on_cuda_follows_the_same_rules(optimizer: str) -> None:
-    """It counts passes for itself: one without an update, as a validation makes, must not move Adam's correction."""
+    """FBGEMM counts forward passes. Validation has no update and must not move Adam's correction."""
     bags = SplitTableBatchedEmbeddingBagsCodegen(
         [(rows, width, EmbeddingLocation.DEVICE, ComputeDevice.CUDA) for rows, width in TABLES],
         feature_table_map=OWNERS, optimizer=OPTIMIZERS[optimizer], learning_rate=RATE, eps=EPS, device="cuda",

@@ -1,4 +1,4 @@
-"""Largest differencing: known instances, the proven bound against all partitions, memory, and never behind TorchRec's."""
+"""Largest differencing: known instances, the proven bound, memory, and never slower than TorchRec's partitioner."""
 
 import itertools
 
@@ -50,7 +50,7 @@ def test_known_instances(loads: list[float], ranks: int, expected: list[float]) 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_never_beyond_the_proven_bound(ranks: int) -> None:
-    """Against all partitions: at most 4/3 - 1/(3 ranks) of the smallest possible largest load."""
+    """Compares with all partitions: at most 4/3 - 1/(3 ranks) times the smallest possible maximum load."""
     random = np.random.default_rng(ranks)
     for _ in range(60):
         loads = [float(value) for value in random.integers(1, 40, random.integers(1, 9))]

@@ -41,7 +41,7 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_plan_is_of_the_kind_and_covers_every_table(kind: str, world_size: int) -> None:
+def test_a_plan_has_the_configured_type_and_covers_every_table(kind: str, world_size: int) -> None:
     plan = placed(sharding=kind, world_size=world_size, table_optimizer="adagrad")
     assert [table.table for table in plan] == [bag.table for bag in BAGS]
     for table, bag in zip(plan, BAGS, strict=True):
@@ -66,7 +66,7 @@ print([table.model_dump_json() for kind in ("auto", "column_wise")
 
 
 def test_another_process_makes_the_same_plan() -> None:
-    """Hashes of strings differ between processes, and so does the order of a set."""
+    """String hashes, and so the order of a set, differ between processes."""
     found = [
         subprocess.run([sys.executable, "-W", "ignore", "-c", PRINT], env={"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
                        cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -76,7 +76,7 @@ def test_another_process_makes_the_same_plan() -> None:
     assert found == [f"{[table.model_dump_json() for plan in plans for table in plan]}\n"] * 2
 
 
-def test_the_first_rule_that_names_a_table_counts() -> None:
+def test_the_first_rule_that_names_a_table_wins() -> None:
     rules = (
         ShardingRule(tables=("t1", "t[34]"), kind="row_wise"),
         ShardingRule(tables=("t*",), kind="table_wise"),
@@ -91,8 +91,8 @@ def use(table: str, ids: float, filled: float = 1.0) -> TableUse:
     return TableUse(table=table, ids_per_bag=(ids,), filled_share=(filled,), distinct_rows=9.0, miss_rates=rates)
 
 
-def test_measured_use_decides_what_lies_together() -> None:
-    """Of four tables of one size, the two whose bags are long are kept apart."""
+def test_measured_use_decides_which_tables_share_a_rank() -> None:
+    """Of four tables of one size, the two with long bags go to different ranks."""
     bags = [SparseFeature(f"f{i}", f"t{i}", 1000, "sum") for i in range(4)]
     uses = {f"t{i}": use(f"t{i}", 50.0 if i in (0, 2) else 1.0) for i in range(4)}
     plan = placed(bags, sharding="table_wise", world_size=2, uses=uses, partitioner="largest_differencing")
@@ -122,7 +122,7 @@ def test_memory_counts_the_optimizer() -> None:
 
 @pytest.mark.parametrize("partitioner", ["greedy", "largest_differencing"])
 def test_a_plan_stays_within_the_memory(partitioner: str) -> None:
-    """Two large tables, whose bags are short, may lie together only where there is room."""
+    """Two large tables with short bags may share a rank only if they fit."""
     bags = [SparseFeature(f"f{i}", f"t{i}", rows, "sum") for i, rows in enumerate((100_000, 1_000, 1_000, 100_000))]
     uses = {f"t{i}": use(f"t{i}", ids) for i, ids in enumerate((9.0, 40.0, 40.0, 9.0))}
     settings = {"bags": bags, "uses": uses, "sharding": "table_wise", "world_size": 2, "partitioner": partitioner}
@@ -204,7 +204,7 @@ def test_refused_before_ranks_start(case: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"table_gradient_limit": 0.1}, {"table_precision": "fp16"}])
-def test_auto_makes_no_copies_on_cpu_nor_where_they_would_train_otherwise(settings: dict[str, Any]) -> None:
+def test_auto_makes_no_copies_on_cpu_or_if_they_would_train_differently(settings: dict[str, Any]) -> None:
     tables = placed(
         sharding="auto",
         world_size=2,
@@ -239,7 +239,7 @@ def test_other_values_are_refused(sharding: Any) -> None:
 
 @pytest.mark.parametrize("rows", [1_000, 100_000])
 def test_auto_cuts_no_table_on_one_rank(rows: int) -> None:
-    """There is nobody to share it with."""
+    """There is no other rank to share it with."""
     bags = [SparseFeature(f"f{i}", f"t{i}", rows, pooling) for i, pooling in enumerate(["sum", "mean"] * 3)]
     assert {table.kind for table in placed(sharding="auto", world_size=1, bags=bags, batch_rows=8_192)} == {
         "table_wise"

@@ -1,4 +1,4 @@
-"""Placements train alike, whatever they are: against one process without TorchRec's sharding, and bit for bit again."""
+"""All sharding plans train like one process without TorchRec's sharding, and repeat bit for bit."""
 
 import json
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ from tests.pipeline.training.placements import BAGS, DENSE, MODEL, SEED, Cases, 
 
 ROOT = Path(__file__).resolve().parents[4]
 LOSS_TOLERANCE, TOLERANCE = 1e-5, 1e-4
-"""Sums of float32 are made in another order: a rounding of 6e-8 of gradients of about 1e-2. The first update of Adagrad is
-the rate, 0.1, times g / |g|, so where one number of a gradient happens to be 1e-6 that rounding is 1e-4 of a weight."""
+"""float32 sums differ in their order, which rounds gradients of about 1e-2 by 6e-8. Adagrad's first update is the rate,
+0.1, times g / |g|. If one number of a gradient is 1e-6 by chance, that rounding is 1e-4 of a weight."""
 
 
 def rules(**kinds: str) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ ROUGHER = {
     for kind in ("table_wise", "row_wise")
 }
 ROUGH_TOLERANCE = 2e-3
-"""Of losses: fp16 keeps 11 bits of a vector's numbers."""
+"""Tolerance of losses: fp16 keeps 11 bits of a vector's numbers."""
 Result = tuple[dict[str, list[float]], dict[str, dict[str, torch.Tensor]]]
 
 
@@ -76,7 +76,7 @@ ON_CUDA = {
 
 
 MANY = ("table_wise", "row_wise", "mixed_two", "table_column_wise", "all_kinds", "columns_and_rows")
-"""Cases for more ranks than there are cores."""
+"""Cases with more ranks than cores."""
 
 
 def by_ranks(
@@ -121,12 +121,12 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 @pytest.fixture(scope="module")
 def cuda(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """All cases on as many CUDA devices as there are, up to two."""
+    """All cases on up to two CUDA devices."""
     return by_ranks(min(torch.cuda.device_count(), 2), tmp_path_factory.mktemp("cuda"), "cuda")
 
 
 def reference(optimizer: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same training by plain PyTorch: dense gradients of whole tables, Adagrad written out."""
+    """The same training in plain PyTorch: dense gradients of whole tables, and Adagrad written out."""
     torch.manual_seed(SEED)
     model = DLRM(MODEL, DENSE, BAGS)
     torch.manual_seed(SEED)
@@ -187,7 +187,7 @@ def test_two_ranks_train_like_plain_pytorch(two: Result, unsharded: dict[str, An
 
 @pytest.mark.parametrize("bags", [BAGS, BAGS[:2]], ids=["sums and means", "sums"])
 def test_one_rank_looks_up_what_torchrec_sends_to_itself(device: torch.device, bags: list[SparseFeature]) -> None:
-    """Bit for bit, whatever the order of the ids."""
+    """Bit for bit, in any order of the ids."""
     whole = DLRM(MODEL, DENSE, bags, device="meta")
     model, _ = shard_model(whole, training(1, sharding="table_wise"), device, SEED, MODEL.embedding_init)
     tables = get_unwrapped_module(model).embeddings
@@ -203,14 +203,14 @@ def test_four_ranks_train_like_plain_pytorch(four: Result, unsharded: dict[str, 
     check(four, case, unsharded)
 
 
-def test_a_plan_gives_the_same_bits_again(one: Result, two: Result) -> None:
+def test_a_plan_repeats_bit_for_bit(one: Result, two: Result) -> None:
     for losses, weights in (one, two):
         assert losses["mixed_again"] == losses["mixed"]
         assert all(value.equal(weights["mixed"][name]) for name, value in weights["mixed_again"].items())
 
 
 @pytest.mark.parametrize("case", ROUGHER)
-def test_rougher_communication_costs_little(two: Result, case: str) -> None:
+def test_fp16_communication_costs_little_accuracy(two: Result, case: str) -> None:
     exact, rough = two[0][ROUGHER[case]["sharding"]], two[0][case]
     assert rough != exact
     assert rough == pytest.approx(exact, abs=ROUGH_TOLERANCE)

@@ -1,4 +1,4 @@
-"""What is measured of the tables' use, against counts by hand."""
+"""Measured table use agrees with counts by hand."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_two_features_of_a_table_count_together() -> None:
 
 
 def test_miss_rates_of_a_known_distribution() -> None:
-    """Nine of ten lookups go to one row in a hundred: so a cache of 1 % misses a tenth of them."""
+    """Nine of ten lookups go to one row in a hundred, so a cache of 1 % misses a tenth of them."""
     random = np.random.default_rng(1)
     hot = random.random(40_000) < 0.9
     ids = np.where(hot, random.integers(0, 10, 40_000), random.integers(10, 1000, 40_000))
@@ -48,8 +48,8 @@ def test_miss_rates_of_a_known_distribution() -> None:
     assert cache.expected_lookups == pytest.approx(10 + 990 * (1 - (1 - 1 / 990) ** 400), rel=0.02)
 
 
-def test_rows_never_seen_are_not_taken_for_hits() -> None:
-    """Ids that come once each: what the first half has seen says nothing of the second."""
+def test_unseen_rows_do_not_count_as_hits() -> None:
+    """Each id occurs once, so the first half predicts nothing about the second."""
     feature = SparseFeature("a", "t", 10**6, "sum")
     use = measure_table_use([feature], [Column(np.arange(1000), np.arange(1001))], 100)["t"]
     assert MeasuredCache(use).expected_miss_rate(0.2) == pytest.approx(0.8, abs=0.01)

@@ -1,4 +1,4 @@
-"""Ops that make an id of a number."""
+"""Ops that turn a number into an id."""
 
 import math
 from collections import Counter
@@ -22,11 +22,11 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 ZONES = [
     "Europe/Berlin",
     "America/New_York",
-    "America/St_Johns",  # minutes, and changes at one minute past midnight
+    "America/St_Johns",  # an offset in minutes, and changes at one minute past midnight
     "Australia/Lord_Howe",  # summer time of half an hour
     "Asia/Kathmandu",
     "Africa/Casablanca",  # winter time in Ramadan
-    "Pacific/Apia",  # a day left out
+    "Pacific/Apia",  # skipped a day
     "UTC",
 ]
 
@@ -38,7 +38,7 @@ def hour(seconds: float, zone: str) -> list[int]:
 
 
 def hour_off(seconds: float, offset_hours: float) -> list[int]:
-    """Seconds and hours as floats; Python's integers do the rest."""
+    """Seconds and hours as floats. The rest is done in Python's integers."""
     if not abs(seconds) < 2**53 or not abs(offset_hours) <= 24:
         return []
     return [(math.floor(seconds) + math.floor(offset_hours * 3_600)) // 3_600 % 24]
@@ -101,7 +101,7 @@ def test_local_hours(fields: dict[str, Any], inputs: list[list[float]], expected
     assert apply(GetLocalHour(**fields), *inputs) == expected
 
 
-def test_a_second_input_is_read_where_it_is_declared() -> None:
+def test_a_second_input_is_read_if_declared() -> None:
     assert GetLocalHour().reads == GetLocalHour.reads == ("dense",)
     assert GetLocalHour(offset_unit="minutes").reads == ("dense", "dense")
 
@@ -128,7 +128,7 @@ def test_changed_values_are_counted(op: Op, inputs: list[Any], counted: dict[str
     [
         (Bucketize(borders=(1, 2)), 3),
         (Bucketize(quantiles=8), 8),
-        (Bucketize(quantiles=8).fit((0.0,)), 8),  # the table is as large as was planned before fitting
+        (Bucketize(quantiles=8).fit((0.0,)), 8),  # the table keeps the size planned before fitting
         (Onehot(size=5), 5),
         (Onehot(size=5, invalid=0), 5),
         (Onehot(size=5, invalid=5), 6),

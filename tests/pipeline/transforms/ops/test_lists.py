@@ -1,4 +1,4 @@
-"""Ops that make a feature of several lists of a row."""
+"""Ops that combine several lists of a row into one feature."""
 
 from collections import Counter
 from typing import Any
@@ -42,7 +42,7 @@ def test_hashes_never_change() -> None:
     assert apply(NGram(n=3), [[1, 2, 3]]) == [[-117450973394793263]]
 
 
-def test_pairs_are_told_apart() -> None:
+def test_pairs_are_distinguished() -> None:
     """A million pairs of neighbouring ids have a million ids, evenly spread."""
     (ids,) = apply(Cartesian(limit=MILLION), [list(range(1_000))], [list(range(1_000))])
     assert len(set(ids)) == MILLION

@@ -1,4 +1,4 @@
-"""All ops: each against a few lines of Python that treat one row at a time, and what every op promises."""
+"""All ops, each against a few lines of Python that handle one row at a time, and the contract of every op."""
 
 import pickle
 from collections import Counter

@@ -32,7 +32,7 @@ def sums(ids: list[int], scores: list[float]) -> dict[int, float]:
 
 
 def defined(compute: Callable[..., float]) -> Callable[..., float]:
-    """The function with what is undefined, not finite or uneven replaced."""
+    """The function with undefined, non-finite and uneven results replaced."""
 
     def result(*inputs: list[Any]) -> float:
         try:
@@ -175,7 +175,7 @@ COSINES = [
     ],
 )
 def test_goldens_of_torcharrow(function: Any, inputs: list[Any], expected: list[float]) -> None:
-    """Its tests and documentation, but for one documented id_overlap_count of 3 that its own tests contradict."""
+    """Its tests and documentation, except for a documented id_overlap_count of 3 that its own tests contradict."""
     np.testing.assert_allclose(apply(ComputeScore(function=function), *inputs), expected, rtol=1e-6)
 
 
@@ -223,13 +223,13 @@ def test_a_million_ids() -> None:
         ("add", [[[1, 2, 3], [4]], [[1.0], [2.0]], [[1], [4]], [[2.0], [3.0]]], 3),
     ],
 )
-def test_what_is_undefined_is_counted(function: Any, inputs: list[Any], counted: int) -> None:
+def test_undefined_scores_are_counted(function: Any, inputs: list[Any], counted: int) -> None:
     counts = Counter[str]()
     apply(ComputeScore(function=function), *inputs, counts=counts)
     assert counts["compute_score value"] == counted
 
 
-def test_what_is_undefined_can_be_missing() -> None:
+def test_undefined_scores_can_be_missing() -> None:
     assert math.isnan(apply(ComputeScore(function="mean", invalid=None), [[], [1.0]])[0])
     assert apply(ComputeScore(function="mean"), [[], [1.0]]) == [0.0, 1.0]
 

@@ -54,7 +54,7 @@ def test_a_million_ids() -> None:
     assert hashed[1][:10] + hashed[1][-10:] == [sigrid(i, 0, 1_000) for i in ids[:10] + ids[-10:]]
 
 
-def test_ids_that_crowd_one_slot_are_told_apart() -> None:
+def test_ids_that_share_a_slot_are_distinguished() -> None:
     crowd = [i for i in range(20_000) if mix(i) % 1_024 < 8][:100]  # all in the first slots of a table of 1,024
     rest = [i for i in range(20_000, 30_000) if mix(i) % 1_024 >= 512][:300]
     op = MapId(vocabulary=(*crowd, *rest))
@@ -95,7 +95,7 @@ def test_changed_values_are_counted(op: Op, rows: list[Any], counted: dict[str, 
         (MapId(vocabulary=(4, 9), unknown=2), None, 3),
         (MapId(vocabulary=(4, 9), unknown=0), None, 2),
         (MapId(size=10), None, 10),
-        (MapId(size=10).fit((4, 9)), None, 10),  # the table is as large as was planned before fitting
+        (MapId(size=10).fit((4, 9)), None, 10),  # the table keeps the size planned before fitting
         (MapId(size=10, unknown=10), None, 11),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a plan takes over from the one before it."""
+"""Fits that a plan carries over from the plan before it."""
 
 from typing import Any
 
@@ -28,13 +28,13 @@ SCALED = (Standardise(), FillNull())
 USERS = {"u": (MapId(size=4),)}
 
 
-def test_the_same_ops_keep_what_they_have_learned():
+def test_the_same_ops_keep_their_fit():
     old = plan(OLD, [("a", SCALED)], USERS)
     assert carry_over_fit(plan(None, [("a", SCALED)], USERS), old) == old
     assert old != plan(NEW, [("a", SCALED)], USERS)
 
 
-def test_new_ops_learn_from_new_rows():
+def test_new_ops_are_fitted_on_new_rows():
     old = plan(OLD, [("a", SCALED)], USERS)
     wanted = plan(None, [("a", SCALED), ("b", SCALED)], USERS | {"v": (MapId(size=2),)})
     half = carry_over_fit(wanted, old)
@@ -49,8 +49,8 @@ def test_new_ops_learn_from_new_rows():
     assert unchanged_features(whole, old) == {"a", "u"}
 
 
-def test_a_changed_op_is_not_taken_over():
-    """Nor is one behind it: it has learned from other values."""
+def test_a_changed_op_is_not_carried_over():
+    """Nor is an op after it, because it was fitted on other values."""
     old = plan(OLD, [("a", (Clamp(low=0, high=4), *SCALED))], {"u": (MapId(size=4, min_count=2),)})
     new = carry_over_fit(plan(None, [("a", (Clamp(low=0, high=5), *SCALED))], USERS), old)
     assert len(new.unfitted()) == 2
@@ -69,14 +69,14 @@ def test_a_vocabulary_may_be_added_to():
     assert unchanged_features(plan(None, [], {"u": (MapId(vocabulary=(7, 8, 9), unknown=3),)}), old) == set()
 
 
-def test_quantiles_are_taken_over():
+def test_quantiles_are_carried_over():
     ops = {"a": (Bucketize(quantiles=3),)}
     old = plan(OLD, [], ops)
     assert carry_over_fit(plan(None, [], ops), old) == old
 
 
 def test_a_fit_on_an_absent_column_is_not_carried_over():
-    """The older plan learned a mean of 0 from nulls. The new table has the column."""
+    """The older plan fitted a mean of 0 on nulls. The new table has the column."""
     schema = FeatureSchema.model_validate(
         {
             "dense": [{"columns": "a"}, {"columns": "new", "on_missing": "default"}],
@@ -90,6 +90,6 @@ def test_a_fit_on_an_absent_column_is_not_carried_over():
     half = carry_over_fit(build_plan(schema, after.schema), old)
     assert unchanged_features(half, old) == {"a", "u"}
     fresh = build_plan(schema, after.schema)
-    assert half.fit(lambda: [after]) == fresh.fit(lambda: [after])  # `a` has learned the same from the same rows
+    assert half.fit(lambda: [after]) == fresh.fit(lambda: [after])  # `a` has the same fit from the same rows
     assert carry_over_fit(build_plan(schema, before.schema), old) == old
     assert unchanged_features(old, old) == {"a", "u", "new"}

@@ -1,4 +1,4 @@
-"""Features made once for a run of equal rows: the features of each row, bit for bit, and no more runs than there are."""
+"""Features made once for a run of equal rows match the features of each row bit for bit, in as few runs as possible."""
 
 from collections import Counter
 from itertools import groupby
@@ -22,7 +22,7 @@ SCHEMA = pa.schema(
     }
 )  # fmt: skip
 GROUP = ("words", "pairs", "best", "age_bucket")
-"""They read `items`, too, which is a feature of its own."""
+"""They also read `items`, which is a feature itself."""
 IDS = st.none() | st.lists(st.none() | st.integers(0, 3), max_size=3)
 ROWS = st.lists(
     st.tuples(
@@ -65,7 +65,7 @@ def table(rows: list[tuple[object, ...]]) -> pa.Table:
 
 @QUICK
 @given(drawn=ROWS)
-def test_what_is_made_once_is_what_is_made_for_every_row(drawn: list[tuple[object, ...]]) -> None:
+def test_features_made_once_equal_those_made_for_every_row(drawn: list[tuple[object, ...]]) -> None:
     rows = [row for row in drawn for _ in range(row[5])]  # type: ignore[arg-type]
     whole = plan().apply(table(rows))
     sessions = np.array([row[0] for row in rows], np.int64)

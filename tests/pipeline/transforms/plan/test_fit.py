@@ -1,4 +1,4 @@
-"""What ops learn, against NumPy and exact counts; the same rows teach the same, bit for bit."""
+"""Fitted values agree with NumPy and exact counts. The same rows give the same fit, bit for bit."""
 
 import math
 from collections import Counter
@@ -69,7 +69,7 @@ def test_numbers_and_vocabularies_are_those_of_numpy_and_a_counter(xs: Any, ids:
 
 @pytest.mark.parametrize("value", [0.1, 1e-30, -123456.789, 3.4e38, 0.0])
 def test_a_constant_column_has_no_spread(value: float) -> None:
-    assert spread(np.full(70_001, value)) == (value, 1.0)  # rounding would give 1e-17, and dividing by it noise
+    assert spread(np.full(70_001, value)) == (value, 1.0)  # rounding would give 1e-17, and a division by it is noise
 
 
 def test_small_spread_on_a_large_mean() -> None:
@@ -80,12 +80,12 @@ def test_small_spread_on_a_large_mean() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 3])
-def test_rows_without_values_teach_harmless_numbers(rows: int) -> None:
+def test_a_fit_without_values_is_harmless(rows: int) -> None:
     ops: dict[str, Any] = fitted(WHOLE, table(x=[None] * rows, ids=[None] * rows))
     assert (ops["x"].mean, ops["x"].std) == (0.0, 1.0)
     assert ops["bucket"].borders == (0.0,)
     assert ops["ids"].vocabulary == ()
-    assert fitted(WHOLE) == ops  # no chunk at all
+    assert fitted(WHOLE) == ops  # not a single chunk
 
 
 def test_quantiles_part_the_rows_evenly() -> None:
@@ -120,7 +120,7 @@ def test_vocabularies_leave_out_rare_ids_and_order_ties_by_id() -> None:
     assert op.vocabulary == (3, -5, big)
 
 
-def test_the_same_rows_teach_the_same_bits_however_they_are_chunked() -> None:
+def test_the_same_rows_give_the_same_bits_in_any_chunks() -> None:
     random = np.random.default_rng(2)
     rows = table(
         x=random.lognormal(sigma=2.0, size=50_000),
@@ -134,7 +134,7 @@ def test_the_same_rows_teach_the_same_bits_however_they_are_chunked() -> None:
         assert made.fit(lambda size=size: [rows.slice(i, size) for i in range(0, 50_000, size)]).hash == whole.hash
 
 
-def test_a_fit_behind_a_fit_takes_a_second_pass() -> None:
+def test_a_fit_after_a_fit_takes_a_second_pass() -> None:
     passes = []
     steps = [{"kind": "standardise"}, {"kind": "log"}, {"kind": "standardise"}]
     derived = [{"kind": "map_id", "size": 3, "inputs": ["ids"], "output": "known"}]
@@ -150,7 +150,7 @@ def test_a_fit_behind_a_fit_takes_a_second_pass() -> None:
     assert made.fit_columns() == {"x", "ids"}
 
 
-def test_equal_ops_learn_once_and_all_are_told() -> None:
+def test_equal_ops_are_fitted_once() -> None:
     twice = plan(
         dense=[*MOMENTS, {"columns": "x", "name": "again", "transforms": [{"kind": "standardise"}, {"kind": "log"}]}]
     )
@@ -158,7 +158,7 @@ def test_equal_ops_learn_once_and_all_are_told() -> None:
     assert [(ops[name].mean, ops[name].std, ops[name].output) for name in ("x", "again:0")] == [(2.0, 1.0, "x"), (2.0, 1.0, "again:0")]  # fmt: skip
 
 
-def test_what_breaks_while_rows_are_read_is_told_as_it_is(tmp_path: Path) -> None:
+def test_an_error_while_rows_are_read_is_raised_unchanged(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         plan().fit(lambda: [pa.table({"x": ["a"], "ids": [[1]]})], tmp_path)
     assert "column 'x': expected numbers" in str(error.value)

@@ -57,7 +57,7 @@ ROWS = pa.table(
 
 def test_derived_columns_become_features_like_any_column() -> None:
     made = plan(
-        [PAIR, HOUR, SCORE, SHORT],  # written before what it reads
+        [PAIR, HOUR, SCORE, SHORT],  # declared before its input
         dense=[{"columns": "mean_weight", "transforms": [{"kind": "fill_null", "value": -1.0}]}],
         sparse=[*hashed("item_x_user"), {"columns": "hour", "pooling": "mean"}],
     )
@@ -73,7 +73,7 @@ def test_derived_columns_become_features_like_any_column() -> None:
     assert Plan.model_validate_json(made.model_dump_json()) == made
     counts = Counter[str]()
     rows = made.apply(ROWS, counts)
-    assert rows.dense[:, 0].tolist() == [1.0, 0.0, 0.0]  # nothing to take the mean of is 0 and counted
+    assert rows.dense[:, 0].tolist() == [1.0, 0.0, 0.0]  # the mean of nothing is 0, and it is counted
     assert counts == {"compute_score mean_weight:derived": 2, "first_x first_item:derived": 1}
     assert [np.diff(column.offsets).tolist() for column in rows.sparse] == [[1, 1, 0], [1, 1, 0]]
     assert rows.sparse[1].values.tolist() == [0, 1]
@@ -84,14 +84,14 @@ def test_patterns_take_derived_columns_after_those_of_the_table() -> None:
     assert [feature.name for feature in made.sparse] == ["user", "cat_x", "cat_y"]
 
 
-def test_what_takes_any_kind_reads_numbers_as_numbers_and_lists_and_text_as_ids() -> None:
+def test_ops_of_any_kind_read_numbers_as_numbers_and_lists_and_text_as_ids() -> None:
     fill = {"kind": "fill_null", "value": 3}
     derived = [{**fill, "inputs": [name], "output": f"{name}_"} for name in ("age", "country", "items")]
     made = plan(derived, dense=[{"columns": "age_"}], sparse=hashed("country_", "items_"))
     assert made.raw == {"age": ("dense",), "country": ("sparse",), "items": ("sparse",)}
 
 
-def test_a_feature_may_be_a_column_as_it_is() -> None:
+def test_a_feature_may_be_an_unchanged_column() -> None:
     made = plan([HOUR], dense=[{"columns": "price", "name": "p", "transforms": []}], sparse=[{"columns": "hour"}])
     assert (made.dense, made.direct) == (("p",), {"p": "price:dense", "hour": "hour:derived"})
     counts = Counter[str]()

@@ -1,4 +1,4 @@
-"""Plans: raw rows to tensors, the numbers they learn, and what they refuse before the first row is read."""
+"""Plans: raw rows to tensors, fitted numbers, and what they refuse before the first row is read."""
 
 import math
 from collections import Counter
@@ -84,8 +84,8 @@ def test_a_plan_names_what_it_reads_and_makes() -> None:
 def test_fitted_numbers_are_those_of_pandas_and_numpy() -> None:
     fitted = FULL.fit(lambda: [ROWS])
     age, price = (op for op in fitted.ops if op.kind == "standardise")
-    logs = pd.Series([math.log1p(max(value, 0)) for value in AGES if value is not None])  # what stands before the op
-    prices = np.array([1.5, 4.0])  # infinite, missing and what float32 cannot hold are left out
+    logs = pd.Series([math.log1p(max(value, 0)) for value in AGES if value is not None])  # the op's input
+    prices = np.array([1.5, 4.0])  # without infinite and missing values and those that float32 cannot hold
     assert (age.mean, age.std) == pytest.approx((logs.mean(), logs.std(ddof=0)), rel=1e-12)
     assert (price.mean, price.std) == pytest.approx((prices.mean(), prices.std()), rel=1e-12)
     assert fitted.unfitted() == []
@@ -101,7 +101,7 @@ def test_fitting_in_chunks(chunk: int) -> None:
             assert (one.mean, one.std) == pytest.approx((other.mean, other.std), rel=1e-12)
 
 
-def test_a_fit_behind_a_fit_takes_a_second_pass() -> None:
+def test_a_fit_after_a_fit_takes_a_second_pass() -> None:
     twice = plan(
         [{"columns": "price", "transforms": [{"kind": "standardise"}, {"kind": "log"}, {"kind": "standardise"}]}]
     )
@@ -170,7 +170,7 @@ def test_no_rows_make_no_rows() -> None:
     assert [len(column) for column in made.sparse] == [0, 0, 0, 0]
 
 
-def test_the_hash_tells_plans_apart() -> None:
+def test_the_hash_distinguishes_plans() -> None:
     assert plan().hash == plan().hash
     other = plan(sparse=[{"columns": "user", "transforms": [HASH | {"salt": 1}]}])
     assert other.hash != plan().hash

@@ -43,7 +43,7 @@ STEPS = st.sampled_from(
 
 
 def one_by_one(ops: tuple[AnyOp, ...], rows: pa.Table) -> tuple[dict[str, Column], Counter[str]]:
-    """Every op for itself, in order: what a schedule must be equal to."""
+    """Runs every op by itself, in order. A schedule must give the same."""
     counts = Counter[str]()
     columns: dict[str, Any] = {}
     for op in ops:
@@ -106,7 +106,7 @@ def test_equal_chains_run_once_and_count_for_each() -> None:
     rows = made.apply(pa.table({"a": [[1, 2, 3], None]}), counts)
     assert [column.values.tolist() for column in rows.sparse] == [rows.sparse[0].values.tolist()] * 3
     assert counts == {"first_x a:0": 1, "first_x again:0": 1, "first_x short:derived": 1}
-    assert len(made.ops) == 6  # the plan says what was asked for
+    assert len(made.ops) == 6  # the plan lists the requested ops
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_neighbours_share_a_pass(transforms: list[Any], steps: list[str]) -> Non
     assert steps_of(plan([], [{"columns": "a", "transforms": transforms}])) == steps
 
 
-def test_what_something_else_reads_is_kept() -> None:
+def test_columns_that_others_read_are_kept() -> None:
     made = plan(
         [{**FIRST, "inputs": ["a"], "output": "short"}],
         [{"columns": ["short"], "transforms": [HASH]}, {"columns": "short", "name": "s", "transforms": [{"kind": "enumerate"}, HASH]}],
@@ -137,7 +137,7 @@ def test_what_something_else_reads_is_kept() -> None:
     assert rows[1].values.tolist() == [min(value, 5) for value in rows[0].values.tolist()]
 
 
-def test_only_what_is_wanted_is_run() -> None:
+def test_only_requested_ops_run() -> None:
     ops = (
         SigridHash(size=9, inputs=("a:sparse",), output="a"),
         Bucketize(borders=(1.0,), inputs=("x:dense",), output="x"),
@@ -148,7 +148,7 @@ def test_only_what_is_wanted_is_run() -> None:
     ]
 
 
-def test_costs_are_told_by_kind_of_op() -> None:
+def test_costs_are_reported_by_kind_of_op() -> None:
     made = plan([], [{"columns": ["a", "b"], "transforms": [FIRST, HASH]}], dense=[{"columns": "x", "transforms": [{"kind": "log"}]}])  # fmt: skip
     seconds = Counter[str]()
     rows = pa.table({"a": [[1]] * 9, "b": [[2]] * 9, "x": [1.0] * 9})
@@ -160,7 +160,7 @@ def test_costs_are_told_by_kind_of_op() -> None:
     assert all(seconds[name] > before[name] for name in before)
 
 
-def test_running_leaves_the_plan_as_it_was() -> None:
+def test_running_does_not_change_the_plan() -> None:
     made = plan([], [{"columns": ["a"], "transforms": [FIRST, HASH]}])
     before = made.hash, made.model_dump_json()
     made.apply(pa.table({"a": [[1]]}))
