@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipeline.data.batch import NO_TIMES
-from pipeline.jobs.training.rank import RankSpec, build_model, client, event_writer, result_of, start_group
+from pipeline.jobs.training.rank import RankSpec, build_model, make_result, open_client, open_event_writer, start_group
 from pipeline.preprocessing.client import InlineSource
 from pipeline.training.trainer import Trainer
 
@@ -20,15 +20,15 @@ def main(path: str) -> None:
     """Trains `max_steps` steps of the first epoch as the only rank."""
     spec = RankSpec.model_validate_json(Path(path).read_text(encoding="utf-8"))
     device = start_group(spec.training, 0)
-    emit = event_writer()
+    emit = open_event_writer()
     model, _ = build_model(spec, 1, device)
-    reader = client(
+    reader = open_client(
         spec, InlineSource({"train": spec.train}, spec.preprocessing), "train", spec.train, 0, shuffled=True
     )
     kept = [replace(batch, times=NO_TIMES) for batch in islice(reader.batches(), spec.training.max_steps)]
     folder = Path(spec.folder) / "checkpoints"
     trainer = Trainer(model, spec.training, lambda position: iter(kept), None, folder, emit, spec.seed, device)
-    emit(result_of(trainer.train(), device) | {"step_milliseconds": [1e3 * trainer.step_median]})
+    emit(make_result(trainer.train(), device) | {"step_milliseconds": [1e3 * trainer.step_median]})
     dist.destroy_process_group()
 
 

@@ -34,7 +34,7 @@ import torch
 
 from benchmarks.machine import ROOT, in_words, machine, say
 from pipeline.config import RunConfig, load
-from pipeline.jobs.training.job import selected
+from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.aliases import list_versions
@@ -121,7 +121,7 @@ def measured(
 
 def raw_rows(config: RunConfig, count: int) -> pa.Table:
     """Evaluation rows, again from the first one on where there are too few."""
-    worker = Worker(selected(Workspace(config), None)[1]["test"], Workspace(config).warehouse)
+    worker = Worker(resolve_dataset(Workspace(config), None)[1]["test"], Workspace(config).warehouse)
     parts: list[pa.Table] = []
     for fragment in worker.fragments():
         parts.append(worker.read_selected(fragment))

@@ -11,10 +11,10 @@ from flows.recurring import recurring
 from flows.runtime.console import flow_run_name, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.recurring.backfill import (
-    days_behind_the_first,
-    describe,
+    describe_backfill,
     describe_day,
-    name_days,
+    list_days,
+    list_days_after_first_model,
     write_days_side_by_side,
 )
 from pipeline.jobs.recurring.day import require_hash_split
@@ -50,14 +50,14 @@ def backfill(
     workspace = open_workspace(load(config, overrides))
     if work != "ingest":
         require_hash_split(workspace.config.split)
-    days = name_days(workspace, start, end, work)
+    days = list_days(workspace, start, end, work)
     result: dict[str, Any] = {"status": "skipped", "start": f"{days[0]}", "end": f"{days[-1]}", "days": len(days)}
     if work != "train":
         result |= write_days_side_by_side(workspace, days, side_by_side, force)
     if work != "ingest":
-        result |= train_in_order(workspace, days_behind_the_first(workspace.config.split, days))
+        result |= train_in_order(workspace, list_days_after_first_model(workspace.config.split, days))
     done = sum(result.get(key, 0) for key in ("days_written", "days_trained", "days_judged"))
-    workspace.console.log.info("%s", describe(result))
+    workspace.console.log.info("%s", describe_backfill(result))
     return result | {"status": "ok" if done else "skipped"}
 
 
@@ -70,7 +70,7 @@ def train_in_order(workspace: Workspace, days: Sequence[datetime.date]) -> dict[
             try:
                 result = recurring(workspace.config, day=day)
             except BaseException:
-                workspace.console.log.error("stopped at %s: %s", day, describe({"days": len(days)} | counts))
+                workspace.console.log.error("stopped at %s: %s", day, describe_backfill({"days": len(days)} | counts))
                 raise
             trained = result["decision"]["training"] != "none"
             key = "trainings_skipped" if result["status"] == "skipped" else "days_trained" if trained else "days_judged"

@@ -9,7 +9,7 @@ from prefect import flow
 from flows.ingest import ingest
 from flows.runtime.console import flow_run_name, open_workspace
 from pipeline.config import RunConfig, load
-from pipeline.jobs.recurring.backtest import chosen_policies, run_backtest
+from pipeline.jobs.recurring.backtest import choose_policies, run_backtest
 
 
 @flow(name="backtest", flow_run_name=flow_run_name)
@@ -34,7 +34,7 @@ def backtest(
         policies: Names in `recurring.policies`; None: all of them. The first is the baseline for the others.
     """
     workspace = open_workspace(load(config, overrides))
-    names = chosen_policies(workspace.config.recurring.policies, policies)
+    names = choose_policies(workspace.config.recurring.policies, policies)
     ingest(workspace.config)
     return run_backtest(workspace, start, end, names)
 

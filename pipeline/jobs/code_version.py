@@ -6,7 +6,7 @@ import subprocess
 from pipeline.config.files import ROOT
 
 
-def commit() -> str:
+def read_commit() -> str:
     """The code's commit; `+` where the working tree differs, docs apart, which no run reads; `unknown` outside git."""
     try:
         return _git("rev-parse", "HEAD")[:12] + ("+" if _git("status", "--porcelain", ":!docs") else "")
@@ -14,7 +14,7 @@ def commit() -> str:
         return "unknown"
 
 
-def lock_hash() -> str:
+def hash_lock_file() -> str:
     """Hash of the dependency lock."""
     path = ROOT / "requirements" / "cpu.lock"
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else "unknown"

@@ -16,7 +16,7 @@ from pipeline.characterization.results import Load, Measurement, PointResult, Sp
 from pipeline.config import load
 from pipeline.errors import TrainingError
 from pipeline.jobs.estimate import calibration
-from pipeline.jobs.estimate.calibration import Calibration, Speed, calibrated
+from pipeline.jobs.estimate.calibration import Calibration, Speed, calibrate
 from pipeline.jobs.workspace import Workspace
 
 CEILINGS = {"fp32_gflops": 100.0, "bf16_gflops": 200.0, "read_gb_per_second": 20.0, "random_gb_per_second": 10.0}
@@ -72,7 +72,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 def made(count: int, again: bool = False, **settings: Any) -> Calibration:
     with disable_run_logger():
-        return calibrated(Workspace(load("configs/smoke.yaml", settings)), count, again)
+        return calibrate(Workspace(load("configs/smoke.yaml", settings)), count, again)
 
 
 def test_a_machine_is_measured_once(asked: list[str]) -> None:
@@ -96,10 +96,10 @@ def test_a_calibration_by_other_code_logs_a_warning(
     monkeypatch.setattr(calibration, "commit", lambda: "before")
     monkeypatch.setattr(calibration, "MOST_BUSY", 1.0)
     made(12)
-    calibrated(Workspace(load("configs/smoke.yaml", {})), 12, False)
+    calibrate(Workspace(load("configs/smoke.yaml", {})), 12, False)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     monkeypatch.setattr(calibration, "commit", lambda: "after")
-    calibrated(Workspace(load("configs/smoke.yaml", {})), 12, False)
+    calibrate(Workspace(load("configs/smoke.yaml", {})), 12, False)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "the code is after now: its steps may take another time; force=true calibrates anew"
     ]

@@ -13,8 +13,8 @@ from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError
 from pipeline.jobs.study import points as characterizing
 from pipeline.jobs.study import run
-from pipeline.jobs.study.job import pinned_study
-from pipeline.jobs.study.points import POINTS, measure, settings_of
+from pipeline.jobs.study.job import pin_study
+from pipeline.jobs.study.points import POINTS, make_point_config, measure_points
 from pipeline.jobs.study.run import Clock
 from pipeline.jobs.workspace import Workspace
 
@@ -34,7 +34,7 @@ def study(**overrides: Any) -> RunConfig:
 
 def test_nothing_to_measure_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"characterize\.axes: expected at least one axis with its values, got none"):
-        pinned_study(Workspace(load("configs/smoke.yaml")), None, False)
+        pin_study(Workspace(load("configs/smoke.yaml")), None, False)
 
 
 def test_a_point_that_does_not_fit_is_refused_before_anything_is_measured(
@@ -42,21 +42,21 @@ def test_a_point_that_does_not_fit_is_refused_before_anything_is_measured(
 ) -> None:
     monkeypatch.setenv("DLRM_HOME", str(home))
     with pytest.raises(ConfigError, match="interaction"):
-        pinned_study(Workspace(study(**{"characterize.axes": {"model.interaction": ["dot", "sum"]}})), None, False)
+        pin_study(Workspace(study(**{"characterize.axes": {"model.interaction": ["dot", "sum"]}})), None, False)
 
 
 def test_a_study_has_one_folder_whatever_the_order_of_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
-    job = pinned_study(Workspace(study()), None, False)
-    assert job == pinned_study(Workspace(study()), None, False)
-    assert job.folder != pinned_study(Workspace(study(seed=2)), None, False).folder
-    settings = [settings_of(study(), point) for point in job.points]
+    job = pin_study(Workspace(study()), None, False)
+    assert job == pin_study(Workspace(study()), None, False)
+    assert job.folder != pin_study(Workspace(study(seed=2)), None, False).folder
+    settings = [make_point_config(study(), point) for point in job.points]
     assert [one.training.batch_rows for one in settings] == [64, 128]
 
 
 def test_tables_beyond_the_memory_are_left_out(tmp_path: Path) -> None:
     huge = study(**{"characterize.axes": {"workload.hash_size": [2**40]}})
-    (result,) = measure(Workspace(huge), list_points(huge.characterize), tmp_path)
+    (result,) = measure_points(Workspace(huge), list_points(huge.characterize), tmp_path)
     assert result.state == "left out"
     assert "expected 3 tables that fit on 1 ranks" in str(result.reason)
 
@@ -87,7 +87,7 @@ def test_a_killed_point_fails_alone_and_is_retried(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(characterizing, "run_ranks", kill_once)
-        first = measure(Workspace(config), wanted, tmp_path)
+        first = measure_points(Workspace(config), wanted, tmp_path)
     assert [result.state for result in first] == ["failed", "measured"]
     assert "SIGKILL" in str(first[0].reason)
 
@@ -97,7 +97,7 @@ def test_a_killed_point_fails_alone_and_is_retried(tmp_path: Path) -> None:
         stored_flags.append(stored)
         return result
 
-    second = measure(Workspace(config), wanted, tmp_path, tell)
+    second = measure_points(Workspace(config), wanted, tmp_path, tell)
     assert [result.state for result in second] == ["measured", "measured"]
     assert sorted(stored_flags) == [False, True]
     assert second[1] == first[1]
@@ -148,7 +148,7 @@ def test_a_point_refused_by_its_ranks_fails_alone(tmp_path: Path, monkeypatch: p
             hear({"event": "point_failed", "key": task.key, "reason": "too small"})
 
     monkeypatch.setattr(characterizing, "run_ranks", refuse_first)
-    results = measure(Workspace(config), list_points(config.characterize), tmp_path)
+    results = measure_points(Workspace(config), list_points(config.characterize), tmp_path)
     assert [(one.state, one.reason) for one in results] == [
         ("failed", "loss: expected a number, got none. Lower the rates."), ("failed", "too small"),
     ]  # fmt: skip
@@ -169,6 +169,8 @@ def test_rows_are_prepared_once_for_points_that_read_the_same_rows(
     ])  # fmt: skip
     axes = {"training.batch_rows": [64, 128], "features.sparse.0.transforms.0.size": [1_000, 2_000]}
     config = load("configs/smoke.yaml", {"characterize.axes": axes, "training.world_size": 1})
-    results = measure(Workspace(config), list_points(config.characterize), tmp_path, snapshot_id=smoke["snapshot_id"])
+    results = measure_points(
+        Workspace(config), list_points(config.characterize), tmp_path, snapshot_id=smoke["snapshot_id"]
+    )
     assert len(passes) == 2
     assert len({one.reason for one in results}) == 2

@@ -18,8 +18,8 @@ from flows.checkpoint import checkpoint
 from flows.train import train
 from pipeline.config import load
 from pipeline.config.files import ROOT
-from pipeline.jobs.training.job import pinned
-from pipeline.jobs.training.rank import weights_sha256
+from pipeline.jobs.training.job import resolve_job
+from pipeline.jobs.training.rank import hash_weights
 from pipeline.jobs.workspace import Workspace
 
 CONFIG = "configs/smoke.yaml"
@@ -53,7 +53,7 @@ def test_export_is_the_registered_weights(command, home, smoke, run_name, step):
     """The export needs no ranks. It assembles whole tables, with the same bits as the export of two ranks."""
     code, result, _ = command(checkpoint, CONFIG, "action=export", f"step={step}", f"run={run_name}", home=home)
     assert (code, result["run"], result["step"]) == (0, run_name, 20)
-    assert weights_sha256(load_file(result["path"])) == smoke["train"]["weights_sha256"]
+    assert hash_weights(load_file(result["path"])) == smoke["train"]["weights_sha256"]
     assert result["bytes"] == os.path.getsize(result["path"])
 
 
@@ -107,7 +107,7 @@ def test_fault_23_a_training_that_explodes_is_failed_and_not_registered(smoke, c
     assert (code, result["status"]) == (1, "failed")
     assert "finite" in result["error"]
     assert "go on from step" not in log
-    job = pinned(Workspace(config), None, False)
+    job = resolve_job(Workspace(config), None, False)
     run_id = (home / "runs" / job.folder.split("/")[-1] / "mlflow_run_id").read_text()
     assert Workspace(config).tracking.client.get_run(run_id).info.status == "FAILED"
     assert len(Workspace(config).tracking.client.search_model_versions("name = 'smoke'")) == versions

@@ -17,15 +17,15 @@ ROOM = RankMachine(memory_bytes=64 << 30, most_ranks=2)
 def asked(smoke, home):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(home))
-        return footprint.looked_at(Workspace(load(CONFIG)), None)
+        return footprint.measure_footprint(Workspace(load(CONFIG)), None)
 
 
 def test_a_rank_is_given_the_tables_that_a_real_rank_holds(smoke, asked):
     config = load(CONFIG)
-    ranks = footprint.on_ranks(Workspace(config), asked, 2, ROOM, process_bytes=0)
+    ranks = footprint.place_on_ranks(Workspace(config), asked, 2, ROOM, process_bytes=0)
     assert [one.tables for one in ranks.memory] == smoke["train"]["table_bytes"]
     assert ranks.fits
-    assert not footprint.on_ranks(Workspace(config), asked, 2, ROOM, process_bytes=40 << 30).fits
+    assert not footprint.place_on_ranks(Workspace(config), asked, 2, ROOM, process_bytes=40 << 30).fits
 
 
 def test_a_checkpoint_has_the_estimated_size(smoke, asked, home):
@@ -33,7 +33,9 @@ def test_a_checkpoint_has_the_estimated_size(smoke, asked, home):
     folder = home / "runs" / f"smoke-{smoke['identity'][:12]}-0" / "checkpoints" / "best"
     found = sum(path.stat().st_size for path in folder.iterdir())
     shape = derive_shape(config.model, asked.dense, asked.bags)
-    assert estimate_checkpoint_bytes(shape, footprint.kept_of(config.training)) == pytest.approx(found, rel=0.01)
+    assert estimate_checkpoint_bytes(shape, footprint.make_memory_setup(config.training)) == pytest.approx(
+        found, rel=0.01
+    )
 
 
 def test_rows_are_counted_and_a_worker_is_measured(smoke, asked):
@@ -46,13 +48,13 @@ def test_a_workload_needs_no_table(tmp_path, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     workload = {"dense_features": 3, "sparse_features": 2, "hash_size": 50, "lookups": 4}
     config = load(CONFIG, {"characterize.workload": workload, "training.batch_rows": 64})
-    found = footprint.looked_at(Workspace(config), None)
+    found = footprint.measure_footprint(Workspace(config), None)
     assert (found.dense, len(found.bags), found.rows) == (3, 2, None)
     assert found.uses["sparse_0"].ids_per_bag == (4.0,)
-    _, whole = footprint.whole_of(Workspace(config), found, 0)
+    _, whole = footprint.estimate_single_rank(Workspace(config), found, 0)
     assert whole.lookups == 2 * 4 * 64
     with pytest.raises(StorageError, match=r"Run `python -m flows.ingest` first"):
-        footprint.looked_at(Workspace(load(CONFIG)), None)
+        footprint.measure_footprint(Workspace(load(CONFIG)), None)
 
 
 @pytest.mark.parametrize(
@@ -66,12 +68,12 @@ def test_an_invalid_machine_description_is_refused(text, sentence, tmp_path):
     path = tmp_path / "machine.yaml"
     path.write_text(text)
     with pytest.raises(Exception, match="machine") as raised:
-        footprint.machine_at(str(path))
+        footprint.load_machine(str(path))
     assert str(raised.value) == f"machine '{path}', {sentence}"
 
 
 def test_the_example_of_a_machine_description_is_valid():
-    machine = footprint.machine_at("configs/machines/epyc_9654.yaml")
+    machine = footprint.load_machine("configs/machines/epyc_9654.yaml")
     assert (machine.cores, machine.room.shared, machine.room.most_ranks) == (96, True, 96)
 
 

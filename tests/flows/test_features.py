@@ -11,7 +11,7 @@ from flows.ingest import ingest
 from flows.preprocess import preprocess
 from flows.train import train
 from pipeline.config import load
-from pipeline.jobs.training.job import pinned, selected
+from pipeline.jobs.training.job import resolve_dataset, resolve_job
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.register import columns_of, download_packed
@@ -100,7 +100,7 @@ def test_fault_4_a_deprecated_feature_is_refused_and_the_champion_is_named(comma
     assert not (copied / "runs").exists()
     allowed = load(CONFIG, {"features.allow_deprecated": True})
     assert allowed.semantics() == identity
-    assert pinned(Workspace(allowed), snapshot, False).done is not None  # the existing model
+    assert resolve_job(Workspace(allowed), snapshot, False).done is not None  # the existing model
 
     code, result, log = command(features, CONFIG, "action=set", "name=cat_user", "state=beta", home=copied)
     assert (code, result["error"]) == (
@@ -110,7 +110,7 @@ def test_fault_4_a_deprecated_feature_is_refused_and_the_champion_is_named(comma
         features, CONFIG, "action=set", "name=cat_user", "state=active", "owner=ann", home=copied
     )
     assert code == 0, log
-    selected(Workspace(load(CONFIG)), None)
+    resolve_dataset(Workspace(load(CONFIG)), None)
     code, result, log = command(features, CONFIG, "action=history", "name=cat_user", home=copied)
     assert [(one["state"], one["alternatives"], one["owner"]) for one in result["events"]] == [
         ("deprecated", ["cat_item"], None),
@@ -146,7 +146,7 @@ def test_fault_4_a_missing_or_retyped_feature_is_named_with_its_snapshot(command
 def test_fault_3_a_feature_dropped_and_added_again_has_no_old_values(small, caplog):
     config = load(CONFIG, {"features.dense.0.columns": ["num_price"], "features.dense.1.columns": ["num_quality"]})
     warehouse = Workspace(config).warehouse
-    before = Worker(selected(Workspace(config), None)[1]["train"], warehouse)
+    before = Worker(resolve_dataset(Workspace(config), None)[1]["train"], warehouse)
     old = pa.concat_tables([before.read_selected(fragment) for fragment in before.fragments()])
     assert old["num_price"].null_count < len(old)
     with warehouse.table("smoke").update_schema() as update:
@@ -155,9 +155,9 @@ def test_fault_3_a_feature_dropped_and_added_again_has_no_old_values(small, capl
     rows = pa.table({"day": pa.array([day], pa.date32()), "num_price": [1.5]})
     warehouse.replace_days("smoke", {day: "i"}, rows.schema, rows.to_batches(), 1)
 
-    from pipeline.jobs.training.run import pin
+    from pipeline.jobs.training.run import pin_job
 
-    job = pin(Workspace(config), None, False)
+    job = pin_job(Workspace(config), None, False)
     assert "coverage 0 on the training days: num_price" in caplog.text
     worker = Worker(job.data["train"], warehouse)
     new = pa.concat_tables([worker.read_selected(fragment) for fragment in worker.fragments()])

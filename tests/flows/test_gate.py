@@ -10,7 +10,7 @@ from flows.train import train
 from pipeline.config import load
 from pipeline.evaluation.gate import Verdict
 from pipeline.jobs.training import evaluate
-from pipeline.jobs.training.job import pinned
+from pipeline.jobs.training.job import resolve_job
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, find_holder, list_moves, move_alias
 from pipeline.registration.scorer import LoadedModel
@@ -60,7 +60,7 @@ def test_a_person_promotes(copied, command):
 
 def the_model(smoke, home):
     """The smoke run's job and the folder of its model."""
-    job = pinned(Workspace(load(CONFIG)), None, False)
+    job = resolve_job(Workspace(load(CONFIG)), None, False)
     return job, home / "runs" / f"smoke-{smoke['identity'][:12]}-0" / "model"
 
 
@@ -78,7 +78,7 @@ def test_a_champion_that_cannot_score_the_rows_stays_champion(smoke, home, copie
 
     monkeypatch.setattr(LoadedModel, "gone", gone, raising=False)
     monkeypatch.setattr(LoadedModel, "__init__", broken)
-    gate = evaluate.judge(Workspace(load(CONFIG)), job, model, lambda *note: None).gate
+    gate = evaluate.compare_with_champion(Workspace(load(CONFIG)), job, model, lambda *note: None).gate
     assert (gate.decision, gate.champion) == ("hold", 1)
     assert gate.reason == "Version 1, the champion, cannot score these rows: RuntimeError: no such kernel."
     assert not list(copied.rglob("champion"))
@@ -86,11 +86,11 @@ def test_a_champion_that_cannot_score_the_rows_stays_champion(smoke, home, copie
 
 def test_leftovers_of_a_killed_attempt_are_not_counted(smoke, home, copied):
     config = load(CONFIG, {"evaluation.group_by": "cat_user"})
-    job, model = pinned(Workspace(config), None, False), the_model(smoke, home)[1]
+    job, model = resolve_job(Workspace(config), None, False), the_model(smoke, home)[1]
     groups = Path(job.folder) / "groups"
     groups.mkdir(parents=True)
     (groups / "torn.parquet").write_bytes(b"PAR1")
-    grouped = evaluate.judge(Workspace(config), job, model, lambda *note: None).report.grouped
+    grouped = evaluate.compare_with_champion(Workspace(config), job, model, lambda *note: None).report.grouped
     assert 0.0 < grouped.gauc < 1.0
     assert 0 < grouped.rows <= 5_000
     assert not groups.exists()
@@ -99,8 +99,10 @@ def test_leftovers_of_a_killed_attempt_are_not_counted(smoke, home, copied):
 @pytest.mark.slow
 def test_several_processes_evaluate_as_one_does(smoke, home, copied):
     job, model = the_model(smoke, home)
-    alone = evaluate.judge(Workspace(load(CONFIG)), job, model, lambda *note: None)
-    several = evaluate.judge(Workspace(load(CONFIG, {"evaluation.workers": 2})), job, model, lambda *note: None)
+    alone = evaluate.compare_with_champion(Workspace(load(CONFIG)), job, model, lambda *note: None)
+    several = evaluate.compare_with_champion(
+        Workspace(load(CONFIG, {"evaluation.workers": 2})), job, model, lambda *note: None
+    )
     assert several == alone
     assert alone.gate.difference.ne == 0.0
 
@@ -109,9 +111,9 @@ def test_a_champion_promoted_meanwhile_stays_champion(copied):
     config = load(CONFIG)
     tracker = Workspace(config).tracking
     verdict = Verdict(decision="promote", reason="NE is lower.", champion=7)
-    found, alias = evaluate.moved(Workspace(config), 1, verdict)
+    found, alias = evaluate.apply_verdict(Workspace(config), 1, verdict)
     assert (found.decision, alias) == ("hold", "challenger")
     assert found.reason == "Version 1 became champion meanwhile. NE is lower."
     assert find_holder(tracker, "smoke") == 1
     move_alias(tracker, "smoke", CHAMPION, 1, "person", "")
-    assert evaluate.moved(Workspace(config), 1, verdict.model_copy(update={"champion": 1}))[1] == "champion"
+    assert evaluate.apply_verdict(Workspace(config), 1, verdict.model_copy(update={"champion": 1}))[1] == "champion"

@@ -12,7 +12,7 @@ from pipeline.config import load
 from pipeline.config.files import ROOT
 from pipeline.data.joined.source import pin_sources
 from pipeline.errors import ConfigError
-from pipeline.jobs.training.job import keep_inputs, pinned, selected
+from pipeline.jobs.training.job import resolve_dataset, resolve_job, tag_inputs
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.register import find_versions
 from pipeline.transforms.schema import FeatureJoin
@@ -72,7 +72,7 @@ def test_a_session_column_that_the_table_lacks_is_refused(ingested, keys, senten
     ingested()
     config = load(CONFIG, {f"preprocessing.{key}": value for key, value in keys.items()})
     with pytest.raises(ConfigError) as caught:
-        selected(Workspace(config), None)
+        resolve_dataset(Workspace(config), None)
     assert str(caught.value).startswith(sentence)
 
 
@@ -80,7 +80,7 @@ def test_fault_8_side_tables_are_tagged_like_the_samples(ingested):
     snapshot, config = ingested()["snapshot_id"], load(CONFIG)
     warehouse, side = Workspace(config).warehouse, FeatureJoin(table="smoke_profile", on=("column",))
     for _ in range(2):
-        keep_inputs(warehouse, "1234567890abcdef", warehouse.current("smoke"), pin_sources([side], ROOT, warehouse))
+        tag_inputs(warehouse, "1234567890abcdef", warehouse.current("smoke"), pin_sources([side], ROOT, warehouse))
     held = {name: warehouse.current(name).snapshot_id for name in ("smoke", "smoke_profile")}
     assert held["smoke"] == snapshot
     for name, number in held.items():
@@ -91,7 +91,7 @@ def test_evaluation_rows_are_not_deduplicated(ingested):
     ingested()
     keys = {"preprocessing.session_column": "session_id", "preprocessing.deduplicate": ["list_*"]}
     config = load(CONFIG, keys | {"split.days": {"train": ["2025-01-06"], "test": ["2025-01-07"]}})
-    _, data = selected(Workspace(config), None)
+    _, data = resolve_dataset(Workspace(config), None)
     assert [data[part].shared for part in ("train", "test")] == [(7, 8, 9, 10, 11), ()]
     assert data["test"].session is None
 
@@ -112,7 +112,7 @@ def test_fault_28_a_day_with_a_lost_or_truncated_file_is_rewritten(ingested, tmp
 def test_fault_28_a_version_with_lost_or_damaged_files_is_made_again(smoke, home, monkeypatch, what, harm):
     monkeypatch.setenv("DLRM_HOME", str(home))
     config = load(CONFIG)
-    assert pinned(Workspace(config), None, False).done is not None
+    assert resolve_job(Workspace(config), None, False).done is not None
     tracker, found = Workspace(config).tracking, []
     for version, run_id in find_versions(tracker, "smoke", smoke["identity"]):
         model = tracker.client.get_model_version("smoke", str(version)).source.rpartition("/")[2]
@@ -122,8 +122,8 @@ def test_fault_28_a_version_with_lost_or_damaged_files_is_made_again(smoke, home
     try:
         for path, content in kept.items():
             path.unlink() if harm == "gone" else path.write_bytes(content[:-1] + b"\x00")
-        assert pinned(Workspace(config), None, False).done is None
+        assert resolve_job(Workspace(config), None, False).done is None
     finally:
         for path, content in kept.items():
             path.write_bytes(content)
-    assert pinned(Workspace(config), None, False).done is not None
+    assert resolve_job(Workspace(config), None, False).done is not None

@@ -9,8 +9,8 @@ from flows.report import report
 from flows.train import train
 from pipeline.config import load
 from pipeline.errors import ConfigError, RegistryError, StorageError
-from pipeline.jobs.recurring.day import ChampionVersion, champion_folder, start_of
-from pipeline.jobs.training.provenance import fetched
+from pipeline.jobs.recurring.day import ChampionVersion, champion_folder, find_start
+from pipeline.jobs.training.provenance import fetch_record
 from pipeline.jobs.workspace import Workspace
 
 CONFIG = "configs/smoke.yaml"
@@ -38,7 +38,7 @@ def test_fault_11_a_record_elsewhere_is_not_fetched(copied, place):
     tracker = Workspace(load(CONFIG)).tracking
     tracker.client.set_model_version_tag("smoke", "1", "record", place)
     with pytest.raises(RegistryError, match="expected a record at runs:"):
-        fetched(tracker, "smoke", 1)
+        fetch_record(tracker, "smoke", 1)
 
 
 @pytest.mark.parametrize("name", ["../mlflow", "/tmp", "..", "link"])
@@ -51,7 +51,7 @@ def test_fault_11_the_champions_folder_must_be_a_run_folder(copied, name):
         champion_folder(Workspace(config))
     champion = ChampionVersion(version=1, trained_to="2025-01-01", scratch_day="2025-01-01", run_folder=name)
     with pytest.raises(StorageError, match="expected one below"):
-        start_of(Workspace(config), champion, None)
+        find_start(Workspace(config), champion, None)
 
 
 @pytest.mark.parametrize("flow", [checkpoint, register, report])

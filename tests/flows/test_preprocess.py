@@ -24,7 +24,7 @@ from flows.ingest import ingest
 from flows.preprocess import preprocess
 from pipeline.config import RunConfig, load
 from pipeline.data.batch import Batch, Position
-from pipeline.jobs.training.job import prepared
+from pipeline.jobs.training.job import prepare_rows
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.drain import drain
@@ -101,7 +101,7 @@ def global_batch(shares: tuple[Batch, ...]) -> list[np.ndarray]:
 
 def order_hash(config: RunConfig, epoch: int) -> str:
     """Returns the SHA-256 over the global batches, from the shares of two ranks."""
-    _, spec, _ = prepared(Workspace(config), None)
+    _, spec, _ = prepare_rows(Workspace(config), None)
     clients = [
         Client(
             InlineSource({"x": spec}, config.preprocessing), ("x", spec), config.training.batch_rows, config.seed,
@@ -192,7 +192,7 @@ def test_the_order_is_the_same_wherever_workers_run(
 
 def test_the_workers_file_names_the_live_ones(at_home: Path, tmp_path: Path, epoch: dict[str, Any]) -> None:
     config = load(CONFIG, {"preprocessing.workers": 1})
-    _, spec, _ = prepared(Workspace(config), None)
+    _, spec, _ = prepare_rows(Workspace(config), None)
     seen: list[psutil.Process] = []
 
     def look(rows: int, totals: object) -> None:

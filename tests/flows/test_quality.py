@@ -6,9 +6,9 @@ from prefect.logging import disable_run_logger
 from pipeline.characterization.points import StudyPoint, list_points
 from pipeline.config import load
 from pipeline.errors import ConfigError
-from pipeline.jobs.search.candidate import candidate_job, train_candidate
+from pipeline.jobs.search.candidate import pin_candidate, train_candidate
 from pipeline.jobs.study import quality
-from pipeline.jobs.study.job import pinned_study
+from pipeline.jobs.study.job import pin_study
 from pipeline.jobs.workspace import Workspace
 
 CONFIG = "configs/smoke.yaml"
@@ -49,7 +49,7 @@ POINT = StudyPoint(values={BATCH: 512}, settings={BATCH: 512})
 )
 def test_a_sweep_without_the_configs_own_values_is_refused(overrides, said):
     with pytest.raises(ConfigError) as error:
-        quality.with_own_values(load(CONFIG, {"sweep": SWEEP | overrides}), POINT)
+        quality.check_point_sweep(load(CONFIG, {"sweep": SWEEP | overrides}), POINT)
     assert str(error.value) == said
 
 
@@ -57,7 +57,7 @@ def test_a_study_of_quality_is_refused_before_its_first_point():
     axes = {RATE: {"own": {RATE: 0.05}, "outside": {RATE: 0.5}}}
     config = load(CONFIG, {"sweep": SWEEP, "characterize": {"axes": axes, "measure": "quality"}})
     with pytest.raises(ConfigError) as error:
-        pinned_study(Workspace(config), None, False)
+        pin_study(Workspace(config), None, False)
     assert str(error.value) == (
         f"sweep.space '{RATE}' at table_learning_rate outside: expected the config's own value among its values, got "
         "others. Widen it."
@@ -70,7 +70,7 @@ def test_a_point_is_evaluated_once_with_its_own_values_and_once_with_tuned_ones(
     point = list_points(config.characterize)[1]
     tracker = Workspace(config).tracking
     parent = tracker.start("study", {}, {}, None)
-    found = quality.judged(Workspace(config), point, parent)
+    found = quality.sweep_point(Workspace(config), point, parent)
     run = tracker.client.get_run(found["mlflow_run_id"])
     assert (run.info.run_name, run.data.tags["mlflow.parentRunId"]) == ("batch_rows 1024", parent)
     trials = tracker.read_json(found["mlflow_run_id"], "trials.json")
@@ -78,9 +78,9 @@ def test_a_point_is_evaluated_once_with_its_own_values_and_once_with_tuned_ones(
     assert (found["ne"], found["tuned_ne"]) == (trials[0]["valid_ne"], min(trial["valid_ne"] for trial in trials))
 
     plain = load(config, point.settings)  # a training of the same config, outside a sweep
-    job = candidate_job(Workspace(plain), "x" * 32, smoke["snapshot_id"], copied / "candidate", copied / "plans")
+    job = pin_candidate(Workspace(plain), "x" * 32, smoke["snapshot_id"], copied / "candidate", copied / "plans")
     with disable_run_logger():
         assert train_candidate(Workspace(plain), job, "candidate", {}).valid_ne == found["ne"]
 
     monkeypatch.setattr("pipeline.jobs.search.sweep_run.run_trials", lambda work: pytest.fail("trained again"))
-    assert quality.judged(Workspace(config), point, parent) == found
+    assert quality.sweep_point(Workspace(config), point, parent) == found

@@ -24,14 +24,14 @@ def test_a_commit_is_marked_for_changed_code_but_not_for_a_changed_report(
     git("add", ".")
     git("commit", "-m", "first")
     own = git("rev-parse", "HEAD")[:12]
-    assert code_version.commit() == own
+    assert code_version.read_commit() == own
     (tmp_path / "docs" / "report.md").write_text("second")
     (tmp_path / "docs" / "figure.png").write_text("new")
-    assert code_version.commit() == own
+    assert code_version.read_commit() == own
     (tmp_path / "code.py").write_text("second")
-    assert code_version.commit() == own + "+"
+    assert code_version.read_commit() == own + "+"
 
 
 def test_outside_of_git_the_commit_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_version, "ROOT", tmp_path)
-    assert code_version.commit() == "unknown"
+    assert code_version.read_commit() == "unknown"

@@ -15,8 +15,8 @@ from pipeline.config import load
 from pipeline.errors import ConfigError, ContractError, RegistryError
 from pipeline.evaluation.series import BacktestResult, DaySums
 from pipeline.jobs.recurring import day
-from pipeline.jobs.recurring.backfill import describe
-from pipeline.jobs.recurring.backtest import summed_up, table
+from pipeline.jobs.recurring.backfill import describe_backfill
+from pipeline.jobs.recurring.backtest import render_table, summarize
 from pipeline.jobs.recurring.day import ChampionVersion, identity_of_day
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import find_holder
@@ -205,11 +205,11 @@ def test_old_checkpoints_are_removed(tmp_path, monkeypatch):
         if name != names[2]:
             (folder / "registered").touch()
     champion = ChampionVersion(version=1, trained_to="2025-01-01", scratch_day="2025-01-01", run_folder=names[0])
-    monkeypatch.setattr(day, "_champion", lambda config: champion)
-    assert day.clear(Workspace(config), datetime.date(2025, 1, 5)) == [names[1]]
+    monkeypatch.setattr(day, "_require_champion", lambda config: champion)
+    assert day.clear_old_runs(Workspace(config), datetime.date(2025, 1, 5)) == [names[1]]
     assert [name for name in names if not (tmp_path / "runs" / name / "checkpoints").exists()] == [names[1]]
     assert [name for name in names if not (tmp_path / "runs" / name / "weights.safetensors").exists()] == [names[1]]
-    assert day.clear(Workspace(config), datetime.date(2025, 1, 5)) == []
+    assert day.clear_old_runs(Workspace(config), datetime.date(2025, 1, 5)) == []
 
 
 def course(name: str, shift: float) -> BacktestResult:
@@ -224,13 +224,13 @@ def course(name: str, shift: float) -> BacktestResult:
 
 
 def test_the_table_of_policies():
-    summary = summed_up([course("a", 0.0), course("b", 3.0)], 0.05)
+    summary = summarize([course("a", 0.0), course("b", 3.0)], 0.05)
     assert summary["a"]["ne_difference"] is None
     assert summary["b"]["ne_difference"]["value"] == pytest.approx(
         summary["b"]["ne"]["value"] - summary["a"]["ne"]["value"]
     )
     assert summary["a"]["calibration"] == pytest.approx((22 * 6 + 15) / (20 * 6 + 15))
-    lines = table(summary).splitlines()
+    lines = render_table(summary).splitlines()
     assert lines[0].startswith("| policy | next-day NE | interval over days | less that of a |")
     assert lines[3].endswith("| 2 further | 20 |")
     json.dumps(summary)
@@ -238,4 +238,4 @@ def test_the_table_of_policies():
 
 def test_the_summary_of_a_backfill_is_one_line():
     counts = {"days": 3, "days_trained": 1, "days_judged": 1, "trainings_skipped": 1}
-    assert describe(counts) == "3 days; 1 trained, 1 judged only, 1 were done"
+    assert describe_backfill(counts) == "3 days; 1 trained, 1 judged only, 1 were done"

@@ -10,7 +10,7 @@ from flows.release import release
 from pipeline.config import load
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.jobs.search import release as releasing
-from pipeline.jobs.search.trials import SearchJob, unfinished
+from pipeline.jobs.search.trials import SearchJob, find_unfinished
 from pipeline.jobs.workspace import Workspace
 from pipeline.search.config import ReleaseConfig
 from pipeline.search.release import CandidateStanding
@@ -89,7 +89,7 @@ def test_all_candidates_are_checked_against_the_table(smoke, home, monkeypatch):
 
     def said(**more):
         with pytest.raises((ConfigError, EmptyDatasetError)) as error:
-            releasing.pinned_release(Workspace(settings(**more)), None, False)
+            releasing.pin_release(Workspace(settings(**more)), None, False)
         return str(error.value)
 
     unknown = {"less": {"sampling": {"inputs": ["cat_usr"], "rate": 0.5}}}
@@ -107,20 +107,20 @@ def test_all_candidates_are_checked_against_the_table(smoke, home, monkeypatch):
 
 
 def test_the_same_release_has_the_same_folder_until_forced(smoke, copied):
-    first = releasing.pinned_release(Workspace(settings()), None, False)
-    assert releasing.pinned_release(Workspace(settings(parallel=2)), None, True) == first
-    assert releasing.pinned_release(Workspace(settings(keep=1)), None, False).identity != first.identity
+    first = releasing.pin_release(Workspace(settings()), None, False)
+    assert releasing.pin_release(Workspace(settings(parallel=2)), None, True) == first
+    assert releasing.pin_release(Workspace(settings(keep=1)), None, False).identity != first.identity
     folder = Path(first.folder)
     folder.mkdir(parents=True)
     (folder / "result.json").write_text('{"status": "failed"}')
     assert releasing.load_result(Workspace(settings()), first) is None
-    assert releasing.pinned_release(Workspace(settings()), None, True).folder == f"{folder}"[:-1] + "1"
+    assert releasing.pin_release(Workspace(settings()), None, True).folder == f"{folder}"[:-1] + "1"
 
 
 def test_another_model_or_gate_is_another_release(smoke, copied):
-    first = releasing.pinned_release(Workspace(settings()), None, False)
+    first = releasing.pin_release(Workspace(settings()), None, False)
     for more in ({"registration.model_name": "other"}, {"gate.rule": "not_worse"}):
-        assert releasing.pinned_release(Workspace(load(settings(), more)), None, False).identity != first.identity
+        assert releasing.pin_release(Workspace(load(settings(), more)), None, False).identity != first.identity
 
 
 def test_a_release_without_its_version_is_not_finished(smoke, copied):
@@ -143,7 +143,7 @@ def test_an_unfinished_search_on_another_snapshot_is_found(tmp_path):
 
     old, ended, _, new = job("old", 1), job("ended", 2), job("other", 3, "other"), job("new", 4)
     (Path(ended.folder) / "result.json").write_text("{}")
-    assert unfinished(new) == [old]
+    assert find_unfinished(new) == [old]
 
 
 def test_the_release_section_is_not_part_of_a_trainings_identity():
@@ -170,7 +170,7 @@ def test_the_printed_table():
         "explore": [CandidateStanding(name="b", valid_ne=0.8), CandidateStanding(name="base", valid_ne=0.9), CandidateStanding(name="c", failed="no")],
         "compare": [CandidateStanding(name="base", valid_ne=0.85), CandidateStanding(name="b", stopped=True)],
     }  # fmt: skip
-    assert releasing.as_table(stages, {"b": {RATE: 0.5}, "c": {"model.dropout": 0.1, "seed": 2}}) == (
+    assert releasing.render_table(stages, {"b": {RATE: 0.5}, "c": {"model.dropout": 0.1, "seed": 2}}) == (
         "| candidate | explore | compare | differs in |\n|---|---|---|---|\n"
         "| base | 0.9000 | 0.8500 | nothing |\n"
         "| b | 0.8000 | stopped | training.table_learning_rate=0.5 |\n"

@@ -7,8 +7,8 @@ import pytest
 from flows.replay import replay
 from pipeline.config import load
 from pipeline.errors import ConfigError, RegistryError, StorageError
-from pipeline.jobs.training.provenance import RECORD, differences, fetched, override_recorded, recorded_config
-from pipeline.jobs.training.replay import pin
+from pipeline.jobs.training.provenance import RECORD, fetch_record, list_differences, override_recorded, restore_config
+from pipeline.jobs.training.replay import pin_replay
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import list_moves, list_versions
 
@@ -18,7 +18,7 @@ CONFIG = "configs/smoke.yaml"
 @pytest.fixture
 def record(smoke, home, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(home))
-    return fetched(Workspace(load(CONFIG)).tracking, "smoke", 1)
+    return fetch_record(Workspace(load(CONFIG)).tracking, "smoke", 1)
 
 
 def test_the_record_has_everything_that_a_training_needs(record, smoke, home):
@@ -26,7 +26,7 @@ def test_the_record_has_everything_that_a_training_needs(record, smoke, home):
     assert record.snapshot.model_dump() == {"table": "smoke", "snapshot_id": smoke["snapshot_id"]}
     refs = Workspace(config).warehouse.table("smoke").refs()
     assert refs[record.snapshot_tag].snapshot_id == smoke["snapshot_id"]
-    assert recorded_config(record, Workspace(config)) == config
+    assert restore_config(record, Workspace(config)) == config
     assert record.seeds == {"seed": config.seed, "source.generator.seed": config.source.generator.seed}
     assert record.weights_sha256 == smoke["train"]["weights_sha256"]
     assert (record.identity, record.commit) == (smoke["identity"], smoke["git_commit"])
@@ -74,7 +74,7 @@ def test_keys_that_change_only_the_execution_are_accepted():
 
 def test_differences_are_described(record):
     clean = record.model_copy(update={"commit": "0123456789ab"})
-    assert differences(clean, clean, clean.placement) == []
+    assert list_differences(clean, clean, clean.placement) == []
     now = clean.model_copy(
         update={"weights_sha256": "f00", "commit": "ba9876543210", "versions": record.versions | {"torch": "9.9"}}
     )
@@ -82,14 +82,14 @@ def test_differences_are_described(record):
         table.model_copy(update={"pieces": tuple(p.model_copy(update={"rank": 1 - p.rank}) for p in table.pieces)})
         for table in record.placement
     )
-    assert differences(clean, now, moved) == [
+    assert list_differences(clean, now, moved) == [
         f"weights_sha256: {record.weights_sha256} recorded, f00 now",
         "commit: 0123456789ab recorded, ba9876543210 now",
         f"torch: {record.versions['torch']} recorded, 9.9 now",
         "placement: the tables would be placed otherwise now; the recorded placement was used",
     ]
     dirty = record.model_copy(update={"commit": "0123456789ab+"})
-    assert differences(dirty, dirty, dirty.placement) == [
+    assert list_differences(dirty, dirty, dirty.placement) == [
         "commit: 0123456789ab+ was trained with changes that no commit holds"
     ]
 
@@ -98,9 +98,9 @@ def test_a_version_without_a_record_is_refused(record, smoke, copied):
     tracker = Workspace(load(CONFIG)).tracking
     tracker.client.delete_model_version_tag("smoke", "1", "record")
     with pytest.raises(RegistryError, match=r"model 'smoke', version 1: expected a record of its training, got none\."):
-        fetched(tracker, "smoke", 1)
+        fetch_record(tracker, "smoke", 1)
     with pytest.raises(RegistryError, match="expected a version of the registry, got none"):
-        fetched(tracker, "smoke", 99)
+        fetch_record(tracker, "smoke", 99)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_an_impossible_replay_is_refused(smoke, command, home, words, sentence):
 def test_an_expired_snapshot_is_named(record):
     gone = record.model_copy(update={"snapshot": record.snapshot.model_copy(update={"snapshot_id": 7})})
     with pytest.raises(StorageError) as error:
-        pin(Workspace(load(CONFIG)), gone, "smoke-1")
+        pin_replay(Workspace(load(CONFIG)), gone, "smoke-1")
     assert str(error.value) == (
         "snapshot 7 of table 'smoke': expected a snapshot of the table, got none of that id. "
         "It may have expired. Use the current snapshot."

@@ -24,7 +24,7 @@ import pytest
 from flows.end_to_end import end_to_end
 from pipeline.config import RunConfig, load
 from pipeline.jobs.training import finish
-from pipeline.jobs.training.job import pinned
+from pipeline.jobs.training.job import resolve_job
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.register import raw_frame
@@ -136,8 +136,8 @@ def served(prefect: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         patch.setenv("DLRM_HOME", str(home))
         config = configured(source(home))
         result = end_to_end(config=config)
-        job = pinned(Workspace(config), None, False)
-        rows = finish._first_rows(Worker(job.data["test"], Workspace(config).warehouse), 256)
+        job = resolve_job(Workspace(config), None, False)
+        rows = finish._read_first_rows(Worker(job.data["test"], Workspace(config).warehouse), 256)
         tracker = Workspace(config).tracking
     run = next((home / "runs").iterdir())
     name = f"models:/served/{result['model']['version']}"

@@ -9,7 +9,7 @@ from flows.sharding import sharding
 from pipeline.config import load
 from pipeline.evaluation import plots
 from pipeline.jobs.training import sharding_plans
-from pipeline.jobs.training.sharding_plans import TOLERANCE, as_text
+from pipeline.jobs.training.sharding_plans import TOLERANCE, format_rows
 from pipeline.jobs.workspace import Workspace
 
 KINDS = ("row_wise", "table_wise", "table_column_wise", "grid_shard")
@@ -78,4 +78,4 @@ def test_figures_add_up() -> None:
     memory, time = plots.sharding_plan(rows, 2).axes
     for axes, total in ((memory, 15.0), (time, sum(1.0 + i for i in range(15)))):
         assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(total)
-    assert as_text(rows[:1]).splitlines()[1].split() == ["t0", "0", "1048576", "1"]
+    assert format_rows(rows[:1]).splitlines()[1].split() == ["t0", "0", "1048576", "1"]

@@ -19,7 +19,7 @@ from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError, StorageError, TrainingError
 from pipeline.jobs.search import sweep as sweep_job
 from pipeline.jobs.search import sweep_run
-from pipeline.jobs.search.candidate import StoppedEarly, candidate_job, train_candidate
+from pipeline.jobs.search.candidate import StoppedEarly, pin_candidate, train_candidate
 from pipeline.jobs.search.trials import SearchJob, Trials
 from pipeline.jobs.workspace import Workspace
 from pipeline.search.config import SweepConfig
@@ -102,7 +102,7 @@ def test_invalid_searches_are_refused(overrides, said):
 def test_trials_need_validation_rows(smoke, home, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(home))
     with pytest.raises(ConfigError) as error:
-        sweep_job.pinned_sweep(Workspace(load(CONFIG, {"split.days.valid": []})), None, False)
+        sweep_job.pin_sweep(Workspace(load(CONFIG, {"split.days.valid": []})), None, False)
     assert str(error.value) == (
         "split: expected validation rows, by which trials are ranked, got none. Name some as `valid`."
     )
@@ -116,18 +116,16 @@ def test_the_sweep_section_is_not_part_of_a_trainings_identity():
 
 def test_the_same_sweep_has_the_same_folder_until_forced(smoke, copied):
     config = load(CONFIG)
-    first = sweep_job.pinned_sweep(Workspace(config), None, False)
-    assert (
-        sweep_job.pinned_sweep(Workspace(load(CONFIG, {"sweep.trials": 99, "sweep.parallel": 2})), None, True) == first
-    )
-    assert sweep_job.pinned_sweep(Workspace(load(CONFIG, {"sweep.seed": 2})), None, False).identity != first.identity
+    first = sweep_job.pin_sweep(Workspace(config), None, False)
+    assert sweep_job.pin_sweep(Workspace(load(CONFIG, {"sweep.trials": 99, "sweep.parallel": 2})), None, True) == first
+    assert sweep_job.pin_sweep(Workspace(load(CONFIG, {"sweep.seed": 2})), None, False).identity != first.identity
     folder = Path(first.folder)
     folder.mkdir(parents=True)
-    assert sweep_job.pinned_sweep(Workspace(config), None, True) == first  # unfinished, so it resumes
+    assert sweep_job.pin_sweep(Workspace(config), None, True) == first  # unfinished, so it resumes
     (folder / "result.json").write_text("{}")
-    second = sweep_job.pinned_sweep(Workspace(config), None, True)
+    second = sweep_job.pin_sweep(Workspace(config), None, True)
     assert (folder.name[:-1], Path(second.folder).name) == (Path(second.folder).name[:-1], f"{folder.name[:-1]}1")
-    assert sweep_job.pinned_sweep(Workspace(config), None, False) == first
+    assert sweep_job.pin_sweep(Workspace(config), None, False) == first
 
 
 def test_own_values_must_be_in_the_search_space():
@@ -138,7 +136,7 @@ def test_own_values_must_be_in_the_search_space():
         "features.sparse.0.transforms.0.size": {"choices": [100_000, 10]},
         "training.table_learning_rates.cat_user": {"low": 0.1, "high": 1.0},
     }
-    assert sweep_job.own_values(load(CONFIG, {"sweep.space": space})) == {
+    assert sweep_job.read_own_values(load(CONFIG, {"sweep.space": space})) == {
         RATE: 0.05, "model.bottom_mlp": [16], "features.sparse.0.transforms.0.size": 100_000,
     }  # fmt: skip
 
@@ -147,7 +145,7 @@ def test_the_best_config_is_a_file_that_loads_to_its_trial(smoke, copied):
     """A list with a searched key is written whole, because a file's list replaces its base's list."""
     space = {RATE: {"low": 0.01, "high": 0.2}, "features.sparse.1.transforms.0.limit": {"low": 1, "high": 9}}
     config = load(CONFIG, {"sweep.space": space, "sweep.trial_overrides": {STEPS: 3}, "seed": 4})
-    job = sweep_job.pinned_sweep(Workspace(config), None, False)
+    job = sweep_job.pin_sweep(Workspace(config), None, False)
     params = {RATE: 0.0123, "features.sparse.1.transforms.0.limit": 7}
     Path(job.folder).mkdir(parents=True)
     work = sweep_job.Sweep(Workspace(config), job, "none")
@@ -163,7 +161,7 @@ def test_trials_share_a_fitted_plan_if_they_can(smoke, copied):
     config = load(CONFIG)
     plans, snapshot = copied / "plans", smoke["snapshot_id"]
     jobs = [
-        candidate_job(Workspace(load(config, {key: value})), "x", snapshot, copied / f"{number}", plans)
+        pin_candidate(Workspace(load(config, {key: value})), "x", snapshot, copied / f"{number}", plans)
         for number, (key, value) in enumerate(
             [(RATE, 0.1), ("model.embedding_width", 4), ("features.sparse.1.transforms.0.limit", 3)]
         )
@@ -179,7 +177,7 @@ def test_trials_share_a_fitted_plan_if_they_can(smoke, copied):
 
 def test_the_printed_table():
     records = [record({RATE: 0.5, "model.bottom_mlp": [8]}), record({RATE: 0.25, "model.bottom_mlp": [16]}, 0.8)]
-    assert sweep_run.as_table(records, [RATE, "model.bottom_mlp"]) == (
+    assert sweep_run.render_table(records, [RATE, "model.bottom_mlp"]) == (
         f"| trial | NE | `{RATE}` | `model.bottom_mlp` |\n|---|---|---|---|\n"
         "| 7 | 0.8000 | 0.25 | [16] |\n| 7 | 0.9000 | 0.5 | [8] |"
     )
@@ -281,7 +279,7 @@ def trials_of(tracker, result: dict) -> list[dict]:
 @pytest.mark.slow
 def test_a_candidate_stopped_early_ends_at_once_and_can_resume(smoke, copied):
     config = load(CONFIG, LIGHT | {"training.checkpoint_every_steps": 5})
-    job = candidate_job(Workspace(config), "x" * 32, smoke["snapshot_id"], copied / "candidate", copied / "plans")
+    job = pin_candidate(Workspace(config), "x" * 32, smoke["snapshot_id"], copied / "candidate", copied / "plans")
 
     def watch(event) -> None:
         if event is not None and event["event"] == "saved":

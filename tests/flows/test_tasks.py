@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from pipeline.config import load
 from pipeline.jobs.training.evaluate import evaluate
 from pipeline.jobs.training.finish import register
-from pipeline.jobs.training.job import pinned
-from pipeline.jobs.training.train import Trained
+from pipeline.jobs.training.job import resolve_job
+from pipeline.jobs.training.train import TrainingResult
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.register import download_packed, raw_frame
@@ -25,11 +25,13 @@ from storage.artifacts import sha256
 def test_a_model_with_int8_tables_is_registered_as_evaluated(smoke, home, copied):
     """The smoke run's weights in the other form."""
     config = load("configs/smoke.yaml", {"registration.weights": "int8"})
-    job = pinned(Workspace(config), None, False)
+    job = resolve_job(Workspace(config), None, False)
     assert job.done is None
     before = home / "runs" / f"smoke-{smoke['identity'][:12]}-0"
     probe = json.loads((before / "probe.json").read_text())
-    trained = Trained(weights=str(before / "weights.safetensors"), probe=probe, summary=smoke["train"], placement=())
+    trained = TrainingResult(
+        weights=str(before / "weights.safetensors"), probe=probe, summary=smoke["train"], placement=()
+    )
 
     run_id = Workspace(config).tracking.start("int8", {}, {}, None)
 

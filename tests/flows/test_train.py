@@ -22,7 +22,7 @@ from flows.train import train
 from pipeline.config import load
 from pipeline.errors import ConfigError
 from pipeline.jobs.training import finish
-from pipeline.jobs.training.job import pinned, tracked_run
+from pipeline.jobs.training.job import open_training_run, resolve_job
 from pipeline.jobs.training.summary import CURVES, STALL_CURVES
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
@@ -79,8 +79,8 @@ def test_probabilities_equal_the_trainers(smoke, at_home):
     config = load(CONFIG)
     folder = at_home / "runs" / f"smoke-{smoke['identity'][:12]}-0"
     model = LoadedModel(folder / "model")
-    job = pinned(Workspace(config), None, False)
-    probe = finish._first_rows(Worker(job.data["test"], Workspace(config).warehouse), 256)
+    job = resolve_job(Workspace(config), None, False)
+    probe = finish._read_first_rows(Worker(job.data["test"], Workspace(config).warehouse), 256)
     expected = json.loads((folder / "probe.json").read_text())
     assert len(expected) == 256
     assert np.abs(model.score(probe) - np.array(expected)).max() <= 1e-6
@@ -386,23 +386,23 @@ def test_a_second_process_on_the_same_training_is_refused(smoke, at_home):
     from filelock import FileLock
 
     config = load(CONFIG, {"seed": 99})
-    job = pinned(Workspace(config), None, False)
+    job = resolve_job(Workspace(config), None, False)
     with (
         FileLock(Path(job.folder) / "lock"),
         pytest.raises(Exception, match="another one that works in it"),
-        tracked_run(Workspace(config), job),
+        open_training_run(Workspace(config), job),
     ):
         pass
 
 
 def test_an_interrupted_run_is_ended_and_resumed_as_one(smoke, at_home):
     config = load(CONFIG, {"seed": 98})
-    job = pinned(Workspace(config), None, False)
+    job = resolve_job(Workspace(config), None, False)
     tracker = Workspace(config).tracking
-    with pytest.raises(KeyboardInterrupt), tracked_run(Workspace(config), job) as first:
+    with pytest.raises(KeyboardInterrupt), open_training_run(Workspace(config), job) as first:
         raise KeyboardInterrupt
     assert tracker.client.get_run(first).info.status == "KILLED"
-    with pytest.raises(ValueError, match="RUNNING"), tracked_run(Workspace(config), job) as second:
+    with pytest.raises(ValueError, match="RUNNING"), open_training_run(Workspace(config), job) as second:
         raise ValueError(tracker.client.get_run(second).info.status)
     assert second == first
     assert tracker.client.get_run(first).info.status == "FAILED"

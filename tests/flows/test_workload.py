@@ -8,8 +8,8 @@ from pipeline.characterization.config import Workload
 from pipeline.characterization.points import StudyPoint
 from pipeline.characterization.workload import draw_batches, make_plan
 from pipeline.config import load
-from pipeline.jobs.study.points import measure
-from pipeline.jobs.study.workload import written
+from pipeline.jobs.study.points import measure_points
+from pipeline.jobs.study.workload import write_dataset
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.config import PreprocessingConfig
@@ -20,7 +20,7 @@ SHAPE = Workload(dense_features=3, sparse_features=4, hash_size=500, lookups=6, 
 
 def read(workload: Workload, rows: int, folder, monkeypatch) -> list:
     monkeypatch.setattr(rows_of, "CHUNK_VALUES", 8_000)  # several row groups and files
-    spec = written(workload, rows, folder, seed=3)
+    spec = write_dataset(workload, rows, folder, seed=3)
     plan = make_plan(workload)
     assert (spec.plan.dense, spec.plan.sparse) == (plan.dense, plan.sparse)
     source = InlineSource({"train": spec}, PreprocessingConfig())
@@ -47,10 +47,10 @@ def test_a_workload_without_numbers_can_be_read(tmp_path, monkeypatch):
 
 
 def test_an_existing_table_is_reused(tmp_path, monkeypatch):
-    first = written(SHAPE, 50, tmp_path, seed=3)
-    others = [written(SHAPE, 51, tmp_path, 3), written(SHAPE, 50, tmp_path, 4)]
+    first = write_dataset(SHAPE, 50, tmp_path, seed=3)
+    others = [write_dataset(SHAPE, 51, tmp_path, 3), write_dataset(SHAPE, 50, tmp_path, 4)]
     monkeypatch.setattr(Warehouse, "replace_days", lambda *_: pytest.fail("written again"))
-    assert written(SHAPE, 50, tmp_path, seed=3) == first
+    assert write_dataset(SHAPE, 50, tmp_path, seed=3) == first
     assert len({spec.snapshot.table for spec in (first, *others)}) == 3
 
 
@@ -61,7 +61,7 @@ def test_a_study_of_a_workload_reads_files_through_the_service(tmp_path, monkeyp
         "characterize": {"workload": SHAPE, "data": "files", "steps": 2, "repeats": 1, "warm_up_steps": 1},
         "training.world_size": 1, "training.batch_rows": 128, "preprocessing.workers": 1,
     }  # fmt: skip
-    (result,) = measure(
+    (result,) = measure_points(
         Workspace(load("configs/smoke.yaml", settings)), [StudyPoint(values={}, settings={})], tmp_path / "study"
     )
     assert result.reason is None

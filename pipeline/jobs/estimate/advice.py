@@ -21,12 +21,19 @@ from pipeline.characterization.estimate import (
 from pipeline.characterization.points import StudyPoint
 from pipeline.characterization.results import Load
 from pipeline.errors import ContractError
-from pipeline.jobs.code_version import commit
+from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import step
-from pipeline.jobs.estimate.calibration import Calibration, Speed, world_sizes_of
-from pipeline.jobs.estimate.footprint import Asked, Ranks, kept_of, on_ranks, service_bytes, whole_of
-from pipeline.jobs.study.points import measure
-from pipeline.jobs.training.sharding_plans import as_text
+from pipeline.jobs.estimate.calibration import Calibration, Speed, list_world_sizes
+from pipeline.jobs.estimate.footprint import (
+    ModelFootprint,
+    PlacedModel,
+    estimate_service_bytes,
+    estimate_single_rank,
+    make_memory_setup,
+    place_on_ranks,
+)
+from pipeline.jobs.study.points import measure_points
+from pipeline.jobs.training.sharding_plans import format_rows
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 
 MOST_RANKS = 64
@@ -62,8 +69,12 @@ class Option(BaseModel, frozen=True):
 
 
 @step("advise")
-def advised(
-    workspace: Workspace, asked: Asked, calibration: Calibration, described: DescribedMachine | None, measured: bool
+def advise(
+    workspace: Workspace,
+    asked: ModelFootprint,
+    calibration: Calibration,
+    described: DescribedMachine | None,
+    measured: bool,
 ) -> dict[str, Any]:
     """Predictions for this machine, and for another; told in log, MLflow and on the run's page. Safe to repeat.
 
@@ -74,13 +85,13 @@ def advised(
     speed, shape, kept = (
         Speed(calibration),
         derive_shape(config.model, asked.dense, asked.bags),
-        kept_of(config.training),
+        make_memory_setup(config.training),
     )
     here, process = calibration.machine, calibration.process_bytes
     room = RankMachine(memory_bytes=here.memory_bytes, most_ranks=here.cores)
     if here.device_memory_bytes is not None:
         room = RankMachine(memory_bytes=here.device_memory_bytes, most_ranks=torch.cuda.device_count(), shared=False)
-    own = advice_on(workspace, asked, (here.cpu, room, here.cores, process), speed.step_ms)
+    own = advise_machine(workspace, asked, (here.cpu, room, here.cores, process), speed.step_ms)
     result: dict[str, Any] = {
         "status": "ok",
         "snapshot_id": asked.snapshot_id,
@@ -101,14 +112,14 @@ def advised(
     }
     if described is not None:
         facts = (described.cpu, described.room, described.cores, process)
-        result["described"] = advice_on(workspace, asked, facts, speed.on(described)) | {"measured": False}
-    result["warnings"] = warnings_of(workspace, asked, speed, own)
-    result["measurement"] = held_against(workspace, own, asked.snapshot_id) if measured else None
-    return told(workspace, result, speed)
+        result["described"] = advise_machine(workspace, asked, facts, speed.on(described)) | {"measured": False}
+    result["warnings"] = list_warnings(workspace, asked, speed, own)
+    result["measurement"] = measure_config(workspace, own, asked.snapshot_id) if measured else None
+    return log_advice(workspace, result, speed)
 
 
-def advice_on(
-    workspace: Workspace, asked: Asked, machine: tuple[str, RankMachine, int, int], predict: Predict
+def advise_machine(
+    workspace: Workspace, asked: ModelFootprint, machine: tuple[str, RankMachine, int, int], predict: Predict
 ) -> dict[str, Any]:
     """All that is said of a machine.
 
@@ -118,15 +129,17 @@ def advice_on(
     name, room, cores, process = machine
     options: list[Option] = []
     most = min(room.most_ranks, MOST_RANKS)
-    for world_size in sorted({*world_sizes_of(most), min(workspace.config.training.world_size, most)}):
+    for world_size in sorted({*list_world_sizes(most), min(workspace.config.training.world_size, most)}):
         try:
-            ranks = on_ranks(workspace, asked, world_size, room, process)
-            options.append(option_of(workspace, asked, ranks, cores, predict(ranks.load, world_size), not room.shared))
+            ranks = place_on_ranks(workspace, asked, world_size, room, process)
+            options.append(
+                estimate_option(workspace, asked, ranks, cores, predict(ranks.load, world_size), not room.shared)
+            )
         except ContractError as error:
             options.append(Option(ranks=world_size, fits=False, reason=str(error)))
     fitting = [option for option in options if option.fits]
     fastest = max(fitting, key=lambda option: option.rows_per_second or 0.0, default=None)
-    memory, load = whole_of(workspace, asked, process)
+    memory, load = estimate_single_rank(workspace, asked, process)
     return {
         "name": name,
         "cores": cores,
@@ -134,13 +147,15 @@ def advice_on(
         "memory_bytes": room.memory_bytes,
         "fewest_ranks": min((option.ranks for option in fitting), default=None),
         "fastest_ranks": fastest and fastest.ranks,
-        "machines_needed": count_machines(memory, room, service_bytes(workspace, load)),
-        "service_bytes": service_bytes(workspace, load),
+        "machines_needed": count_machines(memory, room, estimate_service_bytes(workspace, load)),
+        "service_bytes": estimate_service_bytes(workspace, load),
         "options": [option.model_dump(mode="json") for option in options],
     }
 
 
-def option_of(workspace: Workspace, asked: Asked, ranks: Ranks, cores: int, step_ms: float, devices: bool) -> Option:
+def estimate_option(
+    workspace: Workspace, asked: ModelFootprint, ranks: PlacedModel, cores: int, step_ms: float, devices: bool
+) -> Option:
     """What is said of a number of ranks."""
     rows = workspace.config.training.batch_rows
     largest = max(ranks.memory, key=lambda one: one.total)
@@ -155,7 +170,7 @@ def option_of(workspace: Workspace, asked: Asked, ranks: Ranks, cores: int, step
     )  # fmt: skip
 
 
-def held_against(workspace: Workspace, own: Mapping[str, Any], snapshot_id: int | None) -> dict[str, Any]:
+def measure_config(workspace: Workspace, own: Mapping[str, Any], snapshot_id: int | None) -> dict[str, Any]:
     """Some steps of the config itself, beside what was predicted.
 
     Raises:
@@ -165,7 +180,7 @@ def held_against(workspace: Workspace, own: Mapping[str, Any], snapshot_id: int 
     with exclusive_dir(workspace.home / "characterize" / f"size-{config.name}") as folder:
         shutil.rmtree(folder / "points", ignore_errors=True)
         alone = [StudyPoint(values={"config": config.name}, settings={})]
-        found = measure(workspace, alone, folder, snapshot_id=snapshot_id)[0]
+        found = measure_points(workspace, alone, folder, snapshot_id=snapshot_id)[0]
     if found.measurement is None:
         return {"state": found.state, "reason": found.reason}
     step = found.measurement.step_ms
@@ -182,9 +197,9 @@ def held_against(workspace: Workspace, own: Mapping[str, Any], snapshot_id: int 
     }
 
 
-def warnings_of(workspace: Workspace, asked: Asked, speed: Speed, own: Mapping[str, Any]) -> list[str]:
+def list_warnings(workspace: Workspace, asked: ModelFootprint, speed: Speed, own: Mapping[str, Any]) -> list[str]:
     """Why not to trust the advice."""
-    _, load = whole_of(workspace, asked, 0)
+    _, load = estimate_single_rank(workspace, asked, 0)
     found = [
         f"{term}: {times:.0f} times as much as in any model measured; its time is an extrapolation"
         for term, times in speed.beyond(load, 1)
@@ -196,28 +211,28 @@ def warnings_of(workspace: Workspace, asked: Asked, speed: Speed, own: Mapping[s
     return found
 
 
-def told(workspace: Workspace, result: dict[str, Any], speed: Speed) -> dict[str, Any]:
+def log_advice(workspace: Workspace, result: dict[str, Any], speed: Speed) -> dict[str, Any]:
     """The advice in log, MLflow and on the run's page."""
     config = workspace.config
     logger, tracker = workspace.console.log, workspace.tracking
     for warning in result["warnings"]:
         logger.warning("%s", warning)
     furthest = sorted(speed.table, key=lambda row: -abs(math.log(row["predicted / measured"])))[:FURTHEST]
-    logger.info("furthest off of the points, each predicted from others:\n%s", as_text(furthest))
-    text = in_words(result)
+    logger.info("furthest off of the points, each predicted from others:\n%s", format_rows(furthest))
+    text = describe_advice(result)
     logger.info("%s", text)
     params = config.flat() | {"model.dense_parameters": result["dense_parameters"]}
-    tags = {"git_commit": commit(), "mlflow.source.name": "flows.estimate"}
+    tags = {"git_commit": read_commit(), "mlflow.source.name": "flows.estimate"}
     run_id = tracker.start(f"size of {config.name}", params, tags, None)
     with tracker.ending(run_id):
-        tracker.log(run_id, 0, figures_of(result))
+        tracker.log(run_id, 0, list_metrics(result))
         tracker.log_json(run_id, result | {"mlflow_run_id": run_id}, "advice.json")
         tracker.log_json(run_id, speed.table, "unseen_points.json")
     workspace.console.show_text("estimate", config.name, f"```\n{text}\n```", "What the training takes")
     return {"status": "ok", "mlflow_run_id": run_id} | result
 
 
-def figures_of(result: Mapping[str, Any]) -> dict[str, float | None]:
+def list_metrics(result: Mapping[str, Any]) -> dict[str, float | None]:
     """Metrics: those of each number of ranks on this machine, and of the prediction itself."""
     found: dict[str, float | None] = {"checkpoint_bytes": result["checkpoint_bytes"]}
     errors = result["prediction"]["errors"] or {}
@@ -228,7 +243,7 @@ def figures_of(result: Mapping[str, Any]) -> dict[str, float | None]:
     return found
 
 
-def in_words(result: Mapping[str, Any]) -> str:
+def describe_advice(result: Mapping[str, Any]) -> str:
     """The advice for people."""
     errors = result["prediction"]["errors"]
     trust = "learned from other models on this machine" + (
@@ -239,11 +254,11 @@ def in_words(result: Mapping[str, Any]) -> str:
     )
     lines = [
         f"{result['tables']} tables, {result['table_rows']:,} rows; {result['dense_parameters']:,} other weights; "
-        f"a checkpoint has {_size(result['checkpoint_bytes'])}",
-        *_machine_in_words(result["machine"], trust),
+        f"a checkpoint has {_format_bytes(result['checkpoint_bytes'])}",
+        *_describe_machine(result["machine"], trust),
     ]
     if result["described"] is not None:
-        lines += _machine_in_words(result["described"], "not measured: this machine's times by the ratio of ceilings")
+        lines += _describe_machine(result["described"], "not measured: this machine's times by the ratio of ceilings")
     if result["measurement"] is not None and result["measurement"]["state"] == "measured":
         one = result["measurement"]
         lines.append(
@@ -253,17 +268,17 @@ def in_words(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _machine_in_words(advice: Mapping[str, Any], trust: str) -> list[str]:
+def _describe_machine(advice: Mapping[str, Any], trust: str) -> list[str]:
     rows = [
         {
             "ranks": option["ranks"],
             "fits": "yes" if option["fits"] else "no",
-            "memory of a rank": _size(option["rank_bytes"]),
-            "tables of it": _size(max(option["table_bytes"], default=None)),
+            "memory of a rank": _format_bytes(option["rank_bytes"]),
+            "tables of it": _format_bytes(max(option["table_bytes"], default=None)),
             "ms a step": option["step_ms"],
-            "rows/s": _count(option["rows_per_second"]),
+            "rows/s": _format_count(option["rows_per_second"]),
             "workers": option["workers"] or "-",
-            "rows/s with workers": _count(option["fed_rows_per_second"]),
+            "rows/s with workers": _format_count(option["fed_rows_per_second"]),
             "s an epoch": option["epoch_seconds"] or "-",
         }
         for option in advice["options"]
@@ -272,13 +287,13 @@ def _machine_in_words(advice: Mapping[str, Any], trust: str) -> list[str]:
     best = f"memory needs {advice['fewest_ranks']} rank(s), fastest are {advice['fastest_ranks']}"
     if advice["fewest_ranks"] is None:
         best = f"no room for it; needs {advice['machines_needed'] or 'more than any number'} of them"
-    head = f"{advice['name']}, {where}, {_size(advice['memory_bytes'])} ({trust}): {best}"
-    return [head, as_text(rows)]
+    head = f"{advice['name']}, {where}, {_format_bytes(advice['memory_bytes'])} ({trust}): {best}"
+    return [head, format_rows(rows)]
 
 
-def _size(value: int | None) -> str:
+def _format_bytes(value: int | None) -> str:
     return "-" if value is None else f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
 
 
-def _count(value: float | None) -> str:
+def _format_count(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"

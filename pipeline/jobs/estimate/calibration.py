@@ -20,10 +20,10 @@ from pipeline.characterization.machine import Machine, measure_machine, read_mem
 from pipeline.characterization.predict import TERMS, Ceilings, Fit, StepSample, fit
 from pipeline.characterization.results import Load, PointResult
 from pipeline.errors import TrainingError
-from pipeline.jobs.code_version import commit
+from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import step
-from pipeline.jobs.study.points import measure
-from pipeline.jobs.training.provenance import versions
+from pipeline.jobs.study.points import measure_points
+from pipeline.jobs.training.provenance import read_versions
 from pipeline.jobs.training.rank import takes_cuda
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.config import PreprocessingConfig
@@ -111,7 +111,7 @@ class Speed:
 
 
 @step("calibrate")
-def calibrated(workspace: Workspace, count: int, force: bool) -> Calibration:
+def calibrate(workspace: Workspace, count: int, force: bool) -> Calibration:
     """The calibration of this machine, made if there is none. Safe to repeat: points that are measured stay.
 
     Args:
@@ -123,7 +123,7 @@ def calibrated(workspace: Workspace, count: int, force: bool) -> Calibration:
     config = workspace.config
     base = workspace.using(config.model_copy(update=_point_settings(config.training)))
     training = base.config.training
-    marks = marks_of(training)
+    marks = list_marks(training)
     name = hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()[:12]
     logger = workspace.console.log
     with exclusive_dir(workspace.home / "characterize" / f"calibration-{name}") as folder:
@@ -132,10 +132,10 @@ def calibrated(workspace: Workspace, count: int, force: bool) -> Calibration:
             shutil.rmtree(folder / "points", ignore_errors=True)
             path.unlink(missing_ok=True)
         found = Calibration.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
-        points = draw_points(count, world_sizes_of(most_ranks(training)))
+        points = draw_points(count, list_world_sizes(count_possible_ranks(training)))
         if found is not None and {point.key for point in points} <= {one.point.key for one in found.results}:
             logger.info("calibration of this machine: %s points, of commit %s", len(found.results), found.commit)
-            if found.commit != (now := commit()):
+            if found.commit != (now := read_commit()):
                 logger.warning("the code is %s now: its steps may take another time; force=true calibrates anew", now)
             return found
         logger.info("this machine is calibrated: %s models of all shapes are trained for some steps each", count)
@@ -149,7 +149,7 @@ def calibrated(workspace: Workspace, count: int, force: bool) -> Calibration:
                 progress("calibrate", next(told), len(points))
                 return result
 
-            results = measure(base, points, folder, tell)
+            results = measure_points(base, points, folder, tell)
         good = tuple(result for result in results if result.measurement is not None)
         if len(good) < min(LEAST_POINTS, count):
             reason = next((result.reason for result in results if result.reason), "nothing")
@@ -158,7 +158,7 @@ def calibrated(workspace: Workspace, count: int, force: bool) -> Calibration:
                 "Free memory, or raise points.",
             )  # fmt: skip
         machine = measure_machine(len(os.sched_getaffinity(0)), "cuda" if takes_cuda(training) else "cpu")
-        made = Calibration(machine=machine, marks=marks, commit=commit(), results=good)
+        made = Calibration(machine=machine, marks=marks, commit=read_commit(), results=good)
         write_json(path, made.model_dump(mode="json"))
     return made
 
@@ -169,25 +169,25 @@ def _point_settings(training: TrainConfig) -> dict[str, Any]:
     return {"model": DLRMConfig(), "training": own, "preprocessing": PreprocessingConfig(), "characterize": QUICK}
 
 
-def marks_of(training: TrainConfig) -> dict[str, Any]:
+def list_marks(training: TrainConfig) -> dict[str, Any]:
     """What a calibration is good for."""
     values = training.model_dump(mode="json")
     machine = {"cpu": read_processor_name(), "cores": len(os.sched_getaffinity(0)), "memory_bytes": read_memory_bytes()}
     if takes_cuda(training):
         machine |= {"devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]}
-    return {"machine": machine, "versions": versions(), "training": {key: values[key] for key in OWN}}
+    return {"machine": machine, "versions": read_versions(), "training": {key: values[key] for key in OWN}}
 
 
-def most_ranks(training: TrainConfig) -> int:
+def count_possible_ranks(training: TrainConfig) -> int:
     """Cores, or CUDA devices where ranks take those."""
     return torch.cuda.device_count() if takes_cuda(training) else len(os.sched_getaffinity(0))
 
 
-def world_sizes_of(cores: int) -> list[int]:
+def list_world_sizes(cores: int) -> list[int]:
     """Numbers of ranks that are measured: powers of two.
 
     Example:
-        >>> world_sizes_of(6)
+        >>> list_world_sizes(6)
         [1, 2, 4]
     """
     return [1 << power for power in range(cores.bit_length())]

@@ -28,7 +28,7 @@ from pipeline.characterization.results import Load
 from pipeline.config.files import ROOT, parse_yaml
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import step
-from pipeline.jobs.training.job import prepared
+from pipeline.jobs.training.job import prepare_rows
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.dataset import DataSpec
@@ -46,7 +46,7 @@ WORKER_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class ModelFootprint:
     """What is to be sized: a model, and what is known of the rows it trains on."""
 
     dense: int
@@ -60,7 +60,7 @@ class Asked:
 
 
 @step("look at the data")
-def looked_at(workspace: Workspace, snapshot_id: int | None) -> Asked:
+def measure_footprint(workspace: Workspace, snapshot_id: int | None) -> ModelFootprint:
     """Statistics of the tables' use, from the first training rows or from drawn batches. Safe to repeat: it only reads.
 
     Raises:
@@ -74,11 +74,13 @@ def looked_at(workspace: Workspace, snapshot_id: int | None) -> Asked:
         batches = workload.draw_batches(shape, config.training.batch_rows, SAMPLED_BATCHES, config.seed)
         columns = [_column([batch.sparse[bag.name] for batch in batches]) for bag in bags]
         uses = measure_table_use(bags, columns, config.training.batch_rows)
-        return Asked(len(plan.dense), bags, uses, None, None, None)
-    snapshot, data, rows = prepared(workspace, snapshot_id)
+        return ModelFootprint(len(plan.dense), bags, uses, None, None, None)
+    snapshot, data, rows = prepare_rows(workspace, snapshot_id)
     bags = data.plan.sparse
     uses = measure_table_use(bags, Worker(data).sample(SAMPLE_ROWS), config.training.batch_rows)
-    return Asked(len(data.plan.dense), bags, uses, rows, snapshot.snapshot_id, worker_speed(workspace, data))
+    return ModelFootprint(
+        len(data.plan.dense), bags, uses, rows, snapshot.snapshot_id, measure_worker_speed(workspace, data)
+    )
 
 
 def _column(parts: Sequence[Any]) -> Column:
@@ -87,7 +89,7 @@ def _column(parts: Sequence[Any]) -> Column:
     return Column(values.astype(np.int64), np.concatenate([[0], np.cumsum(lengths)]))
 
 
-def worker_speed(workspace: Workspace, data: DataSpec) -> float:
+def measure_worker_speed(workspace: Workspace, data: DataSpec) -> float:
     """Rows per second of one preprocessing worker, over the first windows of an epoch."""
     config = workspace.config
     window = min(config.preprocessing.shuffle_window_rows, config.preprocessing.split_rows)
@@ -107,7 +109,7 @@ def worker_speed(workspace: Workspace, data: DataSpec) -> float:
     return rows / seconds
 
 
-def machine_at(path: str) -> DescribedMachine:
+def load_machine(path: str) -> DescribedMachine:
     """The machine that a YAML file describes.
 
     Raises:
@@ -126,7 +128,7 @@ def machine_at(path: str) -> DescribedMachine:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class PlacedModel:
     """The model on some ranks of a machine."""
 
     world_size: int
@@ -136,41 +138,47 @@ class Ranks:
     fits: bool
 
 
-def on_ranks(workspace: Workspace, asked: Asked, world_size: int, room: RankMachine, process_bytes: int) -> Ranks:
+def place_on_ranks(
+    workspace: Workspace, asked: ModelFootprint, world_size: int, room: RankMachine, process_bytes: int
+) -> PlacedModel:
     """The tables placed, and what each rank holds.
 
     Raises:
         ContractError: If they cannot be placed on so many.
     """
     config = workspace.config
-    training = sized_for(config.training, world_size)
+    training = set_world_size(config.training, world_size)
     memory = room.memory_bytes if not room.shared else room.memory_bytes // world_size
     kind = DataType.FP16 if training.table_precision == "fp16" else DataType.FP32
     planned = training.model_copy(update={"memory_per_rank_bytes": memory})
     device = "cpu" if room.shared else "cuda"
     model = DLRM(config.model, asked.dense, asked.bags, "meta", kind)
     placement = plan_sharding(model, planned.for_sharding, device, asked.uses)
-    load = load_of(workspace, asked, training, placement)
+    load = count_step_load(workspace, asked, training, placement)
     shape = derive_shape(config.model, asked.dense, asked.bags)
-    kept, rows = kept_of(training), -(-training.batch_rows // world_size)
+    kept, rows = make_memory_setup(training), -(-training.batch_rows // world_size)
     threads = training.threads_per_rank or max(room.most_ranks // world_size, 1)
     ranks = [
-        estimate_memory(shape, kept, parts_of(placement, rank), rows, load.sample_bytes, process_bytes, threads)
+        estimate_memory(shape, kept, list_rank_parts(placement, rank), rows, load.sample_bytes, process_bytes, threads)
         for rank in range(world_size)
     ]
-    return Ranks(world_size, placement, load, ranks, has_room(ranks, room, service_bytes(workspace, load)))
+    return PlacedModel(
+        world_size, placement, load, ranks, has_room(ranks, room, estimate_service_bytes(workspace, load))
+    )
 
 
-def whole_of(workspace: Workspace, asked: Asked, process_bytes: int) -> tuple[RankMemory, Load]:
+def estimate_single_rank(workspace: Workspace, asked: ModelFootprint, process_bytes: int) -> tuple[RankMemory, Load]:
     """The model on a single rank, whether there is room for it or not."""
     config = workspace.config
-    training = sized_for(config.training, 1)
-    load, shape = load_of(workspace, asked, training, ()), derive_shape(config.model, asked.dense, asked.bags)
+    training = set_world_size(config.training, 1)
+    load, shape = count_step_load(workspace, asked, training, ()), derive_shape(config.model, asked.dense, asked.bags)
     parts = [TablePart(rows=rows, columns=width) for rows, width in shape.tables.values()]
-    return estimate_memory(shape, kept_of(training), parts, training.batch_rows, load.sample_bytes, process_bytes), load
+    return estimate_memory(
+        shape, make_memory_setup(training), parts, training.batch_rows, load.sample_bytes, process_bytes
+    ), load
 
 
-def sized_for(training: TrainConfig, world_size: int) -> TrainConfig:
+def set_world_size(training: TrainConfig, world_size: int) -> TrainConfig:
     """The training on another number of ranks.
 
     Raises:
@@ -182,7 +190,9 @@ def sized_for(training: TrainConfig, world_size: int) -> TrainConfig:
         raise ConfigError("training.world_size", error.errors()[0]["msg"], f"{world_size}", "Change it.") from None
 
 
-def load_of(workspace: Workspace, asked: Asked, training: TrainConfig, placement: ShardingPlan) -> Load:
+def count_step_load(
+    workspace: Workspace, asked: ModelFootprint, training: TrainConfig, placement: ShardingPlan
+) -> Load:
     """What a step asks of the machine."""
     kinds = {table.table: table.kind for table in placement}
     members: dict[str, list[SparseFeature]] = {}
@@ -197,7 +207,7 @@ def load_of(workspace: Workspace, asked: Asked, training: TrainConfig, placement
     return count_load(workspace.config.model, asked.dense, uses, LoadSetup.model_validate(training))
 
 
-def kept_of(training: TrainConfig) -> MemorySetup:
+def make_memory_setup(training: TrainConfig) -> MemorySetup:
     """What a training keeps beside its weights."""
     return MemorySetup(
         table_optimizer=training.table_optimizer, table_precision=training.table_precision,
@@ -206,7 +216,7 @@ def kept_of(training: TrainConfig) -> MemorySetup:
     )  # fmt: skip
 
 
-def parts_of(placement: ShardingPlan, rank: int) -> list[TablePart]:
+def list_rank_parts(placement: ShardingPlan, rank: int) -> list[TablePart]:
     """What a rank holds of the tables."""
     return [
         TablePart(rows=piece.rows, columns=piece.columns, copied=table.kind == "data_parallel")
@@ -214,7 +224,7 @@ def parts_of(placement: ShardingPlan, rank: int) -> list[TablePart]:
     ]  # fmt: skip
 
 
-def service_bytes(workspace: Workspace, load: Load) -> int:
+def estimate_service_bytes(workspace: Workspace, load: Load) -> int:
     """Rows and batches between storage and ranks: two windows of both, or what the config allows."""
     preprocessing = workspace.config.preprocessing
     ahead = 2 * max(preprocessing.shuffle_window_rows, preprocessing.most_workers * preprocessing.split_rows)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from pipeline.jobs.estimate.advice import advised
-from pipeline.jobs.estimate.calibration import calibrated
-from pipeline.jobs.estimate.footprint import looked_at, machine_at
+from pipeline.jobs.estimate.advice import advise
+from pipeline.jobs.estimate.calibration import calibrate
+from pipeline.jobs.estimate.footprint import load_machine, measure_footprint
 from pipeline.jobs.workspace import Workspace
 
 POINTS = 48
@@ -23,6 +23,6 @@ def estimate_training(
         snapshot_id: Snapshot to look at; None takes the newest.
         force: Measures the machine again.
     """
-    described = None if machine is None else machine_at(machine)
-    asked = looked_at(workspace, snapshot_id)
-    return advised(workspace, asked, calibrated(workspace, points, force), described, measure)
+    described = None if machine is None else load_machine(machine)
+    asked = measure_footprint(workspace, snapshot_id)
+    return advise(workspace, asked, calibrate(workspace, points, force), described, measure)

@@ -11,7 +11,7 @@ from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.extraction.extract import IngestResult
 from pipeline.extraction.opening import source_days
 from pipeline.jobs.console import step
-from pipeline.jobs.tables.ingest import source_context, write_days
+from pipeline.jobs.tables.ingest import make_source_context, write_days
 from pipeline.jobs.workspace import Workspace
 
 PORTIONS = 4
@@ -19,7 +19,7 @@ PORTIONS = 4
 
 
 @step("name the days")
-def name_days(
+def list_days(
     workspace: Workspace, start: datetime.date | None, end: datetime.date | None, work: str
 ) -> list[datetime.date]:
     """The days of the range that there are, in the source or, for training alone, in the warehouse. It only reads."""
@@ -30,7 +30,7 @@ def name_days(
     if work == "train":
         days = list(warehouse.day_rows(warehouse.current(config.name)))
     else:
-        days = source_days(source_context(workspace))
+        days = source_days(make_source_context(workspace))
     found = [day for day in days if (start is None or start <= day) and (end is None or day <= end)]
     if not found:
         known = f"{days[0]} to {days[-1]}" if days else "none at all"
@@ -57,10 +57,10 @@ def write_days_side_by_side(
             progress("ingest", totals["days_written"] + totals["days_skipped"], len(days))
 
         if not workspace.warehouse.has_table(config.name):  # two writers would both make it
-            done(write_days(workspace, portions.pop(0), force, _silent))
+            done(write_days(workspace, portions.pop(0), force, _ignore_progress))
         with ThreadPoolExecutor(side_by_side, thread_name_prefix="ingest") as pool:
             running = [
-                pool.submit(contextvars.copy_context().run, write_days, workspace, portion, force, _silent)
+                pool.submit(contextvars.copy_context().run, write_days, workspace, portion, force, _ignore_progress)
                 for portion in portions
             ]
             try:
@@ -72,11 +72,11 @@ def write_days_side_by_side(
     return totals
 
 
-def _silent(what: str, done: int, total: int) -> None:
+def _ignore_progress(what: str, done: int, total: int) -> None:
     """Takes the reports of single days."""
 
 
-def days_behind_the_first(split: SplitConfig, days: Sequence[datetime.date]) -> list[datetime.date]:
+def list_days_after_first_model(split: SplitConfig, days: Sequence[datetime.date]) -> list[datetime.date]:
     """The days that come after those of the first model.
 
     Raises:
@@ -105,7 +105,7 @@ def describe_day(result: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def describe(result: Mapping[str, Any]) -> str:
+def describe_backfill(result: Mapping[str, Any]) -> str:
     """The summary as one line."""
     parts = [f"{result['days']} days"]
     if "days_written" in result:

@@ -18,13 +18,13 @@ from pipeline.evaluation import plots
 from pipeline.evaluation.metrics import format_interval
 from pipeline.evaluation.policy import Policy
 from pipeline.evaluation.series import BacktestResult, DaySums, Interval, pooled_ne, pooled_ne_difference
-from pipeline.jobs.code_version import commit
+from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import step
-from pipeline.jobs.recurring.backtest_rank import RehearsalSpec
-from pipeline.jobs.recurring.day import all_but_test, require_hash_split
+from pipeline.jobs.recurring.backtest_rank import BacktestSpec
+from pipeline.jobs.recurring.day import exclude_test_rows, require_hash_split
 from pipeline.jobs.training.identity import semantics
-from pipeline.jobs.training.job import TrainingJob, selected
-from pipeline.jobs.training.train import rank_spec
+from pipeline.jobs.training.job import TrainingJob, resolve_dataset
+from pipeline.jobs.training.train import make_rank_spec
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.dataset import count_rows
 from pipeline.registration.tracking import RESULT
@@ -36,15 +36,15 @@ TRAILING_DAYS = 14
 """Days that the figure's lines are taken over: single days differ by the weather more than by the model."""
 
 
-class Rehearsed(BaseModel, frozen=True):
+class BacktestJob(BaseModel, frozen=True):
     """Days to rehearse on, and what it takes to do so."""
 
     folder: str
-    spec: RehearsalSpec
+    spec: BacktestSpec
     """What ranks are told; each policy puts itself and a folder of its own there."""
 
 
-def pinned_rehearsal(workspace: Workspace, start: datetime.date | None, end: datetime.date | None) -> Rehearsed:
+def pin_backtest(workspace: Workspace, start: datetime.date | None, end: datetime.date | None) -> BacktestJob:
     """The days of the newest snapshot from `start` to `end`, and the first model's, which come before.
 
     Raises:
@@ -55,7 +55,7 @@ def pinned_rehearsal(workspace: Workspace, start: datetime.date | None, end: dat
     require_hash_split(config.split)
     if config.training.sync != "synchronous":
         raise ConfigError("training.sync", "synchronous, to rehearse", config.training.sync, "Change it.")
-    snapshot, data = selected(workspace, None)
+    snapshot, data = resolve_dataset(workspace, None)
     rows = workspace.warehouse.day_rows(snapshot)
     first_days = data["train"].selection.days
     days = [day for day in rows if day > first_days[-1] and (end is None or day <= end)]
@@ -69,7 +69,7 @@ def pinned_rehearsal(workspace: Workspace, start: datetime.date | None, end: dat
     if not days:
         raise EmptyDatasetError("days to rehearse", f"some after {first_days[-1]}", "none", "Ingest more days.")
     whole = data["test"].selection.model_copy(update={"hash_keys": ()})
-    new = all_but_test(data)
+    new = exclude_test_rows(data)
     settings = json.dumps(
         {
             "snapshot": snapshot.snapshot_id, "config": semantics(workspace), "days": [str(day) for day in days],
@@ -81,8 +81,8 @@ def pinned_rehearsal(workspace: Workspace, start: datetime.date | None, end: dat
     folder = str(workspace.home / "rehearsals" / f"{config.name}-{identity}")
     counts: dict[Part, int] = {"valid": count_rows(data["valid"], workspace.warehouse)} if "valid" in data else {}
     first = TrainingJob(identity=identity, snapshot=snapshot, folder=folder, rows=counts, data=data, done=None)
-    spec = RehearsalSpec(
-        scratch=rank_spec(workspace, first),
+    spec = BacktestSpec(
+        scratch=make_rank_spec(workspace, first),
         further=config.incremental,
         new=new,
         judged=data["test"].model_copy(update={"selection": whole}),
@@ -90,10 +90,10 @@ def pinned_rehearsal(workspace: Workspace, start: datetime.date | None, end: dat
         first_days=first_days,
         days=tuple(days),
     )
-    return Rehearsed(folder=folder, spec=spec)
+    return BacktestJob(folder=folder, spec=spec)
 
 
-def rehearse(workspace: Workspace, rehearsed: Rehearsed, name: str, policy: Policy) -> BacktestResult:
+def backtest_policy(workspace: Workspace, rehearsed: BacktestJob, name: str, policy: Policy) -> BacktestResult:
     """One policy from the first day to the last; one that was rehearsed before is read from its file."""
     logger = workspace.console.log
     words = hashlib.sha256(policy.model_dump_json().encode()).hexdigest()[:8]
@@ -123,12 +123,12 @@ def rehearse(workspace: Workspace, rehearsed: Rehearsed, name: str, policy: Poli
             ROOT,
         )
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # the course is what counts
-    course = _course(name, events)
+    course = _collect_result(name, events)
     write_text(path, course.model_dump_json(indent=1))
     return course
 
 
-def _course(name: str, events: Sequence[Event]) -> BacktestResult:
+def _collect_result(name: str, events: Sequence[Event]) -> BacktestResult:
     """What the events of a rehearsal come to; the first is the first model's."""
     days = [event for event in events if event["sums"] is not None]
     kinds = [event["decision"]["training"] for event in days]
@@ -141,15 +141,15 @@ def _course(name: str, events: Sequence[Event]) -> BacktestResult:
     )
 
 
-def summed_up(courses: Sequence[BacktestResult], level: float) -> dict[str, Any]:
+def summarize(courses: Sequence[BacktestResult], level: float) -> dict[str, Any]:
     """Quality and cost of each policy, and how it differs from the first one, as JSON values."""
     found: dict[str, Any] = {}
     for course in courses:
         labels = sum(day.labels for day in course.days)
         ne, apart = pooled_ne(course.days, level), pooled_ne_difference(course.days, courses[0].days, level)
         found[course.name] = {
-            "ne": _in_json(ne),
-            "ne_difference": None if course is courses[0] else _in_json(apart),
+            "ne": _dump_interval(ne),
+            "ne_difference": None if course is courses[0] else _dump_interval(apart),
             "calibration": sum(day.predictions for day in course.days) / labels if labels else None,
             "rows_trained": int(sum(course.rows_trained.values())),
             "training_seconds": round(course.seconds, 1),
@@ -158,14 +158,14 @@ def summed_up(courses: Sequence[BacktestResult], level: float) -> dict[str, Any]
     return found
 
 
-def _in_json(interval: Interval | None) -> dict[str, float | None] | None:
+def _dump_interval(interval: Interval | None) -> dict[str, float | None] | None:
     """An interval without bounds has None for them: JSON knows no infinity."""
     if interval is None:
         return None
     return {name: value if math.isfinite(value) else None for name, value in interval.model_dump().items()}
 
 
-def table(summary: Mapping[str, Any]) -> str:
+def render_table(summary: Mapping[str, Any]) -> str:
     """The summary as markdown."""
     first = next(iter(summary))
     head = (
@@ -186,12 +186,12 @@ def table(summary: Mapping[str, Any]) -> str:
 
 
 @step("show")
-def show(workspace: Workspace, rehearsed: Rehearsed, courses: Sequence[BacktestResult]) -> dict[str, Any]:
+def show_results(workspace: Workspace, rehearsed: BacktestJob, courses: Sequence[BacktestResult]) -> dict[str, Any]:
     """Table and figure of the policies -> the rehearsal's folder, and an MLflow run with one below it for each."""
     config = workspace.config
     folder, tracker = Path(rehearsed.folder), workspace.tracking
-    summary = summed_up(courses, config.gate.level)
-    text = table(summary)
+    summary = summarize(courses, config.gate.level)
+    text = render_table(summary)
     write_text(folder / TABLE, text + "\n")
     figure = plots.backtest(courses, min(TRAILING_DAYS, max(len(rehearsed.spec.days) // 4, 1)))
     figure.savefig(folder / FIGURE)
@@ -204,17 +204,17 @@ def show(workspace: Workspace, rehearsed: Rehearsed, courses: Sequence[BacktestR
         "policies": summary,
         "figure": str(folder / FIGURE),
         "table": str(folder / TABLE),
-        "git_commit": commit(),
+        "git_commit": read_commit(),
     }
     name = f"policies {rehearsed.spec.days[0]} to {rehearsed.spec.days[-1]}"
-    tags = {"mlflow.source.name": "flows.backtest", "git_commit": commit()}
+    tags = {"mlflow.source.name": "flows.backtest", "git_commit": read_commit()}
     parent = tracker.start(name, config.flat(), tags, None)
     with tracker.ending(parent):
         for course in courses:
             chosen = config.recurring.policies[course.name].model_dump(mode="json")
             child = tracker.start(course.name, chosen, tags | {"mlflow.parentRunId": parent}, None)
             with tracker.ending(child):
-                _log_course(workspace, child, course, summary[course.name])
+                _log_result(workspace, child, course, summary[course.name])
         tracker.client.log_text(parent, text, TABLE)
         tracker.log_figures(parent, {"policies": figure})
         result["mlflow_run_id"] = parent
@@ -222,7 +222,7 @@ def show(workspace: Workspace, rehearsed: Rehearsed, courses: Sequence[BacktestR
     return result
 
 
-def _log_course(workspace: Workspace, run_id: str, course: BacktestResult, values: Mapping[str, Any]) -> None:
+def _log_result(workspace: Workspace, run_id: str, course: BacktestResult, values: Mapping[str, Any]) -> None:
     """Next-day NE and calibration by the number of the day, and what the policy came to."""
     tracker = workspace.tracking
     points = [
@@ -234,7 +234,7 @@ def _log_course(workspace: Workspace, run_id: str, course: BacktestResult, value
     tracker.log(run_id, len(course.days), {"pooled_ne": (values["ne"] or {}).get("value")} | whole)
 
 
-def chosen_policies(known: Mapping[str, Policy], names: Sequence[str] | None) -> list[str]:
+def choose_policies(known: Mapping[str, Policy], names: Sequence[str] | None) -> list[str]:
     """The policies to compare.
 
     Args:
@@ -258,20 +258,20 @@ def run_backtest(
     Args:
         names: Keys of `recurring.policies`.
     """
-    pinned_days = pin(workspace, start, end)
-    return show(workspace, pinned_days, [run_policy(workspace, pinned_days, name) for name in names])
+    pinned_days = pin_days(workspace, start, end)
+    return show_results(workspace, pinned_days, [run_policy(workspace, pinned_days, name) for name in names])
 
 
 @step("pin")
-def pin(workspace: Workspace, start: datetime.date | None, end: datetime.date | None) -> Rehearsed:
+def pin_days(workspace: Workspace, start: datetime.date | None, end: datetime.date | None) -> BacktestJob:
     """The days to replay. Safe to repeat: it reads, and tags the snapshot once."""
-    rehearsed = pinned_rehearsal(workspace, start, end)
+    rehearsed = pin_backtest(workspace, start, end)
     snapshot = rehearsed.spec.judged.snapshot
     workspace.warehouse.tag(snapshot, f"rehearsal-{snapshot.snapshot_id}")
     return rehearsed
 
 
 @step("backtest {name}")
-def run_policy(workspace: Workspace, rehearsed: Rehearsed, name: str) -> BacktestResult:
+def run_policy(workspace: Workspace, rehearsed: BacktestJob, name: str) -> BacktestResult:
     """One policy over all days. Safe to repeat: a finished one is read from its file."""
-    return rehearse(workspace, rehearsed, name, workspace.config.recurring.policies[name])
+    return backtest_policy(workspace, rehearsed, name, workspace.config.recurring.policies[name])

@@ -17,7 +17,15 @@ import torch.distributed as dist
 from pydantic import BaseModel
 
 from pipeline.evaluation.policy import ChampionStanding, Decision, Policy, decide
-from pipeline.jobs.training.rank import RankSpec, assembled, client, enter, event_writer, placed, weights_sha256
+from pipeline.jobs.training.rank import (
+    RankSpec,
+    assemble,
+    hash_weights,
+    open_client,
+    open_event_writer,
+    plan_placement,
+    run_rank,
+)
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.dataset import DataSpec, fit_plan
 from pipeline.training.config import TrainConfig
@@ -30,7 +38,7 @@ KEEP_NONE = {"checkpoint_every_steps": None, "checkpoint_every_seconds": None}
 """A model that is trained further in a rehearsal keeps no checkpoints."""
 
 
-class RehearsalSpec(BaseModel, frozen=True):
+class BacktestSpec(BaseModel, frozen=True):
     """All that a rank needs to know. Of all selections of rows only the days are replaced."""
 
     scratch: RankSpec
@@ -55,10 +63,10 @@ class RehearsalSpec(BaseModel, frozen=True):
         return self.scratch.training
 
 
-class Rehearsal:
+class BacktestRank:
     """One rank's part: the model of the day, and what it takes to make the next."""
 
-    def __init__(self, spec: RehearsalSpec, rank: int, device: torch.device, emit: Callable[[Any], None]) -> None:
+    def __init__(self, spec: BacktestSpec, rank: int, device: torch.device, emit: Callable[[Any], None]) -> None:
         self.spec, self.rank, self.device, self.emit = spec, rank, device, emit
         self.heartbeat = Heartbeat(emit)
         self.trainer: Trainer | None = None
@@ -86,7 +94,7 @@ class Rehearsal:
         assert self.trainer is not None
         weights = self.trainer.export_weights()
         if weights is not None:
-            self.emit({"event": "result", "weights_sha256": weights_sha256(weights)})
+            self.emit({"event": "result", "weights_sha256": hash_weights(weights)})
 
     def tell(self, day: datetime.date, sums: LossSums | None, decision: Decision, rows: int, seconds: float) -> None:
         """What a day has brought, for the flow. Rows trained count once for each epoch."""
@@ -117,7 +125,7 @@ class Rehearsal:
         """Loss sums over a day."""
         assert self.trainer is not None
         model = self.trainer.model
-        batches = self.reader(on(self.spec.judged, [day]), shuffled=False).batches()
+        batches = self.reader(select_days(self.spec.judged, [day]), shuffled=False).batches()
         model.eval()
         with torch.no_grad():
             sums = evaluate_sums(model, self.heartbeat.track(batches, "judging"), self.device, self.spec.further)
@@ -126,16 +134,16 @@ class Rehearsal:
 
     def from_scratch(self, days: Sequence[datetime.date]) -> int:
         """Another model in place of this one; returns the rows that it was trained on."""
-        spec = on_days(self.spec.scratch, days)
+        spec = select_training_days(self.spec.scratch, days)
         self.plan = fit_plan(spec.train, Warehouse(spec.train.warehouse, Path(spec.train.home)))
-        spec = placed(on_days(with_plan(self.spec.scratch, self.plan), days), {})
+        spec = plan_placement(select_training_days(replace_plan(self.spec.scratch, self.plan), days), {})
         folder = Path(spec.folder) / "checkpoints"
         if self.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # of the model before
         dist.barrier()
-        trainer = assembled(spec, self.rank, self.device, self.emit, self.heartbeat)
+        trainer = assemble(spec, self.rank, self.device, self.emit, self.heartbeat)
         progress = trainer.train()
-        self.trainer = assembled(
+        self.trainer = assemble(
             spec.model_copy(update={"training": self.spec.further.model_copy(update=KEEP_NONE), "valid": None}),
             self.rank, self.device, self.emit, self.heartbeat,
         )  # fmt: skip
@@ -145,7 +153,7 @@ class Rehearsal:
     def further(self, days: Sequence[datetime.date]) -> int:
         """The same model, trained on new days; returns their rows."""
         assert self.trainer is not None
-        reader = self.reader(on(self.spec.new, days), shuffled=True)
+        reader = self.reader(select_days(self.spec.new, days), shuffled=True)
         return self.trainer.train_incremental(
             lambda position: self.heartbeat.track(reader.batches(position), "training")
         ).rows
@@ -155,21 +163,21 @@ class Rehearsal:
         data = rows.model_copy(update={"plan": self.plan})
         spec = self.spec.scratch.model_copy(update={"training": self.spec.further})
         source = InlineSource({"rows": data}, spec.preprocessing)
-        return client(spec, source, "rows", data, self.rank, shuffled)
+        return open_client(spec, source, "rows", data, self.rank, shuffled)
 
 
-def on(data: DataSpec, days: Sequence[datetime.date]) -> DataSpec:
+def select_days(data: DataSpec, days: Sequence[datetime.date]) -> DataSpec:
     """The same rows of other days."""
     return data.model_copy(update={"selection": data.selection.model_copy(update={"days": tuple(days)})})
 
 
-def on_days(spec: RankSpec, days: Sequence[datetime.date]) -> RankSpec:
+def select_training_days(spec: RankSpec, days: Sequence[datetime.date]) -> RankSpec:
     """A training on the same rows of other days."""
-    valid = None if spec.valid is None else on(spec.valid, days)
-    return spec.model_copy(update={"train": on(spec.train, days), "valid": valid})
+    valid = None if spec.valid is None else select_days(spec.valid, days)
+    return spec.model_copy(update={"train": select_days(spec.train, days), "valid": valid})
 
 
-def with_plan(spec: RankSpec, plan: Any) -> RankSpec:
+def replace_plan(spec: RankSpec, plan: Any) -> RankSpec:
     """A training under another plan."""
     parts = {"train": spec.train, "valid": spec.valid, "probe": spec.probe}
     return spec.model_copy(
@@ -177,10 +185,10 @@ def with_plan(spec: RankSpec, plan: Any) -> RankSpec:
     )
 
 
-def rehearse(spec: RehearsalSpec, rank: int, device: torch.device) -> None:
+def run_backtest_rank(spec: BacktestSpec, rank: int, device: torch.device) -> None:
     """Works as one rank of a group."""
-    Rehearsal(spec, rank, device, event_writer()).run()
+    BacktestRank(spec, rank, device, open_event_writer()).run()
 
 
 if __name__ == "__main__":
-    enter(sys.argv[1], RehearsalSpec, rehearse)
+    run_rank(sys.argv[1], BacktestSpec, run_backtest_rank)

@@ -14,7 +14,7 @@ from pipeline.data.config import Part, SplitConfig
 from pipeline.errors import ConfigError, EmptyDatasetError, RegistryError
 from pipeline.evaluation.policy import ChampionStanding, Decision
 from pipeline.jobs.training.identity import semantics
-from pipeline.jobs.training.job import REGISTERED, TrainingJob, job_in, specs
+from pipeline.jobs.training.job import REGISTERED, TrainingJob, build_specs, make_job
 from pipeline.jobs.training.rank import Start
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
@@ -76,7 +76,7 @@ def identity_of_day(workspace: Workspace, day: datetime.date) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def pinned_day(workspace: Workspace, day: datetime.date | None, force: bool) -> Today:
+def pin_day(workspace: Workspace, day: datetime.date | None, force: bool) -> Today:
     """A day of the newest snapshot, and where the champion stands before it.
 
     Args:
@@ -97,8 +97,8 @@ def pinned_day(workspace: Workspace, day: datetime.date | None, force: bool) -> 
         known = f"{min(rows)} to {max(rows)}"
         raise EmptyDatasetError(f"day {day}", f"a day of table '{config.name}', {known}", "none", "Ingest it first.")
     identity = identity_of_day(workspace, day)
-    done = None if force else _done(workspace, identity)
-    champion = _champion(workspace)
+    done = None if force else _find_done(workspace, identity)
+    champion = _require_champion(workspace)
     if done is None and champion.trained_to >= day:
         raise RegistryError(
             f"model '{config.model_name}', version {champion.version}", f"a champion that has not seen {day} yet",
@@ -130,7 +130,7 @@ def require_hash_split(split: SplitConfig) -> None:
         raise ConfigError("split", "hash, which parts the rows of each day", "another kind", "See flights_daily.yaml.")
 
 
-def _done(workspace: Workspace, identity: str) -> tuple[int | None, str] | None:
+def _find_done(workspace: Workspace, identity: str) -> tuple[int | None, str] | None:
     tracker = workspace.tracking
     versions = find_versions(tracker, workspace.config.model_name, identity)
     if versions:
@@ -141,24 +141,24 @@ def _done(workspace: Workspace, identity: str) -> tuple[int | None, str] | None:
 
 def has_champion(workspace: Workspace) -> bool:
     """Whether there is a version to go on from."""
-    return _holder(workspace)[0] is not None
+    return _find_champion(workspace)[0] is not None
 
 
 def champion_folder(workspace: Workspace) -> Path | None:
     """Folder of the run that made the champion; None: there is none, or its version does not say."""
-    tags = _holder(workspace)[1]
+    tags = _find_champion(workspace)[1]
     return inside(workspace.home / "runs", tags["run_folder"]) if "run_folder" in tags else None
 
 
-def _holder(workspace: Workspace) -> tuple[int | None, Mapping[str, str]]:
+def _find_champion(workspace: Workspace) -> tuple[int | None, Mapping[str, str]]:
     """The champion's version and its tags; none where there is no champion."""
     tracker, name = workspace.tracking, workspace.config.model_name
     version = find_holder(tracker, name)
     return version, {} if version is None else tracker.client.get_model_version(name, str(version)).tags
 
 
-def _champion(workspace: Workspace) -> ChampionVersion:
-    version, tags = _holder(workspace)
+def _require_champion(workspace: Workspace) -> ChampionVersion:
+    version, tags = _find_champion(workspace)
     where = f"model '{workspace.config.model_name}'"
     if version is None:
         raise RegistryError(where, "a champion", "none", "Train the first one: python -m flows.train CONFIG.")
@@ -171,7 +171,7 @@ def _champion(workspace: Workspace) -> ChampionVersion:
     return ChampionVersion(version=version, **fields)
 
 
-def start_of(workspace: Workspace, champion: ChampionVersion, plan: Plan) -> Start:
+def find_start(workspace: Workspace, champion: ChampionVersion, plan: Plan) -> Start:
     """The champion's checkpoint, verified.
 
     Args:
@@ -188,33 +188,35 @@ def start_of(workspace: Workspace, champion: ChampionVersion, plan: Plan) -> Sta
     return Start(checkpoint=str(found), plan=plan)
 
 
-def fetched(workspace: Workspace, champion: ChampionVersion, folder: Path) -> Path:
+def download_champion(workspace: Workspace, champion: ChampionVersion, folder: Path) -> Path:
     """The champion's packed model, from the registry."""
     return download_packed(workspace.tracking, workspace.config.model_name, champion.version, folder)
 
 
-def judged_rows(workspace: Workspace, today: Today) -> DataSpec:
+def select_day_rows(workspace: Workspace, today: Today) -> DataSpec:
     """All rows of the day, for the champion to be judged on before anything is trained on them."""
-    return _on(_parts(workspace, today, (today.day,))["test"], (today.day,), hash_keys=())
+    return _replace_days(_select_parts(workspace, today, (today.day,))["test"], (today.day,), hash_keys=())
 
 
-def _parts(workspace: Workspace, today: Today, days: Sequence[datetime.date]) -> dict[Part, DataSpec]:
+def _select_parts(workspace: Workspace, today: Today, days: Sequence[datetime.date]) -> dict[Part, DataSpec]:
     """The split's parts of some days; those of the test part are the newest day's alone."""
-    data = specs(workspace, today.snapshot)
+    data = build_specs(workspace, today.snapshot)
     chosen: Mapping[Part, Sequence[datetime.date]] = {"train": days, "valid": days, "test": (today.day,)}
-    return {part: _on(spec, chosen[part]) for part, spec in data.items()}
+    return {part: _replace_days(spec, chosen[part]) for part, spec in data.items()}
 
 
-def all_but_test(data: Mapping[Part, DataSpec]) -> DataSpec:
+def exclude_test_rows(data: Mapping[Part, DataSpec]) -> DataSpec:
     """The rows that a model is trained further on: all but those that judge, for nothing is stopped on any."""
-    return _on(data["train"], data["train"].selection.days, hash_range=(0, data["test"].selection.hash_range[0]))
+    return _replace_days(
+        data["train"], data["train"].selection.days, hash_range=(0, data["test"].selection.hash_range[0])
+    )
 
 
-def _on(spec: DataSpec, days: Sequence[datetime.date], **more: Any) -> DataSpec:
+def _replace_days(spec: DataSpec, days: Sequence[datetime.date], **more: Any) -> DataSpec:
     return spec.model_copy(update={"selection": spec.selection.model_copy(update={"days": tuple(days), **more})})
 
 
-def job_of_day(
+def make_day_job(
     workspace: Workspace, today: Today, decision: Decision, known: Plan, notes: Mapping[str, Any]
 ) -> TrainingJob:
     """The training of a day, in a folder that an attempt which was cut short finds again.
@@ -231,26 +233,26 @@ def job_of_day(
     digest = hashlib.sha256(json.dumps(work).encode()).hexdigest()[:8]
     name = f"{workspace.config.name}-{today.day}-{today.identity[:12]}-{digest}"
     folder = workspace.unfinished_folder("runs", name, REGISTERED)
-    data, start = _parts(workspace, today, days), None
+    data, start = _select_parts(workspace, today, days), None
     tags = {"day": f"{today.day}", "trained_from": "scratch" if from_scratch else f"{today.champion.version}"}
     if not from_scratch:
         plan = carry_over_fit(data["train"].plan, known)
-        data = {"train": all_but_test(data), "test": data["test"]}
+        data = {"train": exclude_test_rows(data), "test": data["test"]}
         data = {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
         tags["scratch_day"] = f"{today.champion.scratch_day}"
     if decision.training == "further":
-        start = start_of(workspace, today.champion, known)
-    job = job_in(folder, workspace, today.identity, (today.snapshot, data))
+        start = find_start(workspace, today.champion, known)
+    job = make_job(folder, workspace, today.identity, (today.snapshot, data))
     return job.model_copy(update={"start": start, "tags": tags, "notes": dict(notes)})
 
 
-def clear(workspace: Workspace, day: datetime.date) -> list[str]:
+def clear_old_runs(workspace: Workspace, day: datetime.date) -> list[str]:
     """Removes what the registry does not need of the folders of earlier days; returns the folders' names.
 
     The newest `recurring.keep_checkpoints` and the champion's are left as they are, and runs that are not finished.
     """
     config = workspace.config
-    prefix, champion = f"{config.name}-", _champion(workspace).run_folder
+    prefix, champion = f"{config.name}-", _require_champion(workspace).run_folder
     days = (workspace.home / "runs").glob(f"{prefix}????-??-??-*")
     done = [path for path in days if (path / REGISTERED).exists() and (path / CHECKPOINTS).exists()]
     old = [path for path in done if path.name != champion]

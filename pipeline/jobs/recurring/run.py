@@ -15,18 +15,18 @@ from pipeline.jobs.recurring.day import (
     TRAINING_TAG,
     Today,
     champion_folder,
-    clear,
-    fetched,
-    job_of_day,
-    judged_rows,
-    pinned_day,
+    clear_old_runs,
+    download_champion,
+    make_day_job,
+    pin_day,
+    select_day_rows,
 )
 from pipeline.jobs.tables.catalog import warn_of_columns
-from pipeline.jobs.training.evaluate import quality
+from pipeline.jobs.training.evaluate import evaluate_model
 from pipeline.jobs.training.finish import finish
-from pipeline.jobs.training.job import JOB, REGISTERED, TrainingJob, tracked_run
+from pipeline.jobs.training.job import JOB, REGISTERED, TrainingJob, open_training_run
 from pipeline.jobs.training.register import register_run
-from pipeline.jobs.training.summary import in_words
+from pipeline.jobs.training.summary import describe_quality
 from pipeline.jobs.training.train import TRAINED, train
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.scorer import plan_of
@@ -47,12 +47,12 @@ def train_day(workspace: Workspace, day: datetime.date | None, scratch: bool, fo
     """
     with workspace.lock(workspace.training_lock):
         settle_champion(workspace)
-        today = pin(workspace, day, force)
+        today = pin_today(workspace, day, force)
         if today.done is not None:
             return load_result(workspace, today, *today.done)
         folder = workspace.home / "tmp" / f"champion-{today.identity}"
         try:
-            report, decision, job = prepare(workspace, today, scratch, folder)
+            report, decision, job = prepare_day(workspace, today, scratch, folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return _train_or_keep(workspace, today, report, decision.training, job)
@@ -66,14 +66,14 @@ def _train_or_keep(
         workspace = workspace.using(config.model_copy(update={"training": config.incremental}))
     words = {"further": f"further from version {version}", "scratch": "from scratch", "none": "judged only"}
     tags = {DAY_TAG: f"{today.day}", TRAINING_TAG: training, "mlflow.source.name": "flows.recurring"}
-    with tracked_run(workspace, job, f"{today.day} {words[training]}", tags) as run_id:
+    with open_training_run(workspace, job, f"{today.day} {words[training]}", tags) as run_id:
         record_champion(workspace, report, run_id)
         if training == "none":
             return keep_champion(workspace, today, job, run_id)
         trained = train(workspace, job, run_id)
         result = finish(workspace, job, trained, run_id)
     with workspace.best_effort("room made"):
-        clear(workspace, today.day)
+        clear_old_runs(workspace, today.day)
     return result
 
 
@@ -85,9 +85,9 @@ def settle_champion(workspace: Workspace) -> None:
 
 
 @step("pin")
-def pin(workspace: Workspace, day: datetime.date | None, force: bool) -> Today:
+def pin_today(workspace: Workspace, day: datetime.date | None, force: bool) -> Today:
     """The day, and how the champion stands. Safe to repeat: it only reads."""
-    today = pinned_day(workspace, day, force)
+    today = pin_day(workspace, day, force)
     champion = today.champion
     workspace.console.log.info(
         "%s, %s rows; champion: version %s, trained to %s; new to it: %s rows, days: %s",
@@ -97,7 +97,7 @@ def pin(workspace: Workspace, day: datetime.date | None, force: bool) -> Today:
 
 
 @step("judge the champion")
-def prepare(
+def prepare_day(
     workspace: Workspace, today: Today, scratch: bool, folder: Path
 ) -> tuple[EvalReport, Decision, TrainingJob]:
     """Evaluates the champion on the day, asks the policy, and pins the training it asks for.
@@ -109,10 +109,10 @@ def prepare(
     """
     config, log = workspace.config, workspace.console.log
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was killed
-    model = fetched(workspace, today.champion, folder)
+    model = download_champion(workspace, today.champion, folder)
     with workspace.console.progress() as progress:
-        report = quality(workspace, judged_rows(workspace, today), today.rows, model, progress)
-    log.info("champion on %s: %s", today.day, in_words(report))
+        report = evaluate_model(workspace, select_day_rows(workspace, today), today.rows, model, progress)
+    log.info("champion on %s: %s", today.day, describe_quality(report))
     standing = today.standing(report.overall.ne, report.overall.calibration)
     decision = decide(config.recurring, standing, today.day)
     if scratch:
@@ -126,7 +126,7 @@ def prepare(
     }
     training = config.training if decision.training == "scratch" else config.incremental
     chosen = workspace.using(config.model_copy(update={"training": training}))
-    job = job_of_day(chosen, today, decision, plan_of(model), notes)
+    job = make_day_job(chosen, today, decision, plan_of(model), notes)
     if decision.training != "none":
         warn_of_columns(job.data["train"], workspace.warehouse, log)
     write_text(Path(job.folder) / JOB, job.model_dump_json(), mode=0o600)  # it holds the catalog's credentials
@@ -139,10 +139,10 @@ def record_champion(workspace: Workspace, report: EvalReport, run_id: str) -> No
     tracker = workspace.tracking
     tracker.log(run_id, 0, {f"champion_{name}": value for name, value in report.numbers.items()})
     with workspace.best_effort("figure of the next-day NE"):
-        tracker.log_figures(run_id, {"next_day": plots.backtest([_course_so_far(workspace)], 7)})
+        tracker.log_figures(run_id, {"next_day": plots.backtest([_load_series(workspace)], 7)})
 
 
-def _course_so_far(workspace: Workspace) -> BacktestResult:
+def _load_series(workspace: Workspace) -> BacktestResult:
     """Next-day quality of the champions, from the runs of the days."""
     tracker = workspace.tracking
     runs = tracker.client.search_runs(

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from pipeline.data.selection import Part
 from pipeline.errors import ConfigError
-from pipeline.jobs.training.job import TrainingJob, job_in, selected, tracked_run
+from pipeline.jobs.training.job import TrainingJob, make_job, open_training_run, resolve_dataset
 from pipeline.jobs.training.train import train_ranks
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
@@ -28,7 +28,7 @@ class StoppedEarly(Exception):
     """A candidate that is given up, since others do better."""
 
 
-class Outcome(BaseModel, frozen=True):
+class CandidateResult(BaseModel, frozen=True):
     """What became of a candidate."""
 
     run_id: str
@@ -38,7 +38,7 @@ class Outcome(BaseModel, frozen=True):
     """Result of its ranks."""
 
 
-def candidate_job(workspace: Workspace, identity: str, snapshot_id: int, folder: Path, plans: Path) -> TrainingJob:
+def pin_candidate(workspace: Workspace, identity: str, snapshot_id: int, folder: Path, plans: Path) -> TrainingJob:
     """A candidate pinned down; it has no test rows.
 
     Args:
@@ -48,14 +48,14 @@ def candidate_job(workspace: Workspace, identity: str, snapshot_id: int, folder:
     Raises:
         ConfigError: If there are no validation rows.
     """
-    snapshot, data = selected(workspace, snapshot_id)
+    snapshot, data = resolve_dataset(workspace, snapshot_id)
     known: dict[Part, DataSpec] = {part: spec for part, spec in data.items() if part != "test"}
     if "valid" not in known:
         raise ConfigError("split", "validation rows, by which candidates are ranked", "none", "Name some as `valid`.")
     fitted_on = hashlib.sha256(known["train"].model_dump_json().encode()).hexdigest()[:12]
     plans.mkdir(parents=True, exist_ok=True)
     with FileLock(plans / "lock"):
-        job = job_in(plans / fitted_on, workspace, identity, (snapshot, known))
+        job = make_job(plans / fitted_on, workspace, identity, (snapshot, known))
     return job.model_copy(update={"folder": str(folder)})
 
 
@@ -66,7 +66,7 @@ def train_candidate(
     tags: Mapping[str, str],
     watch: Watch | None = None,
     begun: Callable[[str], object] | None = None,
-) -> Outcome:
+) -> CandidateResult:
     """Trains one candidate in an MLflow run of its own, or goes on with it.
 
     Args:
@@ -77,15 +77,15 @@ def train_candidate(
         TrackingError: If MLflow does not answer; the weights are kept, and the same call goes on from there.
     """
     tracker = workspace.tracking
-    with tracked_run(workspace, job, name, tags) as run_id:
+    with open_training_run(workspace, job, name, tags) as run_id:
         if begun is not None:
             begun(run_id)
         try:
             trained = train_ranks(workspace, job, run_id, watch=watch)
         except StoppedEarly:
             tracker.tag(run_id, {"dlrm.stopped_early": "true"})
-            return Outcome(run_id=run_id, valid_ne=None)
+            return CandidateResult(run_id=run_id, valid_ne=None)
         with reporting_unreachable("Once it answers, run the same command again: it goes on from here."):
             Journal(tracker, run_id, Path(job.folder), workspace.console.log.warning).deliver()
             tracker.log(run_id, trained.summary["steps"], {BEST_NE: trained.summary["valid_ne"]})
-    return Outcome(run_id=run_id, valid_ne=trained.summary["valid_ne"], summary=trained.summary)
+    return CandidateResult(run_id=run_id, valid_ne=trained.summary["valid_ne"], summary=trained.summary)

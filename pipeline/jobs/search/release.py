@@ -21,11 +21,11 @@ from pipeline.jobs.search.trials import (
     check_label,
     check_parallel,
     check_section,
-    search_job,
-    search_run,
+    open_search_run,
+    pin_search,
 )
 from pipeline.jobs.training.identity import semantics
-from pipeline.jobs.training.job import selected
+from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.training.run import train_version
 from pipeline.jobs.training.summary import format_metric
 from pipeline.jobs.workspace import Workspace
@@ -57,7 +57,7 @@ RANKED_BY: tuple[Part, ...] = ("train", "valid")
 """Parts that candidates are trained on and ranked by."""
 
 
-def pinned_release(workspace: Workspace, snapshot_id: int | None, force: bool) -> SearchJob:
+def pin_release(workspace: Workspace, snapshot_id: int | None, force: bool) -> SearchJob:
     """The release that a config and a snapshot name; what can be wrong with any candidate is found here.
 
     Args:
@@ -69,21 +69,21 @@ def pinned_release(workspace: Workspace, snapshot_id: int | None, force: bool) -
     """
     config = workspace.config
     candidates = load_candidates(config)
-    snapshot, data = selected(workspace, snapshot_id)
+    snapshot, data = resolve_dataset(workspace, snapshot_id)
     if "valid" not in data:
         raise ConfigError("split", "validation rows, by which candidates are ranked", "none", "Name some as `valid`.")
     for name, candidate in candidates.items():
         with prefix_errors(f"release.candidates '{name}'"):
-            selected(workspace.using(shrink(candidate, config.release)), snapshot.snapshot_id)
+            resolve_dataset(workspace.using(shrink(candidate, config.release)), snapshot.snapshot_id)
         with prefix_errors("release.fresh"):
-            last = selected(workspace.using(freshen(candidate, config.release)), snapshot.snapshot_id)[1]
+            last = resolve_dataset(workspace.using(freshen(candidate, config.release)), snapshot.snapshot_id)[1]
         for part in RANKED_BY:
             if share_rows(data[part].selection, last["test"].selection):
                 expected = "test rows that no candidate was trained on or ranked by"
                 raise ConfigError("release.fresh", expected, f"rows of split's `{part}`", "Choose other test rows.")
     inputs: dict[str, Any] = {"config": semantics(workspace), "release": config.release.identity()}
     inputs |= {"model": config.model_name, "gate": config.gate.model_dump(mode="json")}
-    return search_job(workspace, "releases", snapshot, inputs, force)
+    return pin_search(workspace, "releases", snapshot, inputs, force)
 
 
 def load_candidates(config: RunConfig) -> dict[str, RunConfig]:
@@ -191,7 +191,7 @@ def open_release(workspace: Workspace, job: SearchJob) -> Iterator[Release]:
     config = workspace.config
     params = {f"release.{key}": value for key, value in config.release.model_dump(exclude_defaults=True).items()}
     tags = {"mlflow.source.name": SOURCE, "dlrm.release": job.name}
-    with search_run(workspace, job, f"release of {config.name}", params, tags) as run_id:
+    with open_search_run(workspace, job, f"release of {config.name}", params, tags) as run_id:
         yield Release(workspace, job, run_id)
 
 
@@ -202,7 +202,7 @@ def run_release(workspace: Workspace, snapshot_id: int | None, force: bool) -> d
         snapshot_id: Snapshot to read; None takes the newest.
         force: Starts a new release where the same one is done or has failed.
     """
-    job = pinned_release(workspace, snapshot_id, force)
+    job = pin_release(workspace, snapshot_id, force)
     done = load_result(workspace, job)
     if done is not None:
         return done
@@ -229,11 +229,13 @@ def run_stage(release: Release, stage: Stage, names: Sequence[str]) -> list[Cand
     trials = Trials(release.workspace, study, release.job, folder, release.run_id)
     trials.tidy_all()
     release.console.log.info("%s: %s", stage, ", ".join(names))
-    trials.run_all(settings.parallel, partial(run_candidate, release, trials, stage), partial(tell, release, stage))
+    trials.run_all(
+        settings.parallel, partial(run_candidate, release, trials, stage), partial(log_candidate, release, stage)
+    )
     standings = rank_candidates([make_standing(record) for record in study.records()])
-    note(release, stage, standings)
+    log_stage(release, stage, standings)
     if standings[0].valid_ne is None:
-        raise failed(release, stage, standings)
+        raise record_failure(release, stage, standings)
     release.console.log.info("%s: best is %s, NE %s", stage, standings[0].name, format_metric(standings[0].valid_ne))
     return standings
 
@@ -246,7 +248,7 @@ def run_candidate(release: Release, trials: Trials, stage: Stage, draw: Draw) ->
     trials.train(draw.number, release.settings(stage, name), f"{stage} {name}", tags)
 
 
-def tell(release: Release, stage: Stage, record: TrialRecord) -> None:
+def log_candidate(release: Release, stage: Stage, record: TrialRecord) -> None:
     """A line for people once a candidate is done with a stage."""
     one = make_standing(record)
     result = (
@@ -255,21 +257,21 @@ def tell(release: Release, stage: Stage, record: TrialRecord) -> None:
     release.console.log.info("%s %s: %s", stage, one.name, result)
 
 
-def note(release: Release, stage: Stage, standings: list[CandidateStanding]) -> None:
+def log_stage(release: Release, stage: Stage, standings: list[CandidateStanding]) -> None:
     """What a stage has come to -> MLflow: the figures, the picture and the table. Replaces itself."""
     release.stages[stage] = standings
     tracker, run_id = release.workspace.tracking, release.run_id
-    tracker.log_json(run_id, in_json(release.stages), STAGES)
+    tracker.log_json(run_id, dump_stages(release.stages), STAGES)
     tracker.log(run_id, len(release.stages), {BEST_NE: standings[0].valid_ne})
-    tracker.tag(run_id, {"mlflow.note.content": as_table(release.stages, release.config.release.candidates)})
+    tracker.tag(run_id, {"mlflow.note.content": render_table(release.stages, release.config.release.candidates)})
     with release.workspace.best_effort("figure of the stages"):
         tracker.log_figures(run_id, {"stages": plots.draw_stages(release.stages)})
 
 
-def failed(release: Release, stage: Stage, standings: Sequence[CandidateStanding]) -> TrainingError:
+def record_failure(release: Release, stage: Stage, standings: Sequence[CandidateStanding]) -> TrainingError:
     """The end of a release without a candidate; the same command says it again, `force=true` begins anew."""
     reason = next((one.failed for one in standings if one.failed), "all were stopped")
-    result = {"status": "failed", "stages": in_json(release.stages), "mlflow_run_id": release.run_id}
+    result = {"status": "failed", "stages": dump_stages(release.stages), "mlflow_run_id": release.run_id}
     write_json(release.folder / RESULT, result)
     actual = f"none of {len(standings)}; the first: {reason}"
     remedy = "Correct the candidates, or try once more with force=true; release.prune=null stops none."
@@ -307,9 +309,9 @@ def conclude(release: Release, final: Mapping[str, Any]) -> dict[str, Any]:
     """All stages -> the result, a figure and a table. Safe to repeat: it replaces itself."""
     name, tracker, run_id = final["winner"], release.workspace.tracking, release.run_id
     last = CandidateStanding(name=name, valid_ne=final["train"]["valid_ne"], mlflow_run_id=final["mlflow_run_id"])
-    note(release, "retrain", [last])
+    log_stage(release, "retrain", [last])
     model, gate = final["model"], final["gate"]
-    table = as_table(release.stages, release.config.release.candidates)
+    table = render_table(release.stages, release.config.release.candidates)
     verdict = f"**{gate['decision']}**: {gate['reason']}"
     if final["status"] == "skipped":
         verdict += " It was in the registry already: the verdict is the one of then."
@@ -321,7 +323,7 @@ def conclude(release: Release, final: Mapping[str, Any]) -> dict[str, Any]:
         "status": "ok",
         "release": release.job.name,
         "snapshot_id": release.job.snapshot.snapshot_id,
-        "stages": in_json(release.stages),
+        "stages": dump_stages(release.stages),
         "winner": name,
         "model": model,
         "gate": gate,
@@ -334,12 +336,14 @@ def conclude(release: Release, final: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def in_json(stages: Mapping[Stage, Sequence[CandidateStanding]]) -> dict[str, list[dict[str, Any]]]:
+def dump_stages(stages: Mapping[Stage, Sequence[CandidateStanding]]) -> dict[str, list[dict[str, Any]]]:
     """The stages as plain values, each ranked."""
     return {stage: [one.model_dump() for one in standings] for stage, standings in stages.items()}
 
 
-def as_table(stages: Mapping[Stage, Sequence[CandidateStanding]], candidates: Mapping[str, Mapping[str, Any]]) -> str:
+def render_table(
+    stages: Mapping[Stage, Sequence[CandidateStanding]], candidates: Mapping[str, Mapping[str, Any]]
+) -> str:
     """Candidates and their NE by stage as markdown, those first that came furthest."""
     names = dict.fromkeys(one.name for standings in reversed([*stages.values()]) for one in standings)
     lines = ["| candidate | " + " | ".join(stages) + " | differs in |", "|---" * (len(stages) + 2) + "|"]

@@ -16,11 +16,11 @@ from pipeline.jobs.search.trials import (
     check_label,
     check_parallel,
     check_section,
-    search_job,
-    search_run,
+    open_search_run,
+    pin_search,
 )
 from pipeline.jobs.training.identity import semantics
-from pipeline.jobs.training.job import selected
+from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.workspace import Workspace
 from pipeline.search.config import SweepConfig
 from pipeline.search.grid import count_trials
@@ -31,7 +31,7 @@ STUDY = "study.db"
 SOURCE = "flows.sweep"
 
 
-def pinned_sweep(workspace: Workspace, snapshot_id: int | None, force: bool) -> SearchJob:
+def pin_sweep(workspace: Workspace, snapshot_id: int | None, force: bool) -> SearchJob:
     """The sweep that a config and a snapshot name; what can be wrong with it is found here.
 
     Args:
@@ -42,11 +42,11 @@ def pinned_sweep(workspace: Workspace, snapshot_id: int | None, force: bool) -> 
     """
     config = workspace.config
     check_space(config)
-    snapshot, data = selected(workspace, snapshot_id)
+    snapshot, data = resolve_dataset(workspace, snapshot_id)
     if "valid" not in data:
         raise ConfigError("split", "validation rows, by which trials are ranked", "none", "Name some as `valid`.")
     inputs = {"config": semantics(workspace), "sweep": config.sweep.identity()}
-    return search_job(workspace, "sweeps", snapshot, inputs, force)
+    return pin_search(workspace, "sweeps", snapshot, inputs, force)
 
 
 def check_space(config: RunConfig) -> None:
@@ -55,7 +55,7 @@ def check_space(config: RunConfig) -> None:
     Raises:
         ConfigError: Names the key.
     """
-    plain = without_sweep(config)
+    plain = drop_sweep(config)
     if not config.sweep.space:
         expected = "at least one key with its values"
         raise ConfigError("sweep.space", expected, "none", "Add one: `training.table_learning_rate: {low: .01, ...}`.")
@@ -76,19 +76,19 @@ def check_space(config: RunConfig) -> None:
     check_parallel("sweep.parallel", config.sweep.parallel, trial.training.launcher, trial.preprocessing.executor)
 
 
-def without_sweep(config: RunConfig) -> RunConfig:
+def drop_sweep(config: RunConfig) -> RunConfig:
     """The config of a plain training."""
     return config.model_copy(update={"sweep": SweepConfig()})
 
 
-def own_values(config: RunConfig) -> dict[str, Any]:
+def read_own_values(config: RunConfig) -> dict[str, Any]:
     """The config's own values of the keys that are searched, those that the space has."""
     values = config.model_dump(mode="json")
-    found = {key: _value(values, key) for key in config.sweep.space}
+    found = {key: _look_up(values, key) for key in config.sweep.space}
     return {key: value for key, value in found.items() if config.sweep.space[key].holds(value)}
 
 
-def _value(values: Any, key: str) -> Any:
+def _look_up(values: Any, key: str) -> Any:
     for part in key.split("."):
         values = values[int(part)] if isinstance(values, list) else (values or {}).get(part)
     return values
@@ -113,7 +113,9 @@ class Sweep(Trials):
     def __init__(self, workspace: Workspace, job: SearchJob, run_id: str) -> None:
         config = workspace.config
         folder = Path(job.folder)
-        super().__init__(workspace, SearchStudy(folder / STUDY, config.sweep, own_values(config)), job, folder, run_id)
+        super().__init__(
+            workspace, SearchStudy(folder / STUDY, config.sweep, read_own_values(config)), job, folder, run_id
+        )
         self.config = config
         # For the run's page; the log has a line a trial.
         self.progress = workspace.console.progress("trials", quiet=True)
@@ -121,7 +123,7 @@ class Sweep(Trials):
 
     def settings(self, params: Mapping[str, Any]) -> RunConfig:
         """The config of a trial, with the limits of all trials."""
-        return load(without_sweep(self.config), {**self.config.sweep.trial_overrides, **params})
+        return load(drop_sweep(self.config), {**self.config.sweep.trial_overrides, **params})
 
     def time_left(self, done: int) -> str:
         """In words; nothing before the first trial of this process is done."""
@@ -138,7 +140,7 @@ def open_sweep(workspace: Workspace, job: SearchJob) -> Iterator[Sweep]:
     config = workspace.config
     params = {f"sweep.{key}": value for key, value in config.sweep.model_dump(exclude_defaults=True).items()}
     tags = {"mlflow.source.name": SOURCE, "dlrm.sweep": job.name}
-    with search_run(workspace, job, f"sweep of {config.name}", params, tags) as run_id:
+    with open_search_run(workspace, job, f"sweep of {config.name}", params, tags) as run_id:
         (Path(job.folder) / RESULT).unlink(missing_ok=True)  # of fewer trials: it has not ended any more
         sweep = Sweep(workspace, job, run_id)
         sweep.tidy_all()

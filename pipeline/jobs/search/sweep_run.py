@@ -13,7 +13,7 @@ from pipeline.config import load
 from pipeline.errors import TrainingError
 from pipeline.jobs.console import step
 from pipeline.jobs.search.candidate import BEST_NE
-from pipeline.jobs.search.sweep import SOURCE, Sweep, load_result, open_sweep, pinned_sweep, without_sweep
+from pipeline.jobs.search.sweep import SOURCE, Sweep, drop_sweep, load_result, open_sweep, pin_sweep
 from pipeline.jobs.search.trials import RESULT
 from pipeline.jobs.training.summary import format_metric
 from pipeline.jobs.workspace import Workspace
@@ -35,7 +35,7 @@ def run_sweep(workspace: Workspace, snapshot_id: int | None, force: bool) -> dic
         snapshot_id: Snapshot to read; None takes the newest.
         force: Starts a new sweep where the same one is done.
     """
-    job = pinned_sweep(workspace, snapshot_id, force)
+    job = pin_sweep(workspace, snapshot_id, force)
     done = load_result(workspace, job)
     if done is not None:
         return done
@@ -48,16 +48,16 @@ def run_trials(sweep: Sweep) -> None:
     """Runs what is left of the trials, `parallel` at a time."""
     records = sweep.study.records()
     if records:
-        sweep.console.log.info("sweep %s goes on: %s", sweep.job.name, in_numbers(records))
+        sweep.console.log.info("sweep %s goes on: %s", sweep.job.name, describe_counts(records))
     with sweep.progress:
-        sweep.run_all(sweep.config.sweep.parallel, partial(run_trial, sweep), partial(tell, sweep))
+        sweep.run_all(sweep.config.sweep.parallel, partial(run_trial, sweep), partial(log_trial, sweep))
 
 
 @step("trial {draw.number}")
 def run_trial(sweep: Sweep, draw: Draw) -> None:
     """One trial, from its values to its NE. Safe to repeat: it goes on from its last checkpoint."""
     study, number = sweep.study, draw.number
-    sweep.console.log.info("trial %s: %s", number, in_words(draw.params))
+    sweep.console.log.info("trial %s: %s", number, describe_params(draw.params))
     twin = study.twin(draw)
     if twin is not None and twin.valid_ne is not None:
         study.note(number, same_as=twin.number)
@@ -66,7 +66,7 @@ def run_trial(sweep: Sweep, draw: Draw) -> None:
     return sweep.train(number, sweep.settings(draw.params), f"trial {number}", tags)
 
 
-def tell(sweep: Sweep, record: TrialRecord) -> None:
+def log_trial(sweep: Sweep, record: TrialRecord) -> None:
     """What is known after a trial: a line for people, a point in MLflow, the best config so far."""
     done, best, number = sweep.done(), sweep.study.best, record.number
     result = {"complete": f"NE {format_metric(record.valid_ne)}", "failed": f"failed: {record.notes.get('error')}"}
@@ -84,23 +84,23 @@ def tell(sweep: Sweep, record: TrialRecord) -> None:
 def write_best(sweep: Sweep, best: TrialRecord) -> Path:
     """The best trial's config as a file over the config that was searched; its limits as a trial are not in it."""
     base, path = sweep.folder / BASE, sweep.folder / BEST
-    plain = without_sweep(sweep.config)
+    plain = drop_sweep(sweep.config)
     text = yaml.safe_dump(plain.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     write_text(base, text, mode=0o600)  # it may hold the catalog's credentials
     values = load(plain, best.params).model_dump(mode="json")
     head = (
         f"# Trial {best.number} of sweep {sweep.job.name}: NE {format_metric(best.valid_ne)} on the validation rows.\n"
     )
-    over = yaml.safe_dump({"base": BASE} | layered(values, best.params), sort_keys=False, allow_unicode=True)
+    over = yaml.safe_dump({"base": BASE} | nest_values(values, best.params), sort_keys=False, allow_unicode=True)
     write_text(path, head + over)
     return path
 
 
-def layered(values: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+def nest_values(values: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a config that dotted keys name; lists whole, since a file's list takes the place of its base's.
 
     Example:
-        >>> layered({"a": {"b": 1, "c": [{"d": 2}, 3]}}, {"a.b": 1, "a.c.0.d": 2})
+        >>> nest_values({"a": {"b": 1, "c": [{"d": 2}, 3]}}, {"a.b": 1, "a.c.0.d": 2})
         {'a': {'b': 1, 'c': [{'d': 2}, 3]}}
     """
     found: dict[str, Any] = {}
@@ -128,8 +128,8 @@ def conclude(sweep: Sweep) -> dict[str, Any]:
     if best is None:
         errors = [str(record.notes["error"]) for record in records if "error" in record.notes]
         raise TrainingError(
-            "sweep", "one trial that ends with an NE", f"{in_numbers(records)}; the first: {(errors or ['pruned'])[0]}",
-            "Change space, limits or pruning.",
+            "sweep", "one trial that ends with an NE",
+            f"{describe_counts(records)}; the first: {(errors or ['pruned'])[0]}", "Change space, limits or pruning.",
         )  # fmt: skip
     path, space = write_best(sweep, best), sweep.config.sweep.space
     shares: dict[str, float] = {}
@@ -138,7 +138,7 @@ def conclude(sweep: Sweep) -> dict[str, Any]:
     with sweep.workspace.best_effort("figures"):
         tracker.log_figures(sweep.run_id, plots.draw_sweep(sweep.study))
     tracker.log_file(sweep.run_id, path)
-    table = as_table(records, list(space))
+    table = render_table(records, list(space))
     head = f"Best: trial {best.number}, NE {format_metric(best.valid_ne)} on the validation rows, `{BEST}`.\n\n"
     tags = {f"best.{key}": json.dumps(value) for key, value in best.params.items()}
     tracker.tag(sweep.run_id, {"mlflow.note.content": head + table, "dlrm.best_trial": str(best.number)} | tags)
@@ -156,37 +156,37 @@ def conclude(sweep: Sweep) -> dict[str, Any]:
     }
     write_json(sweep.folder / RESULT, result)
     sweep.console.log.info(
-        "best: trial %s, NE %s: %s", best.number, format_metric(best.valid_ne), in_words(best.params)
+        "best: trial %s, NE %s: %s", best.number, format_metric(best.valid_ne), describe_params(best.params)
     )
     return result
 
 
-def in_numbers(records: Sequence[TrialRecord]) -> str:
+def describe_counts(records: Sequence[TrialRecord]) -> str:
     """How many trials there are of each state."""
     counts = Counter(record.state for record in records)
     return ", ".join(f"{count} {state}" for state, count in counts.items())
 
 
-def in_words(params: Mapping[str, Any]) -> str:
+def describe_params(params: Mapping[str, Any]) -> str:
     """The values of a trial as one line.
 
     Example:
-        >>> in_words({"training.table_learning_rate": 0.0123456, "model.bottom_mlp": [32]})
+        >>> describe_params({"training.table_learning_rate": 0.0123456, "model.bottom_mlp": [32]})
         'training.table_learning_rate=0.01235, model.bottom_mlp=[32]'
     """
-    return ", ".join(f"{key}={_rounded(value)}" for key, value in params.items())
+    return ", ".join(f"{key}={_format_value(value)}" for key, value in params.items())
 
 
-def as_table(records: Sequence[TrialRecord], keys: Sequence[str]) -> str:
+def render_table(records: Sequence[TrialRecord], keys: Sequence[str]) -> str:
     """The trials as markdown, the best first."""
     order = sorted(records, key=lambda record: (record.valid_ne is None, record.valid_ne, record.number))
     lines = ["| trial | NE | " + " | ".join(f"`{key}`" for key in keys) + " |", "|---" * (len(keys) + 2) + "|"]
     for record in order[:MOST_ROWS]:
         ne = format_metric(record.valid_ne) if record.state == "complete" else record.state
-        values = " | ".join(_rounded(record.params.get(key)) for key in keys)
+        values = " | ".join(_format_value(record.params.get(key)) for key in keys)
         lines.append(f"| {record.number} | {ne} | {values} |")
     return "\n".join(lines)
 
 
-def _rounded(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value).replace("|", "\\|")

@@ -23,10 +23,10 @@ from pipeline.errors import (
     TrackingError,
     TrainingError,
 )
-from pipeline.jobs.code_version import commit
+from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import Console, one_line
-from pipeline.jobs.search.candidate import StoppedEarly, candidate_job, train_candidate
-from pipeline.jobs.training.job import keep_inputs, run_of
+from pipeline.jobs.search.candidate import StoppedEarly, pin_candidate, train_candidate
+from pipeline.jobs.training.job import open_run, tag_inputs
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.registration.tracking import is_unreachable, reporting_unreachable
 from pipeline.search.grid import count_trials
@@ -61,7 +61,7 @@ class SearchJob(BaseModel, frozen=True):
         return Path(self.folder).name
 
 
-def search_job(
+def pin_search(
     workspace: Workspace, kind: str, snapshot: SnapshotRef, inputs: Mapping[str, Any], force: bool
 ) -> SearchJob:
     """The search that its inputs name: the one that was begun, or a new one.
@@ -80,7 +80,7 @@ def _hash(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def unfinished(job: SearchJob) -> list[SearchJob]:
+def find_unfinished(job: SearchJob) -> list[SearchJob]:
     """Searches by the same config, on other snapshots, that have not ended."""
     folders = [path.parent for path in sorted(Path(job.folder).parent.glob(f"*/{PINNED}"))]
     texts = [(folder / PINNED).read_text(encoding="utf-8") for folder in folders if not (folder / RESULT).exists()]
@@ -125,7 +125,7 @@ def check_parallel(where: str, parallel: int, launcher: str, executor: str) -> N
 
 
 @contextmanager
-def search_run(
+def open_search_run(
     workspace: Workspace, job: SearchJob, name: str, params: Mapping[str, Any], tags: Mapping[str, str]
 ) -> Iterator[str]:
     """The search's folder for this process alone, and its MLflow run, which is ended whatever happens.
@@ -137,17 +137,17 @@ def search_run(
     config = workspace.config
     with exclusive_dir(Path(job.folder)) as folder:
         # Once, not by trials side by side.
-        keep_inputs(workspace.warehouse, job.identity, job.snapshot, workspace.feature_joins())
+        tag_inputs(workspace.warehouse, job.identity, job.snapshot, workspace.feature_joins())
         if not (folder / PINNED).exists():
-            for other in unfinished(job):
+            for other in find_unfinished(job):
                 workspace.console.log.info(
                     "%s of the same config has not ended; if days were ingested meanwhile, give it its snapshot: "
                     "snapshot_id=%s", other.name, other.snapshot.snapshot_id,
                 )  # fmt: skip
         write_json(folder / PINNED, job.model_dump(mode="json"))
-        tags = {"snapshot_id": str(job.snapshot.snapshot_id), "git_commit": commit(), **tags}
+        tags = {"snapshot_id": str(job.snapshot.snapshot_id), "git_commit": read_commit(), **tags}
         tracker, params = workspace.tracking, config.flat() | dict(params)
-        with run_of(folder, workspace, name, params, tags, AGAIN) as (run_id, _), reporting_unreachable(AGAIN):
+        with open_run(folder, workspace, name, params, tags, AGAIN) as (run_id, _), reporting_unreachable(AGAIN):
             tracker.log_json(run_id, config.shareable(), "config.json")
             yield run_id
 
@@ -217,7 +217,7 @@ class Trials:
             try:
                 run(draw)
             except Exception as error:  # whatever is wrong with this trial, the others go on
-                if self.stop.is_set() or surroundings(error):
+                if self.stop.is_set() or is_environment_error(error):
                     raise
                 self.study.fail(draw.number, str(error) if isinstance(error, ContractError) else one_line(error))
             with self.lock:
@@ -250,7 +250,7 @@ class Trials:
             return self.study.prune(number)
         plans, snapshot = Path(self.job.folder) / "plans", self.job.snapshot.snapshot_id
         workspace = Workspace(config, self.console)  # of its own: trials run in threads
-        job = candidate_job(workspace, self.job.identity, snapshot, self.trial_folder(number), plans)
+        job = pin_candidate(workspace, self.job.identity, snapshot, self.trial_folder(number), plans)
         tags = {"mlflow.parentRunId": self.run_id, **tags}
 
         def begun(run_id: str) -> None:
@@ -278,7 +278,7 @@ class Trials:
             raise StoppedEarly
 
 
-def surroundings(error: Exception) -> bool:
+def is_environment_error(error: Exception) -> bool:
     """Whether an error says nothing of the trial that it ended: MLflow, the warehouse or the disk would fail any."""
     if isinstance(error, EmptyDatasetError):  # by the trial's own sampling
         return False

@@ -15,13 +15,13 @@ from pipeline.characterization.machine import Machine, measure_machine, read_pro
 from pipeline.characterization.points import StudyPoint, list_points
 from pipeline.characterization.results import PointResult
 from pipeline.errors import ConfigError
-from pipeline.jobs.code_version import commit
+from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import Console
-from pipeline.jobs.study.points import settings_of
-from pipeline.jobs.study.quality import with_own_values
+from pipeline.jobs.study.points import make_point_config
+from pipeline.jobs.study.quality import check_point_sweep
 from pipeline.jobs.training.identity import semantics
-from pipeline.jobs.training.job import run_of, selected
-from pipeline.jobs.training.provenance import versions
+from pipeline.jobs.training.job import open_run, resolve_dataset
+from pipeline.jobs.training.provenance import read_versions
 from pipeline.jobs.training.rank import takes_cuda
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.registration.tracking import reporting_unreachable
@@ -48,7 +48,7 @@ class StudyJob(BaseModel, frozen=True):
 
 
 @dataclass
-class Work:
+class OpenStudy:
     """A study at work."""
 
     workspace: Workspace
@@ -70,7 +70,7 @@ class Work:
         return Path(self.job.folder)
 
 
-def pinned_study(workspace: Workspace, snapshot_id: int | None, force: bool) -> StudyJob:
+def pin_study(workspace: Workspace, snapshot_id: int | None, force: bool) -> StudyJob:
     """The study that a config names on this machine: the one that was begun, or a new one; every point is checked.
 
     Args:
@@ -84,10 +84,10 @@ def pinned_study(workspace: Workspace, snapshot_id: int | None, force: bool) -> 
         expected = "at least one axis with its values"
         raise ConfigError("characterize.axes", expected, "none", "Add one: `training.batch_rows: [512, 2048]`.")
     found = list_points(config.characterize)
-    check = with_own_values if config.characterize.measure == "quality" else settings_of
+    check = check_point_sweep if config.characterize.measure == "quality" else make_point_config
     configs = [check(config, point) for point in found]
     if config.characterize.workload is None:
-        snapshot_id = selected(workspace.using(configs[0]), snapshot_id)[0].snapshot_id
+        snapshot_id = resolve_dataset(workspace.using(configs[0]), snapshot_id)[0].snapshot_id
     inputs = {
         "study": config.characterize.model_dump(mode="json"), "config": semantics(workspace),
         "snapshot_id": snapshot_id, "sweep": config.sweep.model_dump(mode="json"),
@@ -109,28 +109,28 @@ def load_result(workspace: Workspace, job: StudyJob) -> dict[str, Any] | None:
 
 
 @contextmanager
-def open_study(workspace: Workspace, job: StudyJob) -> Iterator[Work]:
+def open_study(workspace: Workspace, job: StudyJob) -> Iterator[OpenStudy]:
     """The study with its folder, for this process alone, and its MLflow run, which is ended whatever happens."""
     config = workspace.config
     params: Mapping[str, Any] = config.flat() | {
         f"characterize.{key}": value for key, value in config.characterize.model_dump(mode="json").items()
     }
-    tags = {"mlflow.source.name": "flows.characterize", "dlrm.study": job.name, "git_commit": commit()}
+    tags = {"mlflow.source.name": "flows.characterize", "dlrm.study": job.name, "git_commit": read_commit()}
     if job.snapshot_id is not None:
         tags["snapshot_id"] = str(job.snapshot_id)
     with exclusive_dir(Path(job.folder)) as folder:
-        machine, code = machine_of(workspace, folder), code_of(workspace, folder)
+        machine, code = load_machine_facts(workspace, folder), load_code_version(workspace, folder)
         title = config.characterize.experiment or "study"
         with (
-            run_of(folder, workspace, f"{title} of {config.name}", params, tags, AGAIN) as (run_id, _),
+            open_run(folder, workspace, f"{title} of {config.name}", params, tags, AGAIN) as (run_id, _),
             reporting_unreachable(AGAIN),
         ):
-            yield Work(workspace, job, run_id, machine, code)
+            yield OpenStudy(workspace, job, run_id, machine, code)
 
 
-def code_of(workspace: Workspace, folder: Path) -> dict[str, Any]:
+def load_code_version(workspace: Workspace, folder: Path) -> dict[str, Any]:
     """Commit and versions that a study was begun with; a study that goes on with others says so."""
-    path, now = folder / CODE, {"commit": commit(), "versions": versions()}
+    path, now = folder / CODE, {"commit": read_commit(), "versions": read_versions()}
     if not path.exists():
         write_json(path, now)
     began: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -141,7 +141,7 @@ def code_of(workspace: Workspace, folder: Path) -> dict[str, Any]:
     return began
 
 
-def machine_of(workspace: Workspace, folder: Path) -> Machine:
+def load_machine_facts(workspace: Workspace, folder: Path) -> Machine:
     """The machine with its ceilings, measured once a study."""
     path = folder / MACHINE
     if path.exists():

@@ -14,9 +14,9 @@ from pipeline.config import RunConfig, load
 from pipeline.config.files import ROOT
 from pipeline.errors import ContractError, TrainingError
 from pipeline.jobs.study.rank import MeasureSpec, MeasureTask
-from pipeline.jobs.study.workload import enough_rows, written
-from pipeline.jobs.training.job import prepared
-from pipeline.jobs.training.rank import placed
+from pipeline.jobs.study.workload import choose_rows, write_dataset
+from pipeline.jobs.training.job import prepare_rows
+from pipeline.jobs.training.rank import plan_placement
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.service import Service
@@ -29,30 +29,30 @@ from storage.artifacts import write_json
 
 POINTS = "points"
 """Folder of a study with a file a point."""
-Tell = Callable[[PointResult, bool], PointResult]
+OnResult = Callable[[PointResult, bool], PointResult]
 """Called with a result and whether it was there before; returns it as it is to be kept."""
 
 
-def settings_of(config: RunConfig, point: StudyPoint) -> RunConfig:
+def make_point_config(config: RunConfig, point: StudyPoint) -> RunConfig:
     """The config of a point."""
     plain = config.characterize.model_copy(update={"axes": {}, "scale": 1.0})
     return load(config.model_copy(update={"characterize": plain}), point.settings)
 
 
-def stored(folder: Path, point: StudyPoint) -> PointResult | None:
+def load_point(folder: Path, point: StudyPoint) -> PointResult | None:
     """What is known of a point from an earlier process."""
     path = folder / POINTS / f"{point.key}.json"
     return PointResult.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def keep(folder: Path, result: PointResult) -> PointResult:
+def save_point(folder: Path, result: PointResult) -> PointResult:
     """Writes a result down."""
     write_json(folder / POINTS / f"{result.point.key}.json", result.model_dump(mode="json"))
     return result
 
 
 @dataclass(frozen=True)
-class Ready:
+class ReadyPoint:
     """A point that can be measured."""
 
     point: StudyPoint
@@ -68,11 +68,11 @@ class Ready:
         return (*kind, self.point.key) if self.served is not None else kind
 
 
-def measure(
+def measure_points(
     workspace: Workspace,
     points: Sequence[StudyPoint],
     folder: Path,
-    tell: Tell = lambda result, stored: result,
+    tell: OnResult = lambda result, stored: result,
     snapshot_id: int | None = None,
 ) -> list[PointResult]:
     """Measures the speed of points that have no result in the folder yet; those that failed are tried again.
@@ -83,19 +83,19 @@ def measure(
         snapshot_id: Of the config's table, for points without a workload; None takes the newest.
     """
     results: dict[str, PointResult] = {}
-    ready: list[Ready] = []
-    rows = Rows(folder, snapshot_id)
+    ready: list[ReadyPoint] = []
+    rows = PointRows(folder, snapshot_id)
 
     def done(result: PointResult) -> None:
-        results[result.point.key] = keep(folder, tell(result, False))
+        results[result.point.key] = save_point(folder, tell(result, False))
 
     for point in points:
-        before = stored(folder, point)
+        before = load_point(folder, point)
         if before is not None and before.state != "failed":
             results[point.key] = tell(before, True)
             continue
         try:
-            ready.append(_ready(workspace, point, rows))
+            ready.append(_prepare_point(workspace, point, rows))
         except ContractError as error:
             done(PointResult(point=point, state="left out", reason=str(error)))
     for _, members in itertools.groupby(sorted(ready, key=lambda one: str(one.group)), key=lambda one: one.group):
@@ -103,13 +103,13 @@ def measure(
     return [results[point.key] for point in points]
 
 
-def _ready(workspace: Workspace, point: StudyPoint, rows: "Rows") -> Ready:
+def _prepare_point(workspace: Workspace, point: StudyPoint, rows: "PointRows") -> ReadyPoint:
     """The point as ranks are told of it.
 
     Raises:
         ContractError: If its tables cannot be placed: for their kind, the ranks, or the memory.
     """
-    settings = settings_of(workspace.config, point)
+    settings = make_point_config(workspace.config, point)
     study, training = settings.characterize, settings.training
     data = rows.of(workspace.using(settings))
     shape = study.workload if data is None else None
@@ -124,10 +124,10 @@ def _ready(workspace: Workspace, point: StudyPoint, rows: "Rows") -> Ready:
         warm_up_steps=study.warm_up_steps, steps=study.steps, repeats=study.repeats, seconds=study.seconds,
     )  # fmt: skip
     uses = {} if data is None else rows.uses(data, training.batch_rows)
-    return Ready(point, placed(one, uses), data if study.data == "files" else None)
+    return ReadyPoint(point, plan_placement(one, uses), data if study.data == "files" else None)
 
 
-class Rows:
+class PointRows:
     """What points read: made ready once for all that read the same, since it takes a pass over the training rows.
 
     Args:
@@ -151,11 +151,11 @@ class Rows:
         if shape is None:
             rest = config.model_dump_json(exclude={"model", "training", "characterize"})
             if rest not in self.prepared:
-                self.prepared[rest] = prepared(workspace, self.snapshot_id)[1]
+                self.prepared[rest] = prepare_rows(workspace, self.snapshot_id)[1]
             return self.prepared[rest]
         if config.characterize.data == "memory":
             return None
-        return written(shape, enough_rows(shape, config.training.batch_rows), self.folder / "tables", config.seed)
+        return write_dataset(shape, choose_rows(shape, config.training.batch_rows), self.folder / "tables", config.seed)
 
     def uses(self, data: DataSpec, batch_rows: int) -> dict[str, TableUse]:
         """How the tables are used in a sample of these rows."""
@@ -165,7 +165,7 @@ class Rows:
         return measure_uses(data.plan.sparse, self.samples[key], batch_rows)
 
 
-def _measure_group(members: Sequence[Ready], folder: Path, done: Callable[[PointResult], None]) -> None:
+def _measure_group(members: Sequence[ReadyPoint], folder: Path, done: Callable[[PointResult], None]) -> None:
     """Measures points in the same ranks; ranks that a point kills are started again for the others."""
     left = {one.task.key: one for one in members}
     while left:
@@ -192,7 +192,7 @@ def _measure_group(members: Sequence[Ready], folder: Path, done: Callable[[Point
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(members: Sequence[Ready], folder: Path, hear: Callable[[Event], None]) -> None:
+def _run(members: Sequence[ReadyPoint], folder: Path, hear: Callable[[Event], None]) -> None:
     first = members[0]
     training, preprocessing = first.task.training, first.task.preprocessing
     with contextlib.ExitStack() as open_until_end:

@@ -6,14 +6,14 @@ from typing import Any
 from pipeline.characterization.points import StudyPoint
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, TrainingError
-from pipeline.jobs.search.sweep import STUDY, check_space, own_values
+from pipeline.jobs.search.sweep import STUDY, check_space, read_own_values
 from pipeline.jobs.search.sweep_run import run_sweep
-from pipeline.jobs.study.points import settings_of
+from pipeline.jobs.study.points import make_point_config
 from pipeline.jobs.workspace import Workspace
 from pipeline.search.study import SearchStudy
 
 
-def judged(
+def sweep_point(
     workspace: Workspace, point: StudyPoint, parent: str | None = None, snapshot_id: int | None = None
 ) -> dict[str, Any]:
     """Sweeps the config with a point's settings; what was swept before is not swept again.
@@ -28,7 +28,7 @@ def judged(
         StorageError: If nothing was ingested yet.
         TrainingError: If the trial with the config's own values has no NE.
     """
-    settings = with_own_values(workspace.config, point)
+    settings = check_point_sweep(workspace.config, point)
     result = run_sweep(workspace.using(settings), snapshot_id, force=False)
     tracker, run_id = workspace.using(settings).tracking, result["mlflow_run_id"]
     if parent is not None:
@@ -47,13 +47,13 @@ def judged(
     }
 
 
-def with_own_values(config: RunConfig, point: StudyPoint) -> RunConfig:
+def check_point_sweep(config: RunConfig, point: StudyPoint) -> RunConfig:
     """The config of a point, once it is clear that the first trial of its sweep takes the config's own values.
 
     Raises:
         ConfigError: If it would not, or if something else about the sweep is wrong.
     """
-    settings = settings_of(config, point)
+    settings = make_point_config(config, point)
     check_space(settings)
     search = settings.sweep
     if search.strategy == "grid" or not search.begin_with_config:
@@ -62,7 +62,7 @@ def with_own_values(config: RunConfig, point: StudyPoint) -> RunConfig:
     if search.prune is not None and search.parallel > 1:
         expected = "1 with `prune`: trials beside it may stop the one with the config's own values"
         raise ConfigError("sweep.parallel", expected, f"{search.parallel}", "Set it to 1, or sweep.prune to null.")
-    own = own_values(settings)
+    own = read_own_values(settings)
     for key in search.space:
         if key not in own:
             where = f"sweep.space '{key}' at {point.name}"

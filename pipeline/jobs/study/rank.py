@@ -28,7 +28,7 @@ from pipeline.characterization.phases import BACKWARD, StepPart, StepSplit
 from pipeline.characterization.results import Measurement, Spread
 from pipeline.data.batch import NO_TIMES, Batch, Position
 from pipeline.errors import ConfigError, ContractError
-from pipeline.jobs.training.rank import build_model, client, enter, event_writer, unsharded
+from pipeline.jobs.training.rank import build_model, build_unsharded, open_client, open_event_writer, run_rank
 from pipeline.preprocessing.client import InlineSource, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
@@ -87,12 +87,12 @@ class MeasureSpec(BaseModel, frozen=True):
 
 def main(path: str) -> None:
     """Measures as one rank of a group."""
-    enter(path, MeasureSpec, measure_all)
+    run_rank(path, MeasureSpec, measure_all)
 
 
 def measure_all(spec: MeasureSpec, rank: int, device: torch.device, emit: Emit | None = None) -> None:
     """All points; an event as each begins and ends."""
-    emit = emit or event_writer()
+    emit = emit or open_event_writer()
     heartbeat = Heartbeat(emit)
     for task in spec.tasks:
         emit({"event": "point_begins", "key": task.key})
@@ -104,7 +104,7 @@ def measure_all(spec: MeasureSpec, rank: int, device: torch.device, emit: Emit |
         except REFUSALS as error:
             if dist.get_world_size() > 1 and not isinstance(error, RefusedByAllError):
                 raise  # the others may wait for this rank
-            emit({"event": "point_failed", "key": task.key, "reason": _sentence(error)})
+            emit({"event": "point_failed", "key": task.key, "reason": _describe_error(error)})
     emit({"event": "result", "points": len(spec.tasks)})
 
 
@@ -155,7 +155,7 @@ class MeasuredPoint:
 
     def prepare(self) -> None:
         """What can fail on one rank alone."""
-        unsharded(self.task)  # refuses shapes that do not fit
+        build_unsharded(self.task)  # refuses shapes that do not fit
         if self.task.service is None:
             self.kept = load_batches(self.task, self.rank)
 
@@ -165,7 +165,7 @@ class MeasuredPoint:
         try:
             action()
         except REFUSALS as error:
-            reason = _sentence(error)
+            reason = _describe_error(error)
         reasons: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(reasons, reason)
         if any(reasons):
@@ -189,7 +189,7 @@ class MeasuredPoint:
         task = self.task
         assert task.data is not None
         assert task.service is not None
-        reader = client(task, ServiceSource(task.service), "train", task.data, self.rank, shuffled=True)
+        reader = open_client(task, ServiceSource(task.service), "train", task.data, self.rank, shuffled=True)
         for epoch in itertools.count():
             yield from reader.batches(Position(epoch=epoch))
 
@@ -289,7 +289,7 @@ def load_batches(task: MeasureTask, rank: int) -> list[Batch]:
         count = max(min(BATCHES, BATCHES_BYTES * world_size // (rows * max(sample, 1))), 4)
         return workload.draw_batches(shape, rows, count, task.seed, rank, world_size)
     assert task.data is not None
-    reader = client(
+    reader = open_client(
         task, InlineSource({"train": task.data}, task.preprocessing), "train", task.data, rank, shuffled=True
     )
     first = itertools.islice(reader.batches(), BATCHES)
@@ -373,7 +373,7 @@ class Memory:
         return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
-def _sentence(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 

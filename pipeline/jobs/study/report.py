@@ -12,7 +12,7 @@ from pipeline.characterization.results import PointResult, StudyResults
 from pipeline.config.files import ROOT
 from pipeline.errors import TrainingError
 from pipeline.jobs.console import step
-from pipeline.jobs.study.job import RESULT, Work
+from pipeline.jobs.study.job import RESULT, OpenStudy
 from storage.artifacts import atomic_file, write_json, write_text
 
 STUDY = "study.json"
@@ -20,7 +20,7 @@ STUDY = "study.json"
 
 
 @step("conclude")
-def conclude(work: Work, report: str | None) -> dict[str, Any]:
+def conclude(work: OpenStudy, report: str | None) -> dict[str, Any]:
     """All points -> figures, text and table. Safe to repeat: it replaces itself.
 
     Raises:
@@ -44,7 +44,7 @@ def conclude(work: Work, report: str | None) -> dict[str, Any]:
         drawn = draw_figures(study)
         tracker.log_figures(work.run_id, drawn)
     folder = work.folder if report is None else ROOT / report
-    path = written(folder, (study.experiment or study.name).lower(), text, drawn)
+    path = write_page(folder, (study.experiment or study.name).lower(), text, drawn)
     tracker.log_file(work.run_id, path)
     tracker.tag(work.run_id, {"mlflow.note.content": text[:5_000]})
     with work.workspace.best_effort("page in Prefect"):
@@ -66,7 +66,7 @@ def conclude(work: Work, report: str | None) -> dict[str, Any]:
     return result
 
 
-def written(folder: Path, name: str, text: str, drawn: dict[str, Figure]) -> Path:
+def write_page(folder: Path, name: str, text: str, drawn: dict[str, Figure]) -> Path:
     """The report as a file with its figures beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     shown = []

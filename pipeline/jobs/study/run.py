@@ -7,9 +7,9 @@ from typing import Any
 from pipeline.characterization.results import PointResult
 from pipeline.errors import ContractError
 from pipeline.jobs.console import step
-from pipeline.jobs.study.job import Work, load_result, open_study, pinned_study
-from pipeline.jobs.study.points import Tell, keep, measure, stored
-from pipeline.jobs.study.quality import judged
+from pipeline.jobs.study.job import OpenStudy, load_result, open_study, pin_study
+from pipeline.jobs.study.points import OnResult, load_point, measure_points, save_point
+from pipeline.jobs.study.quality import sweep_point
 from pipeline.jobs.study.report import conclude, describe_result
 from pipeline.jobs.workspace import Workspace
 
@@ -35,7 +35,7 @@ class Clock:
 
 
 @step("measure points")
-def run_points(work: Work) -> None:
+def run_points(work: OpenStudy) -> None:
     """Measures what is left of a study's points. Safe to repeat: those that are measured stay."""
     logger, config = work.console.log, work.workspace.config
     with work.console.progress("points") as progress:
@@ -43,19 +43,19 @@ def run_points(work: Work) -> None:
 
         def tell(result: PointResult, stored: bool) -> PointResult:
             if not stored:
-                result = recorded(work, result)
+                result = record_point(work, result)
                 logger.info("%s: %s", result.point.name, describe_result(result))
             note = clock.count(stored)
             progress("points", clock.done, clock.total, note)
             return result
 
         if config.characterize.measure == "quality":
-            work.results = compared(work, tell)
+            work.results = sweep_points(work, tell)
         else:
-            work.results = measure(work.workspace, work.job.points, work.folder, tell, work.job.snapshot_id)
+            work.results = measure_points(work.workspace, work.job.points, work.folder, tell, work.job.snapshot_id)
 
 
-def recorded(work: Work, result: PointResult) -> PointResult:
+def record_point(work: OpenStudy, result: PointResult) -> PointResult:
     """The result with its run in MLflow, below the study's; a point that was judged has that of its sweep."""
     if result.mlflow_run_id is not None:
         work.workspace.tracking.log(result.mlflow_run_id, 0, dict(result.quality or {}))
@@ -70,21 +70,21 @@ def recorded(work: Work, result: PointResult) -> PointResult:
     return result.model_copy(update={"mlflow_run_id": run_id})
 
 
-def compared(work: Work, tell: Tell) -> list[PointResult]:
+def sweep_points(work: OpenStudy, tell: OnResult) -> list[PointResult]:
     """NE of each point, as it is and with tuned learning rates."""
     results = []
     for point in work.job.points:
-        before = stored(work.folder, point)
+        before = load_point(work.folder, point)
         if before is not None and before.state != "failed":
             results.append(tell(before, True))
             continue
         try:
-            found = judged(work.workspace, point, work.run_id, work.job.snapshot_id)
+            found = sweep_point(work.workspace, point, work.run_id, work.job.snapshot_id)
             quality = {name: found[name] for name in ("ne", "tuned_ne")}
             result = PointResult(point=point, state="measured", quality=quality, mlflow_run_id=found["mlflow_run_id"])
         except ContractError as error:
             result = PointResult(point=point, state="failed", reason=str(error))
-        results.append(keep(work.folder, tell(result, False)))
+        results.append(save_point(work.folder, tell(result, False)))
     return results
 
 
@@ -96,7 +96,7 @@ def run_study(workspace: Workspace, snapshot_id: int | None, force: bool, report
         force: Starts a new study where the same one is done.
         report: Folder for text, table and figures; None: the study's own.
     """
-    job = pinned_study(workspace, snapshot_id, force)
+    job = pin_study(workspace, snapshot_id, force)
     done = None if report else load_result(workspace, job)
     if done is not None:
         return done

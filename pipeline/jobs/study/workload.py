@@ -14,18 +14,18 @@ EPOCH_VALUES = 1 << 26
 """Numbers and ids of an epoch, unless four batches have more: writing them takes longer than measuring."""
 
 
-def enough_rows(workload: Workload, batch_rows: int) -> int:
+def choose_rows(workload: Workload, batch_rows: int) -> int:
     """Rows to read again and again while a point is measured.
 
     Example:
-        >>> enough_rows(Workload(), 2_048), enough_rows(Workload(dense_features=4_096, sparse_features=128), 2_048)
+        >>> choose_rows(Workload(), 2_048), choose_rows(Workload(dense_features=4_096, sparse_features=128), 2_048)
         (65536, 12288)
     """
     most = EPOCH_VALUES // (workload.dense_features + workload.sparse_features * workload.lookups) // batch_rows
     return batch_rows * max(min(EPOCH_BATCHES, most), 4)
 
 
-def written(workload: Workload, rows: int, folder: Path, seed: int) -> DataSpec:
+def write_dataset(workload: Workload, rows: int, folder: Path, seed: int) -> DataSpec:
     """A table of so many rows, made below the folder unless it is there, and the work of reading it."""
     warehouse, snapshot = write_workload(workload, rows, folder, seed)
     return DataSpec(

@@ -15,8 +15,8 @@ from pipeline.catalog.usage import Usage
 from pipeline.data.profile import profiles
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import Logger
-from pipeline.jobs.tables.lineage import usage_of
-from pipeline.jobs.training.job import roles_of
+from pipeline.jobs.tables.lineage import load_usage
+from pipeline.jobs.training.job import list_roles
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from storage.layout.columns import Footers
@@ -35,7 +35,7 @@ class Catalogue(NamedTuple):
     usage: Usage
 
 
-def catalogue(workspace: Workspace) -> Catalogue:
+def load_catalogue(workspace: Workspace) -> Catalogue:
     """The catalogue of the newest snapshot.
 
     Raises:
@@ -52,7 +52,7 @@ def catalogue(workspace: Workspace) -> Catalogue:
         schema,
         (DAY, config.features.label),
         read_events(warehouse, config.name),
-        usage := usage_of(workspace.tracking, config.model_name),
+        usage := load_usage(workspace.tracking, config.model_name),
         footers.columns(),
         profile,
         footers.without_values(unmeasured).columns,
@@ -60,7 +60,7 @@ def catalogue(workspace: Workspace) -> Catalogue:
     return Catalogue(snapshot, found, usage)
 
 
-def entry_of(known: Catalogue, feature: str) -> Entry:
+def find_entry(known: Catalogue, feature: str) -> Entry:
     """One feature's entry.
 
     Raises:
@@ -72,13 +72,13 @@ def entry_of(known: Catalogue, feature: str) -> Entry:
     raise unknown_feature(feature, [entry.name for entry in known.entries], "Correct the name.")
 
 
-def proposed(workspace: Workspace, known: Catalogue, unused_days: int) -> list[RetireCandidate]:
+def list_retirable(workspace: Workspace, known: Catalogue, unused_days: int) -> list[RetireCandidate]:
     """Features that could be retired."""
     now = datetime.datetime.now(datetime.UTC)
-    return find_candidates(known.entries, known.usage, _not_features(workspace), unused_days, now)
+    return find_candidates(known.entries, known.usage, _list_other_columns(workspace), unused_days, now)
 
 
-def _not_features(workspace: Workspace) -> set[str]:
+def _list_other_columns(workspace: Workspace) -> set[str]:
     """Columns that the config reads for something else than features, in any flow."""
     config = workspace.config
     source, sampling, joined = config.source, config.sampling, config.features.joined
@@ -88,10 +88,10 @@ def _not_features(workspace: Workspace) -> set[str]:
     several += [sampling.inputs] if sampling is not None else []
     words = re.findall(r"[A-Za-z_]\w*", config.filter or "")  # its columns among them
     named = {name for name in single if name is not None} | {name for names in (*several, words) for name in names}
-    return named | {name for name, _ in roles_of(workspace)}
+    return named | {name for name, _ in list_roles(workspace)}
 
 
-def declaration(
+def build_declaration(
     workspace: Workspace, log: list[Event], feature: str, by: str | None, changes: Mapping[str, Any]
 ) -> Event:
     """The event that declares something of a feature; nothing is written.
@@ -109,13 +109,13 @@ def declaration(
     return build_event(log, columns, feature, by or _user(), changes)
 
 
-def champion_warning(workspace: Workspace, feature: str, only_unused: bool) -> str | None:
+def check_serving(workspace: Workspace, feature: str, only_unused: bool) -> str | None:
     """What to know before a feature is deprecated: which serving versions read it; None: none does.
 
     Raises:
         ConfigError: If there are some, and only an unused feature is meant.
     """
-    served = usage_of(workspace.tracking, workspace.config.model_name).served(feature)
+    served = load_usage(workspace.tracking, workspace.config.model_name).served(feature)
     if not served:
         return None
     names = ", ".join(f"{version}" for version in served)
@@ -168,7 +168,7 @@ def list_features(workspace: Workspace, known: Catalogue) -> dict[str, Any]:
 
 
 def show_feature(known: Catalogue, name: str) -> dict[str, Any]:
-    entry = entry_of(known, name)
+    entry = find_entry(known, name)
     for key, value in entry.model_dump(mode="json", exclude={"days"}).items():
         print(f"{key:<12} {', '.join(value) if isinstance(value, list) else '' if value is None else value}".rstrip())
     if entry.days:
@@ -178,7 +178,7 @@ def show_feature(known: Catalogue, name: str) -> dict[str, Any]:
 
 def propose_retirement(workspace: Workspace, known: Catalogue, unused_days: int) -> dict[str, Any]:
     config = workspace.config
-    found = proposed(workspace, known, unused_days)
+    found = list_retirable(workspace, known, unused_days)
     total = sum(one.bytes for one in found)
     if found:
         print(text.format_table(text.candidate_rows(found)))
@@ -200,9 +200,9 @@ def declare_feature(
     if deprecated and before is not None and before.state == "deprecated" and not force:
         workspace.console.log.info("skipped: '%s' is deprecated already; force=true changes the words", name)
         return {"status": "skipped", "event": before.model_dump(mode="json"), "warning": None}
-    event = declaration(workspace, log, name, by, changes)
+    event = build_declaration(workspace, log, name, by, changes)
     if deprecated:
-        warning = champion_warning(workspace, name, only_unused)
+        warning = check_serving(workspace, name, only_unused)
         if warning is not None:
             workspace.console.log.warning("%s", warning)
     append_event(warehouse, config.name, event)
@@ -252,7 +252,7 @@ def run_action(
         changes = changes | ({"state": "deprecated"} if action == "deprecate" else {})
         done = declare_feature(workspace, name, options["by"], changes, options["only_unused"], options["force"])
         return done | {"action": action}
-    known = catalogue(workspace)
+    known = load_catalogue(workspace)
     if name is not None and action == "show":
         made = show_feature(known, name)
     elif action == "propose":

@@ -33,7 +33,7 @@ def show_checks(workspace: Workspace, checked: CheckResult) -> None:
         logger.warning("the checks are not shown on the run's page: %s", error)
 
 
-def checks_result(workspace: Workspace, checked: CheckResult) -> dict[str, Any]:
+def summarize_checks(workspace: Workspace, checked: CheckResult) -> dict[str, Any]:
     """What an ingest's result says of the rules: days by outcome, the findings, and where the report is."""
     if not checked.days:
         return {"findings": [], "report": None}

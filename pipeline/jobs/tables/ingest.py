@@ -14,7 +14,7 @@ from pipeline.extraction.intake import held_back_name
 from pipeline.extraction.opening import SourceContext
 from pipeline.extraction.writing import quarantine_name
 from pipeline.jobs.console import step
-from pipeline.jobs.tables.checks import checks_result, show_checks
+from pipeline.jobs.tables.checks import show_checks, summarize_checks
 from pipeline.jobs.workspace import Workspace
 
 
@@ -35,7 +35,7 @@ def enrich(workspace: Workspace, start: datetime.date | None, end: datetime.date
         return write_columns(joined, workspace.warehouse, config.name, ROOT, start, end, force, show)
 
 
-def source_context(workspace: Workspace) -> SourceContext:
+def make_source_context(workspace: Workspace) -> SourceContext:
     """The run's source, with all that is needed to read it."""
     config, logs = workspace.config, workspace.home / "logs"
     return SourceContext(config.source, config.features, workspace.warehouse, config.name, ROOT, logs)
@@ -47,7 +47,7 @@ def write_days(
     """The days of the source, none named: all of them, as days of the warehouse."""
     config = workspace.config
     return extract(
-        source_context(workspace),
+        make_source_context(workspace),
         config.ingest,
         days,
         force,
@@ -91,7 +91,7 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
         "left_out_rows": sum(rows.left_out for rows in result.by_day.values()),
         "by_day": {f"{day}": rows.model_dump() for day, rows in result.by_day.items()},
         "outcomes": {label: joined.model_dump() for label, joined in result.outcomes.items()},
-        "checks": checks_result(workspace, result.checked),
+        "checks": summarize_checks(workspace, result.checked),
     }
 
 
@@ -100,7 +100,7 @@ def enrich_days(
 ) -> dict[str, Any]:
     """Back-fills the columns of `features.joined` and declares new ones as beta in the catalogue."""
     result = enrich(workspace, start, end, force)
-    declare(workspace, result.columns)
+    declare_columns(workspace, result.columns)
     log = workspace.console.log
     if result.days_skipped:
         log.info("skipped: %s days have these columns from the same feature source", len(result.days_skipped))
@@ -123,7 +123,7 @@ def enrich_days(
 
 
 @step("declare")
-def declare(workspace: Workspace, columns: Sequence[str]) -> None:
+def declare_columns(workspace: Workspace, columns: Sequence[str]) -> None:
     """Columns that the catalogue does not know -> beta. Safe to repeat: earlier declarations stay."""
     warehouse, name = workspace.warehouse, workspace.config.name
     now, known = datetime.datetime.now(datetime.UTC), newest_events(read_events(warehouse, name))

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.config import load
 from pipeline.jobs.console import step
-from pipeline.jobs.training.job import selected
+from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Costs
@@ -28,7 +28,7 @@ READS = "reads"
 Result = dict[str, Any]
 
 
-def keep_read(workspace: Workspace, by: str, spec: DataSpec, rows: int, costs: Costs) -> None:
+def save_read(workspace: Workspace, by: str, spec: DataSpec, rows: int, costs: Costs) -> None:
     """Remembers what a run read, for the layout of its table."""
     now = datetime.datetime.now(datetime.UTC)
     read = ReadRecord(
@@ -39,17 +39,17 @@ def keep_read(workspace: Workspace, by: str, spec: DataSpec, rows: int, costs: C
 
 
 @step("propose")
-def proposed(
+def propose_layout(
     workspace: Workspace, name: str, order_by: Sequence[str], recent_days: float, megabytes_per_second: float
 ) -> Result:
     """What was read -> a layout. Safe to repeat: it only reads."""
-    proposal = _proposal(workspace, name, order_by, recent_days, megabytes_per_second)
-    _tell(workspace, proposal)
+    proposal = _make_proposal(workspace, name, order_by, recent_days, megabytes_per_second)
+    _log_proposal(workspace, proposal)
     return {"status": "ok", "action": "propose", "table": name} | proposal.model_dump(mode="json")
 
 
 @step("apply")
-def applied(
+def apply_layout(
     workspace: Workspace,
     name: str,
     order_by: Sequence[str],
@@ -65,31 +65,31 @@ def applied(
             "the table has a layout, in which its other days are written; force=true proposes anew"
         )
     else:
-        proposal = _proposal(workspace, name, order_by, recent_days, megabytes_per_second)
-        _tell(workspace, proposal)
+        proposal = _make_proposal(workspace, name, order_by, recent_days, megabytes_per_second)
+        _log_proposal(workspace, proposal)
         set_layout(warehouse.table(name), proposal.layout)
         figures = {"before": proposal.before.model_dump(), "after": proposal.after.model_dump()}
     days = days_in_other_layouts(warehouse, warehouse.current(name))
-    done = _rewritten(workspace, name, days)
+    done = _rewrite_days(workspace, name, days)
     chosen = layout_of(warehouse, name).model_dump(mode="json")
-    return _account("apply", name, done) | {"layout": chosen} | figures
+    return _summarize("apply", name, done) | {"layout": chosen} | figures
 
 
 @step("compact")
-def compacted(workspace: Workspace, name: str) -> Result:
+def compact_table(workspace: Workspace, name: str) -> Result:
     """Days of many small files -> days of few. Safe to repeat: days that have few are left."""
     warehouse = workspace.warehouse
-    return _account(
-        "compact", name, _rewritten(workspace, name, days_in_small_files(warehouse, warehouse.current(name)))
+    return _summarize(
+        "compact", name, _rewrite_days(workspace, name, days_in_small_files(warehouse, warehouse.current(name)))
     )
 
 
 @step("measure")
-def measured(workspace: Workspace, name: str) -> Result:
+def measure_reads(workspace: Workspace, name: str) -> Result:
     """Reads the config's columns of all days, one thread. Safe to repeat: it only reads."""
     warehouse = workspace.warehouse
     reference = warehouse.current(name)
-    reader = warehouse.reader(reference, _wanted(workspace, name))
+    reader = warehouse.reader(reference, _select_columns(workspace, name))
     fragments = reader.fragments()
     total, rows, began = sum(fragment.rows for fragment in fragments), 0, time.perf_counter()
     with workspace.console.progress() as progress:
@@ -106,7 +106,7 @@ def measured(workspace: Workspace, name: str) -> Result:
 
 
 @step("expire")
-def expired(workspace: Workspace, name: str, older_than_days: float, dry_run: bool) -> Result:
+def expire_snapshots(workspace: Workspace, name: str, older_than_days: float, dry_run: bool) -> Result:
     """Old snapshots -> none. Safe to repeat: what is gone is gone."""
     done = expire(workspace.warehouse, name, datetime.timedelta(days=older_than_days), dry_run)
     verb = "would expire" if dry_run else "expired"
@@ -117,7 +117,7 @@ def expired(workspace: Workspace, name: str, older_than_days: float, dry_run: bo
 
 
 @step("vacuum")
-def vacuumed(workspace: Workspace, name: str, older_than_hours: float, dry_run: bool) -> Result:
+def vacuum_table(workspace: Workspace, name: str, older_than_hours: float, dry_run: bool) -> Result:
     """Files that no snapshot names -> none. Safe to repeat: what is gone is gone."""
     with workspace.lock(f"ingest of table '{name}'"):  # whose files are of no snapshot as yet
         done = vacuum(workspace.warehouse, name, datetime.timedelta(hours=older_than_hours), dry_run)
@@ -126,19 +126,19 @@ def vacuumed(workspace: Workspace, name: str, older_than_hours: float, dry_run: 
     return {"status": "ok", "action": "vacuum", "table": name} | done.model_dump()
 
 
-def _proposal(
+def _make_proposal(
     workspace: Workspace, name: str, order_by: Sequence[str], recent_days: float, megabytes_per_second: float
 ) -> Proposal:
     warehouse = workspace.warehouse
     since = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=recent_days)
     reads = load_reads(workspace.home / READS, name, since)
-    reference, wanted = warehouse.current(name), _wanted(workspace, name)
+    reference, wanted = warehouse.current(name), _select_columns(workspace, name)
     warehouse.reader(reference, list(order_by))  # refuses what is no column of the table
     speed = megabytes_per_second * 1e6
     return propose(warehouse, reference, layout_of(warehouse, name), reads, wanted, order_by, speed)
 
 
-def _wanted(workspace: Workspace, name: str) -> list[str]:
+def _select_columns(workspace: Workspace, name: str) -> list[str]:
     """Columns of the table that a training of the config reads; all of a table that is not the config's."""
     config = workspace.config
     warehouse = workspace.warehouse
@@ -146,10 +146,10 @@ def _wanted(workspace: Workspace, name: str) -> list[str]:
     if name != config.name:
         return there
     read = load(config, {"features.allow_deprecated": True})  # files hold them as long as they are read
-    return [column for column in selected(workspace.using(read), None)[1]["train"].columns if column in there]
+    return [column for column in resolve_dataset(workspace.using(read), None)[1]["train"].columns if column in there]
 
 
-def _rewritten(workspace: Workspace, name: str, days: Sequence[datetime.date]) -> list[RewriteResult]:
+def _rewrite_days(workspace: Workspace, name: str, days: Sequence[datetime.date]) -> list[RewriteResult]:
     done = []
     with (
         workspace.lock(f"ingest of table '{name}'"),
@@ -164,7 +164,7 @@ def _rewritten(workspace: Workspace, name: str, days: Sequence[datetime.date]) -
     return done
 
 
-def _account(action: str, name: str, done: Sequence[RewriteResult]) -> Result:
+def _summarize(action: str, name: str, done: Sequence[RewriteResult]) -> Result:
     before, after = ({what: sum(getattr(day, what)[i] for day in done) for what in ("files", "bytes")} for i in (0, 1))
     return {
         "status": "ok" if done else "skipped", "action": action, "table": name, "days": [str(day.day) for day in done],
@@ -172,7 +172,7 @@ def _account(action: str, name: str, done: Sequence[RewriteResult]) -> Result:
     }  # fmt: skip
 
 
-def _tell(workspace: Workspace, proposal: Proposal) -> None:
+def _log_proposal(workspace: Workspace, proposal: Proposal) -> None:
     logger = workspace.console.log
     for what, reason in proposal.reasons.items():
         value = getattr(proposal.layout, what)
@@ -196,14 +196,14 @@ def change_layout(workspace: Workspace, action: str, name: str, options: dict[st
     proposal = (options["order_by"], options["recent_days"], options["megabytes_per_second"])
     match action:
         case "propose":
-            return proposed(workspace, name, *proposal)
+            return propose_layout(workspace, name, *proposal)
         case "apply":
-            return applied(workspace, name, *proposal, options["force"])
+            return apply_layout(workspace, name, *proposal, options["force"])
         case "measure":
-            return measured(workspace, name)
+            return measure_reads(workspace, name)
         case "compact":
-            return compacted(workspace, name)
+            return compact_table(workspace, name)
         case "expire":
-            return expired(workspace, name, options["older_than_days"], options["dry_run"])
+            return expire_snapshots(workspace, name, options["older_than_days"], options["dry_run"])
         case _:
-            return vacuumed(workspace, name, options["older_than_hours"], options["dry_run"])
+            return vacuum_table(workspace, name, options["older_than_hours"], options["dry_run"])

@@ -21,7 +21,7 @@ MEASURED_RUNS = 20
 """Newest finished runs of which the worth of the features is looked up."""
 
 
-def usage_of(tracker: Tracker, model: str) -> Usage:
+def load_usage(tracker: Tracker, model: str) -> Usage:
     """The runs of the experiment and the versions of the model, with what they read. Runs without a plan are left out.
 
     Args:
@@ -31,13 +31,16 @@ def usage_of(tracker: Tracker, model: str) -> Usage:
     """
     plans = _Plans(tracker)
     runs, measured = [], 0
-    for run in _runs(tracker):
+    for run in _load_runs(tracker):
         plan = plans.of(run)
         if plan is None:
             continue
         importance: dict[str, ColumnImportance] = {}
         if run.info.status == "FINISHED" and measured < MEASURED_RUNS:
-            importance, measured = importance_by_column(plan, _importance(tracker, str(run.info.run_id))), measured + 1
+            importance, measured = (
+                importance_by_column(plan, _load_importance(tracker, str(run.info.run_id))),
+                measured + 1,
+            )
         runs.append(
             Run(
                 run_id=run.info.run_id,
@@ -47,7 +50,7 @@ def usage_of(tracker: Tracker, model: str) -> Usage:
                 importance=importance,
             )
         )
-    return Usage(runs=tuple(runs), versions=tuple(_versions(tracker, model, plans)))
+    return Usage(runs=tuple(runs), versions=tuple(_load_versions(tracker, model, plans)))
 
 
 class _Plans:
@@ -73,7 +76,7 @@ class _Plans:
             return None
 
 
-def _runs(tracker: Tracker) -> list[MlflowRun]:
+def _load_runs(tracker: Tracker) -> list[MlflowRun]:
     """All runs of the experiment, newest first."""
     found: list[MlflowRun] = []
     token: str | None = None
@@ -86,7 +89,7 @@ def _runs(tracker: Tracker) -> list[MlflowRun]:
             return found
 
 
-def _versions(tracker: Tracker, model: str, plans: _Plans) -> list[Version]:
+def _load_versions(tracker: Tracker, model: str, plans: _Plans) -> list[Version]:
     numbers = list_versions(tracker, model)
     if not numbers:
         return []
@@ -104,7 +107,7 @@ def _versions(tracker: Tracker, model: str, plans: _Plans) -> list[Version]:
     return found
 
 
-def _importance(tracker: Tracker, run_id: str) -> list[tuple[str, ColumnImportance]]:
+def _load_importance(tracker: Tracker, run_id: str) -> list[tuple[str, ColumnImportance]]:
     measured = _read(partial(tracker.read_json, run_id, FEATURES)) or []
     return [
         (one["name"], ColumnImportance.model_validate({key: one[key] for key in ColumnImportance.model_fields}))

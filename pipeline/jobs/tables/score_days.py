@@ -56,7 +56,7 @@ def score_rows(
     work = plan_scoring(config.scoring, warehouse, source, config.filter, identity, start, end, force, joined)
     rows, mean, speed = 0, None, None
     if work.todo:
-        model = _fetched(tracker, config.model_name, number, workspace.home / "tmp")
+        model = _load_model(tracker, config.model_name, number, workspace.home / "tmp")
         began = time.perf_counter()
         with workspace.console.progress() as progress:
             done = score(config.scoring, warehouse, work, model, number, partial(progress, "score"))
@@ -108,7 +108,7 @@ def score_days(
     }
 
 
-def _fetched(tracker: Tracker, name: str, version: int, temporary: Path) -> LoadedModel:
+def _load_model(tracker: Tracker, name: str, version: int, temporary: Path) -> LoadedModel:
     """A version's model in memory; what was fetched is taken away again."""
     temporary.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="score-", dir=temporary) as folder:

@@ -21,8 +21,8 @@ from pipeline.evaluation.importance import FeatureImportance, ImportanceEstimato
 from pipeline.evaluation.metrics import Floats
 from pipeline.jobs.console import Progress, one_line, step
 from pipeline.jobs.training.job import TrainingJob
-from pipeline.jobs.training.summary import in_words
-from pipeline.jobs.training.train import Trained
+from pipeline.jobs.training.summary import describe_quality
+from pipeline.jobs.training.train import TrainingResult
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
@@ -41,7 +41,7 @@ PORTIONS = 64
 are added up together."""
 
 
-class Judged(BaseModel, frozen=True):
+class EvaluationResult(BaseModel, frozen=True):
     """Quality on the evaluation rows, and what the gate makes of it."""
 
     report: EvalReport
@@ -115,7 +115,7 @@ class PortionScorer:
         evaluation, done = self.comparison.empty(self.comparison.groups), 0
         for fragment in fragments:
             rows = self.worker.read_selected(fragment)
-            labels, weights = outcomes_of(self.worker, rows, fragment)
+            labels, weights = read_outcomes(self.worker, rows, fragment)
             extra = rows.select(list(self.comparison.spec.extra))
             exact = None if self.exact is None else self.exact.score(rows)
             champion = self.champion.score(rows)
@@ -125,7 +125,7 @@ class PortionScorer:
         return done, evaluation, self.champion.error
 
 
-def outcomes_of(worker: Worker, rows: pa.Table, fragment: Fragment) -> tuple[Floats, Floats | None]:
+def read_outcomes(worker: Worker, rows: pa.Table, fragment: Fragment) -> tuple[Floats, Floats | None]:
     """Labels and weights of rows, float64 [N] each."""
     labels, weights = worker.labels(rows, f"{fragment.day}"), worker.weights(rows, f"{fragment.day}")
     return labels.astype("float64"), None if weights is None else weights.astype("float64")
@@ -137,7 +137,9 @@ def score_portion(comparison: Comparison, fragments: Sequence[Fragment]) -> tupl
     return PortionScorer(comparison).score(fragments)
 
 
-def judge(workspace: Workspace, job: TrainingJob, model: Path, progress: Progress, exact: Path | None = None) -> Judged:
+def compare_with_champion(
+    workspace: Workspace, job: TrainingJob, model: Path, progress: Progress, exact: Path | None = None
+) -> EvaluationResult:
     """Scores the evaluation rows, raw as a caller would send them, with the new model and with the champion.
 
     Args:
@@ -149,7 +151,9 @@ def judge(workspace: Workspace, job: TrainingJob, model: Path, progress: Progres
     fetched, groups = Path(job.folder) / "champion", Path(job.folder) / "groups"
     shutil.rmtree(groups, ignore_errors=True)  # of an attempt that was killed
     try:
-        champion, columns, error = _champion(workspace, version, workspace.columns(job.snapshot).names, fetched)
+        champion, columns, error = _download_champion(
+            workspace, version, workspace.columns(job.snapshot).names, fetched
+        )
         spec = job.data["test"]
         extra = tuple(dict.fromkeys([*spec.extra, *columns]))
         comparison = Comparison(
@@ -161,7 +165,9 @@ def judge(workspace: Workspace, job: TrainingJob, model: Path, progress: Progres
             champion=champion,
             groups=groups,
         )
-        evaluation, failed = _evaluated(comparison, Worker(spec, warehouse).fragments(), job.rows["test"], progress)
+        evaluation, failed = _evaluate_portions(
+            comparison, Worker(spec, warehouse).fragments(), job.rows["test"], progress
+        )
         report = evaluation.report()
     finally:
         for folder in (fetched, groups):
@@ -176,10 +182,10 @@ def judge(workspace: Workspace, job: TrainingJob, model: Path, progress: Progres
         verdict = Verdict(decision="hold", reason=reason, champion=version)
     else:
         verdict = compare(evaluation, report, workspace.config.gate, version)
-    return Judged(report=report, gate=verdict)
+    return EvaluationResult(report=report, gate=verdict)
 
 
-def quality(workspace: Workspace, spec: DataSpec, rows: int, model: Path, progress: Progress) -> EvalReport:
+def evaluate_model(workspace: Workspace, spec: DataSpec, rows: int, model: Path, progress: Progress) -> EvalReport:
     """Scores rows, raw as a caller would send them, with one model.
 
     Args:
@@ -206,11 +212,13 @@ def quality(workspace: Workspace, spec: DataSpec, rows: int, model: Path, progre
         champion=None,
         groups=groups,
     )
-    evaluation, _ = _evaluated(comparison, Worker(spec, warehouse).fragments(), rows, progress)
+    evaluation, _ = _evaluate_portions(comparison, Worker(spec, warehouse).fragments(), rows, progress)
     return evaluation.report()
 
 
-def worths(workspace: Workspace, job: TrainingJob, model: Path, progress: Progress) -> tuple[FeatureImportance, ...]:
+def estimate_importance(
+    workspace: Workspace, job: TrainingJob, model: Path, progress: Progress
+) -> tuple[FeatureImportance, ...]:
     """What the features are worth on a sample of the evaluation rows: the first of fragments spread over all."""
     evaluation, wanted = workspace.config.evaluation, workspace.config.evaluation.importance_rows
     if wanted is None:
@@ -224,7 +232,7 @@ def worths(workspace: Workspace, job: TrainingJob, model: Path, progress: Progre
     total = min(wanted, job.rows["test"])
     for fragment in fragments[:: max(len(fragments) * most // wanted, 1)]:
         sample = worker.read_selected(fragment).slice(0, most)
-        labels, weights = outcomes_of(worker, sample, fragment)
+        labels, weights = read_outcomes(worker, sample, fragment)
         for start in range(0, sample.num_rows, IMPORTANCE_BATCH_ROWS):
             rows = sample.slice(start, IMPORTANCE_BATCH_ROWS)
             part = slice(start, start + rows.num_rows)
@@ -233,7 +241,7 @@ def worths(workspace: Workspace, job: TrainingJob, model: Path, progress: Progre
     return tuple(estimator.estimate())
 
 
-def _champion(
+def _download_champion(
     workspace: Workspace, version: int | None, known: Iterable[str], folder: Path
 ) -> tuple[Path | None, list[str], str | None]:
     """(the champion's packed model, columns that it reads, why it cannot score); fetched from the registry.
@@ -254,21 +262,21 @@ def _champion(
     return (None, [], f"the table has no column {', '.join(absent)}") if absent else (model, columns, None)
 
 
-def _evaluated(
+def _evaluate_portions(
     comparison: Comparison, fragments: Sequence[Fragment], total: int, progress: Progress
 ) -> tuple[Evaluation, str | None]:
     """The sums over all fragments, and why the champion failed if it did."""
     size = math.ceil(len(fragments) / PORTIONS) or 1
     portions = [fragments[start : start + size] for start in range(0, len(fragments), size)]
     merged, seen, failed = OrderedMerge(comparison.empty(comparison.groups)), 0, None
-    for number, (done, evaluation, error) in _scored_portions(comparison, portions):
+    for number, (done, evaluation, error) in _score_portions(comparison, portions):
         merged.add(number, evaluation)
         seen, failed = seen + done, failed or error
         progress("evaluate", seen, total)
     return merged.whole, failed
 
 
-def _scored_portions(
+def _score_portions(
     comparison: Comparison, portions: Sequence[Sequence[Fragment]]
 ) -> Iterator[tuple[int, tuple[int, Evaluation, str | None]]]:
     """Yields the number of each portion and what `PortionScorer.score` returns for it, in the order they finish."""
@@ -289,7 +297,7 @@ def _scored_portions(
             raise
 
 
-def moved(workspace: Workspace, version: int, verdict: Verdict) -> tuple[Verdict, str | None]:
+def apply_verdict(workspace: Workspace, version: int, verdict: Verdict) -> tuple[Verdict, str | None]:
     """Carries a verdict out: the verdict, or another where the champion has changed since; the version's alias."""
     tracker, name = workspace.tracking, workspace.config.model_name
     present = find_holder(tracker, name)
@@ -305,18 +313,18 @@ def moved(workspace: Workspace, version: int, verdict: Verdict) -> tuple[Verdict
 
 
 @step("evaluate")
-def evaluate(workspace: Workspace, job: TrainingJob, trained: Trained) -> Judged:
+def evaluate(workspace: Workspace, job: TrainingJob, trained: TrainingResult) -> EvaluationResult:
     """Weights -> quality on the evaluation rows and the gate's verdict. Safe to repeat: it only reads."""
     config = workspace.config
     logger = workspace.console.log
     model = pack_model(workspace, job, trained, config.registration.weights)
     exact = None if config.registration.weights == "fp32" else pack_model(workspace, job, trained)
     with workspace.console.progress() as progress:
-        judged = judge(workspace, job, model, progress, exact)
+        judged = compare_with_champion(workspace, job, model, progress, exact)
         with workspace.best_effort("worth of the features"):
-            judged = judged.model_copy(update={"features": worths(workspace, job, model, progress)})
+            judged = judged.model_copy(update={"features": estimate_importance(workspace, job, model, progress)})
     judged = judged.model_copy(update={"weights_sha256": trained.summary["weights_sha256"]})
-    logger.info("evaluation: %s", in_words(judged.report))
+    logger.info("evaluation: %s", describe_quality(judged.report))
     logger.info("gate: %s. %s", judged.gate.decision, judged.gate.reason)
     if judged.features:
         logger.info("features worth most: %s", ", ".join(worth.name for worth in judged.features[:5]))
@@ -324,7 +332,7 @@ def evaluate(workspace: Workspace, job: TrainingJob, trained: Trained) -> Judged
     return judged
 
 
-def pack_model(workspace: Workspace, job: TrainingJob, trained: Trained, form: Weights = "fp32") -> Path:
+def pack_model(workspace: Workspace, job: TrainingJob, trained: TrainingResult, form: Weights = "fp32") -> Path:
     config = workspace.config
     folder = Path(job.folder) / ("model" if form == "fp32" else f"{form}/model")  # MLflow keeps the last part as a name
     schema, defaults = workspace.columns(job.snapshot), config.registration.defaults

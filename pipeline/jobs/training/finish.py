@@ -8,9 +8,9 @@ import pyarrow as pa
 
 from pipeline.config.files import ROOT
 from pipeline.evaluation import plots
-from pipeline.jobs.code_version import commit, lock_hash
+from pipeline.jobs.code_version import hash_lock_file, read_commit
 from pipeline.jobs.console import step
-from pipeline.jobs.training.evaluate import Judged, evaluate, moved, pack_model
+from pipeline.jobs.training.evaluate import EvaluationResult, apply_verdict, evaluate, pack_model
 from pipeline.jobs.training.job import (
     REGISTERED,
     TrainingJob,
@@ -24,13 +24,13 @@ from pipeline.jobs.training.summary import (
     PLAN,
     REPORT,
     STALL_CURVES,
-    data_in_words,
+    describe_data,
     format_metric,
-    page,
+    render_markdown,
     render_page,
     run_address,
 )
-from pipeline.jobs.training.train import PREPROCESSING, Trained
+from pipeline.jobs.training.train import PREPROCESSING, TrainingResult
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.aliases import CHAMPION, find_holder
@@ -54,10 +54,10 @@ MOST_CHARACTERS = 5_000
 """MLflow's databases take no longer description of a version."""
 
 
-JUDGED = "judged.json"
+EVALUATED = "judged.json"
 
 
-def finish(workspace: Workspace, job: TrainingJob, trained: Trained, run_id: str) -> dict[str, Any]:
+def finish(workspace: Workspace, job: TrainingJob, trained: TrainingResult, run_id: str) -> dict[str, Any]:
     """Judges, registers and publishes a trained model; each can be repeated after a failure.
 
     Raises:
@@ -71,24 +71,26 @@ def finish(workspace: Workspace, job: TrainingJob, trained: Trained, run_id: str
         for path in (folder / RECORD, folder / PREPROCESSING):
             if path.exists():
                 tracker.log_file(run_id, path)
-        judged = _judged(folder, trained)
+        judged = _load_evaluation(folder, trained)
         if judged is None:
             judged = evaluate(workspace, job, trained)
-            write_text(folder / JUDGED, judged.model_dump_json())
-        note(workspace, job, trained, judged, run_id)
+            write_text(folder / EVALUATED, judged.model_dump_json())
+        log_quality(workspace, job, trained, judged, run_id)
         model = register(workspace, job, trained, judged, run_id)
         return publish(workspace, job, trained, judged, model, run_id)
 
 
-def _judged(folder: Path, trained: Trained) -> Judged | None:
+def _load_evaluation(folder: Path, trained: TrainingResult) -> EvaluationResult | None:
     """What an attempt that was cut short made of the same weights: their version may even be champion by now."""
-    path = folder / JUDGED
-    judged = Judged.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
+    path = folder / EVALUATED
+    judged = EvaluationResult.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
     return judged if judged and judged.weights_sha256 == trained.summary["weights_sha256"] else None
 
 
 @step("note")
-def note(workspace: Workspace, job: TrainingJob, trained: Trained, judged: Judged, run_id: str) -> None:
+def log_quality(
+    workspace: Workspace, job: TrainingJob, trained: TrainingResult, judged: EvaluationResult, run_id: str
+) -> None:
     """Quality and figures -> the MLflow run. Safe to repeat: it replaces itself."""
     tracker, report, gate = workspace.tracking, judged.report, judged.gate
     values = {f"eval_{name}": value for name, value in report.numbers.items()}
@@ -99,7 +101,7 @@ def note(workspace: Workspace, job: TrainingJob, trained: Trained, judged: Judge
     tracker.log(run_id, int(trained.summary["steps"]), values)
     tracker.log_json(run_id, report.model_dump(mode="json"), REPORT)
     tracker.log_json(run_id, [worth.model_dump() for worth in judged.features], FEATURES)
-    tracker.log_json(run_id, data_in_words(job), DATA)
+    tracker.log_json(run_id, describe_data(job), DATA)
     tracker.log_json(run_id, trained.placement, PLAN)
     with workspace.best_effort("figures"):
         curves, best = tracker.load_curves(run_id, [*CURVES, *STALL_CURVES]), trained.summary["best_step"]
@@ -118,7 +120,9 @@ def note(workspace: Workspace, job: TrainingJob, trained: Trained, judged: Judge
 
 
 @step("register", makes="model", reads="table")
-def register(workspace: Workspace, job: TrainingJob, trained: Trained, judged: Judged, run_id: str) -> ModelVersion:
+def register(
+    workspace: Workspace, job: TrainingJob, trained: TrainingResult, judged: EvaluationResult, run_id: str
+) -> ModelVersion:
     """Weights + plan -> a version in the registry. Safe to repeat up to its last call, which makes the version."""
     config = workspace.config
     report = judged.report
@@ -126,13 +130,13 @@ def register(workspace: Workspace, job: TrainingJob, trained: Trained, judged: J
     made = find_registered(tracker, config.model_name, run_id)
     if made is not None:  # by an attempt that was cut short later
         return made
-    probe = _first_rows(Worker(job.data["test"], workspace.warehouse), len(trained.probe))
-    folder, expected, tolerance = _chosen_form(workspace, job, trained, probe, run_id)
+    probe = _read_first_rows(Worker(job.data["test"], workspace.warehouse), len(trained.probe))
+    folder, expected, tolerance = _choose_form(workspace, job, trained, probe, run_id)
     tags = {
         "snapshot_id": str(job.snapshot.snapshot_id),
         "plan_hash": job.plan.hash,
-        "git_commit": commit(),
-        "lock_hash": lock_hash(),
+        "git_commit": read_commit(),
+        "lock_hash": hash_lock_file(),
         "seed": str(config.seed),
         "weights_sha256": trained.summary["weights_sha256"],
         FILES: json.dumps(hash_files(folder)),
@@ -150,8 +154,8 @@ def register(workspace: Workspace, job: TrainingJob, trained: Trained, judged: J
     return put_into_registry(tracker, run_id, config.model_name, folder, probe, expected, tags, ROOT, tolerance)
 
 
-def _chosen_form(
-    workspace: Workspace, job: TrainingJob, trained: Trained, probe: pa.Table, run_id: str
+def _choose_form(
+    workspace: Workspace, job: TrainingJob, trained: TrainingResult, probe: pa.Table, run_id: str
 ) -> tuple[Path, list[float], float]:
     """The folder to register, and the probabilities of the probe that it has to give within a tolerance.
 
@@ -169,7 +173,12 @@ def _chosen_form(
 
 @step("publish")
 def publish(
-    workspace: Workspace, job: TrainingJob, trained: Trained, judged: Judged, model: ModelVersion, run_id: str
+    workspace: Workspace,
+    job: TrainingJob,
+    trained: TrainingResult,
+    judged: EvaluationResult,
+    model: ModelVersion,
+    run_id: str,
 ) -> dict[str, Any]:
     """The verdict carried out, and the result of the run: kept beside the model, shown on Prefect's page.
 
@@ -178,7 +187,7 @@ def publish(
     tracker = workspace.tracking
     summary, report = trained.summary, judged.report
     done = find_holder(tracker, model.name) == model.version  # by an attempt that was cut short later
-    gate, alias = (judged.gate, CHAMPION) if done else moved(workspace, model.version, judged.gate)
+    gate, alias = (judged.gate, CHAMPION) if done else apply_verdict(workspace, model.version, judged.gate)
     tags = {"gate": gate.decision, "gate_reason": gate.reason}
     tracker.tag(run_id, tags)
     for key, value in tags.items():
@@ -193,10 +202,10 @@ def publish(
         "model": model.model_dump() | {"alias": alias},
         "mlflow_run_id": run_id,
         "identity": job.identity,
-        "git_commit": commit(),
+        "git_commit": read_commit(),
     } | dict(job.notes)
     tracker.log_json(run_id, result, RESULT)
-    text = page(workspace, result, report, tracker)
+    text = render_markdown(workspace, result, report, tracker)
     short = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS].rpartition("\n")[0]
     tracker.client.update_model_version(model.name, str(model.version), description=short)
     with workspace.best_effort(PAGE):
@@ -211,7 +220,7 @@ def publish(
     return result
 
 
-def _first_rows(worker: Worker, rows: int) -> pa.Table:
+def _read_first_rows(worker: Worker, rows: int) -> pa.Table:
     parts: list[pa.Table] = []
     for fragment in worker.fragments():
         parts.append(worker.read_selected(fragment))

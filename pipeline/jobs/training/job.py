@@ -18,7 +18,7 @@ from pipeline.data.selection import check_sampling, select
 from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.evaluation.config import GateConfig
 from pipeline.extraction.samples import refuse_outcomes
-from pipeline.jobs.code_version import commit
+from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.training.identity import identity as identity_of
 from pipeline.jobs.training.rank import Start
 from pipeline.jobs.workspace import Workspace, exclusive_dir
@@ -81,13 +81,13 @@ def snapshot_tag(identity: str, snapshot: SnapshotRef) -> str:
     return f"train-{identity[:12]}-{snapshot.snapshot_id}"
 
 
-def keep_inputs(warehouse: Warehouse, identity: str, snapshot: SnapshotRef, joined: Iterable[PinnedSource]) -> None:
+def tag_inputs(warehouse: Warehouse, identity: str, snapshot: SnapshotRef, joined: Iterable[PinnedSource]) -> None:
     """Tags the snapshots that some work reads, also those of side sources: they stay until their tags go."""
     for one in [snapshot, *(side.snapshot for side in joined if side.snapshot is not None)]:
         warehouse.tag(one, snapshot_tag(identity, one))
 
 
-def pinned(workspace: Workspace, snapshot_id: int | None, force: bool) -> TrainingJob:
+def resolve_job(workspace: Workspace, snapshot_id: int | None, force: bool) -> TrainingJob:
     """The training that a config and a snapshot name; everything that can be wrong with it is found here.
 
     Args:
@@ -98,16 +98,16 @@ def pinned(workspace: Workspace, snapshot_id: int | None, force: bool) -> Traini
         EmptyDatasetError: If a part of the split has no rows.
     """
     config = workspace.config
-    snapshot, data = selected(workspace, snapshot_id)
+    snapshot, data = resolve_dataset(workspace, snapshot_id)
     identity = identity_of(workspace, snapshot.snapshot_id)
     tracker = workspace.tracking
     versions = [] if force else find_versions(tracker, config.model_name, identity)
     done = next((one for one in reversed(versions) if is_intact(tracker, config.model_name, *one)), None)
     folder = workspace.unfinished_folder("runs", f"{config.name}-{identity[:12]}", REGISTERED)
-    return job_in(folder, workspace, identity, (snapshot, data), done)
+    return make_job(folder, workspace, identity, (snapshot, data), done)
 
 
-def job_in(
+def make_job(
     folder: Path,
     workspace: Workspace,
     identity: str,
@@ -117,17 +117,17 @@ def job_in(
     """A training in a folder; the plan is fitted, or taken from the folder if it was fitted before.
 
     Args:
-        pinned_data: As `selected` returns it.
+        pinned_data: As `resolve_dataset` returns it.
     """
     warehouse = workspace.warehouse
     snapshot, data = pinned_data
-    rows = {part: _counted(spec, part, warehouse) for part, spec in data.items()}
+    rows = {part: _count_part(spec, part, warehouse) for part, spec in data.items()}
     if done is None:
-        data = _with_fitted_plan(data, folder, warehouse)
+        data = _fit_plan(data, folder, warehouse)
     return TrainingJob(identity=identity, snapshot=snapshot, folder=str(folder), rows=rows, data=data, done=done)
 
 
-def selected(workspace: Workspace, snapshot_id: int | None) -> tuple[SnapshotRef, dict[Part, DataSpec]]:
+def resolve_dataset(workspace: Workspace, snapshot_id: int | None) -> tuple[SnapshotRef, dict[Part, DataSpec]]:
     """The snapshot that is meant, None the newest, and its parts, each with the plan as it is before it is fitted."""
     config = workspace.config
     warehouse = workspace.warehouse
@@ -136,26 +136,26 @@ def selected(workspace: Workspace, snapshot_id: int | None) -> tuple[SnapshotRef
         snapshot = SnapshotRef(table=config.name, snapshot_id=snapshot_id)
     if config.filter is not None:
         check_filter(config.filter, filter_schema(warehouse, snapshot, workspace.feature_joins()))
-    return snapshot, specs(workspace, snapshot)
+    return snapshot, build_specs(workspace, snapshot)
 
 
-def prepared(workspace: Workspace, snapshot_id: int | None) -> tuple[SnapshotRef, DataSpec, int]:
+def prepare_rows(workspace: Workspace, snapshot_id: int | None) -> tuple[SnapshotRef, DataSpec, int]:
     """The training rows alone, with their fitted plan, and how many they are."""
     warehouse = workspace.warehouse
-    snapshot, data = selected(workspace, snapshot_id)
+    snapshot, data = resolve_dataset(workspace, snapshot_id)
     spec = data["train"]
-    rows = _counted(spec, "train", warehouse)
+    rows = _count_part(spec, "train", warehouse)
     return snapshot, spec.model_copy(update={"plan": fit_plan(spec, warehouse)}), rows
 
 
-def _counted(spec: DataSpec, part: Part, warehouse: Warehouse) -> int:
+def _count_part(spec: DataSpec, part: Part, warehouse: Warehouse) -> int:
     rows = count_rows(spec, warehouse)
     if rows == 0:
         raise EmptyDatasetError(f"split, part '{part}'", "at least one row", "none", "Change split or filter.")
     return rows
 
 
-def _plan_at(workspace: Workspace, snapshot: SnapshotRef, schema: pa.Schema) -> Plan:
+def _build_plan(workspace: Workspace, snapshot: SnapshotRef, schema: pa.Schema) -> Plan:
     """The plan, once it is clear that its columns are there as they are read, and that none is deprecated."""
     config = workspace.config
     where = f"snapshot {snapshot.snapshot_id} of table '{snapshot.table}'"
@@ -168,17 +168,17 @@ def _plan_at(workspace: Workspace, snapshot: SnapshotRef, schema: pa.Schema) -> 
     return plan
 
 
-def specs(workspace: Workspace, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
+def build_specs(workspace: Workspace, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
     """Selections of a snapshot's rows with the plan that is built for its columns."""
     config = workspace.config
     warehouse, joined = workspace.warehouse, workspace.feature_joins()
     schema = joined_schema(warehouse, snapshot, joined)
-    plan = _plan_at(workspace, snapshot, schema)
+    plan = _build_plan(workspace, snapshot, schema)
     _check_columns(workspace, schema, plan)
     session = config.preprocessing.session_column
     names = [feature.name for feature in plan.sparse]
     once = resolve(config.preprocessing.deduplicate, names, "preprocessing.deduplicate", "a sparse feature")
-    extra = tuple(dict.fromkeys([*config.evaluation.columns, DAY, *_resample_columns(config.gate)]))
+    extra = tuple(dict.fromkeys([*config.evaluation.columns, DAY, *_list_resample_columns(config.gate)]))
     days = list(warehouse.day_rows(snapshot))
     found: dict[Part, DataSpec] = {}
     for part in PARTS:
@@ -200,12 +200,12 @@ def specs(workspace: Workspace, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
     return found
 
 
-def roles_of(workspace: Workspace) -> list[tuple[str, str]]:
+def list_roles(workspace: Workspace) -> list[tuple[str, str]]:
     """(column, key of the config) of what a training reads for something else than features."""
     config = workspace.config
     split, weight, session = config.split, config.features.weight, config.preprocessing.session_column
     found = [(name, "evaluation") for name in config.evaluation.columns]
-    found += [(name, "gate.resample_by") for name in _resample_columns(config.gate)]
+    found += [(name, "gate.resample_by") for name in _list_resample_columns(config.gate)]
     found += [(split.column.name, "split.column.name")] if split.column else []
     found += [(name, "split.hash.key") for name in split.hash.columns] if split.hash else []
     found += [(config.features.label, "features.label")]
@@ -214,7 +214,7 @@ def roles_of(workspace: Workspace) -> list[tuple[str, str]]:
     return found
 
 
-def _resample_columns(gate: GateConfig) -> list[str]:
+def _list_resample_columns(gate: GateConfig) -> list[str]:
     return [] if gate.resample_by in (None, "row") else [gate.resample_by]
 
 
@@ -224,16 +224,16 @@ def _check_columns(workspace: Workspace, schema: pa.Schema, plan: Plan) -> None:
     evaluation, weight, session = config.evaluation, config.features.weight, config.preprocessing.session_column
     if config.source.outcomes is not None:
         refuse_outcomes(plan.columns, config.source.outcomes.columns(config.features.label))
-    for name, where in roles_of(workspace):
+    for name, where in list_roles(workspace):
         if name not in schema.names:
             raise ConfigError(f"{where} '{name}'", "a column of the table", "none of that name", "Correct the name.")
     grouped = [(name, "evaluation.slices") for name in evaluation.slices]
-    grouped += [(name, "gate.resample_by") for name in _resample_columns(config.gate)]
+    grouped += [(name, "gate.resample_by") for name in _list_resample_columns(config.gate)]
     grouped += [(evaluation.group_by, "evaluation.group_by")] if evaluation.group_by else []
     for name, where in grouped:
         if pa.types.is_nested(schema.field(name).type):
             raise ConfigError(f"{where} '{name}'", "one value a row", f"{schema.field(name).type}", "Name another.")
-    if weight is not None and not _numeric(schema.field(weight).type):
+    if weight is not None and not _is_numeric(schema.field(weight).type):
         raise ConfigError(
             f"features.weight '{weight}'", "a column of numbers", f"{schema.field(weight).type}", "Name another."
         )
@@ -246,20 +246,20 @@ def _check_columns(workspace: Workspace, schema: pa.Schema, plan: Plan) -> None:
         check_sampling(config.sampling, schema)
     if config.model.interaction == "dot" and len(plan.sparse) + bool(plan.dense) < 2:
         raise ConfigError("model.interaction 'dot'", "at least two features", "one", "Add a feature, or choose cat.")
-    if session is not None and not _names_sessions(schema.field(session).type):
+    if session is not None and not _can_name_sessions(schema.field(session).type):
         kind = f"{schema.field(session).type}"
         raise ConfigError(f"preprocessing.session_column '{session}'", "integers or text", kind, "Name another.")
 
 
-def _numeric(kind: pa.DataType) -> bool:
+def _is_numeric(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
-def _names_sessions(kind: pa.DataType) -> bool:
+def _can_name_sessions(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or is_text(kind))
 
 
-def _with_fitted_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Warehouse) -> dict[Part, DataSpec]:
+def _fit_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Warehouse) -> dict[Part, DataSpec]:
     """Learns the plan's numbers from the training rows, or takes those a run that was cut short has learned."""
     path = folder / PLAN
     if path.exists():
@@ -271,10 +271,10 @@ def _with_fitted_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Wareh
 
 
 @contextmanager
-def tracked_run(
+def open_training_run(
     workspace: Workspace, job: TrainingJob, name: str | None = None, more: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """An MLflow run around the stages of a training; see `run_of`.
+    """An MLflow run around the stages of a training; see `open_run`.
 
     Args:
         name: Of the run; None: what is special about the config.
@@ -289,13 +289,13 @@ def tracked_run(
         IDENTITY: job.identity,
         "snapshot_id": str(job.snapshot.snapshot_id),
         "plan_hash": job.plan.hash,
-        "git_commit": commit(),
+        "git_commit": read_commit(),
         "mlflow.source.name": "flows.train",
     } | dict(more or {})
     again = f"Once it answers, run the same command again: it goes on from '{job.folder}'."
     with (
         exclusive_dir(Path(job.folder)) as folder,
-        run_of(folder, workspace, name, config.flat(), tags, again) as (run_id, new),
+        open_run(folder, workspace, name, config.flat(), tags, again) as (run_id, new),
     ):
         if new:
             tracker = workspace.tracking
@@ -307,7 +307,7 @@ def tracked_run(
 
 
 @contextmanager
-def run_of(
+def open_run(
     folder: Path, workspace: Workspace, name: str, params: Mapping[str, Any], tags: Mapping[str, str], again: str
 ) -> Iterator[tuple[str, bool]]:
     """The MLflow run of a folder and whether it is new: resumed if it was cut short, and ended whatever happens.

@@ -4,9 +4,9 @@ from typing import Any
 
 from pipeline.jobs.console import step
 from pipeline.jobs.tables.catalog import warn_of_columns
-from pipeline.jobs.tables.layout import keep_read
+from pipeline.jobs.tables.layout import save_read
 from pipeline.jobs.training.job import (
-    prepared,
+    prepare_rows,
 )
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.drain import drain
@@ -18,7 +18,7 @@ from pipeline.preprocessing.worker import Costs
 def preprocess_epoch(workspace: Workspace, snapshot_id: int | None, epoch: int) -> dict[str, Any]:
     """One epoch of training batches, drained. Safe to repeat: it only reads."""
     config = workspace.config
-    snapshot, data, rows = prepared(workspace, snapshot_id)
+    snapshot, data, rows = prepare_rows(workspace, snapshot_id)
     logger = workspace.console.log
     with (
         exclusive_dir(workspace.home / "preprocessing" / config.name) as folder,
@@ -43,5 +43,5 @@ def preprocess_epoch(workspace: Workspace, snapshot_id: int | None, epoch: int) 
             show,
         )
     costs = {name: getattr(drained, name) for name in ("read_seconds", "bytes_read", "bytes_stored", "reads")}
-    keep_read(workspace, "preprocess", data, drained.rows, Costs(**costs))
+    save_read(workspace, "preprocess", data, drained.rows, Costs(**costs))
     return {"status": "ok", "snapshot_id": snapshot.snapshot_id, "plan_hash": data.plan.hash} | drained.model_dump()

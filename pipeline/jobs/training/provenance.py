@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError, RegistryError
-from pipeline.jobs.code_version import commit, lock_hash
+from pipeline.jobs.code_version import hash_lock_file, read_commit
 from pipeline.jobs.training.job import TrainingJob, train_tag
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.tracking import Tracker, is_not_found
@@ -61,7 +61,7 @@ class Record(BaseModel, frozen=True):
     """The day of a training by flows.recurring, which reads other rows than the config's split says."""
 
 
-def recorded(workspace: Workspace, job: TrainingJob, placement: ShardingPlan, summary: Mapping[str, Any]) -> Record:
+def make_record(workspace: Workspace, job: TrainingJob, placement: ShardingPlan, summary: Mapping[str, Any]) -> Record:
     """The record of a training that is done.
 
     Args:
@@ -74,29 +74,29 @@ def recorded(workspace: Workspace, job: TrainingJob, placement: ShardingPlan, su
         snapshot=job.snapshot,
         snapshot_tag=train_tag(job),
         config=values,
-        seeds=dict(_seeds({key: value for key, value in values.items() if key not in ("sweep", "release")})),
+        seeds=dict(_find_seeds({key: value for key, value in values.items() if key not in ("sweep", "release")})),
         plan_hash=job.plan.hash,
         placement=placement,
         world_size=training.world_size,
         threads_per_rank=resolve_threads(training.threads_per_rank, training.world_size),
         device=summary["device"],
-        commit=commit(),
-        lock_hash=lock_hash(),
-        versions=versions(),
+        commit=read_commit(),
+        lock_hash=hash_lock_file(),
+        versions=read_versions(),
         weights_sha256=summary["weights_sha256"],
         day=job.tags.get("day"),
     )
 
 
-def _seeds(value: Any, key: str = "") -> list[tuple[str, int]]:
+def _find_seeds(value: Any, key: str = "") -> list[tuple[str, int]]:
     if isinstance(value, Mapping):
-        return [pair for name, inner in value.items() for pair in _seeds(inner, f"{key}.{name}".lstrip("."))]
+        return [pair for name, inner in value.items() for pair in _find_seeds(inner, f"{key}.{name}".lstrip("."))]
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [pair for number, inner in enumerate(value) for pair in _seeds(inner, f"{key}.{number}")]
+        return [pair for number, inner in enumerate(value) for pair in _find_seeds(inner, f"{key}.{number}")]
     return [(key, value)] if key.split(".")[-1] == "seed" and isinstance(value, int) else []
 
 
-def versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """What the bits of a training depend on beside the code: packages, Python, and what the processor can do."""
     found = {"python": platform.python_version(), "processor": torch.backends.cpu.get_cpu_capability()}
     for package in PACKAGES:
@@ -105,7 +105,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def fetched(tracker: Tracker, name: str, version: int) -> Record:
+def fetch_record(tracker: Tracker, name: str, version: int) -> Record:
     """The record of a version in the registry.
 
     Raises:
@@ -128,7 +128,7 @@ def fetched(tracker: Tracker, name: str, version: int) -> Record:
         return Record.model_validate_json(Path(path).read_text(encoding="utf-8"))
 
 
-def recorded_config(record: Record, workspace: Workspace) -> RunConfig:
+def restore_config(record: Record, workspace: Workspace) -> RunConfig:
     """Returns the config of a record, with the home, warehouse and MLflow server of the workspace."""
     here = workspace.config
     values = {**record.config, **here.model_dump(mode="json", include=set(HERE))}
@@ -152,7 +152,7 @@ def override_recorded(config: RunConfig, overrides: Mapping[str, Any]) -> RunCon
     return load(config, overrides)
 
 
-def differences(old: Record, new: Record, planned: ShardingPlan) -> list[str]:
+def list_differences(old: Record, new: Record, planned: ShardingPlan) -> list[str]:
     """What is not as it was, in words.
 
     Args:
@@ -168,11 +168,11 @@ def differences(old: Record, new: Record, planned: ShardingPlan) -> list[str]:
     for name in sorted({*old.versions, *new.versions}):
         before, now = old.versions.get(name, "none"), new.versions.get(name, "none")
         found += [f"{name}: {before} recorded, {now} now"] if before != now else []
-    if _layout(old.placement) != _layout(planned):
+    if _strip_estimates(old.placement) != _strip_estimates(planned):
         found.append("placement: the tables would be placed otherwise now; the recorded placement was used")
     return found
 
 
-def _layout(placement: ShardingPlan) -> list[Any]:
+def _strip_estimates(placement: ShardingPlan) -> list[Any]:
     """A placement without what the planner expects of it."""
     return [table.model_dump(exclude={"pieces": {"__all__": {"bytes", "milliseconds"}}}) for table in placement]

@@ -143,10 +143,10 @@ Spec = TypeVar("Spec", bound=GroupSpec)
 
 def main(path: str) -> None:
     """Trains as one rank of a group."""
-    enter(path, RankSpec, train)
+    run_rank(path, RankSpec, train)
 
 
-def enter(path: str, kind: type[Spec], run: Callable[[Spec, int, torch.device], None]) -> None:
+def run_rank(path: str, kind: type[Spec], run: Callable[[Spec, int, torch.device], None]) -> None:
     """Does the work of one rank of a group, and leaves behind why it failed if it does.
 
     Args:
@@ -183,15 +183,15 @@ def train(
     spec: RankSpec, rank: int, device: torch.device, emit: Callable[[dict[str, Any]], None] | None = None
 ) -> None:
     """Builds everything, trains, exports."""
-    emit = emit or event_writer()
+    emit = emit or open_event_writer()
     heartbeat = Heartbeat(emit)
-    trainer = assembled(spec, rank, device, emit, heartbeat)
+    trainer = assemble(spec, rank, device, emit, heartbeat)
     started = time.perf_counter()
     progress = trainer.train()
     seconds = time.perf_counter() - started
     heartbeat.report("exporting")
-    by_rank = figures_by_rank(trainer, device)
-    probe = probabilities(spec, trainer.model, rank, device)
+    by_rank = gather_stats(trainer, device)
+    probe = predict_probe(spec, trainer.model, rank, device)
     weights = trainer.export_weights()
     if weights is None:
         return
@@ -201,17 +201,17 @@ def train(
         save_file(weights, temporary)
     write_json(folder / "probe.json", probe)
     emit(
-        result_of(progress, device)
+        make_result(progress, device)
         | by_rank
         | {
             "seconds": seconds,
             "checkpoint_blocked_seconds": trainer.checkpointer.blocked_seconds,
-            "weights_sha256": weights_sha256(weights),
+            "weights_sha256": hash_weights(weights),
         }
     )
 
 
-def assembled(
+def assemble(
     spec: RankSpec, rank: int, device: torch.device, emit: Callable[[dict[str, Any]], None], heartbeat: Heartbeat
 ) -> Trainer:
     """The trainer with its model, its batches and its validation, ready to train."""
@@ -222,11 +222,11 @@ def assembled(
     source: BatchSource = (
         ServiceSource(spec.service) if spec.service is not None else InlineSource(data, spec.preprocessing)
     )
-    reader = client(spec, source, "train", spec.train, rank, shuffled=True)
+    reader = open_client(spec, source, "train", spec.train, rank, shuffled=True)
     validate = None
     if spec.valid is not None:
         kept = spec.valid_rows <= spec.preprocessing.shuffle_window_rows
-        judge = kept_batches(client(spec, source, "valid", spec.valid, rank, shuffled=False), kept)
+        judge = keep_batches(open_client(spec, source, "valid", spec.valid, rank, shuffled=False), kept)
 
         def validate(model: DistributedModelParallel) -> LossSums:
             return evaluate_sums(model, heartbeat.track(judge(), "validating"), device, spec.training)
@@ -241,7 +241,7 @@ def assembled(
         emit,
         spec.seed,
         device,
-        identity_of(spec),
+        describe_identity(spec),
         begin=None if spec.start is None else partial(begin, spec),
     )
 
@@ -275,17 +275,17 @@ def grow(spec: RankSpec, start: Start, trainer: Trainer) -> Path:
         stored = read_whole(source, served, "dense/", "tables/")
         old = {name.replace(served, "model/", 1): tensor for name, tensor in stored.items()}
         old_spec = spec.model_copy(update={"train": spec.train.model_copy(update={"plan": start.plan})})
-        require_identity(source, identity_of(old_spec))
+        require_identity(source, describe_identity(old_spec))
         before, now = (FeatureState(dense=plan.dense, bags=plan.sparse) for plan in (start.plan, spec.train.plan))
         made = transfer_state(spec.model, old, fresh, (before, now), unchanged_features(spec.train.plan, start.plan))
         progress = read_progress(source) | {"averaged": 0}
-        write_whole(folder, made.tensors, progress, identity_of(spec))
+        write_whole(folder, made.tensors, progress, describe_identity(spec))
         trainer.emit({"event": "grown", "new": list(made.new_tables), "larger": list(made.larger_tables)})
     dist.barrier()
     return folder
 
 
-def result_of(progress: TrainingProgress, device: torch.device) -> dict[str, Any]:
+def make_result(progress: TrainingProgress, device: torch.device) -> dict[str, Any]:
     """What the launcher hands on about a finished training."""
     return {
         "event": "result",
@@ -304,10 +304,10 @@ def result_of(progress: TrainingProgress, device: torch.device) -> dict[str, Any
     }
 
 
-def figures_by_rank(trainer: Trainer, device: torch.device) -> dict[str, list[float]]:
+def gather_stats(trainer: Trainer, device: torch.device) -> dict[str, list[float]]:
     """What each rank holds of the tables and their optimizer, and its time for a step: the median of the last ones."""
     tables = (tensor for name, tensor in trainer.state().items() if name.split("/")[1].startswith(TABLES))
-    held = sum(_local_bytes(tensor) for tensor in tables)
+    held = sum(_count_local_bytes(tensor) for tensor in tables)
     mine = torch.tensor([held, 1e3 * trainer.step_median], dtype=torch.float64, device=device)
     shares = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(shares, mine)
@@ -315,11 +315,11 @@ def figures_by_rank(trainer: Trainer, device: torch.device) -> dict[str, list[fl
     return {"table_bytes": [int(value) for value in table_bytes], "step_milliseconds": list(milliseconds)}
 
 
-def _local_bytes(tensor: Any) -> int:
+def _count_local_bytes(tensor: Any) -> int:
     return sum(part.numel() * part.element_size() for part in local_parts(tensor))
 
 
-def identity_of(spec: RankSpec) -> dict[str, str]:
+def describe_identity(spec: RankSpec) -> dict[str, str]:
     """What a checkpoint of this training belongs to: its transforms, its model and its optimizers."""
     settings = {f"model.{key}": value for key, value in spec.model.model_dump(mode="json").items()}
     optimizers = spec.training.model_dump(
@@ -340,19 +340,19 @@ def build_model(
     torch.manual_seed(spec.seed)
     training = spec.training.model_copy(update={"world_size": world_size})
     model, placement = shard_model(
-        unsharded(spec), training, device, spec.seed, spec.model.embedding_init, spec.placement, drawn
+        build_unsharded(spec), training, device, spec.seed, spec.model.embedding_init, spec.placement, drawn
     )
     kind = {} if training.sync == "synchronous" else {"sharding": "shared"}
     return model, [row | kind for row in describe_plan(placement)]
 
 
-def unsharded(spec: ModelSpec) -> DLRM:
+def build_unsharded(spec: ModelSpec) -> DLRM:
     """The model with tables that take no memory yet."""
     kind = DataType.FP16 if spec.training.table_precision == "fp16" else DataType.FP32
     return DLRM(spec.model, len(spec.plan.dense), spec.plan.sparse, "meta", kind)
 
 
-def placed(spec: Described, uses: Mapping[str, TableUse]) -> Described:
+def plan_placement(spec: Described, uses: Mapping[str, TableUse]) -> Described:
     """The spec with the placement of its tables; made once, before ranks start, so that all have the same.
 
     Raises:
@@ -360,17 +360,17 @@ def placed(spec: Described, uses: Mapping[str, TableUse]) -> Described:
     """
     device = "cuda" if takes_cuda(spec.training) else "cpu"
     return spec.model_copy(
-        update={"placement": plan_sharding(unsharded(spec), spec.training.for_sharding, device, uses)}
+        update={"placement": plan_sharding(build_unsharded(spec), spec.training.for_sharding, device, uses)}
     )
 
 
-def table_uses(spec: RankSpec) -> dict[str, TableUse]:
+def measure_uses(spec: RankSpec) -> dict[str, TableUse]:
     """How the tables are used in a sample of the training rows: the first of the snapshot, so always the same."""
     rows = Worker(spec.train).sample(SAMPLE_ROWS)
     return measure_table_use(spec.train.plan.sparse, rows, spec.training.batch_rows)
 
 
-def kept_batches(reader: Client, kept: bool) -> Callable[[], Iterator[Batch]]:
+def keep_batches(reader: Client, kept: bool) -> Callable[[], Iterator[Batch]]:
     """The reader's batches as often as they are asked for; kept in memory and read once if so wished."""
     if not kept:
         return reader.batches
@@ -384,7 +384,7 @@ def kept_batches(reader: Client, kept: bool) -> Callable[[], Iterator[Batch]]:
     return again
 
 
-def client(spec: ModelSpec, source: BatchSource, name: str, data: DataSpec, rank: int, shuffled: bool) -> Client:
+def open_client(spec: ModelSpec, source: BatchSource, name: str, data: DataSpec, rank: int, shuffled: bool) -> Client:
     """This rank's iterator over a selection."""
     window = spec.preprocessing.shuffle_window_rows if shuffled else None
     return Client(
@@ -393,7 +393,7 @@ def client(spec: ModelSpec, source: BatchSource, name: str, data: DataSpec, rank
     )  # fmt: skip
 
 
-def probabilities(spec: RankSpec, model: DistributedModelParallel, rank: int, device: torch.device) -> list[float]:
+def predict_probe(spec: RankSpec, model: DistributedModelParallel, rank: int, device: torch.device) -> list[float]:
     """What the trained model says of the first evaluation rows, in table order; in fp32, as it is served."""
     source = InlineSource({"probe": spec.probe}, spec.preprocessing)
     reader = Client(source, ("probe", spec.probe), PROBE_ROWS, rank=rank, world_size=spec.training.world_size)
@@ -409,7 +409,7 @@ def probabilities(spec: RankSpec, model: DistributedModelParallel, rank: int, de
     return result
 
 
-def weights_sha256(weights: dict[str, torch.Tensor]) -> str:
+def hash_weights(weights: dict[str, torch.Tensor]) -> str:
     """Hash over the bytes of the full parameters in name order."""
     digest = hashlib.sha256()
     for name in sorted(weights):
@@ -440,7 +440,7 @@ def start_group(config: TrainConfig, rank: int) -> torch.device:
     return device
 
 
-def event_writer() -> Any:
+def open_event_writer() -> Any:
     """A function that writes one JSON event a line to the launcher, in any thread; silent on ranks but the first."""
     number = os.environ.get("DLRM_EVENTS_FD")
     if number is None:

@@ -6,9 +6,17 @@ from typing import Any
 from pipeline.config import load
 from pipeline.errors import ConfigError
 from pipeline.jobs.training.finish import finish
-from pipeline.jobs.training.job import JOB, REGISTERED, RUN_ID, TrainingJob, job_in, selected, tracked_run
-from pipeline.jobs.training.provenance import RECORD, Record, recorded_config
-from pipeline.jobs.training.train import TRAINED, Trained
+from pipeline.jobs.training.job import (
+    JOB,
+    REGISTERED,
+    RUN_ID,
+    TrainingJob,
+    make_job,
+    open_training_run,
+    resolve_dataset,
+)
+from pipeline.jobs.training.provenance import RECORD, Record, restore_config
+from pipeline.jobs.training.train import TRAINED, TrainingResult
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.tracking import reporting_unreachable
 
@@ -19,9 +27,9 @@ def register_run(workspace: Workspace, run: str | None) -> dict[str, Any]:
     Args:
         run: Id of the MLflow run, or name of the run's folder.
     """
-    folder = _folder(workspace, run)
+    folder = _find_folder(workspace, run)
     record = Record.model_validate_json((folder / RECORD).read_text(encoding="utf-8"))
-    workspace = workspace.using(recorded_config(record, workspace))
+    workspace = workspace.using(restore_config(record, workspace))
     run_id = (folder / RUN_ID).read_text(encoding="utf-8").strip()
     if (folder / REGISTERED).exists():
         workspace.console.log.info("skipped: run %s is registered", run_id)
@@ -29,23 +37,23 @@ def register_run(workspace: Workspace, run: str | None) -> dict[str, Any]:
         with reporting_unreachable(f"Run it again once it answers: python -m flows.register CONFIG run={run}"):
             tracker.end(run_id, "FINISHED")  # MLflow may have missed the very end
             return tracker.load_result(run_id) | {"status": "skipped"}
-    job = _job(workspace, folder, record)
-    trained = Trained.model_validate_json((folder / TRAINED).read_text(encoding="utf-8"))
+    job = _load_job(workspace, folder, record)
+    trained = TrainingResult.model_validate_json((folder / TRAINED).read_text(encoding="utf-8"))
     trained = trained.model_copy(update={"weights": str(folder / "weights.safetensors")})
     name = workspace.tracking.client.get_run(run_id).info.run_name
-    with tracked_run(workspace, job, name) as run_id:
+    with open_training_run(workspace, job, name) as run_id:
         return finish(workspace, job, trained, run_id)
 
 
-def _job(workspace: Workspace, folder: Path, record: Record) -> TrainingJob:
+def _load_job(workspace: Workspace, folder: Path, record: Record) -> TrainingJob:
     if (folder / JOB).exists():
         return TrainingJob.model_validate_json((folder / JOB).read_text(encoding="utf-8"))
     # What is trained already is registered, even if a feature has been deprecated since.
     allowed = workspace.using(load(workspace.config, {"features.allow_deprecated": True}))
-    return job_in(folder, workspace, record.identity, selected(allowed, record.snapshot.snapshot_id))
+    return make_job(folder, workspace, record.identity, resolve_dataset(allowed, record.snapshot.snapshot_id))
 
 
-def _folder(workspace: Workspace, run: str | None) -> Path:
+def _find_folder(workspace: Workspace, run: str | None) -> Path:
     """The folder of a training that is done."""
     runs = workspace.home / "runs"
     done = [path.parent for path in sorted(runs.glob(f"*/{TRAINED}")) if (path.parent / RUN_ID).exists()]

@@ -8,10 +8,17 @@ from typing import Any
 from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError, RegistryError
 from pipeline.jobs.console import step
-from pipeline.jobs.training.job import TrainingJob, job_in, selected, tracked_run
-from pipeline.jobs.training.provenance import RECORD, Record, differences, fetched, override_recorded, recorded_config
-from pipeline.jobs.training.rank import placed, table_uses
-from pipeline.jobs.training.train import Trained, rank_spec, train
+from pipeline.jobs.training.job import TrainingJob, make_job, open_training_run, resolve_dataset
+from pipeline.jobs.training.provenance import (
+    RECORD,
+    Record,
+    fetch_record,
+    list_differences,
+    override_recorded,
+    restore_config,
+)
+from pipeline.jobs.training.rank import measure_uses, plan_placement
+from pipeline.jobs.training.train import TrainingResult, make_rank_spec, train
 from pipeline.jobs.workspace import Workspace
 from storage.artifacts import write_json
 
@@ -30,43 +37,45 @@ def replay_version(workspace: Workspace, version: int | None, overrides: Mapping
     if version is None:
         raise ConfigError("argument 'version'", "the version to train again", "none", "Add version=N.")
     name = workspace.config.model_name
-    old = fetched(workspace.tracking, name, version)
+    old = fetch_record(workspace.tracking, name, version)
     if old.day is not None:
         raise RegistryError(
             f"model '{name}', version {version}", "a training by flows.train", f"one of {old.day} by flows.recurring",
             "It continued another version: roll back to that one, then run flows.recurring day=... force=true.",
         )  # fmt: skip
-    workspace = workspace.using(_settings(old, workspace, overrides))
-    job = pin(workspace, old, f"{name}-{version}")
+    workspace = workspace.using(_make_config(old, workspace, overrides))
+    job = pin_replay(workspace, old, f"{name}-{version}")
     tags = {"dlrm.replay_of": f"{name}/{version}", "mlflow.source.name": "flows.replay"}
-    with tracked_run(workspace, job, f"replay of {name} version {version}", tags) as run_id:
+    with open_training_run(workspace, job, f"replay of {name} version {version}", tags) as run_id:
         trained = train(workspace, job, run_id, old.placement)
-        return compare(workspace, job, old, trained, run_id) | {"model": {"name": name, "version": version}}
+        return compare_records(workspace, job, old, trained, run_id) | {"model": {"name": name, "version": version}}
 
 
-def _settings(old: Record, workspace: Workspace, overrides: Mapping[str, Any]) -> RunConfig:
+def _make_config(old: Record, workspace: Workspace, overrides: Mapping[str, Any]) -> RunConfig:
     """The recorded config with the recorded device and threads, and the overrides on top."""
     machine = {"training.threads_per_rank": old.threads_per_rank, "training.device": old.device}
-    base = load(recorded_config(old, workspace), machine)
+    base = load(restore_config(old, workspace), machine)
     places = ("home", "warehouse", "registration")
     return override_recorded(base, {key: value for key, value in overrides.items() if key.split(".")[0] not in places})
 
 
 @step("pin")
-def pin(workspace: Workspace, old: Record, name: str) -> TrainingJob:
+def pin_replay(workspace: Workspace, old: Record, name: str) -> TrainingJob:
     """The recorded training in a folder of its own. Safe to repeat: an interrupted replay is found again."""
     folder = workspace.unfinished_folder("replays", name, RESULT)
-    return job_in(folder, workspace, old.identity, selected(workspace, old.snapshot.snapshot_id))
+    return make_job(folder, workspace, old.identity, resolve_dataset(workspace, old.snapshot.snapshot_id))
 
 
 @step("compare")
-def compare(workspace: Workspace, job: TrainingJob, old: Record, trained: Trained, run_id: str) -> dict[str, Any]:
+def compare_records(
+    workspace: Workspace, job: TrainingJob, old: Record, trained: TrainingResult, run_id: str
+) -> dict[str, Any]:
     """Records of the version and of its replay -> what differs. Safe to repeat: it replaces its result."""
     folder, tracker, log = Path(job.folder), workspace.tracking, workspace.console.log
     new = Record.model_validate_json((folder / RECORD).read_text(encoding="utf-8"))
-    spec = rank_spec(workspace, job)
-    planned = placed(spec, table_uses(spec)).placement
-    found = differences(old, new, planned or ())
+    spec = make_rank_spec(workspace, job)
+    planned = plan_placement(spec, measure_uses(spec)).placement
+    found = list_differences(old, new, planned or ())
     equal = (old.weights_sha256, old.plan_hash) == (new.weights_sha256, new.plan_hash)
     result = {
         "status": "ok",

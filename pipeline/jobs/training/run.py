@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.jobs.code_version import commit
+from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import step
 from pipeline.jobs.tables.catalog import warn_of_columns
 from pipeline.jobs.training.finish import finish
-from pipeline.jobs.training.job import TrainingJob, pinned, tracked_run
+from pipeline.jobs.training.job import TrainingJob, open_training_run, resolve_job
 from pipeline.jobs.training.train import train
 from pipeline.jobs.workspace import Workspace
 
@@ -28,18 +28,18 @@ def train_version(
         tags: Of the MLflow run, in addition to the usual ones.
     """
     with workspace.lock(workspace.training_lock):
-        job = pin(workspace, snapshot_id, force)
+        job = pin_job(workspace, snapshot_id, force)
         if job.done:
             return load_result(workspace, job)
-        with tracked_run(workspace, job, name, tags) as run_id:
+        with open_training_run(workspace, job, name, tags) as run_id:
             trained = train(workspace, job, run_id)
             return finish(workspace, job, trained, run_id)
 
 
 @step("pin")
-def pin(workspace: Workspace, snapshot_id: int | None, force: bool) -> TrainingJob:
+def pin_job(workspace: Workspace, snapshot_id: int | None, force: bool) -> TrainingJob:
     """Snapshot, split and fitted plan of a training. Safe to repeat: it only reads, and writes the plan once."""
-    job = pinned(workspace, snapshot_id, force)
+    job = resolve_job(workspace, snapshot_id, force)
     parts = (f"{part} {rows:,} rows of {len(job.data[part].selection.days)} days" for part, rows in job.rows.items())
     workspace.console.log.info("snapshot %s: %s", job.snapshot.snapshot_id, ", ".join(parts))
     warn_of_columns(job.data["train"], workspace.warehouse, workspace.console.log)
@@ -53,6 +53,6 @@ def load_result(workspace: Workspace, job: TrainingJob) -> dict[str, Any]:
     log, model = workspace.console.log, workspace.config.model_name
     result = workspace.tracking.load_result(run_id) | {"status": "skipped"}
     log.info("skipped: %s version %s has the same snapshot and config; force=true trains again", model, version)
-    if result.get("git_commit") != commit():
+    if result.get("git_commit") != read_commit():
         log.warning("the code has changed since: that model is of commit %s", result.get("git_commit"))
     return result

@@ -13,10 +13,10 @@ from safetensors.numpy import load_file
 from pipeline.config.files import ROOT
 from pipeline.errors import ContractError
 from pipeline.evaluation import plots
-from pipeline.jobs.code_version import commit
+from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import Logger, Progress, step
-from pipeline.jobs.training.job import prepared
-from pipeline.jobs.training.rank import RankSpec, placed, table_uses
+from pipeline.jobs.training.job import prepare_rows
+from pipeline.jobs.training.rank import RankSpec, measure_uses, plan_placement
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.registration.tracking import Tracker
 from pipeline.training.config import COLUMN_SHARDING, TrainConfig
@@ -46,38 +46,38 @@ def place_tables(
     Args:
         given: The placement; None: as it is planned.
     """
-    spec = placed(spec, table_uses(spec)) if given is None else spec.model_copy(update={"placement": given})
+    spec = plan_placement(spec, measure_uses(spec)) if given is None else spec.model_copy(update={"placement": given})
     rows = describe_plan(spec.placement or ())
-    logger.info("placement of the tables:\n%s", as_text(rows))
+    logger.info("placement of the tables:\n%s", format_rows(rows))
     tracker.log_json(run_id, rows, "sharding_plan.json")
     tracker.log_figures(run_id, {"placement": plots.sharding_plan(rows, spec.training.world_size)})
     return spec
 
 
-def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
+def format_rows(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows of a placement, or the results of several, as lines of a table.
 
     Example:
-        >>> print(as_text([{"table": "user", "ranks": [0, 1]}, {"table": "a", "ranks": [1]}]))
+        >>> print(format_rows([{"table": "user", "ranks": [0, 1]}, {"table": "a", "ranks": [1]}]))
         table  ranks
         user   0 1
         a      1
     """
     lines = [list(rows[0])] if rows else []
-    lines += [[_cell(value) for value in row.values()] for row in rows]
+    lines += [[_format_cell(value) for value in row.values()] for row in rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))] if lines else []
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return " ".join(_cell(item) for item in value)
+        return " ".join(_format_cell(item) for item in value)
     return f"{value:.3g}" if isinstance(value, float) else f"{value}"
 
 
-class Candidate(BaseModel, frozen=True):
+class PlanCandidate(BaseModel, frozen=True):
     """A placement to be compared, or why there is none."""
 
     kind: str
@@ -102,7 +102,7 @@ def compare_plans(
 ) -> dict[str, Any]:
     """The same training under every placement. Safe to repeat: it only reads, and its folder is emptied."""
     config = workspace.config
-    snapshot, data, rows = prepared(workspace, snapshot_id)
+    snapshot, data, rows = prepare_rows(workspace, snapshot_id)
     logger, tracker = workspace.console.log, workspace.tracking
     batch = config.training.batch_rows
     training = config.training.model_copy(
@@ -121,15 +121,15 @@ def compare_plans(
             train=data, valid=None, probe=data, model=config.model, training=training, seed=config.seed,
             preprocessing=config.preprocessing.model_copy(update={"shuffle_window_rows": window}), folder=str(folder),
         )  # fmt: skip
-        candidates = list(listed(spec, world_sizes))
-        tags = {"snapshot_id": str(snapshot.snapshot_id), "git_commit": commit()}
+        candidates = list(list_candidates(spec, world_sizes))
+        tags = {"snapshot_id": str(snapshot.snapshot_id), "git_commit": read_commit()}
         tags["mlflow.source.name"] = "flows.sharding"
         run_id = tracker.start(f"placements of {config.name}", config.flat() | {"steps": steps}, tags, None)
         with tracker.ending(run_id):
-            plans = measured(spec, candidates, progress, steps)
+            plans = measure_candidates(spec, candidates, progress, steps)
             result = {
                 "status": "ok", "snapshot_id": snapshot.snapshot_id, "mlflow_run_id": run_id, "steps": steps,
-                "tolerance": TOLERANCE, "recommended": recommended(plans, config.training.table_optimizer),
+                "tolerance": TOLERANCE, "recommended": recommend(plans, config.training.table_optimizer),
                 "plans": plans,
                 "refused": [
                     {"kind": c.kind, "partitioner": c.partitioner, "world_size": c.world_size, "reason": c.refused}
@@ -137,41 +137,43 @@ def compare_plans(
                 ],
             }  # fmt: skip
             table = [{key: value for key, value in plan.items() if key != "losses"} for plan in plans]
-            logger.info("placements:\n%s", as_text(table))
+            logger.info("placements:\n%s", format_rows(table))
             tracker.log_json(run_id, result, "placements.json")
             tracker.log_figures(run_id, {"placements": plots.sharding_plans(plans)})
     return result
 
 
-def listed(spec: RankSpec, world_sizes: Sequence[int]) -> Iterator[Candidate]:
+def list_candidates(spec: RankSpec, world_sizes: Sequence[int]) -> Iterator[PlanCandidate]:
     """All that can be compared, and what cannot with the reason; first what the others are compared with."""
-    uses = table_uses(spec)
+    uses = measure_uses(spec)
     own = spec.training.table_optimizer
     by_numbers = "adagrad" if own == "rowwise_adagrad" else own
     wanted = [(1, "table_wise", "greedy", optimizer) for optimizer in dict.fromkeys((own, by_numbers))]
     for world_size in world_sizes:
         wanted += [(world_size, kind, "greedy", by_numbers if kind in COLUMN_SHARDING else own) for kind in KINDS]
         wanted += [(world_size, kind, way, own) for kind in ("table_wise", "auto") for way in PARTITIONERS]
-    seen: dict[tuple[Any, ...], Candidate] = {}
+    seen: dict[tuple[Any, ...], PlanCandidate] = {}
     for world_size, kind, partitioner, optimizer in dict.fromkeys(wanted):
         fields = {"kind": kind, "partitioner": partitioner, "table_optimizer": optimizer, "world_size": world_size}
         try:
             settings = {key: value for key, value in fields.items() if key != "kind"} | {"sharding": kind}
             training = TrainConfig.model_validate(spec.training.model_dump() | settings)
-            placement = placed(spec.model_copy(update={"training": training}), uses).placement
+            placement = plan_placement(spec.model_copy(update={"training": training}), uses).placement
         except ContractError as error:
-            yield Candidate(**fields, refused=str(error))
+            yield PlanCandidate(**fields, refused=str(error))
             continue
         key = (placement, world_size, optimizer)
         twin = seen.get(key)
         if twin is not None and partitioner != "greedy":
             continue  # the partitioner changes nothing
-        candidate = Candidate(**fields, placement=placement, same_as=twin.name if twin else None)
+        candidate = PlanCandidate(**fields, placement=placement, same_as=twin.name if twin else None)
         seen.setdefault(key, candidate)
         yield candidate
 
 
-def measured(spec: RankSpec, candidates: Sequence[Candidate], progress: Progress, steps: int) -> list[dict[str, Any]]:
+def measure_candidates(
+    spec: RankSpec, candidates: Sequence[PlanCandidate], progress: Progress, steps: int
+) -> list[dict[str, Any]]:
     """Trains by each placement; what has the placement of another takes its figures."""
     plans: dict[str, dict[str, Any]] = {}
     weights: dict[str, dict[str, Any]] = {}
@@ -189,7 +191,7 @@ def measured(spec: RankSpec, candidates: Sequence[Candidate], progress: Progress
             if event["event"] == "metrics":
                 progress("train", before + event["rows"], total, name)
 
-        result, found = trained(spec, candidate, show)
+        result, found = train_plan(spec, candidate, show)
         done += steps * spec.training.batch_rows
         own = result["losses"]
         reference = losses.setdefault(candidate.table_optimizer, own)
@@ -201,7 +203,7 @@ def measured(spec: RankSpec, candidates: Sequence[Candidate], progress: Progress
     return list(plans.values())
 
 
-def trained(spec: RankSpec, candidate: Candidate, show: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def train_plan(spec: RankSpec, candidate: PlanCandidate, show: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """One training from the common initial state: its figures, and the whole weights."""
     folder = Path(spec.folder) / "run"
     shutil.rmtree(folder, ignore_errors=True)
@@ -231,12 +233,12 @@ def trained(spec: RankSpec, candidate: Candidate, show: Any) -> tuple[dict[str, 
     }, weights
 
 
-def recommended(plans: Sequence[Mapping[str, Any]], table_optimizer: str) -> dict[str, Any] | None:
+def recommend(plans: Sequence[Mapping[str, Any]], table_optimizer: str) -> dict[str, Any] | None:
     """The fastest placement that trains like one process, under the optimizer of the config.
 
     Example:
         >>> plan = {"kind": "row_wise", "world_size": 2, "partitioner": "greedy", "table_optimizer": "sgd"}
-        >>> recommended([plan | {"loss_difference": 0.5, "measured_ms": [1.0]},
+        >>> recommend([plan | {"loss_difference": 0.5, "measured_ms": [1.0]},
         ...              plan | {"kind": "auto", "loss_difference": 0.0, "measured_ms": [2.0, 3.0]}], "sgd")
         {'kind': 'auto', 'partitioner': 'greedy', 'world_size': 2, 'measured_ms': 3.0}
     """

@@ -24,7 +24,7 @@ REPORT, FEATURES, DATA, PLAN = "report.json", "features.json", "data.json", "sha
 PAGE = "report.html"
 
 
-def record_of(tracker: Tracker, run_id: str) -> RunRecord:
+def load_record(tracker: Tracker, run_id: str) -> RunRecord:
     """All that the report of a run says.
 
     Raises:
@@ -57,10 +57,10 @@ def _read(tracker: Tracker, run_id: str) -> RunRecord:
 
 def render_page(tracker: Tracker, *run_ids: str) -> str:
     """The report of a run, or of two, as one HTML file that needs nothing else."""
-    return render_report([record_of(tracker, run_id) for run_id in run_ids])
+    return render_report([load_record(tracker, run_id) for run_id in run_ids])
 
 
-def data_in_words(job: TrainingJob) -> dict[str, str]:
+def describe_data(job: TrainingJob) -> dict[str, str]:
     """What a training reads."""
     found = {"table": job.snapshot.table, "snapshot": str(job.snapshot.snapshot_id)}
     for part, rows in job.rows.items():
@@ -76,7 +76,7 @@ def data_in_words(job: TrainingJob) -> dict[str, str]:
 QUALITY = ("ne", "logloss", "auc", "calibration", "ece")
 
 
-def page(workspace: Workspace, result: Mapping[str, Any], report: EvalReport, tracker: Tracker) -> str:
+def render_markdown(workspace: Workspace, result: Mapping[str, Any], report: EvalReport, tracker: Tracker) -> str:
     """The run report as markdown: quality, slices, speed, and where the rest is."""
     evaluation, training = result["eval"], result["train"]
     quality = " | ".join(format_metric(evaluation[key]) for key in QUALITY)
@@ -106,7 +106,7 @@ def page(workspace: Workspace, result: Mapping[str, Any], report: EvalReport, tr
     return "\n\n".join(blocks)
 
 
-def in_words(report: EvalReport) -> str:
+def describe_quality(report: EvalReport) -> str:
     """The quality as one line, beside the floor where it is known."""
     overall = report.overall
     line = f"NE {format_metric(overall.ne)}, AUC {format_metric(overall.auc)}"

@@ -12,13 +12,13 @@ from pydantic import BaseModel
 
 from pipeline.config.files import ROOT
 from pipeline.jobs.console import step
-from pipeline.jobs.tables.layout import keep_read
+from pipeline.jobs.tables.layout import save_read
 from pipeline.jobs.training.events import EventReport
 from pipeline.jobs.training.job import (
     TrainingJob,
-    keep_inputs,
+    tag_inputs,
 )
-from pipeline.jobs.training.provenance import RECORD, recorded
+from pipeline.jobs.training.provenance import RECORD, make_record
 from pipeline.jobs.training.rank import RankSpec
 from pipeline.jobs.training.sharding_plans import place_tables
 from pipeline.jobs.workspace import Workspace
@@ -36,7 +36,7 @@ TRAINED, PREPROCESSING = "trained.json", "preprocessing.json"
 """Files in a run's folder: what the ranks left, and what preprocessing took."""
 
 
-class Trained(BaseModel, frozen=True):
+class TrainingResult(BaseModel, frozen=True):
     """What the ranks left behind."""
 
     weights: str
@@ -46,7 +46,7 @@ class Trained(BaseModel, frozen=True):
 
 
 @step("train")
-def train(workspace: Workspace, job: TrainingJob, run_id: str, given: ShardingPlan | None = None) -> Trained:
+def train(workspace: Workspace, job: TrainingJob, run_id: str, given: ShardingPlan | None = None) -> TrainingResult:
     """Warehouse rows -> weights. Safe to repeat: it resumes from the last checkpoint. See `train_ranks`."""
     return train_ranks(workspace, job, run_id, given)
 
@@ -57,7 +57,7 @@ def train_ranks(
     run_id: str,
     given: ShardingPlan | None = None,
     watch: Callable[[Event | None], object] | None = None,
-) -> Trained:
+) -> TrainingResult:
     """Trains the ranks and leaves all that later stages need in the job's folder. MLflow may be away until then.
 
     Args:
@@ -65,27 +65,29 @@ def train_ranks(
         watch: Sees each event of the ranks, and None several times a second. What it raises ends them.
     """
     config, tracker, folder, log = workspace.config, workspace.tracking, Path(job.folder), workspace.console.log
-    keep_inputs(workspace.warehouse, job.identity, job.snapshot, job.data["train"].joined)
-    spec = place_tables(rank_spec(workspace, job), tracker, run_id, log, given)
+    tag_inputs(workspace.warehouse, job.identity, job.snapshot, job.data["train"].joined)
+    spec = place_tables(make_rank_spec(workspace, job), tracker, run_id, log, given)
     assert spec.placement is not None
     journal = Journal(tracker, run_id, folder, log.warning)
-    with workspace.console.progress() as progress, journal, served(workspace, job) as service:
-        report = EventReport(journal, progress, _rows_to_train(config.training, job), log)
+    with workspace.console.progress() as progress, journal, open_service(workspace, job) as service:
+        report = EventReport(journal, progress, _count_rows(config.training, job), log)
         summary = _launch(workspace, spec, folder, service, report, watch)
     if service is not None:
-        summary = summary | {"preprocessing": _account(folder, config.preprocessing.executor, service.totals)}
+        summary = summary | {
+            "preprocessing": _summarize_preprocessing(folder, config.preprocessing.executor, service.totals)
+        }
         with workspace.best_effort("record of what was read"):
-            keep_read(workspace, "train", job.data["train"], service.totals.rows, service.totals.costs)
+            save_read(workspace, "train", job.data["train"], service.totals.rows, service.totals.costs)
     probe = json.loads((folder / "probe.json").read_text(encoding="utf-8"))
-    trained = Trained(
+    trained = TrainingResult(
         weights=f"{job.folder}/weights.safetensors", probe=tuple(probe), summary=summary, placement=tuple(report.plan)
     )
-    write_text(folder / RECORD, recorded(workspace, job, spec.placement, summary).model_dump_json(indent=2))
+    write_text(folder / RECORD, make_record(workspace, job, spec.placement, summary).model_dump_json(indent=2))
     write_text(folder / TRAINED, trained.model_dump_json())
     return trained
 
 
-def _rows_to_train(training: TrainConfig, job: TrainingJob) -> int:
+def _count_rows(training: TrainConfig, job: TrainingJob) -> int:
     total = job.rows["train"] * training.epochs
     return total if training.max_steps is None else min(total, training.max_steps * training.batch_rows)
 
@@ -119,7 +121,7 @@ def _launch(
     return launch("pipeline.jobs.training.rank", spec, folder, world, threads, limits, on_event, ROOT)
 
 
-def rank_spec(workspace: Workspace, job: TrainingJob) -> RankSpec:
+def make_rank_spec(workspace: Workspace, job: TrainingJob) -> RankSpec:
     """What the ranks of a training are told, but for the placement of the tables."""
     config = workspace.config
     return RankSpec(
@@ -137,7 +139,7 @@ def rank_spec(workspace: Workspace, job: TrainingJob) -> RankSpec:
 
 
 @contextmanager
-def served(workspace: Workspace, job: TrainingJob) -> Iterator[Service | None]:
+def open_service(workspace: Workspace, job: TrainingJob) -> Iterator[Service | None]:
     """The preprocessing service of a training; None where each rank reads for itself."""
     preprocessing, log = workspace.config.preprocessing, workspace.console.log
     if preprocessing.executor == "inline":
@@ -150,7 +152,7 @@ def served(workspace: Workspace, job: TrainingJob) -> Iterator[Service | None]:
         yield service
 
 
-def _account(folder: Path, executor: str, totals: Totals) -> dict[str, Any]:
+def _summarize_preprocessing(folder: Path, executor: str, totals: Totals) -> dict[str, Any]:
     """What the preprocessing of a training took, for its result; the details are left in its folder."""
     summary = {
         "executor": executor,

@@ -21,7 +21,7 @@ from pipeline.characterization.estimate import (
     estimate_memory,
     has_room,
 )
-from pipeline.jobs.training.rank import RankSpec, build_model, client
+from pipeline.jobs.training.rank import RankSpec, build_model, open_client
 from pipeline.preprocessing.client import InlineSource
 from pipeline.training.state import checkpoint
 from pipeline.training.trainer import Trainer
@@ -55,7 +55,7 @@ def test_state_and_checkpoint_are_those_of_a_trainer(
 ) -> None:
     spec = rank_spec(tmp_path, **settings | {"max_steps": 2, "checkpoint_async": False})
     model, _ = build_model(spec, 1, device)
-    reader = client(
+    reader = open_client(
         spec, InlineSource({"train": spec.train}, spec.preprocessing), "train", spec.train, 0, shuffled=True
     )
     trainer = Trainer(model, spec.training, reader.batches, None, tmp_path / "made", lambda event: None, 1, device)

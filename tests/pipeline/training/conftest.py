@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.data.batch import Batch, Position
-from pipeline.jobs.training.rank import RankSpec, build_model, client
+from pipeline.jobs.training.rank import RankSpec, build_model, open_client
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.training.state.progress import LossSums
 from pipeline.training.trainer import Trainer
@@ -45,4 +45,6 @@ def train_client(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> Client:
 
 
 def train_batches(spec: RankSpec) -> Client:
-    return client(spec, InlineSource({"train": spec.train}, spec.preprocessing), "train", spec.train, 0, shuffled=True)
+    return open_client(
+        spec, InlineSource({"train": spec.train}, spec.preprocessing), "train", spec.train, 0, shuffled=True
+    )

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from pipeline.errors import ContractError
 from pipeline.evaluation.policy import Policy
-from pipeline.jobs.recurring.backtest_rank import RehearsalSpec, on, with_plan
+from pipeline.jobs.recurring.backtest_rank import BacktestSpec, replace_plan, select_days
 from pipeline.jobs.training.rank import RankSpec, Start
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.state import checkpoint
@@ -43,14 +43,14 @@ def first(rank_spec: Specs, tmp_path_factory: pytest.TempPathFactory) -> tuple[R
     """A training from scratch on the first day, stopped on rows of the same day, with the mean of its weights."""
     spec = rank_spec(tmp_path_factory.mktemp("first"), **SCRATCH)
     day = spec.train.selection.days[:1]
-    spec = spec.model_copy(update={"train": on(spec.train, day), "valid": on(spec.train, day)})
+    spec = spec.model_copy(update={"train": select_days(spec.train, day), "valid": select_days(spec.train, day)})
     return spec, run("pipeline.jobs.training.rank", spec, Path(spec.folder))[0]
 
 
 def going_on(rank_spec: Specs, folder: Path, start: Path, day: int, plan: Plan, **training: Any) -> RankSpec:
     """A training on one day that goes on from a checkpoint."""
     spec = rank_spec(folder, **INCREMENTAL | training)
-    data = on(spec.train, spec.train.selection.days[day : day + 1])
+    data = select_days(spec.train, spec.train.selection.days[day : day + 1])
     return spec.model_copy(update={"train": data, "valid": None, "start": Start(checkpoint=str(start), plan=plan)})
 
 
@@ -64,7 +64,7 @@ def test_a_rehearsal_makes_the_weights_of_daily_trainings(
     third = going_on(rank_spec, tmp_path / "third", served(second), 2, spec.train.plan)
     result, _ = run("pipeline.jobs.training.rank", third, tmp_path / "third")
     days = rank_spec(tmp_path).train.selection.days
-    rehearsal = RehearsalSpec(
+    rehearsal = BacktestSpec(
         scratch=spec.model_copy(update={"folder": str(tmp_path / "rehearsal")}),
         further=second.training,
         new=spec.train,
@@ -109,7 +109,7 @@ def test_a_model_that_has_grown_keeps_what_it_knew(
     plan = spec.train.plan
     fewer = plan.model_copy(update={"sparse": plan.sparse[:1], "ops": tuple(op for op in plan.ops if "list_items" not in op.inputs)})  # fmt: skip
     fewer = Plan.model_validate(fewer.model_dump() | {"raw": {k: v for k, v in plan.raw.items() if k != "list_items"}})
-    small = with_plan(rank_spec(tmp_path / "small", max_steps=3), fewer)
+    small = replace_plan(rank_spec(tmp_path / "small", max_steps=3), fewer)
     small = small.model_copy(update={"valid": None})
     completed_here(small, device)
     still = {"table_learning_rate": 1e-30, "dense_learning_rate": 1e-30, "dense_weight_decay": 0.0}

@@ -14,7 +14,7 @@ from pipeline.characterization.config import Workload
 from pipeline.characterization.results import Measurement
 from pipeline.characterization.workload import make_plan
 from pipeline.jobs.study.rank import MeasuredPoint, MeasureSpec, MeasureTask, load_batches, measure_all
-from pipeline.jobs.training.rank import RankSpec, build_model, placed
+from pipeline.jobs.training.rank import RankSpec, build_model, plan_placement
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.service import Service
 from pipeline.training.config import TrainConfig
@@ -147,7 +147,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     }  # fmt: skip
     tasks = [a_task(key, world_size=2, **settings) for key, settings in ways.items()]
     tasks.insert(1, a_task("bad", Workload(dense_features=0, sparse_features=1), world_size=2))
-    tasks = [placed(task, {}) if task.key == "synchronous" else task for task in tasks]
+    tasks = [plan_placement(task, {}) if task.key == "synchronous" else task for task in tasks]
     spec = MeasureSpec(training=tasks[0].training, tasks=tuple(tasks), folder=str(tmp_path))
     events: list[Event] = []
     run_ranks("pipeline.jobs.study.rank", spec, tmp_path, 2, 1, Limits(deadline_seconds=200), events.append, ROOT)

@@ -102,7 +102,7 @@ def test_result_of_a_training(undisturbed: Run) -> None:
     assert (result["steps"], result["rows"], result["world_size"]) == (14, 2081, 2)
     assert result["valid_ne"] == min(undisturbed.metric("valid_ne").values())
     assert undisturbed.metric("valid_ne")[result["best_step"]] == result["valid_ne"]
-    assert result["weights_sha256"] == rank.weights_sha256(undisturbed.weights)
+    assert result["weights_sha256"] == rank.hash_weights(undisturbed.weights)
     assert result["ne_progressive"] < undisturbed.metric("train_ne_progressive")[2]
     first, second = undisturbed.events[0]["plan"]
     assert {first["sharding"], second["sharding"]} == {"table_wise"}
@@ -369,7 +369,7 @@ from tests.pipeline.jobs.training.test_rank import Reload, reload
 def train(spec, number, device):
     for text in json.loads(os.environ["RELOADS"]):
         reload(Reload.model_validate_json(text), spec.training.world_size, device)
-    rank.event_writer()({"event": "result"})
+    rank.open_event_writer()({"event": "result"})
 
 rank.train = train
 rank.main(sys.argv[1])
@@ -387,7 +387,7 @@ def reload(what: Reload, world_size: int, device: torch.device) -> None:
     """Saves the initial state, and what it loads from each checkpoint."""
     spec, folder = what.spec, Path(what.spec.folder)
     model, _ = rank.build_model(spec, world_size, device)
-    identity = rank.identity_of(spec)
+    identity = rank.describe_identity(spec)
     trainer = Trainer(model, spec.training, None, None, folder, lambda event: None, spec.seed, device, identity)  # type: ignore[arg-type]
     checkpoint.save(folder / "initial", trainer.state(), {})
     for name, source in what.sources.items():

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from models.config import SparseFeature
-from pipeline.jobs.training.rank import RankSpec, table_uses
+from pipeline.jobs.training.rank import RankSpec, measure_uses
 from pipeline.training.tables.statistics import LOAD_FACTORS, MeasuredCache, measure_table_use
 from pipeline.transforms.column import Column
 
@@ -64,11 +64,11 @@ def test_the_sample_is_the_first_training_rows(
     users = [user for day in days[:3] for user in day["cat_user"].to_pylist()]
     for rows in (10**6, 150):
         monkeypatch.setattr("pipeline.jobs.training.rank.SAMPLE_ROWS", rows)
-        uses: dict[str, Any] = table_uses(spec)
+        uses: dict[str, Any] = measure_uses(spec)
         lengths = np.array([len(ids or []) for ids in lists[:rows]])
         assert uses["list_items"].filled_share == (np.mean(lengths > 0),)
         assert uses["list_items"].ids_per_bag == (lengths[lengths > 0].mean(),)
         seen = users[:rows]
         batches = [seen[i : i + 160] for i in range(0, max(len(seen) // 160, 1) * 160, 160)]
         assert uses["cat_user"].distinct_rows == np.mean([len(set(batch)) for batch in batches])
-        assert table_uses(spec) == uses
+        assert measure_uses(spec) == uses
