@@ -1,24 +1,24 @@
-# Linux, Python 3.11-3.13 and make are all it takes; everything else is installed into .venv.
+# Needs Linux, Python 3.11-3.13 and make. Everything else is installed into .venv.
 VENV ?= .venv
 HOME_FOLDER ?= $(or $(DLRM_HOME),.dlrm)
-# Index of PyTorch's own CPU wheels, used for torch alone.
+# Index of PyTorch's own CPU wheels, used only for torch.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK ?= $(if $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 && echo yes),requirements/cuda.lock,requirements/cpu.lock)
 PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 && echo $$p; done))
-# Extras to install beside the lock, such as EXTRAS=ray; those of an environment stay when it is made anew.
+# Extras to install in addition to the lock, such as EXTRAS=ray. Rebuilding an environment keeps its extras.
 EXTRAS ?=
 INSTALLED = $(patsubst $(VENV)/.extra-%,%,$(wildcard $(VENV)/.extra-*))
 RUN = $(VENV)/bin/python
 INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check --no-deps
-# Processes that share the tests; files go to them in the order of conftest.py.
+# Test processes. conftest.py decides the order in which they get the test files.
 TESTERS ?= 2
 TEST = $(RUN) -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 PREFECT_PORT ?= 4200
 MLFLOW_PORT ?= 5000
 MODEL ?= demo
 SERVE_PORT ?= 5001
-# Deploying: trainings at a time, and whether an ingest sets off a training; empty leaves the latter as it is.
+# For deploy: concurrent trainings, and whether an ingest starts a training. Empty keeps the current setting.
 TRAININGS ?= 1
 CHAIN ?=
 export DO_NOT_TRACK = 1
@@ -31,26 +31,26 @@ export NO_MKDOCS_2_WARNING = 1
 .DEFAULT_GOAL := help
 .PHONY: help setup demo docs paper test test-slow test-all test-gpu lint check ui serve worker deploy doctor lock clean
 
-help:  ## this list
+help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | column -t -s@
 
-setup: $(VENV)/.complete $(addprefix $(VENV)/.extra-,$(sort $(EXTRAS) $(INSTALLED)))  ## the environment alone: .venv with every dependency at its locked version; EXTRAS='ray postgres' too
+setup: $(VENV)/.complete $(addprefix $(VENV)/.extra-,$(sort $(EXTRAS) $(INSTALLED)))  ## create .venv with every dependency at its locked version; EXTRAS='ray postgres' adds extras
 	@echo "environment: $(VENV) is complete"
 
 $(VENV)/.complete: $(LOCK)
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11, 3.12 or 3.13 found; install one, or set PYTHON=/path/to/python."; exit 1; }
 	@echo "setting up $(VENV) from $(LOCK) with $(PYTHON): about 2 GB, a few minutes"
 	@$(PYTHON) -m venv --clear $(VENV)
-	@# The torch index is asked for torch alone, and only where no local wheels are named: other packages come from the usual index.
+	@# The torch index serves only torch, and only without local wheels. Other packages come from the usual index.
 	@if [ "$(LOCK)" = requirements/cpu.lock ]; then \
 		grep '^torch==' $(LOCK) > $(VENV)/torch.txt; \
 		$(INSTALL) --no-compile -r $(VENV)/torch.txt \
 			$(if $(PIP_FIND_LINKS),,--index-url $(TORCH_INDEX)); \
 	fi
 	@$(INSTALL) --no-compile -r $(LOCK)
-	@# Bytecode by all cores, where pip takes one. Packages have a few files for other Pythons, which do not compile.
+	@# Compile bytecode on all cores, because pip uses one. Some packages have files for other Pythons, which fail.
 	@$(RUN) -m compileall -qq -j 0 $(VENV)/lib || true
-	@# The project itself, in place: the command dlrm.
+	@# Install the project itself in place, which adds the command dlrm.
 	@$(INSTALL) --editable .
 	@touch $@
 	@echo "ready: $(VENV)"
@@ -60,63 +60,63 @@ $(VENV)/.extra-ray $(VENV)/.extra-postgres: $(VENV)/.extra-%: requirements/%.loc
 	@$(INSTALL) -r $<
 	@touch $@
 
-demo: setup  ## logs -> warehouse -> sharded training -> registered model, on generated data
+demo: setup  ## run everything on generated data: ingest, sharded training, registered model
 	@$(RUN) -m flows.end_to_end configs/demo.yaml
-	@echo "look at it: make ui"
+	@echo "to look at the result: make ui"
 
-paper: setup  ## the efficiency study: the experiments of configs/paper on this machine, reports in docs/efficiency
+paper: setup  ## run the efficiency study of configs/paper on this machine; reports go to docs/efficiency
 	@$(RUN) -m flows.ingest configs/paper/e6_quality.yaml
 	@for config in configs/paper/e[1-8]_*.yaml; do $(RUN) -m flows.characterize $$config report=docs/efficiency || exit 1; done
 
-docs: setup  ## the reference pages from the code, and the site of docs/ in site/; a broken link is an error
+docs: setup  ## generate the reference pages and build docs/ into site/; a broken link is an error
 	@$(RUN) -m flows.reference
 	@$(RUN) -m mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
-test: setup  ## the tests
+test: setup  ## run the fast tests
 	@$(TEST)
 
-test-slow: setup  ## the long tests: servers, kills, whole runs
+test-slow: setup  ## run the slow tests: servers, kills, whole runs
 	@$(TEST) -m 'slow and not gpu' --timeout=900
 
-test-all: setup  ## both in one go, which starts their processes and makes what they share once
+test-all: setup  ## run both, and start their shared processes and fixtures only once
 	@$(TEST) -m 'not gpu' --timeout=900
 
-test-gpu: setup  ## the tests that need CUDA devices, and those of the trainer on one
+test-gpu: setup  ## run the tests that need CUDA devices, and the trainer's tests on one
 	@DLRM_TEST_DEVICE=cuda $(RUN) -m pytest -m gpu --timeout=900
 	@DLRM_TEST_DEVICE=cuda $(RUN) -m pytest -m 'not gpu' --timeout=900 \
 		tests/pipeline/training/test_trainer.py tests/pipeline/training/test_options.py tests/pipeline/training/state/test_checkpoint.py
 
-lint: setup  ## ruff and mypy
+lint: setup  ## run ruff and mypy
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
 
-check: lint test  ## linters and tests
+check: lint test  ## run linters and fast tests
 
-ui: setup  ## Prefect and MLflow on loopback; Ctrl-C stops both
+ui: setup  ## run Prefect and MLflow on loopback; Ctrl-C stops both
 	@$(RUN) -m flows.ui $(HOME_FOLDER) prefect_port=$(PREFECT_PORT) mlflow_port=$(MLFLOW_PORT)
 
-serve: setup  ## the champion of MODEL over HTTP on loopback, port SERVE_PORT; Ctrl-C stops it
+serve: setup  ## serve the champion of MODEL over HTTP on loopback, port SERVE_PORT; Ctrl-C stops it
 	@PATH="$(abspath $(VENV))/bin:$$PATH" MLFLOW_TRACKING_URI="$${MLFLOW_TRACKING_URI:-sqlite:///$(HOME_FOLDER)/mlflow/mlflow.db}" \
 		$(VENV)/bin/mlflow models serve -m "models:/$(MODEL)@champion" --env-manager local --host 127.0.0.1 --port $(SERVE_PORT)
 
-deploy: setup  ## work pool, queues, deployments and automations on the running server (PREFECT_API_URL); CHAIN=true trains after each ingest
+deploy: setup  ## set up the server at PREFECT_API_URL; CHAIN=true trains after each ingest
 	@$(RUN) -m flows.deploy $(if $(CHAIN),chain=$(CHAIN)) trainings=$(TRAININGS)
 
-worker: setup  ## a worker that runs deployments (PREFECT_API_URL)
+worker: setup  ## run a worker for the deployments of the server at PREFECT_API_URL
 	@$(VENV)/bin/prefect worker start --pool dlrm
 
-doctor: setup  ## what is wrong with this installation
+doctor: setup  ## check this installation
 	@$(RUN) -m flows.doctor
 
-lock:  ## resolve the dependencies anew (needs uv)
+lock:  ## resolve the dependencies again (needs uv)
 	@uv pip compile pyproject.toml --extra cpu --extra dev --universal --python-version 3.11 --no-annotate \
 		--override requirements/overrides-cpu.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--extra-index-url $(TORCH_INDEX)) \
 		--custom-compile-command "make lock" -q -o requirements/cpu.lock
 	@uv pip compile pyproject.toml --extra cuda --extra dev --universal --python-version 3.11 --no-annotate \
 		--custom-compile-command "make lock" -q -o requirements/cuda.lock
-	@# An extra's lock holds what it adds to the whole, resolved together with it.
+	@# An extra's lock holds the packages that it adds, resolved together with the main lock.
 	@for extra in ray postgres; do \
 		uv pip compile pyproject.toml --extra cpu --extra dev --extra $$extra --universal --python-version 3.11 --no-annotate --no-header \
 			--override requirements/overrides-cpu.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--extra-index-url $(TORCH_INDEX)) \
@@ -125,5 +125,5 @@ lock:  ## resolve the dependencies anew (needs uv)
 	done
 	@rm requirements/.all
 
-clean:  ## removes the environment; data and models in .dlrm stay
+clean:  ## remove the environment; data and models in .dlrm stay
 	@rm -rf $(VENV)
