@@ -117,14 +117,14 @@ class Workspace:
         """Best effort: on failure, logs a warning and keeps the trained model. An MLflow that is away still ends it.
 
         Args:
-            what: What the run then lacks.
+            what: What is tried, such as "figures".
         """
         try:
             yield
         except Exception as error:
             if is_unreachable(error):  # that can be finished later
                 raise
-            self.console.log.warning("the run has no %s: %s", what, one_line(error))
+            self.console.log.warning("%s failed: %s", what, one_line(error))
 
     @property
     def training_lock(self) -> str:

@@ -231,11 +231,11 @@ def test_the_table_of_policies():
     )
     assert summary["a"]["calibration"] == pytest.approx((22 * 6 + 15) / (20 * 6 + 15))
     lines = render_table(summary).splitlines()
-    assert lines[0].startswith("| policy | next-day NE | interval over days | less that of a |")
+    assert lines[0].startswith("| policy | next-day NE | interval over days | difference from a |")
     assert lines[3].endswith("| 2 further | 20 |")
     json.dumps(summary)
 
 
 def test_the_summary_of_a_backfill_is_one_line():
     counts = {"days": 3, "days_trained": 1, "days_judged": 1, "trainings_skipped": 1}
-    assert describe_backfill(counts) == "3 days; 1 trained, 1 judged only, 1 were done"
+    assert describe_backfill(counts) == "3 days; 1 trained, 1 evaluated only, 1 were done before"

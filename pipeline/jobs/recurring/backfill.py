@@ -1,4 +1,4 @@
-"""Past days written side by side, and what a back-fill says of each."""
+"""A back-fill: past days written side by side, and the summary of each."""
 
 import contextvars
 import datetime
@@ -15,14 +15,14 @@ from pipeline.jobs.tables.ingest import make_source_context, write_days
 from pipeline.jobs.workspace import Workspace
 
 PORTIONS = 4
-"""Parts that each writer's days are cut into, so that progress is seen and none waits long for another."""
+"""Portions per writer. Several keep the progress bar moving and the writers equally busy."""
 
 
-@step("name the days")
+@step("list the days")
 def list_days(
     workspace: Workspace, start: datetime.date | None, end: datetime.date | None, work: str
 ) -> list[datetime.date]:
-    """The days of the range that there are, in the source or, for training alone, in the warehouse. It only reads."""
+    """Returns the days of a range that exist: in the warehouse if work is `train`, else in the source. Only reads."""
     config = workspace.config
     if start is not None and end is not None and start > end:
         raise ConfigError("argument 'start'", f"a day up to end={end}", f"{start}", "Swap the two.")
@@ -42,7 +42,7 @@ def list_days(
 def write_days_side_by_side(
     workspace: Workspace, days: Sequence[datetime.date], side_by_side: int, force: bool
 ) -> dict[str, Any]:
-    """Days of the source -> days of the warehouse. Safe to repeat: each is written as a whole or not at all."""
+    """Source days -> warehouse days. Safe to repeat: a day is written as a whole or not at all."""
     config = workspace.config
     size = max(len(days) // (side_by_side * PORTIONS), 1)
     portions = [tuple(days[first : first + size]) for first in range(0, len(days), size)]
@@ -56,7 +56,7 @@ def write_days_side_by_side(
             totals["quarantined_rows"] += sum(found.quarantined.values())
             progress("ingest", totals["days_written"] + totals["days_skipped"], len(days))
 
-        if not workspace.warehouse.has_table(config.name):  # two writers would both make it
+        if not workspace.warehouse.has_table(config.name):  # otherwise two writers would create it
             done(write_days(workspace, portions.pop(0), force, _ignore_progress))
         with ThreadPoolExecutor(side_by_side, thread_name_prefix="ingest") as pool:
             running = [
@@ -73,11 +73,11 @@ def write_days_side_by_side(
 
 
 def _ignore_progress(what: str, done: int, total: int) -> None:
-    """Takes the reports of single days."""
+    """Drops the progress of single portions: the bar counts days."""
 
 
 def list_days_after_first_model(split: SplitConfig, days: Sequence[datetime.date]) -> list[datetime.date]:
-    """The days that come after those of the first model.
+    """Returns the days after those of the first model.
 
     Raises:
         EmptyDatasetError: If there are none.
@@ -92,7 +92,7 @@ def list_days_after_first_model(split: SplitConfig, days: Sequence[datetime.date
 
 
 def describe_day(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What a summary says of a day."""
+    """Returns the summary's entry of a day."""
     champion = result["champion_eval"]
     return {
         "day": result["day"],
@@ -106,13 +106,15 @@ def describe_day(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_backfill(result: Mapping[str, Any]) -> str:
-    """The summary as one line."""
+    """Returns the summary as one line."""
     parts = [f"{result['days']} days"]
     if "days_written" in result:
-        parts.append(f"{result['days_written']} written ({result['rows']:,} rows), {result['days_skipped']} were there")
+        parts.append(
+            f"{result['days_written']} written ({result['rows']:,} rows), {result['days_skipped']} were there before"
+        )
     if "days_trained" in result:
         parts.append(
-            f"{result['days_trained']} trained, {result['days_judged']} judged only, "
-            f"{result['trainings_skipped']} were done"
+            f"{result['days_trained']} trained, {result['days_judged']} evaluated only, "
+            f"{result['trainings_skipped']} were done before"
         )
     return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""Retraining policies over the same past days: each rehearsed by real ranks, and what the days have shown."""
+"""A backtest: each retraining policy replays the same past days with real ranks, and the results are compared."""
 
 import datetime
 import hashlib
@@ -33,28 +33,28 @@ from storage.artifacts import write_text
 
 FIGURE, TABLE = "policies.png", "policies.md"
 TRAILING_DAYS = 14
-"""Days that the figure's lines are taken over: single days differ by the weather more than by the model."""
+"""Most days of the figure's moving mean. Single days vary more than models do."""
 
 
 class BacktestJob(BaseModel, frozen=True):
-    """Days to rehearse on, and what it takes to do so."""
+    """A backtest that is pinned: its days, and the specification of its ranks."""
 
     folder: str
     spec: BacktestSpec
-    """What ranks are told; each policy puts itself and a folder of its own there."""
+    """Each policy fills in itself and a folder of its own."""
 
 
 def pin_backtest(workspace: Workspace, start: datetime.date | None, end: datetime.date | None) -> BacktestJob:
-    """The days of the newest snapshot from `start` to `end`, and the first model's, which come before.
+    """Pins the days of the newest snapshot from `start` to `end`, and the earlier days of the first model.
 
     Raises:
-        ConfigError: If the split is of another kind, or its own days reach into those that are rehearsed.
-        EmptyDatasetError: If there is no day to rehearse on.
+        ConfigError: If the split is not `hash`, or its own days overlap with those of the backtest.
+        EmptyDatasetError: If there is no day to replay.
     """
     config = workspace.config
     require_hash_split(config.split)
     if config.training.sync != "synchronous":
-        raise ConfigError("training.sync", "synchronous, to rehearse", config.training.sync, "Change it.")
+        raise ConfigError("training.sync", "synchronous in a backtest", config.training.sync, "Change it.")
     snapshot, data = resolve_dataset(workspace, None)
     rows = workspace.warehouse.day_rows(snapshot)
     first_days = data["train"].selection.days
@@ -63,11 +63,11 @@ def pin_backtest(workspace: Workspace, start: datetime.date | None, end: datetim
         if start <= first_days[-1]:
             raise ConfigError(
                 "argument 'start'", f"a day after split.hash.days, which end on {first_days[-1]}", f"{start}",
-                "Name a later day, or let the first model's days end before.",
+                "Name a later day, or let the days of the first model end earlier.",
             )  # fmt: skip
         days = [day for day in days if day >= start]
     if not days:
-        raise EmptyDatasetError("days to rehearse", f"some after {first_days[-1]}", "none", "Ingest more days.")
+        raise EmptyDatasetError("days to replay", f"some after {first_days[-1]}", "none", "Ingest more days.")
     whole = data["test"].selection.model_copy(update={"hash_keys": ()})
     new = exclude_test_rows(data)
     settings = json.dumps(
@@ -83,9 +83,9 @@ def pin_backtest(workspace: Workspace, start: datetime.date | None, end: datetim
     first = TrainingJob(identity=identity, snapshot=snapshot, folder=folder, rows=counts, data=data, done=None)
     spec = BacktestSpec(
         scratch=make_rank_spec(workspace, first),
-        further=config.incremental,
+        incremental=config.incremental,
         new=new,
-        judged=data["test"].model_copy(update={"selection": whole}),
+        evaluated=data["test"].model_copy(update={"selection": whole}),
         rows={day: rows[day] for day in rows if day <= days[-1]},
         first_days=first_days,
         days=tuple(days),
@@ -93,28 +93,28 @@ def pin_backtest(workspace: Workspace, start: datetime.date | None, end: datetim
     return BacktestJob(folder=folder, spec=spec)
 
 
-def backtest_policy(workspace: Workspace, rehearsed: BacktestJob, name: str, policy: Policy) -> BacktestResult:
-    """One policy from the first day to the last; one that was rehearsed before is read from its file."""
+def backtest_policy(workspace: Workspace, job: BacktestJob, name: str, policy: Policy) -> BacktestResult:
+    """Runs one policy from the first day to the last, or reads its result from its file."""
     logger = workspace.console.log
-    words = hashlib.sha256(policy.model_dump_json().encode()).hexdigest()[:8]
-    path = Path(rehearsed.folder) / f"{words}.json"
+    digest = hashlib.sha256(policy.model_dump_json().encode()).hexdigest()[:8]
+    path = Path(job.folder) / f"{digest}.json"
     if path.exists():
-        logger.info("%s: rehearsed before, see %s", name, path)
+        logger.info("skipped: policy %s has a result in %s", name, path)
         return BacktestResult.model_validate_json(path.read_text(encoding="utf-8")).model_copy(update={"name": name})
     events: list[Event] = []
-    with exclusive_dir(Path(rehearsed.folder) / words) as folder, workspace.console.progress("days") as progress:
+    with exclusive_dir(Path(job.folder) / digest) as folder, workspace.console.progress("days") as progress:
 
         def on_event(event: Event) -> None:
             if event["event"] == "day":
                 events.append(event)
                 note = f"{event['day']} {event['decision']['training']}"
-                progress(name, len(events) - 1, len(rehearsed.spec.days), note)
+                progress(name, len(events) - 1, len(job.spec.days), note)
 
         training = workspace.config.training
-        scratch = rehearsed.spec.scratch.model_copy(update={"folder": str(folder)})
+        scratch = job.spec.scratch.model_copy(update={"folder": str(folder)})
         run_ranks(
             "pipeline.jobs.recurring.backtest_rank",
-            rehearsed.spec.model_copy(update={"scratch": scratch, "policy": policy}),
+            job.spec.model_copy(update={"scratch": scratch, "policy": policy}),
             folder,
             training.world_size,
             training.threads_per_rank,
@@ -122,14 +122,14 @@ def backtest_policy(workspace: Workspace, rehearsed: BacktestJob, name: str, pol
             on_event,
             ROOT,
         )
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # the course is what counts
-    course = _collect_result(name, events)
-    write_text(path, course.model_dump_json(indent=1))
-    return course
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # only the result is kept
+    result = _collect_result(name, events)
+    write_text(path, result.model_dump_json(indent=1))
+    return result
 
 
 def _collect_result(name: str, events: Sequence[Event]) -> BacktestResult:
-    """What the events of a rehearsal come to; the first is the first model's."""
+    """Sums the events of a backtest up. The event of the first model has no sums and does not count."""
     days = [event for event in events if event["sums"] is not None]
     kinds = [event["decision"]["training"] for event in days]
     return BacktestResult(
@@ -141,44 +141,44 @@ def _collect_result(name: str, events: Sequence[Event]) -> BacktestResult:
     )
 
 
-def summarize(courses: Sequence[BacktestResult], level: float) -> dict[str, Any]:
-    """Quality and cost of each policy, and how it differs from the first one, as JSON values."""
+def summarize(results: Sequence[BacktestResult], level: float) -> dict[str, Any]:
+    """Returns quality and cost of each policy, and its difference from the first one, as JSON values."""
     found: dict[str, Any] = {}
-    for course in courses:
-        labels = sum(day.labels for day in course.days)
-        ne, apart = pooled_ne(course.days, level), pooled_ne_difference(course.days, courses[0].days, level)
-        found[course.name] = {
+    for result in results:
+        labels = sum(day.labels for day in result.days)
+        ne, difference = pooled_ne(result.days, level), pooled_ne_difference(result.days, results[0].days, level)
+        found[result.name] = {
             "ne": _dump_interval(ne),
-            "ne_difference": None if course is courses[0] else _dump_interval(apart),
-            "calibration": sum(day.predictions for day in course.days) / labels if labels else None,
-            "rows_trained": int(sum(course.rows_trained.values())),
-            "training_seconds": round(course.seconds, 1),
-            "trainings": dict(course.trainings),
+            "ne_difference": None if result is results[0] else _dump_interval(difference),
+            "calibration": sum(day.predictions for day in result.days) / labels if labels else None,
+            "rows_trained": int(sum(result.rows_trained.values())),
+            "training_seconds": round(result.seconds, 1),
+            "trainings": dict(result.trainings),
         }
     return found
 
 
 def _dump_interval(interval: Interval | None) -> dict[str, float | None] | None:
-    """An interval without bounds has None for them: JSON knows no infinity."""
+    """Returns an interval as JSON values. Bounds that are not finite become None: JSON has no infinity."""
     if interval is None:
         return None
     return {name: value if math.isfinite(value) else None for name, value in interval.model_dump().items()}
 
 
 def render_table(summary: Mapping[str, Any]) -> str:
-    """The summary as markdown."""
+    """Returns the summary as a markdown table."""
     first = next(iter(summary))
     head = (
-        f"| policy | next-day NE | interval over days | less that of {first} | calibration | trainings | rows trained |"
+        f"| policy | next-day NE | interval over days | difference from {first} | calibration | trainings | rows trained |"
     )
     lines = [head, "|---|---|---|---|---|---|---|"]
     for name, values in summary.items():
-        ne, apart = values["ne"], values["ne_difference"]
+        ne, difference = values["ne"], values["ne_difference"]
         trained = ", ".join(f"{count} {kind}" for kind, count in values["trainings"].items() if count) or "none"
         quality = ("–", "–") if ne is None else (f"{ne['value']:.4f}", format_interval(ne["low"], ne["high"]))
-        than = "" if apart is None else f"{apart['value']:+.4f}"
-        if apart is not None and apart["low"] is not None:
-            than += f" ({apart['low']:+.4f} to {apart['high']:+.4f})"
+        than = "" if difference is None else f"{difference['value']:+.4f}"
+        if difference is not None and difference["low"] is not None:
+            than += f" ({difference['low']:+.4f} to {difference['high']:+.4f})"
         calibration = "–" if values["calibration"] is None else f"{values['calibration']:.3f}"
         cells = [name, *quality, than, calibration, trained, f"{values['rows_trained']:,}"]
         lines.append(f"| {' | '.join(cells)} |")
@@ -186,56 +186,56 @@ def render_table(summary: Mapping[str, Any]) -> str:
 
 
 @step("show")
-def show_results(workspace: Workspace, rehearsed: BacktestJob, courses: Sequence[BacktestResult]) -> dict[str, Any]:
-    """Table and figure of the policies -> the rehearsal's folder, and an MLflow run with one below it for each."""
+def show_results(workspace: Workspace, job: BacktestJob, results: Sequence[BacktestResult]) -> dict[str, Any]:
+    """Table and figure of the policies -> the backtest's folder, and an MLflow run with a child for each policy."""
     config = workspace.config
-    folder, tracker = Path(rehearsed.folder), workspace.tracking
-    summary = summarize(courses, config.gate.level)
+    folder, tracker = Path(job.folder), workspace.tracking
+    summary = summarize(results, config.gate.level)
     text = render_table(summary)
     write_text(folder / TABLE, text + "\n")
-    figure = plots.backtest(courses, min(TRAILING_DAYS, max(len(rehearsed.spec.days) // 4, 1)))
+    figure = plots.backtest(results, min(TRAILING_DAYS, max(len(job.spec.days) // 4, 1)))
     figure.savefig(folder / FIGURE)
-    result = {
+    outcome = {
         "status": "ok",
-        "start": f"{rehearsed.spec.days[0]}",
-        "end": f"{rehearsed.spec.days[-1]}",
-        "days": len(rehearsed.spec.days),
-        "rows": int(sum(day.rows for day in courses[0].days)),
+        "start": f"{job.spec.days[0]}",
+        "end": f"{job.spec.days[-1]}",
+        "days": len(job.spec.days),
+        "rows": int(sum(day.rows for day in results[0].days)),
         "policies": summary,
         "figure": str(folder / FIGURE),
         "table": str(folder / TABLE),
         "git_commit": read_commit(),
     }
-    name = f"policies {rehearsed.spec.days[0]} to {rehearsed.spec.days[-1]}"
+    name = f"policies {job.spec.days[0]} to {job.spec.days[-1]}"
     tags = {"mlflow.source.name": "flows.backtest", "git_commit": read_commit()}
     parent = tracker.start(name, config.flat(), tags, None)
     with tracker.ending(parent):
-        for course in courses:
-            chosen = config.recurring.policies[course.name].model_dump(mode="json")
-            child = tracker.start(course.name, chosen, tags | {"mlflow.parentRunId": parent}, None)
+        for result in results:
+            chosen = config.recurring.policies[result.name].model_dump(mode="json")
+            child = tracker.start(result.name, chosen, tags | {"mlflow.parentRunId": parent}, None)
             with tracker.ending(child):
-                _log_result(workspace, child, course, summary[course.name])
+                _log_result(workspace, child, result, summary[result.name])
         tracker.client.log_text(parent, text, TABLE)
         tracker.log_figures(parent, {"policies": figure})
-        result["mlflow_run_id"] = parent
-        tracker.log_json(parent, result, RESULT)
-    return result
+        outcome["mlflow_run_id"] = parent
+        tracker.log_json(parent, outcome, RESULT)
+    return outcome
 
 
-def _log_result(workspace: Workspace, run_id: str, course: BacktestResult, values: Mapping[str, Any]) -> None:
-    """Next-day NE and calibration by the number of the day, and what the policy came to."""
+def _log_result(workspace: Workspace, run_id: str, result: BacktestResult, values: Mapping[str, Any]) -> None:
+    """Logs NE and calibration of each day, and the totals of the policy."""
     tracker = workspace.tracking
     points = [
         (number, {"next_day_ne": day.ne, "next_day_calibration": day.calibration})
-        for number, day in enumerate(course.days, 1)
+        for number, day in enumerate(result.days, 1)
     ]
     tracker.log_points(run_id, points)
     whole = {name: values[name] for name in ("calibration", "rows_trained", "training_seconds")}
-    tracker.log(run_id, len(course.days), {"pooled_ne": (values["ne"] or {}).get("value")} | whole)
+    tracker.log(run_id, len(result.days), {"pooled_ne": (values["ne"] or {}).get("value")} | whole)
 
 
 def choose_policies(known: Mapping[str, Policy], names: Sequence[str] | None) -> list[str]:
-    """The policies to compare.
+    """Returns the names of the policies to compare.
 
     Args:
         names: None: all of them.
@@ -258,20 +258,20 @@ def run_backtest(
     Args:
         names: Keys of `recurring.policies`.
     """
-    pinned_days = pin_days(workspace, start, end)
-    return show_results(workspace, pinned_days, [run_policy(workspace, pinned_days, name) for name in names])
+    job = pin_days(workspace, start, end)
+    return show_results(workspace, job, [run_policy(workspace, job, name) for name in names])
 
 
 @step("pin")
 def pin_days(workspace: Workspace, start: datetime.date | None, end: datetime.date | None) -> BacktestJob:
-    """The days to replay. Safe to repeat: it reads, and tags the snapshot once."""
-    rehearsed = pin_backtest(workspace, start, end)
-    snapshot = rehearsed.spec.judged.snapshot
+    """Pins the days to replay. Safe to repeat: it reads, and tags the snapshot once."""
+    job = pin_backtest(workspace, start, end)
+    snapshot = job.spec.evaluated.snapshot
     workspace.warehouse.tag(snapshot, f"rehearsal-{snapshot.snapshot_id}")
-    return rehearsed
+    return job
 
 
 @step("backtest {name}")
-def run_policy(workspace: Workspace, rehearsed: BacktestJob, name: str) -> BacktestResult:
-    """One policy over all days. Safe to repeat: a finished one is read from its file."""
-    return backtest_policy(workspace, rehearsed, name, workspace.config.recurring.policies[name])
+def run_policy(workspace: Workspace, job: BacktestJob, name: str) -> BacktestResult:
+    """Replays all days under one policy. Safe to repeat: a finished policy is read from its file."""
+    return backtest_policy(workspace, job, name, workspace.config.recurring.policies[name])

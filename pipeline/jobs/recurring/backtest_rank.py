@@ -1,7 +1,7 @@
-"""A retraining policy rehearsed over past days by real ranks: judge the next day, then train as the policy says.
+"""A rank of a backtest: evaluates the model on each next day, then trains it as the policy says.
 
-The second composition root beside `rank.py`: ranks stay alive from day to day, which makes hundreds of days affordable.
-Weights are those of the daily runs: a test holds them against each other, bit for bit.
+A composition root like `training/rank.py`. Ranks stay alive from day to day, which makes hundreds of days affordable.
+The weights are those of the daily runs. A test compares them bit for bit.
 """
 
 import datetime
@@ -35,36 +35,36 @@ from pipeline.training.trainer import Trainer, evaluate_sums
 from storage.warehouse import Warehouse
 
 KEEP_NONE = {"checkpoint_every_steps": None, "checkpoint_every_seconds": None}
-"""A model that is trained further in a rehearsal keeps no checkpoints."""
+"""Incremental training in a backtest keeps no checkpoints."""
 
 
 class BacktestSpec(BaseModel, frozen=True):
-    """All that a rank needs to know. Of all selections of rows only the days are replaced."""
+    """All that a rank needs to know. A day's selections differ from those given here only in their days."""
 
     scratch: RankSpec
-    """Training from scratch; its plan still has to learn its numbers."""
-    further: TrainConfig
+    """Training from scratch. Its plan is not fitted yet."""
+    incremental: TrainConfig
     """Training of a model on new days."""
     new: DataSpec
-    """Rows of a day that a model is trained further on."""
-    judged: DataSpec
-    """Rows of a day that the model is judged on before it is trained on the day."""
+    """Rows of a day for incremental training."""
+    evaluated: DataSpec
+    """Rows of a day that the model is evaluated on before it is trained on that day."""
     policy: Policy = Policy()
     rows: Mapping[datetime.date, int]
-    """All days there are, and their rows."""
+    """All days of the table and their numbers of rows."""
     first_days: tuple[datetime.date, ...]
     """What the first model is trained on."""
     days: tuple[datetime.date, ...]
-    """What the policy is rehearsed on, in order."""
+    """Days to replay, in order."""
 
     @property
     def training(self) -> TrainConfig:
-        """What ranks have to know to form a group."""
+        """Settings that ranks need to form a group."""
         return self.scratch.training
 
 
 class BacktestRank:
-    """One rank's part: the model of the day, and what it takes to make the next."""
+    """One rank's part of a backtest: the current model, and how to make the next."""
 
     def __init__(self, spec: BacktestSpec, rank: int, device: torch.device, emit: Callable[[Any], None]) -> None:
         self.spec, self.rank, self.device, self.emit = spec, rank, device, emit
@@ -74,111 +74,113 @@ class BacktestRank:
         self.trained_to = self.scratch_day = spec.first_days[-1]
 
     def run(self) -> None:
-        """All days; one event for each, and one for the first model."""
+        """Replays all days. Emits an event for the first model and one for each day."""
         began = time.perf_counter()
-        rows = self.from_scratch(self.spec.first_days)
+        rows = self.train_from_scratch(self.spec.first_days)
         first = Decision(training="scratch", reason="the first model")
-        self.tell(self.spec.first_days[-1], None, first, rows, time.perf_counter() - began)
+        self.emit_day(self.spec.first_days[-1], None, first, rows, time.perf_counter() - began)
         for day in self.spec.days:
-            sums = self.judge(day)
-            decision = decide(self.spec.policy, self.standing(day, sums), day)
+            sums = self.evaluate_day(day)
+            decision = decide(self.spec.policy, self.make_standing(day, sums), day)
             began, rows = time.perf_counter(), 0
             if decision.training == "further":
-                rows = self.further(self.new_days(day))
+                rows = self.train_incremental(self.list_new_days(day))
             elif decision.training == "scratch":
-                rows = self.from_scratch(self.window(day))
+                rows = self.train_from_scratch(self.list_window_days(day))
                 self.scratch_day = day
             if decision.training != "none":
                 self.trained_to = day
-            self.tell(day, sums, decision, rows, time.perf_counter() - began)
+            self.emit_day(day, sums, decision, rows, time.perf_counter() - began)
         assert self.trainer is not None
         weights = self.trainer.export_weights()
         if weights is not None:
             self.emit({"event": "result", "weights_sha256": hash_weights(weights)})
 
-    def tell(self, day: datetime.date, sums: LossSums | None, decision: Decision, rows: int, seconds: float) -> None:
-        """What a day has brought, for the flow. Rows trained count once for each epoch."""
+    def emit_day(
+        self, day: datetime.date, sums: LossSums | None, decision: Decision, rows: int, seconds: float
+    ) -> None:
+        """Emits the result of a day. Rows trained count once for each epoch."""
         cost = {"rows": rows, "seconds": seconds}
-        judged = None if sums is None else sums.model_dump()
-        self.emit({"event": "day", "day": f"{day}", "sums": judged, "decision": decision.model_dump(), "cost": cost})
+        values = None if sums is None else sums.model_dump()
+        self.emit({"event": "day", "day": f"{day}", "sums": values, "decision": decision.model_dump(), "cost": cost})
 
-    def standing(self, day: datetime.date, sums: LossSums) -> ChampionStanding:
-        """How the model stands on a day."""
+    def make_standing(self, day: datetime.date, sums: LossSums) -> ChampionStanding:
+        """Returns what the policy decides by."""
         return ChampionStanding(
             trained_to=self.trained_to,
             scratch_day=self.scratch_day,
-            new_rows=sum(self.spec.rows[new] for new in self.new_days(day)),
+            new_rows=sum(self.spec.rows[new] for new in self.list_new_days(day)),
             ne=sums.ne,
             calibration=sums.predictions / sums.labels if sums.labels else None,
         )
 
-    def new_days(self, day: datetime.date) -> list[datetime.date]:
-        """Days that the model was not trained on, up to this one."""
+    def list_new_days(self, day: datetime.date) -> list[datetime.date]:
+        """Returns the days up to this one that the model was not trained on."""
         return [other for other in self.spec.rows if self.trained_to < other <= day]
 
-    def window(self, day: datetime.date) -> list[datetime.date]:
-        """Days to train on from scratch."""
+    def list_window_days(self, day: datetime.date) -> list[datetime.date]:
+        """Returns the days to train on from scratch."""
         upto = [other for other in self.spec.rows if other <= day]
         return upto if self.spec.policy.window_days is None else upto[-self.spec.policy.window_days :]
 
-    def judge(self, day: datetime.date) -> LossSums:
-        """Loss sums over a day."""
+    def evaluate_day(self, day: datetime.date) -> LossSums:
+        """Returns the loss sums of a day."""
         assert self.trainer is not None
         model = self.trainer.model
-        batches = self.reader(select_days(self.spec.judged, [day]), shuffled=False).batches()
+        batches = self.open_reader(select_days(self.spec.evaluated, [day]), shuffled=False).batches()
         model.eval()
         with torch.no_grad():
-            sums = evaluate_sums(model, self.heartbeat.track(batches, "judging"), self.device, self.spec.further)
+            sums = evaluate_sums(model, self.heartbeat.track(batches, "evaluating"), self.device, self.spec.incremental)
         model.train()
         return sums
 
-    def from_scratch(self, days: Sequence[datetime.date]) -> int:
-        """Another model in place of this one; returns the rows that it was trained on."""
+    def train_from_scratch(self, days: Sequence[datetime.date]) -> int:
+        """Replaces the model by one trained from scratch. Returns the rows that it was trained on."""
         spec = select_training_days(self.spec.scratch, days)
         self.plan = fit_plan(spec.train, Warehouse(spec.train.warehouse, Path(spec.train.home)))
         spec = plan_placement(select_training_days(replace_plan(self.spec.scratch, self.plan), days), {})
         folder = Path(spec.folder) / "checkpoints"
         if self.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # of the model before
+            shutil.rmtree(folder, ignore_errors=True)  # of the previous model
         dist.barrier()
         trainer = assemble(spec, self.rank, self.device, self.emit, self.heartbeat)
         progress = trainer.train()
         self.trainer = assemble(
-            spec.model_copy(update={"training": self.spec.further.model_copy(update=KEEP_NONE), "valid": None}),
+            spec.model_copy(update={"training": self.spec.incremental.model_copy(update=KEEP_NONE), "valid": None}),
             self.rank, self.device, self.emit, self.heartbeat,
         )  # fmt: skip
         self.trainer.take_over(trainer)
         return progress.rows
 
-    def further(self, days: Sequence[datetime.date]) -> int:
-        """The same model, trained on new days; returns their rows."""
+    def train_incremental(self, days: Sequence[datetime.date]) -> int:
+        """Trains the model on new days. Returns their rows."""
         assert self.trainer is not None
-        reader = self.reader(select_days(self.spec.new, days), shuffled=True)
+        reader = self.open_reader(select_days(self.spec.new, days), shuffled=True)
         return self.trainer.train_incremental(
             lambda position: self.heartbeat.track(reader.batches(position), "training")
         ).rows
 
-    def reader(self, rows: DataSpec, shuffled: bool) -> Client:
-        """Batches of some rows under the model's plan."""
+    def open_reader(self, rows: DataSpec, shuffled: bool) -> Client:
+        """Returns the batches of some rows, transformed by the model's plan."""
         data = rows.model_copy(update={"plan": self.plan})
-        spec = self.spec.scratch.model_copy(update={"training": self.spec.further})
+        spec = self.spec.scratch.model_copy(update={"training": self.spec.incremental})
         source = InlineSource({"rows": data}, spec.preprocessing)
         return open_client(spec, source, "rows", data, self.rank, shuffled)
 
 
 def select_days(data: DataSpec, days: Sequence[datetime.date]) -> DataSpec:
-    """The same rows of other days."""
+    """Returns the same selection of other days."""
     return data.model_copy(update={"selection": data.selection.model_copy(update={"days": tuple(days)})})
 
 
 def select_training_days(spec: RankSpec, days: Sequence[datetime.date]) -> RankSpec:
-    """A training on the same rows of other days."""
+    """Returns a training on other days."""
     valid = None if spec.valid is None else select_days(spec.valid, days)
     return spec.model_copy(update={"train": select_days(spec.train, days), "valid": valid})
 
 
 def replace_plan(spec: RankSpec, plan: Any) -> RankSpec:
-    """A training under another plan."""
+    """Returns a training with another plan."""
     parts = {"train": spec.train, "valid": spec.valid, "probe": spec.probe}
     return spec.model_copy(
         update={name: part.model_copy(update={"plan": plan}) for name, part in parts.items() if part is not None}
@@ -186,7 +188,7 @@ def replace_plan(spec: RankSpec, plan: Any) -> RankSpec:
 
 
 def run_backtest_rank(spec: BacktestSpec, rank: int, device: torch.device) -> None:
-    """Works as one rank of a group."""
+    """Replays the days as one rank of a group."""
     BacktestRank(spec, rank, device, open_event_writer()).run()
 
 

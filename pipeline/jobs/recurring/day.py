@@ -1,4 +1,4 @@
-"""A day of recurring training pinned down: what the champion has seen, what is new, and what a training would read."""
+"""A day of recurring training: its snapshot, its champion, the days new to it, and the training of the day."""
 
 import datetime
 import hashlib
@@ -27,13 +27,13 @@ from storage.artifacts import inside
 from storage.reader import SnapshotRef
 
 DAY_TAG, TRAINING_TAG = "dlrm.day", "dlrm.training"
-"""Tags of an MLflow run: the day it is of, and what was trained on it."""
+"""Tags of an MLflow run: its day, and the kind of training on it."""
 CHECKPOINTS = "checkpoints"
 """Folder in a run's folder."""
 
 
 class ChampionVersion(BaseModel, frozen=True):
-    """The version that is trained further."""
+    """The champion, and where its training has got to."""
 
     version: int
     trained_to: datetime.date
@@ -42,12 +42,12 @@ class ChampionVersion(BaseModel, frozen=True):
 
 
 class Today(BaseModel, frozen=True):
-    """A day, the champion that meets it, and the days that are new to the champion."""
+    """A day, its champion, and the days that are new to the champion."""
 
     day: datetime.date
     identity: str
     done: tuple[int | None, str] | None
-    """(version, run id) of the finished work of this day; no version where none was trained."""
+    """(version, run id) of the finished work of this day. version: None where nothing was trained."""
     champion: ChampionVersion
     snapshot: SnapshotRef
     rows: int
@@ -55,10 +55,10 @@ class Today(BaseModel, frozen=True):
     new_days: tuple[datetime.date, ...]
     new_rows: int
     scratch_days: tuple[datetime.date, ...]
-    """What a model would be trained on from scratch."""
+    """Days of a training from scratch."""
 
-    def standing(self, ne: float | None, calibration: float | None) -> ChampionStanding:
-        """How the champion stands, for the policy."""
+    def make_standing(self, ne: float | None, calibration: float | None) -> ChampionStanding:
+        """Returns what the policy decides by."""
         return ChampionStanding(
             trained_to=self.champion.trained_to,
             scratch_day=self.champion.scratch_day,
@@ -69,7 +69,7 @@ class Today(BaseModel, frozen=True):
 
 
 def identity_of_day(workspace: Workspace, day: datetime.date) -> str:
-    """Names the work of a day: the same day under the same config is the same work, whoever is champion."""
+    """Returns the identity of a day's work. It depends on day and config, not on the champion."""
     config = workspace.config
     chosen = config.recurring.model_dump(mode="json", exclude={"policies", "keep_checkpoints"})
     text = json.dumps({"day": f"{day}", "config": semantics(workspace), "recurring": chosen}, sort_keys=True)
@@ -77,13 +77,13 @@ def identity_of_day(workspace: Workspace, day: datetime.date) -> str:
 
 
 def pin_day(workspace: Workspace, day: datetime.date | None, force: bool) -> Today:
-    """A day of the newest snapshot, and where the champion stands before it.
+    """Pins a day of the newest snapshot, with the champion as it is before that day.
 
     Args:
         day: None: the last one of the table.
         force: Does the work of a finished day once more.
     Raises:
-        ConfigError: If the split cannot be made for single days.
+        ConfigError: If the split is not `hash`.
         EmptyDatasetError: If the table has no such day.
         RegistryError: If there is no champion, or it has seen the day.
     """
@@ -121,10 +121,10 @@ def pin_day(workspace: Workspace, day: datetime.date | None, force: bool) -> Tod
 
 
 def require_hash_split(split: SplitConfig) -> None:
-    """Refuses a split whose parts are whole days: each day needs rows to train on and rows to judge on.
+    """Refuses splits into whole days: each day needs rows to train on and rows to evaluate on.
 
     Raises:
-        ConfigError: If it is another than `split.hash`.
+        ConfigError: If the split is not `hash`.
     """
     if split.hash is None:
         raise ConfigError("split", "hash, which parts the rows of each day", "another kind", "See flights_daily.yaml.")
@@ -140,18 +140,18 @@ def _find_done(workspace: Workspace, identity: str) -> tuple[int | None, str] | 
 
 
 def has_champion(workspace: Workspace) -> bool:
-    """Whether there is a version to go on from."""
+    """Whether the model has a champion."""
     return _find_champion(workspace)[0] is not None
 
 
 def champion_folder(workspace: Workspace) -> Path | None:
-    """Folder of the run that made the champion; None: there is none, or its version does not say."""
+    """Returns the folder of the run that made the champion. None: no champion, or its version does not name one."""
     tags = _find_champion(workspace)[1]
     return inside(workspace.home / "runs", tags["run_folder"]) if "run_folder" in tags else None
 
 
 def _find_champion(workspace: Workspace) -> tuple[int | None, Mapping[str, str]]:
-    """The champion's version and its tags; none where there is no champion."""
+    """Returns version and tags of the champion. (None, {}) if there is none."""
     tracker, name = workspace.tracking, workspace.config.model_name
     version = find_holder(tracker, name)
     return version, {} if version is None else tracker.client.get_model_version(name, str(version)).tags
@@ -164,7 +164,7 @@ def _require_champion(workspace: Workspace) -> ChampionVersion:
         raise RegistryError(where, "a champion", "none", "Train the first one: python -m flows.train CONFIG.")
     if "trained_to" not in tags:
         raise RegistryError(
-            f"{where}, version {version}", "a record of the days it was trained on", "none: it is an older one",
+            f"{where}, version {version}", "a record of the days it was trained on", "none: an older version",
             "Train another: python -m flows.train CONFIG force=true.",
         )  # fmt: skip
     fields = {key: tags[key] for key in ("trained_to", "scratch_day", "run_folder")}
@@ -172,7 +172,7 @@ def _require_champion(workspace: Workspace) -> ChampionVersion:
 
 
 def find_start(workspace: Workspace, champion: ChampionVersion, plan: Plan) -> Start:
-    """The champion's checkpoint, verified.
+    """Finds the checkpoint that the champion was exported from.
 
     Args:
         plan: The champion's.
@@ -189,24 +189,27 @@ def find_start(workspace: Workspace, champion: ChampionVersion, plan: Plan) -> S
 
 
 def download_champion(workspace: Workspace, champion: ChampionVersion, folder: Path) -> Path:
-    """The champion's packed model, from the registry."""
+    """Downloads the champion's packed model from the registry."""
     return download_packed(workspace.tracking, workspace.config.model_name, champion.version, folder)
 
 
 def select_day_rows(workspace: Workspace, today: Today) -> DataSpec:
-    """All rows of the day, for the champion to be judged on before anything is trained on them."""
+    """Returns all rows of the day. The champion is evaluated on them before any training."""
     return _replace_days(_select_parts(workspace, today, (today.day,))["test"], (today.day,), hash_keys=())
 
 
 def _select_parts(workspace: Workspace, today: Today, days: Sequence[datetime.date]) -> dict[Part, DataSpec]:
-    """The split's parts of some days; those of the test part are the newest day's alone."""
+    """Returns the split's parts of some days. The test part has the newest day alone."""
     data = build_specs(workspace, today.snapshot)
     chosen: Mapping[Part, Sequence[datetime.date]] = {"train": days, "valid": days, "test": (today.day,)}
     return {part: _replace_days(spec, chosen[part]) for part, spec in data.items()}
 
 
 def exclude_test_rows(data: Mapping[Part, DataSpec]) -> DataSpec:
-    """The rows that a model is trained further on: all but those that judge, for nothing is stopped on any."""
+    """Returns the rows for incremental training: all but the test share.
+
+    There is no early stopping, so validation rows train, too.
+    """
     return _replace_days(
         data["train"], data["train"].selection.days, hash_range=(0, data["test"].selection.hash_range[0])
     )
@@ -219,16 +222,16 @@ def _replace_days(spec: DataSpec, days: Sequence[datetime.date], **more: Any) ->
 def make_day_job(
     workspace: Workspace, today: Today, decision: Decision, known: Plan, notes: Mapping[str, Any]
 ) -> TrainingJob:
-    """The training of a day, in a folder that an attempt which was cut short finds again.
+    """Returns the training of a day. An interrupted one is found again in its folder.
 
     Args:
-        known: The champion's plan: what is not trained from scratch keeps the numbers that it has learned.
-        notes: What the result says beside the usual.
+        known: The champion's plan. Incremental training keeps its fitted numbers.
+        notes: Further entries of the result.
     """
     from_scratch = decision.training == "scratch"
     days = today.scratch_days if from_scratch else today.new_days
-    # Another champion, other rows or another kind of training do not go on from the checkpoints of this one.
-    contents = workspace.warehouse.day_names(today.snapshot)  # a checkpoint goes on at a place in files
+    # Another champion, other rows or another kind of training must not resume from these checkpoints.
+    contents = workspace.warehouse.day_names(today.snapshot)  # a checkpoint holds a position in files
     work = [decision.training, today.champion.version, *(contents[day] for day in (*days, today.day))]
     digest = hashlib.sha256(json.dumps(work).encode()).hexdigest()[:8]
     name = f"{workspace.config.name}-{today.day}-{today.identity[:12]}-{digest}"
@@ -247,9 +250,9 @@ def make_day_job(
 
 
 def clear_old_runs(workspace: Workspace, day: datetime.date) -> list[str]:
-    """Removes what the registry does not need of the folders of earlier days; returns the folders' names.
+    """Removes models and checkpoints from the folders of earlier days. Returns the names of these folders.
 
-    The newest `recurring.keep_checkpoints` and the champion's are left as they are, and runs that are not finished.
+    Leaves out the champion's folder, the newest `recurring.keep_checkpoints`, and unfinished runs.
     """
     config = workspace.config
     prefix, champion = f"{config.name}-", _require_champion(workspace).run_folder
@@ -260,7 +263,7 @@ def clear_old_runs(workspace: Workspace, day: datetime.date) -> list[str]:
     cleared = []
     for folder in old[config.recurring.keep_checkpoints :]:
         (folder / "weights.safetensors").unlink(missing_ok=True)
-        for part in ("model", "int8", CHECKPOINTS):  # by the last one it is seen that there is something to clear
+        for part in ("model", "int8", CHECKPOINTS):  # checkpoints last: they mark a folder as not cleared
             shutil.rmtree(folder / part, ignore_errors=True)
         cleared.append(folder.name)
     return cleared

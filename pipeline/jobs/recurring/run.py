@@ -34,7 +34,7 @@ from pipeline.registration.tracking import RESULT
 from storage.artifacts import write_text
 
 SHOWN_DAYS = 400
-"""Days that the figure of the next-day NE goes back."""
+"""Most days in the figure of the next-day NE."""
 
 
 def train_day(workspace: Workspace, day: datetime.date | None, scratch: bool, force: bool) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def train_day(workspace: Workspace, day: datetime.date | None, scratch: bool, fo
 
     Args:
         day: None: the last one of the table.
-        scratch: Trains another model on all days, whatever the policy says.
+        scratch: Trains from scratch, whatever the policy says.
         force: Does the work of a finished day once more.
     """
     with workspace.lock(workspace.training_lock):
@@ -64,7 +64,7 @@ def _train_or_keep(
     config, version = workspace.config, today.champion.version
     if training != "scratch":
         workspace = workspace.using(config.model_copy(update={"training": config.incremental}))
-    words = {"further": f"further from version {version}", "scratch": "from scratch", "none": "judged only"}
+    words = {"further": f"incremental from version {version}", "scratch": "from scratch", "none": "evaluated only"}
     tags = {DAY_TAG: f"{today.day}", TRAINING_TAG: training, "mlflow.source.name": "flows.recurring"}
     with open_training_run(workspace, job, f"{today.day} {words[training]}", tags) as run_id:
         record_champion(workspace, report, run_id)
@@ -72,13 +72,13 @@ def _train_or_keep(
             return keep_champion(workspace, today, job, run_id)
         trained = train(workspace, job, run_id)
         result = finish(workspace, job, trained, run_id)
-    with workspace.best_effort("room made"):
+    with workspace.best_effort("removing old checkpoints"):
         clear_old_runs(workspace, today.day)
     return result
 
 
 def settle_champion(workspace: Workspace) -> None:
-    """Completes the registration of the champion if it was interrupted after the alias moved: its day is done then."""
+    """Completes the registration of the champion if it was interrupted after the alias moved."""
     folder = champion_folder(workspace)
     if folder is not None and (folder / TRAINED).exists() and not (folder / REGISTERED).exists():
         register_run(workspace, folder.name)
@@ -86,17 +86,17 @@ def settle_champion(workspace: Workspace) -> None:
 
 @step("pin")
 def pin_today(workspace: Workspace, day: datetime.date | None, force: bool) -> Today:
-    """The day, and how the champion stands. Safe to repeat: it only reads."""
+    """Pins the day and logs its champion. Safe to repeat: it only reads."""
     today = pin_day(workspace, day, force)
     champion = today.champion
     workspace.console.log.info(
-        "%s, %s rows; champion: version %s, trained to %s; new to it: %s rows, days: %s",
+        "%s has %s rows; the champion is version %s, trained to %s; %s rows of %s days are new to it",
         today.day, f"{today.rows:,}", champion.version, champion.trained_to, f"{today.new_rows:,}", len(today.new_days),
     )  # fmt: skip
     return today
 
 
-@step("judge the champion")
+@step("evaluate the champion")
 def prepare_day(
     workspace: Workspace, today: Today, scratch: bool, folder: Path
 ) -> tuple[EvalReport, Decision, TrainingJob]:
@@ -113,10 +113,10 @@ def prepare_day(
     with workspace.console.progress() as progress:
         report = evaluate_model(workspace, select_day_rows(workspace, today), today.rows, model, progress)
     log.info("champion on %s: %s", today.day, describe_quality(report))
-    standing = today.standing(report.overall.ne, report.overall.calibration)
+    standing = today.make_standing(report.overall.ne, report.overall.calibration)
     decision = decide(config.recurring, standing, today.day)
     if scratch:
-        decision = Decision(training="scratch", reason="it was asked for")
+        decision = Decision(training="scratch", reason="scratch=true")
     log.info("training: %s, %s", decision.training, decision.reason)
     notes = {
         "day": f"{today.day}",
@@ -133,9 +133,9 @@ def prepare_day(
     return report, decision, job
 
 
-@step("note the champion")
+@step("record the champion")
 def record_champion(workspace: Workspace, report: EvalReport, run_id: str) -> None:
-    """The champion's quality on the day, and the series of all days so far -> the MLflow run. Safe to repeat."""
+    """The champion's quality on the day, and a figure of all days so far -> the MLflow run. Safe to repeat."""
     tracker = workspace.tracking
     tracker.log(run_id, 0, {f"champion_{name}": value for name, value in report.numbers.items()})
     with workspace.best_effort("figure of the next-day NE"):
@@ -143,7 +143,7 @@ def record_champion(workspace: Workspace, report: EvalReport, run_id: str) -> No
 
 
 def _load_series(workspace: Workspace) -> BacktestResult:
-    """Next-day quality of the champions, from the runs of the days."""
+    """Returns the next-day quality of the champions, read from the runs of the days."""
     tracker = workspace.tracking
     runs = tracker.client.search_runs(
         [tracker.experiment_id],
@@ -168,7 +168,7 @@ def _load_series(workspace: Workspace) -> BacktestResult:
 
 @step("keep the champion")
 def keep_champion(workspace: Workspace, today: Today, job: TrainingJob, run_id: str) -> dict[str, Any]:
-    """The result of a day without training. Safe to repeat: it replaces itself."""
+    """Writes the result of a day without training. Safe to repeat: it replaces itself."""
     name, version = workspace.config.model_name, today.champion.version
     result = {
         "status": "ok",
@@ -183,9 +183,9 @@ def keep_champion(workspace: Workspace, today: Today, job: TrainingJob, run_id: 
     return result
 
 
-@step("finished before")
+@step("load the result")
 def load_result(workspace: Workspace, today: Today, version: int | None, run_id: str) -> dict[str, Any]:
-    """The result of a day that was done before. Safe to repeat: it only reads."""
-    what = "no training was due" if version is None else f"version {version} was trained on it"
-    workspace.console.log.info("skipped: %s is done, %s; force=true does it once more", today.day, what)
+    """Returns the result of a day that is already done. Safe to repeat: it only reads."""
+    what = "no training was due" if version is None else f"version {version} was trained"
+    workspace.console.log.info("skipped: %s is done, %s; force=true does it again", today.day, what)
     return workspace.tracking.load_result(run_id) | {"status": "skipped"}

@@ -1,4 +1,4 @@
-"""Trainings that go on from one another: from a checkpoint, as a model that has grown, day after day in one group."""
+"""Incremental training: from a checkpoint, with new features, and day after day in one group of ranks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +32,7 @@ def run(module: str, spec: Any, folder: Path) -> tuple[Event, list[Event]]:
 
 
 def served(spec: RankSpec) -> Path:
-    """The checkpoint of what a finished training has exported."""
+    """Returns the checkpoint that a finished training exported."""
     found = checkpoint.find_served(Path(spec.folder) / "checkpoints")
     assert found is not None
     return found
@@ -40,55 +40,55 @@ def served(spec: RankSpec) -> Path:
 
 @pytest.fixture(scope="module")
 def first(rank_spec: Specs, tmp_path_factory: pytest.TempPathFactory) -> tuple[RankSpec, Event]:
-    """A training from scratch on the first day, stopped on rows of the same day, with the mean of its weights."""
+    """A training from scratch on the first day, with early stopping on that day, and averaged weights."""
     spec = rank_spec(tmp_path_factory.mktemp("first"), **SCRATCH)
     day = spec.train.selection.days[:1]
     spec = spec.model_copy(update={"train": select_days(spec.train, day), "valid": select_days(spec.train, day)})
     return spec, run("pipeline.jobs.training.rank", spec, Path(spec.folder))[0]
 
 
-def going_on(rank_spec: Specs, folder: Path, start: Path, day: int, plan: Plan, **training: Any) -> RankSpec:
-    """A training on one day that goes on from a checkpoint."""
+def incremental(rank_spec: Specs, folder: Path, start: Path, day: int, plan: Plan, **training: Any) -> RankSpec:
+    """Returns a training on one day that starts from a checkpoint."""
     spec = rank_spec(folder, **INCREMENTAL | training)
     data = select_days(spec.train, spec.train.selection.days[day : day + 1])
     return spec.model_copy(update={"train": data, "valid": None, "start": Start(checkpoint=str(start), plan=plan)})
 
 
-def test_a_rehearsal_makes_the_weights_of_daily_trainings(
+def test_a_backtest_makes_the_weights_of_daily_trainings(
     first: tuple[RankSpec, Event], rank_spec: Specs, tmp_path: Path
 ) -> None:
-    """From scratch, then two days further: bit for bit, whether ranks live on or start anew from checkpoints."""
+    """Two days after the first. Ranks that stay alive and ranks that load checkpoints give the same bits."""
     spec, _ = first
-    second = going_on(rank_spec, tmp_path / "second", served(spec), 1, spec.train.plan)
+    second = incremental(rank_spec, tmp_path / "second", served(spec), 1, spec.train.plan)
     run("pipeline.jobs.training.rank", second, tmp_path / "second")
-    third = going_on(rank_spec, tmp_path / "third", served(second), 2, spec.train.plan)
+    third = incremental(rank_spec, tmp_path / "third", served(second), 2, spec.train.plan)
     result, _ = run("pipeline.jobs.training.rank", third, tmp_path / "third")
     days = rank_spec(tmp_path).train.selection.days
-    rehearsal = BacktestSpec(
-        scratch=spec.model_copy(update={"folder": str(tmp_path / "rehearsal")}),
-        further=second.training,
+    backtest = BacktestSpec(
+        scratch=spec.model_copy(update={"folder": str(tmp_path / "backtest")}),
+        incremental=second.training,
         new=spec.train,
-        judged=spec.train,
+        evaluated=spec.train,
         policy=Policy(),
         rows=dict(zip(days, (720, 700, 661), strict=True)),
         first_days=days[:1],
         days=days[1:],
     )
-    rehearsed, events = run("pipeline.jobs.recurring.backtest_rank", rehearsal, tmp_path / "rehearsal")
-    assert rehearsed["weights_sha256"] == result["weights_sha256"]
-    told = [event for event in events if event["event"] == "day"]
-    assert [event["decision"]["training"] for event in told] == ["scratch", "further", "further"]
-    assert [event["cost"]["rows"] for event in told] == [1440, 700, 661]
-    assert [event["sums"] and event["sums"]["rows"] for event in told] == [None, 700, 661]
+    replayed, events = run("pipeline.jobs.recurring.backtest_rank", backtest, tmp_path / "backtest")
+    assert replayed["weights_sha256"] == result["weights_sha256"]
+    by_day = [event for event in events if event["event"] == "day"]
+    assert [event["decision"]["training"] for event in by_day] == ["scratch", "further", "further"]
+    assert [event["cost"]["rows"] for event in by_day] == [1440, 700, 661]
+    assert [event["sums"] and event["sums"]["rows"] for event in by_day] == [None, 700, 661]
 
 
-def test_a_training_goes_on_with_what_was_exported(
+def test_a_training_starts_from_what_was_exported(
     first: tuple[RankSpec, Event], rank_spec: Specs, device: torch.device, tmp_path: Path
 ) -> None:
-    """With rates of nearly nothing the weights stay, and the optimizers' moments are the old ones and more."""
+    """With learning rates near zero the weights stay, while the optimizers' moments grow from the old ones."""
     spec, _ = first
     still = {"table_learning_rate": 1e-30, "dense_learning_rate": 1e-30, "dense_weight_decay": 0.0}
-    after = going_on(rank_spec, tmp_path, served(spec), 1, spec.train.plan, **still | {"world_size": 1})
+    after = incremental(rank_spec, tmp_path, served(spec), 1, spec.train.plan, **still | {"world_size": 1})
     completed_here(after, device)
     old, new = (load_file(Path(one.folder) / "weights.safetensors") for one in (spec, after))
     assert all(torch.equal(old[name], new[name]) for name in old)
@@ -101,10 +101,10 @@ def test_a_training_goes_on_with_what_was_exported(
     assert checkpoint.read_progress(served(after))["steps_before"] == steps[0]
 
 
-def test_a_model_that_has_grown_keeps_what_it_knew(
+def test_a_model_with_new_features_keeps_its_predictions(
     first: tuple[RankSpec, Event], rank_spec: Specs, device: torch.device, tmp_path: Path
 ) -> None:
-    """The first model is one without the lists of items; at rates of nearly nothing the grown one says the same."""
+    """The first model lacks the lists of items. With learning rates near zero both predict the same."""
     spec, _ = first
     plan = spec.train.plan
     fewer = plan.model_copy(update={"sparse": plan.sparse[:1], "ops": tuple(op for op in plan.ops if "list_items" not in op.inputs)})  # fmt: skip
@@ -113,11 +113,11 @@ def test_a_model_that_has_grown_keeps_what_it_knew(
     small = small.model_copy(update={"valid": None})
     completed_here(small, device)
     still = {"table_learning_rate": 1e-30, "dense_learning_rate": 1e-30, "dense_weight_decay": 0.0}
-    large = going_on(rank_spec, tmp_path / "large", served(small), 1, fewer, **still)
+    large = incremental(rank_spec, tmp_path / "large", served(small), 1, fewer, **still)
     _, events = run("pipeline.jobs.training.rank", large, tmp_path / "large")
     assert [event["new"] for event in events if event["event"] == "grown"] == [["list_items"]]
-    said = [(tmp_path / name / "probe.json").read_text() for name in ("small", "large")]
-    values = [torch.tensor([float(part) for part in text.strip("[]\n ").split(",")]) for text in said]
+    probes = [(tmp_path / name / "probe.json").read_text() for name in ("small", "large")]
+    values = [torch.tensor([float(part) for part in text.strip("[]\n ").split(",")]) for text in probes]
     torch.testing.assert_close(values[0], values[1], atol=1e-6, rtol=0.0)
     assert not (tmp_path / "large" / "checkpoints" / "grown").exists()
 
@@ -126,7 +126,7 @@ def test_another_model_is_refused(
     first: tuple[RankSpec, Event], rank_spec: Specs, device: torch.device, tmp_path: Path
 ) -> None:
     spec, _ = first
-    other = going_on(rank_spec, tmp_path, served(spec), 1, spec.train.plan, dense_optimizer="sgd", world_size=1)
+    other = incremental(rank_spec, tmp_path, served(spec), 1, spec.train.plan, dense_optimizer="sgd", world_size=1)
     with pytest.raises(ContractError) as refused:
         completed_here(other, device)
     assert str(refused.value).startswith("checkpoint 'best', training.dense_optimizer: expected sgd, got adam.")
