@@ -1,4 +1,4 @@
-"""Which code and which dependencies a run uses."""
+"""Versions of the code and of its dependencies."""
 
 import hashlib
 import subprocess
@@ -7,7 +7,7 @@ from pipeline.config.files import ROOT
 
 
 def read_commit() -> str:
-    """The code's commit; `+` where the working tree differs, docs apart, which no run reads; `unknown` outside git."""
+    """Returns the commit, with `+` if the working tree has changes outside of docs; `unknown` outside git."""
     try:
         return _git("rev-parse", "HEAD")[:12] + ("+" if _git("status", "--porcelain", ":!docs") else "")
     except (OSError, subprocess.CalledProcessError):
@@ -15,7 +15,7 @@ def read_commit() -> str:
 
 
 def hash_lock_file() -> str:
-    """Hash of the dependency lock."""
+    """Returns the hash of the dependency lock file; `unknown` without one."""
     path = ROOT / "requirements" / "cpu.lock"
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else "unknown"
 

@@ -1,6 +1,6 @@
-"""Where a command reports: its log, its progress, its pages; and how its steps run.
+"""The console of a command: takes its log, progress and pages, and runs its steps.
 
-Jobs know this module and not the orchestrator. `flows/runtime/console.py` shows the same in Prefect.
+Jobs import this module and no orchestrator. `flows/runtime/console.py` implements it with Prefect.
 """
 
 import functools
@@ -21,20 +21,20 @@ R = TypeVar("R")
 
 
 class ProgressPage(Protocol):
-    """Shows progress outside of the log, on a page of the run."""
+    """Shows progress on the run's page."""
 
     def show(self, what: str, done: int, total: int, note: str) -> None:
-        """Shows that `done` of `total` are through."""
+        """Shows that `done` of `total` are done."""
 
     def close(self) -> None:
-        """Sends what has not been sent yet."""
+        """Sends the updates that are still waiting."""
 
 
 class Progress:
-    """Progress of long work: a bar on a terminal, a log line every few seconds elsewhere, and a bar on the run's page.
+    """Progress of long work: a bar on a terminal or a log line every few seconds, and a bar on the run's page.
 
     Args:
-        logger: Takes the lines where there is no terminal. None: neither lines nor bars, the page alone.
+        logger: Takes the lines if there is no terminal. None: the page alone.
         unit: What is counted.
         page: Shows the same on a page.
     """
@@ -58,7 +58,7 @@ class Progress:
             self.page.close()
 
     def __call__(self, what: str, done: int, total: int, note: str = "") -> None:
-        """Shows that `done` of `total` are through."""
+        """Shows that `done` of `total` are done."""
         if self.page is not None:
             self.page.show(what, done, total, note)
         if self.logger is None:
@@ -82,29 +82,29 @@ class Progress:
 
 @dataclass(frozen=True)
 class Step:
-    """A part of a command that pages show by itself."""
+    """A part of a command that pages show separately."""
 
     name: str
-    """May hold fields such as {name}, filled from the function's arguments."""
+    """May contain fields such as {name}, which the function's arguments fill."""
     makes: Literal["table", "model"] | None = None
-    """What it writes, for the lineage that pages show."""
+    """What it writes. Pages show this as lineage."""
     reads: Literal["table"] | None = None
 
 
 class Console:
-    """Reports to Python's logging and runs steps as plain calls: for tests and for commands without a server."""
+    """Writes to Python's logging and runs steps as plain calls. Serves tests and commands without a server."""
 
     @property
     def log(self) -> Logger:
-        """The log of the step that runs."""
+        """The log of the running step."""
         return logging.getLogger("dlrm")
 
     def progress(self, unit: str = "rows", quiet: bool = False) -> Progress:
-        """A progress bar.
+        """Returns a progress bar.
 
         Args:
             unit: What is counted.
-            quiet: Shows it on the run's page alone.
+            quiet: Shows the bar on the run's page alone.
         """
         return Progress(None if quiet else self.log, unit)
 
@@ -113,21 +113,21 @@ class Console:
         return function(*args, **kwargs)
 
     def show_text(self, kind: str, name: str, text: str, description: str = "") -> None:
-        """Markdown on the run's page, under a key made of kind and name."""
+        """Shows markdown on the run's page, under a key made of kind and name."""
 
     def show_table(self, kind: str, name: str, rows: Sequence[Mapping[str, Any]], description: str) -> None:
-        """Rows as a table on the run's page."""
+        """Shows rows as a table on the run's page."""
 
     def show_link(self, kind: str, name: str, address: str, text: str, description: str) -> None:
-        """A link on the run's page."""
+        """Shows a link on the run's page."""
 
 
 class HasConsole(Protocol):
-    """What a step takes first: a workspace, or something that holds one."""
+    """First argument of a step: a workspace, or an object that has one."""
 
     @property
     def console(self) -> Console:
-        """Where it reports."""
+        """The console that runs the step."""
 
 
 H = TypeVar("H", bound=HasConsole)
@@ -136,7 +136,7 @@ H = TypeVar("H", bound=HasConsole)
 def step(
     name: str, makes: Literal["table", "model"] | None = None, reads: Literal["table"] | None = None
 ) -> Callable[[Callable[Concatenate[H, P], R]], Callable[Concatenate[H, P], R]]:
-    """Marks a function as a step: the console of its first argument runs it, Prefect's as a task.
+    """Marks a function as a step. The console of its first argument runs it, Prefect's console as a task.
 
     Example:
         >>> from types import SimpleNamespace
@@ -159,5 +159,5 @@ def step(
 
 
 def one_line(error: BaseException) -> str:
-    """An error as part of a sentence."""
+    """Returns an error as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -22,11 +22,11 @@ from storage.warehouse import Warehouse
 
 
 class Workspace:
-    """What a command works with. It is opened once and handed down; warehouse and tracking open on first use.
+    """Open resources of a command, opened once and handed down. Warehouse and tracking open on first use.
 
     Args:
         config: The command's config.
-        console: Where it reports; None: to Python's logging.
+        console: Receives logs, progress and pages. None: Python's logging.
     """
 
     def __init__(self, config: RunConfig, console: Console | None = None) -> None:
@@ -35,12 +35,12 @@ class Workspace:
 
     @cached_property
     def warehouse(self) -> Warehouse:
-        """The warehouse below `home`, or the catalog that the config names."""
+        """The warehouse below `home`, or that of the catalog in the config."""
         return Warehouse(self.config.warehouse, self.home / "warehouse")
 
     @cached_property
     def tracking(self) -> Tracker:
-        """MLflow as this command uses it."""
+        """The MLflow server or folder of this command."""
         return Tracker(self.config.registration, self.home, self.config.name)
 
     @property
@@ -49,7 +49,7 @@ class Workspace:
         return self.config.home_path
 
     def using(self, config: RunConfig) -> "Workspace":
-        """The same console with another config, such as one trial's. What is open stays open where it is the same."""
+        """Returns a workspace with another config and the same console. It shares open resources that are the same."""
         other = Workspace(config, self.console)
         same_home = config.home_path == self.home
         if "warehouse" in self.__dict__ and same_home and config.warehouse == self.config.warehouse:
@@ -60,28 +60,28 @@ class Workspace:
         return other
 
     def feature_joins(self) -> tuple[PinnedSource, ...]:
-        """The feature sources that are joined while rows are read, as they are now."""
+        """Pins the feature sources that are joined while rows are read."""
         sources = [source for source in self.config.features.joined if not source.stored]
         return pin_sources(sources, ROOT, self.warehouse)
 
     def columns(self, snapshot: SnapshotRef) -> pa.Schema:
-        """The columns that a training can name: those of the table and of joined feature sources."""
+        """Returns the columns that a training can name: those of the table and of joined feature sources."""
         return joined_schema(self.warehouse, snapshot, self.feature_joins())
 
     def unfinished_folder(self, kind: str, name: str, done: str) -> Path:
-        """The first of `name-0`, `name-1`, ... below `home`/kind that does not hold the file `done`.
+        """Returns the first of `name-0`, `name-1`, ... below `home`/kind without the file `done`.
 
-        Work that was interrupted is found again; a finished folder is left alone.
+        Interrupted work is found again. A finished folder is not touched.
         """
         folders = (self.home / kind / f"{name}-{attempt}" for attempt in itertools.count())
         return next(folder for folder in folders if not (folder / done).exists())
 
     def latest_folder(self, kind: str, name: str, done: str, force: bool) -> Path:
-        """The last of `name-0`, `name-1`, ... below `home`/kind that exists, else the first.
+        """Returns the last of `name-0`, `name-1`, ... below `home`/kind that exists, else the first.
 
         Args:
             done: File that a finished folder holds.
-            force: Takes a new folder where the last one is finished.
+            force: Returns a new folder if the last one is finished.
         """
         folders = (self.home / kind / f"{name}-{attempt}" for attempt in itertools.count())
         made = list(itertools.takewhile(Path.exists, folders))
@@ -91,10 +91,10 @@ class Workspace:
 
     @contextmanager
     def lock(self, work: str) -> Iterator[None]:
-        """Waits until nobody else does the same work in this `home`.
+        """Waits until no other process does the same work in this `home`.
 
-        Two trainings of a model at once would share the processors and compare themselves with the same champion. Two
-        ingests of a table would write its days twice. The lock is the kernel's: it ends with its process.
+        Two trainings of a model at once would share the processors and be compared with the same champion. Two ingests
+        of a table would write its days twice. The lock is the kernel's: it ends with its process.
 
         Args:
             work: Such as "training of model 'demo'".
@@ -114,7 +114,7 @@ class Workspace:
 
     @contextmanager
     def best_effort(self, what: str) -> Iterator[None]:
-        """Best effort: on failure, logs a warning and keeps the trained model. An MLflow that is away still ends it.
+        """On failure, logs a warning and continues. An unreachable MLflow server still raises.
 
         Args:
             what: What is tried, such as "figures".
@@ -122,7 +122,7 @@ class Workspace:
         try:
             yield
         except Exception as error:
-            if is_unreachable(error):  # that can be finished later
+            if is_unreachable(error):  # the run can be finished later
                 raise
             self.console.log.warning("%s failed: %s", what, one_line(error))
 
@@ -139,10 +139,10 @@ class Workspace:
 
 @contextmanager
 def exclusive_dir(folder: Path) -> Iterator[Path]:
-    """A folder that one process at a time works in.
+    """Makes a folder and locks it for this process.
 
     Raises:
-        ConfigError: If another process works in it.
+        ConfigError: If another process has locked it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock")
@@ -150,7 +150,7 @@ def exclusive_dir(folder: Path) -> Iterator[Path]:
         lock.acquire(timeout=0)
     except Timeout:
         raise ConfigError(
-            f"'{folder.name}'", "one process at a time", "another one that works in it", "Wait for it, or end it."
+            f"'{folder.name}'", "one process at a time", "another one at work in it", "Wait until it ends, or stop it."
         ) from None
     try:
         yield folder

@@ -168,9 +168,7 @@ def _dump_interval(interval: Interval | None) -> dict[str, float | None] | None:
 def render_table(summary: Mapping[str, Any]) -> str:
     """Returns the summary as a markdown table."""
     first = next(iter(summary))
-    head = (
-        f"| policy | next-day NE | interval over days | difference from {first} | calibration | trainings | rows trained |"
-    )
+    head = f"| policy | next-day NE | interval over days | difference from {first} | calibration | trainings | rows trained |"
     lines = [head, "|---|---|---|---|---|---|---|"]
     for name, values in summary.items():
         ne, difference = values["ne"], values["ne_difference"]

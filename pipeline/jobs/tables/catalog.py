@@ -1,4 +1,4 @@
-"""The catalogue of a table's features, put together from the warehouse, the ingest's profile and MLflow."""
+"""The catalogue of a table's features, built from the warehouse, the ingest's profile and MLflow."""
 
 import datetime
 import getpass
@@ -28,7 +28,7 @@ Action = Literal["list", "show", "propose", "set", "deprecate", "history"]
 
 
 class Catalogue(NamedTuple):
-    """Features of a table at a snapshot, and who reads them."""
+    """Features of a table at a snapshot, and the runs and versions that read them."""
 
     snapshot: SnapshotRef
     entries: list[Entry]
@@ -36,7 +36,7 @@ class Catalogue(NamedTuple):
 
 
 def load_catalogue(workspace: Workspace) -> Catalogue:
-    """The catalogue of the newest snapshot.
+    """Loads the catalogue of the newest snapshot.
 
     Raises:
         StorageError: If there is no such table.
@@ -61,10 +61,10 @@ def load_catalogue(workspace: Workspace) -> Catalogue:
 
 
 def find_entry(known: Catalogue, feature: str) -> Entry:
-    """One feature's entry.
+    """Returns the entry of a feature.
 
     Raises:
-        ConfigError: If there is none; names the closest ones.
+        ConfigError: If there is none. Names similar features.
     """
     for entry in known.entries:
         if entry.name == feature:
@@ -73,20 +73,20 @@ def find_entry(known: Catalogue, feature: str) -> Entry:
 
 
 def list_retirable(workspace: Workspace, known: Catalogue, unused_days: int) -> list[RetireCandidate]:
-    """Features that could be retired."""
+    """Returns features that could be retired."""
     now = datetime.datetime.now(datetime.UTC)
     return find_candidates(known.entries, known.usage, _list_other_columns(workspace), unused_days, now)
 
 
 def _list_other_columns(workspace: Workspace) -> set[str]:
-    """Columns that the config reads for something else than features, in any flow."""
+    """Returns the columns that any flow reads for another purpose than features."""
     config = workspace.config
     source, sampling, joined = config.source, config.sampling, config.features.joined
     single = [source.day_column]
     single += [source.outcomes.on, source.outcomes.feature_time] if source.outcomes is not None else []
     several = [config.scoring.keep, config.ingest.order_by, *(side.on for side in joined)]
     several += [sampling.inputs] if sampling is not None else []
-    words = re.findall(r"[A-Za-z_]\w*", config.filter or "")  # its columns among them
+    words = re.findall(r"[A-Za-z_]\w*", config.filter or "")  # may include more than columns
     named = {name for name in single if name is not None} | {name for names in (*several, words) for name in names}
     return named | {name for name, _ in list_roles(workspace)}
 
@@ -94,12 +94,12 @@ def _list_other_columns(workspace: Workspace) -> set[str]:
 def build_declaration(
     workspace: Workspace, log: list[Event], feature: str, by: str | None, changes: Mapping[str, Any]
 ) -> Event:
-    """The event that declares something of a feature; nothing is written.
+    """Builds the event of a declaration. Writes nothing.
 
     Args:
         log: All events of the table's features.
     Raises:
-        ConfigError: If there is no such feature, or its state cannot change so.
+        ConfigError: If there is no such feature, or its state cannot change like this.
     """
     config = workspace.config
     warehouse = workspace.warehouse
@@ -110,10 +110,12 @@ def build_declaration(
 
 
 def check_serving(workspace: Workspace, feature: str, only_unused: bool) -> str | None:
-    """What to know before a feature is deprecated: which serving versions read it; None: none does.
+    """Returns a warning if serving versions read a feature that is to be deprecated, else None.
 
+    Args:
+        only_unused: Raises instead of returning a warning.
     Raises:
-        ConfigError: If there are some, and only an unused feature is meant.
+        ConfigError: If a serving version reads the feature and `only_unused` is set.
     """
     served = load_usage(workspace.tracking, workspace.config.model_name).served(feature)
     if not served:
@@ -131,7 +133,7 @@ def _check_alternatives(feature: str, named: Any, known: set[str], log: list[Eve
         if name not in known or name == feature:
             raise unknown_feature(name, sorted(known - {feature}), "Correct `instead`.")
         if name in declared_now and declared_now[name].state == "deprecated":
-            raise ConfigError(f"instead '{name}'", "a feature that is not deprecated", "one that is", "Name another.")
+            raise ConfigError(f"instead '{name}'", "a feature in use", "a deprecated one", "Name another.")
 
 
 def _user() -> str:
@@ -142,7 +144,7 @@ def _user() -> str:
 
 
 def warn_of_columns(spec: DataSpec, warehouse: Warehouse, logger: Logger) -> None:
-    """Says which features a training reads without learning anything from them: absent columns, and empty ones."""
+    """Warns of features that teach a training nothing: missing columns and empty ones."""
     plan, snapshot = spec.plan, spec.snapshot
     if plan.absent:
         names = ", ".join(plan.absent)
@@ -198,7 +200,7 @@ def declare_feature(
     log = read_events(warehouse, config.name)
     before, deprecated = newest_events(log).get(name), changes.get("state") == "deprecated"
     if deprecated and before is not None and before.state == "deprecated" and not force:
-        workspace.console.log.info("skipped: '%s' is deprecated already; force=true changes the words", name)
+        workspace.console.log.info("skipped: '%s' is already deprecated; force=true changes the declaration", name)
         return {"status": "skipped", "event": before.model_dump(mode="json"), "warning": None}
     event = build_declaration(workspace, log, name, by, changes)
     if deprecated:
@@ -238,9 +240,9 @@ def run_action(
     """Runs one action of `flows.features`.
 
     Args:
-        name: The feature, for actions on one.
-        changes: What is declared, by field of the event.
-        options: by, only_unused, force and unused_days, as the flow has them.
+        name: The feature, for actions on a single one.
+        changes: Field of the event -> declared value.
+        options: The flow's parameters by, only_unused, force and unused_days.
     Raises:
         ConfigError: If the action needs a feature and none is named.
     """

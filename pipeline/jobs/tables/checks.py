@@ -1,4 +1,4 @@
-"""What the rules say of new days, shown: log lines, a table on the run's page, a figure and the numbers in files."""
+"""Reports the checks of new days: log lines, a table on the run's page, a figure and a JSON file."""
 
 from pathlib import Path
 from typing import Any
@@ -9,20 +9,20 @@ from pipeline.jobs.workspace import Workspace
 from storage.artifacts import atomic_file, write_json
 
 MOST_LINES = 10
-"""Findings that get a line of their own in the log; the others are counted."""
+"""Most findings that are logged. Further ones are counted."""
 MOST_ROWS = 500
-"""Rows of the table on the run's page."""
+"""Most rows of the table on the run's page."""
 
 
 def show_checks(workspace: Workspace, checked: CheckResult) -> None:
-    """The findings of an ingest, where people look. What cannot be shown ends no ingest."""
+    """Shows the findings of an ingest. A failure to show them does not end the ingest."""
     config = workspace.config
     logger = workspace.console.log
     for finding in checked.findings[:MOST_LINES]:
         logger.warning("%s: %s: expected %s, got %s", finding.outcome, finding.where, finding.expected, finding.got)
     if len(checked.findings) > MOST_LINES:
         logger.warning(
-            "%s more findings; see %s", len(checked.findings) - MOST_LINES, report_folder(workspace, checked)
+            "%s more findings are in %s", len(checked.findings) - MOST_LINES, report_folder(workspace, checked)
         )
     try:
         _write(workspace, checked)
@@ -30,11 +30,11 @@ def show_checks(workspace: Workspace, checked: CheckResult) -> None:
         about = f"Rules that new days of table {config.name} break: {len(checked.findings)} findings"
         workspace.console.show_table("checks", config.name, rows, about)
     except Exception as error:
-        logger.warning("the checks are not shown on the run's page: %s", error)
+        logger.warning("the checks are missing on the run's page: %s", error)
 
 
 def summarize_checks(workspace: Workspace, checked: CheckResult) -> dict[str, Any]:
-    """What an ingest's result says of the rules: days by outcome, the findings, and where the report is."""
+    """Returns the checks for an ingest's result: days by outcome, the findings, and the report's folder."""
     if not checked.days:
         return {"findings": [], "report": None}
     found = [finding.model_dump(mode="json") for finding in checked.findings[:MOST_ROWS]]
@@ -42,7 +42,7 @@ def summarize_checks(workspace: Workspace, checked: CheckResult) -> dict[str, An
 
 
 def report_folder(workspace: Workspace, checked: CheckResult) -> Path:
-    """Where figure and numbers of an ingest are; the same days again replace them."""
+    """Returns the folder for figure and numbers of an ingest. Another ingest of the same days replaces them."""
     days = [one.day for one in checked.days if one.outcome != "stored"]
     return workspace.home / "reports" / f"ingest-{workspace.config.name}-{days[0]}-{days[-1]}"
 

@@ -1,4 +1,4 @@
-"""Rows of a source written into days of the warehouse, and columns of feature sources added to them."""
+"""Writes source rows into days of the warehouse, and adds columns of feature sources to them."""
 
 import datetime
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ def ingest(workspace: Workspace, days: tuple[datetime.date, ...] = (), force: bo
 
 @step("enrich", makes="table")
 def enrich(workspace: Workspace, start: datetime.date | None, end: datetime.date | None, force: bool) -> EnrichResult:
-    """Columns of side sources -> days of the warehouse. Safe to repeat: days that are done are skipped."""
+    """Columns of feature sources -> warehouse days. Safe to repeat: finished days are skipped."""
     config = workspace.config
     joined = config.features.joined
     with workspace.lock(workspace.ingest_lock), workspace.console.progress() as progress:
@@ -36,7 +36,7 @@ def enrich(workspace: Workspace, start: datetime.date | None, end: datetime.date
 
 
 def make_source_context(workspace: Workspace) -> SourceContext:
-    """The run's source, with all that is needed to read it."""
+    """Returns the run's source with all that reading it needs."""
     config, logs = workspace.config, workspace.home / "logs"
     return SourceContext(config.source, config.features, workspace.warehouse, config.name, ROOT, logs)
 
@@ -44,7 +44,11 @@ def make_source_context(workspace: Workspace) -> SourceContext:
 def write_days(
     workspace: Workspace, days: Sequence[datetime.date], force: bool, report: Callable[[str, int, int], None]
 ) -> IngestResult:
-    """The days of the source, none named: all of them, as days of the warehouse."""
+    """Writes days of the source into the warehouse.
+
+    Args:
+        days: Empty: all days.
+    """
     config = workspace.config
     return extract(
         make_source_context(workspace),
@@ -58,7 +62,7 @@ def write_days(
 
 
 def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) -> dict[str, Any]:
-    """Writes the source's days and says where each row went.
+    """Writes the source's days and accounts for each row.
 
     Args:
         day: The one day to write; None: all days of the source.
@@ -69,7 +73,7 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
     if result.days_skipped:
         log.info("skipped: %s days are in the warehouse from the same input", len(result.days_skipped))
     if result.days_elsewhere:
-        log.info("%s other days stay in the table: this source does not have them", result.days_elsewhere)
+        log.info("%s other days stay in the table: the source does not have them", result.days_elsewhere)
     if result.days_held:
         log.warning("%s days broke a rule and are held back in table %s", len(result.days_held), held_back_name(name))
     for reason, rows in result.quarantined.items():
@@ -124,7 +128,7 @@ def enrich_days(
 
 @step("declare")
 def declare_columns(workspace: Workspace, columns: Sequence[str]) -> None:
-    """Columns that the catalogue does not know -> beta. Safe to repeat: earlier declarations stay."""
+    """Declares columns that the catalogue lacks as beta. Safe to repeat: earlier declarations stay."""
     warehouse, name = workspace.warehouse, workspace.config.name
     now, known = datetime.datetime.now(datetime.UTC), newest_events(read_events(warehouse, name))
     for column in columns:

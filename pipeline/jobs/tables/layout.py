@@ -1,4 +1,4 @@
-"""Actions of the layout flow: each a task over one table."""
+"""Actions of `flows.layout`, each on one table."""
 
 import datetime
 import time
@@ -24,12 +24,12 @@ from storage.layout.rewrite import (
 from storage.maintenance import expire, vacuum
 
 READS = "reads"
-"""Folder below home: what runs have read."""
+"""Folder below home with records of what runs read."""
 Result = dict[str, Any]
 
 
 def save_read(workspace: Workspace, by: str, spec: DataSpec, rows: int, costs: Costs) -> None:
-    """Remembers what a run read, for the layout of its table."""
+    """Records what a run read. The layout of its table is proposed from such records."""
     now = datetime.datetime.now(datetime.UTC)
     read = ReadRecord(
         table=spec.snapshot.table, by=by, at=now, columns=tuple(spec.columns), rows=rows, bytes_read=costs.bytes_read,
@@ -42,7 +42,7 @@ def save_read(workspace: Workspace, by: str, spec: DataSpec, rows: int, costs: C
 def propose_layout(
     workspace: Workspace, name: str, order_by: Sequence[str], recent_days: float, megabytes_per_second: float
 ) -> Result:
-    """What was read -> a layout. Safe to repeat: it only reads."""
+    """Recorded reads -> a proposed layout. Safe to repeat: it only reads."""
     proposal = _make_proposal(workspace, name, order_by, recent_days, megabytes_per_second)
     _log_proposal(workspace, proposal)
     return {"status": "ok", "action": "propose", "table": name} | proposal.model_dump(mode="json")
@@ -57,12 +57,12 @@ def apply_layout(
     megabytes_per_second: float,
     force: bool,
 ) -> Result:
-    """A layout -> days written in it. Safe to repeat: days that are in it are left, each other one is one commit."""
+    """A layout -> days rewritten in it. Safe to repeat: days that have it stay. Each other day is one commit."""
     warehouse, figures = workspace.warehouse, {}
-    stands = layout_of(warehouse, name)
-    if stands.first and not force and tuple(order_by) in ((), stands.order_by):
+    current = layout_of(warehouse, name)
+    if current.first and not force and tuple(order_by) in ((), current.order_by):
         workspace.console.log.info(
-            "the table has a layout, in which its other days are written; force=true proposes anew"
+            "the table has a layout, and its other days are rewritten in it; force=true makes a new proposal"
         )
     else:
         proposal = _make_proposal(workspace, name, order_by, recent_days, megabytes_per_second)
@@ -77,7 +77,7 @@ def apply_layout(
 
 @step("compact")
 def compact_table(workspace: Workspace, name: str) -> Result:
-    """Days of many small files -> days of few. Safe to repeat: days that have few are left."""
+    """Days of many small files -> days of few. Safe to repeat: other days stay."""
     warehouse = workspace.warehouse
     return _summarize(
         "compact", name, _rewrite_days(workspace, name, days_in_small_files(warehouse, warehouse.current(name)))
@@ -86,7 +86,7 @@ def compact_table(workspace: Workspace, name: str) -> Result:
 
 @step("measure")
 def measure_reads(workspace: Workspace, name: str) -> Result:
-    """Reads the config's columns of all days, one thread. Safe to repeat: it only reads."""
+    """Times reading the config's columns of all days in one thread. Safe to repeat: it only reads."""
     warehouse = workspace.warehouse
     reference = warehouse.current(name)
     reader = warehouse.reader(reference, _select_columns(workspace, name))
@@ -107,7 +107,7 @@ def measure_reads(workspace: Workspace, name: str) -> Result:
 
 @step("expire")
 def expire_snapshots(workspace: Workspace, name: str, older_than_days: float, dry_run: bool) -> Result:
-    """Old snapshots -> none. Safe to repeat: what is gone is gone."""
+    """Expires old snapshots. Safe to repeat."""
     done = expire(workspace.warehouse, name, datetime.timedelta(days=older_than_days), dry_run)
     verb = "would expire" if dry_run else "expired"
     workspace.console.log.info(
@@ -118,8 +118,8 @@ def expire_snapshots(workspace: Workspace, name: str, older_than_days: float, dr
 
 @step("vacuum")
 def vacuum_table(workspace: Workspace, name: str, older_than_hours: float, dry_run: bool) -> Result:
-    """Files that no snapshot names -> none. Safe to repeat: what is gone is gone."""
-    with workspace.lock(f"ingest of table '{name}'"):  # whose files are of no snapshot as yet
+    """Deletes files that no snapshot names. Safe to repeat."""
+    with workspace.lock(f"ingest of table '{name}'"):  # an ingest's files belong to no snapshot yet
         done = vacuum(workspace.warehouse, name, datetime.timedelta(hours=older_than_hours), dry_run)
     verb = "would be deleted; dry_run=false deletes them" if dry_run else "deleted"
     workspace.console.log.info("%s files of %s bytes %s", done.files, f"{done.bytes:,}", verb)
@@ -133,19 +133,19 @@ def _make_proposal(
     since = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=recent_days)
     reads = load_reads(workspace.home / READS, name, since)
     reference, wanted = warehouse.current(name), _select_columns(workspace, name)
-    warehouse.reader(reference, list(order_by))  # refuses what is no column of the table
+    warehouse.reader(reference, list(order_by))  # refuses names that are not columns of the table
     speed = megabytes_per_second * 1e6
     return propose(warehouse, reference, layout_of(warehouse, name), reads, wanted, order_by, speed)
 
 
 def _select_columns(workspace: Workspace, name: str) -> list[str]:
-    """Columns of the table that a training of the config reads; all of a table that is not the config's."""
+    """Returns the columns that a training of the config reads. Another table than the config's: all columns."""
     config = workspace.config
     warehouse = workspace.warehouse
     there = warehouse.schema(warehouse.current(name)).names
     if name != config.name:
         return there
-    read = load(config, {"features.allow_deprecated": True})  # files hold them as long as they are read
+    read = load(config, {"features.allow_deprecated": True})  # deprecated columns are still read
     return [column for column in resolve_dataset(workspace.using(read), None)[1]["train"].columns if column in there]
 
 

@@ -1,4 +1,4 @@
-"""Which trainings and versions read which columns of a table: from MLflow's records, the plans among them."""
+"""Finds which runs and versions read which columns of a table, from the plans that MLflow stores."""
 
 import datetime
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from pipeline.registration.tracking import Tracker, is_not_found
 from pipeline.transforms.plan.plan import Plan
 
 MEASURED_RUNS = 20
-"""Newest finished runs of which the worth of the features is looked up."""
+"""Most runs whose feature importance is read, the newest finished ones."""
 
 
 def load_usage(tracker: Tracker, model: str) -> Usage:
-    """The runs of the experiment and the versions of the model, with what they read. Runs without a plan are left out.
+    """Returns runs of the experiment and versions of the model with their columns. Leaves out runs without a plan.
 
     Args:
         model: Name in the registry.
@@ -32,7 +32,7 @@ def load_usage(tracker: Tracker, model: str) -> Usage:
     plans = _Plans(tracker)
     runs, measured = [], 0
     for run in _load_runs(tracker):
-        plan = plans.of(run)
+        plan = plans.load(run)
         if plan is None:
             continue
         importance: dict[str, ColumnImportance] = {}
@@ -54,30 +54,30 @@ def load_usage(tracker: Tracker, model: str) -> Usage:
 
 
 class _Plans:
-    """Plans of runs, each fetched once."""
+    """Loads plans of runs, each one once."""
 
     def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker
         self.known: dict[str, Plan | None] = {}
 
-    def of(self, run: MlflowRun) -> Plan | None:
-        """None: it has none, as runs that trained nothing."""
+    def load(self, run: MlflowRun) -> Plan | None:
+        """Returns the plan of a run; None for a run that trained nothing."""
         key = run.data.tags.get("plan_hash")
         if key is None:
             return None
         if self.known.get(key) is None:
-            self.known[key] = _read(partial(self._fetched, str(run.info.run_id)))
+            self.known[key] = _read(partial(self._fetch, str(run.info.run_id)))
         return self.known[key]
 
-    def _fetched(self, run_id: str) -> Plan | None:
+    def _fetch(self, run_id: str) -> Plan | None:
         try:
             return Plan.model_validate(self.tracker.read_json(run_id, PLAN))
-        except ValidationError:  # of an older version, or not ours
+        except ValidationError:  # of an older version of this code, or of other software
             return None
 
 
 def _load_runs(tracker: Tracker) -> list[MlflowRun]:
-    """All runs of the experiment, newest first."""
+    """Returns all runs of the experiment, the newest first."""
     found: list[MlflowRun] = []
     token: str | None = None
     while True:
@@ -100,7 +100,7 @@ def _load_versions(tracker: Tracker, model: str, plans: _Plans) -> list[Version]
     for number in numbers:
         version = tracker.get_version(model, str(number))
         run = None if version is None else _read(partial(tracker.client.get_run, str(version.run_id)))
-        plan = plans.of(run) if run is not None else None
+        plan = plans.load(run) if run is not None else None
         if plan is not None:
             named = tuple(sorted(aliases.get(number, ())))
             found.append(Version(model=model, version=number, aliases=named, columns=frozenset(plan.columns)))
@@ -117,7 +117,7 @@ def _load_importance(tracker: Tracker, run_id: str) -> list[tuple[str, ColumnImp
 
 
 def _read(read: Callable[[], Any]) -> Any:
-    """What MLflow has; None where it has no such thing, as of a run that somebody has deleted."""
+    """Returns what MLflow has; None if it is missing, for example because someone deleted the run."""
     try:
         return read()
     except RegistryError:

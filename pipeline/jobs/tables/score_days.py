@@ -1,4 +1,4 @@
-"""Whole days scored by a version of the registry."""
+"""Scores whole days with a version of the registry."""
 
 import datetime
 import time
@@ -20,12 +20,12 @@ from storage.reader import SnapshotRef
 
 
 class Scores(BaseModel, frozen=True):
-    """What a scoring did."""
+    """The result of a scoring."""
 
     version: int
     source: SnapshotRef
     written: SnapshotRef
-    """The table of scores as it is now."""
+    """Snapshot of the table of scores."""
     days: tuple[datetime.date, ...]
     skipped: tuple[datetime.date, ...]
     rows: int
@@ -41,9 +41,9 @@ def score_rows(
     version: int | None,
     force: bool,
 ) -> Scores:
-    """Scores the days of the newest snapshot that this version has not scored as they are now.
+    """Scores the days of the newest snapshot that this version has not scored yet, or that have changed since.
 
-    Safe to repeat: a day is replaced as a whole, finished ones are left.
+    Safe to repeat: a day is replaced as a whole, and finished days stay.
 
     Args:
         version: None: the champion.
@@ -77,7 +77,7 @@ def score_rows(
 def score_days(
     workspace: Workspace, start: datetime.date | None, end: datetime.date | None, version: int | None, force: bool
 ) -> dict[str, Any]:
-    """Writes scores of days and says which were skipped.
+    """Writes scores of days and reports which days were skipped.
 
     Args:
         version: None: the champion.
@@ -109,7 +109,7 @@ def score_days(
 
 
 def _load_model(tracker: Tracker, name: str, version: int, temporary: Path) -> LoadedModel:
-    """A version's model in memory; what was fetched is taken away again."""
+    """Loads a version's model into memory. The downloaded files are deleted afterwards."""
     temporary.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="score-", dir=temporary) as folder:
         return LoadedModel(download_packed(tracker, name, version, Path(folder)))
