@@ -168,8 +168,8 @@ def _dump_interval(interval: Interval | None) -> dict[str, float | None] | None:
 def render_table(summary: Mapping[str, Any]) -> str:
     """Returns the summary as a markdown table."""
     first = next(iter(summary))
-    head = f"| policy | next-day NE | interval over days | difference from {first} | calibration | trainings | rows trained |"
-    lines = [head, "|---|---|---|---|---|---|---|"]
+    head = ["policy", "next-day NE", "interval over days", f"difference from {first}", "calibration", "trainings"]
+    lines = [f"| {' | '.join([*head, 'rows trained'])} |", "|---|---|---|---|---|---|---|"]
     for name, values in summary.items():
         ne, difference = values["ne"], values["ne_difference"]
         trained = ", ".join(f"{count} {kind}" for kind, count in values["trainings"].items() if count) or "none"
