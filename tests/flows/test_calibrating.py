@@ -63,7 +63,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
             keys.append(point.key)
         return [tell(result(point), point not in new) for point in points]
 
-    monkeypatch.setattr(calibration, "measure", measure)
+    monkeypatch.setattr(calibration, "measure_points", measure)
     monkeypatch.setattr(calibration, "BUSY_SECONDS", 0.01)
     monkeypatch.setattr(calibration, "measure_machine", lambda threads, device: MACHINE)
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
@@ -107,7 +107,7 @@ def test_a_calibration_by_other_code_logs_a_warning(
 
 def test_points_that_cannot_be_measured(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     left_out = [PointResult(point=point, state="left out", reason="too large") for point in draw_points(12, [1])]
-    monkeypatch.setattr(calibration, "measure", lambda *arguments: left_out)
+    monkeypatch.setattr(calibration, "measure_points", lambda *arguments: left_out)
     with pytest.raises(TrainingError, match="calibration: expected at least 6 points measured, got 0: too large"):
         made(12)
 

@@ -160,9 +160,9 @@ def test_rows_are_prepared_once_for_points_that_read_the_same_rows(
     """It takes a pass over the training rows, and there may be billions."""
     monkeypatch.setenv("DLRM_HOME", str(home))
     passes: list[str] = []
-    prepared = characterizing.prepared
+    prepared = characterizing.prepare_rows
     monkeypatch.setattr(
-        characterizing, "prepared", lambda work, at: passes.append(work.config.name) or prepared(work, at)
+        characterizing, "prepare_rows", lambda work, at: passes.append(work.config.name) or prepared(work, at)
     )
     monkeypatch.setattr(characterizing, "run_ranks", lambda module, spec, *rest: [
         rest[-2]({"event": "point_failed", "key": task.key, "reason": task.plan.hash}) for task in spec.tasks

@@ -31,7 +31,7 @@ def settings(**more):
     [
         (
             {"candidates": {}},
-            "release.candidates: expected at least one beside the config itself, got none. "
+            "release.candidates: expected at least one besides the config itself, got none. "
             "Add one: `deep: {model.top_mlp: [128, 64, 32]}`.",
         ),
         (

@@ -153,7 +153,7 @@ def test_the_best_config_is_a_file_that_loads_to_its_trial(smoke, copied):
     found = load(path)
     assert found == load(CONFIG, {**params, "seed": 4, "sweep": {}})
     assert found.features.sparse[1].transforms[0].limit == 7
-    assert work.settings(params) == load(found, {STEPS: 3})
+    assert work.make_config(params) == load(found, {STEPS: 3})
     assert path.read_text().startswith(f"# Trial 7 of sweep {job.name}: NE 0.9000 on the validation rows.\nbase: ")
 
 
@@ -333,7 +333,7 @@ def test_three_failures_in_a_row_end_the_search(tmp_path):
         trials.run_all(1, run, lambda record: None)
     assert str(error.value) == (
         "trials: expected one of three in a row that ends with an NE, got three failures; the last: ValueError: no "
-        "such file. Correct that, and run the same command again: it goes on with the other 1. To begin anew, remove "
+        "such file. Correct that, and run the same command again to run the other 1. To start over, remove "
         f"'{tmp_path}'."
     )
     trials.stop.clear()

@@ -1,4 +1,4 @@
-"""One training of several that are compared: judged on the validation rows alone, watched, never registered."""
+"""One of several trainings that are compared. It is evaluated on validation rows alone and never registered."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -21,30 +21,30 @@ from pipeline.training.launch.processes import Event
 BEST_NE = "best_valid_ne"
 """Metric of a candidate's MLflow run."""
 Watch = Callable[[Event | None], object]
-"""Sees each event of a training, and None several times a second; raises `StoppedEarly` to end it."""
+"""Receives each event of a training, and None several times a second. Raises `StoppedEarly` to end it."""
 
 
 class StoppedEarly(Exception):
-    """A candidate that is given up, since others do better."""
+    """Ends a candidate because others do better."""
 
 
 class CandidateResult(BaseModel, frozen=True):
-    """What became of a candidate."""
+    """The result of a candidate."""
 
     run_id: str
     valid_ne: float | None
-    """Best NE on the validation rows; None: it was stopped early."""
+    """Best NE on the validation rows. None: it was stopped early."""
     summary: Mapping[str, Any] = {}
-    """Result of its ranks."""
+    """The ranks' summary."""
 
 
 def pin_candidate(workspace: Workspace, identity: str, snapshot_id: int, folder: Path, plans: Path) -> TrainingJob:
-    """A candidate pinned down; it has no test rows.
+    """Pins a candidate. It has no test rows.
 
     Args:
-        identity: What the candidates have in common: the snapshot is tagged by it once.
-        folder: Of this candidate; if it was cut short, it goes on from what is there.
-        plans: Fitted plans that candidates share: one is fitted only where columns, transforms or rows differ.
+        identity: Of the search. The snapshot is tagged with it once for all candidates.
+        folder: Of this candidate. An interrupted training resumes from it.
+        plans: Folder of fitted plans. Candidates with the same columns, transforms and rows share one.
     Raises:
         ConfigError: If there are no validation rows.
     """
@@ -65,27 +65,27 @@ def train_candidate(
     name: str,
     tags: Mapping[str, str],
     watch: Watch | None = None,
-    begun: Callable[[str], object] | None = None,
+    on_start: Callable[[str], object] | None = None,
 ) -> CandidateResult:
-    """Trains one candidate in an MLflow run of its own, or goes on with it.
+    """Trains one candidate in an MLflow run of its own, or resumes it.
 
     Args:
         name: Of the MLflow run.
         tags: Of the run, such as `mlflow.parentRunId`.
-        begun: Hears the run's id as soon as there is one.
+        on_start: Called with the run's id once the run exists.
     Raises:
-        TrackingError: If MLflow does not answer; the weights are kept, and the same call goes on from there.
+        TrackingError: If MLflow does not answer. The weights are kept, and the same call resumes.
     """
     tracker = workspace.tracking
     with open_training_run(workspace, job, name, tags) as run_id:
-        if begun is not None:
-            begun(run_id)
+        if on_start is not None:
+            on_start(run_id)
         try:
             trained = train_ranks(workspace, job, run_id, watch=watch)
         except StoppedEarly:
             tracker.tag(run_id, {"dlrm.stopped_early": "true"})
             return CandidateResult(run_id=run_id, valid_ne=None)
-        with reporting_unreachable("Once it answers, run the same command again: it goes on from here."):
+        with reporting_unreachable("Once it answers, run the same command again to resume."):
             Journal(tracker, run_id, Path(job.folder), workspace.console.log.warning).deliver()
             tracker.log(run_id, trained.summary["steps"], {BEST_NE: trained.summary["valid_ne"]})
     return CandidateResult(run_id=run_id, valid_ne=trained.summary["valid_ne"], summary=trained.summary)

@@ -1,4 +1,4 @@
-"""The work of a release: its candidates, its stages one after the other, and what comes out of them."""
+"""Runs a release: pins and checks its candidates, runs its stages in order, and reports the result."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ from storage.artifacts import write_json
 FINAL = "final.json"
 """File in a release's folder: the result of the winner's last training."""
 STAGES = "stages.json"
-"""File of the release's MLflow run."""
+"""Artifact of the release's MLflow run."""
 STAGE_TAG = "dlrm.stage"
 SOURCE = "flows.release"
 RANKED_BY: tuple[Part, ...] = ("train", "valid")
@@ -58,13 +58,13 @@ RANKED_BY: tuple[Part, ...] = ("train", "valid")
 
 
 def pin_release(workspace: Workspace, snapshot_id: int | None, force: bool) -> SearchJob:
-    """The release that a config and a snapshot name; what can be wrong with any candidate is found here.
+    """Pins the release of a config and a snapshot, and checks every candidate before anything runs.
 
     Args:
         snapshot_id: None takes the newest.
-        force: Makes a new one beside one that has ended.
+        force: Starts a new release if the last one has ended.
     Raises:
-        ConfigError: Names the candidate, if its keys do not fit the config or the table.
+        ConfigError: If the keys of a candidate do not fit the config or the table. Names the candidate.
         EmptyDatasetError: If the split of the last training names days that the table does not have.
     """
     config = workspace.config
@@ -87,14 +87,14 @@ def pin_release(workspace: Workspace, snapshot_id: int | None, force: bool) -> S
 
 
 def load_candidates(config: RunConfig) -> dict[str, RunConfig]:
-    """The configs of all candidates, that of `base` first, before anything runs.
+    """Returns the checked configs of all candidates, that of `base` first.
 
     Raises:
         ConfigError: Names the candidate and the key.
     """
     if not config.release.candidates:
         remedy = "Add one: `deep: {model.top_mlp: [128, 64, 32]}`."
-        raise ConfigError("release.candidates", "at least one beside the config itself", "none", remedy)
+        raise ConfigError("release.candidates", "at least one besides the config itself", "none", remedy)
     for key in config.release.explore:
         check_section(f"release.explore, key '{key}'", key)
     label, plain = config.features.label, config.model_copy(update={"release": ReleaseConfig()})
@@ -145,7 +145,7 @@ def prefix_errors(place: str) -> Iterator[None]:
 
 
 def load_result(workspace: Workspace, job: SearchJob) -> dict[str, Any] | None:
-    """The result of a release that was done before, if its version is still there, undamaged."""
+    """Returns the result of a release that is done, if its version still exists and is undamaged, else None."""
     path = Path(job.folder) / RESULT
     result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if result.get("status") != "ok":
@@ -154,12 +154,12 @@ def load_result(workspace: Workspace, job: SearchJob) -> dict[str, Any] | None:
     with reporting_unreachable(AGAIN):
         if not is_intact(workspace.tracking, model["name"], model["version"], result["model_run_id"]):
             return None
-    workspace.console.log.info("skipped: release %s is done; force=true makes a new one", job.name)
+    workspace.console.log.info("skipped: release %s is done; force=true starts a new one", job.name)
     return dict(result) | {"status": "skipped"}
 
 
 class Release:
-    """A release at work."""
+    """A running release."""
 
     def __init__(self, workspace: Workspace, job: SearchJob, run_id: str) -> None:
         self.workspace, self.job, self.run_id = workspace, job, run_id
@@ -170,24 +170,24 @@ class Release:
 
     @property
     def console(self) -> Console:
-        """Where it reports."""
+        """Console of the workspace."""
         return self.workspace.console
 
-    def settings(self, stage: Stage, name: str) -> RunConfig:
-        """The config of a candidate in a stage."""
+    def make_config(self, stage: Stage, name: str) -> RunConfig:
+        """Returns the config of a candidate in a stage."""
         candidate = self.candidates[name]
         if stage == "explore":
             return shrink(candidate, self.config.release)
         return freshen(candidate, self.config.release) if stage == "retrain" else candidate
 
-    def tags(self, stage: Stage, name: str) -> dict[str, str]:
-        """Tags of a candidate's MLflow run."""
+    def make_tags(self, stage: Stage, name: str) -> dict[str, str]:
+        """Returns the tags of a candidate's MLflow run."""
         return {STAGE_TAG: stage, "dlrm.candidate": name, "mlflow.source.name": SOURCE}
 
 
 @contextmanager
 def open_release(workspace: Workspace, job: SearchJob) -> Iterator[Release]:
-    """The release with its folder and its MLflow run, which is ended whatever happens."""
+    """Opens the release with its folder and its MLflow run. Ends the run in any case."""
     config = workspace.config
     params = {f"release.{key}": value for key, value in config.release.model_dump(exclude_defaults=True).items()}
     tags = {"mlflow.source.name": SOURCE, "dlrm.release": job.name}
@@ -214,10 +214,10 @@ def run_release(workspace: Workspace, snapshot_id: int | None, force: bool) -> d
 
 
 def run_stage(release: Release, stage: Stage, names: Sequence[str]) -> list[CandidateStanding]:
-    """Trains candidates side by side, or what is left of them; the best first.
+    """Trains the candidates of a stage, or those that are left. Returns them ranked, the best first.
 
     Args:
-        names: In this order they begin.
+        names: Candidates in the order in which they start.
     Raises:
         TrainingError: If none of them has an NE.
     """
@@ -242,14 +242,14 @@ def run_stage(release: Release, stage: Stage, names: Sequence[str]) -> list[Cand
 
 @step("{stage} {draw.params[candidate]}")
 def run_candidate(release: Release, trials: Trials, stage: Stage, draw: Draw) -> None:
-    """One candidate in one stage, to its NE. Safe to repeat: it goes on from its last checkpoint."""
+    """Trains a candidate to its NE in one stage. Safe to repeat: it resumes from its last checkpoint."""
     name = draw.params[CANDIDATE]
-    tags = release.tags(stage, name)
-    trials.train(draw.number, release.settings(stage, name), f"{stage} {name}", tags)
+    tags = release.make_tags(stage, name)
+    trials.train(draw.number, release.make_config(stage, name), f"{stage} {name}", tags)
 
 
 def log_candidate(release: Release, stage: Stage, record: TrialRecord) -> None:
-    """A line for people once a candidate is done with a stage."""
+    """Logs the result of a candidate in a stage."""
     one = make_standing(record)
     result = (
         f"failed: {one.failed}" if one.failed else "stopped" if one.stopped else f"NE {format_metric(one.valid_ne)}"
@@ -258,7 +258,7 @@ def log_candidate(release: Release, stage: Stage, record: TrialRecord) -> None:
 
 
 def log_stage(release: Release, stage: Stage, standings: list[CandidateStanding]) -> None:
-    """What a stage has come to -> MLflow: the figures, the picture and the table. Replaces itself."""
+    """Results of a stage -> MLflow: metrics, a figure and a table. Safe to repeat: it replaces itself."""
     release.stages[stage] = standings
     tracker, run_id = release.workspace.tracking, release.run_id
     tracker.log_json(run_id, dump_stages(release.stages), STAGES)
@@ -269,34 +269,37 @@ def log_stage(release: Release, stage: Stage, standings: list[CandidateStanding]
 
 
 def record_failure(release: Release, stage: Stage, standings: Sequence[CandidateStanding]) -> TrainingError:
-    """The end of a release without a candidate; the same command says it again, `force=true` begins anew."""
+    """Writes the result of a release that no candidate survived. Returns the error to raise.
+
+    The same command fails again; with `force=true` it starts a new release.
+    """
     reason = next((one.failed for one in standings if one.failed), "all were stopped")
     result = {"status": "failed", "stages": dump_stages(release.stages), "mlflow_run_id": release.run_id}
     write_json(release.folder / RESULT, result)
     actual = f"none of {len(standings)}; the first: {reason}"
-    remedy = "Correct the candidates, or try once more with force=true; release.prune=null stops none."
+    remedy = "Correct the candidates, or try again with force=true. With release.prune=null none is stopped."
     return TrainingError(f"release, stage '{stage}'", "one candidate that ends with an NE", actual, remedy)
 
 
 def retrain(release: Release, name: str, force: bool) -> dict[str, Any]:
-    """The winner trained on the freshest days, judged on test rows, gated and registered: what flows.train does.
+    """Trains the winner on the freshest days, evaluates it on test rows, and registers it, as flows.train does.
 
     Args:
-        force: Trains even where the same training is in the registry, unless this release has put it there.
+        force: Trains even if the same training is in the registry, unless this release put it there.
     Returns:
-        Result of the training; `status` is `skipped` if it was in the registry before this release.
+        Result of the training. `status` is `skipped` if it was in the registry before this release.
     """
     path = release.folder / FINAL
     before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    tags = {"mlflow.parentRunId": release.run_id, **release.tags("retrain", name)}
+    tags = {"mlflow.parentRunId": release.run_id, **release.make_tags("retrain", name)}
     snapshot = release.job.snapshot.snapshot_id
     result = train_version(
-        release.workspace.using(release.settings("retrain", name)),
+        release.workspace.using(release.make_config("retrain", name)),
         snapshot,
         force and not before,
         f"retrain {name}",
         tags,
-    )  # finds by itself what is in the registry, and makes anew what is not there any more
+    )  # skips what is in the registry, and repeats what is gone from it
     if before.get("mlflow_run_id") == result["mlflow_run_id"]:
         return before
     result |= {"winner": name}
@@ -314,7 +317,7 @@ def conclude(release: Release, final: Mapping[str, Any]) -> dict[str, Any]:
     table = render_table(release.stages, release.config.release.candidates)
     verdict = f"**{gate['decision']}**: {gate['reason']}"
     if final["status"] == "skipped":
-        verdict += " It was in the registry already: the verdict is the one of then."
+        verdict += " The version was in the registry already, and the verdict is from that time."
     head = f"Winner: `{name}`, version {model['version']} of model {model['name']}. {verdict}"
     tracker.tag(run_id, {"mlflow.note.content": f"{head}\n\n{table}", "dlrm.winner": name})
     text = f"# Release {release.job.name}\n\n{head}\n\n{table}"
@@ -337,14 +340,14 @@ def conclude(release: Release, final: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dump_stages(stages: Mapping[Stage, Sequence[CandidateStanding]]) -> dict[str, list[dict[str, Any]]]:
-    """The stages as plain values, each ranked."""
+    """Returns the ranked stages as JSON values."""
     return {stage: [one.model_dump() for one in standings] for stage, standings in stages.items()}
 
 
 def render_table(
     stages: Mapping[Stage, Sequence[CandidateStanding]], candidates: Mapping[str, Mapping[str, Any]]
 ) -> str:
-    """Candidates and their NE by stage as markdown, those first that came furthest."""
+    """Returns candidates and their NE by stage as a markdown table. Those that got furthest come first."""
     names = dict.fromkeys(one.name for standings in reversed([*stages.values()]) for one in standings)
     lines = ["| candidate | " + " | ".join(stages) + " | differs in |", "|---" * (len(stages) + 2) + "|"]
     for name in names:

@@ -1,4 +1,4 @@
-"""A sweep before it runs: what it searches, where it keeps its trials, and what it shares among them."""
+"""A pinned sweep: its search space, its folder and its trials."""
 
 import json
 import time
@@ -32,11 +32,11 @@ SOURCE = "flows.sweep"
 
 
 def pin_sweep(workspace: Workspace, snapshot_id: int | None, force: bool) -> SearchJob:
-    """The sweep that a config and a snapshot name; what can be wrong with it is found here.
+    """Pins the sweep of a config and a snapshot, and checks it before anything runs.
 
     Args:
         snapshot_id: None takes the newest.
-        force: Makes a new one beside one that is done.
+        force: Starts a new sweep if the last one is done.
     Raises:
         ConfigError: If a key cannot be searched, or a value of it does not fit the config.
     """
@@ -50,7 +50,7 @@ def pin_sweep(workspace: Workspace, snapshot_id: int | None, force: bool) -> Sea
 
 
 def check_space(config: RunConfig) -> None:
-    """Refuses keys that cannot be searched, before anything runs: each value is put into the config by itself.
+    """Refuses keys that cannot be searched. Puts each of their values into the config to check it.
 
     Raises:
         ConfigError: Names the key.
@@ -77,12 +77,12 @@ def check_space(config: RunConfig) -> None:
 
 
 def drop_sweep(config: RunConfig) -> RunConfig:
-    """The config of a plain training."""
+    """Returns the config without its sweep."""
     return config.model_copy(update={"sweep": SweepConfig()})
 
 
 def read_own_values(config: RunConfig) -> dict[str, Any]:
-    """The config's own values of the keys that are searched, those that the space has."""
+    """Returns key -> the config's own value, for keys that are searched. Leaves out values outside the space."""
     values = config.model_dump(mode="json")
     found = {key: _look_up(values, key) for key in config.sweep.space}
     return {key: value for key, value in found.items() if config.sweep.space[key].holds(value)}
@@ -95,20 +95,20 @@ def _look_up(values: Any, key: str) -> Any:
 
 
 def load_result(workspace: Workspace, job: SearchJob) -> dict[str, Any] | None:
-    """The result of a sweep that was done before with as many trials."""
+    """Returns the result of a sweep that is done with as many trials, else None."""
     path = Path(job.folder) / RESULT
     result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     if result is None or sum(result["trials"].values()) < count_trials(workspace.config.sweep):
         return None
     if not Path(result["config_path"]).exists():
         return None
-    advice = "force=true makes a new one, a larger sweep.trials goes on"
+    advice = "force=true starts a new one, a larger sweep.trials adds trials"
     workspace.console.log.info("skipped: sweep %s is done; %s", job.name, advice)
     return dict(result) | {"status": "skipped"}
 
 
 class Sweep(Trials):
-    """A sweep at work."""
+    """A running sweep."""
 
     def __init__(self, workspace: Workspace, job: SearchJob, run_id: str) -> None:
         config = workspace.config
@@ -117,16 +117,16 @@ class Sweep(Trials):
             workspace, SearchStudy(folder / STUDY, config.sweep, read_own_values(config)), job, folder, run_id
         )
         self.config = config
-        # For the run's page; the log has a line a trial.
+        # On the run's page alone: the log has a line for each trial.
         self.progress = workspace.console.progress("trials", quiet=True)
-        self.began, self.done_before = time.monotonic(), len(self.done())
+        self.began, self.done_before = time.monotonic(), len(self.list_done())
 
-    def settings(self, params: Mapping[str, Any]) -> RunConfig:
-        """The config of a trial, with the limits of all trials."""
+    def make_config(self, params: Mapping[str, Any]) -> RunConfig:
+        """Returns the config of a trial, with the overrides of all trials."""
         return load(drop_sweep(self.config), {**self.config.sweep.trial_overrides, **params})
 
-    def time_left(self, done: int) -> str:
-        """In words; nothing before the first trial of this process is done."""
+    def describe_time_left(self, done: int) -> str:
+        """Returns the remaining time in words. Empty before the first trial of this process is done."""
         here, left = done - self.done_before, count_trials(self.config.sweep) - done
         if here <= 0 or left <= 0:
             return ""
@@ -136,12 +136,12 @@ class Sweep(Trials):
 
 @contextmanager
 def open_sweep(workspace: Workspace, job: SearchJob) -> Iterator[Sweep]:
-    """The sweep with its file and its MLflow run, which is ended whatever happens."""
+    """Opens the sweep with its database and its MLflow run. Ends the run in any case."""
     config = workspace.config
     params = {f"sweep.{key}": value for key, value in config.sweep.model_dump(exclude_defaults=True).items()}
     tags = {"mlflow.source.name": SOURCE, "dlrm.sweep": job.name}
     with open_search_run(workspace, job, f"sweep of {config.name}", params, tags) as run_id:
-        (Path(job.folder) / RESULT).unlink(missing_ok=True)  # of fewer trials: it has not ended any more
+        (Path(job.folder) / RESULT).unlink(missing_ok=True)  # a result of fewer trials
         sweep = Sweep(workspace, job, run_id)
         sweep.tidy_all()
         yield sweep

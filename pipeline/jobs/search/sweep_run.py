@@ -1,4 +1,4 @@
-"""A sweep: its trials side by side, then the best config as a file, figures and tables."""
+"""Runs a sweep: its trials, several at a time, then the best config as a file, figures and a table."""
 
 import json
 from collections import Counter
@@ -23,9 +23,9 @@ from pipeline.search.study import Draw, TrialRecord
 from storage.artifacts import write_json, write_text
 
 BASE, BEST = "base.yaml", "best.yaml"
-"""Files in a sweep's folder: the config that is searched, and the best trial's over it."""
+"""Files in a sweep's folder: the config that is searched, and the best trial's values over it."""
 MOST_ROWS = 50
-"""Trials in a table for people."""
+"""Most trials in a table for people."""
 
 
 def run_sweep(workspace: Workspace, snapshot_id: int | None, force: bool) -> dict[str, Any]:
@@ -45,17 +45,17 @@ def run_sweep(workspace: Workspace, snapshot_id: int | None, force: bool) -> dic
 
 
 def run_trials(sweep: Sweep) -> None:
-    """Runs what is left of the trials, `parallel` at a time."""
+    """Runs the remaining trials, `parallel` at a time."""
     records = sweep.study.records()
     if records:
-        sweep.console.log.info("sweep %s goes on: %s", sweep.job.name, describe_counts(records))
+        sweep.console.log.info("sweep %s resumes: %s", sweep.job.name, describe_counts(records))
     with sweep.progress:
         sweep.run_all(sweep.config.sweep.parallel, partial(run_trial, sweep), partial(log_trial, sweep))
 
 
 @step("trial {draw.number}")
 def run_trial(sweep: Sweep, draw: Draw) -> None:
-    """One trial, from its values to its NE. Safe to repeat: it goes on from its last checkpoint."""
+    """Runs a trial from its values to its NE. Safe to repeat: it resumes from its last checkpoint."""
     study, number = sweep.study, draw.number
     sweep.console.log.info("trial %s: %s", number, describe_params(draw.params))
     twin = study.twin(draw)
@@ -63,17 +63,17 @@ def run_trial(sweep: Sweep, draw: Draw) -> None:
         study.note(number, same_as=twin.number)
         return study.finish(number, twin.valid_ne)
     tags = {"dlrm.trial": str(number), "mlflow.source.name": SOURCE}
-    return sweep.train(number, sweep.settings(draw.params), f"trial {number}", tags)
+    return sweep.train(number, sweep.make_config(draw.params), f"trial {number}", tags)
 
 
 def log_trial(sweep: Sweep, record: TrialRecord) -> None:
-    """What is known after a trial: a line for people, a point in MLflow, the best config so far."""
-    done, best, number = sweep.done(), sweep.study.best, record.number
+    """Logs a finished trial, its point in MLflow, and the best config so far."""
+    done, best, number = sweep.list_done(), sweep.study.best, record.number
     result = {"complete": f"NE {format_metric(record.valid_ne)}", "failed": f"failed: {record.notes.get('error')}"}
     line = f"trial {number}: {result.get(record.state, record.state)}; "
     line += f"{len(done)} of {count_trials(sweep.config.sweep)} done"
     note = f"best NE {format_metric(best.valid_ne)} (trial {best.number})" if best else "none has an NE"
-    note += sweep.time_left(len(done))
+    note += sweep.describe_time_left(len(done))
     sweep.console.log.info("%s, %s", line, note)
     sweep.progress("trials", len(done), count_trials(sweep.config.sweep), note)
     if best is not None:
@@ -82,7 +82,7 @@ def log_trial(sweep: Sweep, record: TrialRecord) -> None:
 
 
 def write_best(sweep: Sweep, best: TrialRecord) -> Path:
-    """The best trial's config as a file over the config that was searched; its limits as a trial are not in it."""
+    """Writes the best trial's config as a file over the searched config, without the overrides of all trials."""
     base, path = sweep.folder / BASE, sweep.folder / BEST
     plain = drop_sweep(sweep.config)
     text = yaml.safe_dump(plain.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
@@ -97,7 +97,7 @@ def write_best(sweep: Sweep, best: TrialRecord) -> Path:
 
 
 def nest_values(values: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a config that dotted keys name; lists whole, since a file's list takes the place of its base's.
+    """Returns the part of a config that dotted keys name. Lists are whole: a file's list replaces its base's.
 
     Example:
         >>> nest_values({"a": {"b": 1, "c": [{"d": 2}, 3]}}, {"a.b": 1, "a.c.0.d": 2})
@@ -162,13 +162,13 @@ def conclude(sweep: Sweep) -> dict[str, Any]:
 
 
 def describe_counts(records: Sequence[TrialRecord]) -> str:
-    """How many trials there are of each state."""
+    """Returns the number of trials in each state, in words."""
     counts = Counter(record.state for record in records)
     return ", ".join(f"{count} {state}" for state, count in counts.items())
 
 
 def describe_params(params: Mapping[str, Any]) -> str:
-    """The values of a trial as one line.
+    """Returns the values of a trial as one line.
 
     Example:
         >>> describe_params({"training.table_learning_rate": 0.0123456, "model.bottom_mlp": [32]})
@@ -178,7 +178,7 @@ def describe_params(params: Mapping[str, Any]) -> str:
 
 
 def render_table(records: Sequence[TrialRecord], keys: Sequence[str]) -> str:
-    """The trials as markdown, the best first."""
+    """Returns the trials as a markdown table, the best first."""
     order = sorted(records, key=lambda record: (record.valid_ne is None, record.valid_ne, record.number))
     lines = ["| trial | NE | " + " | ".join(f"`{key}`" for key in keys) + " |", "|---" * (len(keys) + 2) + "|"]
     for record in order[:MOST_ROWS]:

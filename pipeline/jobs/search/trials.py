@@ -1,4 +1,4 @@
-"""Trials side by side: a search pinned down, its run in MLflow, and below that a training a trial."""
+"""Trials of a search: the pinned search, its MLflow run, and a training for each trial, several at a time."""
 
 import contextvars
 import hashlib
@@ -40,36 +40,36 @@ RESULT = "result.json"
 PINNED = "search.json"
 """File in a search's folder with its `SearchJob`."""
 SECTIONS = ("seed", "sampling", "features", "model", "training", "preprocessing")
-"""Where trials may differ: it changes what is learned, and leaves the rows alone that they are ranked by."""
+"""Sections in which trials may differ. None of them changes the rows that trials are ranked by."""
 MOST_FAILURES = 3
-"""Trials that fail one after the other before the others are spared: it may lie in what they have in common."""
-AGAIN = "Once it answers, run the same command again: it goes on from here."
+"""The search ends after this many failed trials in a row. What fails them may be common to all."""
+AGAIN = "Once it answers, run the same command again to resume."
 
 
 class SearchJob(BaseModel, frozen=True):
-    """Trainings to be compared, pinned down: what they read, and where they are kept."""
+    """A pinned search: what its trainings read, and where they are kept."""
 
     identity: str
     folder: str
     snapshot: SnapshotRef
     inputs: str = ""
-    """Hash of what decides the outcome beside the snapshot."""
+    """Hash of what decides the outcome apart from the snapshot."""
 
     @property
     def name(self) -> str:
-        """What people call it by."""
+        """Name for people."""
         return Path(self.folder).name
 
 
 def pin_search(
     workspace: Workspace, kind: str, snapshot: SnapshotRef, inputs: Mapping[str, Any], force: bool
 ) -> SearchJob:
-    """The search that its inputs name: the one that was begun, or a new one.
+    """Returns the search with these inputs: the one that was started, or a new one.
 
     Args:
         kind: Folder below `home`, such as `sweeps`.
-        inputs: What decides the outcome, beside the snapshot.
-        force: Makes a new one beside one that has ended.
+        inputs: What decides the outcome, apart from the snapshot.
+        force: Starts a new search if the last one has ended.
     """
     identity = _hash({"snapshot_id": snapshot.snapshot_id, **inputs})
     folder = workspace.latest_folder(kind, f"{workspace.config.name}-{identity[:12]}", RESULT, force)
@@ -81,7 +81,7 @@ def _hash(values: Mapping[str, Any]) -> str:
 
 
 def find_unfinished(job: SearchJob) -> list[SearchJob]:
-    """Searches by the same config, on other snapshots, that have not ended."""
+    """Returns searches with the same config on other snapshots that have not ended."""
     folders = [path.parent for path in sorted(Path(job.folder).parent.glob(f"*/{PINNED}"))]
     texts = [(folder / PINNED).read_text(encoding="utf-8") for folder in folders if not (folder / RESULT).exists()]
     others = [SearchJob.model_validate_json(text) for text in texts]
@@ -92,7 +92,7 @@ def check_section(where: str, key: str) -> None:
     """Refuses a dotted key in which trials may not differ.
 
     Raises:
-        ConfigError: If it changes more than what is learned.
+        ConfigError: If the key is in another section than `SECTIONS`.
     """
     if key.split(".")[0] not in SECTIONS:
         raise ConfigError(where, f"a key of {', '.join(SECTIONS)}", "another", "Leave it out.")
@@ -112,7 +112,7 @@ def check_label(where: str, label: str, other: str) -> None:
 
 
 def check_parallel(where: str, parallel: int, launcher: str, executor: str) -> None:
-    """Refuses trials side by side that use Ray: a process has one connection to it.
+    """Refuses several trials at a time that use Ray: a process has one connection to it.
 
     Args:
         launcher: Of the ranks of a trial.
@@ -128,20 +128,20 @@ def check_parallel(where: str, parallel: int, launcher: str, executor: str) -> N
 def open_search_run(
     workspace: Workspace, job: SearchJob, name: str, params: Mapping[str, Any], tags: Mapping[str, str]
 ) -> Iterator[str]:
-    """The search's folder for this process alone, and its MLflow run, which is ended whatever happens.
+    """Locks the search's folder and opens its MLflow run. Ends the run in any case.
 
     Args:
         name: Of the run.
-        params: Beside those of the config.
+        params: In addition to those of the config.
     """
     config = workspace.config
     with exclusive_dir(Path(job.folder)) as folder:
-        # Once, not by trials side by side.
+        # Here once, since trials would do it at the same time.
         tag_inputs(workspace.warehouse, job.identity, job.snapshot, workspace.feature_joins())
         if not (folder / PINNED).exists():
             for other in find_unfinished(job):
                 workspace.console.log.info(
-                    "%s of the same config has not ended; if days were ingested meanwhile, give it its snapshot: "
+                    "%s of the same config has not ended; to resume it although days were ingested since, add "
                     "snapshot_id=%s", other.name, other.snapshot.snapshot_id,
                 )  # fmt: skip
         write_json(folder / PINNED, job.model_dump(mode="json"))
@@ -153,116 +153,116 @@ def open_search_run(
 
 
 class Trials:
-    """Trials of a study at work, which threads share.
+    """The trials of a running study. Threads share them.
 
     Args:
         folder: Of this study.
-        run_id: MLflow run that those of the trials are below.
+        run_id: Parent of the trials' MLflow runs.
     """
 
     def __init__(self, workspace: Workspace, study: SearchStudy, job: SearchJob, folder: Path, run_id: str) -> None:
         self.workspace, self.study, self.job, self.folder, self.run_id = workspace, study, job, folder, run_id
-        self.stop = threading.Event()  # trials at work are to end; the same command goes on with them
+        self.stop = threading.Event()  # set: running trials end; the same command resumes them
         self.lock = threading.Lock()
-        self.failures = 0  # one after the other
+        self.failures = 0  # in a row
 
     @property
     def console(self) -> Console:
-        """Where it reports."""
+        """Console of the workspace."""
         return self.workspace.console
 
-    def done(self) -> list[TrialRecord]:
-        """Trials that are complete, pruned or failed."""
+    def list_done(self) -> list[TrialRecord]:
+        """Returns the trials that are complete, pruned or failed."""
         return [record for record in self.study.records() if record.state != "running"]
 
     def trial_folder(self, number: int) -> Path:
-        """Checkpoints and logs of a trial, until it is done."""
+        """Returns the folder for checkpoints and logs of a trial."""
         return self.folder / "trials" / f"{number:04d}"
 
     def tidy(self, record: TrialRecord) -> None:
-        """Removes what a trial that is done leaves on disk; of one that failed the logs stay."""
+        """Removes the files of a trial that is done. The logs of a failed one stay."""
         folder = self.trial_folder(record.number)
         shutil.rmtree(folder / "checkpoints" if record.state == "failed" else folder, ignore_errors=True)
 
     def tidy_all(self) -> None:
-        """Removes what done trials left: a kill may have come before."""
-        for record in self.done():
+        """Removes the files of all done trials. A kill may have prevented it before."""
+        for record in self.list_done():
             self.tidy(record)
 
-    def run_all(self, parallel: int, run: Callable[[Draw], object], tell: Callable[[TrialRecord], object]) -> None:
-        """Runs what is left of the trials.
+    def run_all(self, parallel: int, run: Callable[[Draw], object], report: Callable[[TrialRecord], object]) -> None:
+        """Runs the remaining trials.
 
-        A trial that fails costs itself alone. If MLflow, the warehouse or the disk fails it, or the process is
-        interrupted, the others are ended, too, and go on from their checkpoints when the same command is run again.
+        A failed trial does not end the others, unless MLflow, the warehouse or the disk made it fail. Then, and when
+        the process is interrupted, all trials end. The same command resumes them from their checkpoints.
 
         Args:
             parallel: Trials at a time.
             run: Runs one to its end.
-            tell: Hears of each that is done, one at a time.
+            report: Called for each finished trial, one at a time.
         Raises:
-            TrainingError: If three trials have failed one after the other and there are more to come.
+            TrainingError: If three trials in a row have failed and more are left.
         """
         with ThreadPoolExecutor(parallel, thread_name_prefix="trial") as pool:
             try:
                 context = contextvars.copy_context  # holds the flow that tasks and logs belong to
-                workers = [pool.submit(context().run, self._work, run, tell) for _ in range(parallel)]
+                workers = [pool.submit(context().run, self._work, run, report) for _ in range(parallel)]
                 for worker in as_completed(workers):
                     worker.result()
             finally:
                 self.stop.set()
 
-    def _work(self, run: Callable[[Draw], object], tell: Callable[[TrialRecord], object]) -> None:
-        """One trial after the other, until there are enough."""
+    def _work(self, run: Callable[[Draw], object], report: Callable[[TrialRecord], object]) -> None:
+        """Runs one trial after the other until all are done."""
         while not self.stop.is_set() and (draw := self.study.next()) is not None:
             try:
                 run(draw)
-            except Exception as error:  # whatever is wrong with this trial, the others go on
+            except Exception as error:  # the other trials continue
                 if self.stop.is_set() or is_environment_error(error):
                     raise
                 self.study.fail(draw.number, str(error) if isinstance(error, ContractError) else one_line(error))
             with self.lock:
-                record = next(record for record in self.done() if record.number == draw.number)
-                tell(record)
+                record = next(record for record in self.list_done() if record.number == draw.number)
+                report(record)
                 self.tidy(record)
-                self._count(record)
+                self._check_failures(record)
 
-    def _count(self, record: TrialRecord) -> None:
-        """Ends the search where trial after trial fails: those to come would be spent on what is wrong with all."""
+    def _check_failures(self, record: TrialRecord) -> None:
+        """Raises after too many failures in a row: the cause is probably common to all trials."""
         self.failures = self.failures + 1 if record.state == "failed" else 0
-        left = count_trials(self.study.config) - len(self.done())
+        left = count_trials(self.study.config) - len(self.list_done())
         if self.failures < MOST_FAILURES or left <= 0:
             return
         last = str(record.notes["error"]).rstrip(".")
-        remedy = f"Correct that, and run the same command again: it goes on with the other {left}. To begin anew, "
+        remedy = f"Correct that, and run the same command again to run the other {left}. To start over, "
         raise TrainingError(
             "trials", "one of three in a row that ends with an NE", f"three failures; the last: {last}",
             remedy + f"remove '{self.job.folder}'.",
         )  # fmt: skip
 
     def train(self, number: int, config: RunConfig, name: str, tags: Mapping[str, str]) -> None:
-        """Trains a running trial to its NE, or until it falls behind; goes on from its last checkpoint.
+        """Trains a trial to its NE, or until it falls behind. Resumes from its last checkpoint.
 
         Args:
             name: Of its MLflow run.
-            tags: Beside the one that names the run above it.
+            tags: In addition to the one that names the parent run.
         """
         if self.study.falls_behind(number):
             return self.study.prune(number)
         plans, snapshot = Path(self.job.folder) / "plans", self.job.snapshot.snapshot_id
-        workspace = Workspace(config, self.console)  # of its own: trials run in threads
+        workspace = Workspace(config, self.console)  # not shared: trials run in threads
         job = pin_candidate(workspace, self.job.identity, snapshot, self.trial_folder(number), plans)
         tags = {"mlflow.parentRunId": self.run_id, **tags}
 
-        def begun(run_id: str) -> None:
+        def note_run(run_id: str) -> None:
             self.study.note(number, mlflow_run_id=run_id)
 
-        outcome = train_candidate(workspace, job, name, tags, partial(self.watch, number), begun)
+        outcome = train_candidate(workspace, job, name, tags, partial(self.watch, number), note_run)
         if outcome.valid_ne is None:
             return self.study.prune(number)
         return self.study.finish(number, outcome.valid_ne)
 
     def watch(self, number: int, event: Event | None) -> None:
-        """Ends a trial that falls behind, or all of them when the search ends.
+        """Ends a trial that falls behind, or any trial once the search ends.
 
         Raises:
             StoppedEarly: If it falls behind.
@@ -279,7 +279,7 @@ class Trials:
 
 
 def is_environment_error(error: Exception) -> bool:
-    """Whether an error says nothing of the trial that it ended: MLflow, the warehouse or the disk would fail any."""
-    if isinstance(error, EmptyDatasetError):  # by the trial's own sampling
+    """Whether MLflow, the warehouse or the disk caused the error, so that any other trial would fail, too."""
+    if isinstance(error, EmptyDatasetError):  # caused by the trial's own sampling
         return False
     return isinstance(error, TrackingError | StorageError | OSError) or is_unreachable(error)
