@@ -9,94 +9,47 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from pydantic import BaseModel
 
 from pipeline.evaluation import plots
-from pipeline.evaluation.evaluate import EvalReport
-from pipeline.evaluation.importance import FeatureImportance
 from pipeline.evaluation.metrics import format_interval, format_metric
-from pipeline.evaluation.plots import Curve
+from pipeline.evaluation.record import METRICS, RunRecord, slice_cells
 
-METRICS = {
-    "ne": "NE",
-    "ne_recalibrated": "NE, recalibrated",
-    "logloss": "log loss",
-    "auc": "AUC",
-    "pr_auc": "PR-AUC",
-    "calibration": "calibration",
-    "ece": "ECE",
-    "label_rate": "label rate",
-}
 MOST_FEATURES = 40
 """Features in the table of a report. The rest is only counted."""
-
-
-class RunRecord(BaseModel, frozen=True):
-    """The facts of a finished run that the report shows."""
-
-    title: str
-    result: Mapping[str, Any]
-    """The run's result line."""
-    report: EvalReport
-    features: tuple[FeatureImportance, ...]
-    curves: Mapping[str, Curve]
-    sharding_plan: tuple[Mapping[str, Any], ...]
-    parameters: Mapping[str, str]
-    data: Mapping[str, str]
-    """Description of the training data."""
 
 
 def render_report(records: Sequence[RunRecord]) -> str:
     """Renders the report as HTML. For two runs, tables have a column for each and plots stand side by side."""
     folder = Path(__file__).parent
     environment = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined)
-    titles = " and ".join(record.title for record in records)
-    results = [record.result for record in records]
+    commits = (f"commit {one.result['git_commit']}, snapshot {one.result['snapshot_id']}" for one in records)
     return environment.get_template("report.html").render(
-        title=titles,
-        subtitle="; ".join(
-            dict.fromkeys(f"commit {one['git_commit']}, snapshot {one['snapshot_id']}" for one in results)
-        ),
-        runs=[_head(record) for record in records],
+        title=" and ".join(record.title for record in records),
+        subtitle="; ".join(dict.fromkeys(commits)),
+        records=records,
         quality=_quality(records),
         notes=list(_notes(records)),
         sections=[section for section in _sections(records) if section["tables"] or section["figures"]],
     )
 
 
-def _head(record: RunRecord) -> dict[str, str]:
-    gate, train = record.result["gate"], record.result["train"]
-    return {
-        "title": record.title,
-        "decision": gate["decision"],
-        "reason": gate["reason"],
-        "summary": (
-            f"Trained on {train['rows']:,} rows in {train['steps']:,} steps on {train['world_size']} ranks, "
-            f"{train['rows_per_second']:,.0f} rows/s, {train['stall_fraction']:.1%} of the time waiting for data."
-        ),
-    }
-
-
 def _quality(records: Sequence[RunRecord]) -> dict[str, Any]:
     """Builds the table of metrics by run, with the difference of the second to the first."""
+    reports = [record.report for record in records]
+    compared = {name: [getattr(report.overall, key) for report in reports] for key, name in METRICS.items()}
+    if any(report.ne_floor is not None for report in reports):
+        compared["NE of the true probabilities"] = [report.ne_floor for report in reports]
+    if any(report.grouped for report in reports):
+        compared["GAUC"] = [report.grouped.gauc if report.grouped else None for report in reports]
     two = len(records) == 2
-    rows = []
-    for key, name in METRICS.items():
-        values = [getattr(record.report.overall, key) for record in records]
-        rows.append(_row(name, *map(format_metric, values), *([_difference(*values)] if two else [])))
-    floors = [record.report.ne_floor for record in records]
-    if any(floor is not None for floor in floors):
-        rows.append(
-            _row("NE of the true probabilities", *map(format_metric, floors), *([_difference(*floors)] if two else []))
-        )
-    grouped = [record.report.grouped for record in records]
-    if any(grouped):
-        values = [None if one is None else one.gauc for one in grouped]
-        rows.append(_row("GAUC", *map(format_metric, values), *([_difference(*values)] if two else [])))
+    rows = [
+        _row(name, *map(format_metric, values), *([_difference(*values)] if two else []))
+        for name, values in compared.items()
+    ]
     champions = [record.result["gate"].get("champion_ne") for record in records]
     if any(champion is not None for champion in champions):
         rows.append(_row("NE of the champion at the time", *map(format_metric, champions), *([""] if two else [])))
-    rows.append(_row("rows", *(f"{record.report.overall.rows:,}" for record in records), *([""] if two else [])))
+    rows.append(_row("rows", *(f"{report.overall.rows:,}" for report in reports), *([""] if two else [])))
     return {"header": ["", *(record.title for record in records), *(["difference"] if two else [])], "rows": rows}
 
 
@@ -145,13 +98,11 @@ def _sections(records: Sequence[RunRecord]) -> Iterable[dict[str, Any]]:
         lambda r: r.sharding_plan,
     ))  # fmt: skip
     yield _section("Data", tables=[_across(records, lambda record: record.data)])
-    parameters = [record.parameters for record in records]
-    shared = set(parameters[0].items()).intersection(*(set(one.items()) for one in parameters[1:]))
-    if len(records) == 1:
-        yield _section("Config", tables=[_across(records, lambda record: record.parameters)])
-    else:
-        different = _across(records, lambda r: {k: v for k, v in r.parameters.items() if (k, v) not in shared})
-        yield _section("Config, where it differs", tables=[different] if different["rows"] else [])
+    parameters = [record.parameters.items() for record in records]
+    shared = set(parameters[0]).intersection(*parameters[1:]) if len(records) > 1 else set()
+    config = _across(records, lambda record: dict(record.parameters.items() - shared))
+    title = "Config, where it differs" if len(records) > 1 else "Config"
+    yield _section(title, tables=[config] if config["rows"] else [])
 
 
 def _section(
@@ -169,16 +120,9 @@ def _across(records: Sequence[RunRecord], of: Callable[[RunRecord], Mapping[str,
 
 
 def _slices(record: RunRecord) -> dict[str, Any]:
-    rows = [
-        _row(
-            f"{part.column} = {part.value}", f"{part.quality.rows:,}", format_metric(part.quality.label_rate),
-            format_metric(part.quality.ne), format_interval(part.ne_low, part.ne_high), format_metric(part.quality.auc),
-            format_metric(part.quality.calibration), few=part.small,
-        )
-        for part in record.report.slices
-    ]  # fmt: skip
-    header = ["slice", "rows", "label rate", "NE", "interval", "AUC", "calibration"]
-    return {"header": header, "rows": rows, "title": record.title}
+    cells = [slice_cells(part) for part in record.report.slices]
+    rows = [_row(*one.values(), few=part.small) for one, part in zip(cells, record.report.slices, strict=True)]
+    return {"header": list(cells[0]), "rows": rows, "title": record.title}
 
 
 def _features(record: RunRecord) -> dict[str, Any]:

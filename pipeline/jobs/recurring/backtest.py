@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.evaluation import plots
 from pipeline.evaluation.metrics import format_interval
 from pipeline.evaluation.policy import Policy
+from pipeline.evaluation.record import markdown_table
 from pipeline.evaluation.series import BacktestResult, DaySums, Interval, pooled_ne, pooled_ne_difference
 from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import step
@@ -168,8 +169,8 @@ def _dump_interval(interval: Interval | None) -> dict[str, float | None] | None:
 def render_table(summary: Mapping[str, Any]) -> str:
     """Returns the summary as a markdown table."""
     first = next(iter(summary))
-    head = ["policy", "next-day NE", "interval over days", f"difference from {first}", "calibration", "trainings"]
-    lines = [f"| {' | '.join([*head, 'rows trained'])} |", "|---|---|---|---|---|---|---|"]
+    header = ["policy", "next-day NE", "interval over days", f"difference from {first}", "calibration", "trainings"]
+    rows = []
     for name, values in summary.items():
         ne, difference = values["ne"], values["ne_difference"]
         trained = ", ".join(f"{count} {kind}" for kind, count in values["trainings"].items() if count) or "none"
@@ -178,9 +179,8 @@ def render_table(summary: Mapping[str, Any]) -> str:
         if difference is not None and difference["low"] is not None:
             than += f" ({difference['low']:+.4f} to {difference['high']:+.4f})"
         calibration = "–" if values["calibration"] is None else f"{values['calibration']:.3f}"
-        cells = [name, *quality, than, calibration, trained, f"{values['rows_trained']:,}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([name, *quality, than, calibration, trained, f"{values['rows_trained']:,}"])
+    return markdown_table([*header, "rows trained"], rows)
 
 
 @step("show")

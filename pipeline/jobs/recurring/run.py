@@ -8,6 +8,7 @@ from typing import Any
 from pipeline.evaluation import plots
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.policy import Decision, decide
+from pipeline.evaluation.record import describe_quality
 from pipeline.evaluation.series import BacktestResult, DaySums
 from pipeline.jobs.console import step
 from pipeline.jobs.recurring.day import (
@@ -26,7 +27,6 @@ from pipeline.jobs.training.evaluate import evaluate_model
 from pipeline.jobs.training.finish import finish
 from pipeline.jobs.training.job import JOB, REGISTERED, TrainingJob, open_training_run
 from pipeline.jobs.training.register import register_run
-from pipeline.jobs.training.summary import describe_quality
 from pipeline.jobs.training.train import TRAINED, train
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.scorer import plan_of

@@ -11,6 +11,8 @@ from pipeline.config import RunConfig, load
 from pipeline.data.config import Part
 from pipeline.data.selection import share_rows
 from pipeline.errors import ConfigError, EmptyDatasetError, TrainingError
+from pipeline.evaluation.metrics import format_metric
+from pipeline.evaluation.record import markdown_table
 from pipeline.jobs.console import Console, step
 from pipeline.jobs.search.candidate import BEST_NE
 from pipeline.jobs.search.trials import (
@@ -27,7 +29,6 @@ from pipeline.jobs.search.trials import (
 from pipeline.jobs.training.identity import semantics
 from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.training.run import train_version
-from pipeline.jobs.training.summary import format_metric
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.register import is_intact
 from pipeline.registration.tracking import RESULT as RESULT_OF_RUN
@@ -349,12 +350,12 @@ def render_table(
 ) -> str:
     """Returns candidates and their NE by stage as a markdown table. Those that got furthest come first."""
     names = dict.fromkeys(one.name for standings in reversed([*stages.values()]) for one in standings)
-    lines = ["| candidate | " + " | ".join(stages) + " | differs in |", "|---" * (len(stages) + 2) + "|"]
+    rows = []
     for name in names:
         cells = [_cell(standings, name) for standings in stages.values()]
         differs = ", ".join(f"{key}={json.dumps(value)}" for key, value in candidates.get(name, {}).items())
-        lines.append(f"| {name} | {' | '.join(cells)} | {differs.replace('|', chr(92) + '|') or 'nothing'} |")
-    return "\n".join(lines)
+        rows.append([name, *cells, differs.replace("|", "\\|") or "nothing"])
+    return markdown_table(["candidate", *stages, "differs in"], rows)
 
 
 def _cell(standings: Sequence[CandidateStanding], name: str) -> str:

@@ -11,11 +11,12 @@ import yaml
 
 from pipeline.config import load
 from pipeline.errors import TrainingError
+from pipeline.evaluation.metrics import format_metric
+from pipeline.evaluation.record import markdown_table
 from pipeline.jobs.console import step
 from pipeline.jobs.search.candidate import BEST_NE
 from pipeline.jobs.search.sweep import SOURCE, Sweep, drop_sweep, load_result, open_sweep, pin_sweep
 from pipeline.jobs.search.trials import RESULT
-from pipeline.jobs.training.summary import format_metric
 from pipeline.jobs.workspace import Workspace
 from pipeline.search import plots
 from pipeline.search.grid import count_trials
@@ -180,12 +181,11 @@ def describe_params(params: Mapping[str, Any]) -> str:
 def render_table(records: Sequence[TrialRecord], keys: Sequence[str]) -> str:
     """Returns the trials as a markdown table, the best first."""
     order = sorted(records, key=lambda record: (record.valid_ne is None, record.valid_ne, record.number))
-    lines = ["| trial | NE | " + " | ".join(f"`{key}`" for key in keys) + " |", "|---" * (len(keys) + 2) + "|"]
+    rows = []
     for record in order[:MOST_ROWS]:
         ne = format_metric(record.valid_ne) if record.state == "complete" else record.state
-        values = " | ".join(_format_value(record.params.get(key)) for key in keys)
-        lines.append(f"| {record.number} | {ne} | {values} |")
-    return "\n".join(lines)
+        rows.append([f"{record.number}", ne, *(_format_value(record.params.get(key)) for key in keys)])
+    return markdown_table(["trial", "NE", *(f"`{key}`" for key in keys)], rows)
 
 
 def _format_value(value: Any) -> str:

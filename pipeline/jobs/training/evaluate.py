@@ -19,9 +19,9 @@ from pipeline.evaluation.evaluate import EvalReport, Evaluation, OrderedMerge, S
 from pipeline.evaluation.gate import Verdict, compare
 from pipeline.evaluation.importance import FeatureImportance, ImportanceEstimator
 from pipeline.evaluation.metrics import Floats
+from pipeline.evaluation.record import describe_quality
 from pipeline.jobs.console import Progress, one_line, step
 from pipeline.jobs.training.job import TrainingJob
-from pipeline.jobs.training.summary import describe_quality
 from pipeline.jobs.training.train import TrainingResult
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec

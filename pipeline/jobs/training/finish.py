@@ -8,6 +8,8 @@ import pyarrow as pa
 
 from pipeline.config.files import ROOT
 from pipeline.evaluation import plots
+from pipeline.evaluation.html import render_report
+from pipeline.evaluation.metrics import format_metric
 from pipeline.jobs.code_version import hash_lock_file, read_commit
 from pipeline.jobs.console import step
 from pipeline.jobs.training.evaluate import EvaluationResult, apply_verdict, evaluate, pack_model
@@ -25,9 +27,7 @@ from pipeline.jobs.training.summary import (
     REPORT,
     STALL_CURVES,
     describe_data,
-    format_metric,
-    render_markdown,
-    render_page,
+    load_record,
     run_address,
 )
 from pipeline.jobs.training.train import PREPROCESSING, TrainingResult
@@ -205,11 +205,12 @@ def publish(
         "git_commit": read_commit(),
     } | dict(job.notes)
     tracker.log_json(run_id, result, RESULT)
-    text = render_markdown(workspace, result, report, tracker)
+    record = load_record(tracker, run_id)
+    text = record.render_markdown(run_address(run_id, tracker))
     short = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS].rpartition("\n")[0]
     tracker.client.update_model_version(model.name, str(model.version), description=short)
     with workspace.best_effort(PAGE):
-        tracker.client.log_text(run_id, render_page(tracker, run_id), PAGE)
+        tracker.client.log_text(run_id, render_report([record]), PAGE)
     # The last act: a version is found by its identity only once everything about it is in place.
     tracker.client.set_model_version_tag(model.name, str(model.version), IDENTITY, job.identity)
     write_text(Path(job.folder) / REGISTERED, f"{model.name} {model.version}\n")

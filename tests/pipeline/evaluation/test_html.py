@@ -10,8 +10,9 @@ import pytest
 
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import ScoredRows
-from pipeline.evaluation.html import RunRecord, render_report
+from pipeline.evaluation.html import render_report
 from pipeline.evaluation.importance import FeatureImportance
+from pipeline.evaluation.record import RunRecord
 from tests.quality import evaluate
 
 TRAIN = {
@@ -33,7 +34,7 @@ def record(title, shift, **parameters):
     gate = {"decision": "hold", "reason": "It may be chance.", "champion_ne": 0.8123}
     return RunRecord(
         title=title, report=report, features=(feature,), sharding_plan=(), parameters={"seed": "1"} | parameters,
-        result={"gate": gate, "train": TRAIN, "git_commit": "abc", "snapshot_id": 7},
+        result={"gate": gate, "train": TRAIN, "git_commit": "abc", "snapshot_id": 7, "mlflow_run_id": "f" * 32},
         curves={"valid_ne": [(6, 0.9), (12, 0.85)]}, data={"table": "ads", "train rows": "6,000 of 2 days"},
     )  # fmt: skip
 
@@ -105,3 +106,15 @@ def test_two_runs_stand_side_by_side(one):
     assert ["colour", "–", "red"] in page.rows
     assert not any(row[0] == "seed" for row in page.rows if row)
     assert len(page.sources) == 2 * len(Page(render_report([one])).sources)
+
+
+def test_the_markdown_page_shows_the_same_figures(one):
+    text = one.render_markdown("http://mlflow/run")
+    overall = one.report.overall
+    assert text.startswith("|  | NE | log loss | AUC | calibration | ECE | rows |\n|---|---|---|---|---|---|---|\n")
+    assert f"| evaluation | {overall.ne:.4f} | {overall.logloss:.4f} |" in text
+    assert "**hold**: It may be chance." in text
+    assert "1,234 rows/s, 25.0% of the time waiting for data" in text
+    assert "Snapshot `7` of table `ads`; [MLflow run ffffffff](http://mlflow/run)." in text
+    assert "| slice | rows | label rate | NE | interval | calibration |" in text
+    assert "| country = B | 50 (few) |" in text

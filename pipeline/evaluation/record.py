@@ -1,0 +1,111 @@
+"""The record of a finished run. It renders as markdown here, and as HTML in `html.py`."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from pipeline.evaluation.evaluate import EvalReport, Slice
+from pipeline.evaluation.importance import FeatureImportance
+from pipeline.evaluation.metrics import format_interval, format_metric
+from pipeline.evaluation.plots import Curve
+
+METRICS = {
+    "ne": "NE",
+    "ne_recalibrated": "NE, recalibrated",
+    "logloss": "log loss",
+    "auc": "AUC",
+    "pr_auc": "PR-AUC",
+    "calibration": "calibration",
+    "ece": "ECE",
+    "label_rate": "label rate",
+}
+IN_MARKDOWN = ("ne", "logloss", "auc", "calibration", "ece")
+"""Metrics of the markdown page."""
+
+
+class RunRecord(BaseModel, frozen=True):
+    """The facts of a finished run that its pages show."""
+
+    title: str
+    result: Mapping[str, Any]
+    """The run's result line."""
+    report: EvalReport
+    features: tuple[FeatureImportance, ...]
+    curves: Mapping[str, Curve]
+    sharding_plan: tuple[Mapping[str, Any], ...]
+    parameters: Mapping[str, str]
+    data: Mapping[str, str]
+    """Description of the training data."""
+
+    @property
+    def effort(self) -> str:
+        """One sentence on what the training took."""
+        train = self.result["train"]
+        return (
+            f"Trained on {train['rows']:,} rows in {train['steps']:,} steps on {train['world_size']} ranks, "
+            f"{train['rows_per_second']:,.0f} rows/s, {train['stall_fraction']:.1%} of the time waiting for data."
+        )
+
+    def render_markdown(self, address: str) -> str:
+        """Renders quality, decision, speed and slices.
+
+        Args:
+            address: Where a browser finds the MLflow run.
+        """
+        overall, gate, floor = self.report.overall, self.result["gate"], self.report.ne_floor
+        empty = [""] * len(IN_MARKDOWN)
+        rows = [["evaluation", *(format_metric(getattr(overall, key)) for key in IN_MARKDOWN), f"{overall.rows:,}"]]
+        rows += [] if floor is None else [["floor", format_metric(floor), *empty]]
+        blocks = [
+            markdown_table(["", *(METRICS[key] for key in IN_MARKDOWN), "rows"], rows),
+            f"**{gate['decision']}**: {gate['reason']}",
+            self.effort,
+            f"Snapshot `{self.result['snapshot_id']}` of table `{self.data['table']}`; "
+            f"[MLflow run {self.result['mlflow_run_id'][:8]}]({address}).",
+        ]
+        if self.report.slices:
+            cells = [slice_cells(part) for part in self.report.slices]
+            names = [name for name in cells[0] if name != "AUC"]
+            for part, one in zip(self.report.slices, cells, strict=True):
+                one["rows"] += " (few)" if part.small else ""
+            blocks.append(markdown_table(names, ([one[name] for name in names] for one in cells)))
+        return "\n\n".join(blocks)
+
+
+def slice_cells(part: Slice) -> dict[str, str]:
+    """Returns column -> cell of a slice in a table of slices."""
+    quality = part.quality
+    return {
+        "slice": f"{part.column} = {part.value}",
+        "rows": f"{quality.rows:,}",
+        "label rate": format_metric(quality.label_rate),
+        "NE": format_metric(quality.ne),
+        "interval": format_interval(part.ne_low, part.ne_high),
+        "AUC": format_metric(quality.auc),
+        "calibration": format_metric(quality.calibration),
+    }
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Renders a table in markdown. No cell may hold a `|` that is not escaped.
+
+    Example:
+        >>> print(markdown_table(["trial", "NE"], [["1", "0.8765"]]))
+        | trial | NE |
+        |---|---|
+        | 1 | 0.8765 |
+    """
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
+    return "\n".join([first, "|---" * len(header) + "|", *others])
+
+
+def describe_quality(report: EvalReport) -> str:
+    """Describes the quality in one line, with the floor where it is known."""
+    overall = report.overall
+    line = f"NE {format_metric(overall.ne)}, AUC {format_metric(overall.auc)}"
+    line += f", calibration {format_metric(overall.calibration)}, {overall.rows:,} rows"
+    if report.learned_share is not None:
+        line += f"; floor {format_metric(report.ne_floor)}, {report.learned_share:.1%} of what can be learned"
+    undefined = "; ".join(f"{name} undefined: {reason}" for name, reason in overall.undefined.items())
+    return f"{line}; {undefined}" if undefined else line
