@@ -1,1 +1,1 @@
-"""Measurements: each module is a command that states machine, versions and commit beside its figures."""
+"""Measurements. Each module is a command that prints its figures with machine, versions and commit."""

@@ -1,9 +1,9 @@
-"""One piece of work, done in several ways: 26 lists cut to 20 ids and hashed, 13 numbers made ready, one thread.
+"""Several ways to do the same work on one thread: cut 26 lists to 20 ids and hash them, and prepare 13 numbers.
 
-A contestant turns a table into units of work, the calls that are timed; opening files and planning come before.
-Decoders end in Arrow columns of which nothing is made. Workers end in the same arrays, those of `Whole`, but for the
-hash: Polars and DuckDB use their own, which cost no more. `ours_batched` does all that and then shuffles the rows of
-each window and cuts them into batches, which no other contestant does.
+A contestant turns a table into units of work, which are the timed calls. It opens files and plans before that.
+Decoders stop at Arrow columns. Workers end in the same arrays, those of `Whole`. Only the hashes differ: Polars and
+DuckDB use their own, which cost no more. `ours_batched` also shuffles the rows of each window and cuts them into
+batches, which no other contestant does.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +26,9 @@ from pipeline.preprocessing.worker import Worker
 from storage.reader import Fragment
 
 WINDOW_SPLITS = 4
-"""Row groups whose rows are shuffled together: 262,144 rows."""
+"""Row groups that are shuffled together: 262,144 rows."""
 BATCH_ROWS, GROUP_BATCHES = 4_096, 8
-"""Rows of a batch, and batches that are made together."""
+"""Rows of a batch, and batches made at a time."""
 
 Ints = npt.NDArray[np.int64]
 Lists = list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
@@ -36,7 +36,7 @@ Lists = list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
 
 
 class Whole(NamedTuple):
-    """Rows ready to be batched, column by column.
+    """Rows ready for batching, column by column.
 
     Shapes:
         dense: float32 [N, 13]. labels: float32 [N].
@@ -49,29 +49,29 @@ class Whole(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """What a unit of work has come to: how many rows, and how many ids were kept."""
+    """The result of a unit of work: numbers of rows and of kept ids."""
 
     rows: int
     ids: int = 0
     whole: Callable[[], Whole] | None = None
-    """The rows, whatever the contestant's own layout; called by the tests only. None: they are gone again."""
+    """Returns the rows, whatever the contestant's layout. Only tests call it. None if the rows are not kept."""
 
 
 Unit = Callable[[], Made]
 
 
 def decode_default(table: WideTable) -> list[Unit]:
-    """Row groups, as pyarrow reads them when asked for nothing else."""
+    """Reads row groups with pyarrow's defaults."""
     return [partial(_decode, file, i) for file, i in _row_groups(table)]
 
 
 def decode_memory_map(table: WideTable) -> list[Unit]:
-    """Row groups of files mapped into memory."""
+    """Reads row groups from memory-mapped files."""
     return [partial(_decode, file, i) for file, i in _row_groups(table, memory_map=True)]
 
 
 def decode_batches(table: WideTable) -> list[Unit]:
-    """Batches of 4,096 rows of files mapped into memory, each dropped when the next one comes."""
+    """Reads batches of 4,096 rows from memory-mapped files and drops each one at the next."""
     return [partial(_decode_batches, file, i) for file, i in _row_groups(table, memory_map=True)]
 
 
@@ -90,7 +90,7 @@ def _decode_batches(file: pq.ParquetFile, row_group: int) -> Made:
 
 
 def ours(table: WideTable) -> list[Unit]:
-    """The worker of this project up to the rows of a split in shared memory, which is written again as it is there."""
+    """Our worker up to the rows of a split in shared memory. As in the product, the memory is reused."""
     worker, slabs = Worker(table.spec, table.warehouse), Slabs()
     return [partial(_ours, worker, slabs, Split(fragments=(fragment,))) for fragment in worker.fragments()]
 
@@ -110,7 +110,7 @@ def _rows(worker: Worker, slabs: Slabs, split: Split) -> tuple[Segment, int]:
 
 
 def _by_column(arrays: Arrays, features: int) -> Whole:
-    """The lists of a feature stand in as many pieces as there are chunks."""
+    """Joins the chunks of each feature's lists."""
     chunks = range(sum(name.endswith(".labels") for name in arrays))
     dense = np.concatenate([arrays[f"{chunk}.dense"] for chunk in chunks])
     labels = np.concatenate([arrays[f"{chunk}.labels"] for chunk in chunks])
@@ -127,7 +127,7 @@ def _by_column(arrays: Arrays, features: int) -> Whole:
 
 
 def ours_batched(table: WideTable) -> list[Unit]:
-    """All that a worker of this project does: the rows of a window's splits, then its shuffled batches."""
+    """All the work of our worker: the rows of a window's splits, then its shuffled batches."""
     worker, slabs = Worker(table.spec, table.warehouse), (Slabs(), Slabs())
     fragments = worker.fragments()
     windows = [fragments[i : i + WINDOW_SPLITS] for i in range(0, len(fragments), WINDOW_SPLITS)]
@@ -138,18 +138,18 @@ def _ours_batched(worker: Worker, slabs: tuple[Slabs, Slabs], window: Sequence[F
     rows = ids = 0
     for arrays in shuffled_batches(worker, slabs, window):
         rows, ids = rows + len(arrays["labels"]), ids + len(arrays["values"])
-        del arrays  # handed on before the next ones are made
+        del arrays  # passed on before the next ones are made
     return Made(rows, ids)
 
 
 def shuffled_batches(worker: Worker, slabs: tuple[Slabs, Slabs], window: Sequence[Fragment]) -> Iterator[Arrays]:
-    """The global batches of a window, as many at a time as the preprocessing service asks a worker for.
+    """Yields the global batches of a window, as many at a time as the preprocessing service requests.
 
     Args:
-        slabs: For rows and for batches.
+        slabs: Memory for rows and for batches.
     """
     splits = [_rows(worker, slabs[0], Split(fragments=(fragment,))) for fragment in window]
-    worker.orders.clear()  # each window is shuffled anew
+    worker.orders.clear()  # every window gets its own order
     total, numbers = sum(rows for _, rows in splits), tuple(range(len(splits)))
     cuts = [
         Window(number=0, splits=numbers, start=start, stop=min(start + BATCH_ROWS, total))
@@ -159,7 +159,7 @@ def shuffled_batches(worker: Worker, slabs: tuple[Slabs, Slabs], window: Sequenc
         batches = tuple((cut,) for cut in cuts[first : first + GROUP_BATCHES])
         work = BatchWork(seed=1, epoch=0, shuffled=True, world_size=1, ranks=(0,), batches=batches)
         writer = slabs[1].writer()
-        worker.make_batches(work, [segment.arrays() for segment, _ in splits], writer)  # mapped each time, as they come
+        worker.make_batches(work, [segment.arrays() for segment, _ in splits], writer)  # mapped each time
         made = writer.finish()
         arrays = made.arrays()
         made.close()
@@ -170,7 +170,7 @@ def shuffled_batches(worker: Worker, slabs: tuple[Slabs, Slabs], window: Sequenc
 
 
 def numpy(table: WideTable) -> list[Unit]:
-    """NumPy on Arrow's buffers; the hash in blocks that stay in the processor's cache."""
+    """NumPy on Arrow's buffers. Hashes in blocks that fit the processor's cache."""
     return [partial(_numpy, file, i) for file, i in _row_groups(table, memory_map=True)]
 
 
@@ -191,7 +191,7 @@ def _count(lists: Lists) -> int:
 
 
 def _first_ids(lists: pa.ListArray) -> tuple[Ints, Ints]:
-    """Ids and offsets of the cut lists. Arrow's null lists are empty here, as Parquet's reader makes them."""
+    """Returns ids and offsets of the cut lists. Null lists are empty here, as Parquet's reader makes them."""
     starts = lists.offsets.to_numpy()
     lengths = np.minimum(np.diff(starts), LIMIT)
     offsets = np.zeros(len(starts), np.int64)
@@ -208,7 +208,7 @@ def _hashed(ids: Ints, block: int = 1 << 14) -> Ints:
 
 
 def _sigrid(ids: Ints) -> Ints:
-    """The hash of SigridHash with salt 0, vectorised: as few passes over the block as NumPy allows."""
+    """SigridHash with salt 0, vectorised with as few passes over the block as NumPy allows."""
     key, old = ids.view(np.uint64).copy(), np.empty(len(ids), np.uint64)
 
     def shifted(operation: Any, shift: Any, bits: int) -> None:
@@ -232,7 +232,7 @@ def _sigrid(ids: Ints) -> Ints:
 
 
 def polars(table: WideTable) -> list[Unit]:
-    """Polars, lazily, row group by row group; its own hash."""
+    """Lazy Polars, row group by row group, with its own hash."""
     units: list[Unit] = []
     for path in table.files:
         metadata, start = pq.read_metadata(path), 0
@@ -258,7 +258,7 @@ def _polars(path: str, start: int, count: int) -> Made:
 
 
 def duck(table: WideTable) -> list[Unit]:
-    """DuckDB, a file at a time, as it has no unit below; its own hash."""
+    """DuckDB with its own hash, one file at a time, because it has no smaller unit."""
     connection = duckdb.connect(config={"threads": 1})
     return [partial(_duck, connection, path) for path in table.files]
 

@@ -1,10 +1,10 @@
-"""Memory of the preprocessing service over a long epoch, beside an epoch of a tenth of the rows.
+"""Memory of the preprocessing service over a long epoch and over one with a tenth of the rows.
 
     python -m benchmarks.epoch_memory --folder /data/narrow --json
 
-Two workers in processes of their own deliver shuffled batches to this process, which hashes them as they come. The
-resident memory of each process is looked at a hundred times an epoch: all of it, and without the pages that processes
-share. A worker's peak is the kernel's own mark, which misses nothing.
+Two worker processes deliver shuffled batches to this process, which hashes them. Samples the resident memory of each
+process a hundred times per epoch, with and without shared pages. A worker's peak is the kernel's own mark, which misses
+nothing.
 """
 
 import argparse
@@ -22,7 +22,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 import psutil
 
-from benchmarks.machine import ROOT, in_words, machine, say
+from benchmarks.machine import ROOT, describe_machine, machine, say
 from benchmarks.wide_table import NARROW, wide_table
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.drain import DrainResult, drain
@@ -31,26 +31,26 @@ from pipeline.preprocessing.master import WORKERS_FILE, Totals
 BATCH_ROWS = 4_096
 CONFIG = PreprocessingConfig(executor="process", workers=2, shuffle_window_rows=262_144, memory_bytes=1 << 30)
 LOOKS = 100
-"""How often an epoch's memory is looked at."""
+"""Memory samples per epoch."""
 MASTER = "master"
 PACKAGES = ("numpy", "pyarrow", "numba", "torch")
 MIB = 1 << 20
 
 
 class Look(NamedTuple):
-    """Memory of a process after so many rows. MiB."""
+    """Memory of a process after a number of rows, in MiB."""
 
     rows: int
     all: float
     own: float
-    """Without shared pages: those of files and of rows and batches."""
+    """Without shared pages, which hold files, rows and batches."""
 
 
 class Watch:
-    """Looks at the memory of master and workers while an epoch goes on.
+    """Samples the memory of master and workers during an epoch.
 
     Args:
-        folder: That of the master, who lists his workers there.
+        folder: The master's folder, which lists the workers.
         rows: Rows of the epoch.
     """
 
@@ -60,7 +60,7 @@ class Watch:
         self.looks: dict[str, list[Look]] = {}
 
     def __call__(self, rows: int, totals: Totals) -> None:
-        """Looks if it is time to; see `drain`."""
+        """Takes a sample when it is due. See `drain`."""
         if rows < self.due and rows < self.rows:
             return
         self.due = rows + self.rows / LOOKS
@@ -69,13 +69,13 @@ class Watch:
             try:
                 memory = psutil.Process(pid).memory_info()
             except psutil.NoSuchProcess:
-                continue  # about to be replaced
+                continue  # this worker is being replaced
             look = Look(rows, memory.rss / MIB, (memory.rss - memory.shared) / MIB)
             self.looks.setdefault(name, []).append(look)
 
 
 def main(words: Sequence[str]) -> None:
-    """Measures as the words say, draws the figure and prints a table, or one JSON object on the last line."""
+    """Measures, plots, and prints a table or, on the last line, one JSON object."""
     options = _options(words)
     with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
         folder = (options.folder or Path(temporary)).resolve()
@@ -89,12 +89,12 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="all figures as one JSON object on the last line")
     parser.add_argument("--rows", type=int, default=10_000_000, help="rows of the long epoch")
     parser.add_argument("--folder", type=Path, help="keeps the tables for the next run; default: a temporary one")
-    parser.add_argument("--figure", type=Path, default=ROOT / "benchmarks" / "epoch_memory.png", help="where it goes")
+    parser.add_argument("--figure", type=Path, default=ROOT / "benchmarks" / "epoch_memory.png", help="file to plot to")
     return parser.parse_args(words)
 
 
 def measured(folder: Path, rows: int) -> tuple[dict[str, Any], Watch]:
-    """Both epochs in figures, and the long one as it went."""
+    """Returns the figures of both epochs and the samples of the long one."""
     facts = machine(PACKAGES)
     tenth, _ = epoch(folder, rows // 10)
     whole, watch = epoch(folder, rows)
@@ -114,7 +114,7 @@ def _largest(epoch: dict[str, Any]) -> float:
 
 
 def epoch(folder: Path, rows: int) -> tuple[dict[str, Any], Watch]:
-    """An epoch of so many rows: its figures, and how they came about."""
+    """Runs an epoch and returns its figures and samples."""
     say(f"table of {rows} rows in {folder}")
     table = wide_table(folder / str(rows), rows, NARROW)
     say(f"epoch of {rows} rows")
@@ -125,7 +125,7 @@ def epoch(folder: Path, rows: int) -> tuple[dict[str, Any], Watch]:
 
 
 def in_figures(drained: DrainResult, watch: Watch) -> dict[str, Any]:
-    """What an epoch took, process by process."""
+    """Returns the figures of an epoch by process."""
     processes = {name: _process(looks, watch.rows) for name, looks in watch.looks.items()}
     for worker, peak in drained.peak_rss_mb.items():
         if str(worker) in processes:
@@ -153,7 +153,7 @@ def _process(looks: Sequence[Look], rows: int) -> dict[str, int]:
 
 
 def drawn(watch: Watch, file: Path) -> None:
-    """The memory of each process against the rows it has seen go by."""
+    """Plots the memory of each process against the rows delivered so far."""
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     for i, (name, looks) in enumerate(sorted(watch.looks.items())):
         title = name if name == MASTER else f"worker {name}"
@@ -170,7 +170,7 @@ def drawn(watch: Watch, file: Path) -> None:
 
 
 def as_text(figures: dict[str, Any]) -> str:
-    """The figures as a table of Markdown: all resident memory, in brackets what is not shared. MiB."""
+    """Formats the figures as a Markdown table. In brackets: memory that is not shared. MiB."""
     lines = ["| rows | process | peak | at 10 % | at 100 % |", "|---|---|---|---|---|"]
     for epoch in (figures["tenth"], figures["whole"]):
         named = {f"worker {name}": one for name, one in epoch["workers"].items()} | {MASTER: epoch[MASTER]}
@@ -178,7 +178,7 @@ def as_text(figures: dict[str, Any]) -> str:
             cells = (f"{one[f'{key}']:,} ({one[f'own_{key}']:,})" for key in _KEYS)
             lines.append(f"| {epoch['rows']:,} | {name} | {' | '.join(cells)} |")
         lines.append(f"| {epoch['rows']:,} | rows and batches held | {epoch['peak_bytes'] / MIB:,.0f} | | |")
-    lines.append("\n" + in_words(figures["machine"]))
+    lines.append("\n" + describe_machine(figures["machine"]))
     return "\n".join(lines)
 
 

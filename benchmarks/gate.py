@@ -1,11 +1,11 @@
-"""How often the gate errs: pairs of models of known quality, evaluated on the same rows.
+"""Error rates of the gate on pairs of models of known quality, evaluated on the same rows.
 
     python -m benchmarks.gate --json
 
-A pair is two models whose logits are the true ones plus noise of their own, so that their logits differ by a standard
-deviation of 0.3; of equal noise for pairs of equal quality, of unequal noise for a wanted difference of NE.
-`false_alarms` is the share of equal pairs whose interval leaves out zero; `power_...` the share of pairs, one better by
-so much, that are promoted.
+In a pair, each model's logits are the true ones plus its own noise, and the two differ by a standard deviation of 0.3.
+Models of equal quality have equal noise. Unequal noise gives a chosen NE difference. `false_alarms` is the share of
+equal pairs with an interval that excludes zero. `power_...` is the share of pairs, with a challenger better by that
+much, in which the gate promotes it.
 """
 
 import argparse
@@ -26,18 +26,18 @@ LEVEL = 0.05
 
 
 def sigmoid(logits: Floats) -> Floats:
-    """Logits as probabilities."""
+    """Converts logits to probabilities."""
     result: Floats = 1.0 / (1.0 + np.exp(-logits))
     return result
 
 
 def truth(rows: int, random: np.random.Generator) -> Floats:
-    """True logits of rows: about three labels in ten are 1, and the NE of the truth is about .83."""
+    """Draws true logits. About three labels in ten are 1, and the NE of the truth is about .83."""
     return random.normal(-1.1, 1.1, rows)
 
 
 def pair(rows: int, better_by: float, random: np.random.Generator) -> tuple[Floats, Floats, Floats]:
-    """Labels, and the probabilities of a challenger and of a champion whose NE is higher by a share of it."""
+    """Draws labels and both models' probabilities. The champion's NE is higher by the share `better_by`."""
     logits = truth(rows, random)
     ours, theirs = noises(better_by)
     labels = (random.random(rows) < sigmoid(logits)).astype(np.float64)
@@ -48,9 +48,9 @@ def pair(rows: int, better_by: float, random: np.random.Generator) -> tuple[Floa
 
 @cache
 def noises(better_by: float) -> tuple[float, float]:
-    """Standard deviations of two models' noise, for a wanted difference of NE; their squares add up to APART's.
+    """Returns the standard deviations of two models' noise for an NE difference. Their squares add up to APART's.
 
-    The expected NE is taken over many rows with their true probabilities instead of labels.
+    Computes the expected NE over many rows from true probabilities instead of labels.
     """
     random = np.random.default_rng(11)
     logits = truth(400_000, random)
@@ -76,7 +76,7 @@ def noises(better_by: float) -> tuple[float, float]:
 
 
 def false_alarms(pairs: int, rows: int, seed: int = 1) -> int:
-    """How many pairs of equal quality are called different."""
+    """Counts pairs of equal quality that are called different."""
     called = 0
     for number in range(pairs):
         found = ne_difference(sum_pairs(*pair(rows, 0.0, np.random.default_rng([seed, number]))), True, LEVEL)
@@ -85,7 +85,7 @@ def false_alarms(pairs: int, rows: int, seed: int = 1) -> int:
 
 
 def promoted(pairs: int, rows: int, better_by: float, seed: int = 2) -> int:
-    """How many challengers that are better by a share of NE are found to be so."""
+    """Counts challengers with a lower NE that the gate promotes."""
     found = 0
     for number in range(pairs):
         difference = ne_difference(

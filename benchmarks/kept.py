@@ -1,6 +1,6 @@
-"""A rank that holds its batches in memory before it trains: what `pipeline.jobs.training.rank` is without reading.
+"""A rank like `pipeline.jobs.training.rank`, but with all batches in memory before it trains.
 
-`benchmarks.training` runs it as the product runs its ranks; the batches are those of the spec's training rows.
+`benchmarks.training` runs it as the product runs its ranks. The batches come from the spec's training rows.
 """
 
 import sys

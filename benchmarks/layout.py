@@ -1,4 +1,4 @@
-"""How layout decides what reading a tenth of a wide table takes: each step keeps what the steps before it changed.
+"""Cost of reading a tenth of a wide table, by layout. Each step adds one change to the steps before it.
 
     python -m benchmarks.layout [--features 2000] [--rows 8192] [--rounds 3] [--json]
 
@@ -23,23 +23,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from benchmarks.machine import in_words, machine, say
+from benchmarks.machine import describe_machine, machine, say
 from storage.layout.spec import Layout
 from storage.ranges import RangeFile, find_chunks, merge_ranges
 from storage.reader import READ_OPTIONS
 from storage.writer import write_parquet
 
 COVERAGE, LENGTH = 0.45, 3
-"""Share of rows in which a feature has a value, and ids of a list that has any."""
+"""Share of rows with a value of a feature, and ids of a list that is not empty."""
 PACKAGES = ("pyarrow", "numpy")
 SMALL_GROUPS = 8
-"""Row groups of the table until the last step, which has one."""
+"""Row groups of the table. The last step has one."""
 DISK_SECONDS, DISK_BYTES = 0.008, 150e6
-"""The model of a disk: seconds for a read to begin, and bytes a second from there on."""
+"""The disk model: seconds until a read starts, then bytes per second."""
 
 
 def main(words: Sequence[str]) -> None:
-    """Measures, and prints a table or JSON."""
+    """Measures and prints a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--features", type=int, default=2_000)
     parser.add_argument("--rows", type=int, default=8_192)
@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def ladder(features: int, rows: int, rounds: int, gap_bytes: int) -> dict[str, dict[str, float]]:
-    """Figures of each step."""
+    """Returns the figures of each step."""
     draw = np.random.default_rng(1)
     flat = flat_table(draw, features, rows)
     wanted = sorted(draw.choice(flat.column_names, features // 10, replace=False).tolist())
@@ -93,7 +93,7 @@ def ladder(features: int, rows: int, rounds: int, gap_bytes: int) -> dict[str, d
 
 
 def read(path: Path, columns: list[str], gap: int, wanted: set[str], rounds: int) -> dict[str, float]:
-    """What it takes to have the wanted features as Arrow columns, one thread, the file in the system's cache."""
+    """Reads features as Arrow columns on one thread, with the file in the page cache, and returns the figures."""
     seconds = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -114,7 +114,7 @@ def read(path: Path, columns: list[str], gap: int, wanted: set[str], rounds: int
 
 
 def flat_table(draw: np.random.Generator, features: int, rows: int) -> pa.Table:
-    """Numbers and lists of ids by turns, each with a value in some rows; a feature's name ends in its number."""
+    """Makes alternating columns of numbers and lists of ids, with nulls. A feature's name ends in its number."""
     columns: dict[str, pa.Array] = {}
     for i in range(features):
         absent = draw.random(rows) >= COVERAGE
@@ -129,7 +129,7 @@ def flat_table(draw: np.random.Generator, features: int, rows: int) -> pa.Table:
 
 
 def as_maps(flat: pa.Table) -> pa.Table:
-    """The same rows in two columns: feature -> number and feature -> list."""
+    """Converts the rows to two map columns: feature -> number and feature -> list."""
     parts = {"numbers": flat.column_names[1::2], "lists": flat.column_names[::2]}
     return pa.table({name: _map(flat.select(columns)) for name, columns in parts.items()})
 
@@ -146,7 +146,7 @@ def _map(flat: pa.Table) -> pa.Array:
 
 
 def features_of(column: pa.ChunkedArray, wanted: set[str]) -> dict[str, tuple[npt.NDArray[Any], pa.Array]]:
-    """Wanted features of a map column, each as the rows that have it and its values."""
+    """Reads features from a map column. Returns, for each, the rows that have it and its values."""
     found = {}
     for chunk in column.chunks:
         offsets = chunk.offsets.to_numpy()
@@ -163,7 +163,7 @@ def features_of(column: pa.ChunkedArray, wanted: set[str]) -> dict[str, tuple[np
 
 
 def as_text(figures: dict[str, Any]) -> str:
-    """The figures as a table of Markdown."""
+    """Formats the figures as a Markdown table."""
     lines = [
         "| step | MB read | reads | mean read KB | worker rows/s | x | modelled disk rows/s | x |",
         "|---" * 8 + "|",
@@ -174,7 +174,7 @@ def as_text(figures: dict[str, Any]) -> str:
         f"| {one['disk_rows_per_second']:,.0f} | {one['disk_rows_per_second_x']:.2f} |"
         for name, one in figures["steps"].items()
     ]
-    return "\n".join([*lines, "", in_words(figures["machine"])])
+    return "\n".join([*lines, "", describe_machine(figures["machine"])])
 
 
 if __name__ == "__main__":

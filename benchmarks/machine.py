@@ -1,4 +1,4 @@
-"""What a figure was measured on: processor, versions, commit; and how a benchmark says how far it is."""
+"""Facts about a measurement, which are processor, versions and commit, and progress output."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def machine(packages: tuple[str, ...]) -> dict[str, Any]:
-    """Facts that stand beside every figure; a package that is not installed is left out."""
+    """Returns the facts to print with every figure. Skips packages that are not installed."""
     versions = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -31,14 +31,14 @@ def machine(packages: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def in_words(facts: Mapping[str, Any]) -> str:
-    """The facts as one line."""
+def describe_machine(facts: Mapping[str, Any]) -> str:
+    """Formats the facts as one line."""
     versions = ", ".join(f"{package} {number}" for package, number in facts["versions"].items())
     return f"{facts['cpu']}, {facts['cores']} cores, load {facts['load']}; commit {facts['commit']}; {versions}"
 
 
 def say(text: str) -> None:
-    """Progress, beside the result."""
+    """Prints progress to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,16 +1,15 @@
-"""A preprocessing worker beside decode alone, beside NumPy, Polars and DuckDB, and beside a second worker.
+"""Speed of a preprocessing worker against plain decoding, NumPy, Polars, DuckDB, and two workers.
 
     python -m benchmarks.preprocessing --folder /data/wide --json
 
-`decode_ratio` is the contestant `ours` over the fastest decode: read, decode, filter, truncate, hash, normalise and lay
-down in shared memory. `batched_ratio` is `ours_batched` over the fastest decode: all of that, then rows shuffled over
-windows of 262,144 and cut into batches of 4,096, which is the whole of a worker's work. `two_workers_speedup` is the
-time of an epoch through the whole service with one worker over that with two.
+`decode_ratio` is the time of `ours` over the fastest decode. `ours` reads, decodes, filters, truncates, hashes,
+normalises and writes to shared memory. `batched_ratio` is the time of `ours_batched` over the fastest decode.
+`ours_batched` also shuffles rows over windows of 262,144 and cuts batches of 4,096, which is all the work of a worker.
+`two_workers_speedup` is the time of an epoch through the whole service with one worker over the time with two.
 
-Every pass of a contestant is a process of its own on one core, its libraries held to one thread; those of our worker
-have the environment of a worker's process. A round takes each contestant once, in turn, then the service with one
-worker and with two, on all cores. Files are in the page cache; a contestant does its first unit of work before the
-clock starts.
+Every pass runs in its own process on one core, with libraries limited to one thread. Passes of our worker have the
+environment of a worker process. A round runs each contestant once, then the service with one worker and with two, on
+all cores. Files are in the page cache. The clock starts after a contestant's first unit of work.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks.contestants import CONTESTANTS
-from benchmarks.machine import ROOT, in_words, machine, say
+from benchmarks.machine import ROOT, describe_machine, machine, say
 from benchmarks.wide_table import WIDE, wide_table
 from pipeline.preprocessing.executors import WORKER_ENVIRONMENT
 
@@ -44,7 +43,7 @@ ONE_THREAD = dict.fromkeys(
 
 
 def main(words: Sequence[str]) -> None:
-    """Measures as the words say and prints a table, or one JSON object on the last line."""
+    """Measures and prints a table or, on the last line, one JSON object."""
     options = _options(words)
     with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
         folder = (options.folder or Path(temporary)).resolve()
@@ -63,15 +62,15 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the table")
     parser.add_argument("--rounds", type=int, default=5, help="passes of each contestant; the median counts")
     parser.add_argument("--folder", type=Path, help="keeps the table for the next run (2 GB); default: a temporary one")
-    parser.add_argument("--contestant", choices=(*DECODERS, *WORKERS), help="one pass of this one alone")
+    parser.add_argument("--contestant", choices=(*DECODERS, *WORKERS), help="runs one pass of this contestant only")
     return parser.parse_args(words)
 
 
 def measured(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
-    """All contestants and the service, round by round, and what follows from their times.
+    """Measures all contestants and the service, round by round, and returns the figures.
 
     Raises:
-        RuntimeError: If two workers did not make the same number of rows and ids.
+        RuntimeError: If workers made different numbers of rows or ids.
     """
     facts = machine(PACKAGES)
     passes: dict[str, list[dict[str, Any]]] = {name: [] for name in (*DECODERS, *WORKERS)}
@@ -85,7 +84,7 @@ def measured(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
             done.append(epoch(workers, folder, rows))
     made = {name: (passes[name][0]["rows"], passes[name][0]["ids"]) for name in WORKERS}
     if len(set(made.values())) > 1:
-        raise RuntimeError(f"the same rows and ids from all workers expected, got {made}")
+        raise RuntimeError(f"expected the same rows and ids from all workers, got {made}")
     contestants = {name: spread(done) for name, done in passes.items()}
     fastest = min(DECODERS, key=lambda name: contestants[name]["median_seconds"])
     for name, one in contestants.items():
@@ -107,7 +106,7 @@ def measured(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
 
 
 def spread(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Median, least and most seconds of some passes."""
+    """Returns the median, minimum and maximum seconds of some passes."""
     seconds = [one["seconds"] for one in passes]
     return {
         "median_seconds": median(seconds),
@@ -118,13 +117,13 @@ def spread(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def in_process(name: str, folder: Path, rows: int) -> dict[str, Any]:
-    """One pass of a contestant in a process of its own."""
+    """Runs one pass of a contestant in its own process."""
     words = ["benchmarks.preprocessing", "--contestant", name]
     return _figures(words, folder, rows, ONE_THREAD | (WORKER_ENVIRONMENT if name in OURS else {}), _one_core)
 
 
 def epoch(workers: int, folder: Path, rows: int) -> dict[str, Any]:
-    """An epoch through the service, which has processes of its own."""
+    """Runs an epoch through the service, in its own processes."""
     return _figures(["benchmarks.service", "--workers", str(workers)], folder, rows)
 
 
@@ -148,7 +147,7 @@ def _one_core() -> None:
 
 
 def one_pass(name: str, folder: Path, rows: int) -> dict[str, Any]:
-    """A contestant's time over the whole table, in this process."""
+    """Times a contestant over the whole table, in this process."""
     units = CONTESTANTS[name](wide_table(folder, rows))
     units[0]()
     count = ids = 0
@@ -156,14 +155,14 @@ def one_pass(name: str, folder: Path, rows: int) -> dict[str, Any]:
     for unit in units:
         made = unit()
         count, ids = count + made.rows, ids + made.ids
-        del made  # what was made is handed on before the next unit begins
+        del made  # the result is dropped before the next unit starts
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     return {"seconds": seconds, "rows": count, "ids": ids, "peak_mib": peak}
 
 
 def as_text(figures: dict[str, Any]) -> str:
-    """The figures as a table of Markdown."""
+    """Formats the figures as a Markdown table."""
     lines = ["| contestant | median s | min | max | x decode | rows/s | peak MiB |", "|---|---|---|---|---|---|---|"]
     for name, one in figures["contestants"].items():
         lines.append(
@@ -178,7 +177,7 @@ def as_text(figures: dict[str, Any]) -> str:
         )
     names = ("decode_ratio", "batched_ratio", "two_workers_speedup")
     lines.append("\n" + ", ".join(f"{name} {figures[name]}" for name in names))
-    lines.append("\n" + in_words(figures["machine"]))
+    lines.append("\n" + describe_machine(figures["machine"]))
     return "\n".join(lines)
 
 

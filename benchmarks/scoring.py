@@ -1,15 +1,15 @@
-"""What scoring costs: the latency of the HTTP server, the speed of scoring in one process, and where the time goes.
+"""Cost of scoring: latency of the HTTP server, speed in one process, and where the time goes.
 
     python -m benchmarks.scoring --json
 
-Runs a config from end to end in a folder of its own, unless `--folder` holds its model already, starts `mlflow models
-serve` on the registered model and asks it for the probabilities of evaluation rows, one request after the other over
-one connection. `p50_ms` and `p99_ms` are from the first byte sent to the last one read.
+Trains and registers a config in its own folder, unless `--folder` already has the model. Then starts `mlflow models
+serve` and requests probabilities of evaluation rows, one request after the other over one connection. `p50_ms` and
+`p99_ms` run from the first byte sent to the last byte read.
 
-The same rows then pass through the same model in this process, step by step: `shares` are the medians of these steps
-over `p50_ms`. `rows` turns JSON's values into columns, `transforms` is the preprocessing plan, `model` the tables and
-layers; `server` is what is left: HTTP, JSON, data frames and MLflow's checks. `batch` scores columns as the warehouse
-holds them, which is what batch scoring does between reading and writing.
+The same rows then pass through the same model in this process, step by step. `shares` are the medians of these steps
+over `p50_ms`. `rows` turns JSON values into columns, `transforms` is the preprocessing plan, and `model` is tables and
+layers. `server` is the rest: HTTP, JSON, data frames and MLflow's checks. `batch` scores columns as the warehouse holds
+them, as batch scoring does between reading and writing.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from benchmarks.machine import ROOT, in_words, machine, say
+from benchmarks.machine import ROOT, describe_machine, machine, say
 from pipeline.config import RunConfig, load
 from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.workspace import Workspace
@@ -54,12 +54,12 @@ PACKAGES = (
     "pyarrow",
 )
 WARM_UP = 20
-"""Requests of each size before the clock starts."""
+"""Untimed requests of each size at the start."""
 START_SECONDS = 120.0
 
 
 def main(words: Sequence[str]) -> None:
-    """Measures as the words say and prints the figures, or one JSON object on the last line."""
+    """Measures and prints the figures or, on the last line, one JSON object."""
     options = _options(words)
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlrm-benchmark-")))
@@ -77,24 +77,24 @@ def main(words: Sequence[str]) -> None:
 def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scoring")
     parser.add_argument("--json", action="store_true", help="all figures as one JSON object on the last line")
-    parser.add_argument("--config", default="configs/demo.yaml", help="the run that makes model and rows")
+    parser.add_argument("--config", default="configs/demo.yaml", help="config of the model and the rows")
     parser.add_argument("--folder", type=Path, help="keeps the run for the next time; default: a temporary one")
     parser.add_argument("--requests", type=int, default=500, help="requests of one row")
     parser.add_argument("--large-requests", type=int, default=100, help="requests of 1,000 rows")
     parser.add_argument("--batch-rows", type=int, default=100_000, help="rows scored in one process")
-    parser.add_argument("--rounds", type=int, default=5, help="times that they are scored; the median counts")
+    parser.add_argument("--rounds", type=int, default=5, help="passes of batch scoring; the median counts")
     return parser.parse_args(words)
 
 
 def measured(
     config: RunConfig, requests: dict[int, int], batch_rows: int, rounds: int, stack: contextlib.ExitStack
 ) -> dict[str, Any]:
-    """All figures.
+    """Returns all figures.
 
     Args:
-        requests: Rows of a request -> how many requests.
+        requests: Rows per request -> number of requests.
     Raises:
-        RuntimeError: If the server gives other probabilities than the model does in this process.
+        RuntimeError: If the server's probabilities differ from the model's in this process.
     """
     facts = machine(PACKAGES)
     tracker, name = Workspace(config).tracking, config.model_name
@@ -120,7 +120,7 @@ def measured(
 
 
 def raw_rows(config: RunConfig, count: int) -> pa.Table:
-    """Evaluation rows, again from the first one on where there are too few."""
+    """Returns evaluation rows, repeated from the first one if there are too few."""
     worker = Worker(resolve_dataset(Workspace(config), None)[1]["test"], Workspace(config).warehouse)
     parts: list[pa.Table] = []
     for fragment in worker.fragments():
@@ -132,7 +132,7 @@ def raw_rows(config: RunConfig, count: int) -> pa.Table:
 
 
 def in_batches(loaded: LoadedModel, rows: pa.Table, rounds: int) -> dict[str, Any]:
-    """Speed of scoring in this process, and the share of transforms."""
+    """Returns the speed of scoring in this process and the share of transforms."""
     whole = seconds_of(lambda: loaded.score(rows), rounds)
     transforms = seconds_of(
         lambda: [loaded.plan.apply(rows.slice(at, 8_192)) for at in range(0, len(rows), 8_192)], rounds
@@ -147,7 +147,7 @@ def in_batches(loaded: LoadedModel, rows: pa.Table, rounds: int) -> dict[str, An
 
 
 def over_http(loaded: LoadedModel, rows: pa.Table, port: int, count: int) -> dict[str, Any]:
-    """Latency of requests for the same rows, and what each step has of it."""
+    """Returns the latency of requests for the same rows and each step's share."""
     frame = raw_frame(rows, loaded.columns)
     text = frame.to_json(orient="split", index=False, date_format="iso", double_precision=15)
     body = f'{{"dataframe_split": {text}}}'.encode()
@@ -181,22 +181,22 @@ def over_http(loaded: LoadedModel, rows: pa.Table, port: int, count: int) -> dic
 
 
 def ask(connection: http.client.HTTPConnection, body: bytes) -> bytes:
-    """The server's answer.
+    """Returns the server's answer.
 
     Raises:
-        RuntimeError: If it is not 200.
+        RuntimeError: If its status is not 200.
     """
     connection.request("POST", "/invocations", body, {"Content-Type": "application/json"})
     response = connection.getresponse()
     answer = response.read()
     if response.status != 200:
-        raise RuntimeError(f"status 200 expected, got {response.status}: {answer[:1_000]!r}")
+        raise RuntimeError(f"expected status 200, got {response.status}: {answer[:1_000]!r}")
     return answer
 
 
 @contextlib.contextmanager
 def server(model: str, tracking_uri: str, log: Path) -> Iterator[int]:
-    """`mlflow models serve` on a free port of loopback; ends with the block."""
+    """Runs `mlflow models serve` on a free loopback port for the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -212,7 +212,7 @@ def server(model: str, tracking_uri: str, log: Path) -> Iterator[int]:
         limit = time.monotonic() + START_SECONDS
         while not _answers(port):
             if process.poll() is not None or time.monotonic() > limit:
-                raise RuntimeError(f"the server did not come up: {log.read_text(encoding='utf-8')[-2_000:]}")
+                raise RuntimeError(f"the server did not start: {log.read_text(encoding='utf-8')[-2_000:]}")
             time.sleep(0.2)
         yield port
     finally:
@@ -232,7 +232,7 @@ def _answers(port: int) -> bool:
 
 
 def seconds_of(step: Callable[[], object], rounds: int) -> float:
-    """Median time of a step, which is done once before."""
+    """Returns the median time of a step, after one run to warm up."""
     step()
     times = []
     for _ in range(rounds):
@@ -251,7 +251,7 @@ def _bytes(folder: Path) -> int:
 
 
 def as_text(figures: dict[str, Any]) -> str:
-    """The figures as tables of Markdown."""
+    """Formats the figures as Markdown tables."""
     names = ("rows", "transforms", "model", "server")
     lines = [f"| rows of a request | p50 ms | p99 ms | {' | '.join(names)} |", "|---|---|---|---|---|---|---|"]
     for size, one in figures["http"].items():
@@ -261,7 +261,7 @@ def as_text(figures: dict[str, Any]) -> str:
     lines.append(
         f"\nIn one process: {batch['rows_per_second']:,} rows/s, {batch['shares']['transforms']:.1%} of it transforms."
     )
-    lines.append("\n" + in_words(figures["machine"]))
+    lines.append("\n" + describe_machine(figures["machine"]))
     return "\n".join(lines)
 
 

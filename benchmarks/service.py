@@ -1,9 +1,9 @@
-"""An epoch through the whole preprocessing service, for a consumer that takes every batch and touches none.
+"""An epoch through the whole preprocessing service. The consumer takes every batch and does nothing with it.
 
     python -m benchmarks.service --folder /data/wide --workers 2
 
-Master and consumer are in this process, each worker is in one of its own. The clock runs from the first request, made
-when all workers are ready, to the last batch.
+Master and consumer share this process, and each worker has its own. The clock runs from the first request, when all
+workers are ready, to the last batch.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from pipeline.preprocessing.master import WORKERS_FILE
 from pipeline.preprocessing.service import Service
 
 ROWS = "rows"
-"""Name of the one selection."""
+"""Name of the only selection."""
 BATCH_ROWS, WINDOW_ROWS = 4_096, 262_144
 START_SECONDS = 120.0
-"""How long the workers may take to start."""
+"""Time limit for the start of the workers."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def epoch(table: WideTable, workers: int) -> dict[str, Any]:
-    """Seconds of an epoch, and its rows."""
+    """Returns the seconds and the rows of an epoch."""
     config = PreprocessingConfig(executor="process", workers=workers, shuffle_window_rows=WINDOW_ROWS)
     with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
         folder = Path(temporary)
@@ -53,15 +53,15 @@ def epoch(table: WideTable, workers: int) -> dict[str, Any]:
 
 
 def wait_for(workers: int, file: Path) -> None:
-    """Returns when so many workers are ready.
+    """Waits until this many workers are ready.
 
     Raises:
-        TimeoutError: If they never are.
+        TimeoutError: If they are not ready in time.
     """
     deadline = time.monotonic() + START_SECONDS
     while not file.exists() or len(json.loads(file.read_text(encoding="utf-8"))) < workers:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{workers} workers ready within {START_SECONDS:.0f} s expected, got fewer")
+            raise TimeoutError(f"expected {workers} workers ready within {START_SECONDS:.0f} s, got fewer")
         time.sleep(0.01)
 
 

@@ -1,12 +1,12 @@
-"""Rows of a session stored and trained together, and their lists kept once: bytes, preprocessing and training.
+"""Effect of sessions and deduplicated lists on bytes, preprocessing and training.
 
     python -m benchmarks.sessions --json
 
-One generated log, stored and read in three ways: `plain` stores rows by time and shuffles them one by one; `ordered`
-stores and shuffles sessions as a whole (`ingest.order_by`, `preprocessing.session_column`); `deduplicated` also makes,
-keeps and looks up once what rows of a session have in common (`preprocessing.deduplicate`). Preprocessing is an epoch
-of batches in one thread, reading included; training is one rank with its batches in memory, the median of its steps.
-Every pass is a process of its own; a round takes each way once, in turn.
+Stores and reads one generated log in three ways. `plain` stores rows by time and shuffles them one by one. `ordered`
+stores and shuffles whole sessions (`ingest.order_by`, `preprocessing.session_column`). `deduplicated` also makes, keeps
+and looks up shared lists of a session once (`preprocessing.deduplicate`). Preprocessing is an epoch of batches in one
+thread, including the reads. Training is one rank with batches in memory, by its median step. Every pass runs in its own
+process. A round runs each way once.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from benchmarks.machine import ROOT, in_words, machine, say
+from benchmarks.machine import ROOT, describe_machine, machine, say
 from models.config import DLRMConfig
 from pipeline.data.selection import Selection
 from pipeline.extraction.config import IngestConfig, SourceConfig
@@ -48,30 +48,30 @@ LISTS = (
 GAINS = (
     "megabytes", "list_megabytes", "list_megabytes_without_dictionary", "preprocessing_seconds", "step_milliseconds",
 )  # fmt: skip
-"""What is to be small."""
+"""Figures that should be small."""
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ordered": {"session": "session_id"},
     "deduplicated": {"session": "session_id", "deduplicate": LISTS},
 }
-"""Name -> what is special about its DataSpec."""
+"""Name -> its changes to the DataSpec."""
 PARTS = ("preprocessing", "training")
 BATCH_ROWS, WINDOW_ROWS, WIDTH = 4_096, 65_536, 64
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "pyarrow", "numba", "numpy", "duckdb")
 
 
 def main(words: Sequence[str]) -> None:
-    """Measures as the words say and prints a table, or one JSON object on the last line."""
+    """Measures and prints a table or, on the last line, one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sessions")
     parser.add_argument("--json", action="store_true", help="all figures as one JSON object on the last line")
     parser.add_argument("--rows", type=int, default=400_000, help="rows of the log")
     parser.add_argument("--session-rows", type=float, default=10.0, help="mean rows of a session")
-    parser.add_argument("--list-ids", type=int, default=100, help="longest list; nothing is cut off")
+    parser.add_argument("--list-ids", type=int, default=100, help="longest list; no list is cut")
     parser.add_argument("--rounds", type=int, default=5, help="passes of each way; the median counts")
     parser.add_argument("--steps", type=int, default=24, help="steps of a pass of training")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is timed")
     parser.add_argument("--folder", type=Path, help="keeps the tables for the next run; default: a temporary one")
-    parser.add_argument("--way", choices=WAYS, help="one pass of preprocessing of this one alone")
+    parser.add_argument("--way", choices=WAYS, help="runs one preprocessing pass of this way only")
     options = parser.parse_args(words)
     with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
         folder = (options.folder or Path(temporary)).resolve()
@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def features(list_ids: int) -> FeatureSchema:
-    """All columns, lists cut to so many ids."""
+    """Returns a feature schema of all columns, with lists cut to `list_ids`."""
     hashed = {"kind": "sigrid_hash", "size": 100_000}
     cut = {"kind": "first_x", "limit": list_ids}
     groups = {
@@ -98,7 +98,7 @@ def features(list_ids: int) -> FeatureSchema:
 
 
 def tables(folder: Path, rows: int, session_rows: float, list_ids: int) -> dict[str, DataSpec]:
-    """The log in both orders, written if the folder does not hold it, and what each way reads."""
+    """Returns the table that each way reads. Writes the log in both orders if the folder lacks it."""
     source = SourceConfig.model_validate(
         {
             "generator": {
@@ -126,7 +126,7 @@ def tables(folder: Path, rows: int, session_rows: float, list_ids: int) -> dict[
 
 
 def measured(specs: dict[str, DataSpec], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All ways, round by round, and what follows from their times."""
+    """Measures all ways, round by round, and returns the figures."""
     facts = machine(PACKAGES)
     ways: dict[str, dict[str, Any]] = {name: dict(stored(spec)) for name, spec in specs.items()}
     passes: dict[tuple[str, str], list[dict[str, float]]] = {
@@ -148,7 +148,7 @@ def measured(specs: dict[str, DataSpec], folder: Path, options: argparse.Namespa
 
 
 def stored(spec: DataSpec) -> dict[str, float]:
-    """Megabytes of the data files, of the lists in them, and of these lists if written without dictionaries."""
+    """Returns megabytes of the data files, of their lists, and of these lists without dictionaries."""
     warehouse = Warehouse(spec.warehouse, Path(spec.home))
     fragments = warehouse.reader(spec.snapshot, [spec.label]).fragments()
     paths = [path.removeprefix("file://") for path in dict.fromkeys(fragment.path for fragment in fragments)]
@@ -167,7 +167,7 @@ def stored(spec: DataSpec) -> dict[str, float]:
 
 
 def in_process(name: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """One pass of preprocessing in a process of its own."""
+    """Runs one pass of preprocessing in its own process."""
     command = [sys.executable, "-m", "benchmarks.sessions", "--way", name, "--folder", str(folder)]
     command += ["--rows", str(options.rows), "--session-rows", str(options.session_rows)]
     command += ["--list-ids", str(options.list_ids)]
@@ -177,8 +177,8 @@ def in_process(name: str, folder: Path, options: argparse.Namespace) -> dict[str
 
 
 def preprocessed(spec: DataSpec) -> dict[str, float]:
-    """Seconds of an epoch of batches, what the worker did in them, and the ids of all batches; in this process."""
-    epoch(spec, WINDOW_ROWS)  # loads the compiled loops, and the files into the page cache
+    """Runs an epoch in this process. Returns its seconds, the worker's times, and the number of ids."""
+    epoch(spec, WINDOW_ROWS)  # loads compiled loops, and files into the page cache
     begun = time.perf_counter()
     ids, source = epoch(spec, WINDOW_ROWS)
     seconds = time.perf_counter() - begun
@@ -190,14 +190,14 @@ def preprocessed(spec: DataSpec) -> dict[str, float]:
 
 
 def epoch(spec: DataSpec, window_rows: int) -> tuple[int, InlineSource]:
-    """Ids of all batches of an epoch, and where they came from."""
+    """Returns the number of ids of an epoch's batches, and their source."""
     source = InlineSource({"rows": spec}, PreprocessingConfig(executor="inline", workers=1))
     client = Client(source, ("rows", spec), BATCH_ROWS, window_rows=window_rows)
     return sum(len(batch.sparse.values()) for batch in client.batches()), source
 
 
 def trained(spec: DataSpec, steps: int) -> dict[str, float]:
-    """The median step of a short training, all cores, batches in memory."""
+    """Returns the median step of a short training on all cores with batches in memory."""
     training = TrainConfig(
         world_size=1, batch_rows=BATCH_ROWS, threads_per_rank=len(os.sched_getaffinity(0)), device="cpu",
         checkpoint_every_steps=None, max_steps=steps,
@@ -214,13 +214,13 @@ def trained(spec: DataSpec, steps: int) -> dict[str, float]:
 
 
 def as_text(figures: dict[str, Any]) -> str:
-    """The figures as a table of Markdown."""
+    """Formats the figures as a Markdown table."""
     ways = figures["ways"]
     names = list(ways["deduplicated"])
     lines = [f"| way | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     lines += [f"| {way} | {' | '.join(f'{one[name]:,}' for name in names)} |" for way, one in ways.items()]
     lines.append("\n" + ", ".join(f"{name} {value}" for name, value in figures.items() if name.endswith("_gain")))
-    lines.append("\n" + in_words(figures["machine"]))
+    lines.append("\n" + describe_machine(figures["machine"]))
     return "\n".join(lines)
 
 

@@ -1,10 +1,10 @@
-"""Ways to train one DLRM on the same batches: this project's trainer, TorchRec by hand, PyTorch by hand.
+"""Ways to train one DLRM on the same batches: our trainer, plain TorchRec and plain PyTorch.
 
     python -m benchmarks.trainers --contestant ours --shape lists
 
-One pass: the model is built, a few steps are made to warm up, then the steps are timed. With `--ranks 2` each rank is a
-process of its own with one thread, and its batch is its share of the global one. With `--device cuda` a step begins
-with its batch in the memory of the host, and ends when the device has nothing left to do.
+A pass builds the model, makes a few steps to warm up, and then times the steps. With `--ranks 2` each rank is a process
+with one thread, and its batch is its share of the global one. With `--device cuda` a step starts with its batch in host
+memory and ends when the device is idle.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class Shape:
     """A model and its batches.
 
     Args:
-        ids: Ids of a list in the mean; 1: exactly one, else their number is even between 1 and twice as many less one.
+        ids: Mean ids per list. 1 means exactly one; otherwise the number is uniform between 1 and 2 * ids - 1.
     """
 
     tables: int = 26
@@ -82,25 +82,25 @@ SHAPES = {
 
 @dataclass
 class Rows(Pipelineable):
-    """A batch as TorchRec's pipelines take it."""
+    """A batch for TorchRec's pipelines."""
 
     dense: torch.Tensor
     sparse: KeyedJaggedTensor
     labels: torch.Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Rows":
-        """The same batch on another device."""
+        """Copies the batch to another device."""
         moved = [part.to(device, non_blocking=non_blocking) for part in (self.dense, self.sparse, self.labels)]
         return Rows(*moved)
 
     def record_stream(self, stream: Any) -> None:
-        """A CUDA stream other than the one that made the batch uses it."""
+        """Marks the batch as used by another CUDA stream than the one that made it."""
         for part in (self.dense, self.sparse, self.labels):
             part.record_stream(stream)
 
 
 def batches(shape: Shape, rank: int = 0, ranks: int = 1, count: int = BATCHES) -> list[Rows]:
-    """This rank's share of the same global batches for all; ids follow Zipf's law, spread over the rows."""
+    """Returns this rank's share of the global batches. Ids follow Zipf's law and are spread over the rows."""
     random = np.random.default_rng(1)
     made = []
     share = slice(rank * shape.batch_rows // ranks, (rank + 1) * shape.batch_rows // ranks)
@@ -123,15 +123,15 @@ def batches(shape: Shape, rank: int = 0, ranks: int = 1, count: int = BATCHES) -
 
 
 def names(shape: Shape) -> list[str]:
-    """Features, a table each."""
+    """Returns feature names, one per table."""
     return [f"f{i}" for i in range(shape.tables)]
 
 
-# -- by hand: TorchRec as its documentation has it -----------------------------------------------------------------
+# -- plain TorchRec, as in its documentation -----------------------------------------------------------------------
 
 
 class HandWritten(nn.Module):
-    """A DLRM in the fewest lines, for TorchRec's pipelines: batch -> (loss, nothing)."""
+    """A minimal DLRM for TorchRec's pipelines: batch -> (loss, nothing)."""
 
     def __init__(self, shape: Shape, tables: nn.Module) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class HandWritten(nn.Module):
         self.register_buffer("columns", columns, persistent=False)
 
     def forward(self, batch: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean loss of the batch, and the logits."""
+        """Returns the mean loss of the batch and the logits."""
         dense = self.bottom(batch.dense)
         vectors = self.tables(batch.sparse).values().reshape(-1, self.features, self.width)
         both = torch.cat([dense.unsqueeze(1), vectors], dim=1)
@@ -153,7 +153,7 @@ class HandWritten(nn.Module):
 
 
 def pairs(shape: Shape) -> int:
-    """Products of the interaction."""
+    """Number of products of the interaction."""
     return (shape.tables + 1) * shape.tables // 2
 
 
@@ -166,7 +166,7 @@ def _mlp(inputs: int, sizes: Sequence[int]) -> nn.Sequential:
 
 
 def torchrec(shape: Shape, rank: int, ranks: int, device: torch.device, pipeline: type) -> Callable[[], None]:
-    """A single-file TorchRec loop: fused row-wise Adagrad, the default plan without its data_parallel tables, Adam."""
+    """A single-file TorchRec loop: fused row-wise Adagrad, the default plan without data_parallel tables, and Adam."""
     configs = [
         EmbeddingBagConfig(name=name, num_embeddings=shape.rows, embedding_dim=shape.width, feature_names=[name])
         for name in names(shape)
@@ -196,11 +196,11 @@ def _endless(made: list[Any]) -> Iterator[Any]:
         yield from made
 
 
-# -- by hand: PyTorch alone ------------------------------------------------------------------------------------------
+# -- plain PyTorch ---------------------------------------------------------------------------------------------------
 
 
 class Bags(nn.Module):
-    """An nn.EmbeddingBag a table, sparse gradients."""
+    """One nn.EmbeddingBag per table, with sparse gradients."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -210,14 +210,14 @@ class Bags(nn.Module):
         )
 
     def forward(self, sparse: KeyedJaggedTensor) -> "Bags.Values":
-        """Pooled vectors side by side."""
+        """Concatenates the pooled vectors."""
         features = [sparse[key] for key in sparse.keys()]  # noqa: SIM118  a KeyedJaggedTensor is no mapping
         pooled = [bag(one.values(), one.offsets()) for bag, one in zip(self.bags, features, strict=True)]
         return Bags.Values(torch.cat(pooled, dim=1))
 
     @dataclass
     class Values:
-        """What HandWritten asks of a table module's output."""
+        """The interface that HandWritten needs from a table module's output."""
 
         vectors: torch.Tensor
 
@@ -227,7 +227,7 @@ class Bags(nn.Module):
 
 
 def pytorch(shape: Shape, rank: int, ranks: int, device: torch.device, rowwise: bool) -> Callable[[], None]:
-    """nn.EmbeddingBag with sparse gradients and SGD, or row-wise Adagrad written out; one rank, on CPU."""
+    """nn.EmbeddingBag with sparse gradients and SGD or row-wise Adagrad, on one CPU rank."""
     assert ranks == 1
     assert device.type == "cpu"
     model = HandWritten(shape, Bags(shape))
@@ -260,7 +260,7 @@ def pytorch(shape: Shape, rank: int, ranks: int, device: torch.device, rowwise: 
 
 
 def ours(shape: Shape, rank: int, ranks: int, device: torch.device, **settings: Any) -> Callable[[], None]:
-    """The trainer, step by step."""
+    """Our trainer, step by step."""
     config = TrainConfig(
         world_size=ranks, batch_rows=shape.batch_rows, table_learning_rate=TABLE_RATE, device=device.type,
         sharding="table_wise", **settings,
@@ -292,11 +292,11 @@ CONTESTANTS: dict[str, Callable[..., Callable[[], None]]] = {
     "ours_bf16_compiled": partial(ours, dense_precision="bf16", compile=True),
 }
 ON_RANKS = [name for name in CONTESTANTS if not name.startswith("pytorch")]
-"""Those that train on several ranks."""
+"""Contestants that train on several ranks."""
 
 
 def in_processes(contestant: str, shape: str, ranks: int, threads: int, steps: int) -> float:
-    """Median seconds of a step of one pass, in processes of its own."""
+    """Runs one pass in its own processes and returns the median seconds of a step."""
     with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as folder:
         processes = []
         for rank in range(ranks):
@@ -317,7 +317,7 @@ def in_processes(contestant: str, shape: str, ranks: int, threads: int, steps: i
 
 
 def one_pass(contestant: str, shape: Shape, ranks: int, steps: int, kind: str = "cpu") -> dict[str, float]:
-    """Median seconds of a step of this rank, and the time for building and warming up."""
+    """Returns the median seconds of this rank's steps, and of the build and warm-up."""
     rank = int(os.environ.get("RANK", "0"))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(1)
@@ -356,7 +356,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="lists")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--batch-rows", type=int, help="rows of a global batch, in place of the shape's")
+    parser.add_argument("--batch-rows", type=int, help="rows of a global batch instead of the shape's")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args(words)
     logging.disable(logging.WARNING)

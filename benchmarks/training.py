@@ -1,13 +1,13 @@
-"""This project's trainer beside TorchRec by hand and PyTorch by hand, and beside what the machine allows.
+"""Speed of our trainer against plain TorchRec, plain PyTorch, and the limits of the machine.
 
     python -m benchmarks.training --json
 
-Every pass of a contestant is in processes of its own: one rank with all cores, or a rank for each core; batches lie in
-memory. A round takes each contestant once, in turn. `fp32_speedup` is the better of TorchRec's two pipelines by hand
-over `ours`, `bf16_speedup` over `ours_bf16_compiled`, both for the shape `lists`; `slowest_speedup` is the least of the
-first over all shapes. `files_ratio` is the speed of a rank that trains from files, one worker beside it, over that of a
-rank with the same batches in memory, a thread each. The floor of a step is the time of its matrix products at the
-measured rate of a matrix product, and of its table rows at the measured rate of reading memory.
+Every pass runs in its own processes, with one rank on all cores or one rank per core, and batches in memory. A round
+runs each contestant once. `fp32_speedup` is the time of the better plain TorchRec pipeline over `ours`, and
+`bf16_speedup` over `ours_bf16_compiled`, both for the shape `lists`. `slowest_speedup` is the lowest `fp32_speedup` of
+all shapes. `files_ratio` is the speed of a rank that trains from files with one worker, over a rank with the same
+batches in memory, one thread each. The floor of a step is the time of its matrix products at the measured rate of a
+matrix product, plus its table rows at the measured memory bandwidth.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import ROOT, in_words, machine, say
+from benchmarks.machine import ROOT, describe_machine, machine, say
 from benchmarks.service import wait_for
 from benchmarks.trainers import BOTTOM, CONTESTANTS, DENSE, ON_RANKS, SHAPES, TOP, Shape, batches, in_processes, pairs
 from benchmarks.wide_table import WideTable, wide_table
@@ -39,23 +39,23 @@ from pipeline.training.launch.processes import Limits, run_ranks
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "numba", "numpy")
 BY_HAND = ("torchrec_base", "torchrec_sparse_dist")
 FIRST = "lists"
-"""The shape that the targets speak of; all contestants run on it, the others on some."""
+"""The shape of the targets. All contestants run on it; other shapes run some of them."""
 TRIAL = "tiny"
-"""The shape that tells nothing but that all runs."""
+"""A shape that only checks that everything runs."""
 SOME = (*BY_HAND, "ours", "ours_bf16_compiled")
 RATES = ("fp32_gflops", "bf16_gflops", "read_gb_per_second")
-"""Ceilings of the machine that the floor of a step is made of."""
+"""Machine ceilings for the floor of a step."""
 FILE_STEPS = 140
 FILE_WINDOW_ROWS = 65_536
-"""Read before the first batch comes: nothing in a run of hours, here it is to be no more than a few percent."""
+"""Rows read before the first batch. Negligible in a run of hours, and here at most a few percent."""
 
 
 def main(words: Sequence[str]) -> None:
-    """Measures as the words say and prints tables, or one JSON object on the last line."""
+    """Measures and prints tables or, on the last line, one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training")
     parser.add_argument("--json", action="store_true", help="all figures as one JSON object on the last line")
     parser.add_argument("--rounds", type=int, default=5, help="passes of each contestant; the median counts")
-    parser.add_argument("--steps", type=int, default=20, help="steps of a pass that are timed; their median counts")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of a pass; their median counts")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[name for name in SHAPES if name != TRIAL])
     parser.add_argument("--rows", type=int, default=600_000, help="rows of the table for training from files; 0: none")
     parser.add_argument("--folder", type=Path, help="keeps that table for the next run; default: a temporary one")
@@ -70,7 +70,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def measured(shapes: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
-    """All passes, round by round, and what follows from their times."""
+    """Measures all passes, round by round, and returns the figures."""
     facts, cores = machine(PACKAGES), len(os.sched_getaffinity(0))
     runs = [(shape, name, 1) for shape in shapes for name in (CONTESTANTS if shape == FIRST else SOME)]
     runs += [(FIRST, name, cores) for name in ON_RANKS if FIRST in shapes and cores > 1]
@@ -98,20 +98,20 @@ def measured(shapes: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
 
 
 def speedup(rows: Sequence[dict[str, Any]], shape: str, name: str, ranks: int = 1) -> float:
-    """The better of TorchRec's pipelines by hand over a contestant."""
+    """Returns the time of the better plain TorchRec pipeline over a contestant's."""
     times = {row["contestant"]: row["median_ms"] for row in rows if (row["shape"], row["ranks"]) == (shape, ranks)}
     return round(min(times[by_hand] for by_hand in BY_HAND) / times[name], 3)
 
 
 def floor(shape: Shape, rates: dict[str, float]) -> dict[str, float]:
-    """Milliseconds that a step cannot be faster than: matrix products, and table rows read, and read and written again.
+    """Returns the least milliseconds of a step: matrix products, and table rows read, read again and written.
 
-    Every distinct row of a batch is fetched once for the forward pass and once, with as much written, for the update.
+    The forward pass fetches every distinct row once. The update fetches it once more and writes as much.
     """
     sizes = [DENSE, *BOTTOM, shape.width], [pairs(shape) + shape.width, *TOP, 1]
     weights = sum(a * b for layers in sizes for a, b in pairwise(layers))
     vectors = shape.tables + 1
-    # forward, and backward to inputs and to weights; of the interaction one product forward, one backward
+    # forward, and backward to inputs and weights; the interaction has one product forward and one backward
     operations = shape.batch_rows * (6 * weights + 4 * vectors * vectors * shape.width)
     [one] = batches(shape, count=1)
     distinct = sum(len(np.unique(one.sparse[name].values().numpy())) for name in one.sparse.keys())  # noqa: SIM118
@@ -121,7 +121,7 @@ def floor(shape: Shape, rates: dict[str, float]) -> dict[str, float]:
 
 
 def from_files(table: WideTable, rounds: int) -> dict[str, Any]:
-    """One rank and one worker, a thread each, against one rank with its batches in memory; and the rank's stall."""
+    """Compares one rank and one worker with one rank on batches in memory, and reports the rank's stall."""
     sources: dict[str, list[dict[str, float]]] = {"memory": [], "files": []}
     for number in range(rounds):
         for name, done in sources.items():
@@ -136,7 +136,7 @@ def from_files(table: WideTable, rounds: int) -> dict[str, Any]:
 
 
 def _trained(table: WideTable, files: bool) -> dict[str, float]:
-    """Speed of a short training; where not from files, on batches that the rank has read before it begins."""
+    """Returns the speed of a short training, from files or on batches that the rank reads before it starts."""
     training = TrainConfig(
         world_size=1, batch_rows=4_096, threads_per_rank=1, device="cpu", checkpoint_every_steps=None,
         max_steps=FILE_STEPS,
@@ -160,7 +160,7 @@ def _ranks(module: str, spec: RankSpec, folder: Path) -> dict[str, float]:
 
 
 def as_text(figures: dict[str, Any]) -> str:
-    """The figures as tables of Markdown."""
+    """Formats the figures as Markdown tables."""
     lines = ["| shape | contestant | ranks | median ms | min | max | rows/s |", "|---|---|---|---|---|---|---|"]
     lines += [
         f"| {row['shape']} | {row['contestant']} | {row['ranks']} | {row['median_ms']:.1f} | {row['min_ms']:.1f} "
@@ -174,7 +174,7 @@ def as_text(figures: dict[str, Any]) -> str:
     ]
     names = ("fp32_speedup", "bf16_speedup", "slowest_speedup", "files_ratio", "files_stall_fraction")
     lines.append("\n" + ", ".join(f"{name} {figures[name]}" for name in names if name in figures))
-    lines.append("\n" + in_words(figures["machine"]))
+    lines.append("\n" + describe_machine(figures["machine"]))
     lines.append(", ".join(f"{name} {value}" for name, value in figures["rates"].items()))
     return "\n".join(lines)
 

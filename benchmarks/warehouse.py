@@ -1,4 +1,4 @@
-"""Commits, plans and reads of the warehouse: how they grow with columns and with days.
+"""How commits, plans and reads of the warehouse grow with columns and days.
 
 python -m benchmarks.warehouse [--columns 200 1000 3000] [--days 10 100] [--rows 2000] [--json]
 """
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.machine import in_words, machine, say
+from benchmarks.machine import describe_machine, machine, say
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
 
@@ -28,7 +28,7 @@ TABLE = "measured"
 
 
 def main(words: Sequence[str]) -> None:
-    """Measures, and prints a table or JSON."""
+    """Measures and prints a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--columns", type=int, nargs="+", default=[200, 1_000, 3_000])
     parser.add_argument("--days", type=int, nargs="+", default=[10, 100])
@@ -46,7 +46,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def by_columns(columns: int, rows: int, rounds: int) -> dict[str, float]:
-    """Seconds of the steps of one day's life in a table of so many columns."""
+    """Times the operations on one day in tables with different numbers of columns."""
     with _warehouse() as warehouse:
         write = _writer(warehouse, columns, rows)
         write(0)
@@ -58,7 +58,7 @@ def by_columns(columns: int, rows: int, rounds: int) -> dict[str, float]:
 
 
 def by_days(days: Sequence[int], rounds: int) -> dict[int, dict[str, float]]:
-    """The same for a table of 20 columns that has so many days of 20 rows, each a commit."""
+    """The same for a table of 20 columns with many days of 20 rows, each a commit."""
     found: dict[int, dict[str, float]] = {}
     with _warehouse() as warehouse:
         write = _writer(warehouse, 20, 20)
@@ -76,7 +76,7 @@ def by_days(days: Sequence[int], rounds: int) -> dict[int, dict[str, float]]:
 
 
 def _reading(warehouse: Warehouse, names: list[str], rounds: int) -> dict[str, float]:
-    """Seconds to plan all days, to plan one, to read a tenth of the columns of a day, and to know what was written."""
+    """Times a plan of all days, a plan of one, a read of a tenth of a day's columns, and a list of written days."""
     reference = warehouse.current(TABLE)
 
     def fragments(days: list[datetime.date] | None = None) -> Any:
@@ -99,7 +99,7 @@ def _warehouse() -> Iterator[Warehouse]:
 
 
 def _writer(warehouse: Warehouse, columns: int, rows: int) -> Callable[[int], object]:
-    """Writes a day by its number: half of the columns numbers, half of them lists of three ids."""
+    """Returns a function that writes a day by number: half numbers, half lists of three ids."""
     draw = np.random.default_rng(1)
     offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * 3)
     arrays: dict[str, pa.Array] = {}
@@ -125,7 +125,7 @@ def _median(rounds: int, work: Callable[[int], object]) -> float:
 
 
 def as_text(figures: dict[str, Any]) -> str:
-    """The figures as tables of Markdown."""
+    """Formats the figures as Markdown tables."""
     lines = []
     for what in ("columns", "days"):
         names = list(next(iter(figures[what].values())))
@@ -137,7 +137,7 @@ def as_text(figures: dict[str, Any]) -> str:
             f"| {size} | {' | '.join(f'{one[name]:.3f}' for name in names)} |" for size, one in figures[what].items()
         ]
         lines.append("")
-    return "\n".join([*lines, in_words(figures["machine"])])
+    return "\n".join([*lines, describe_machine(figures["machine"])])
 
 
 if __name__ == "__main__":

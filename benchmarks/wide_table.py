@@ -1,8 +1,8 @@
-"""Tables as feature stores have them: many columns, of which a model reads some; the same for every seed.
+"""Wide tables as in feature stores: a model reads only some of many columns. Reproducible by seed.
 
 Source:
-    Zhao et al. 2022, arXiv:2108.09373, table of features: lists of ids of the three models described there hold 26.0,
-    25.6 and 19.6 ids in the mean. The shape of the distribution is not given there; a power law is assumed.
+    Zhao et al. 2022, arXiv:2108.09373, table of features: the lists of its three models have 26.0, 25.6 and 19.6 ids on
+    average. The paper does not give the shape of the distribution. A power law is assumed.
 """
 
 import datetime
@@ -27,30 +27,30 @@ from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
 
 LIMIT, SIZE = 20, 100_000
-"""Ids kept of a list, and rows of the embedding table they are hashed into."""
+"""Ids kept of each list, and rows of the embedding table they are hashed into."""
 MEAN, STD = 1.25, 0.75
-"""Numbers that `standardise` is given."""
+"""Parameters for `standardise`."""
 DAY = datetime.date(2025, 1, 6)
 LABEL = "label"
 LAYOUT = 2
-"""Counts up when the generator changes, so that a folder made by an older one is not taken for a new one."""
+"""Increased when the generator changes, so that older folders are not reused."""
 CHUNK_ROWS = 32_768
 LONGEST = 1_000
-"""Most ids of a list."""
+"""Maximum ids of a list."""
 WAREHOUSE = WarehouseConfig(file_rows=131_072)
-"""The layout of every other table, but smaller files, so that writing holds less memory."""
+"""The default layout with smaller files, which take less memory to write."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What columns a table has, beside day and label.
+    """The columns of a table, apart from day and label.
 
     Args:
         table: Its name in the warehouse.
-        lists: Lists of ids that are read.
-        shortest: What the length of a list that is not empty begins with; decides the mean.
-        numbers: Numbers that are read.
-        unread: Columns that are not read, half of them numbers, half of them short lists.
+        lists: Number of lists of ids that are read.
+        shortest: Minimum length of a list that is not empty. It decides the mean.
+        numbers: Number of numeric columns that are read.
+        unread: Number of columns that are not read, half of them numeric, half of them short lists.
     """
 
     table: str
@@ -61,19 +61,19 @@ class Columns:
 
     @property
     def list_names(self) -> tuple[str, ...]:
-        """Columns of lists that are read."""
+        """Names of the list columns that are read."""
         return tuple(f"list_{i}" for i in range(self.lists))
 
     @property
     def number_names(self) -> tuple[str, ...]:
-        """Columns of numbers that are read."""
+        """Names of the numeric columns that are read."""
         return tuple(f"num_{i}" for i in range(self.numbers))
 
 
 WIDE = Columns("wide", lists=26, shortest=4.65, numbers=13, unread=150)
-"""Lists of 26 ids in the mean, of which `first_x` leaves 10."""
+"""Lists of 26 ids on average. `first_x` leaves 10."""
 NARROW = Columns("narrow", lists=8, shortest=1.6, numbers=4, unread=0)
-"""Quick to make in many rows: lists of 10 ids in the mean, of which `first_x` leaves 5."""
+"""Fast to generate for many rows: lists of 10 ids on average. `first_x` leaves 5."""
 LIST_COLUMNS, NUMBER_COLUMNS = WIDE.list_names, WIDE.number_names
 READ = (*LIST_COLUMNS, *NUMBER_COLUMNS, LABEL)
 
@@ -83,8 +83,8 @@ class WideTable:
     """A finished table in a folder.
 
     Args:
-        folder: Home of the warehouse that holds it.
-        rows: Its rows.
+        folder: Home of its warehouse.
+        rows: Number of rows.
         columns: Its columns.
         snapshot: Its only snapshot.
     """
@@ -96,12 +96,12 @@ class WideTable:
 
     @cached_property
     def warehouse(self) -> Warehouse:
-        """The warehouse that wrote it."""
+        """Opens the warehouse that wrote it."""
         return Warehouse(WAREHOUSE, self.folder)
 
     @cached_property
     def spec(self) -> DataSpec:
-        """The work: first_x and sigrid_hash of every list, log, standardise and fill_null of every number."""
+        """Returns the spec: first_x and sigrid_hash for lists; log, standardise and fill_null for numbers."""
         lists, numbers = (
             (FirstX(limit=LIMIT), SigridHash(size=SIZE)),
             (Log(), Standardise(mean=MEAN, std=STD), FillNull()),
@@ -119,13 +119,13 @@ class WideTable:
 
     @cached_property
     def files(self) -> list[str]:
-        """Paths of its Parquet files, in table order."""
+        """Returns the paths of its Parquet files, in table order."""
         fragments = self.warehouse.reader(self.snapshot, [LABEL]).fragments()
         return list(dict.fromkeys(fragment.path.removeprefix("file://") for fragment in fragments))
 
 
 def wide_table(folder: Path, rows: int, columns: Columns = WIDE, seed: int = 1) -> WideTable:
-    """The table of so many rows, made if the folder does not hold it whole."""
+    """Returns the table with this many rows. Makes it if the folder has no complete one."""
     made = folder / "complete.json"
     wanted = {"layout": LAYOUT, "rows": rows, "columns": asdict(columns), "seed": seed}
     if made.exists():
@@ -161,7 +161,7 @@ def _chunk(random: np.random.Generator, rows: int, columns: Columns) -> pa.Recor
 
 
 def _lists(random: np.random.Generator, rows: int, shortest: float, longest: int, ids: int) -> pa.Array:
-    """Lists whose lengths follow a power law of exponent 1; one in ten is empty, one in a hundred null."""
+    """Lists with lengths from a power law of exponent 1. One in ten is empty, one in a hundred null."""
     lengths = np.minimum(shortest / (1.0 - random.random(rows)), longest).astype(np.int32)
     lengths[random.random(rows) < 0.1] = 0
     absent = random.random(rows) < 0.01
@@ -173,11 +173,11 @@ def _lists(random: np.random.Generator, rows: int, shortest: float, longest: int
 
 
 def _zipf(random: np.random.Generator, count: int, ids: int, exponent: float = 1.2) -> npt.NDArray[np.int64]:
-    """Ids in [0, ids) with probability about (id + 1) ** -exponent: the inverse of a power law's distribution."""
+    """Draws ids in [0, ids) with probability about (id + 1) ** -exponent, by the inverse of a power law."""
     power = 1.0 - exponent
     return (((ids**power - 1.0) * random.random(count) + 1.0) ** (1.0 / power)).astype(np.int64) - 1
 
 
 def _numbers(random: np.random.Generator, rows: int) -> pa.Array:
-    """Skewed numbers of two decimals, one in ten null."""
+    """Skewed numbers with two decimals, one in ten null."""
     return pa.array(np.round(random.lognormal(1.0, 1.0, rows), 2), mask=random.random(rows) < 0.1)
