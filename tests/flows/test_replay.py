@@ -86,12 +86,10 @@ def test_differences_are_described(record):
         f"weights_sha256: {record.weights_sha256} recorded, f00 now",
         "commit: 0123456789ab recorded, ba9876543210 now",
         f"torch: {record.versions['torch']} recorded, 9.9 now",
-        "placement: the tables would be placed otherwise now; the recorded placement was used",
+        "placement: another sharding plan would be made now; the recorded one was used",
     ]
     dirty = record.model_copy(update={"commit": "0123456789ab+"})
-    assert list_differences(dirty, dirty, dirty.placement) == [
-        "commit: 0123456789ab+ was trained with changes that no commit holds"
-    ]
+    assert list_differences(dirty, dirty, dirty.placement) == ["commit: 0123456789ab+ had uncommitted changes"]
 
 
 def test_a_version_without_a_record_is_refused(record, smoke, copied):

@@ -1,4 +1,4 @@
-"""The champion alias, moved by a person."""
+"""Moves the champion alias for a person."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a config's runs: what there is, whether it is whole, and the weights of one as a file."""
+"""Lists and verifies the checkpoints of a config's runs, and exports the weights of one."""
 
 import re
 from contextlib import suppress
@@ -13,11 +13,11 @@ Which = int | Literal["newest", "best"]
 
 
 def list_checkpoints(workspace: Workspace, run: str | None, verify: bool) -> dict[str, Any]:
-    """Describes each checkpoint and says which are damaged.
+    """Describes each checkpoint and reports damaged ones.
 
     Args:
-        run: Folder of one run; None: all runs of the config's name.
-        verify: Fails if one is damaged.
+        run: Folder of one run. None: all runs of the config's name.
+        verify: Raises if one is damaged.
     Raises:
         CheckpointError: If one is damaged and `verify` is set.
     """
@@ -25,7 +25,7 @@ def list_checkpoints(workspace: Workspace, run: str | None, verify: bool) -> dic
 
     found = []
     for folder in _folders(workspace, run):
-        with suppress(FileNotFoundError):  # a running training has replaced it by a newer one
+        with suppress(FileNotFoundError):  # a running training has just removed it
             found.append({"run": folder.parents[1].name, **store.describe(folder)})
     damaged = [entry["error"] for entry in found if entry["error"] is not None]
     for error in damaged:
@@ -40,10 +40,10 @@ def list_checkpoints(workspace: Workspace, run: str | None, verify: bool) -> dic
 
 
 def export_checkpoint(workspace: Workspace, run: str | None, which: Which) -> dict[str, Any]:
-    """Writes the whole weights of one checkpoint as safetensors into its run's folder `exports`.
+    """Writes the weights of one checkpoint as safetensors into the folder `exports` of its run.
 
     Args:
-        run: Folder of one run; None: the run that wrote last.
+        run: Folder of one run. None: the run that wrote last.
     """
     from safetensors.torch import save_file
 
@@ -73,7 +73,7 @@ def export_checkpoint(workspace: Workspace, run: str | None, which: Which) -> di
 
 
 def _folders(workspace: Workspace, run: str | None) -> list[Path]:
-    """Checkpoints of the runs that are meant, each run's by step and then its best one."""
+    """Returns the checkpoints of the selected runs, those of each run by step, and its best one last."""
     from pipeline.training.state import checkpoint as store
 
     name, root = workspace.config.name, workspace.home / "runs"

@@ -1,4 +1,4 @@
-"""What ranks report while they train: one record for each kind of event, and where each goes."""
+"""Events that ranks report while they train: a record for each kind, and where each one is reported."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -13,7 +13,7 @@ SHOWN_METRICS = {"train_ne_window": "NE", "valid_ne": "valid NE"}
 
 
 class Started(BaseModel, frozen=True):
-    """The ranks have their tables."""
+    """The ranks have made their tables."""
 
     event: Literal["start"]
     plan: tuple[Mapping[str, Any], ...]
@@ -21,7 +21,7 @@ class Started(BaseModel, frozen=True):
 
 
 class Resumed(BaseModel, frozen=True):
-    """The ranks continue from a checkpoint."""
+    """The ranks resume from a checkpoint."""
 
     event: Literal["resumed"]
     step: int
@@ -29,7 +29,7 @@ class Resumed(BaseModel, frozen=True):
 
 
 class Grown(BaseModel, frozen=True):
-    """The model has more tables, or larger ones, than the one it continues."""
+    """The model has more or larger tables than the one it starts from."""
 
     event: Literal["grown"]
     new: tuple[str, ...]
@@ -37,7 +37,7 @@ class Grown(BaseModel, frozen=True):
 
 
 class Damaged(BaseModel, frozen=True):
-    """A checkpoint was damaged, and an earlier one is used."""
+    """A checkpoint is damaged, and an earlier one is used."""
 
     event: Literal["damaged"]
     error: str
@@ -65,14 +65,14 @@ class Measured(BaseModel, frozen=True):
 RankEvent = Annotated[Started | Resumed | Grown | Damaged | Restarted | Measured, Field(discriminator="event")]
 READ: TypeAdapter[RankEvent] = TypeAdapter(RankEvent)
 KINDS = {"start", "resumed", "grown", "damaged", "restart", "metrics"}
-"""Ranks report other events to other readers; those are ignored here."""
+"""Events reported here. Ranks also emit events for other readers."""
 
 
 class EventReport:
-    """Sends events of the ranks to the log, the journal of metrics and the progress bar.
+    """Reports events of the ranks to the log, the journal of metrics and the progress bar.
 
     Args:
-        total: Rows that the training will see.
+        total: Rows that the training will read.
     """
 
     def __init__(self, journal: Journal, progress: Progress, total: int, log: Logger) -> None:
@@ -88,12 +88,12 @@ class EventReport:
             case Started(plan=plan, device=device):
                 self.plan = plan
                 kinds = sorted({row["sharding"] for row in plan})
-                self.log.info("%s tables placed %s on %s", len(plan), ", ".join(kinds), device)
+                self.log.info("%s tables, sharding %s, on %s", len(plan), ", ".join(kinds), device)
             case Resumed(step=step, rows=rows):
                 self.log.info("resumed at step %s, %s rows", step, f"{rows:,}")
             case Grown(new=new, larger=larger):
                 added, grown = ", ".join(new) or "none", ", ".join(larger) or "none"
-                self.log.info("the model has grown: new tables %s; tables with more rows %s", added, grown)
+                self.log.info("the model has new features: new tables %s; tables with more rows %s", added, grown)
             case Damaged(error=error):
                 self.log.warning("skipped a damaged checkpoint: %s", error)
             case Restarted(reason=reason, step=step, number=number, limit=limit):

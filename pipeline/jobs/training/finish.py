@@ -1,4 +1,4 @@
-"""What follows a training: evaluation, the registry and the report; at once, or later by `flows.register`."""
+"""Finishes a training: evaluation, registry and report, at once or later by `flows.register`."""
 
 import json
 from pathlib import Path
@@ -13,10 +13,7 @@ from pipeline.evaluation.metrics import format_metric
 from pipeline.jobs.code_version import hash_lock_file, read_commit
 from pipeline.jobs.console import step
 from pipeline.jobs.training.evaluate import EvaluationResult, apply_verdict, evaluate, pack_model
-from pipeline.jobs.training.job import (
-    REGISTERED,
-    TrainingJob,
-)
+from pipeline.jobs.training.job import REGISTERED, TrainingJob
 from pipeline.jobs.training.provenance import RECORD
 from pipeline.jobs.training.summary import (
     CURVES,
@@ -51,17 +48,16 @@ from pipeline.registration.tracking import RESULT, reporting_unreachable
 from storage.artifacts import write_text
 
 MOST_CHARACTERS = 5_000
-"""MLflow's databases take no longer description of a version."""
-
-
+"""Longest description of a version that MLflow's databases take."""
 EVALUATED = "judged.json"
+"""File in a run's folder with the `EvaluationResult`."""
 
 
 def finish(workspace: Workspace, job: TrainingJob, trained: TrainingResult, run_id: str) -> dict[str, Any]:
-    """Judges, registers and publishes a trained model; each can be repeated after a failure.
+    """Evaluates, registers and publishes a trained model. Each step can be repeated after a failure.
 
     Raises:
-        TrackingError: If MLflow does not answer; names the command that goes on from here.
+        TrackingError: If MLflow does not answer. Names the command that resumes.
     """
     folder = Path(job.folder)
     command = f"python -m flows.register CONFIG run={folder.name}"
@@ -71,28 +67,31 @@ def finish(workspace: Workspace, job: TrainingJob, trained: TrainingResult, run_
         for path in (folder / RECORD, folder / PREPROCESSING):
             if path.exists():
                 tracker.log_file(run_id, path)
-        judged = _load_evaluation(folder, trained)
-        if judged is None:
-            judged = evaluate(workspace, job, trained)
-            write_text(folder / EVALUATED, judged.model_dump_json())
-        log_quality(workspace, job, trained, judged, run_id)
-        model = register(workspace, job, trained, judged, run_id)
-        return publish(workspace, job, trained, judged, model, run_id)
+        evaluation = _load_evaluation(folder, trained)
+        if evaluation is None:
+            evaluation = evaluate(workspace, job, trained)
+            write_text(folder / EVALUATED, evaluation.model_dump_json())
+        log_quality(workspace, job, trained, evaluation, run_id)
+        model = register(workspace, job, trained, evaluation, run_id)
+        return publish(workspace, job, trained, evaluation, model, run_id)
 
 
 def _load_evaluation(folder: Path, trained: TrainingResult) -> EvaluationResult | None:
-    """What an attempt that was cut short made of the same weights: their version may even be champion by now."""
+    """Returns the evaluation of the same weights by an interrupted attempt, else None.
+
+    Another evaluation could differ: the version of the first attempt may be champion by now.
+    """
     path = folder / EVALUATED
-    judged = EvaluationResult.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
-    return judged if judged and judged.weights_sha256 == trained.summary["weights_sha256"] else None
+    evaluation = EvaluationResult.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
+    return evaluation if evaluation and evaluation.weights_sha256 == trained.summary["weights_sha256"] else None
 
 
 @step("note")
 def log_quality(
-    workspace: Workspace, job: TrainingJob, trained: TrainingResult, judged: EvaluationResult, run_id: str
+    workspace: Workspace, job: TrainingJob, trained: TrainingResult, evaluation: EvaluationResult, run_id: str
 ) -> None:
-    """Quality and figures -> the MLflow run. Safe to repeat: it replaces itself."""
-    tracker, report, gate = workspace.tracking, judged.report, judged.gate
+    """Quality and plots -> the MLflow run. Safe to repeat: it replaces itself."""
+    tracker, report, gate = workspace.tracking, evaluation.report, evaluation.gate
     values = {f"eval_{name}": value for name, value in report.numbers.items()}
     values["rows_trained"] = trained.summary["rows"]
     if gate.difference is not None:
@@ -100,7 +99,7 @@ def log_quality(
         values |= {"gate_ne_difference": gate.difference.ne, "gate_champion_ne": gate.champion_ne}
     tracker.log(run_id, int(trained.summary["steps"]), values)
     tracker.log_json(run_id, report.model_dump(mode="json"), REPORT)
-    tracker.log_json(run_id, [worth.model_dump() for worth in judged.features], FEATURES)
+    tracker.log_json(run_id, [one.model_dump() for one in evaluation.features], FEATURES)
     tracker.log_json(run_id, describe_data(job), DATA)
     tracker.log_json(run_id, trained.placement, PLAN)
     with workspace.best_effort("figures"):
@@ -114,21 +113,21 @@ def log_quality(
         }
         if report.slices:
             figures["slices"] = plots.slices(report)
-        if judged.features:
-            figures["importance"] = plots.importance(judged.features)
+        if evaluation.features:
+            figures["importance"] = plots.importance(evaluation.features)
         tracker.log_figures(run_id, figures)
 
 
 @step("register", makes="model", reads="table")
 def register(
-    workspace: Workspace, job: TrainingJob, trained: TrainingResult, judged: EvaluationResult, run_id: str
+    workspace: Workspace, job: TrainingJob, trained: TrainingResult, evaluation: EvaluationResult, run_id: str
 ) -> ModelVersion:
     """Weights + plan -> a version in the registry. Safe to repeat up to its last call, which makes the version."""
     config = workspace.config
-    report = judged.report
+    report = evaluation.report
     tracker = workspace.tracking
     made = find_registered(tracker, config.model_name, run_id)
-    if made is not None:  # by an attempt that was cut short later
+    if made is not None:  # by an attempt that was interrupted later
         return made
     probe = _read_first_rows(Worker(job.data["test"], workspace.warehouse), len(trained.probe))
     folder, expected, tolerance = _choose_form(workspace, job, trained, probe, run_id)
@@ -157,9 +156,9 @@ def register(
 def _choose_form(
     workspace: Workspace, job: TrainingJob, trained: TrainingResult, probe: pa.Table, run_id: str
 ) -> tuple[Path, list[float], float]:
-    """The folder to register, and the probabilities of the probe that it has to give within a tolerance.
+    """Returns the folder to register, the probabilities expected on the probe, and their tolerance.
 
-    Rounded weights have no trainer's probabilities to be held against: those that they are made of are, first.
+    The trainer has no probabilities for rounded weights. So the exact weights are compared with the trainer first.
     """
     config = workspace.config
     folder, expected = pack_model(workspace, job, trained), list(trained.probe)
@@ -176,18 +175,18 @@ def publish(
     workspace: Workspace,
     job: TrainingJob,
     trained: TrainingResult,
-    judged: EvaluationResult,
+    evaluation: EvaluationResult,
     model: ModelVersion,
     run_id: str,
 ) -> dict[str, Any]:
-    """The verdict carried out, and the result of the run: kept beside the model, shown on Prefect's page.
+    """Moves the alias, and writes the result of the run to MLflow, the version and the run's page.
 
     Safe to repeat: it replaces itself.
     """
     tracker = workspace.tracking
-    summary, report = trained.summary, judged.report
-    done = find_holder(tracker, model.name) == model.version  # by an attempt that was cut short later
-    gate, alias = (judged.gate, CHAMPION) if done else apply_verdict(workspace, model.version, judged.gate)
+    summary, report = trained.summary, evaluation.report
+    done = find_holder(tracker, model.name) == model.version  # by an attempt that was interrupted later
+    gate, alias = (evaluation.gate, CHAMPION) if done else apply_verdict(workspace, model.version, evaluation.gate)
     tags = {"gate": gate.decision, "gate_reason": gate.reason}
     tracker.tag(run_id, tags)
     for key, value in tags.items():
@@ -197,7 +196,7 @@ def publish(
         "snapshot_id": job.snapshot.snapshot_id,
         "train": {key: value for key, value in summary.items() if key != "event"},
         "eval": report.numbers | {"undefined": dict(report.overall.undefined)},
-        "droppable_features": judged.droppable,
+        "droppable_features": evaluation.droppable,
         "gate": gate.model_dump(),
         "model": model.model_dump() | {"alias": alias},
         "mlflow_run_id": run_id,
@@ -211,7 +210,7 @@ def publish(
     tracker.client.update_model_version(model.name, str(model.version), description=short)
     with workspace.best_effort(PAGE):
         tracker.client.log_text(run_id, render_report([record]), PAGE)
-    # The last act: a version is found by its identity only once everything about it is in place.
+    # Last: a version is found by its identity only once everything else is in place.
     tracker.client.set_model_version_tag(model.name, str(model.version), IDENTITY, job.identity)
     write_text(Path(job.folder) / REGISTERED, f"{model.name} {model.version}\n")
     place = f"{PAGE} of MLflow run {run_id[:8]}, or python -m flows.report CONFIG run={model.version}"
@@ -231,14 +230,14 @@ def _read_first_rows(worker: Worker, rows: int) -> pa.Table:
 
 
 def show_result(workspace: Workspace, version: str, text: str, run_id: str) -> None:
-    """Quality and verdict on the run's page, and links to the MLflow run and its report.
+    """Shows quality and verdict on the run's page, with links to the MLflow run and its report.
 
     Args:
-        version: What was made, in words.
-        text: The page of the run, as markdown.
+        version: The version in words.
+        text: The page in markdown.
     """
     console, name = workspace.console, workspace.config.name
     console.show_text("report", name, f"# {version}\n\n{text}", version)
     address = run_address(run_id, workspace.tracking)
     console.show_link("mlflow", name, address, f"MLflow run {run_id[:8]}", f"{version} in MLflow")
-    console.show_link("html-report", name, f"{address}/artifacts/{PAGE}", PAGE, f"{version}: the whole report")
+    console.show_link("html-report", name, f"{address}/artifacts/{PAGE}", PAGE, f"{version}: the full report")

@@ -1,4 +1,4 @@
-"""A training pinned down before it starts: what it reads, where it writes, and whether it was done before."""
+"""A pinned training: what it reads, where it writes, and whether it is done. Also its MLflow run."""
 
 import datetime
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,17 +34,17 @@ from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 
 PLAN = "plan.json"
-"""File in a run's folder, and artifact of its MLflow run: its transforms, and so the raw columns that it reads."""
+"""File in a run's folder, and artifact of its MLflow run: the fitted preprocessing plan."""
 RUN_ID = "mlflow_run_id"
 """File in a run's folder with the id of its MLflow run."""
 REGISTERED = "registered"
-"""File in a run's folder once its model is in the registry; a run without it is resumed."""
+"""File in a run's folder once its model is in the registry. A run without it is resumed."""
 JOB = "job.json"
-"""File in a run's folder with the job itself, where it cannot be made again from config and snapshot."""
+"""File in a run's folder with the job itself, if config and snapshot alone do not determine it."""
 
 
 class TrainingJob(BaseModel, frozen=True):
-    """A training that is pinned down: what it reads, where it writes, and whether it was done before."""
+    """A pinned training."""
 
     identity: str
     snapshot: SnapshotRef
@@ -52,47 +52,49 @@ class TrainingJob(BaseModel, frozen=True):
     rows: Mapping[Part, int]
     data: Mapping[Part, DataSpec]
     done: tuple[int, str] | None
-    """(version, run id) of the finished model of this identity."""
+    """(version, run id) of the finished model of this identity. None: there is none."""
     start: Start | None = None
-    """The training that this one goes on from; None: from initial weights."""
+    """The training that this one continues. None: it starts from initial weights."""
     tags: Mapping[str, str] = {}
     """Further tags of the version."""
     notes: Mapping[str, Any] = {}
-    """What the result says beside the usual."""
+    """Further entries of the result."""
 
     @property
     def plan(self) -> Plan:
-        """Transforms, fitted."""
+        """The fitted preprocessing plan."""
         return self.data["train"].plan
 
     @property
     def trained_to(self) -> datetime.date:
-        """The last day that the model has seen."""
+        """The last day that the model is trained or stopped on."""
         return max(self.data[part].selection.days[-1] for part in ("train", "valid") if part in self.data)
 
 
 def train_tag(job: TrainingJob) -> str:
-    """Tag that keeps the snapshot of a training; those of one search share it."""
+    """Returns the tag that protects the snapshot of a training. Trainings of one search share it."""
     return snapshot_tag(job.identity, job.snapshot)
 
 
 def snapshot_tag(identity: str, snapshot: SnapshotRef) -> str:
-    """Tag that keeps a snapshot for the work of an identity, which may be done on another one later."""
+    """Returns the tag that protects a snapshot for the work of an identity."""
     return f"train-{identity[:12]}-{snapshot.snapshot_id}"
 
 
 def tag_inputs(warehouse: Warehouse, identity: str, snapshot: SnapshotRef, joined: Iterable[PinnedSource]) -> None:
-    """Tags the snapshots that some work reads, also those of side sources: they stay until their tags go."""
+    """Tags the snapshots that some work reads, also those of feature sources. Tagged snapshots are not expired."""
     for one in [snapshot, *(side.snapshot for side in joined if side.snapshot is not None)]:
         warehouse.tag(one, snapshot_tag(identity, one))
 
 
 def resolve_job(workspace: Workspace, snapshot_id: int | None, force: bool) -> TrainingJob:
-    """The training that a config and a snapshot name; everything that can be wrong with it is found here.
+    """Pins the training of a config and a snapshot, and checks all that can be wrong with it.
+
+    A version whose files are missing or damaged does not count as done.
 
     Args:
         snapshot_id: None takes the newest.
-        force: Makes a new training of one that is in the registry. So does a version whose files are gone or damaged.
+        force: Trains again even if the training is in the registry.
     Raises:
         ConfigError: If the config does not fit the table.
         EmptyDatasetError: If a part of the split has no rows.
@@ -114,7 +116,7 @@ def make_job(
     pinned_data: tuple[SnapshotRef, dict[Part, DataSpec]],
     done: tuple[int, str] | None = None,
 ) -> TrainingJob:
-    """A training in a folder; the plan is fitted, or taken from the folder if it was fitted before.
+    """Returns the training of a folder. Fits the plan, unless the folder already has it.
 
     Args:
         pinned_data: As `resolve_dataset` returns it.
@@ -128,7 +130,11 @@ def make_job(
 
 
 def resolve_dataset(workspace: Workspace, snapshot_id: int | None) -> tuple[SnapshotRef, dict[Part, DataSpec]]:
-    """The snapshot that is meant, None the newest, and its parts, each with the plan as it is before it is fitted."""
+    """Returns the snapshot and the parts of its split, each with the plan before fitting.
+
+    Args:
+        snapshot_id: None takes the newest.
+    """
     config = workspace.config
     warehouse = workspace.warehouse
     snapshot = warehouse.current(config.name)
@@ -140,7 +146,7 @@ def resolve_dataset(workspace: Workspace, snapshot_id: int | None) -> tuple[Snap
 
 
 def prepare_rows(workspace: Workspace, snapshot_id: int | None) -> tuple[SnapshotRef, DataSpec, int]:
-    """The training rows alone, with their fitted plan, and how many they are."""
+    """Returns the snapshot, the training rows with their fitted plan, and the number of these rows."""
     warehouse = workspace.warehouse
     snapshot, data = resolve_dataset(workspace, snapshot_id)
     spec = data["train"]
@@ -156,7 +162,7 @@ def _count_part(spec: DataSpec, part: Part, warehouse: Warehouse) -> int:
 
 
 def _build_plan(workspace: Workspace, snapshot: SnapshotRef, schema: pa.Schema) -> Plan:
-    """The plan, once it is clear that its columns are there as they are read, and that none is deprecated."""
+    """Builds the plan. Raises if a column is missing, has a wrong type or is deprecated."""
     config = workspace.config
     where = f"snapshot {snapshot.snapshot_id} of table '{snapshot.table}'"
     try:
@@ -169,7 +175,7 @@ def _build_plan(workspace: Workspace, snapshot: SnapshotRef, schema: pa.Schema) 
 
 
 def build_specs(workspace: Workspace, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
-    """Selections of a snapshot's rows with the plan that is built for its columns."""
+    """Returns the parts of a snapshot's split, with the plan for its columns."""
     config = workspace.config
     warehouse, joined = workspace.warehouse, workspace.feature_joins()
     schema = joined_schema(warehouse, snapshot, joined)
@@ -201,7 +207,7 @@ def build_specs(workspace: Workspace, snapshot: SnapshotRef) -> dict[Part, DataS
 
 
 def list_roles(workspace: Workspace) -> list[tuple[str, str]]:
-    """(column, key of the config) of what a training reads for something else than features."""
+    """Returns (column, key of the config) for the columns that a training reads for another purpose than features."""
     config = workspace.config
     split, weight, session = config.split, config.features.weight, config.preprocessing.session_column
     found = [(name, "evaluation") for name in config.evaluation.columns]
@@ -219,7 +225,7 @@ def _list_resample_columns(gate: GateConfig) -> list[str]:
 
 
 def _check_columns(workspace: Workspace, schema: pa.Schema, plan: Plan) -> None:
-    """Refuses columns that are not there, or not of a kind to do what the config reads them for."""
+    """Refuses columns that are missing, or whose type does not fit what the config reads them for."""
     config = workspace.config
     evaluation, weight, session = config.evaluation, config.features.weight, config.preprocessing.session_column
     if config.source.outcomes is not None:
@@ -260,7 +266,7 @@ def _can_name_sessions(kind: pa.DataType) -> bool:
 
 
 def _fit_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Warehouse) -> dict[Part, DataSpec]:
-    """Learns the plan's numbers from the training rows, or takes those a run that was cut short has learned."""
+    """Fits the plan on the training rows, or loads the plan that an interrupted run has fitted."""
     path = folder / PLAN
     if path.exists():
         plan = Plan.model_validate_json(path.read_text(encoding="utf-8"))
@@ -274,11 +280,11 @@ def _fit_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Warehouse) ->
 def open_training_run(
     workspace: Workspace, job: TrainingJob, name: str | None = None, more: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """An MLflow run around the stages of a training; see `open_run`.
+    """Opens the MLflow run of a training; see `open_run`.
 
     Args:
-        name: Of the run; None: what is special about the config.
-        more: Tags beside the usual ones.
+        name: Of the run. None: made from the main settings.
+        more: Further tags.
     """
     config = workspace.config
     if name is None:
@@ -292,7 +298,7 @@ def open_training_run(
         "git_commit": read_commit(),
         "mlflow.source.name": "flows.train",
     } | dict(more or {})
-    again = f"Once it answers, run the same command again: it goes on from '{job.folder}'."
+    again = f"Once it answers, run the same command again: it resumes from '{job.folder}'."
     with (
         exclusive_dir(Path(job.folder)) as folder,
         open_run(folder, workspace, name, config.flat(), tags, again) as (run_id, new),
@@ -310,12 +316,12 @@ def open_training_run(
 def open_run(
     folder: Path, workspace: Workspace, name: str, params: Mapping[str, Any], tags: Mapping[str, str], again: str
 ) -> Iterator[tuple[str, bool]]:
-    """The MLflow run of a folder and whether it is new: resumed if it was cut short, and ended whatever happens.
+    """Opens the MLflow run of a folder. Yields its id, and whether it is new. Ends the run in any case.
 
     Args:
-        force: What to do where MLflow does not answer.
+        again: Remedy of the error if MLflow does not answer.
     Raises:
-        TrackingError: If MLflow does not answer and cannot be waited for.
+        TrackingError: If MLflow does not answer.
     """
     tracker, note = workspace.tracking, folder / RUN_ID
     resume = note.read_text(encoding="utf-8").strip() if note.exists() else None

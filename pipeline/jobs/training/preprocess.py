@@ -1,13 +1,11 @@
-"""One epoch of training batches without a trainer."""
+"""Makes one epoch of training batches without a trainer."""
 
 from typing import Any
 
 from pipeline.jobs.console import step
 from pipeline.jobs.tables.catalog import warn_of_columns
 from pipeline.jobs.tables.layout import save_read
-from pipeline.jobs.training.job import (
-    prepare_rows,
-)
+from pipeline.jobs.training.job import prepare_rows
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.master import WORKERS_FILE, Totals
@@ -16,7 +14,7 @@ from pipeline.preprocessing.worker import Costs
 
 @step("preprocess")
 def preprocess_epoch(workspace: Workspace, snapshot_id: int | None, epoch: int) -> dict[str, Any]:
-    """One epoch of training batches, drained. Safe to repeat: it only reads."""
+    """Makes the batches of one epoch and drops them. Safe to repeat: it only reads."""
     config = workspace.config
     snapshot, data, rows = prepare_rows(workspace, snapshot_id)
     logger = workspace.console.log

@@ -1,4 +1,4 @@
-"""The record of a training: all it takes to repeat it, and what differs when it is repeated."""
+"""The record of a training: all that repeating it needs, and the differences when it is repeated."""
 
 import importlib.metadata
 import json
@@ -26,46 +26,46 @@ from pipeline.training.tables.sharding import ShardingPlan
 from storage.reader import SnapshotRef
 
 RECORD = "record.json"
-"""Artifact of a run, and its file in the run's folder; a version's tag `record` says where it is."""
+"""Artifact of a run, and file in the run's folder. A version's tag `record` holds its address."""
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numba", "numpy", "pyarrow", "duckdb")
 PLACE = re.compile(rf"runs:/[0-9a-f]{{32}}/{re.escape(RECORD)}")
-"""Where a version may say that its record is."""
+"""Addresses that the tag `record` of a version may hold."""
 HERE = ("home", "warehouse")
-"""Where things are: taken from the config at hand, not from the record."""
+"""Locations: taken from the current config, not from the record."""
 
 
 class Record(BaseModel, frozen=True):
-    """What a model was made from."""
+    """All that a model was trained with."""
 
     identity: str
     snapshot: SnapshotRef
     snapshot_tag: str
-    """Keeps the snapshot from being expired."""
+    """Protects the snapshot from being expired."""
     config: Mapping[str, Any]
-    """All of it but what may hold passwords."""
+    """Without the keys that may hold passwords."""
     seeds: Mapping[str, int]
     """Key of the config -> seed."""
     plan_hash: str
-    """Of the transforms, with the numbers that they have learned."""
+    """Of the transforms with their fitted numbers."""
     placement: ShardingPlan
     """The sharding plan."""
     world_size: int
     threads_per_rank: int
-    """As they were, also where the config leaves it to the machine."""
+    """As used, also if the config leaves it to the machine."""
     device: str
     commit: str
     lock_hash: str
     versions: Mapping[str, str]
     weights_sha256: str
     day: str | None = None
-    """The day of a training by flows.recurring, which reads other rows than the config's split says."""
+    """The day, for a training by flows.recurring. It reads other rows than the config's split names."""
 
 
 def make_record(workspace: Workspace, job: TrainingJob, placement: ShardingPlan, summary: Mapping[str, Any]) -> Record:
-    """The record of a training that is done.
+    """Returns the record of a finished training.
 
     Args:
-        summary: Result of its ranks.
+        summary: Of its ranks.
     """
     config = workspace.config
     values, training = config.shareable(), config.training
@@ -97,7 +97,7 @@ def _find_seeds(value: Any, key: str = "") -> list[tuple[str, int]]:
 
 
 def read_versions() -> dict[str, str]:
-    """What the bits of a training depend on beside the code: packages, Python, and what the processor can do."""
+    """Returns what the bits of a training depend on besides the code: packages, Python and processor features."""
     found = {"python": platform.python_version(), "processor": torch.backends.cpu.get_cpu_capability()}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -106,7 +106,7 @@ def read_versions() -> dict[str, str]:
 
 
 def fetch_record(tracker: Tracker, name: str, version: int) -> Record:
-    """The record of a version in the registry.
+    """Fetches the record of a version in the registry.
 
     Raises:
         RegistryError: If there is no such version, or it has no record.
@@ -119,7 +119,7 @@ def fetch_record(tracker: Tracker, name: str, version: int) -> Record:
             raise
         raise RegistryError(where, "a version of the registry", "none", "Name another: version=N.") from None
     if place is None:
-        remedy = "It was made before there were records, or not by flows.train; train anew."
+        remedy = "It is from before there were records, or not from flows.train. Train another version."
         raise RegistryError(where, "a record of its training", "none", remedy)
     if not PLACE.fullmatch(place):
         raise RegistryError(where, f"a record at {PLACE.pattern}", f"'{place}'", "Do not trust this version.")
@@ -137,10 +137,10 @@ def restore_config(record: Record, workspace: Workspace) -> RunConfig:
 
 
 def override_recorded(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
-    """A recorded config with other ways of doing the same work.
+    """Returns a recorded config with overrides that do not change what is learned.
 
     Raises:
-        ConfigError: If a key would change what is learned; names it.
+        ConfigError: If a key changes what is learned. Names the key.
     """
     for key, value in overrides.items():
         other = load(config, {key: value})
@@ -153,10 +153,10 @@ def override_recorded(config: RunConfig, overrides: Mapping[str, Any]) -> RunCon
 
 
 def list_differences(old: Record, new: Record, planned: ShardingPlan) -> list[str]:
-    """What is not as it was, in words.
+    """Returns the differences between two records in words.
 
     Args:
-        planned: The placement that the tables would get today; the recorded one was used.
+        planned: The sharding plan that would be made now. The recorded one was used.
     """
     found = [
         f"{name}: {getattr(old, name)} recorded, {getattr(new, name)} now"
@@ -164,15 +164,15 @@ def list_differences(old: Record, new: Record, planned: ShardingPlan) -> list[st
         if getattr(old, name) != getattr(new, name)
     ]
     if old.commit.endswith("+"):
-        found.append(f"commit: {old.commit} was trained with changes that no commit holds")
+        found.append(f"commit: {old.commit} had uncommitted changes")
     for name in sorted({*old.versions, *new.versions}):
         before, now = old.versions.get(name, "none"), new.versions.get(name, "none")
         found += [f"{name}: {before} recorded, {now} now"] if before != now else []
     if _strip_estimates(old.placement) != _strip_estimates(planned):
-        found.append("placement: the tables would be placed otherwise now; the recorded placement was used")
+        found.append("placement: another sharding plan would be made now; the recorded one was used")
     return found
 
 
 def _strip_estimates(placement: ShardingPlan) -> list[Any]:
-    """A placement without what the planner expects of it."""
+    """Returns a sharding plan without the planner's estimates."""
     return [table.model_dump(exclude={"pieces": {"__all__": {"bytes", "milliseconds"}}}) for table in placement]

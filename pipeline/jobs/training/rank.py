@@ -1,6 +1,6 @@
-"""Composition root of a rank process: builds client, model and trainer, and puts them together.
+"""Composition root of a rank process: builds client, model and trainer, and connects them.
 
-The one module that imports several stages: a spawned process cannot be handed an iterator.
+A spawned process cannot be given an iterator, so it builds its batches itself.
 """
 
 import datetime
@@ -61,16 +61,16 @@ from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, write_json
 
 PROBE_ROWS = 256
-"""Rows whose probabilities the trainer leaves behind, to hold the registered model against."""
+"""Rows whose probabilities the trainer writes. The registered model must reproduce them."""
 
 
 class Start(BaseModel, frozen=True):
-    """A training to go on from."""
+    """A training to continue."""
 
     checkpoint: str
-    """Folder of the checkpoint, verified."""
+    """Folder of the verified checkpoint."""
     plan: Plan
-    """What its model reads."""
+    """Of its model."""
 
 
 class RankSpec(BaseModel, frozen=True):
@@ -79,30 +79,30 @@ class RankSpec(BaseModel, frozen=True):
     train: DataSpec
     valid: DataSpec | None
     probe: DataSpec
-    """Rows of the probe: the first of the evaluation rows."""
+    """The evaluation rows. The first ones are the probe."""
     model: DLRMConfig
     training: TrainConfig
     preprocessing: PreprocessingConfig
     service: str | None = None
-    """Address of the preprocessing service that has the rows `train` and `valid`; none: each rank reads for itself."""
+    """Address of the preprocessing service for `train` and `valid`. None: each rank reads for itself."""
     valid_rows: int = 0
     """Rows of `valid`."""
     placement: ShardingPlan | None = None
-    """Where the tables lie; None: as the planner places them without knowing how they are used."""
+    """The sharding plan. None: the planner makes it without statistics of the tables' use."""
     seed: int
     folder: str
-    """Checkpoints and the exported model go here."""
+    """Folder for checkpoints and the exported model."""
     start: Start | None = None
-    """The training that this one goes on from; None: from initial weights."""
+    """The training that this one continues. None: it starts from initial weights."""
 
     @property
     def plan(self) -> Plan:
-        """What the model reads."""
+        """The preprocessing plan of the model."""
         return self.train.plan
 
 
 class ModelSpec(Protocol):
-    """What a model and its batches are made from."""
+    """What building a model and reading its batches needs."""
 
     @property
     def model(self) -> DLRMConfig: ...
@@ -129,7 +129,7 @@ Described = TypeVar("Described", bound=ModelSpec)
 
 
 class GroupSpec(Protocol):
-    """What a rank has to be told to join its group."""
+    """What a rank needs to join its group."""
 
     @property
     def training(self) -> TrainConfig: ...
@@ -147,17 +147,17 @@ def main(path: str) -> None:
 
 
 def run_rank(path: str, kind: type[Spec], run: Callable[[Spec, int, torch.device], None]) -> None:
-    """Does the work of one rank of a group, and leaves behind why it failed if it does.
+    """Does the work of one rank of a group. If that fails, writes the error for the launcher.
 
     Args:
         path: File with the spec as JSON.
         run: Called with spec, rank and device.
     """
-    gc.freeze()  # modules never become garbage, so the collector need not search them
+    gc.freeze()  # modules never become garbage, so the collector can skip them
     spec = kind.model_validate_json(Path(path).read_text(encoding="utf-8"))
     rank = int(os.environ["RANK"])
     die_with_parent(int(os.environ["DLRM_PARENT"]))
-    logging.disable(logging.WARNING)  # TorchRec's planner warns at every start of what is meant
+    logging.disable(logging.WARNING)  # TorchRec's planner warns of intended settings at every start
     try:
         run(spec, rank, start_group(spec.training, rank))
         dist.destroy_process_group()
@@ -167,7 +167,7 @@ def run_rank(path: str, kind: type[Spec], run: Callable[[Spec, int, torch.device
 
 
 def join(text: str, emit: Callable[[dict[str, Any]], None]) -> None:
-    """Trains as one rank of a group that stands already.
+    """Trains as one rank of a group that exists already.
 
     Args:
         text: The spec as JSON.
@@ -182,7 +182,7 @@ def join(text: str, emit: Callable[[dict[str, Any]], None]) -> None:
 def train(
     spec: RankSpec, rank: int, device: torch.device, emit: Callable[[dict[str, Any]], None] | None = None
 ) -> None:
-    """Builds everything, trains, exports."""
+    """Trains one rank: builds the trainer, trains, and exports the weights."""
     emit = emit or open_event_writer()
     heartbeat = Heartbeat(emit)
     trainer = assemble(spec, rank, device, emit, heartbeat)
@@ -214,7 +214,7 @@ def train(
 def assemble(
     spec: RankSpec, rank: int, device: torch.device, emit: Callable[[dict[str, Any]], None], heartbeat: Heartbeat
 ) -> Trainer:
-    """The trainer with its model, its batches and its validation, ready to train."""
+    """Builds the trainer with its model, its batches and its validation."""
     world_size = dist.get_world_size()
     model, plan_rows = build_model(spec, world_size, device)
     emit({"event": "start", "plan": plan_rows, "device": device.type})
@@ -226,10 +226,10 @@ def assemble(
     validate = None
     if spec.valid is not None:
         kept = spec.valid_rows <= spec.preprocessing.shuffle_window_rows
-        judge = keep_batches(open_client(spec, source, "valid", spec.valid, rank, shuffled=False), kept)
+        validation = keep_batches(open_client(spec, source, "valid", spec.valid, rank, shuffled=False), kept)
 
         def validate(model: DistributedModelParallel) -> LossSums:
-            return evaluate_sums(model, heartbeat.track(judge(), "validating"), device, spec.training)
+            return evaluate_sums(model, heartbeat.track(validation(), "validating"), device, spec.training)
 
     kind = Trainer if spec.training.sync == "synchronous" else AsyncTrainer
     return kind(
@@ -247,30 +247,30 @@ def assemble(
 
 
 def begin(spec: RankSpec, trainer: Trainer) -> None:
-    """Puts the state of the training that this one goes on from into the trainer.
+    """Loads the state of the training to continue into the trainer.
 
     Raises:
-        CheckpointError: If it was another model, but for its features.
+        CheckpointError: If the models differ in more than their features.
     """
     assert spec.start is not None
     folder = Path(spec.start.checkpoint)
     if spec.start.plan.hash != spec.train.plan.hash:
         folder = grow(spec, spec.start, trainer)
     trainer.start_from(folder)
-    dist.barrier()  # all have read it
+    dist.barrier()  # until all ranks have read it
     if dist.get_rank() == 0 and folder != Path(spec.start.checkpoint):
         shutil.rmtree(folder)
 
 
 def grow(spec: RankSpec, start: Start, trainer: Trainer) -> Path:
-    """A checkpoint of the grown model, made by rank 0 in its own memory."""
+    """Writes a checkpoint for the model with other features. Rank 0 makes it in its own memory."""
     folder, source = Path(spec.folder) / "checkpoints" / "grown", Path(start.checkpoint)
     trainer.make_dense_state()
     state = {name: tensor for name, tensor in trainer.state().items() if not name.startswith("average/")}
     moments = {name: torch.zeros(shape) for name, shape in whole_shapes(state).items() if name.startswith("tables/")}
     fresh = full_state({name: tensor for name, tensor in state.items() if name not in moments})
     if fresh is not None:
-        fresh |= moments  # as they are before the first step
+        fresh |= moments  # the optimizers' state before the first step
         served = served_prefix(source)
         stored = read_whole(source, served, "dense/", "tables/")
         old = {name.replace(served, "model/", 1): tensor for name, tensor in stored.items()}
@@ -286,7 +286,7 @@ def grow(spec: RankSpec, start: Start, trainer: Trainer) -> Path:
 
 
 def make_result(progress: TrainingProgress, device: torch.device) -> dict[str, Any]:
-    """What the launcher hands on about a finished training."""
+    """Returns the summary of a finished training."""
     return {
         "event": "result",
         "rows": progress.rows,
@@ -305,10 +305,10 @@ def make_result(progress: TrainingProgress, device: torch.device) -> dict[str, A
 
 
 def gather_stats(trainer: Trainer, device: torch.device) -> dict[str, list[float]]:
-    """What each rank holds of the tables and their optimizer, and its time for a step: the median of the last ones."""
+    """Returns for each rank the bytes of its tables and their optimizer, and the median time of its last steps."""
     tables = (tensor for name, tensor in trainer.state().items() if name.split("/")[1].startswith(TABLES))
-    held = sum(_count_local_bytes(tensor) for tensor in tables)
-    mine = torch.tensor([held, 1e3 * trainer.step_median], dtype=torch.float64, device=device)
+    own_bytes = sum(_count_local_bytes(tensor) for tensor in tables)
+    mine = torch.tensor([own_bytes, 1e3 * trainer.step_median], dtype=torch.float64, device=device)
     shares = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(shares, mine)
     table_bytes, milliseconds = zip(*(share.tolist() for share in shares), strict=True)
@@ -320,7 +320,7 @@ def _count_local_bytes(tensor: Any) -> int:
 
 
 def describe_identity(spec: RankSpec) -> dict[str, str]:
-    """What a checkpoint of this training belongs to: its transforms, its model and its optimizers."""
+    """Returns what a checkpoint must match: transforms, model and optimizers."""
     settings = {f"model.{key}": value for key, value in spec.model.model_dump(mode="json").items()}
     optimizers = spec.training.model_dump(
         mode="json", include={"dense_optimizer", "table_optimizer", "table_precision"}
@@ -332,7 +332,9 @@ def describe_identity(spec: RankSpec) -> dict[str, str]:
 def build_model(
     spec: ModelSpec, world_size: int, device: torch.device, drawn: bool = True
 ) -> tuple[DistributedModelParallel, list[dict[str, Any]]]:
-    """The sharded model in its initial state, the same for every placement and world size, and its plan as rows.
+    """Builds the sharded model. Returns it with its sharding plan as rows.
+
+    The initial state is the same for every sharding plan and world size.
 
     Args:
         drawn: See `shard_model`.
@@ -347,16 +349,16 @@ def build_model(
 
 
 def build_unsharded(spec: ModelSpec) -> DLRM:
-    """The model with tables that take no memory yet."""
+    """Builds the model on the meta device: its tables take no memory."""
     kind = DataType.FP16 if spec.training.table_precision == "fp16" else DataType.FP32
     return DLRM(spec.model, len(spec.plan.dense), spec.plan.sparse, "meta", kind)
 
 
 def plan_placement(spec: Described, uses: Mapping[str, TableUse]) -> Described:
-    """The spec with the placement of its tables; made once, before ranks start, so that all have the same.
+    """Returns the spec with the sharding plan of its tables. It is made before the ranks start: all use the same.
 
     Raises:
-        ContractError: If the tables cannot be placed as the config asks.
+        ContractError: If the tables cannot be sharded as the config says.
     """
     device = "cuda" if takes_cuda(spec.training) else "cpu"
     return spec.model_copy(
@@ -365,27 +367,31 @@ def plan_placement(spec: Described, uses: Mapping[str, TableUse]) -> Described:
 
 
 def measure_uses(spec: RankSpec) -> dict[str, TableUse]:
-    """How the tables are used in a sample of the training rows: the first of the snapshot, so always the same."""
+    """Measures the use of the tables on the first training rows of the snapshot. Always the same sample."""
     rows = Worker(spec.train).sample(SAMPLE_ROWS)
     return measure_table_use(spec.train.plan.sparse, rows, spec.training.batch_rows)
 
 
 def keep_batches(reader: Client, kept: bool) -> Callable[[], Iterator[Batch]]:
-    """The reader's batches as often as they are asked for; kept in memory and read once if so wished."""
+    """Returns a function that iterates over the reader's batches.
+
+    Args:
+        kept: Reads the batches once and keeps them in memory.
+    """
     if not kept:
         return reader.batches
     batches: list[Batch] = []
 
-    def again() -> Iterator[Batch]:
+    def iterate() -> Iterator[Batch]:
         if not batches:
             batches.extend(reader.batches())
         return iter(batches)
 
-    return again
+    return iterate
 
 
 def open_client(spec: ModelSpec, source: BatchSource, name: str, data: DataSpec, rank: int, shuffled: bool) -> Client:
-    """This rank's iterator over a selection."""
+    """Returns this rank's client for a selection of rows."""
     window = spec.preprocessing.shuffle_window_rows if shuffled else None
     return Client(
         source, (name, data), spec.training.batch_rows, spec.seed, window, rank, spec.training.world_size,
@@ -394,7 +400,7 @@ def open_client(spec: ModelSpec, source: BatchSource, name: str, data: DataSpec,
 
 
 def predict_probe(spec: RankSpec, model: DistributedModelParallel, rank: int, device: torch.device) -> list[float]:
-    """What the trained model says of the first evaluation rows, in table order; in fp32, as it is served."""
+    """Returns the probabilities of the first evaluation rows, in table order. Computed in fp32, as when serving."""
     source = InlineSource({"probe": spec.probe}, spec.preprocessing)
     reader = Client(source, ("probe", spec.probe), PROBE_ROWS, rank=rank, world_size=spec.training.world_size)
     batch = next(reader.batches()).to(device)
@@ -410,7 +416,7 @@ def predict_probe(spec: RankSpec, model: DistributedModelParallel, rank: int, de
 
 
 def hash_weights(weights: dict[str, torch.Tensor]) -> str:
-    """Hash over the bytes of the full parameters in name order."""
+    """Returns the SHA-256 of the full parameters in the order of their names."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(weights[name].contiguous().numpy().tobytes())
@@ -418,14 +424,14 @@ def hash_weights(weights: dict[str, torch.Tensor]) -> str:
 
 
 def takes_cuda(config: TrainConfig) -> bool:
-    """Whether ranks run on CUDA devices, one each."""
+    """Whether each rank runs on a CUDA device."""
     fitting = config.sync == "synchronous" and config.launcher == "processes"
     enough = fitting and torch.cuda.device_count() >= config.world_size
     return config.device == "cuda" or (config.device == "auto" and enough)
 
 
 def start_group(config: TrainConfig, rank: int) -> torch.device:
-    """Joins the group, unless it stands already: nccl where every rank has a CUDA device, else gloo."""
+    """Joins the group unless it exists already. Uses nccl if every rank has a CUDA device, else gloo."""
     cuda = takes_cuda(config)
     device = torch.device(f"cuda:{rank}") if cuda else torch.device("cpu")
     if cuda:
@@ -441,7 +447,7 @@ def start_group(config: TrainConfig, rank: int) -> torch.device:
 
 
 def open_event_writer() -> Any:
-    """A function that writes one JSON event a line to the launcher, in any thread; silent on ranks but the first."""
+    """Returns a thread-safe function that sends events to the launcher as JSON lines. Only rank 0 sends."""
     number = os.environ.get("DLRM_EVENTS_FD")
     if number is None:
         return lambda event: None

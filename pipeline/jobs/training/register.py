@@ -1,4 +1,4 @@
-"""A finished training registered later: its run's folder holds all that is needed."""
+"""Registers a finished training later, from its run's folder."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from pipeline.registration.tracking import reporting_unreachable
 
 
 def register_run(workspace: Workspace, run: str | None) -> dict[str, Any]:
-    """Evaluates and registers the model of a finished training. Steps that are done are not repeated.
+    """Evaluates and registers the model of a finished training. Does not repeat finished steps.
 
     Args:
         run: Id of the MLflow run, or name of the run's folder.
@@ -35,7 +35,7 @@ def register_run(workspace: Workspace, run: str | None) -> dict[str, Any]:
         workspace.console.log.info("skipped: run %s is registered", run_id)
         tracker = workspace.tracking
         with reporting_unreachable(f"Run it again once it answers: python -m flows.register CONFIG run={run}"):
-            tracker.end(run_id, "FINISHED")  # MLflow may have missed the very end
+            tracker.end(run_id, "FINISHED")  # MLflow may have missed the end
             return tracker.load_result(run_id) | {"status": "skipped"}
     job = _load_job(workspace, folder, record)
     trained = TrainingResult.model_validate_json((folder / TRAINED).read_text(encoding="utf-8"))
@@ -48,13 +48,13 @@ def register_run(workspace: Workspace, run: str | None) -> dict[str, Any]:
 def _load_job(workspace: Workspace, folder: Path, record: Record) -> TrainingJob:
     if (folder / JOB).exists():
         return TrainingJob.model_validate_json((folder / JOB).read_text(encoding="utf-8"))
-    # What is trained already is registered, even if a feature has been deprecated since.
+    # A finished training is registered even if a feature has been deprecated since.
     allowed = workspace.using(load(workspace.config, {"features.allow_deprecated": True}))
     return make_job(folder, workspace, record.identity, resolve_dataset(allowed, record.snapshot.snapshot_id))
 
 
 def _find_folder(workspace: Workspace, run: str | None) -> Path:
-    """The folder of a training that is done."""
+    """Returns the folder of a finished training."""
     runs = workspace.home / "runs"
     done = [path.parent for path in sorted(runs.glob(f"*/{TRAINED}")) if (path.parent / RUN_ID).exists()]
     for folder in done:

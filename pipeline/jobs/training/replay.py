@@ -1,4 +1,4 @@
-"""A version trained again from its record, and compared with it."""
+"""Trains a version again from its record and compares the two."""
 
 import shutil
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def replay_version(workspace: Workspace, version: int | None, overrides: Mapping
     """Trains a version again and compares weights and plan.
 
     Args:
-        overrides: Dotted key -> value; only keys that do not change what is learned.
+        overrides: Dotted key -> value. Only keys that do not change what is learned.
     Raises:
         ConfigError: If no version is named, or an override would change what is learned.
         RegistryError: If the version has no record, or was trained by flows.recurring.
@@ -52,7 +52,7 @@ def replay_version(workspace: Workspace, version: int | None, overrides: Mapping
 
 
 def _make_config(old: Record, workspace: Workspace, overrides: Mapping[str, Any]) -> RunConfig:
-    """The recorded config with the recorded device and threads, and the overrides on top."""
+    """Returns the recorded config with the recorded device and threads, and the overrides over them."""
     machine = {"training.threads_per_rank": old.threads_per_rank, "training.device": old.device}
     base = load(restore_config(old, workspace), machine)
     places = ("home", "warehouse", "registration")
@@ -61,7 +61,7 @@ def _make_config(old: Record, workspace: Workspace, overrides: Mapping[str, Any]
 
 @step("pin")
 def pin_replay(workspace: Workspace, old: Record, name: str) -> TrainingJob:
-    """The recorded training in a folder of its own. Safe to repeat: an interrupted replay is found again."""
+    """Pins the recorded training in a folder of its own. Safe to repeat: an interrupted replay is found again."""
     folder = workspace.unfinished_folder("replays", name, RESULT)
     return make_job(folder, workspace, old.identity, resolve_dataset(workspace, old.snapshot.snapshot_id))
 
@@ -70,7 +70,7 @@ def pin_replay(workspace: Workspace, old: Record, name: str) -> TrainingJob:
 def compare_records(
     workspace: Workspace, job: TrainingJob, old: Record, trained: TrainingResult, run_id: str
 ) -> dict[str, Any]:
-    """Records of the version and of its replay -> what differs. Safe to repeat: it replaces its result."""
+    """Records of the version and its replay -> their differences. Safe to repeat: it replaces its result."""
     folder, tracker, log = Path(job.folder), workspace.tracking, workspace.console.log
     new = Record.model_validate_json((folder / RECORD).read_text(encoding="utf-8"))
     spec = make_rank_spec(workspace, job)
@@ -87,12 +87,12 @@ def compare_records(
         "train": {key: value for key, value in trained.summary.items() if key != "event"},
         "mlflow_run_id": run_id,
     }
-    log.info("the replay has %s weights", "the same" if equal else "other")
+    log.info("the replay has %s", "the same weights and plan" if equal else "other weights or another plan")
     for line in found:
         log.warning("differs: %s", line)
     tracker.log_json(run_id, result, RESULT)
     tracker.log_file(run_id, folder / RECORD)
     tracker.tag(run_id, {"dlrm.replay_equal": str(equal).lower()})
     write_json(folder / RESULT, result)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # the whole weights stay
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # the exported weights stay
     return result

@@ -1,4 +1,4 @@
-"""The placement of a run's tables: made, told, drawn, and compared with others."""
+"""Sharding plans of a run's tables: planned, logged, plotted, and compared with others."""
 
 import math
 import shutil
@@ -24,7 +24,7 @@ from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.tables.sharding import ShardingPlan, describe_plan, sum_per_rank
 
 TOLERANCE = 1e-4
-"""Largest difference of a loss that the order of float32 sums explains; a wrong placement is off by 1e-2 and more."""
+"""Largest difference of a loss that the order of float32 sums explains. A wrong plan differs by 1e-2 and more."""
 KINDS = (
     "table_wise",
     "auto",
@@ -41,21 +41,23 @@ PARTITIONERS = ("largest_differencing", "memory_balanced")
 def place_tables(
     spec: RankSpec, tracker: Tracker, run_id: str, logger: Logger, given: ShardingPlan | None = None
 ) -> RankSpec:
-    """The spec with the placement of its tables, which is told and drawn; what cannot be placed is refused here.
+    """Plans the sharding of the tables, logs it and plots it. Returns the spec with the plan.
 
     Args:
-        given: The placement; None: as it is planned.
+        given: Takes this plan. None: makes one.
+    Raises:
+        ContractError: If a table cannot be placed.
     """
     spec = plan_placement(spec, measure_uses(spec)) if given is None else spec.model_copy(update={"placement": given})
     rows = describe_plan(spec.placement or ())
-    logger.info("placement of the tables:\n%s", format_rows(rows))
+    logger.info("sharding plan:\n%s", format_rows(rows))
     tracker.log_json(run_id, rows, "sharding_plan.json")
     tracker.log_figures(run_id, {"placement": plots.sharding_plan(rows, spec.training.world_size)})
     return spec
 
 
 def format_rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows of a placement, or the results of several, as lines of a table.
+    """Returns rows as the lines of a text table.
 
     Example:
         >>> print(format_rows([{"table": "user", "ranks": [0, 1]}, {"table": "a", "ranks": [1]}]))
@@ -78,7 +80,7 @@ def _format_cell(value: Any) -> str:
 
 
 class PlanCandidate(BaseModel, frozen=True):
-    """A placement to be compared, or why there is none."""
+    """A sharding plan to compare, or the reason why there is none."""
 
     kind: str
     partitioner: str
@@ -87,11 +89,11 @@ class PlanCandidate(BaseModel, frozen=True):
     placement: ShardingPlan | None = None
     refused: str | None = None
     same_as: str | None = None
-    """Name of an earlier candidate with the very same placement."""
+    """Name of an earlier candidate with the same plan."""
 
     @property
     def name(self) -> str:
-        """What tells it apart."""
+        """Unique name."""
         partitioner = "" if self.partitioner == "greedy" else f" by {self.partitioner}"
         return f"{self.kind}{partitioner} on {self.world_size}, {self.table_optimizer}"
 
@@ -100,7 +102,7 @@ class PlanCandidate(BaseModel, frozen=True):
 def compare_plans(
     workspace: Workspace, world_sizes: Sequence[int], steps: int, snapshot_id: int | None
 ) -> dict[str, Any]:
-    """The same training under every placement. Safe to repeat: it only reads, and its folder is emptied."""
+    """Runs the same training with every sharding plan. Safe to repeat: it only reads, and empties its folder."""
     config = workspace.config
     snapshot, data, rows = prepare_rows(workspace, snapshot_id)
     logger, tracker = workspace.console.log, workspace.tracking
@@ -137,14 +139,14 @@ def compare_plans(
                 ],
             }  # fmt: skip
             table = [{key: value for key, value in plan.items() if key != "losses"} for plan in plans]
-            logger.info("placements:\n%s", format_rows(table))
+            logger.info("sharding plans:\n%s", format_rows(table))
             tracker.log_json(run_id, result, "placements.json")
             tracker.log_figures(run_id, {"placements": plots.sharding_plans(plans)})
     return result
 
 
 def list_candidates(spec: RankSpec, world_sizes: Sequence[int]) -> Iterator[PlanCandidate]:
-    """All that can be compared, and what cannot with the reason; first what the others are compared with."""
+    """Yields the candidates, also refused ones with the reason. The first ones are the reference of the others."""
     uses = measure_uses(spec)
     own = spec.training.table_optimizer
     by_numbers = "adagrad" if own == "rowwise_adagrad" else own
@@ -174,7 +176,7 @@ def list_candidates(spec: RankSpec, world_sizes: Sequence[int]) -> Iterator[Plan
 def measure_candidates(
     spec: RankSpec, candidates: Sequence[PlanCandidate], progress: Progress, steps: int
 ) -> list[dict[str, Any]]:
-    """Trains by each placement; what has the placement of another takes its figures."""
+    """Trains with each sharding plan. A candidate with the plan of an earlier one takes its results."""
     plans: dict[str, dict[str, Any]] = {}
     weights: dict[str, dict[str, Any]] = {}
     losses: dict[str, list[float]] = {}
@@ -204,7 +206,7 @@ def measure_candidates(
 
 
 def train_plan(spec: RankSpec, candidate: PlanCandidate, show: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One training from the common initial state: its figures, and the whole weights."""
+    """Trains once from the common initial state. Returns the results and the full weights."""
     folder = Path(spec.folder) / "run"
     shutil.rmtree(folder, ignore_errors=True)
     settings = {"world_size": candidate.world_size, "table_optimizer": candidate.table_optimizer}
@@ -234,7 +236,7 @@ def train_plan(spec: RankSpec, candidate: PlanCandidate, show: Any) -> tuple[dic
 
 
 def recommend(plans: Sequence[Mapping[str, Any]], table_optimizer: str) -> dict[str, Any] | None:
-    """The fastest placement that trains like one process, under the optimizer of the config.
+    """Returns the fastest plan that trains like a single process with the config's optimizer, or None.
 
     Example:
         >>> plan = {"kind": "row_wise", "world_size": 2, "partitioner": "greedy", "table_optimizer": "sgd"}

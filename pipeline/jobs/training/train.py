@@ -1,4 +1,4 @@
-"""A pinned training run by its ranks."""
+"""Trains a pinned job: starts the preprocessing service and the ranks, and writes what they leave."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -14,10 +14,7 @@ from pipeline.config.files import ROOT
 from pipeline.jobs.console import step
 from pipeline.jobs.tables.layout import save_read
 from pipeline.jobs.training.events import EventReport
-from pipeline.jobs.training.job import (
-    TrainingJob,
-    tag_inputs,
-)
+from pipeline.jobs.training.job import TrainingJob, tag_inputs
 from pipeline.jobs.training.provenance import RECORD, make_record
 from pipeline.jobs.training.rank import RankSpec
 from pipeline.jobs.training.sharding_plans import place_tables
@@ -33,11 +30,11 @@ from pipeline.training.tables.sharding import ShardingPlan
 from storage.artifacts import write_json, write_text
 
 TRAINED, PREPROCESSING = "trained.json", "preprocessing.json"
-"""Files in a run's folder: what the ranks left, and what preprocessing took."""
+"""Files in a run's folder: the result of the ranks, and the cost of preprocessing."""
 
 
 class TrainingResult(BaseModel, frozen=True):
-    """What the ranks left behind."""
+    """The result of the ranks."""
 
     weights: str
     probe: tuple[float, ...]
@@ -58,11 +55,11 @@ def train_ranks(
     given: ShardingPlan | None = None,
     watch: Callable[[Event | None], object] | None = None,
 ) -> TrainingResult:
-    """Trains the ranks and leaves all that later stages need in the job's folder. MLflow may be away until then.
+    """Trains the ranks and writes all that later stages need into the job's folder. Does not need MLflow to answer.
 
     Args:
         given: Sharding plan of the tables; None: it is planned.
-        watch: Sees each event of the ranks, and None several times a second. What it raises ends them.
+        watch: Receives each event of the ranks, and None several times a second. If it raises, the ranks end.
     """
     config, tracker, folder, log = workspace.config, workspace.tracking, Path(job.folder), workspace.console.log
     tag_inputs(workspace.warehouse, job.identity, job.snapshot, job.data["train"].joined)
@@ -122,7 +119,7 @@ def _launch(
 
 
 def make_rank_spec(workspace: Workspace, job: TrainingJob) -> RankSpec:
-    """What the ranks of a training are told, but for the placement of the tables."""
+    """Returns the specification of the ranks, without the sharding plan."""
     config = workspace.config
     return RankSpec(
         train=job.data["train"],
@@ -140,7 +137,7 @@ def make_rank_spec(workspace: Workspace, job: TrainingJob) -> RankSpec:
 
 @contextmanager
 def open_service(workspace: Workspace, job: TrainingJob) -> Iterator[Service | None]:
-    """The preprocessing service of a training; None where each rank reads for itself."""
+    """Starts the preprocessing service of a training. Yields None if each rank reads for itself."""
     preprocessing, log = workspace.config.preprocessing, workspace.console.log
     if preprocessing.executor == "inline":
         yield None
@@ -153,7 +150,7 @@ def open_service(workspace: Workspace, job: TrainingJob) -> Iterator[Service | N
 
 
 def _summarize_preprocessing(folder: Path, executor: str, totals: Totals) -> dict[str, Any]:
-    """What the preprocessing of a training took, for its result; the details are left in its folder."""
+    """Returns the cost of preprocessing for the result. Writes the details into the run's folder."""
     summary = {
         "executor": executor,
         "workers": totals.most_workers,
