@@ -18,7 +18,7 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState, RunDeployment
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
@@ -149,15 +149,11 @@ def _pool(client: SyncPrefectClient) -> str:
 
 def _queue(client: SyncPrefectClient, name: str, settings: Settings) -> str:
     limit = settings.trainings if name == "training" else None
-    place, body = {"work_pool_name": POOL}, {"description": QUEUES[name], "concurrency_limit": limit}
     try:
-        client.request(
-            "PATCH", "/work_pools/{work_pool_name}/queues/{name}", path_params=place | {"name": name}, json=body
-        )
-    except PrefectHTTPStatusError as error:
-        if error.response.status_code != 404:
-            raise
-        client.request("POST", "/work_pools/{work_pool_name}/queues", path_params=place, json=body | {"name": name})
+        queue = client.read_work_queue_by_name(name, work_pool_name=POOL)
+    except ObjectNotFound:
+        queue = client.create_work_queue(name, work_pool_name=POOL)
+    client.update_work_queue(queue.id, description=QUEUES[name], concurrency_limit=limit)
     return f"queue {name}, {limit or 'any number'} at a time"
 
 
