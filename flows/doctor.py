@@ -1,8 +1,9 @@
 """What is wrong with this installation, or with a run that hangs, and the remedy.
 
-Not a Prefect flow: Prefect may be what is broken.
+Not a Prefect flow, because Prefect may be what is broken. It asks a Prefect server by the standard library alone.
 """
 
+import datetime
 import importlib.metadata
 import json
 import os
@@ -18,13 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.stuck import stuck_runs
-
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = {"torch": "2.13.0", "torchrec": "1.8.0"}
 FBGEMM = "1.8.0"
 FREE_BYTES = 2 * 1024**3
 SHARED_BYTES = 64 * 1024**2
+POOL = "dlrm"
+PATIENCE_SECONDS = 60.0
+"""A worker asks for runs every 10 seconds, and a process takes some 20 to begin."""
 SETUP = "Run `make clean setup`."
 MODULES = {
     "torch": "torch is broken.",
@@ -181,6 +183,56 @@ except OSError:
 """
 
 
+def stuck_runs(environment: Mapping[str, str], patience_seconds: float = PATIENCE_SECONDS) -> list[Check]:
+    """Runs that are late, or that a worker took and did not begin; none where no server is named or answers."""
+    address = environment.get("PREFECT_API_URL", "").rstrip("/")
+    if not address.startswith("http"):
+        return []
+    since = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=patience_seconds)
+    try:
+        taken = _read_runs(address, "PENDING")
+        late = _read_runs(address, "SCHEDULED", {"expected_start_time": {"before_": since.isoformat()}})
+        working = any(worker["status"] == "ONLINE" for worker in _read_workers(address)) if late else True
+    except OSError:
+        return []  # reachable() says that the server does not answer
+    pending = [run for run in taken if datetime.datetime.fromisoformat(run["state"]["timestamp"]) <= since]
+    return [*map(_pending, pending), *(_late(run, working) for run in late)]
+
+
+def _pending(run: Mapping[str, Any]) -> Check:
+    found = f"handed to a worker at {run['state']['timestamp']:.19}, not begun"
+    remedy = f"Its worker is gone. End it: `prefect flow-run cancel {run['id']}`, then run it again."
+    return Check(f"run '{run['name']}'", False, found, remedy)
+
+
+def _late(run: Mapping[str, Any], working: bool) -> Check:
+    found = f"due at {run['expected_start_time']:.19}, queue '{run['work_queue_name']}'"
+    if not working:
+        return Check(f"run '{run['name']}'", False, f"{found}, no worker", "Start one: `make worker`.")
+    remedy = "It waits for those before it in its queue; `make deploy TRAININGS=2` lets in two at a time."
+    return Check(f"run '{run['name']}'", True, found, remedy)
+
+
+def _read_runs(address: str, state: str, more: Mapping[str, Any] | None = None) -> list[Any]:
+    return _post(f"{address}/flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": [state]}}, **(more or {})}})
+
+
+def _read_workers(address: str) -> list[Any]:
+    try:
+        return _post(f"{address}/work_pools/{POOL}/workers/filter", {})
+    except urllib.error.HTTPError as error:
+        if error.code == 404:  # no such pool
+            return []
+        raise
+
+
+def _post(address: str, body: Mapping[str, Any]) -> list[Any]:
+    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=5) as answer:
+        found: list[Any] = json.load(answer)
+        return found
+
+
 def configuration(path: str) -> Check:
     """The config file holds together, its filter included; run apart, since it needs the libraries."""
     done = subprocess.run(
@@ -235,7 +287,7 @@ def examine(config: str | None, home: Path) -> list[Check]:
         lambda: [reachable(name, "/health", os.environ) for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI")],
         lambda: [port_free("Prefect", 4200), port_free("MLflow", 5000)],
         lambda: locked_runs(home),
-        lambda: [Check(*finding) for finding in stuck_runs(os.environ)],
+        lambda: stuck_runs(os.environ),
         lambda: [configuration(config)] if config else [],
     ]
     return [check for make in checks for check in make()]

@@ -9,7 +9,7 @@ import pytest
 from flows.runtime import dlrm
 from pipeline.config.files import ROOT
 
-OTHERS = {"stuck", "__init__", *dlrm.FORMER}
+OTHERS = {"__init__", *dlrm.FORMER}
 """Modules of flows/ that are not commands."""
 
 

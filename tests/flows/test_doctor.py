@@ -1,14 +1,22 @@
-"""Every fault of an installation is named with its remedy."""
+"""Every fault of an installation, and every run that nobody begins, is named with its remedy."""
 
+import asyncio
+import datetime
 import json
 import socket
+import uuid
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL
+from prefect.states import Pending, Scheduled
 
 from flows import doctor
+from flows.ingest import ingest
 
+HOUR = datetime.timedelta(hours=1)
 GOOD = {"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
 
 
@@ -100,6 +108,61 @@ def test_a_bad_filter_in_a_config_is_shown(tmp_path):
     found = doctor.configuration(str(tmp_path / "bad.yaml"))
     assert not found.ok
     assert found.found.startswith("filter '1=1; drop table x': expected comparisons of columns with constants")
+
+
+@pytest.fixture
+def runs(prefect):
+    """Ids by name of a run that was handed out, one that is an hour late and one that is due in an hour."""
+
+    async def make():
+        now = datetime.datetime.now(datetime.UTC)
+        states = {
+            "handed": Pending(),
+            "late": Scheduled(scheduled_time=now - HOUR),
+            "due": Scheduled(scheduled_time=now + HOUR),
+        }
+        async with get_client() as client:
+            return {
+                name: (await client.create_flow_run(ingest, name=f"{name} {uuid.uuid4()}", state=state))
+                for name, state in states.items()
+            }
+
+    async def remove(made):
+        async with get_client() as client:
+            for run in made.values():
+                await client.delete_flow_run(run.id)
+
+    made = asyncio.run(make())
+    yield made
+    asyncio.run(remove(made))
+
+
+def test_runs_that_nobody_begins_are_named_with_their_remedy(runs):
+    found = {check.name: check for check in doctor.stuck_runs(environment(), patience_seconds=0.0)}
+    handed = found[f"run '{runs['handed'].name}'"]
+    assert (handed.ok, handed.found.endswith(", not begun")) == (False, True)
+    assert (
+        handed.remedy
+        == f"Its worker is gone. End it: `prefect flow-run cancel {runs['handed'].id}`, then run it again."
+    )
+    late = found[f"run '{runs['late'].name}'"]
+    assert (late.ok, late.found.endswith(", no worker"), late.remedy) == (False, True, "Start one: `make worker`.")
+    assert f"run '{runs['due'].name}'" not in found
+
+
+def test_a_run_that_was_just_handed_out_has_time(runs):
+    names = [check.name for check in doctor.stuck_runs(environment())]
+    assert f"run '{runs['handed'].name}'" not in names
+    assert f"run '{runs['late'].name}'" in names
+
+
+@pytest.mark.parametrize("server", [{}, {"PREFECT_API_URL": "http://127.0.0.1:9/api"}])
+def test_without_a_server_there_is_nothing_to_say(server):
+    assert doctor.stuck_runs(server) == []
+
+
+def environment() -> dict[str, str]:
+    return {"PREFECT_API_URL": PREFECT_API_URL.value()}
 
 
 @pytest.mark.slow
