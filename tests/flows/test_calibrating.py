@@ -49,7 +49,7 @@ def result(point: StudyPoint) -> PointResult:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+def requested(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Returns the keys of the points that were measured."""
     keys: list[str] = []
 
@@ -75,54 +75,54 @@ def made(count: int, again: bool = False, **settings: Any) -> Calibration:
         return calibrate(Workspace(load("configs/smoke.yaml", settings)), count, again)
 
 
-def test_a_machine_is_measured_once(asked: list[str]) -> None:
+def test_a_machine_is_measured_once(requested: list[str]) -> None:
     first = made(12)
-    assert len(asked) == 12
+    assert len(requested) == 12
     assert made(12, **{"training.batch_rows": 64, "model.embedding_width": 32}) == first
     assert made(8) == first
-    assert len(asked) == 12
+    assert len(requested) == 12
     assert len(made(16).results) == 16
-    assert len(asked) == 16
+    assert len(requested) == 16
     assert len(made(12, again=True).results) == 12
-    assert len(asked) == 28
+    assert len(requested) == 28
     made(12, **{"training.dense_precision": "bf16"})
-    assert len(asked) == 40, "another precision is another machine"
+    assert len(requested) == 40, "another precision is another machine"
     assert first.process_bytes == 700
 
 
 def test_a_calibration_by_other_code_logs_a_warning(
-    asked: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    requested: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(calibration, "commit", lambda: "before")
+    monkeypatch.setattr(calibration, "read_commit", lambda: "before")
     monkeypatch.setattr(calibration, "MOST_BUSY", 1.0)
     made(12)
     calibrate(Workspace(load("configs/smoke.yaml", {})), 12, False)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
-    monkeypatch.setattr(calibration, "commit", lambda: "after")
+    monkeypatch.setattr(calibration, "read_commit", lambda: "after")
     calibrate(Workspace(load("configs/smoke.yaml", {})), 12, False)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "the code is after now: its steps may take another time; force=true calibrates anew"
+        "the code is at after now, and its steps may take another time; force=true calibrates again"
     ]
 
 
-def test_points_that_cannot_be_measured(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_that_cannot_be_measured(requested: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     left_out = [PointResult(point=point, state="left out", reason="too large") for point in draw_points(12, [1])]
     monkeypatch.setattr(calibration, "measure_points", lambda *arguments: left_out)
     with pytest.raises(TrainingError, match="calibration: expected at least 6 points measured, got 0: too large"):
         made(12)
 
 
-def test_points_are_predicted_from_others_and_extrapolation_is_reported(asked: list[str]) -> None:
+def test_points_are_predicted_from_others_and_extrapolation_is_reported(requested: list[str]) -> None:
     speed = Speed(made(48))
     assert speed.fit.errors is not None
     assert speed.fit.errors.median < 0.05
     assert len(speed.table) == speed.fit.errors.points == speed.fit.fitted == 48
     known = load_at(draw_points(1, [1])[0])
-    assert speed.step_ms(known, 1) == pytest.approx(law(known), rel=0.1)
-    assert speed.beyond(known, 1) == []
+    assert speed.predict_step_ms(known, 1) == pytest.approx(law(known), rel=0.1)
+    assert speed.find_extrapolations(known, 1) == []
     large = known.model_copy(update={"mlp_flop": 1e13})
-    ((term, times),) = speed.beyond(large, 1)
+    ((term, times),) = speed.find_extrapolations(large, 1)
     assert term == "products"
     assert times > calibration.FAR
     twice = DescribedMachine(cpu="x", cores=2, memory_bytes=1, **{name: 2 * value for name, value in CEILINGS.items()})
-    assert speed.on(twice)(known, 1) == pytest.approx(speed.step_ms(known, 1) / 2)
+    assert speed.scale_to(twice)(known, 1) == pytest.approx(speed.predict_step_ms(known, 1) / 2)

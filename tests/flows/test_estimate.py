@@ -14,34 +14,34 @@ ROOM = RankMachine(memory_bytes=64 << 30, most_ranks=2)
 
 
 @pytest.fixture(scope="module")
-def asked(smoke, home):
+def measured(smoke, home):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(home))
         return footprint.measure_footprint(Workspace(load(CONFIG)), None)
 
 
-def test_a_rank_is_given_the_tables_that_a_real_rank_holds(smoke, asked):
+def test_a_rank_is_given_the_tables_that_a_real_rank_holds(smoke, measured):
     config = load(CONFIG)
-    ranks = footprint.place_on_ranks(Workspace(config), asked, 2, ROOM, process_bytes=0)
+    ranks = footprint.place_on_ranks(Workspace(config), measured, 2, ROOM, process_bytes=0)
     assert [one.tables for one in ranks.memory] == smoke["train"]["table_bytes"]
     assert ranks.fits
-    assert not footprint.place_on_ranks(Workspace(config), asked, 2, ROOM, process_bytes=40 << 30).fits
+    assert not footprint.place_on_ranks(Workspace(config), measured, 2, ROOM, process_bytes=40 << 30).fits
 
 
-def test_a_checkpoint_has_the_estimated_size(smoke, asked, home):
+def test_a_checkpoint_has_the_estimated_size(smoke, measured, home):
     config = load(CONFIG)
     folder = home / "runs" / f"smoke-{smoke['identity'][:12]}-0" / "checkpoints" / "best"
     found = sum(path.stat().st_size for path in folder.iterdir())
-    shape = derive_shape(config.model, asked.dense, asked.bags)
+    shape = derive_shape(config.model, measured.dense, measured.bags)
     assert estimate_checkpoint_bytes(shape, footprint.make_memory_setup(config.training)) == pytest.approx(
         found, rel=0.01
     )
 
 
-def test_rows_are_counted_and_a_worker_is_measured(smoke, asked):
-    assert asked.rows == smoke["train"]["rows"]
-    assert asked.worker_rows_per_second > 0
-    assert asked.snapshot_id == smoke["snapshot_id"]
+def test_rows_are_counted_and_a_worker_is_measured(smoke, measured):
+    assert measured.rows == smoke["train"]["rows"]
+    assert measured.worker_rows_per_second > 0
+    assert measured.snapshot_id == smoke["snapshot_id"]
 
 
 def test_a_workload_needs_no_table(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ POINT = StudyPoint(values={BATCH: 512}, settings={BATCH: 512})
         ),
         (
             {"prune": {}, "parallel": 2},
-            "sweep.parallel: expected 1 with `prune`: trials beside it may stop the one with the config's own values, "
+            "sweep.parallel: expected 1 with `prune`: other trials may stop the one with the config's own values, "
             "got 2. Set it to 1, or sweep.prune to null.",
         ),
         (

@@ -1,4 +1,4 @@
-"""The advice on a config: numbers of ranks with their memory and speed, how far it can be trusted, and the telling."""
+"""The advice on a config: memory and speed of each number of ranks, its reliability, and its report."""
 
 import math
 import shutil
@@ -37,9 +37,9 @@ from pipeline.jobs.training.sharding_plans import format_rows
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 
 MOST_RANKS = 64
-"""That are looked at."""
+"""Most ranks in the advice."""
 FURTHEST = 5
-"""Points whose predictions are shown; MLflow has all."""
+"""Points with the largest errors that are logged. MLflow has all."""
 Predict = Callable[[Load, int], float]
 """(load, ranks) -> milliseconds of a step."""
 
@@ -52,55 +52,55 @@ class Option(BaseModel, frozen=True):
     rank_bytes: int | None = None
     """Of the largest rank."""
     memory: Mapping[str, int] = {}
-    """Of the largest rank, by what it is for."""
+    """Of the largest rank, by purpose."""
     table_bytes: tuple[int, ...] = ()
     """Of each rank: tables and their optimizer."""
     step_ms: float | None = None
     rows_per_second: float | None = None
-    """With batches there in time."""
+    """If batches arrive in time."""
     workers: int | None = None
-    """Preprocessing workers that supply it."""
+    """Preprocessing workers that keep up with this speed."""
     fed_rows_per_second: float | None = None
-    """With workers on the same cores."""
+    """If the workers use the same cores."""
     epoch_seconds: float | None = None
-    """At that speed."""
+    """At the speed of `fed_rows_per_second`."""
     reason: str | None = None
-    """Why it does not go."""
+    """Why this number of ranks is not possible."""
 
 
 @step("advise")
 def advise(
     workspace: Workspace,
-    asked: ModelFootprint,
+    footprint: ModelFootprint,
     calibration: Calibration,
     described: DescribedMachine | None,
     measured: bool,
 ) -> dict[str, Any]:
-    """Predictions for this machine, and for another; told in log, MLflow and on the run's page. Safe to repeat.
+    """Predictions for this machine and another -> the log, MLflow and the run's page. Safe to repeat.
 
     Args:
-        measured: Holds the prediction against some steps of the config itself.
+        measured: Compares the prediction with some steps of the config itself.
     """
     config = workspace.config
     speed, shape, kept = (
         Speed(calibration),
-        derive_shape(config.model, asked.dense, asked.bags),
+        derive_shape(config.model, footprint.dense, footprint.bags),
         make_memory_setup(config.training),
     )
     here, process = calibration.machine, calibration.process_bytes
     room = RankMachine(memory_bytes=here.memory_bytes, most_ranks=here.cores)
     if here.device_memory_bytes is not None:
         room = RankMachine(memory_bytes=here.device_memory_bytes, most_ranks=torch.cuda.device_count(), shared=False)
-    own = advise_machine(workspace, asked, (here.cpu, room, here.cores, process), speed.step_ms)
+    own = advise_machine(workspace, footprint, (here.cpu, room, here.cores, process), speed.predict_step_ms)
     result: dict[str, Any] = {
         "status": "ok",
-        "snapshot_id": asked.snapshot_id,
-        "train_rows": asked.rows,
+        "snapshot_id": footprint.snapshot_id,
+        "train_rows": footprint.rows,
         "tables": len(shape.tables),
         "table_rows": sum(rows for rows, _ in shape.tables.values()),
         "dense_parameters": shape.dense_parameters,
         "checkpoint_bytes": estimate_checkpoint_bytes(shape, kept),
-        "worker_rows_per_second": asked.worker_rows_per_second,
+        "worker_rows_per_second": footprint.worker_rows_per_second,
         "machine": own,
         "described": None,
         "prediction": {
@@ -112,34 +112,36 @@ def advise(
     }
     if described is not None:
         facts = (described.cpu, described.room, described.cores, process)
-        result["described"] = advise_machine(workspace, asked, facts, speed.on(described)) | {"measured": False}
-    result["warnings"] = list_warnings(workspace, asked, speed, own)
-    result["measurement"] = measure_config(workspace, own, asked.snapshot_id) if measured else None
+        result["described"] = advise_machine(workspace, footprint, facts, speed.scale_to(described)) | {
+            "measured": False
+        }
+    result["warnings"] = list_warnings(workspace, footprint, speed, own)
+    result["measurement"] = measure_config(workspace, own, footprint.snapshot_id) if measured else None
     return log_advice(workspace, result, speed)
 
 
 def advise_machine(
-    workspace: Workspace, asked: ModelFootprint, machine: tuple[str, RankMachine, int, int], predict: Predict
+    workspace: Workspace, footprint: ModelFootprint, machine: tuple[str, RankMachine, int, int], predict: Predict
 ) -> dict[str, Any]:
-    """All that is said of a machine.
+    """Returns the advice for a machine.
 
     Args:
-        machine: Name, what has room, cores, and memory of a rank without a model.
+        machine: Name, memory for ranks, cores, and bytes of a rank without a model.
     """
     name, room, cores, process = machine
     options: list[Option] = []
     most = min(room.most_ranks, MOST_RANKS)
     for world_size in sorted({*list_world_sizes(most), min(workspace.config.training.world_size, most)}):
         try:
-            ranks = place_on_ranks(workspace, asked, world_size, room, process)
+            ranks = place_on_ranks(workspace, footprint, world_size, room, process)
             options.append(
-                estimate_option(workspace, asked, ranks, cores, predict(ranks.load, world_size), not room.shared)
+                estimate_option(workspace, footprint, ranks, cores, predict(ranks.load, world_size), not room.shared)
             )
         except ContractError as error:
             options.append(Option(ranks=world_size, fits=False, reason=str(error)))
     fitting = [option for option in options if option.fits]
     fastest = max(fitting, key=lambda option: option.rows_per_second or 0.0, default=None)
-    memory, load = estimate_single_rank(workspace, asked, process)
+    memory, load = estimate_single_rank(workspace, footprint, process)
     return {
         "name": name,
         "cores": cores,
@@ -154,27 +156,28 @@ def advise_machine(
 
 
 def estimate_option(
-    workspace: Workspace, asked: ModelFootprint, ranks: PlacedModel, cores: int, step_ms: float, devices: bool
+    workspace: Workspace, footprint: ModelFootprint, ranks: PlacedModel, cores: int, step_ms: float, devices: bool
 ) -> Option:
-    """What is said of a number of ranks."""
+    """Returns the advice for a number of ranks."""
     rows = workspace.config.training.batch_rows
     largest = max(ranks.memory, key=lambda one: one.total)
-    speed, worker = 1e3 * rows / step_ms, asked.worker_rows_per_second
+    speed, worker = 1e3 * rows / step_ms, footprint.worker_rows_per_second
     fed = speed if worker is None else estimate_fed_speed(speed, worker, cores, devices)
+    total = footprint.rows
     return Option(
         ranks=ranks.world_size, fits=ranks.fits, rank_bytes=largest.total, memory=largest.model_dump(),
         table_bytes=tuple(one.tables for one in ranks.memory), step_ms=step_ms, rows_per_second=speed,
         workers=None if worker is None else count_workers(speed, worker), fed_rows_per_second=fed,
-        epoch_seconds=None if asked.rows is None else estimate_epoch_seconds(asked.rows, rows, 1e3 * rows / fed),
+        epoch_seconds=None if total is None else estimate_epoch_seconds(total, rows, 1e3 * rows / fed),
         reason=None if ranks.fits else "not enough memory",
     )  # fmt: skip
 
 
 def measure_config(workspace: Workspace, own: Mapping[str, Any], snapshot_id: int | None) -> dict[str, Any]:
-    """Some steps of the config itself, beside what was predicted.
+    """Measures some steps of the config itself and compares them with the prediction.
 
     Raises:
-        ContractError: If it cannot be measured.
+        ContractError: If they cannot be measured.
     """
     config = workspace.config
     with exclusive_dir(workspace.home / "characterize" / f"size-{config.name}") as folder:
@@ -197,43 +200,44 @@ def measure_config(workspace: Workspace, own: Mapping[str, Any], snapshot_id: in
     }
 
 
-def list_warnings(workspace: Workspace, asked: ModelFootprint, speed: Speed, own: Mapping[str, Any]) -> list[str]:
-    """Why not to trust the advice."""
-    _, load = estimate_single_rank(workspace, asked, 0)
+def list_warnings(workspace: Workspace, footprint: ModelFootprint, speed: Speed, own: Mapping[str, Any]) -> list[str]:
+    """Returns reasons not to trust the advice."""
+    _, load = estimate_single_rank(workspace, footprint, 0)
     found = [
-        f"{term}: {times:.0f} times as much as in any model measured; its time is an extrapolation"
-        for term, times in speed.beyond(load, 1)
+        f"{term}: {times:.0f} times as much work as in any measured model; its time is an extrapolation"
+        for term, times in speed.find_extrapolations(load, 1)
     ]
     if speed.fit.errors is None:
-        found.append("too few points to judge the prediction by: nothing is known of its error; raise points")
+        found.append("too few points to estimate the error of the prediction; raise points")
     if own["fewest_ranks"] is None:
-        found.append(f"this machine has no room for it; {own['machines_needed'] or 'no number of'} such machines would")
+        needed = own["machines_needed"] or "more than any number"
+        found.append(f"the model does not fit on this machine; it needs {needed} of them")
     return found
 
 
 def log_advice(workspace: Workspace, result: dict[str, Any], speed: Speed) -> dict[str, Any]:
-    """The advice in log, MLflow and on the run's page."""
+    """Writes the advice to the log, MLflow and the run's page. Returns the result of the flow."""
     config = workspace.config
     logger, tracker = workspace.console.log, workspace.tracking
     for warning in result["warnings"]:
         logger.warning("%s", warning)
     furthest = sorted(speed.table, key=lambda row: -abs(math.log(row["predicted / measured"])))[:FURTHEST]
-    logger.info("furthest off of the points, each predicted from others:\n%s", format_rows(furthest))
+    logger.info("points with the largest errors, each predicted from the others:\n%s", format_rows(furthest))
     text = describe_advice(result)
     logger.info("%s", text)
     params = config.flat() | {"model.dense_parameters": result["dense_parameters"]}
     tags = {"git_commit": read_commit(), "mlflow.source.name": "flows.estimate"}
-    run_id = tracker.start(f"size of {config.name}", params, tags, None)
+    run_id = tracker.start(f"estimate of {config.name}", params, tags, None)
     with tracker.ending(run_id):
         tracker.log(run_id, 0, list_metrics(result))
         tracker.log_json(run_id, result | {"mlflow_run_id": run_id}, "advice.json")
         tracker.log_json(run_id, speed.table, "unseen_points.json")
-    workspace.console.show_text("estimate", config.name, f"```\n{text}\n```", "What the training takes")
+    workspace.console.show_text("estimate", config.name, f"```\n{text}\n```", "What the training needs")
     return {"status": "ok", "mlflow_run_id": run_id} | result
 
 
 def list_metrics(result: Mapping[str, Any]) -> dict[str, float | None]:
-    """Metrics: those of each number of ranks on this machine, and of the prediction itself."""
+    """Returns the MLflow metrics: of each number of ranks on this machine, and of the prediction itself."""
     found: dict[str, float | None] = {"checkpoint_bytes": result["checkpoint_bytes"]}
     errors = result["prediction"]["errors"] or {}
     found |= {f"unseen_{key}": value for key, value in errors.items()}
@@ -244,21 +248,23 @@ def list_metrics(result: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def describe_advice(result: Mapping[str, Any]) -> str:
-    """The advice for people."""
+    """Returns the advice in words."""
     errors = result["prediction"]["errors"]
     trust = "learned from other models on this machine" + (
-        f"; of {errors['points']}, each predicted from others, half were met to {errors['median']:.0%}, nine of ten to "
-        f"{errors['ninth_decile']:.0%}"
+        f"; of {errors['points']}, each predicted from the others, half were within {errors['median']:.0%}, "
+        f"nine of ten within {errors['ninth_decile']:.0%}"
         if errors
         else ""
     )
     lines = [
         f"{result['tables']} tables, {result['table_rows']:,} rows; {result['dense_parameters']:,} other weights; "
-        f"a checkpoint has {_format_bytes(result['checkpoint_bytes'])}",
+        f"a checkpoint takes {_format_bytes(result['checkpoint_bytes'])}",
         *_describe_machine(result["machine"], trust),
     ]
     if result["described"] is not None:
-        lines += _describe_machine(result["described"], "not measured: this machine's times by the ratio of ceilings")
+        lines += _describe_machine(
+            result["described"], "not measured: scaled from this machine by the ratio of ceilings"
+        )
     if result["measurement"] is not None and result["measurement"]["state"] == "measured":
         one = result["measurement"]
         lines.append(
@@ -284,9 +290,9 @@ def _describe_machine(advice: Mapping[str, Any], trust: str) -> list[str]:
         for option in advice["options"]
     ]
     where = f"{advice['cores']} cores" if advice["devices"] is None else f"{advice['devices']} devices"
-    best = f"memory needs {advice['fewest_ranks']} rank(s), fastest are {advice['fastest_ranks']}"
+    best = f"fits on {advice['fewest_ranks']} rank(s), fastest on {advice['fastest_ranks']}"
     if advice["fewest_ranks"] is None:
-        best = f"no room for it; needs {advice['machines_needed'] or 'more than any number'} of them"
+        best = f"does not fit; needs {advice['machines_needed'] or 'more than any number'} of them"
     head = f"{advice['name']}, {where}, {_format_bytes(advice['memory_bytes'])} ({trust}): {best}"
     return [head, format_rows(rows)]
 

@@ -1,4 +1,4 @@
-"""How fast this machine trains models of any shape: some are measured once, and kept."""
+"""Calibrates this machine: measures the training of some models once, to predict the speed of others."""
 
 import hashlib
 import itertools
@@ -31,39 +31,39 @@ from pipeline.training.config import TrainConfig
 from storage.artifacts import write_json
 
 FAR = 4.0
-"""Times the largest amount of work that was measured; beyond it a prediction is an extrapolation."""
+"""A prediction beyond this multiple of the largest measured work is an extrapolation."""
 BUSY_SECONDS, MOST_BUSY = 1.0, 0.15
-"""How long the machine is watched, and the share of it that others may use: threads wait for the slowest."""
+"""How long the load of the machine is measured, and the most that others may use: threads wait for the slowest."""
 LEAST_POINTS = 6
-"""Measured ones that a prediction can be made from."""
+"""Measured points that a prediction needs."""
 QUICK = CharacterizeConfig(workload=Workload(), warm_up_steps=2, steps=4, repeats=5, seconds=1)
-"""How each point is measured: in two seconds or so."""
+"""How each point is measured. Takes about two seconds."""
 OWN = (
     "launcher", "sync", "device", "threads_per_rank", "embedding_kernel", "table_optimizer", "table_precision",
     "dense_optimizer", "dense_precision", "compile", "vector_communication", "gradient_communication", "send_ids_ahead",
     "table_memory",
 )  # fmt: skip
-"""Keys of `training` that points take from the config: another kernel or precision has a calibration of its own."""
+"""Keys of `training` that points take from the config. Another kernel or precision has another calibration."""
 
 
 class Calibration(BaseModel, frozen=True):
-    """What was measured on a machine, to predict others from."""
+    """Measurements of a machine, from which other models are predicted."""
 
     machine: Machine
     marks: Mapping[str, Any]
-    """Machine, versions and settings that it is good for."""
+    """Machine, versions and settings for which it is valid."""
     commit: str
     results: tuple[PointResult, ...]
-    """Of points that could be measured."""
+    """Of measured points."""
 
     @property
     def process_bytes(self) -> int:
-        """Memory of a rank before it has a model."""
+        """Memory of a rank without a model."""
         return min(one.peak_bytes - one.model_bytes for result in self.results if (one := result.measurement))
 
 
 class Speed:
-    """Times of a step on a calibrated machine, and how far they can be trusted."""
+    """Predicts the time of a step on a calibrated machine, and the error of the prediction."""
 
     def __init__(self, calibration: Calibration) -> None:
         self.samples = [
@@ -88,19 +88,19 @@ class Speed:
             for one in self.samples
             if (predicted := self.fit.unseen_ms.get(one.key))
         ]
-        """Points, each predicted from those of the other folds."""
+        """The points, each predicted from the points of the other folds."""
 
-    def step_ms(self, load: Load, ranks: int) -> float:
-        """Of this machine."""
+    def predict_step_ms(self, load: Load, ranks: int) -> float:
+        """Returns milliseconds per step on this machine."""
         return self.fit.predict(load, ranks).step_ms
 
-    def on(self, machine: DescribedMachine) -> Callable[[Load, int], float]:
-        """The same of another one, by the ratio of ceilings."""
+    def scale_to(self, machine: DescribedMachine) -> Callable[[Load, int], float]:
+        """Returns the same prediction for another machine, scaled by the ratio of ceilings."""
         ceilings = Ceilings.model_validate(machine)
         return lambda load, ranks: self.fit.predict(load, ranks, ceilings).step_ms
 
-    def beyond(self, load: Load, ranks: int) -> list[tuple[str, float]]:
-        """Parts of a step that are far larger than of any model measured, and how many times as large."""
+    def find_extrapolations(self, load: Load, ranks: int) -> list[tuple[str, float]]:
+        """Returns (part of a step, multiple of the largest measured work) for parts beyond `FAR`."""
         found = []
         for name, term in TERMS.items():
             most = max(term.amount(one.load, one.world_size) for one in self.samples)
@@ -112,11 +112,11 @@ class Speed:
 
 @step("calibrate")
 def calibrate(workspace: Workspace, count: int, force: bool) -> Calibration:
-    """The calibration of this machine, made if there is none. Safe to repeat: points that are measured stay.
+    """Loads the calibration of this machine, or makes it. Safe to repeat: measured points stay.
 
     Args:
-        count: Points to measure; more than are there already are added.
-        force: Measures all anew.
+        count: Points to measure. If fewer exist, the others are added.
+        force: Measures all points again.
     Raises:
         TrainingError: If too few points could be measured.
     """
@@ -136,20 +136,24 @@ def calibrate(workspace: Workspace, count: int, force: bool) -> Calibration:
         if found is not None and {point.key for point in points} <= {one.point.key for one in found.results}:
             logger.info("calibration of this machine: %s points, of commit %s", len(found.results), found.commit)
             if found.commit != (now := read_commit()):
-                logger.warning("the code is %s now: its steps may take another time; force=true calibrates anew", now)
+                logger.warning(
+                    "the code is at %s now, and its steps may take another time; force=true calibrates again", now
+                )
             return found
-        logger.info("this machine is calibrated: %s models of all shapes are trained for some steps each", count)
+        logger.info("calibrating this machine: trains %s models of all shapes for some steps each", count)
         busy = psutil.cpu_percent(interval=BUSY_SECONDS) / 100.0
         if busy > MOST_BUSY:
-            logger.warning("%.0f%% of the processors are busy with something else: times will be too long", 100 * busy)
+            logger.warning(
+                "%.0f%% of the processors are busy with other work: measured times will be too long", 100 * busy
+            )
         with workspace.console.progress("points") as progress:
-            told = itertools.count(1)
+            done = itertools.count(1)
 
-            def tell(result: PointResult, stored: bool) -> PointResult:
-                progress("calibrate", next(told), len(points))
+            def on_result(result: PointResult, stored: bool) -> PointResult:
+                progress("calibrate", next(done), len(points))
                 return result
 
-            results = measure_points(base, points, folder, tell)
+            results = measure_points(base, points, folder, on_result)
         good = tuple(result for result in results if result.measurement is not None)
         if len(good) < min(LEAST_POINTS, count):
             reason = next((result.reason for result in results if result.reason), "nothing")
@@ -170,7 +174,7 @@ def _point_settings(training: TrainConfig) -> dict[str, Any]:
 
 
 def list_marks(training: TrainConfig) -> dict[str, Any]:
-    """What a calibration is good for."""
+    """Returns what a calibration is valid for: machine, versions and settings."""
     values = training.model_dump(mode="json")
     machine = {"cpu": read_processor_name(), "cores": len(os.sched_getaffinity(0)), "memory_bytes": read_memory_bytes()}
     if takes_cuda(training):
@@ -179,12 +183,12 @@ def list_marks(training: TrainConfig) -> dict[str, Any]:
 
 
 def count_possible_ranks(training: TrainConfig) -> int:
-    """Cores, or CUDA devices where ranks take those."""
+    """Returns the number of CUDA devices if ranks run on them, else of cores."""
     return torch.cuda.device_count() if takes_cuda(training) else len(os.sched_getaffinity(0))
 
 
 def list_world_sizes(cores: int) -> list[int]:
-    """Numbers of ranks that are measured: powers of two.
+    """Returns the numbers of ranks to measure: powers of two.
 
     Example:
         >>> list_world_sizes(6)

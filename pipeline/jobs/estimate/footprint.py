@@ -1,4 +1,4 @@
-"""What is known of a model and its rows before it is trained, and what its ranks would hold."""
+"""The footprint of a model: what is known of it and its rows before training, and what its ranks would hold."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -40,28 +40,28 @@ from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse, measure_t
 from pipeline.transforms.column import Column
 
 SAMPLED_BATCHES = 4
-"""Of a workload, to see how its tables are used."""
+"""Batches of a workload that the use of its tables is measured on."""
 WORKER_SECONDS = 2.0
-"""How long one worker is watched."""
+"""How long the speed of one worker is measured."""
 
 
 @dataclass(frozen=True)
 class ModelFootprint:
-    """What is to be sized: a model, and what is known of the rows it trains on."""
+    """A model, and statistics of its training rows."""
 
     dense: int
     bags: Sequence[SparseFeature]
     uses: Mapping[str, TableUse]
     rows: int | None
-    """Training rows of the table; None: there is no table, but a workload."""
+    """Training rows of the table. None: a workload in place of a table."""
     snapshot_id: int | None
     worker_rows_per_second: float | None
     """Of one preprocessing worker."""
 
 
-@step("look at the data")
+@step("measure the data")
 def measure_footprint(workspace: Workspace, snapshot_id: int | None) -> ModelFootprint:
-    """Statistics of the tables' use, from the first training rows or from drawn batches. Safe to repeat: it only reads.
+    """Measures the use of the tables on the first training rows or on drawn batches. Safe to repeat: it only reads.
 
     Raises:
         TableError: If there is neither a table nor a workload.
@@ -90,7 +90,7 @@ def _column(parts: Sequence[Any]) -> Column:
 
 
 def measure_worker_speed(workspace: Workspace, data: DataSpec) -> float:
-    """Rows per second of one preprocessing worker, over the first windows of an epoch."""
+    """Returns rows per second of one preprocessing worker, measured on the first windows of an epoch."""
     config = workspace.config
     window = min(config.preprocessing.shuffle_window_rows, config.preprocessing.split_rows)
     reader = Client(
@@ -110,10 +110,10 @@ def measure_worker_speed(workspace: Workspace, data: DataSpec) -> float:
 
 
 def load_machine(path: str) -> DescribedMachine:
-    """The machine that a YAML file describes.
+    """Loads the machine that a YAML file describes.
 
     Raises:
-        ConfigError: Names the key that is wrong.
+        ConfigError: If the file is wrong. Names the key.
     """
     full = Path(path) if Path(path).is_absolute() else ROOT / path
     try:
@@ -129,7 +129,7 @@ def load_machine(path: str) -> DescribedMachine:
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """The model on some ranks of a machine."""
+    """The model on a number of ranks of a machine."""
 
     world_size: int
     placement: ShardingPlan
@@ -139,12 +139,12 @@ class PlacedModel:
 
 
 def place_on_ranks(
-    workspace: Workspace, asked: ModelFootprint, world_size: int, room: RankMachine, process_bytes: int
+    workspace: Workspace, footprint: ModelFootprint, world_size: int, room: RankMachine, process_bytes: int
 ) -> PlacedModel:
-    """The tables placed, and what each rank holds.
+    """Shards the tables, and estimates the memory of each rank.
 
     Raises:
-        ContractError: If they cannot be placed on so many.
+        ContractError: If the tables cannot be sharded on this number of ranks.
     """
     config = workspace.config
     training = set_world_size(config.training, world_size)
@@ -152,10 +152,10 @@ def place_on_ranks(
     kind = DataType.FP16 if training.table_precision == "fp16" else DataType.FP32
     planned = training.model_copy(update={"memory_per_rank_bytes": memory})
     device = "cpu" if room.shared else "cuda"
-    model = DLRM(config.model, asked.dense, asked.bags, "meta", kind)
-    placement = plan_sharding(model, planned.for_sharding, device, asked.uses)
-    load = count_step_load(workspace, asked, training, placement)
-    shape = derive_shape(config.model, asked.dense, asked.bags)
+    model = DLRM(config.model, footprint.dense, footprint.bags, "meta", kind)
+    placement = plan_sharding(model, planned.for_sharding, device, footprint.uses)
+    load = count_step_load(workspace, footprint, training, placement)
+    shape = derive_shape(config.model, footprint.dense, footprint.bags)
     kept, rows = make_memory_setup(training), -(-training.batch_rows // world_size)
     threads = training.threads_per_rank or max(room.most_ranks // world_size, 1)
     ranks = [
@@ -167,11 +167,16 @@ def place_on_ranks(
     )
 
 
-def estimate_single_rank(workspace: Workspace, asked: ModelFootprint, process_bytes: int) -> tuple[RankMemory, Load]:
-    """The model on a single rank, whether there is room for it or not."""
+def estimate_single_rank(
+    workspace: Workspace, footprint: ModelFootprint, process_bytes: int
+) -> tuple[RankMemory, Load]:
+    """Estimates memory and load of the model on a single rank, even if it does not fit."""
     config = workspace.config
     training = set_world_size(config.training, 1)
-    load, shape = count_step_load(workspace, asked, training, ()), derive_shape(config.model, asked.dense, asked.bags)
+    load, shape = (
+        count_step_load(workspace, footprint, training, ()),
+        derive_shape(config.model, footprint.dense, footprint.bags),
+    )
     parts = [TablePart(rows=rows, columns=width) for rows, width in shape.tables.values()]
     return estimate_memory(
         shape, make_memory_setup(training), parts, training.batch_rows, load.sample_bytes, process_bytes
@@ -179,10 +184,10 @@ def estimate_single_rank(workspace: Workspace, asked: ModelFootprint, process_by
 
 
 def set_world_size(training: TrainConfig, world_size: int) -> TrainConfig:
-    """The training on another number of ranks.
+    """Returns the training with another number of ranks.
 
     Raises:
-        ConfigError: If it does not allow that many.
+        ConfigError: If the other settings do not allow it.
     """
     try:
         return TrainConfig.model_validate(training.model_dump() | {"world_size": world_size})
@@ -191,24 +196,24 @@ def set_world_size(training: TrainConfig, world_size: int) -> TrainConfig:
 
 
 def count_step_load(
-    workspace: Workspace, asked: ModelFootprint, training: TrainConfig, placement: ShardingPlan
+    workspace: Workspace, footprint: ModelFootprint, training: TrainConfig, placement: ShardingPlan
 ) -> Load:
-    """What a step asks of the machine."""
+    """Counts the work of a step."""
     kinds = {table.table: table.kind for table in placement}
     members: dict[str, list[SparseFeature]] = {}
-    for bag in asked.bags:
+    for bag in footprint.bags:
         members.setdefault(bag.table, []).append(bag)
     uses = []
     for table, bags in members.items():
-        use = asked.uses[table]
+        use = footprint.uses[table]
         lookups = sum(ids * filled for ids, filled in zip(use.ids_per_bag, use.filled_share, strict=True))
         kind = kinds.get(module_name(table), "table_wise")
         uses.append(TableLoad(bags[0].rows, lookups, use.distinct_rows, len(bags), kind))
-    return count_load(workspace.config.model, asked.dense, uses, LoadSetup.model_validate(training))
+    return count_load(workspace.config.model, footprint.dense, uses, LoadSetup.model_validate(training))
 
 
 def make_memory_setup(training: TrainConfig) -> MemorySetup:
-    """What a training keeps beside its weights."""
+    """Returns the settings that decide what a training keeps in addition to its weights."""
     return MemorySetup(
         table_optimizer=training.table_optimizer, table_precision=training.table_precision,
         dense_optimizer=training.dense_optimizer, average=training.average_from_step is not None,
@@ -217,7 +222,7 @@ def make_memory_setup(training: TrainConfig) -> MemorySetup:
 
 
 def list_rank_parts(placement: ShardingPlan, rank: int) -> list[TablePart]:
-    """What a rank holds of the tables."""
+    """Returns the parts of tables that a rank holds."""
     return [
         TablePart(rows=piece.rows, columns=piece.columns, copied=table.kind == "data_parallel")
         for table in placement for piece in table.pieces if piece.rank == rank
@@ -225,7 +230,7 @@ def list_rank_parts(placement: ShardingPlan, rank: int) -> list[TablePart]:
 
 
 def estimate_service_bytes(workspace: Workspace, load: Load) -> int:
-    """Rows and batches between storage and ranks: two windows of both, or what the config allows."""
+    """Estimates the bytes of rows and batches between storage and ranks: two windows, up to the config's limit."""
     preprocessing = workspace.config.preprocessing
     ahead = 2 * max(preprocessing.shuffle_window_rows, preprocessing.most_workers * preprocessing.split_rows)
     return min(preprocessing.memory, round(2 * ahead * load.sample_bytes))

@@ -1,4 +1,4 @@
-"""What a training will take, before it runs."""
+"""Estimates what a training will need, before it runs."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from pipeline.jobs.estimate.footprint import load_machine, measure_footprint
 from pipeline.jobs.workspace import Workspace
 
 POINTS = 48
-"""Models measured by default: two or three minutes."""
+"""Models measured by default. Takes two or three minutes."""
 
 
 def estimate_training(
@@ -20,9 +20,9 @@ def estimate_training(
         machine: YAML file that describes another machine.
         measure: Also trains the config itself for some steps.
         points: Models that the machine's speed is learned from.
-        snapshot_id: Snapshot to look at; None takes the newest.
+        snapshot_id: Snapshot to read. None takes the newest.
         force: Measures the machine again.
     """
     described = None if machine is None else load_machine(machine)
-    asked = measure_footprint(workspace, snapshot_id)
-    return advise(workspace, asked, calibrate(workspace, points, force), described, measure)
+    footprint = measure_footprint(workspace, snapshot_id)
+    return advise(workspace, footprint, calibrate(workspace, points, force), described, measure)

@@ -1,4 +1,4 @@
-"""An efficiency study before it runs: its points, its folder, its run in MLflow."""
+"""A pinned efficiency study: its points, its folder and its MLflow run."""
 
 import hashlib
 import json
@@ -29,53 +29,53 @@ from pipeline.training.launch.processes import resolve_threads
 from storage.artifacts import write_json
 
 RESULT, MACHINE, CODE = "result.json", "machine.json", "code.json"
-"""Files of a study's folder: its end, the machine with its ceilings, and the commit and versions that it began with."""
-AGAIN = "Once it answers, run the same command again: it goes on from here."
+"""Files of a study's folder: its result, the machine with its ceilings, and the first commit and versions."""
+AGAIN = "Once it answers, run the same command again to resume."
 
 
 class StudyJob(BaseModel, frozen=True):
-    """A study pinned down."""
+    """A pinned study."""
 
     folder: str
     points: tuple[StudyPoint, ...]
     snapshot_id: int | None
-    """What is read; None: the study has a workload of its own."""
+    """Snapshot to read. None: the study has a workload of its own."""
 
     @property
     def name(self) -> str:
-        """What people call it by."""
+        """Name for people."""
         return Path(self.folder).name
 
 
 @dataclass
 class OpenStudy:
-    """A study at work."""
+    """A running study."""
 
     workspace: Workspace
     job: StudyJob
     run_id: str
     machine: Machine
     code: Mapping[str, Any]
-    """`commit` and `versions` of what measures."""
+    """`commit` and `versions` of the code that measures."""
     results: list[PointResult] = field(default_factory=list)
 
     @property
     def console(self) -> Console:
-        """Where it reports."""
+        """Console of the workspace."""
         return self.workspace.console
 
     @property
     def folder(self) -> Path:
-        """Where it is kept."""
+        """Folder of the study."""
         return Path(self.job.folder)
 
 
 def pin_study(workspace: Workspace, snapshot_id: int | None, force: bool) -> StudyJob:
-    """The study that a config names on this machine: the one that was begun, or a new one; every point is checked.
+    """Pins the study of a config on this machine, and checks every point. Finds a study that was started before.
 
     Args:
         snapshot_id: None takes the newest.
-        force: Makes a new one beside one that has ended.
+        force: Starts a new study if the last one has ended.
     Raises:
         ConfigError: If there is nothing to measure, or a point does not fit the config.
     """
@@ -100,17 +100,17 @@ def pin_study(workspace: Workspace, snapshot_id: int | None, force: bool) -> Stu
 
 
 def load_result(workspace: Workspace, job: StudyJob) -> dict[str, Any] | None:
-    """The result of a study that was done before."""
+    """Returns the result of a study that is done, else None."""
     path = Path(job.folder) / RESULT
     if not path.exists():
         return None
-    workspace.console.log.info("skipped: study %s is done; force=true makes a new one", job.name)
+    workspace.console.log.info("skipped: study %s is done; force=true starts a new one", job.name)
     return dict(json.loads(path.read_text(encoding="utf-8"))) | {"status": "skipped"}
 
 
 @contextmanager
 def open_study(workspace: Workspace, job: StudyJob) -> Iterator[OpenStudy]:
-    """The study with its folder, for this process alone, and its MLflow run, which is ended whatever happens."""
+    """Locks the study's folder and opens its MLflow run. Ends the run in any case."""
     config = workspace.config
     params: Mapping[str, Any] = config.flat() | {
         f"characterize.{key}": value for key, value in config.characterize.model_dump(mode="json").items()
@@ -129,20 +129,20 @@ def open_study(workspace: Workspace, job: StudyJob) -> Iterator[OpenStudy]:
 
 
 def load_code_version(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    """Commit and versions that a study was begun with; a study that goes on with others says so."""
+    """Returns commit and versions that a study started with. Warns if they are others now."""
     path, now = folder / CODE, {"commit": read_commit(), "versions": read_versions()}
     if not path.exists():
         write_json(path, now)
     began: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if began != now:
         workspace.console.log.warning(
-            "points were measured at commit %s, the code is %s now", began["commit"], now["commit"]
+            "earlier points were measured at commit %s, the code is at %s now", began["commit"], now["commit"]
         )
     return began
 
 
 def load_machine_facts(workspace: Workspace, folder: Path) -> Machine:
-    """The machine with its ceilings, measured once a study."""
+    """Returns the machine with its ceilings. Measures it once for each study."""
     path = folder / MACHINE
     if path.exists():
         return Machine.model_validate_json(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The points of an efficiency study, measured one after the other in ranks that stay as long as they can."""
+"""Measures the points of an efficiency study one after the other. Ranks stay alive between points."""
 
 import contextlib
 import itertools
@@ -22,47 +22,46 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import Worker
 from pipeline.training.launch.processes import Event, Limits, run_ranks
-from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse
-from pipeline.training.tables.statistics import measure_table_use as measure_uses
+from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse, measure_table_use
 from pipeline.transforms.column import Column
 from storage.artifacts import write_json
 
 POINTS = "points"
-"""Folder of a study with a file a point."""
+"""Folder of a study with a file for each point."""
 OnResult = Callable[[PointResult, bool], PointResult]
-"""Called with a result and whether it was there before; returns it as it is to be kept."""
+"""Called with a result and whether it is from an earlier process. Returns the result to store."""
 
 
 def make_point_config(config: RunConfig, point: StudyPoint) -> RunConfig:
-    """The config of a point."""
+    """Returns the config of a point."""
     plain = config.characterize.model_copy(update={"axes": {}, "scale": 1.0})
     return load(config.model_copy(update={"characterize": plain}), point.settings)
 
 
 def load_point(folder: Path, point: StudyPoint) -> PointResult | None:
-    """What is known of a point from an earlier process."""
+    """Returns the result of a point from an earlier process, else None."""
     path = folder / POINTS / f"{point.key}.json"
     return PointResult.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def save_point(folder: Path, result: PointResult) -> PointResult:
-    """Writes a result down."""
+    """Writes a result to its file, and returns it."""
     write_json(folder / POINTS / f"{result.point.key}.json", result.model_dump(mode="json"))
     return result
 
 
 @dataclass(frozen=True)
 class ReadyPoint:
-    """A point that can be measured."""
+    """A point that is ready to be measured."""
 
     point: StudyPoint
     task: MeasureTask
     served: DataSpec | None = None
-    """Rows that a preprocessing service is to read meanwhile."""
+    """Rows that a preprocessing service reads during the measurement. None: no service."""
 
     @property
     def group(self) -> tuple[object, ...]:
-        """Points with the same can be measured by the same ranks."""
+        """Key of the ranks: points with the same key are measured by the same ranks."""
         training = self.task.training
         kind = (training.world_size, training.threads_per_rank, training.device, training.sync)
         return (*kind, self.point.key) if self.served is not None else kind
@@ -72,27 +71,28 @@ def measure_points(
     workspace: Workspace,
     points: Sequence[StudyPoint],
     folder: Path,
-    tell: OnResult = lambda result, stored: result,
+    on_result: OnResult = lambda result, stored: result,
     snapshot_id: int | None = None,
 ) -> list[PointResult]:
-    """Measures the speed of points that have no result in the folder yet; those that failed are tried again.
+    """Measures the speed of points without a result in the folder. Measures failed ones again.
 
     Args:
-        workspace: Has the config that the points are put over.
-        folder: Results are kept here, a file a point; no other process works in it.
-        snapshot_id: Of the config's table, for points without a workload; None takes the newest.
+        workspace: Has the config that the points override.
+        folder: Receives a file for each point. No other process may use it.
+        on_result: Called for each result.
+        snapshot_id: Of the config's table, for points without a workload. None takes the newest.
     """
     results: dict[str, PointResult] = {}
     ready: list[ReadyPoint] = []
     rows = PointRows(folder, snapshot_id)
 
     def done(result: PointResult) -> None:
-        results[result.point.key] = save_point(folder, tell(result, False))
+        results[result.point.key] = save_point(folder, on_result(result, False))
 
     for point in points:
         before = load_point(folder, point)
         if before is not None and before.state != "failed":
-            results[point.key] = tell(before, True)
+            results[point.key] = on_result(before, True)
             continue
         try:
             ready.append(_prepare_point(workspace, point, rows))
@@ -104,14 +104,14 @@ def measure_points(
 
 
 def _prepare_point(workspace: Workspace, point: StudyPoint, rows: "PointRows") -> ReadyPoint:
-    """The point as ranks are told of it.
+    """Prepares a point for the ranks.
 
     Raises:
-        ContractError: If its tables cannot be placed: for their kind, the ranks, or the memory.
+        ContractError: If its tables cannot be sharded on these ranks with this memory.
     """
     settings = make_point_config(workspace.config, point)
     study, training = settings.characterize, settings.training
-    data = rows.of(workspace.using(settings))
+    data = rows.load(workspace.using(settings))
     shape = study.workload if data is None else None
     if data is not None:
         plan = data.plan
@@ -123,16 +123,16 @@ def _prepare_point(workspace: Workspace, point: StudyPoint, rows: "PointRows") -
         seed=settings.seed, plan=plan, workload=shape, data=data,
         warm_up_steps=study.warm_up_steps, steps=study.steps, repeats=study.repeats, seconds=study.seconds,
     )  # fmt: skip
-    uses = {} if data is None else rows.uses(data, training.batch_rows)
+    uses = {} if data is None else rows.measure_uses(data, training.batch_rows)
     return ReadyPoint(point, plan_placement(one, uses), data if study.data == "files" else None)
 
 
 class PointRows:
-    """What points read: made ready once for all that read the same, since it takes a pass over the training rows.
+    """Rows that points read. Points with the same rows share them: preparing rows takes a pass over them.
 
     Args:
-        folder: Tables of workloads are kept below it.
-        snapshot_id: Of the config's table; None takes the newest.
+        folder: Tables of workloads are written below it.
+        snapshot_id: Of the config's table. None takes the newest.
     """
 
     def __init__(self, folder: Path, snapshot_id: int | None) -> None:
@@ -140,8 +140,8 @@ class PointRows:
         self.prepared: dict[str, DataSpec] = {}
         self.samples: dict[str, list[Column]] = {}
 
-    def of(self, workspace: Workspace) -> DataSpec | None:
-        """The rows that a point reads; None: its batches are drawn in memory.
+    def load(self, workspace: Workspace) -> DataSpec | None:
+        """Returns the rows that a point reads. None: its batches are drawn in memory.
 
         Args:
             workspace: Has the config of the point.
@@ -157,24 +157,24 @@ class PointRows:
             return None
         return write_dataset(shape, choose_rows(shape, config.training.batch_rows), self.folder / "tables", config.seed)
 
-    def uses(self, data: DataSpec, batch_rows: int) -> dict[str, TableUse]:
-        """How the tables are used in a sample of these rows."""
+    def measure_uses(self, data: DataSpec, batch_rows: int) -> dict[str, TableUse]:
+        """Measures the use of the tables on a sample of these rows."""
         key = data.model_dump_json()
         if key not in self.samples:
             self.samples[key] = list(Worker(data).sample(SAMPLE_ROWS))
-        return measure_uses(data.plan.sparse, self.samples[key], batch_rows)
+        return measure_table_use(data.plan.sparse, self.samples[key], batch_rows)
 
 
 def _measure_group(members: Sequence[ReadyPoint], folder: Path, done: Callable[[PointResult], None]) -> None:
-    """Measures points in the same ranks; ranks that a point kills are started again for the others."""
+    """Measures points with the same ranks. If a point kills the ranks, starts them again for the others."""
     left = {one.task.key: one for one in members}
     while left:
-        before, begun = len(left), ""
+        before, current = len(left), ""
 
-        def hear(event: Event) -> None:
-            nonlocal begun
+        def on_event(event: Event) -> None:
+            nonlocal current
             if event["event"] == "point_begins":
-                begun = event["key"]
+                current = event["key"]
             elif event["event"] == "point":
                 found = Measurement.model_validate(event["measurement"])
                 done(PointResult(point=left.pop(event["key"]).point, state="measured", measurement=found))
@@ -182,17 +182,17 @@ def _measure_group(members: Sequence[ReadyPoint], folder: Path, done: Callable[[
                 done(PointResult(point=left.pop(event["key"]).point, state="failed", reason=event["reason"]))
 
         try:
-            _run(list(left.values()), folder, hear)
-        except ContractError as error:  # what ends the ranks of one point, be it killed or refused in mid-step
-            if begun not in left:
+            _run(list(left.values()), folder, on_event)
+        except ContractError as error:  # a point ended the ranks: killed, or refused within a step
+            if current not in left:
                 raise
-            done(PointResult(point=left.pop(begun).point, state="failed", reason=str(error)))
+            done(PointResult(point=left.pop(current).point, state="failed", reason=str(error)))
         if len(left) == before:
-            raise TrainingError("measuring", "a result of every point", f"none of {before}", f"See {folder}.")
+            raise TrainingError("measuring", "a result for each point", f"none of {before}", f"See {folder}.")
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(members: Sequence[ReadyPoint], folder: Path, hear: Callable[[Event], None]) -> None:
+def _run(members: Sequence[ReadyPoint], folder: Path, on_event: Callable[[Event], None]) -> None:
     first = members[0]
     training, preprocessing = first.task.training, first.task.preprocessing
     with contextlib.ExitStack() as open_until_end:
@@ -203,5 +203,5 @@ def _run(members: Sequence[ReadyPoint], folder: Path, hear: Callable[[Event], No
             tasks = [one.model_copy(update={"service": service.address}) for one in tasks]
         run_ranks(
             "pipeline.jobs.study.rank", MeasureSpec(training=training, tasks=tuple(tasks), folder=str(folder)), folder,
-            training.world_size, training.threads_per_rank, Limits(hang_seconds=training.hang_seconds), hear, ROOT,
+            training.world_size, training.threads_per_rank, Limits(hang_seconds=training.hang_seconds), on_event, ROOT,
         )  # fmt: skip

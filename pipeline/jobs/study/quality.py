@@ -1,4 +1,4 @@
-"""NE of a point of the efficiency study: with the config's own values, and with those that its sweep finds."""
+"""Quality of a point of the efficiency study: NE with the config's own values, and with those that a sweep finds."""
 
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,16 @@ from pipeline.search.study import SearchStudy
 def sweep_point(
     workspace: Workspace, point: StudyPoint, parent: str | None = None, snapshot_id: int | None = None
 ) -> dict[str, Any]:
-    """Sweeps the config with a point's settings; what was swept before is not swept again.
+    """Sweeps the config with a point's settings. A finished sweep is not repeated.
 
     Args:
-        parent: MLflow run that the sweep's run is put below, under the point's name.
-        snapshot_id: Snapshot to read; None takes the newest.
+        parent: Parent of the sweep's MLflow run, which gets the point's name.
+        snapshot_id: Snapshot to read. None takes the newest.
     Returns:
-        ne: of trial 0, which has the config's own values. tuned_ne and params: of the best trial, which may be that
-        one. sweep and mlflow_run_id name the sweep.
+        ne: of trial 0, which has the config's own values. tuned_ne and params: of the best trial, which may be trial 0.
+        sweep and mlflow_run_id: of the sweep.
     Raises:
-        StorageError: If nothing was ingested yet.
+        StorageError: If there is no table yet.
         TrainingError: If the trial with the config's own values has no NE.
     """
     settings = check_point_sweep(workspace.config, point)
@@ -48,10 +48,10 @@ def sweep_point(
 
 
 def check_point_sweep(config: RunConfig, point: StudyPoint) -> RunConfig:
-    """The config of a point, once it is clear that the first trial of its sweep takes the config's own values.
+    """Returns the config of a point. Checks that the first trial of its sweep takes the config's own values.
 
     Raises:
-        ConfigError: If it would not, or if something else about the sweep is wrong.
+        ConfigError: If it does not, or if the sweep is wrong in another way.
     """
     settings = make_point_config(config, point)
     check_space(settings)
@@ -60,7 +60,7 @@ def check_point_sweep(config: RunConfig, point: StudyPoint) -> RunConfig:
         actual = "strategy=grid" if search.strategy == "grid" else "begin_with_config=false"
         raise ConfigError("sweep", "a first trial with the config's own values", actual, "Leave it out.")
     if search.prune is not None and search.parallel > 1:
-        expected = "1 with `prune`: trials beside it may stop the one with the config's own values"
+        expected = "1 with `prune`: other trials may stop the one with the config's own values"
         raise ConfigError("sweep.parallel", expected, f"{search.parallel}", "Set it to 1, or sweep.prune to null.")
     own = read_own_values(settings)
     for key in search.space:

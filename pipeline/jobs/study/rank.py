@@ -1,7 +1,8 @@
-"""Speed, memory and where the time goes of many configurations, measured one after the other by the same ranks.
+"""A rank of an efficiency study: measures speed, memory and the phases of a step, point after point.
 
-The third composition root beside `rank.py`: starting ranks takes longer than most points. Steps are those of the
-trainer on the sharded model; batches are in memory before the clock starts, or come from the preprocessing service.
+A composition root like `training/rank.py`. The same ranks measure many points, since starting them takes longer than
+most points. Steps are those of the trainer on the sharded model. Batches are in memory before the clock starts, or come
+from the preprocessing service.
 """
 
 import ctypes
@@ -41,21 +42,21 @@ from pipeline.training.trainer import Trainer
 from pipeline.transforms.plan.plan import Plan
 
 BATCHES = 8
-"""Different batches in memory, trained in turn: rows of tables are not all in the processor's cache."""
+"""Different batches in memory, trained in turn. With fewer, the rows of the tables would stay in the cache."""
 BATCHES_BYTES = 1 << 30
-"""Memory that they may take, but for the first four."""
+"""Most memory of these batches. There are at least four in any case."""
 LEAST_REPEATS = 3
 SPLIT_STEPS = 5
-"""Steps whose time is split."""
+"""Steps whose time is split into phases."""
 KEEP_NOTHING = {"checkpoint_every_steps": None, "checkpoint_every_seconds": None, "average_from_step": None}
 REFUSALS = (ContractError, MemoryError, ValueError, RuntimeError)
-"""What a point that cannot be measured raises; the next one may go well."""
+"""Errors of a point that cannot be measured. The next point may succeed."""
 
 Emit = Callable[[dict[str, Any]], None]
 
 
 class MeasureTask(BaseModel, frozen=True):
-    """A point, as ranks need to know it."""
+    """A point as ranks measure it."""
 
     key: str
     model: DLRMConfig
@@ -64,11 +65,11 @@ class MeasureTask(BaseModel, frozen=True):
     seed: int
     plan: Plan
     workload: Workload | None
-    """Batches are drawn in memory, in this shape; None: they are those of `data`."""
+    """Shape of the batches that are drawn in memory. None: batches come from `data`."""
     data: DataSpec | None
     service: str | None = None
-    """Address of the preprocessing service that has `data` by the name `train`; None: the first batches are read before
-    the clock starts."""
+    """Address of the preprocessing service, which has `data` under the name `train`. None: the first batches are read
+    before the clock starts."""
     placement: ShardingPlan | None = None
     warm_up_steps: int
     steps: int
@@ -80,7 +81,7 @@ class MeasureSpec(BaseModel, frozen=True):
     """All that a rank needs to know."""
 
     training: TrainConfig
-    """Of the group: ranks, threads and device are those of every task."""
+    """Settings of the group: every task has its ranks, threads and device."""
     tasks: tuple[MeasureTask, ...]
     folder: str
 
@@ -91,7 +92,7 @@ def main(path: str) -> None:
 
 
 def measure_all(spec: MeasureSpec, rank: int, device: torch.device, emit: Emit | None = None) -> None:
-    """All points; an event as each begins and ends."""
+    """Measures all points. Emits an event at the beginning and the end of each."""
     emit = emit or open_event_writer()
     heartbeat = Heartbeat(emit)
     for task in spec.tasks:
@@ -109,11 +110,11 @@ def measure_all(spec: MeasureSpec, rank: int, device: torch.device, emit: Emit |
 
 
 class RefusedByAllError(RuntimeError):
-    """A point that no rank has begun, because one of them cannot."""
+    """A point that no rank starts, because one of them cannot."""
 
 
 class MeasuredPoint:
-    """One rank's part of a measurement; nothing of it stays in memory when it is left."""
+    """One rank's part of a measurement. Frees all memory at the end."""
 
     def __init__(self, task: MeasureTask, rank: int, device: torch.device) -> None:
         self.task, self.rank, self.device = task, rank, device
@@ -132,35 +133,35 @@ class MeasuredPoint:
         give_memory_back()
 
     def measure(self) -> Measurement:
-        """Everything that is known of the point, the same on every rank.
+        """Measures the point. Speed and memory are those of the slowest and largest rank.
 
         Raises:
-            RefusedByAllError: If a rank cannot get its batches or its model; before any waits for another.
+            RefusedByAllError: If a rank cannot get its batches or its model. Raised before any rank waits for another.
         """
         task = self.task
-        self.agreed(self.prepare)
+        self.agree_on(self.prepare)
         memory = Memory(self.device)
         began = time.perf_counter()
         self.build()
         for _ in range(task.warm_up_steps):
             self.step()
-        warm = self.slowest([time.perf_counter() - began])[0] / task.warm_up_steps
+        warm = self.gather_slowest([time.perf_counter() - began])[0] / task.warm_up_steps
         power = Power(self.device.type)
         seconds = self.repeat(warm)
         watts = power.watts()
         spread = Spread.of([1e3 * value for value in seconds])
         split = self.split(spread.median)
-        peak, above = self.slowest(memory.peaks())
-        return self.measurement(seconds, split, (int(peak), int(above)), watts)
+        peak, above = self.gather_slowest(memory.peaks())
+        return self.make_measurement(seconds, split, (int(peak), int(above)), watts)
 
     def prepare(self) -> None:
-        """What can fail on one rank alone."""
-        build_unsharded(self.task)  # refuses shapes that do not fit
+        """Does the work that can fail on a single rank."""
+        build_unsharded(self.task)  # refuses shapes that do not fit together
         if self.task.service is None:
             self.kept = load_batches(self.task, self.rank)
 
-    def agreed(self, action: Callable[[], None]) -> None:
-        """Does it, and goes on only if all ranks can."""
+    def agree_on(self, action: Callable[[], None]) -> None:
+        """Runs an action. Raises on all ranks if it fails on one."""
         reason = ""
         try:
             action()
@@ -172,20 +173,20 @@ class MeasuredPoint:
             raise RefusedByAllError(next(filter(None, reasons)))
 
     def build(self) -> None:
-        """The trainer, ready to step."""
+        """Builds the trainer."""
         task = self.task
         torch.manual_seed(task.seed)
         model, _ = build_model(task, dist.get_world_size(), self.device, drawn=False)
         kind = Trainer if task.training.sync == "synchronous" else AsyncTrainer
         config = task.training.model_copy(update=KEEP_NOTHING)
-        source = self.from_service() if task.service is not None else itertools.cycle(self.kept)
+        source = self.read_service() if task.service is not None else itertools.cycle(self.kept)
         self.trainer = kind(
             model, config, lambda position: source, None, Path(), lambda event: None, task.seed, self.device
         )
         self.steps = self.trainer.steps()
 
-    def from_service(self) -> Iterator[Batch]:
-        """Batches of the service, epoch after epoch."""
+    def read_service(self) -> Iterator[Batch]:
+        """Yields the batches of the service, epoch after epoch."""
         task = self.task
         assert task.data is not None
         assert task.service is not None
@@ -194,22 +195,22 @@ class MeasuredPoint:
             yield from reader.batches(Position(epoch=epoch))
 
     def next(self) -> tuple[Batch, Batch | None]:
-        """The next batch on this rank's device."""
+        """Returns the next batch on this rank's device, and the one after it."""
         assert self.steps is not None
         return next(self.steps)
 
     def step(self) -> None:
-        """One step of the trainer."""
+        """Runs a step of the trainer."""
         assert self.trainer is not None
         batch, coming = self.next()
         self.trainer.train_step(batch, coming)
         self.trainer.progress = self.trainer.progress.after(batch)
 
     def repeat(self, warm: float) -> list[float]:
-        """Seconds of a step on the slowest rank, in the mean of each repeat.
+        """Returns seconds per step on the slowest rank, one mean for each repeat.
 
         Args:
-            warm: Seconds of a step, about; where even the least repeats would take too long they are made shorter.
+            warm: About the seconds of a step. Repeats get fewer steps if even the least number would take too long.
         """
         assert self.trainer is not None
         task, found, whole = self.task, list[float](), 0.0
@@ -222,7 +223,7 @@ class MeasuredPoint:
             for _ in range(steps):
                 self.step()
             self.trainer.await_device()
-            (taken,) = self.slowest([time.perf_counter() - began])
+            (taken,) = self.gather_slowest([time.perf_counter() - began])
             self.trainer.times.clear()
             found.append(taken / steps)
             whole += taken
@@ -231,12 +232,14 @@ class MeasuredPoint:
         return found
 
     def split(self, step_ms: float) -> StepSplit:
-        """Where the time of a step of this rank goes."""
+        """Splits the time of a step of this rank into phases."""
         assert self.trainer is not None
         config = self.task.training
         several = dist.get_world_size() > 1 and config.sync == "synchronous"
         parts = [StepPart(self, "next", "wait"), *list_parts(self.trainer)]
-        alike = config.easgd_period_steps if config.sync == "easgd" else 1  # so many in a row are like the next so many
+        alike = (
+            config.easgd_period_steps if config.sync == "easgd" else 1
+        )  # steps of a period differ; periods are alike
 
         def steps() -> None:
             for _ in range(alike):
@@ -246,16 +249,16 @@ class MeasuredPoint:
         found = phases.split_step(steps, parts, times, alike * step_ms, self.device, meet=several)
         return found._replace(outside_ms=found.outside_ms / alike)
 
-    def slowest(self, values: Sequence[float]) -> list[float]:
-        """The largest of all ranks, number by number."""
+    def gather_slowest(self, values: Sequence[float]) -> list[float]:
+        """Returns the largest value over all ranks, for each number."""
         largest = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return [float(value) for value in largest.tolist()]
 
-    def measurement(
+    def make_measurement(
         self, seconds: Sequence[float], split: StepSplit, memory: tuple[int, int], watts: float | None
     ) -> Measurement:
-        """All figures together."""
+        """Returns all results of the point."""
         task = self.task
         rows = task.training.batch_rows
         step = Spread.of([1e3 * value for value in seconds])
@@ -277,10 +280,10 @@ class MeasuredPoint:
 
 
 def load_batches(task: MeasureTask, rank: int) -> list[Batch]:
-    """This rank's share of different batches, all of them whole.
+    """Returns this rank's share of different batches, all of full size.
 
     Raises:
-        ConfigError: If the rows are not enough for one batch.
+        ConfigError: If there are too few rows for one batch.
     """
     rows, world_size = task.training.batch_rows, task.training.world_size
     if task.workload is not None:
@@ -300,7 +303,7 @@ def load_batches(task: MeasureTask, rank: int) -> list[Batch]:
 
 
 def list_parts(trainer: Trainer) -> list[StepPart]:
-    """What a step is made of. Inside of a call the inner ones count."""
+    """Returns the calls that make up a step. Time in nested calls counts for the inner one."""
     inner: Any = get_unwrapped_module(trainer.model)
     parts = [
         StepPart(inner, "pool", "embedding"),
@@ -325,12 +328,12 @@ def list_parts(trainer: Trainer) -> list[StepPart]:
 
 
 def find_own_kernels(model: DistributedModelParallel) -> list[NumbaBags]:
-    """The kernels of this rank's tables that are ours."""
+    """Returns our own kernels among those of this rank's tables."""
     return [module for lookup in iter_lookups(model) for module in lookup.modules() if isinstance(module, NumbaBags)]
 
 
 def release_trainer(trainer: Trainer) -> None:
-    """Ends what a trainer leaves running: threads of its kernels, its group, its compiled code."""
+    """Releases what a trainer leaves behind: threads of its kernels, its group, its compiled code."""
     for bags in find_own_kernels(trainer.model):
         if bags.pool is not None:
             bags.pool.shutdown()
@@ -342,7 +345,7 @@ def release_trainer(trainer: Trainer) -> None:
 
 
 def give_memory_back() -> None:
-    """What is not used any more goes back to the system, so that the next point does not find it."""
+    """Returns unused memory to the system. Otherwise it would count for the next point."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     if torch.cuda.is_initialized():
@@ -350,7 +353,7 @@ def give_memory_back() -> None:
 
 
 class Memory:
-    """The largest memory since this was made: resident of this process, or of its CUDA device."""
+    """Peak memory since construction: resident memory of this process, or memory of its CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -358,11 +361,13 @@ class Memory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the high-water mark is what is used now
+            Path("/proc/self/clear_refs").write_text(
+                "5", encoding="ascii"
+            )  # resets the high-water mark to the current use
         self.before = self._peak()
 
     def peaks(self) -> tuple[float, float]:
-        """(bytes, bytes above those at the beginning)."""
+        """Returns (peak bytes, peak above the bytes at construction)."""
         peak = self._peak()
         return peak, peak - self.before
 

@@ -1,4 +1,4 @@
-"""What comes out of an efficiency study: figures, a text that holds them against the paper, a table, a record."""
+"""The report of an efficiency study: plots, a text that compares them with the paper, a table and a JSON file."""
 
 from collections import Counter
 from pathlib import Path
@@ -16,12 +16,12 @@ from pipeline.jobs.study.job import RESULT, OpenStudy
 from storage.artifacts import atomic_file, write_json, write_text
 
 STUDY = "study.json"
-"""All results of a study: what figures and text are made of."""
+"""File with all results of a study. Plots and text are made from it."""
 
 
 @step("conclude")
 def conclude(work: OpenStudy, report: str | None) -> dict[str, Any]:
-    """All points -> figures, text and table. Safe to repeat: it replaces itself.
+    """All points -> plots, text and table. Safe to repeat: it replaces itself.
 
     Raises:
         TrainingError: If no point was measured.
@@ -61,13 +61,13 @@ def conclude(work: OpenStudy, report: str | None) -> dict[str, Any]:
         "findings": [finding.model_dump(mode="json") for finding in found], "report": str(path),
         "machine": study.machine, "mlflow_run_id": work.run_id,
     }  # fmt: skip
-    if not counts["failed"]:  # what failed is tried again by the same command
+    if not counts["failed"]:  # the same command measures failed points again
         write_json(work.folder / RESULT, result)
     return result
 
 
 def write_page(folder: Path, name: str, text: str, drawn: dict[str, Figure]) -> Path:
-    """The report as a file with its figures beside it."""
+    """Writes the report and its plots into a folder. Returns the path of the report."""
     folder.mkdir(parents=True, exist_ok=True)
     shown = []
     for title, figure in drawn.items():
@@ -80,7 +80,7 @@ def write_page(folder: Path, name: str, text: str, drawn: dict[str, Figure]) -> 
 
 
 def describe_result(result: PointResult) -> str:
-    """What came out, in a line."""
+    """Returns the result of a point as one line."""
     if result.quality is not None:
         return ", ".join(f"{name} {value:.4f}" for name, value in result.quality.items())
     if result.measurement is None:

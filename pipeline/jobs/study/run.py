@@ -1,4 +1,4 @@
-"""A study at work: its points measured or judged, each a run in MLflow below the study's."""
+"""Runs an efficiency study: measures or sweeps its points. Each has an MLflow run below that of the study."""
 
 import time
 from dataclasses import dataclass, field
@@ -16,16 +16,20 @@ from pipeline.jobs.workspace import Workspace
 
 @dataclass
 class Clock:
-    """How far a study is, and how long it will take."""
+    """Progress of a study, and its remaining time."""
 
     total: int
     done: int = 0
     here: int = 0
-    """Points of this process."""
+    """Points that this process measured."""
     began: float = field(default_factory=time.monotonic)
 
     def count(self, stored: bool) -> str:
-        """One more point is through, maybe by an earlier process; what is left in words, nothing before the first."""
+        """Counts a point. Returns the remaining time in words, empty before the first point of this process.
+
+        Args:
+            stored: The point is from an earlier process.
+        """
         self.done += 1
         self.here += not stored
         if not self.here or self.done == self.total:
@@ -36,12 +40,12 @@ class Clock:
 
 @step("measure points")
 def run_points(work: OpenStudy) -> None:
-    """Measures what is left of a study's points. Safe to repeat: those that are measured stay."""
+    """Measures the remaining points of a study. Safe to repeat: measured points stay."""
     logger, config = work.console.log, work.workspace.config
     with work.console.progress("points") as progress:
         clock = Clock(len(work.job.points))
 
-        def tell(result: PointResult, stored: bool) -> PointResult:
+        def on_result(result: PointResult, stored: bool) -> PointResult:
             if not stored:
                 result = record_point(work, result)
                 logger.info("%s: %s", result.point.name, describe_result(result))
@@ -50,13 +54,16 @@ def run_points(work: OpenStudy) -> None:
             return result
 
         if config.characterize.measure == "quality":
-            work.results = sweep_points(work, tell)
+            work.results = sweep_points(work, on_result)
         else:
-            work.results = measure_points(work.workspace, work.job.points, work.folder, tell, work.job.snapshot_id)
+            work.results = measure_points(work.workspace, work.job.points, work.folder, on_result, work.job.snapshot_id)
 
 
 def record_point(work: OpenStudy, result: PointResult) -> PointResult:
-    """The result with its run in MLflow, below the study's; a point that was judged has that of its sweep."""
+    """Logs a result to an MLflow run below the study's, and returns it with the run's id.
+
+    A point with a sweep has the run of the sweep.
+    """
     if result.mlflow_run_id is not None:
         work.workspace.tracking.log(result.mlflow_run_id, 0, dict(result.quality or {}))
         return result
@@ -70,13 +77,13 @@ def record_point(work: OpenStudy, result: PointResult) -> PointResult:
     return result.model_copy(update={"mlflow_run_id": run_id})
 
 
-def sweep_points(work: OpenStudy, tell: OnResult) -> list[PointResult]:
-    """NE of each point, as it is and with tuned learning rates."""
+def sweep_points(work: OpenStudy, on_result: OnResult) -> list[PointResult]:
+    """Returns the NE of each point, as it is and with tuned values."""
     results = []
     for point in work.job.points:
         before = load_point(work.folder, point)
         if before is not None and before.state != "failed":
-            results.append(tell(before, True))
+            results.append(on_result(before, True))
             continue
         try:
             found = sweep_point(work.workspace, point, work.run_id, work.job.snapshot_id)
@@ -84,7 +91,7 @@ def sweep_points(work: OpenStudy, tell: OnResult) -> list[PointResult]:
             result = PointResult(point=point, state="measured", quality=quality, mlflow_run_id=found["mlflow_run_id"])
         except ContractError as error:
             result = PointResult(point=point, state="failed", reason=str(error))
-        results.append(save_point(work.folder, tell(result, False)))
+        results.append(save_point(work.folder, on_result(result, False)))
     return results
 
 

@@ -1,4 +1,4 @@
-"""The rows of a workload as readers take them from files."""
+"""Writes the rows of a workload to files that readers can read."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.transforms.plan.plan import build_plan
 
 EPOCH_BATCHES = 32
-"""Batches of an epoch, so that its beginning counts for little."""
+"""Batches of an epoch. With fewer, the start of an epoch would count too much."""
 EPOCH_VALUES = 1 << 26
-"""Numbers and ids of an epoch, unless four batches have more: writing them takes longer than measuring."""
+"""Most numbers and ids of an epoch, unless four batches have more. Writing them takes longer than measuring."""
 
 
 def choose_rows(workload: Workload, batch_rows: int) -> int:
-    """Rows to read again and again while a point is measured.
+    """Returns the number of rows to read, epoch after epoch, while a point is measured.
 
     Example:
         >>> choose_rows(Workload(), 2_048), choose_rows(Workload(dense_features=4_096, sparse_features=128), 2_048)
@@ -26,7 +26,7 @@ def choose_rows(workload: Workload, batch_rows: int) -> int:
 
 
 def write_dataset(workload: Workload, rows: int, folder: Path, seed: int) -> DataSpec:
-    """A table of so many rows, made below the folder unless it is there, and the work of reading it."""
+    """Writes a table with this many rows below the folder, unless it exists. Returns how to read it."""
     warehouse, snapshot = write_workload(workload, rows, folder, seed)
     return DataSpec(
         warehouse=warehouse.config, home=str(folder), snapshot=snapshot, selection=Selection(days=(DAY,)),
