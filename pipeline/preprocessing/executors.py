@@ -1,10 +1,8 @@
 """Executors run workers: in this process, or in separate processes on this machine."""
 
-import gc
 import os
 import queue
 import socket
-import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ContractError, DataError, from_wire, to_wire
+from pipeline.forkserver import ForkedProcess, start_process
 from pipeline.preprocessing import wire
 from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.dataset import DataSpec
@@ -22,7 +21,10 @@ from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs,
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.worker import Costs, Worker
 from pipeline.process import KEPT_MEMORY
+from pipeline.transforms.kernels.jit import load_compiler
 
+WORKER = "pipeline.preprocessing.executors"
+"""Module that a worker's process runs."""
 ROOT = Path(__file__).resolve().parents[2]
 WORKER_ENVIRONMENT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "ARROW_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
@@ -168,24 +170,21 @@ def peak_rss_mb() -> int:
 class ProcessExecutor(Executor):
     """Runs each worker as a process that dies with this one. Results are shared memory.
 
-    A worker is a new program, not a fork, and communicates over a socket pair. There is no address to bind and nothing
-    to leave behind.
+    A worker communicates over a socket pair. There is no address to bind and nothing to leave behind.
     """
 
     def __init__(self, data: Mapping[str, DataSpec], folder: Path, events: "queue.SimpleQueue[Any]") -> None:
         super().__init__(data, folder, events)
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.processes: dict[int, ForkedProcess] = {}
         self.connections: dict[int, socket.socket] = {}
         self.readers: dict[int, threading.Thread] = {}
 
     def start(self, worker: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs, (self.folder / f"worker-{worker}.log").open("wb") as log:
-            self.processes[worker] = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", __spec__.name, str(theirs.fileno()), str(os.getpid())],
-                env=os.environ | WORKER_ENVIRONMENT, cwd=ROOT, pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            given = {"DLRM_WORKER_FD": theirs.fileno()}
+            environment = os.environ | WORKER_ENVIRONMENT
+            self.processes[worker] = start_process(WORKER, f"dlrm worker {worker}", [], environment, ROOT, log, given)
         self.connections[worker] = ours
         specs = {name: spec.model_dump(mode="json") for name, spec in self.data.items()}
         with suppress(OSError):  # the worker is gone already, which the reader reports
@@ -282,10 +281,11 @@ def serve(connection: socket.socket) -> None:
             wire.close(descriptors)
 
 
-if __name__ == "__main__":
-    from pipeline.process import die_with_parent
+def preload() -> None:
+    """Loads what the first split needs."""
+    load_compiler()
 
-    gc.freeze()  # modules never become garbage, so the collector need not search them
-    die_with_parent(int(sys.argv[2]))
-    with socket.socket(fileno=int(sys.argv[1])) as connection, suppress(BrokenPipeError):
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(os.environ.pop("DLRM_WORKER_FD"))) as connection, suppress(BrokenPipeError):
         serve(connection)

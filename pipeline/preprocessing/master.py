@@ -352,9 +352,9 @@ class Master:
             item = worker.item
             assert item is not None
             usual = self.typical_seconds.get(type(item.work))
-            alone = sum(other.item is item for other in leases) == 1
             late = usual is not None and now - worker.since > max(STRAGGLER * usual, STRAGGLER_SECONDS)
-            if late and alone and item in item.stream.running:
+            if late and not item.doubled and item in item.stream.running:
+                item.doubled = True  # once: work that hangs would go from one new worker to the next for ever
                 return item
         return None
 

@@ -55,6 +55,8 @@ class WorkItem:
     on_result: Callable[[Memory, int, int, Costs], None]
     """Takes the result: (memory, bytes, rows, costs)."""
     failures: int = 0
+    doubled: bool = False
+    """Whether a second worker was given it since it was last queued."""
 
 
 @dataclass(eq=False)
@@ -182,6 +184,7 @@ class Stream:
         if item in self.running:
             self.running.remove(item)
             self.retries.append(item)
+            item.doubled = False
 
     def quarantine(self, item: WorkItem) -> None:
         """Gives up a split. Its rows are missing from the epoch."""

@@ -79,8 +79,8 @@ def test_a_killed_point_fails_alone_and_is_retried(tmp_path: Path) -> None:
             hear(event)
             if event["event"] == "point_begins" and not killed:
                 killed.append(event["key"])
-                for child in psutil.Process().children():
-                    if "pipeline.jobs.study.rank" in " ".join(child.cmdline()):
+                for child in psutil.Process().children(recursive=True):
+                    if child.name().startswith("dlrm rank"):
                         child.kill()
 
         return run(module, spec, folder, size, threads, limits, handle, *rest)

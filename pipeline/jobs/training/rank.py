@@ -4,8 +4,8 @@ A spawned process cannot be given an iterator, so it builds its batches itself.
 """
 
 import datetime
-import gc
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -34,7 +34,6 @@ from pipeline.preprocessing.client import BatchSource, Client, InlineSource, Ser
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
-from pipeline.process import die_with_parent
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.heartbeat import Heartbeat
@@ -56,6 +55,7 @@ from pipeline.training.tables.planner import plan_sharding
 from pipeline.training.tables.sharding import ShardingPlan, describe_plan
 from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse, measure_table_use
 from pipeline.training.trainer import Trainer, evaluate_sums
+from pipeline.transforms.kernels.jit import load_compiler
 from pipeline.transforms.plan.carry_over import unchanged_features
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, write_json
@@ -153,10 +153,8 @@ def run_rank(path: str, kind: type[Spec], run: Callable[[Spec, int, torch.device
         path: File with the spec as JSON.
         run: Called with spec, rank and device.
     """
-    gc.freeze()  # modules never become garbage, so the collector can skip them
     spec = kind.model_validate_json(Path(path).read_text(encoding="utf-8"))
     rank = int(os.environ["RANK"])
-    die_with_parent(int(os.environ["DLRM_PARENT"]))
     logging.disable(logging.WARNING)  # TorchRec's planner warns of intended settings at every start
     try:
         run(spec, rank, start_group(spec.training, rank))
@@ -460,6 +458,12 @@ def open_event_writer() -> Any:
             pipe.write(line)
 
     return emit
+
+
+def preload() -> None:
+    """Loads what building a model and the first step need."""
+    load_compiler()
+    importlib.import_module("torch.distributed.optim")  # TorchRec imports it where a table gets its optimizer
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import queue
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.errors import TrainingError, from_wire
+from pipeline.forkserver import ForkedProcess, start_process
 from pipeline.process import KEPT_MEMORY
 from pipeline.training.launch.heartbeat import WAITING
 from storage.artifacts import write_text
@@ -126,7 +126,7 @@ class RankGroup:
     on_event: Callable[[Event], None]
     saved: int
     """Step of the newest checkpoint."""
-    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    ranks: list[ForkedProcess] = field(default_factory=list)
     count: int = -1
     doing: str = "starting"
     progress: object = None
@@ -141,7 +141,7 @@ class RankGroup:
         open_ends = {read_end, write_end}
         try:
             for rank in range(world_size):
-                environment = _environment(rank, world_size, threads, attempt, write_end, meeting)
+                environment = rank_environment(threads) | _place_in_group(rank, world_size, attempt, meeting)
                 self.ranks.append(_start(module, self.folder, rank, environment, write_end, root))
             os.close(write_end)
             open_ends.clear()  # the other end is closed by its reader
@@ -227,41 +227,39 @@ def _lines(read_end: int) -> "queue.Queue[str | None]":
     return lines
 
 
-def _environment(rank: int, world_size: int, threads: int, attempt: int, events: int, meeting: Path) -> dict[str, str]:
+def rank_environment(threads: int) -> dict[str, str]:
+    """Returns the variables that all ranks of a group have, this process's own among them."""
     environment = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": str(threads),
         **RANK_ENVIRONMENT,
-        "DLRM_ATTEMPT": str(attempt),
-        "DLRM_MEETING": str(meeting / "store"),
-        "DLRM_PARENT": str(os.getpid()),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "PYTHONUNBUFFERED": "1",
     }
     environment.pop("DLRM_EVENTS_FD", None)
-    if rank == 0:
-        environment["DLRM_EVENTS_FD"] = str(events)
     return environment
 
 
-def _start(
-    module: str, folder: Path, rank: int, environment: dict[str, str], events: int, root: Path
-) -> subprocess.Popen[bytes]:
+def _place_in_group(rank: int, world_size: int, attempt: int, meeting: Path) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "DLRM_ATTEMPT": str(attempt),
+        "DLRM_MEETING": str(meeting / "store"),
+    }
+
+
+def _start(module: str, folder: Path, rank: int, environment: dict[str, str], events: int, root: Path) -> ForkedProcess:
     (folder / f"error-{rank}.json").unlink(missing_ok=True)
     mode = "wb" if environment["DLRM_ATTEMPT"] == "0" else "ab"  # keeps what earlier attempts logged
+    given = {"DLRM_EVENTS_FD": events} if rank == 0 else {}
     with (folder / f"rank-{rank}.log").open(mode) as log:
-        return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", module, str(folder / "spec.json")],
-            env=environment, cwd=root, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            pass_fds=(events,) if rank == 0 else (),
-        )  # fmt: skip
+        return start_process(module, f"dlrm rank {rank}", [str(folder / "spec.json")], environment, root, log, given)
 
 
-def _raise_if_failed(ranks: list[subprocess.Popen[bytes]], folder: Path) -> None:
+def _raise_if_failed(ranks: list[ForkedProcess], folder: Path) -> None:
     """Raises if a rank failed. An error that a rank raised itself comes before those of ranks that lost their peer."""
     failed = _failed(ranks)
     if not failed:
@@ -281,13 +279,13 @@ def _raise_if_failed(ranks: list[subprocess.Popen[bytes]], folder: Path) -> None
     )  # fmt: skip
 
 
-def _failed(ranks: list[subprocess.Popen[bytes]]) -> list[tuple[int, int]]:
+def _failed(ranks: list[ForkedProcess]) -> list[tuple[int, int]]:
     """Returns (rank, exit code) of the ranks that failed."""
     codes = [(rank, process.poll()) for rank, process in enumerate(ranks)]
     return [(rank, code) for rank, code in codes if code not in (None, 0)]  # type: ignore[misc]
 
 
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+def _end(ranks: list[ForkedProcess]) -> None:
     alive = [process for process in ranks if process.poll() is None]
     for process in alive:
         process.terminate()

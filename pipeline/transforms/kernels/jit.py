@@ -17,3 +17,13 @@ def compiled_fast(function: F) -> F:
     """Compiles a loop as `compiled` does. The compiler may also reorder sums to take them in vectors."""
     fast = {"reassoc", "contract", "nsz"}
     return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=fast)(function))
+
+
+@compiled
+def _return_it(number: int) -> int:
+    return number
+
+
+def load_compiler() -> None:
+    """Loads what numba needs before the first compiled loop runs: one to two seconds."""
+    _return_it(0)

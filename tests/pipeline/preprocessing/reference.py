@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from pipeline import forkserver
 from pipeline.data.batch import Batch, Position
 from pipeline.data.selection import HASH_STEPS
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource
@@ -242,8 +243,8 @@ def eventually(true: Callable[[], Any], seconds: float = 30.0, what: str = "") -
 
 
 def memory_descriptors() -> int:
-    """Counts the open descriptors of shared memory and sockets of this process."""
-    count = 0
+    """Counts the open descriptors of shared memory and sockets of this process, but for those to fork servers."""
+    count = -len(forkserver._servers)
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
@@ -258,7 +259,7 @@ def children() -> set[int]:
     found = set()
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if "pipeline.preprocessing.executors" in process.cmdline():
+            if process.name().startswith("dlrm worker "):
                 found.add(process.pid)
     return found
 

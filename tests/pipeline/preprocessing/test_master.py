@@ -236,6 +236,19 @@ def test_fault_15_one_of_two_with_the_same_work_is_gone_then_the_other(
     assert len(it.executor.freed) == len(set(it.executor.freed)) == it.executor.made
 
 
+def test_fault_15_work_that_hangs_every_worker_ends_the_run(play: Callable[..., Play]) -> None:
+    """Workers that start at once do not keep it going by taking it over from one another for ever."""
+    it = play(lease_seconds=6.0, attempts=2, restart_limit=100)
+    it.warmed()
+    while 2 in it.executor.work:
+        it.executor.finish(2)
+        it.steps()
+    for _ in range(60):
+        it.after(1.0)
+    assert "expected work that a worker survives, got 2 workers that did not" in str(it.master.failure)
+    assert it.master.totals.restarts <= 4  # two attempts, each by the worker and a second one
+
+
 def test_a_stream_that_is_closed_takes_nothing_and_fails_nothing(play: Callable[..., Play]) -> None:
     """Results, failures and deaths of its work come later, while another stream continues."""
     it = play(workers=4, attempts=1, restart_limit=16)

@@ -165,8 +165,7 @@ def run(spec: RankSpec, on_event: Callable[[Event], object] = lambda event: None
 
 
 def rank_process(number: int) -> psutil.Process:
-    below = psutil.Process().children()
-    return next(p for p in below if "pipeline.jobs.training.rank" in p.cmdline() and p.environ()["RANK"] == str(number))
+    return next(p for p in psutil.Process().children(recursive=True) if p.name() == f"dlrm rank {number}")
 
 
 LONG = {"world_size": 2, "batch_rows": 16, "checkpoint_every_steps": None}

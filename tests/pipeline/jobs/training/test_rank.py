@@ -68,11 +68,8 @@ def alone(rank_spec: Callable[..., RankSpec], device: torch.device, tmp_path_fac
 
 def ranks_below(process: psutil.Process) -> dict[int, psutil.Process]:
     """Rank -> its process."""
-    return {
-        int(child.environ()["RANK"]): child
-        for child in process.children()
-        if "pipeline.jobs.training.rank" in child.cmdline()
-    }
+    found = [(child.name(), child) for child in process.children(recursive=True)]
+    return {int(name.split()[-1]): child for name, child in found if name.startswith("dlrm rank ")}
 
 
 def at_step(step: int, number: int, what: int) -> Callable[[Event], None]:
@@ -175,12 +172,13 @@ def dying(original, when, how, after):
         return result
     return call
 
-for attempt, number, name, when, how in json.loads(os.environ["DEATHS"]):
-    if [str(attempt), str(number)] == [os.environ["DLRM_ATTEMPT"], os.environ["RANK"]]:
-        after, name = name.startswith("after "), name.removeprefix("after ")
-        owner = Trainer if name == "train_step" else checkpoint
-        setattr(owner, name, dying(getattr(owner, name), when, how, after))
-rank.main(sys.argv[1])
+if __name__ == "__main__":
+    for attempt, number, name, when, how in json.loads(os.environ["DEATHS"]):
+        if [str(attempt), str(number)] == [os.environ["DLRM_ATTEMPT"], os.environ["RANK"]]:
+            after, name = name.startswith("after "), name.removeprefix("after ")
+            owner = Trainer if name == "train_step" else checkpoint
+            setattr(owner, name, dying(getattr(owner, name), when, how, after))
+    rank.main(sys.argv[1])
 '''
 
 
@@ -371,8 +369,9 @@ def train(spec, number, device):
         reload(Reload.model_validate_json(text), spec.training.world_size, device)
     rank.open_event_writer()({"event": "result"})
 
-rank.train = train
-rank.main(sys.argv[1])
+if __name__ == "__main__":
+    rank.train = train
+    rank.main(sys.argv[1])
 """
 
 

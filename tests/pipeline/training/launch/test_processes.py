@@ -12,56 +12,59 @@ import psutil
 import pytest
 from pydantic import BaseModel
 
+from pipeline import forkserver
 from pipeline.errors import ColumnError, ContractError, TrainingError
+from pipeline.forkserver import stop_servers
 from pipeline.training.launch import processes
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 
 TOY = """
 import json, os, signal, sys, time
 from pathlib import Path
-folder, rank = Path(sys.argv[1]).parent, int(os.environ["RANK"])
-attempts = json.loads(Path(sys.argv[1]).read_text())["does"][rank].split("|")
-does = attempts[min(int(os.environ["DLRM_ATTEMPT"]), len(attempts) - 1)]
 def emit(**event):
     os.write(int(os.environ["DLRM_EVENTS_FD"]), (json.dumps(event) + "\\n").encode())
 def wait():
     while True:
         time.sleep(60)
-(folder / f"environment-{rank}").write_text(json.dumps(dict(os.environ)))
-if "DLRM_EVENTS_FD" in os.environ:
-    emit(event="start", pid=os.getpid())
-for word in does.split():
-    if word == "complain":
-        (folder / f"error-{rank}.json").write_text(json.dumps(["ColumnError", "column 'a'", "numbers", "text", "Convert it."]))
-        sys.exit("ContractError")
-    elif word == "crash":
-        print("first line"); print("RuntimeError: no luck today.")
-        sys.exit(3)
-    elif word == "137":
-        os._exit(137)
-    elif word.startswith(("saved-", "resumed-")):
-        emit(event=word.split("-")[0], step=int(word.split("-")[1]))
-    elif word in ("alive", "waiting"):
-        for count in range(1_000):
-            emit(event="alive", count=0 if word == "waiting" else count, doing="waiting for a batch")
-            time.sleep(0.05)
-    elif word == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif word == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif word == "deaf":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    elif word == "half":
-        os.write(int(os.environ["DLRM_EVENTS_FD"]), b'{"event": "resu')
-    elif word == "wait":
-        wait()
-    elif word == "result":
-        emit(event="result", value=42)
-    elif word == "ready":
-        (folder / f"ready-{rank}").touch()
-    elif word == "after-peer":
-        while not (folder / "ready-1").exists():
-            time.sleep(0.01)
+if __name__ == "__main__":
+    folder, rank = Path(sys.argv[1]).parent, int(os.environ["RANK"])
+    attempts = json.loads(Path(sys.argv[1]).read_text())["does"][rank].split("|")
+    does = attempts[min(int(os.environ["DLRM_ATTEMPT"]), len(attempts) - 1)]
+    (folder / f"environment-{rank}").write_text(json.dumps(dict(os.environ)))
+    if "DLRM_EVENTS_FD" in os.environ:
+        emit(event="start", pid=os.getpid())
+    for word in does.split():
+        if word == "complain":
+            (folder / f"error-{rank}.json").write_text(json.dumps(["ColumnError", "column 'a'", "numbers", "text", "Convert it."]))
+            sys.exit("ContractError")
+        elif word == "crash":
+            print("first line"); print("RuntimeError: no luck today.")
+            sys.exit(3)
+        elif word == "137":
+            os._exit(137)
+        elif word.startswith(("saved-", "resumed-")):
+            emit(event=word.split("-")[0], step=int(word.split("-")[1]))
+        elif word in ("alive", "waiting"):
+            for count in range(1_000):
+                emit(event="alive", count=0 if word == "waiting" else count, doing="waiting for a batch")
+                time.sleep(0.05)
+        elif word == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif word == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif word == "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        elif word == "half":
+            os.write(int(os.environ["DLRM_EVENTS_FD"]), b'{"event": "resu')
+        elif word == "wait":
+            wait()
+        elif word == "result":
+            emit(event="result", value=42)
+        elif word == "ready":
+            (folder / f"ready-{rank}").touch()
+        elif word == "after-peer":
+            while not (folder / "ready-1").exists():
+                time.sleep(0.01)
 """
 
 
@@ -79,8 +82,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         limit = Limits(**{"deadline_seconds": 60, **limits})
         return run_ranks("toy", Spec(does=list(does)), tmp_path / "run", len(does), 1, limit, on_event, tmp_path)
 
+    stop_servers()
     before, others = open_files(), set(psutil.Process().children())
     yield start
+    assert [server.running for server in forkserver._servers.values() if not server.is_idle()] == []
+    stop_servers()
     assert set(psutil.Process().children()) <= others
     eventually(lambda: open_files() == before)  # the reading thread closes its end by itself
     assert not list((tmp_path / "run").glob(".*"))
@@ -110,9 +116,7 @@ def test_result_and_events(run: Callable[..., Event], tmp_path: Path) -> None:
     assert [event["event"] for event in events] == ["start", "result"]
     environments = [read_json(tmp_path / "run" / f"environment-{rank}") for rank in range(3)]
     assert [env["RANK"] for env in environments] == ["0", "1", "2"]
-    assert {(env["WORLD_SIZE"], env["OMP_NUM_THREADS"], env["DLRM_PARENT"]) for env in environments} == {
-        ("3", "1", str(os.getpid()))
-    }
+    assert {(env["WORLD_SIZE"], env["OMP_NUM_THREADS"]) for env in environments} == {("3", "1")}
     assert ["DLRM_EVENTS_FD" in env for env in environments] == [True, False, False]
     assert {env["GOMP_SPINCOUNT"] for env in environments} == {"20000"}
     kept = {(env["MALLOC_MMAP_THRESHOLD_"], env["MALLOC_TRIM_THRESHOLD_"]) for env in environments}

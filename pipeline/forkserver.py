@@ -1,0 +1,320 @@
+"""Starts processes of one module by forking a server that has imported it: the imports are paid once, not per process.
+
+A rank spends five seconds of CPU on imports, a fork milliseconds. The server has imported libraries and used none, so
+there are no threads and no state that a fork could break. It ends when the process that started it ends, and its forks
+end with it. Where the machine has CUDA devices, the server imports nothing: some libraries look for devices while they
+are imported, and CUDA does not survive a fork. Each process imports for itself there.
+"""
+
+import errno
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from fcntl import F_DUPFD_CLOEXEC, F_GETFL, F_SETFL, F_SETOWN, fcntl
+from pathlib import Path
+from typing import IO, Any
+
+from pipeline.process import die_with_parent, set_process_name
+
+READ_AT_LOAD = ("ARROW_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "NUMBA_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH")
+"""Prefixes of variables that libraries read when they are loaded. Processes that differ in one have other servers."""
+MOST_SERVERS = 4
+"""Servers that are kept. One without running processes is stopped where another is needed."""
+ROOT = Path(__file__).resolve().parent.parent
+
+Key = tuple[str, Path, tuple[tuple[str, str], ...]]
+
+
+class ForkedProcess:
+    """A process that the server forked. The methods are those of `subprocess.Popen`."""
+
+    def __init__(self, pid: int, status: int) -> None:
+        self.pid, self.returncode = pid, None
+        self._status = status
+        self._lock = threading.Lock()
+
+    returncode: int | None
+    """Exit code, -N after signal N; None while the process runs."""
+
+    def poll(self) -> int | None:
+        """Returns the exit code, or None while the process runs."""
+        return self._read(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the process to end and returns its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: If it runs for longer than `timeout` seconds.
+        """
+        code = self._read(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return code
+
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def _read(self, timeout: float | None) -> int | None:
+        with self._lock:
+            if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+                text = os.read(self._status, 16)
+                os.close(self._status)
+                self.returncode = int(text or -signal.SIGKILL)  # nothing: the server was killed, and its forks with it
+            return self.returncode
+
+
+class ForkServer:
+    """The server's side in the process that started it."""
+
+    def __init__(self, module: str, root: Path, environment: Mapping[str, str]) -> None:
+        self.running: list[ForkedProcess] = []
+        self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        read_end, self.alive = os.pipe()
+        path = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+        preload = "" if any(Path("/dev").glob("nvidia[0-9]*")) else module
+        try:
+            with theirs:
+                descriptors = (theirs.fileno(), read_end)
+                self.process = subprocess.Popen(
+                    [sys.executable, "-W", "ignore", "-m", __spec__.name, *map(str, descriptors), module, preload],
+                    env={**environment, "PYTHONPATH": path}, cwd=root, pass_fds=descriptors,
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                )  # fmt: skip
+        except OSError:
+            self.connection.close()
+            os.close(self.alive)
+            raise
+        finally:
+            os.close(read_end)
+
+    def fork(
+        self, name: str, arguments: Sequence[str], environment: Mapping[str, str], log: int, given: Mapping[str, int]
+    ) -> ForkedProcess:
+        """Forks a process. See `start_process`."""
+        status, theirs = os.pipe()
+        request = os.memfd_create("dlrm-request")  # an environment may be larger than a message
+        try:
+            text = {"name": name, "arguments": list(arguments), "environment": dict(environment), "given": list(given)}
+            with os.fdopen(os.dup(request), "w") as file:
+                json.dump(text, file)
+            socket.send_fds(self.connection, [b"fork"], [request, theirs, log, *given.values()])
+            answer = json.loads(self.connection.recv(1 << 12) or b"null")
+            if answer is None:
+                raise ConnectionResetError("the fork server ended")
+            if "errno" in answer:
+                raise OSError(answer["errno"], os.strerror(answer["errno"]))
+        except BaseException:
+            os.close(status)
+            raise
+        finally:
+            os.close(request)
+            os.close(theirs)
+        process = ForkedProcess(answer["pid"], status)
+        self.running.append(process)
+        return process
+
+    def is_idle(self) -> bool:
+        """Says whether none of its processes runs."""
+        self.running = [process for process in self.running if process.poll() is None]
+        return not self.running
+
+    def stop(self) -> None:
+        """Ends the server and all that it forked."""
+        self.connection.close()
+        os.close(self.alive)
+        self.process.kill()
+        self.process.wait()
+
+
+_servers: dict[Key, ForkServer] = {}
+_lock = threading.Lock()
+
+
+def start_process(
+    module: str,
+    name: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    root: Path,
+    log: IO[bytes],
+    given: Mapping[str, int] | None = None,
+) -> ForkedProcess:
+    """Runs `python -m module arguments` in a fork of a server that has imported the module.
+
+    The process dies with this one, for whatever reason.
+
+    Args:
+        module: The server imports it, so its work must stand under `if __name__ == "__main__"`, and calls its function
+            `preload` if it has one.
+        name: What `ps -o comm` and `top` show, at most 15 characters.
+        environment: All variables of the process.
+        root: Its working directory.
+        log: Takes its standard output and error.
+        given: Variable -> descriptor of this process. The new process finds its copy's number in the variable.
+    Raises:
+        OSError: If there is no memory or process id left.
+    """
+    with _lock:
+        for _ in range(2):
+            server = _server(module, root, environment)
+            try:
+                return server.fork(name, arguments, environment, log.fileno(), given or {})
+            except (BrokenPipeError, ConnectionResetError):
+                _forget(server)
+            except KeyboardInterrupt:  # its answer would be taken for that to the next request
+                _forget(server)
+                raise
+        raise ChildProcessError(errno.ECHILD, f"the server that starts {module} was killed twice")
+
+
+def prepare(module: str, environment: Mapping[str, str], root: Path = ROOT) -> None:
+    """Starts the server of a module, which imports it while the caller does other things."""
+    with _lock:
+        _server(module, root, environment)
+
+
+def stop_servers() -> None:
+    """Ends all servers and what they forked."""
+    with _lock:
+        for server in list(_servers.values()):
+            _forget(server)
+
+
+def _server(module: str, root: Path, environment: Mapping[str, str]) -> ForkServer:
+    loaded = {key: value for key, value in environment.items() if key.startswith(READ_AT_LOAD)}
+    key = (module, root, tuple(sorted(loaded.items())))
+    if key not in _servers:
+        idle = [server for server in _servers.values() if server.is_idle()]
+        for server in idle[: max(len(_servers) + 1 - MOST_SERVERS, 0)]:
+            _forget(server)
+        _servers[key] = ForkServer(module, root, environment)
+    return _servers[key]
+
+
+def _forget(server: ForkServer) -> None:
+    for key in [key for key, one in _servers.items() if one is server]:
+        del _servers[key]
+    server.stop()
+
+
+def serve(connection: socket.socket, preload: str) -> dict[str, Any] | None:
+    """Forks on request until the other side is gone. Returns in each fork what it was asked to do."""
+    if preload:
+        with suppress(Exception):  # the fork imports it again, and its log shows what is wrong
+            getattr(importlib.import_module(preload), "preload", lambda: None)()
+    gc.freeze()  # modules never become garbage, so the collector need not search them
+    woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the forks; this ends with its parent
+    statuses: dict[int, int] = {}
+    server = os.getpid()
+    sources: list[Any] = [connection, woken]
+    while True:
+        readable = select.select(sources, [], [])[0]
+        if woken in readable:
+            os.read(woken, 1 << 12)
+            _report_ended(statuses)
+        if connection in readable:
+            message, descriptors, _, _ = socket.recv_fds(connection, 16, 16)
+            if not message:
+                return None
+            request, status, *kept = descriptors
+            with os.fdopen(request, encoding="utf-8") as file:
+                file.seek(0)
+                work: dict[str, Any] = json.load(file)
+            try:
+                pid = os.fork()
+            except OSError as error:
+                connection.send(json.dumps({"errno": error.errno}).encode())
+                _close([status, *kept])
+                continue
+            if pid:
+                statuses[pid] = status
+                connection.send(json.dumps({"pid": pid}).encode())
+                _close(kept)
+                continue
+            die_with_parent(server)
+            _close([woken, wake, status, *statuses.values()])
+            connection.close()
+            return work | {"descriptors": kept}
+
+
+def _report_ended(statuses: dict[int, int]) -> None:
+    """Writes the exit codes of forks that ended into their pipes."""
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            with suppress(BrokenPipeError):  # nobody asks any more
+                os.write(statuses[pid], str(code).encode())
+            os.close(statuses.pop(pid))
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def run(module: str, work: Mapping[str, Any]) -> None:
+    """Becomes the process that was asked for."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    log, *given = work["descriptors"]
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    numbers = dict(zip(work["given"], map(str, given), strict=True))
+    os.environ.clear()
+    os.environ.update(work["environment"] | numbers)
+    set_process_name(work["name"])
+    sys.argv[1:] = work["arguments"]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def main(connection: int, alive: int, module: str, preload: str) -> None:
+    """Serves, and runs the module in each fork.
+
+    Args:
+        connection: Descriptor of the socket that requests come from.
+        alive: Descriptor of a pipe that nobody writes to. The kernel sends SIGIO, which ends this process, when its
+            other end is closed: also in the middle of an import.
+        preload: Module to import before the first fork; empty: none.
+    """
+    fcntl(alive, F_SETOWN, os.getpid())
+    fcntl(alive, F_SETFL, fcntl(alive, F_GETFL) | os.O_ASYNC)
+    if select.select([alive], [], [], 0)[0]:  # the parent ended before the request
+        return
+    with socket.socket(fileno=fcntl(connection, F_DUPFD_CLOEXEC, 3)) as ours:
+        os.close(connection)
+        work = serve(ours, preload)
+    if work is not None:
+        os.close(alive)
+        run(module, work)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
