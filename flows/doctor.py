@@ -1,6 +1,6 @@
 """What is wrong with this installation, or with a run that hangs, and the remedy.
 
-Not a Prefect flow, because Prefect may be what is broken. It asks a Prefect server by the standard library alone.
+Not a Prefect flow: Prefect may be what is broken.
 """
 
 import datetime
@@ -227,6 +227,7 @@ def _read_workers(address: str) -> list[Any]:
 
 
 def _post(address: str, body: Mapping[str, Any]) -> list[Any]:
+    """Asks the server by the standard library alone, because Prefect's client may be what is broken."""
     request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=5) as answer:
         found: list[Any] = json.load(answer)
