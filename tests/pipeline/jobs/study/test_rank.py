@@ -1,4 +1,4 @@
-"""Points measured one after the other: what they say, what they leave behind, and what becomes of those that fail."""
+"""Points measured one after the other: their results, their memory, and points that fail."""
 
 import itertools
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def a_task(
     )  # fmt: skip
 
 
-def measured(tasks: list[MeasureTask], device: torch.device) -> list[Event]:
+def measure(tasks: list[MeasureTask], device: torch.device) -> list[Event]:
     events: list[Event] = []
     measure_all(MeasureSpec(training=tasks[0].training, tasks=tuple(tasks), folder=""), 0, device, events.append)
     return [event for event in events if event["event"] != "alive"]
@@ -56,7 +56,7 @@ def check(measurement: Measurement, batch_rows: int = 128) -> None:
 
 def test_a_point_that_fails_does_not_end_the_others(device: torch.device) -> None:
     alone = Workload(dense_features=0, sparse_features=1, hash_size=10)
-    events = measured([a_task("first"), a_task("bad", alone), a_task("last", model={"interaction": "dcn"})], device)
+    events = measure([a_task("first"), a_task("bad", alone), a_task("last", model={"interaction": "dcn"})], device)
     assert [(event["event"], event.get("key")) for event in events] == [
         ("point_begins", "first"), ("point", "first"), ("point_begins", "bad"), ("point_failed", "bad"),
         ("point_begins", "last"), ("point", "last"), ("result", None),
@@ -69,8 +69,8 @@ def test_a_point_that_fails_does_not_end_the_others(device: torch.device) -> Non
     assert events[1]["measurement"]["load"]["lookups"] == 128 * 4 * 3
 
 
-def test_steps_are_the_trainers(device: torch.device, tmp_path: Path) -> None:
-    """The same weights as by its own loop, over the same batches twice."""
+def test_steps_are_those_of_the_trainer(device: torch.device, tmp_path: Path) -> None:
+    """Its own loop over the same batches, twice, gives the same weights."""
     task = a_task()
     batches = load_batches(task, 0)
     model, _ = build_model(task, 1, device, drawn=False)
@@ -91,12 +91,12 @@ def test_steps_are_the_trainers(device: torch.device, tmp_path: Path) -> None:
     assert all(found[name].equal(expected[name]) for name in expected)
 
 
-def test_nothing_of_a_large_point_stays(device: torch.device) -> None:
+def test_a_large_point_leaves_no_memory_behind(device: torch.device) -> None:
     process = psutil.Process()
     small, large = a_task("small"), a_task("large", Workload(sparse_features=4, hash_size=500_000))
-    measured([small], device)
+    measure([small], device)
     before, threads = process.memory_info().rss, process.num_threads()
-    [_, first, _, second, _] = measured([large, small], device)
+    [_, first, _, second, _] = measure([large, small], device)
     tables = 4 * 500_000 * (16 + 1) * 4
     assert first["measurement"]["model_bytes"] > tables
     assert second["measurement"]["peak_bytes"] < before + tables / 4
@@ -104,21 +104,21 @@ def test_nothing_of_a_large_point_stays(device: torch.device) -> None:
     assert process.num_threads() <= threads + 1  # its heartbeat
 
 
-def of_the_table(spec: RankSpec, **more: Any) -> MeasureTask:
+def table_task(spec: RankSpec, **more: Any) -> MeasureTask:
     task = a_task(batch_rows=spec.training.batch_rows)
     return task.model_copy(update={"workload": None, "plan": spec.plan, "data": spec.train, "model": spec.model} | more)
 
 
 def test_batches_of_a_table(rank_spec: Callable[..., RankSpec], device: torch.device, tmp_path: Path) -> None:
-    """Its first ones in memory, or read by the service meanwhile, over the end of the epoch; what is too large is said."""
+    """The first batches in memory, or batches from the service across the end of an epoch. Too large batches fail."""
     spec = rank_spec(tmp_path)
-    kept = of_the_table(spec, key="kept")
+    kept = table_task(spec, key="kept")
     assert [batch.global_rows for batch in load_batches(kept, 0)] == [160] * 8
-    too_large = of_the_table(spec, key="large")
+    too_large = table_task(spec, key="large")
     too_large = too_large.model_copy(update={"training": a_task(batch_rows=5_000).training})
     with Service({"train": spec.train}, kept.preprocessing, tmp_path / "service") as service:
         read = kept.model_copy(update={"key": "read", "service": service.address, "steps": 4})
-        events = measured([kept, read, too_large], device)
+        events = measure([kept, read, too_large], device)
     outcomes = {event["key"]: event for event in events if event["event"] in ("point", "point_failed")}
     for key in ("kept", "read"):
         check(Measurement.model_validate(outcomes[key]["measurement"]), 160)
@@ -140,7 +140,7 @@ def test_a_slow_point_has_shorter_repeats(device: torch.device) -> None:
 
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
-    """In lock-step or not, one group for all; a point that one shape refuses is left out by both ranks together."""
+    """One group measures synchronous and asynchronous points. Both ranks skip a point that cannot be built."""
     ways: dict[str, dict[str, Any]] = {
         "synchronous": {}, "easgd": {"sync": "easgd", "easgd_period_steps": 4}, "hogwild": {"sync": "hogwild"},
         "rows": {"sharding": "row_wise", "send_ids_ahead": True}, "copies": {"sharding": "data_parallel"},

@@ -1,4 +1,4 @@
-"""Whole trainings by real ranks: alike for every number of ranks and placement, and whatever is killed on the way."""
+"""Whole trainings by real ranks. The result does not depend on sharding, number of ranks, or ranks that are killed."""
 
 import json
 import os
@@ -36,7 +36,7 @@ from tests.pipeline.conftest import ROOT, SETTINGS, Run, completed, completed_he
 
 
 def test_ids_sent_ahead_change_no_bit(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
-    """With validations between the steps, over an epoch's end, and where training ends before the batch that was sent."""
+    """Also across validations and the end of an epoch, and if training ends before the batch that was sent."""
     settings = SETTINGS | {"max_steps": 17, "epochs": 2}
     ahead = completed(rank_spec(tmp_path / "ahead", **settings, send_ids_ahead=True))
     plain = completed(rank_spec(tmp_path / "plain", **settings))
@@ -44,7 +44,7 @@ def test_ids_sent_ahead_change_no_bit(rank_spec: Callable[..., RankSpec], tmp_pa
 
 
 def test_ids_sent_ahead_of_tables_cut_by_rows(by_rows: Run, rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
-    """Their lengths, which means are divided by, travel with them; training ends with the last batch."""
+    """The lengths that means are divided by travel with the ids. Training ends with the last batch."""
     check_alike(completed(rank_spec(tmp_path, **SETTINGS, sharding="row_wise", send_ids_ahead=True)), by_rows)
 
 
@@ -56,7 +56,7 @@ def check_alike(found: Run, expected: Run) -> None:
 
 @pytest.fixture(scope="session")
 def by_rows(rank_spec: Callable[..., RankSpec], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two ranks, each table cut in two."""
+    """Two ranks. Each table is cut in two."""
     return completed(rank_spec(tmp_path_factory.mktemp("by_rows"), **SETTINGS, sharding="row_wise"))
 
 
@@ -67,13 +67,13 @@ def alone(rank_spec: Callable[..., RankSpec], device: torch.device, tmp_path_fac
 
 
 def ranks_below(process: psutil.Process) -> dict[int, psutil.Process]:
-    """Rank -> its process."""
+    """Returns rank -> process."""
     found = [(child.name(), child) for child in process.children(recursive=True)]
     return {int(name.split()[-1]): child for name, child in found if name.startswith("dlrm rank ")}
 
 
 def at_step(step: int, number: int, what: int) -> Callable[[Event], None]:
-    """Sends a signal to a rank once the metrics of a step have come."""
+    """Returns a handler that sends a signal to a rank after the metrics of a step."""
 
     def handle(event: Event) -> None:
         if event["event"] == "metrics" and event["step"] == step:
@@ -146,7 +146,7 @@ def test_probe_is_what_the_model_says_of_the_first_rows(undisturbed: Run, alone:
 
 
 DYING = '''
-"""A rank that dies as told: [attempt, rank, function, what its first argument says, how]."""
+"""A rank that dies as DEATHS says: [attempt, rank, function, text of its first argument, how]."""
 import json, os, signal, sys
 import torch
 from pipeline.training.state import checkpoint
@@ -184,7 +184,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    """(spec, deaths, **limits) -> a training whose ranks die by themselves: at a step, or while a checkpoint is saved."""
+    """(spec, deaths, **limits) -> a training in which ranks die at a step, or while a checkpoint is saved."""
 
     def train(spec: RankSpec, deaths: list[list[Any]], **limits: Any) -> Run:
         monkeypatch.setenv("DEATHS", json.dumps(deaths))
@@ -209,14 +209,14 @@ def check_restarted(run: Run, undisturbed: Run, deaths: list[str], resumed: list
     assert not ranks_below(psutil.Process())
 
 
-def test_fault_19_a_killed_rank_is_started_again_beside_the_same_service(
+def test_fault_19_a_killed_rank_restarts_with_the_same_service(
     rank_spec: Callable[..., RankSpec],
     undisturbed: Run,
     dying: Callable[..., Run],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The service goes on; ranks of the next attempt are given batches from the checkpoint on and none of the old."""
+    """The service keeps running. Ranks of the next attempt get batches from the checkpoint on, and no older ones."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     spec = rank_spec(tmp_path / "run", **SETTINGS, checkpoint_async=False)
@@ -239,7 +239,7 @@ def test_fault_19_ranks_die_in_every_way(
         [2, 1, "train_step", "step 12;", "SIGSTOP"],
     ]
     spec = rank_spec(tmp_path / "run", **SETTINGS, checkpoint_async=False)
-    run = dying(spec, deaths, hang_seconds=60, deadline_seconds=500)  # a start beside other work takes its time
+    run = dying(spec, deaths, hang_seconds=60, deadline_seconds=500)  # starting takes long next to other work
     check_restarted(run, undisturbed, ["SIGTERM", "exit code 137", "none while rank 0 was training"], [8, 12])
 
 
@@ -247,7 +247,7 @@ def test_fault_19_ranks_die_in_every_way(
 def test_fault_20_killed_while_a_checkpoint_is_saved(
     rank_spec: Callable[..., RankSpec], undisturbed: Run, dying: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """Before its manifest, with it, and right after it was given its name."""
+    """Before its manifest, after it, and right after the folder is renamed."""
     deaths = [
         [0, 0, "write_json", ".step-0000000008.tmp/manifest.json", "SIGKILL"],
         [1, 0, "seal_folder", ".step-0000000008.tmp", "SIGKILL"],
@@ -258,10 +258,10 @@ def test_fault_20_killed_while_a_checkpoint_is_saved(
 
 
 @pytest.mark.slow
-def test_fault_23_one_rank_finds_nan_and_all_leave_the_batch_out(
+def test_fault_23_one_rank_finds_nan_and_all_skip_the_batch(
     rank_spec: Callable[..., RankSpec], dying: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """The tables and the dense part stay what they were after the batch before."""
+    """Tables and dense weights stay as they were after the previous batch."""
     settings = SETTINGS | {"on_nonfinite": "skip", "max_steps": 7, "validate_every_steps": None}
     poisoned = [[0, 1, "train_step", "step 6;", "nan"]]
     run = dying(rank_spec(tmp_path / "run", **settings | {"checkpoint_every_steps": 6}), poisoned)
@@ -271,10 +271,10 @@ def test_fault_23_one_rank_finds_nan_and_all_leave_the_batch_out(
 
 
 @pytest.mark.slow
-def test_fault_23_a_loss_that_is_no_number_ends_all_ranks_at_once(
+def test_fault_23_a_nan_loss_ends_all_ranks_at_once(
     rank_spec: Callable[..., RankSpec], dying: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """By default, and without another attempt; what was kept before is whole and finite."""
+    """This is the default, without another attempt. Earlier checkpoints are whole and finite."""
     with pytest.raises(ContractError, match=r"^loss at step 7: expected a finite number, got nan\. Lower"):
         dying(rank_spec(tmp_path / "run", **SETTINGS), [[0, 1, "train_step", "step 6;", "nan"]])
     folder = checkpoint.find_latest(tmp_path / "run" / "checkpoints")
@@ -285,7 +285,7 @@ def test_fault_23_a_loss_that_is_no_number_ends_all_ranks_at_once(
 
 
 def killed_and_resumed(spec: RankSpec, number: int, step: int) -> tuple[Run, list[psutil.Process]]:
-    """The ranks of the killed attempt, and the attempt after it."""
+    """Returns the attempt after the killed one, and the ranks of the killed one."""
     seen: list[psutil.Process] = []
 
     def handle(event: Event) -> None:
@@ -313,16 +313,16 @@ def check_same(run: Run, undisturbed: Run, resumed_at: int) -> None:
 def test_killed_rank_resumes_to_the_same_bits(
     rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
 ) -> None:
-    """By the same command run again."""
+    """The same command runs again."""
     run, _ = killed_and_resumed(rank_spec(tmp_path, **SETTINGS, checkpoint_async=False), number=1, step=6)
     check_same(run, undisturbed, resumed_at=4)
 
 
 @pytest.mark.slow
-def test_fault_21_damaged_checkpoints_are_passed_over(
+def test_fault_21_damaged_checkpoints_are_skipped(
     rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
 ) -> None:
-    """The newest has a flipped bit, the one before is whole; a save that was cut short lies beside them."""
+    """The newest has a flipped bit, and the one before is whole. There is also an interrupted save."""
     spec = rank_spec(tmp_path, **SETTINGS)
     shutil.copytree(undisturbed.folder / "checkpoints", tmp_path / "checkpoints")
     shutil.copytree(tmp_path / "checkpoints" / "step-0000000012", tmp_path / "checkpoints" / ".step-0000000013.tmp")
@@ -339,10 +339,10 @@ def test_fault_21_damaged_checkpoints_are_passed_over(
 
 
 @pytest.mark.slow
-def test_a_finished_training_serves_every_placement(
+def test_a_finished_training_exports_under_any_sharding_plan(
     rank_spec: Callable[..., RankSpec], undisturbed: Run, device: torch.device, tmp_path: Path
 ) -> None:
-    """Run again, it only exports: from the shards of two tables-wise ranks to one rank, and to rows on two."""
+    """Run again, it only exports: from two table-wise ranks to one rank, and to two row-wise ranks."""
     for folder in ("one", "rows"):
         shutil.copytree(undisturbed.folder / "checkpoints", tmp_path / folder / "checkpoints")
     one = completed_here(rank_spec(tmp_path / "one", **SETTINGS | {"world_size": 1}), device)
@@ -352,7 +352,7 @@ def test_a_finished_training_serves_every_placement(
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint as DCP's own reader finds them."""
+    """Reads all tensors of a checkpoint with DCP's own reader."""
     entries = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     dcp.load(tensors, storage_reader=FileSystemReader(str(folder)), no_dist=True)
@@ -376,14 +376,14 @@ if __name__ == "__main__":
 
 
 class Reload(BaseModel, frozen=True):
-    """A training, and checkpoints by name that are loaded into it."""
+    """A training, and named checkpoints to load into it."""
 
     spec: RankSpec
     sources: dict[str, Path]
 
 
 def reload(what: Reload, world_size: int, device: torch.device) -> None:
-    """Saves the initial state, and what it loads from each checkpoint."""
+    """Saves the initial state, and the state after loading each checkpoint."""
     spec, folder = what.spec, Path(what.spec.folder)
     model, _ = rank.build_model(spec, world_size, device)
     identity = rank.describe_identity(spec)
@@ -399,7 +399,7 @@ def reload(what: Reload, world_size: int, device: torch.device) -> None:
     ("world_size", "shardings"),
     [(1, ["table_wise"]), (2, ["row_wise", "data_parallel", "column_wise"]), (4, ["row_wise"])],
 )
-def test_fault_22_state_is_equal_under_every_placement(
+def test_fault_22_state_is_equal_under_every_sharding_plan(
     rank_spec: Callable[..., RankSpec],
     undisturbed: Run,
     by_rows: Run,
@@ -411,11 +411,11 @@ def test_fault_22_state_is_equal_under_every_placement(
     world_size: int,
     shardings: list[str],
 ) -> None:
-    """Weights and optimizer state, read from checkpoints of two ranks of either placement and of one; and the initial ones."""
+    """Weights and optimizer state from checkpoints of one rank and of two, table-wise and row-wise; and initial weights."""
     reloads = []
     for sharding in shardings:
         settings = {"world_size": world_size, "sharding": sharding}
-        if sharding == "column_wise":  # it has one moment of row-wise Adagrad for each part of a row: another optimizer
+        if sharding == "column_wise":  # row-wise Adagrad would have a moment for each part of a row
             spec = wider(rank_spec(tmp_path / sharding, **settings, table_optimizer="adagrad"))
             runs = {"by_numbers": by_numbers}
         else:
@@ -444,13 +444,13 @@ def test_fault_22_state_is_equal_under_every_placement(
 def by_numbers(
     rank_spec: Callable[..., RankSpec], device: torch.device, tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    """One rank with wider vectors and a moment for each of their numbers."""
+    """One rank with wider vectors and a moment for each number."""
     settings = SETTINGS | {"world_size": 1, "table_optimizer": "adagrad"}
     return completed_here(wider(rank_spec(tmp_path_factory.mktemp("by_numbers"), **settings)), device)
 
 
 def wider(spec: RankSpec) -> RankSpec:
-    """With vectors that can be cut in two."""
+    """Returns the spec with vectors that can be cut in two."""
     return spec.model_copy(update={"model": spec.model.model_copy(update={"embedding_width": 8})})
 
 
@@ -487,7 +487,7 @@ def test_fault_21_another_hash_size_is_refused_by_name(
 
 
 @pytest.mark.slow
-def test_a_data_error_of_a_rank_comes_back_whole(
+def test_a_data_error_of_a_rank_reaches_the_launcher(
     rank_spec: Callable[..., RankSpec],
     days: list[Any],
     make_warehouse: Callable[..., DataSpec],
