@@ -48,7 +48,7 @@ class Workspace:
         """The resolved folder that the command writes to."""
         return self.config.home_path
 
-    def using(self, config: RunConfig) -> "Workspace":
+    def with_config(self, config: RunConfig) -> "Workspace":
         """Returns a workspace with another config and the same console. It shares open resources that are the same."""
         other = Workspace(config, self.console)
         same_home = config.home_path == self.home

@@ -121,7 +121,7 @@ def calibrate(workspace: Workspace, count: int, force: bool) -> Calibration:
         TrainingError: If too few points could be measured.
     """
     config = workspace.config
-    base = workspace.using(config.model_copy(update=_point_settings(config.training)))
+    base = workspace.with_config(config.model_copy(update=_point_settings(config.training)))
     training = base.config.training
     marks = list_marks(training)
     name = hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()[:12]

@@ -130,7 +130,7 @@ def backtest_policy(workspace: Workspace, job: BacktestJob, name: str, policy: P
 
 
 def _collect_result(name: str, events: Sequence[Event]) -> BacktestResult:
-    """Sums the events of a backtest up. The event of the first model has no sums and does not count."""
+    """Sums up the events of a backtest. The event of the first model has no sums and does not count."""
     days = [event for event in events if event["sums"] is not None]
     kinds = [event["decision"]["training"] for event in days]
     return BacktestResult(

@@ -53,7 +53,7 @@ class BacktestSpec(BaseModel, frozen=True):
     rows: Mapping[datetime.date, int]
     """All days of the table and their numbers of rows."""
     first_days: tuple[datetime.date, ...]
-    """What the first model is trained on."""
+    """Days of the first model."""
     days: tuple[datetime.date, ...]
     """Days to replay, in order."""
 

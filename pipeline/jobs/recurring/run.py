@@ -63,7 +63,7 @@ def _train_or_keep(
 ) -> dict[str, Any]:
     config, version = workspace.config, today.champion.version
     if training != "scratch":
-        workspace = workspace.using(config.model_copy(update={"training": config.incremental}))
+        workspace = workspace.with_config(config.model_copy(update={"training": config.incremental}))
     words = {"further": f"incremental from version {version}", "scratch": "from scratch", "none": "evaluated only"}
     tags = {DAY_TAG: f"{today.day}", TRAINING_TAG: training, "mlflow.source.name": "flows.recurring"}
     with open_training_run(workspace, job, f"{today.day} {words[training]}", tags) as run_id:
@@ -125,7 +125,7 @@ def prepare_day(
         "decision": decision.model_dump(),
     }
     training = config.training if decision.training == "scratch" else config.incremental
-    chosen = workspace.using(config.model_copy(update={"training": training}))
+    chosen = workspace.with_config(config.model_copy(update={"training": training}))
     job = make_day_job(chosen, today, decision, plan_of(model), notes)
     if decision.training != "none":
         warn_of_columns(job.data["train"], workspace.warehouse, log)

@@ -75,9 +75,9 @@ def pin_release(workspace: Workspace, snapshot_id: int | None, force: bool) -> S
         raise ConfigError("split", "validation rows, by which candidates are ranked", "none", "Name some as `valid`.")
     for name, candidate in candidates.items():
         with prefix_errors(f"release.candidates '{name}'"):
-            resolve_dataset(workspace.using(shrink(candidate, config.release)), snapshot.snapshot_id)
+            resolve_dataset(workspace.with_config(shrink(candidate, config.release)), snapshot.snapshot_id)
         with prefix_errors("release.fresh"):
-            last = resolve_dataset(workspace.using(freshen(candidate, config.release)), snapshot.snapshot_id)[1]
+            last = resolve_dataset(workspace.with_config(freshen(candidate, config.release)), snapshot.snapshot_id)[1]
         for part in RANKED_BY:
             if share_rows(data[part].selection, last["test"].selection):
                 expected = "test rows that no candidate was trained on or ranked by"
@@ -294,13 +294,14 @@ def retrain(release: Release, name: str, force: bool) -> dict[str, Any]:
     before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     tags = {"mlflow.parentRunId": release.run_id, **release.make_tags("retrain", name)}
     snapshot = release.job.snapshot.snapshot_id
+    # Skips what is in the registry, and repeats what is gone from it.
     result = train_version(
-        release.workspace.using(release.make_config("retrain", name)),
+        release.workspace.with_config(release.make_config("retrain", name)),
         snapshot,
         force and not before,
         f"retrain {name}",
         tags,
-    )  # skips what is in the registry, and repeats what is gone from it
+    )
     if before.get("mlflow_run_id") == result["mlflow_run_id"]:
         return before
     result |= {"winner": name}

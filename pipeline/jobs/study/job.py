@@ -87,7 +87,7 @@ def pin_study(workspace: Workspace, snapshot_id: int | None, force: bool) -> Stu
     check = check_point_sweep if config.characterize.measure == "quality" else make_point_config
     configs = [check(config, point) for point in found]
     if config.characterize.workload is None:
-        snapshot_id = resolve_dataset(workspace.using(configs[0]), snapshot_id)[0].snapshot_id
+        snapshot_id = resolve_dataset(workspace.with_config(configs[0]), snapshot_id)[0].snapshot_id
     inputs = {
         "study": config.characterize.model_dump(mode="json"), "config": semantics(workspace),
         "snapshot_id": snapshot_id, "sweep": config.sweep.model_dump(mode="json"),

@@ -111,7 +111,7 @@ def _prepare_point(workspace: Workspace, point: StudyPoint, rows: "PointRows") -
     """
     settings = make_point_config(workspace.config, point)
     study, training = settings.characterize, settings.training
-    data = rows.load(workspace.using(settings))
+    data = rows.load(workspace.with_config(settings))
     shape = study.workload if data is None else None
     if data is not None:
         plan = data.plan

@@ -29,8 +29,8 @@ def sweep_point(
         TrainingError: If the trial with the config's own values has no NE.
     """
     settings = check_point_sweep(workspace.config, point)
-    result = run_sweep(workspace.using(settings), snapshot_id, force=False)
-    tracker, run_id = workspace.using(settings).tracking, result["mlflow_run_id"]
+    result = run_sweep(workspace.with_config(settings), snapshot_id, force=False)
+    tracker, run_id = workspace.with_config(settings).tracking, result["mlflow_run_id"]
     if parent is not None:
         tracker.tag(run_id, {"mlflow.parentRunId": parent, "mlflow.runName": point.name})
     study = SearchStudy(Path(result["config_path"]).parent / STUDY, settings.sweep, {})

@@ -237,9 +237,8 @@ class MeasuredPoint:
         config = self.task.training
         several = dist.get_world_size() > 1 and config.sync == "synchronous"
         parts = [StepPart(self, "next", "wait"), *list_parts(self.trainer)]
-        alike = (
-            config.easgd_period_steps if config.sync == "easgd" else 1
-        )  # steps of a period differ; periods are alike
+        # Steps of a period differ. Periods are alike.
+        alike = config.easgd_period_steps if config.sync == "easgd" else 1
 
         def steps() -> None:
             for _ in range(alike):
@@ -361,9 +360,8 @@ class Memory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            Path("/proc/self/clear_refs").write_text(
-                "5", encoding="ascii"
-            )  # resets the high-water mark to the current use
+            # Resets the high-water mark to the current use.
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         self.before = self._peak()
 
     def peaks(self) -> tuple[float, float]:

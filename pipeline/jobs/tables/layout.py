@@ -146,7 +146,9 @@ def _select_columns(workspace: Workspace, name: str) -> list[str]:
     if name != config.name:
         return there
     read = load(config, {"features.allow_deprecated": True})  # deprecated columns are still read
-    return [column for column in resolve_dataset(workspace.using(read), None)[1]["train"].columns if column in there]
+    return [
+        column for column in resolve_dataset(workspace.with_config(read), None)[1]["train"].columns if column in there
+    ]
 
 
 def _rewrite_days(workspace: Workspace, name: str, days: Sequence[datetime.date]) -> list[RewriteResult]:

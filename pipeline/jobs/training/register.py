@@ -29,7 +29,7 @@ def register_run(workspace: Workspace, run: str | None) -> dict[str, Any]:
     """
     folder = _find_folder(workspace, run)
     record = Record.model_validate_json((folder / RECORD).read_text(encoding="utf-8"))
-    workspace = workspace.using(restore_config(record, workspace))
+    workspace = workspace.with_config(restore_config(record, workspace))
     run_id = (folder / RUN_ID).read_text(encoding="utf-8").strip()
     if (folder / REGISTERED).exists():
         workspace.console.log.info("skipped: run %s is registered", run_id)
@@ -49,7 +49,7 @@ def _load_job(workspace: Workspace, folder: Path, record: Record) -> TrainingJob
     if (folder / JOB).exists():
         return TrainingJob.model_validate_json((folder / JOB).read_text(encoding="utf-8"))
     # A finished training is registered even if a feature has been deprecated since.
-    allowed = workspace.using(load(workspace.config, {"features.allow_deprecated": True}))
+    allowed = workspace.with_config(load(workspace.config, {"features.allow_deprecated": True}))
     return make_job(folder, workspace, record.identity, resolve_dataset(allowed, record.snapshot.snapshot_id))
 
 

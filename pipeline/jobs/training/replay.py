@@ -43,7 +43,7 @@ def replay_version(workspace: Workspace, version: int | None, overrides: Mapping
             f"model '{name}', version {version}", "a training by flows.train", f"one of {old.day} by flows.recurring",
             "It continued another version: roll back to that one, then run flows.recurring day=... force=true.",
         )  # fmt: skip
-    workspace = workspace.using(_make_config(old, workspace, overrides))
+    workspace = workspace.with_config(_make_config(old, workspace, overrides))
     job = pin_replay(workspace, old, f"{name}-{version}")
     tags = {"dlrm.replay_of": f"{name}/{version}", "mlflow.source.name": "flows.replay"}
     with open_training_run(workspace, job, f"replay of {name} version {version}", tags) as run_id:
