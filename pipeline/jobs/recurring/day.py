@@ -33,7 +33,7 @@ CHECKPOINTS = "checkpoints"
 
 
 class ChampionVersion(BaseModel, frozen=True):
-    """The champion, and where its training has got to."""
+    """The champion, and the days that its training covers."""
 
     version: int
     trained_to: datetime.date

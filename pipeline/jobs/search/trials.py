@@ -136,7 +136,7 @@ def open_search_run(
     """
     config = workspace.config
     with exclusive_dir(Path(job.folder)) as folder:
-        # Here once, since trials would do it at the same time.
+        # Once, before trials run side by side.
         tag_inputs(workspace.warehouse, job.identity, job.snapshot, workspace.feature_joins())
         if not (folder / PINNED).exists():
             for other in find_unfinished(job):
@@ -279,7 +279,7 @@ class Trials:
 
 
 def is_environment_error(error: Exception) -> bool:
-    """Whether MLflow, the warehouse or the disk caused the error, so that any other trial would fail, too."""
+    """Whether MLflow, the warehouse or the disk caused the error, and any other trial would fail, too."""
     if isinstance(error, EmptyDatasetError):  # caused by the trial's own sampling
         return False
     return isinstance(error, TrackingError | StorageError | OSError) or is_unreachable(error)
