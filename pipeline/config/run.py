@@ -1,4 +1,4 @@
-"""RunConfig: every stage's config in one object; YAML -> RunConfig."""
+"""RunConfig: the configs of all stages in one object, loaded from YAML."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,7 +55,7 @@ EXECUTION_KEYS = {
 
 
 def check_name(text: str) -> str:
-    """Refuses what cannot name a table."""
+    """Refuses text that cannot name a table."""
     if not NAME.fullmatch(text):
         raise ConfigError("name", f"letters, digits and _, {NAME.pattern}", f"'{text}'", "Rename it.")
     return text
@@ -75,28 +75,28 @@ INCREMENTAL = {
     "warmup_steps": 0,
     "decay_steps": None,
 }
-"""How a training on new days differs from one from scratch, unless `recurring.training` says otherwise."""
+"""Differences of incremental training from training from scratch. `recurring.training` overrides them."""
 
 
 class RecurringConfig(Policy, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """When and how a champion is trained further on the days that come, by `flows.recurring`."""
+    """When and how `flows.recurring` trains a champion incrementally on new days."""
 
     training: Mapping[str, Any] = {}
-    """Keys of `training` that differ when a champion is trained further, such as `{dense_learning_rate: 5.0e-4}`.
-    Without one there: one epoch, no warm-up, no decay, no validation, no mean of the weights."""
+    """Keys of `training` that differ in incremental training, such as `{dense_learning_rate: 5.0e-4}`. Defaults: one
+    epoch, no warm-up, no decay, no validation, no averaging of the weights."""
     keep_checkpoints: PositiveInt = 7
-    """Days whose checkpoints are kept, beside the champion's: a rollback can be trained further from one of them."""
+    """Number of days with kept checkpoints, besides the champion's. After a rollback, training can start from them."""
     policies: Mapping[str, Policy] = {}
-    """Name -> policy: what `flows.backtest` rehearses side by side."""
+    """Name -> policy, for `flows.backtest` to compare."""
 
 
 class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """A complete run: where rows come from, what becomes of them, what is trained and how it is judged."""
+    """A complete run: source, transforms, training and evaluation."""
 
     name: Annotated[str, AfterValidator(check_name)]
     """Name of the warehouse table, the MLflow experiment and the model."""
     home: str = ".dlrm"
-    """Folder for everything a run writes; below the project unless absolute. DLRM_HOME overrides it."""
+    """Folder for everything a run writes, relative to the project or absolute. DLRM_HOME overrides it."""
     seed: NonNegativeInt = 1
     """Seeds initial weights, the order of rows and dropout."""
     source: SourceConfig
@@ -104,9 +104,9 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     warehouse: WarehouseConfig = WarehouseConfig()
     features: FeatureSchema
     filter: Annotated[str, AfterValidator(_filter)] | None = None
-    """Rows to train and judge on, such as \"country = 'DE' and age >= 18\"."""
+    """Rows to train and evaluate on, such as \"country = 'DE' and age >= 18\"."""
     sampling: Sampling | None = None
-    """Share of the rows to train on; None takes all. Stopping and judging take all rows."""
+    """Share of the rows to train on. None takes all. Early stopping and evaluation take all rows."""
     split: SplitConfig
     preprocessing: PreprocessingConfig = PreprocessingConfig()
     model: DLRMConfig = DLRMConfig()
@@ -137,19 +137,19 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         return self
 
     @model_validator(mode="after")
-    def _trains_further(self) -> Self:
+    def _trains_incrementally(self) -> Self:
         where = "recurring.training"
         try:
-            further = self.incremental
+            incremental = self.incremental
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join([where, *(str(part) for part in first["loc"])])
             raise ConfigError(key, "a key of `training` and a value that fits", first["msg"], "Correct it.") from None
         fixed = ("dense_optimizer", "table_optimizer", "table_precision", "sync", "world_size")
         for key in fixed:
-            if getattr(further, key) != getattr(self.training, key):
-                expected = f"training.{key}, {getattr(self.training, key)}: the state goes on"
-                raise ConfigError(f"{where}.{key}", expected, f"{getattr(further, key)}", "Leave it out.")
+            if getattr(incremental, key) != getattr(self.training, key):
+                expected = f"training.{key}, {getattr(self.training, key)}: the state is kept"
+                raise ConfigError(f"{where}.{key}", expected, f"{getattr(incremental, key)}", "Leave it out.")
         return self
 
     @model_validator(mode="after")
@@ -163,7 +163,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     @property
     def incremental(self) -> TrainConfig:
-        """How a champion is trained on new days."""
+        """Settings of incremental training."""
         return TrainConfig.model_validate({**self.training.model_dump(), **INCREMENTAL, **self.recurring.training})
 
     @property
@@ -177,7 +177,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         return self.registration.model_name or self.name
 
     def semantics(self) -> dict[str, Any]:
-        """What decides the trained model, apart from its data: two configs with equal semantics are one training."""
+        """Returns what decides the trained model, apart from its data. Equal semantics are one training."""
         elsewhere = {"home", "source", "ingest", "warehouse", "gate", "registration", "scoring"}
         elsewhere |= {"recurring", "sweep", "release", "characterize"}
         values = self.model_dump(mode="json", exclude=elsewhere)
@@ -186,15 +186,15 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         features = {key: value for key, value in values["features"].items() if key != "allow_deprecated"}
         features["joined"] = [source for source in features["joined"] if not source["stored"]]
         for group in (*features["dense"], *features["sparse"]):
-            del group["on_missing"]  # at one snapshot it decides whether there is a training, not what is learned
+            del group["on_missing"]  # decides whether a training starts, not what it learns
         return values | {"features": features, "weights": self.registration.weights}
 
     def shareable(self) -> dict[str, Any]:
-        """The config without what may hold passwords: properties of the catalog and MLflow's address."""
+        """Returns the config without keys that may hold passwords: the catalog's properties and MLflow's address."""
         return self.model_dump(mode="json", exclude={"warehouse": {"catalog"}, "registration": {"tracking_uri"}})
 
     def flat(self) -> dict[str, Any]:
-        """Dotted key -> value of everything that was chosen, for MLflow's parameter table."""
+        """Returns dotted key -> value of all chosen settings, for MLflow's table of parameters."""
         hidden: Any = {"warehouse": {"catalog"}, "registration": {"tracking_uri"}}
         hidden |= dict.fromkeys(("source", "features", "sweep", "release", "characterize"), True)
         values = self.model_dump(mode="json", exclude_defaults=True, exclude=hidden)
@@ -202,7 +202,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
 
 def load(config: "str | Path | RunConfig | Mapping[str, Any]", overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """A checked config from a YAML file (or its content), with dotted keys put over it.
+    """Returns the checked config of a YAML file (or its content), with dotted keys put over it.
 
     Raises:
         ConfigError: If the file is absent, or a key is unknown or of the wrong type; names key and remedy.

@@ -170,7 +170,7 @@ def test_a_days_work_does_not_depend_on_the_champion():
         ({"recurring.training": {"epochs": 0}}, "recurring.training.epochs: expected a key of `training` and a value that fits"),
         (
             {"recurring.training": {"dense_optimizer": "sgd"}},
-            "recurring.training.dense_optimizer: expected training.dense_optimizer, adam: the state goes on, got sgd.",
+            "recurring.training.dense_optimizer: expected training.dense_optimizer, adam: the state is kept, got sgd.",
         ),
     ],
 )  # fmt: skip
