@@ -240,11 +240,11 @@ def assemble(
         spec.seed,
         device,
         describe_identity(spec),
-        begin=None if spec.start is None else partial(begin, spec),
+        begin=None if spec.start is None else partial(load_start, spec),
     )
 
 
-def begin(spec: RankSpec, trainer: Trainer) -> None:
+def load_start(spec: RankSpec, trainer: Trainer) -> None:
     """Loads the state of the training to continue into the trainer.
 
     Raises:
@@ -253,14 +253,14 @@ def begin(spec: RankSpec, trainer: Trainer) -> None:
     assert spec.start is not None
     folder = Path(spec.start.checkpoint)
     if spec.start.plan.hash != spec.train.plan.hash:
-        folder = grow(spec, spec.start, trainer)
+        folder = transfer_checkpoint(spec, spec.start, trainer)
     trainer.start_from(folder)
     dist.barrier()  # until all ranks have read it
     if dist.get_rank() == 0 and folder != Path(spec.start.checkpoint):
         shutil.rmtree(folder)
 
 
-def grow(spec: RankSpec, start: Start, trainer: Trainer) -> Path:
+def transfer_checkpoint(spec: RankSpec, start: Start, trainer: Trainer) -> Path:
     """Writes a checkpoint for the model with other features. Rank 0 makes it in its own memory."""
     folder, source = Path(spec.folder) / "checkpoints" / "grown", Path(start.checkpoint)
     trainer.make_dense_state()

@@ -98,7 +98,7 @@ class PlanCandidate(BaseModel, frozen=True):
         return f"{self.kind}{partitioner} on {self.world_size}, {self.table_optimizer}"
 
 
-@step("compare placements")
+@step("compare sharding plans")
 def compare_plans(
     workspace: Workspace, world_sizes: Sequence[int], steps: int, snapshot_id: int | None
 ) -> dict[str, Any]:
