@@ -203,12 +203,12 @@ def trained(spec: DataSpec, steps: int) -> dict[str, float]:
         checkpoint_every_steps=None, max_steps=steps,
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
-        told = RankSpec(
+        rank_spec = RankSpec(
             train=spec, valid=None, probe=spec, training=training, seed=1, folder=temporary,
             preprocessing=PreprocessingConfig(workers=1, shuffle_window_rows=WINDOW_ROWS),
             model=DLRMConfig(embedding_width=WIDTH, bottom_mlp=(64,), top_mlp=(128, 64)),
         )  # fmt: skip
-        result = run_ranks("benchmarks.kept", told, Path(temporary), 1, 1, Limits(), lambda event: None, ROOT)
+        result = run_ranks("benchmarks.kept", rank_spec, Path(temporary), 1, 1, Limits(), lambda event: None, ROOT)
     milliseconds = result["step_milliseconds"][0]
     return {"step_milliseconds": milliseconds, "training_rows_per_second": round(1e3 * BATCH_ROWS / milliseconds)}
 

@@ -1,4 +1,4 @@
-"""What is wrong with this installation, or with a run that hangs, and the remedy.
+"""Names what is wrong with this installation or with a hanging run, and the remedy.
 
 Not a Prefect flow: Prefect may be what is broken.
 """
@@ -26,7 +26,7 @@ FREE_BYTES = 2 * 1024**3
 SHARED_BYTES = 64 * 1024**2
 POOL = "dlrm"
 PATIENCE_SECONDS = 60.0
-"""A worker asks for runs every 10 seconds, and a process takes some 20 to begin."""
+"""A worker polls for runs every 10 seconds, and a process takes about 20 to start."""
 SETUP = "Run `make clean setup`."
 MODULES = {
     "torch": "torch is broken.",
@@ -36,7 +36,7 @@ MODULES = {
     "uvicorn": "Serving models and the UIs needs it.",
     "prefect, mlflow, pyiceberg, duckdb, numba": "One of them is broken.",
 }
-"""What must import, and what it means if it does not."""
+"""Modules that must import -> what is wrong if they do not."""
 UNWRITABLE = {
     "home": "Set DLRM_HOME, or `home` in the config, to a folder that you may write to.",
     "HOME": "Set HOME to a folder that you may write to; Prefect and matplotlib keep settings there.",
@@ -46,7 +46,7 @@ UNWRITABLE = {
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at."""
+    """The result of one check."""
 
     name: str
     ok: bool
@@ -55,7 +55,7 @@ class Check:
 
 
 def python_version(version: Sequence[Any]) -> Check:
-    """3.11 to 3.13: for others there are no wheels of fbgemm."""
+    """Checks for Python 3.11 to 3.13. There are no fbgemm wheels for others."""
     ok = (3, 11) <= tuple(version[:2]) <= (3, 13)
     return Check(
         "python",
@@ -66,7 +66,7 @@ def python_version(version: Sequence[Any]) -> Check:
 
 
 def versions(installed: Mapping[str, str]) -> list[Check]:
-    """torch, torchrec and fbgemm belong together, and only one build of fbgemm may be there."""
+    """Checks that torch, torchrec and fbgemm fit together, and that only one build of fbgemm is installed."""
     checks = []
     for name, wanted in PINNED.items():
         found = installed.get(name, "absent")
@@ -90,7 +90,7 @@ def versions(installed: Mapping[str, str]) -> list[Check]:
 
 
 def importable(module: str, why: str, python: str = sys.executable) -> Check:
-    """Imports a module in a process of its own: a broken library may end the interpreter."""
+    """Imports a module in its own process, because a broken library may crash the interpreter."""
     done = subprocess.run([python, "-W", "ignore", "-c", f"import {module}"], cwd=ROOT, capture_output=True, text=True)
     lines = done.stderr.strip().splitlines()
     found = "imports" if done.returncode == 0 else (lines[-1][:160] if lines else f"exit code {done.returncode}")
@@ -98,7 +98,7 @@ def importable(module: str, why: str, python: str = sys.executable) -> Check:
 
 
 def writable(name: str, folder: Path, remedy: str) -> Check:
-    """A file can be made in the folder, or in the nearest one above it that exists."""
+    """Checks that a file can be created in the folder, or in its nearest existing parent."""
     place = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=place):
@@ -109,14 +109,14 @@ def writable(name: str, folder: Path, remedy: str) -> Check:
 
 
 def space(name: str, folder: Path, needed: int, remedy: str) -> Check:
-    """Enough bytes are free."""
+    """Checks that enough bytes are free."""
     place = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(place).free
     return Check(name, free >= needed, f"{free / 1024**3:.1f} GiB free", "" if free >= needed else remedy)
 
 
 def port_free(name: str, port: int) -> Check:
-    """`make ui` can listen there, or is listening already."""
+    """Checks that `make ui` can listen on the port. It may be listening already."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -132,7 +132,7 @@ def port_free(name: str, port: int) -> Check:
 
 
 def reachable(variable: str, path: str, environment: Mapping[str, str]) -> Check:
-    """A server that the environment names answers; none named is fine, nothing else needs a network."""
+    """Checks that the server named in the environment answers. Without one, no network is needed."""
     address = environment.get(variable, "")
     if not address.startswith("http"):
         return Check(variable, True, address or "not set: embedded")
@@ -149,7 +149,7 @@ def reachable(variable: str, path: str, environment: Mapping[str, str]) -> Check
 
 
 def loopback() -> Check:
-    """Ranks meet over the loopback interface."""
+    """Checks the network interface over which ranks connect."""
     names = [name for _, name in socket.if_nameindex()]
     wanted = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     ok = wanted in names
@@ -162,13 +162,13 @@ def loopback() -> Check:
 
 
 def locked_runs(home: Path) -> list[Check]:
-    """Trainings that some process holds: what to look at when a run hangs."""
+    """Returns the trainings locked by a process, which are the ones to look at when a run hangs."""
     checks = []
     for lock in sorted((home / "runs").glob("*/lock")):
         done = subprocess.run([sys.executable, "-c", _TRY_LOCK, str(lock)], capture_output=True)
         if done.returncode == 1:
             remedy = (
-                f"Wait for it; if it hangs, end it and look at {lock.parent}/rank-0.log. The same command then goes on."
+                f"Wait for it. If it hangs, end it and look at {lock.parent}/rank-0.log. The same command resumes it."
             )
             checks.append(Check(f"run {lock.parent.name}", True, "a process is at work on it", remedy))
     return checks
@@ -184,7 +184,7 @@ except OSError:
 
 
 def stuck_runs(environment: Mapping[str, str], patience_seconds: float = PATIENCE_SECONDS) -> list[Check]:
-    """Runs that are late, or that a worker took and did not begin; none where no server is named or answers."""
+    """Returns runs that are late, or that a worker took but did not start. Empty without a reachable server."""
     address = environment.get("PREFECT_API_URL", "").rstrip("/")
     if not address.startswith("http"):
         return []
@@ -194,13 +194,13 @@ def stuck_runs(environment: Mapping[str, str], patience_seconds: float = PATIENC
         late = _read_runs(address, "SCHEDULED", {"expected_start_time": {"before_": since.isoformat()}})
         working = any(worker["status"] == "ONLINE" for worker in _read_workers(address)) if late else True
     except OSError:
-        return []  # reachable() says that the server does not answer
+        return []  # reachable() reports that
     pending = [run for run in taken if datetime.datetime.fromisoformat(run["state"]["timestamp"]) <= since]
     return [*map(_pending, pending), *(_late(run, working) for run in late)]
 
 
 def _pending(run: Mapping[str, Any]) -> Check:
-    found = f"handed to a worker at {run['state']['timestamp']:.19}, not begun"
+    found = f"taken by a worker at {run['state']['timestamp']:.19}, not started"
     remedy = f"Its worker is gone. End it: `prefect flow-run cancel {run['id']}`, then run it again."
     return Check(f"run '{run['name']}'", False, found, remedy)
 
@@ -209,7 +209,7 @@ def _late(run: Mapping[str, Any], working: bool) -> Check:
     found = f"due at {run['expected_start_time']:.19}, queue '{run['work_queue_name']}'"
     if not working:
         return Check(f"run '{run['name']}'", False, f"{found}, no worker", "Start one: `make worker`.")
-    remedy = "It waits for those before it in its queue; `make deploy TRAININGS=2` lets in two at a time."
+    remedy = "It waits for earlier runs in its queue. `make deploy TRAININGS=2` allows two at a time."
     return Check(f"run '{run['name']}'", True, found, remedy)
 
 
@@ -227,7 +227,7 @@ def _read_workers(address: str) -> list[Any]:
 
 
 def _post(address: str, body: Mapping[str, Any]) -> list[Any]:
-    """Asks the server by the standard library alone, because Prefect's client may be what is broken."""
+    """Queries the server with the standard library only, because Prefect's client may be broken."""
     request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=5) as answer:
         found: list[Any] = json.load(answer)
@@ -235,7 +235,7 @@ def _post(address: str, body: Mapping[str, Any]) -> list[Any]:
 
 
 def configuration(path: str) -> Check:
-    """The config file holds together, its filter included; run apart, since it needs the libraries."""
+    """Validates the config file and finds its source files, in its own process because that needs the libraries."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _TRY_CONFIG, path], cwd=ROOT, capture_output=True, text=True
     )  # fmt: skip
@@ -263,19 +263,19 @@ except ContractError as error:
 
 
 def places(home: Path, cache: Path) -> dict[str, Path]:
-    """Folders that a run writes to."""
+    """Returns the folders that a run writes to."""
     return {"home": home, "HOME": Path.home(), "kernel cache": cache}
 
 
 def installed_versions() -> dict[str, str]:
-    """Distribution -> version of what is installed here."""
+    """Returns the version of each installed distribution."""
     return {
         dist.metadata["Name"].lower().replace("_", "-"): dist.version for dist in importlib.metadata.distributions()
     }
 
 
 def examine(config: str | None, home: Path) -> list[Check]:
-    """All checks in the order of their causes."""
+    """Runs all checks, causes before their effects."""
     cache = Path(os.environ.get("NUMBA_CACHE_DIR", ROOT / "pipeline" / "transforms"))
     checks: list[Callable[[], list[Check]]] = [
         lambda: [python_version(tuple(sys.version_info))],
@@ -295,7 +295,7 @@ def examine(config: str | None, home: Path) -> list[Check]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Prints a line for every check and, last, one JSON object; exit code 1 if anything is wrong."""
+    """Prints a line for every check and, as the last line, one JSON object. Returns 1 if anything is wrong."""
     config = next((word for word in words if "=" not in word), None)
     home = ROOT / Path(os.environ.get("DLRM_HOME", ".dlrm")).expanduser()
     checks = examine(config, home)
@@ -303,7 +303,7 @@ def main(words: Sequence[str]) -> int:
         print(f"{'ok  ' if check.ok else 'BAD '} {check.name:20} {check.found}")
         if check.remedy:
             print(f"       -> {check.remedy}")
-    # A port in use is worth a line, not a failure: it is most often `make ui` itself.
+    # A port in use is not a failure, because it is usually `make ui` itself.
     wrong = [check for check in checks if not check.ok and not check.name.startswith("port ")]
     result = {"status": "failed" if wrong else "ok", "checks": [asdict(check) for check in checks]}
     if wrong:

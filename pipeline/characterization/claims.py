@@ -162,7 +162,7 @@ def _ne_grows(study: StudyResults) -> tuple[Verdict, str]:
 def _tuning_helps(study: StudyResults) -> tuple[Verdict, str]:
     found = _qualities(study)
     if len(found) < 2 or found[-1][1] - found[0][1] <= CHANCE_NE:
-        return "cannot tell", "no loss to win back"
+        return "cannot tell", "no loss to recover"
     (_, base, _), (large, ne, tuned) = found[0], found[-1]
     share = (ne - tuned) / (ne - base)
     text = f"batch_rows {format_value(large)}: NE {ne:.4f}, tuned {tuned:.4f}: {share:.0%} of the loss"
@@ -226,8 +226,8 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     ),
     "E6": (
         Claim("figure 15", "with the same learning rates NE grows with the batch", _ne_grows),
-        Claim("figure 15", "tuning them anew wins back some of what a large batch loses", _tuning_helps),
-        Claim("figure 15", "tuning them anew does not win back all of it", _a_gap_stays),
+        Claim("figure 15", "tuning them recovers some of a large batch's loss", _tuning_helps),
+        Claim("figure 15", "tuning them does not recover all of it", _a_gap_stays),
     ),
     "E7": (
         Claim(

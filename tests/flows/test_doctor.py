@@ -1,4 +1,4 @@
-"""Every fault of an installation, and every run that nobody begins, is named with its remedy."""
+"""The doctor names every fault of an installation and every stuck run, with the remedy."""
 
 import asyncio
 import datetime
@@ -112,7 +112,7 @@ def test_a_bad_filter_in_a_config_is_shown(tmp_path):
 
 @pytest.fixture
 def runs(prefect):
-    """Ids by name of a run that was handed out, one that is an hour late and one that is due in an hour."""
+    """Returns runs by name: one taken by a worker, one an hour late, and one due in an hour."""
 
     async def make():
         now = datetime.datetime.now(datetime.UTC)
@@ -137,10 +137,10 @@ def runs(prefect):
     asyncio.run(remove(made))
 
 
-def test_runs_that_nobody_begins_are_named_with_their_remedy(runs):
+def test_stuck_runs_are_named_with_their_remedy(runs):
     found = {check.name: check for check in doctor.stuck_runs(environment(), patience_seconds=0.0)}
     handed = found[f"run '{runs['handed'].name}'"]
-    assert (handed.ok, handed.found.endswith(", not begun")) == (False, True)
+    assert (handed.ok, handed.found.endswith(", not started")) == (False, True)
     assert (
         handed.remedy
         == f"Its worker is gone. End it: `prefect flow-run cancel {runs['handed'].id}`, then run it again."
@@ -150,14 +150,14 @@ def test_runs_that_nobody_begins_are_named_with_their_remedy(runs):
     assert f"run '{runs['due'].name}'" not in found
 
 
-def test_a_run_that_was_just_handed_out_has_time(runs):
+def test_a_run_that_was_just_taken_is_fine(runs):
     names = [check.name for check in doctor.stuck_runs(environment())]
     assert f"run '{runs['handed'].name}'" not in names
     assert f"run '{runs['late'].name}'" in names
 
 
 @pytest.mark.parametrize("server", [{}, {"PREFECT_API_URL": "http://127.0.0.1:9/api"}])
-def test_without_a_server_there_is_nothing_to_say(server):
+def test_without_a_server_there_are_no_findings(server):
     assert doctor.stuck_runs(server) == []
 
 

@@ -39,7 +39,7 @@ def test_a_run_of_an_older_version_is_refused(smoke, home, command, monkeypatch)
     code, result, _ = command(report, CONFIG, home=home)
     assert code == 1
     assert result["error"].endswith(
-        "expected a report of this version of the code, got one without precision_recall. Train anew."
+        "expected a report of this version of the code, got one without precision_recall. Train again."
     )
 
 

@@ -36,7 +36,7 @@ def load_record(tracker: Tracker, run_id: str) -> RunRecord:
     except ValidationError as error:
         missing = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors()[:3])
         raise RegistryError(
-            f"MLflow run '{run_id}'", "a report of this version of the code", f"one without {missing}", "Train anew."
+            f"MLflow run '{run_id}'", "a report of this version of the code", f"one without {missing}", "Train again."
         ) from None
 
 
