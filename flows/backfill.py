@@ -43,7 +43,7 @@ def backfill(
         overrides: Dotted key -> value; overrides the config.
         start: First day; None: the first day of the source.
         end: Last day; None: the last day of the source.
-        work: ingest writes days into the warehouse, train trains on the days that it has, both does both.
+        work: ingest only writes days, train only trains on days that the warehouse has, both does both.
         side_by_side: Maximum number of days written at once.
         force: Rewrites finished days. Days that the champion has seen are never trained again.
     """

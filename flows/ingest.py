@@ -18,7 +18,7 @@ def ingest(
     day: datetime.date | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Writes the source's rows into days of the warehouse table, one commit a day.
+    """Writes the source's rows into days of the warehouse table. Each day is replaced as a whole.
 
     Args:
         config: The run's config, or the path of its YAML file.

@@ -21,11 +21,11 @@ from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
 
 COLUMNS = "dlrm.joined.columns"
-"""Property of a table: JSON list of the columns that back-fills have written."""
+"""Property of a table: JSON list of the columns that backfills have written."""
 
 
 class EnrichResult(BaseModel, frozen=True):
-    """What a back-fill did."""
+    """What a backfill did."""
 
     snapshot: SnapshotRef
     columns: tuple[str, ...]
@@ -59,7 +59,7 @@ class _Columns:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The days of a back-fill, by what happens to them."""
+    """The days of a backfill, by what happens to them."""
 
     rows: Mapping[datetime.date, int]
     """Day -> its rows, for all days in the range."""
@@ -88,18 +88,18 @@ def enrich(
         root: Folder that relative paths start from.
         start: First day. None: the table's first.
         end: Last day. None: the table's last.
-        force: Also writes days that are done, and overwrites values that no back-fill wrote.
+        force: Also writes days that are done, and overwrites values that no backfill wrote.
     Raises:
         ConfigError: If there is no feature source, its columns or keys do not fit the table, or a day has values in
-            the columns that no back-fill wrote.
+            the columns that no backfill wrote.
         ConflictError: If another writer wrote a day meanwhile. The days before it stay done.
         DataError: If a feature source has a key twice. The days before stay done.
         EmptyDatasetError: If the table has no day in the range.
     """
     if not joined:
-        raise ConfigError("features.joined", "a feature source to back-fill from", "none", "Add one.")
+        raise ConfigError("features.joined", "a feature source to backfill from", "none", "Add one.")
     snapshot, columns = warehouse.current(table), _resolve_columns(joined, warehouse, table, root)
-    days = days_between(warehouse.day_rows(snapshot), start, end, "days to back-fill")
+    days = days_between(warehouse.day_rows(snapshot), start, end, "days to backfill")
     plan = _plan_days(columns, warehouse, table, days, force)
     if not force:
         _refuse_values(warehouse, snapshot, columns, plan.due)
@@ -174,7 +174,7 @@ def _write_days(
 def _refuse_values(
     warehouse: Warehouse, snapshot: SnapshotRef, columns: _Columns, days: Iterable[datetime.date]
 ) -> None:
-    """Refuses to overwrite values that no back-fill wrote, such as those of an ingest that now has the column."""
+    """Refuses to overwrite values that no backfill wrote, such as those of an ingest that now has the column."""
     noted = notes(warehouse.table(snapshot.table))
     for day in days:
         names = [name for name in columns.added.names if name not in noted.get(day, {})]
@@ -185,7 +185,7 @@ def _refuse_values(
         if found:
             raise ConfigError(
                 f"day {day} of table '{snapshot.table}'", f"no values in {', '.join(sorted(found))}",
-                "values that no back-fill wrote", "Set `prefix`, or overwrite them with force=true.",
+                "values that no backfill wrote", "Set `prefix`, or overwrite them with force=true.",
             )  # fmt: skip
 
 

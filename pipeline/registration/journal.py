@@ -18,7 +18,7 @@ POINTS, SENT = "metrics.jsonl", "metrics.sent.json"
 BATCH_METRICS = 500
 """MLflow takes at most 1,000 in a request."""
 RETRY_SECONDS = 5.0
-"""Interval of attempts while MLflow is away."""
+"""Interval of attempts while MLflow is unreachable."""
 
 
 class Journal:

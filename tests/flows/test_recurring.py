@@ -92,10 +92,10 @@ def test_a_champion_is_trained_day_by_day(filled, monkeypatch, tmp_path):
         recurring(CONFIG, TOY, day="2025-01-07")
 
     idle = TOY | {"recurring.every_days": None}
-    judged = recurring(CONFIG, idle, day="2025-01-09")
-    assert (judged["status"], judged["model"]["version"], judged["gate"]) == ("ok", 2, None)
-    assert judged["decision"] == {"training": "none", "reason": "no condition of the policy holds"}
-    assert recurring(CONFIG, idle, day="2025-01-09") == judged | {"status": "skipped"}
+    evaluated = recurring(CONFIG, idle, day="2025-01-09")
+    assert (evaluated["status"], evaluated["model"]["version"], evaluated["gate"]) == ("ok", 2, None)
+    assert evaluated["decision"] == {"training": "none", "reason": "no condition of the policy holds"}
+    assert recurring(CONFIG, idle, day="2025-01-09") == evaluated | {"status": "skipped"}
 
     folder = config.home_path / "runs" / second["run_folder"]
     shutil.move(folder / "checkpoints", tmp_path)
@@ -113,7 +113,7 @@ def test_a_champion_is_trained_day_by_day(filled, monkeypatch, tmp_path):
     assert (both["status"], both["days_trained"], both["trainings_skipped"]) == ("ok", 1, 1)
     assert [line["champion_ne"] for line in both["series"]] == [
         filled["series"][0]["champion_ne"],
-        judged["champion_eval"]["ne"],
+        evaluated["champion_eval"]["ne"],
     ]
     third = tags(config, 3)
     assert (third["trained_to"], third["scratch_day"], third["trained_from"]) == ("2025-01-09", "2025-01-07", "2")

@@ -97,8 +97,8 @@ def test_all_candidates_are_checked_against_the_table(smoke, home, monkeypatch):
     assert said(fresh={"split.days.train": ["2025-02-01"]}).startswith(
         "release.fresh, split.days.train '2025-02-01': expected days of the table, 2025-01-06 to 2025-01-09"
     )
-    judged_by = {"split.days": {"train": ["2025-01-06"], "valid": ["2025-01-07"], "test": ["2025-01-08"]}}
-    assert said(fresh=judged_by) == (
+    fresh = {"split.days": {"train": ["2025-01-06"], "valid": ["2025-01-07"], "test": ["2025-01-08"]}}
+    assert said(fresh=fresh) == (
         "release.fresh: expected test rows that no candidate was trained on or ranked by, got rows of split's "
         "`valid`. Choose other test rows."
     )

@@ -36,18 +36,18 @@ def test_a_model_with_int8_tables_is_registered_as_evaluated(smoke, home, copied
     run_id = Workspace(config).tracking.start("int8", {}, {}, None)
 
     @flow
-    def judged_and_registered():
-        judged = evaluate(Workspace(config), job, trained)
-        return judged, register(Workspace(config), job, trained, judged, run_id)
+    def evaluate_and_register():
+        evaluation = evaluate(Workspace(config), job, trained)
+        return evaluation, register(Workspace(config), job, trained, evaluation, run_id)
 
-    judged, model = judged_and_registered()
+    evaluation, model = evaluate_and_register()
     folder = copied / "runs" / f"smoke-{job.identity[:12]}-0"
     plain, rounded = LoadedModel(folder / "model"), LoadedModel(folder / "int8" / "model")
     weights = folder / "int8" / "model" / "weights.safetensors"
     tags = Workspace(config).tracking.client.get_model_version("smoke", str(model.version)).tags
     assert (tags["weights"], tags["size_bytes"]) == ("int8", str(weights.stat().st_size))
-    assert judged.report.ne_exact == smoke["eval"]["ne"]
-    assert float(tags["ne_int8_cost"]) == pytest.approx(judged.report.overall.ne - smoke["eval"]["ne"], abs=1e-6)
+    assert evaluation.report.ne_exact == smoke["eval"]["ne"]
+    assert float(tags["ne_int8_cost"]) == pytest.approx(evaluation.report.overall.ne - smoke["eval"]["ne"], abs=1e-6)
     others = Workspace(config).tracking.client.get_model_version("smoke", "1").tags
     assert others["weights"] == "fp32"
     width = config.model.embedding_width
@@ -62,6 +62,6 @@ def test_a_model_with_int8_tables_is_registered_as_evaluated(smoke, home, copied
     assert np.abs(scores - rounded.score(rows)).max() < 1e-6
     assert 0 < np.abs(scores - plain.score(rows)).max() < 1e-3
     logloss = -np.mean(np.log(np.where(rows["label"].to_numpy() == 1, scores, 1 - scores)))
-    assert judged.report.overall.logloss == pytest.approx(logloss, abs=1e-7)
-    assert judged.report.overall.logloss != pytest.approx(smoke["eval"]["logloss"], abs=1e-9)
+    assert evaluation.report.overall.logloss == pytest.approx(logloss, abs=1e-7)
+    assert evaluation.report.overall.logloss != pytest.approx(smoke["eval"]["logloss"], abs=1e-9)
     assert load_file(weights).keys() == load_file(before / "weights.safetensors").keys()

@@ -30,9 +30,9 @@ def test_a_thinned_model_is_calibrated_on_all_rows(smoke, home, tmp_path, monkey
     result = end_to_end(config=CONFIG, overrides=THINNED)
     counts = result["ingest"]["by_day"]["2025-01-09"]
     assert counts["rows"] == 5_000 == counts["written"] + counts["left_out"]
-    judged = result["eval"]
-    assert judged["rows"] == counts["written"] < 3_000
-    assert judged["label_rate"] == pytest.approx(smoke["eval"]["label_rate"], abs=0.03)
+    evaluation = result["eval"]
+    assert evaluation["rows"] == counts["written"] < 3_000
+    assert evaluation["label_rate"] == pytest.approx(smoke["eval"]["label_rate"], abs=0.03)
     files = sorted((home / "warehouse" / "dlrm" / "smoke" / "data" / "day=2025-01-09").glob("*.parquet"))
     rows = pa.concat_tables([pq.read_table(file, partitioning=None) for file in files])
     model = LoadedModel(download_packed(Workspace(load(CONFIG)).tracking, "smoke", 1, Path(tmp_path / "model")))
@@ -41,7 +41,7 @@ def test_a_thinned_model_is_calibrated_on_all_rows(smoke, home, tmp_path, monkey
     assert found.rows == 5_000
     assert 0.85 < found.calibration < 1.15  # without the weights it is 2 or more
     assert found.ne < smoke["eval"]["ne"] + 0.03
-    assert (judged["ne"], judged["calibration"]) == pytest.approx((found.ne, found.calibration), abs=0.1)
+    assert (evaluation["ne"], evaluation["calibration"]) == pytest.approx((found.ne, found.calibration), abs=0.1)
 
 
 def test_thinned_rows_need_their_weight():

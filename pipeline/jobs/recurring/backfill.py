@@ -1,4 +1,4 @@
-"""A back-fill: past days written side by side, and the summary of each."""
+"""A backfill: past days written side by side, and the summary of each."""
 
 import contextvars
 import datetime
@@ -34,7 +34,7 @@ def list_days(
     found = [day for day in days if (start is None or start <= day) and (end is None or day <= end)]
     if not found:
         known = f"{days[0]} to {days[-1]}" if days else "none at all"
-        raise EmptyDatasetError("days to back-fill", f"some between {start} and {end}", known, "Name other days.")
+        raise EmptyDatasetError("days to backfill", f"some between {start} and {end}", known, "Name other days.")
     return found
 
 

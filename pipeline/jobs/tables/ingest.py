@@ -102,7 +102,7 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
 def enrich_days(
     workspace: Workspace, start: datetime.date | None, end: datetime.date | None, force: bool
 ) -> dict[str, Any]:
-    """Back-fills the columns of `features.joined` and declares new ones as beta in the catalogue."""
+    """Backfills the columns of `features.joined` and declares new ones as beta in the catalogue."""
     result = enrich(workspace, start, end, force)
     declare_columns(workspace, result.columns)
     log = workspace.console.log

@@ -47,7 +47,7 @@ def measured(values: Mapping[str, Any], speed: float, noise: float = 0.01, watts
     return PointResult(point=StudyPoint(values=values, settings=dict(values)), state="measured", measurement=found)
 
 
-def judged(batch_rows: int, ne: float, tuned_ne: float) -> PointResult:
+def quality_point(batch_rows: int, ne: float, tuned_ne: float) -> PointResult:
     """A point of a quality study."""
     point = StudyPoint(values={"training.batch_rows": batch_rows}, settings={"training.batch_rows": batch_rows})
     return PointResult(point=point, state="measured", quality={"ne": ne, "tuned_ne": tuned_ne})

@@ -8,7 +8,7 @@ from pipeline.characterization.claims import CLAIMS
 from pipeline.characterization.findings import evaluate_claims, render_study
 from pipeline.characterization.points import StudyPoint
 from pipeline.characterization.results import PointResult
-from tests.pipeline.characterization.studies import judged, measured, study
+from tests.pipeline.characterization.studies import measured, quality_point, study
 
 BATCH, SPARSE, DENSE = "training.batch_rows", "workload.sparse_features", "workload.dense_features"
 HASH, LOOKUPS = "workload.hash_size", "workload.lookups"
@@ -88,11 +88,17 @@ def test_placements_are_compared_by_name():
 
 
 def test_quality_against_the_batch():
-    assert verdicts("E6", [judged(1_024, 0.75, 0.75), judged(16_384, 0.81, 0.765)]) == ["agrees"] * 3
-    assert verdicts("E6", [judged(1_024, 0.75, 0.75), judged(16_384, 0.81, 0.81)]) == ["agrees", "disagrees", "agrees"]
-    assert verdicts("E6", [judged(1_024, 0.75, 0.75), judged(16_384, 0.72, 0.72)]) == ["disagrees", "cannot tell", "disagrees"]  # fmt: skip
-    assert verdicts("E6", [judged(1_024, 0.75, 0.75), judged(16_384, 0.751, 0.751)]) == ["cannot tell"] * 3
-    [_, tuned, _] = evaluate_claims(study("E6", [judged(16_384, 0.81, 0.765), judged(1_024, 0.75, 0.75)]))
+    assert verdicts("E6", [quality_point(1_024, 0.75, 0.75), quality_point(16_384, 0.81, 0.765)]) == ["agrees"] * 3
+    assert verdicts("E6", [quality_point(1_024, 0.75, 0.75), quality_point(16_384, 0.81, 0.81)]) == [
+        "agrees",
+        "disagrees",
+        "agrees",
+    ]
+    assert verdicts("E6", [quality_point(1_024, 0.75, 0.75), quality_point(16_384, 0.72, 0.72)]) == ["disagrees", "cannot tell", "disagrees"]  # fmt: skip
+    assert (
+        verdicts("E6", [quality_point(1_024, 0.75, 0.75), quality_point(16_384, 0.751, 0.751)]) == ["cannot tell"] * 3
+    )
+    [_, tuned, _] = evaluate_claims(study("E6", [quality_point(16_384, 0.81, 0.765), quality_point(1_024, 0.75, 0.75)]))
     assert tuned.measured == "batch_rows 16384: NE 0.8100, tuned 0.7650: 75% of the loss"
 
 
@@ -146,5 +152,5 @@ def test_power_is_a_column_where_it_is_known():
 
 
 def test_the_table_of_a_study_of_quality():
-    lines = render_study(study("E6", [judged(1_024, 0.75, 0.7)])).splitlines()
+    lines = render_study(study("E6", [quality_point(1_024, 0.75, 0.7)])).splitlines()
     assert lines[-3:] == ["| point | ne | tuned_ne |", "| --- | --- | --- |", "| batch_rows 1024 | 0.7500 | 0.7000 |"]

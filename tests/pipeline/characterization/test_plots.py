@@ -8,7 +8,7 @@ import pytest
 from pipeline.characterization.plots import draw_figures
 from pipeline.characterization.points import StudyPoint
 from pipeline.characterization.results import PointResult
-from tests.pipeline.characterization.studies import judged, measured, study
+from tests.pipeline.characterization.studies import measured, quality_point, study
 
 BATCH, SPARSE, DENSE = "training.batch_rows", "workload.sparse_features", "workload.dense_features"
 GRID = [
@@ -73,7 +73,7 @@ def test_the_roof_is_the_lower_of_the_ceilings():
 
 
 def test_lines_of_quality():
-    drawn = draw_figures(study("E6", [judged(16_384, 0.81, 0.765), judged(1_024, 0.75, 0.74)]))
+    drawn = draw_figures(study("E6", [quality_point(16_384, 0.81, 0.765), quality_point(1_024, 0.75, 0.74)]))
     assert drawn.keys() == {"quality"}
     same, tuned = drawn["quality"].axes[0].lines
     assert (list(same.get_xdata()), list(same.get_ydata())) == ([1_024, 16_384], [0.75, 0.81])

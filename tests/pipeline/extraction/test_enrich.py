@@ -222,10 +222,10 @@ def refused(warehouse: Warehouse, *sources: FeatureJoin, **more: Any) -> str:
 
 def test_what_is_refused(warehouse, tmp_path):
     before, there = warehouse.current("t"), on_disk(warehouse.home)
-    with pytest.raises(ConfigError, match=r"features.joined: expected a feature source to back-fill from, got none"):
+    with pytest.raises(ConfigError, match=r"features.joined: expected a feature source to backfill from, got none"):
         enrich((), warehouse, "t", tmp_path)
     assert refused(warehouse, start=datetime.date(2026, 1, 1)) == (
-        f"{EmptyDatasetError.__name__}: days to back-fill: expected days among 2025-03-01 to 2025-03-04, "
+        f"{EmptyDatasetError.__name__}: days to backfill: expected days among 2025-03-01 to 2025-03-04, "
         "got none from 2026-01-01 to the last. Change start and end."
     )
     pq.write_table(pa.table({"user": [1], "num": [1.0]}), tmp_path / "own.parquet")
@@ -258,7 +258,7 @@ def test_values_of_an_ingest_are_not_overwritten(warehouse):
     rows = day_of(1).append_column("score", pa.array([-1.0] * 230))
     warehouse.replace_days("t", {DAYS[1]: "second"}, rows.schema, rows.to_batches(), 230)
     assert refused(warehouse) == (
-        "ConfigError: day 2025-03-02 of table 't': expected no values in score, got values that no back-fill wrote. "
+        "ConfigError: day 2025-03-02 of table 't': expected no values in score, got values that no backfill wrote. "
         "Set `prefix`, or overwrite them with force=true."
     )
     assert run(warehouse, force=True).days_written == tuple(DAYS[:3])

@@ -250,13 +250,13 @@ def test_a_consumer_may_stop_anywhere(source: BatchSource, data: DataSpec, days:
 def test_two_streams_at_once(source: BatchSource, data: DataSpec, days: list[pa.Table]) -> None:
     """A trainer does this when it validates in the middle of an epoch, more than once."""
     reference = Reference(data, days)
-    expected, judged = reference.batches(), reference.batches(window_rows=None, batch_rows=300)
+    expected, validation_batches = reference.batches(), reference.batches(window_rows=None, batch_rows=300)
     training, validation = client(source, data), client(source, data, "valid", batch_rows=300, window_rows=None)
     found = []
     for batch in training.batches():
         found.append(batch)
         if len(found) in (1, 7, 16):
-            assert all_equal(validation.batches(), judged)
+            assert all_equal(validation.batches(), validation_batches)
     assert all_equal(found, expected)
 
 

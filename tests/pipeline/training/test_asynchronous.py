@@ -77,7 +77,7 @@ class ElasticLoop(PlainLoop):
                     self.weights[name].data = own - rate * (own - middle)
                     self.centre[name] = middle + rate * (own - middle)
 
-    def judged(self) -> dict[str, torch.Tensor]:
+    def centre_weights(self) -> dict[str, torch.Tensor]:
         return {name: weight.detach() for name, weight in self.weights.items()} | self.centre
 
 
@@ -94,7 +94,7 @@ def test_easgd_is_the_papers_rule(make: Maker, train_client: Client, period: int
     for steps, found in ((5, seen[0]), (10, seen[1]), (10, weights_of(trainer))):
         loop = ElasticLoop(start, 0.1, lambda dense, **settings: torch.optim.Adam(dense, **settings))
         loop.train(train_client, steps, period, rate)
-        close(found, loop.judged())
+        close(found, loop.centre_weights())
 
 
 def test_the_rate_of_easgd_is_the_papers() -> None:
