@@ -79,8 +79,8 @@ def main(words: Sequence[str]) -> None:
     options = _options(words)
     with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
         folder = (options.folder or Path(temporary)).resolve()
-        figures, watch = measured(folder, options.rows)
-    drawn(watch, options.figure)
+        figures, watch = measure(folder, options.rows)
+    draw(watch, options.figure)
     print(json.dumps(figures) if options.json else as_text(figures))
 
 
@@ -93,7 +93,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def measured(folder: Path, rows: int) -> tuple[dict[str, Any], Watch]:
+def measure(folder: Path, rows: int) -> tuple[dict[str, Any], Watch]:
     """Returns the figures of both epochs and the samples of the long one."""
     facts = machine(PACKAGES)
     tenth, _ = epoch(folder, rows // 10)
@@ -121,10 +121,10 @@ def epoch(folder: Path, rows: int) -> tuple[dict[str, Any], Watch]:
     with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
         watch = Watch(Path(temporary), rows)
         drained = drain(table.spec, CONFIG, BATCH_ROWS, seed=1, folder=Path(temporary), progress=watch)
-    return in_figures(drained, watch), watch
+    return summarize(drained, watch), watch
 
 
-def in_figures(drained: DrainResult, watch: Watch) -> dict[str, Any]:
+def summarize(drained: DrainResult, watch: Watch) -> dict[str, Any]:
     """Returns the figures of an epoch by process."""
     processes = {name: _process(looks, watch.rows) for name, looks in watch.looks.items()}
     for worker, peak in drained.peak_rss_mb.items():
@@ -152,7 +152,7 @@ def _process(looks: Sequence[Look], rows: int) -> dict[str, int]:
     }
 
 
-def drawn(watch: Watch, file: Path) -> None:
+def draw(watch: Watch, file: Path) -> None:
     """Plots the memory of each process against the rows delivered so far."""
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     for i, (name, looks) in enumerate(sorted(watch.looks.items())):

@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> None:
             return
         say(f"table of {options.rows} rows in {folder}")
         wide_table(folder, options.rows)
-        figures = measured(folder, options.rows, options.rounds)
+        figures = measure(folder, options.rows, options.rounds)
     print(json.dumps(figures) if options.json else as_text(figures))
 
 
@@ -66,7 +66,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def measured(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
+def measure(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
     """Measures all contestants and the service, round by round, and returns the figures.
 
     Raises:
@@ -78,7 +78,7 @@ def measured(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
     for number in range(rounds):
         for name, done in passes.items():
             say(f"round {number + 1} of {rounds}: {name}")
-            done.append(in_process(name, folder, rows))
+            done.append(run_in_process(name, folder, rows))
         for workers, done in epochs.items():
             say(f"round {number + 1} of {rounds}: service, workers: {workers}")
             done.append(epoch(workers, folder, rows))
@@ -116,7 +116,7 @@ def spread(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def in_process(name: str, folder: Path, rows: int) -> dict[str, Any]:
+def run_in_process(name: str, folder: Path, rows: int) -> dict[str, Any]:
     """Runs one pass of a contestant in its own process."""
     words = ["benchmarks.preprocessing", "--contestant", name]
     return _figures(words, folder, rows, ONE_THREAD | (WORKER_ENVIRONMENT if name in OURS else {}), _one_core)

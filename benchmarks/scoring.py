@@ -70,7 +70,7 @@ def main(words: Sequence[str]) -> None:
             command = [sys.executable, "-m", "flows.end_to_end", options.config]
             subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
         requests = {1: options.requests, 1_000: options.large_requests}
-        figures = measured(config, requests, options.batch_rows, options.rounds, stack)
+        figures = measure(config, requests, options.batch_rows, options.rounds, stack)
     print(json.dumps(figures) if options.json else as_text(figures))
 
 
@@ -86,7 +86,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def measured(
+def measure(
     config: RunConfig, requests: dict[int, int], batch_rows: int, rounds: int, stack: contextlib.ExitStack
 ) -> dict[str, Any]:
     """Returns all figures.
@@ -103,7 +103,7 @@ def measured(
     loaded = LoadedModel(download_packed(tracker, name, version, folder))
     rows = raw_rows(config, batch_rows).select(list(loaded.columns))
     say(f"scoring {rows.num_rows:,} rows, {rounds} times")
-    batch = in_batches(loaded, rows, rounds)
+    batch = score_in_batches(loaded, rows, rounds)
     served: dict[str, Any] = {}
     with server(f"models:/{name}/{version}", tracker.uri, folder / "server.log") as port:
         for size, count in requests.items():
@@ -131,7 +131,7 @@ def raw_rows(config: RunConfig, count: int) -> pa.Table:
     return pa.concat_tables([table] * -(-count // table.num_rows)).slice(0, count)
 
 
-def in_batches(loaded: LoadedModel, rows: pa.Table, rounds: int) -> dict[str, Any]:
+def score_in_batches(loaded: LoadedModel, rows: pa.Table, rounds: int) -> dict[str, Any]:
     """Returns the speed of scoring in this process and the share of transforms."""
     whole = seconds_of(lambda: loaded.score(rows), rounds)
     transforms = seconds_of(

@@ -77,9 +77,9 @@ def main(words: Sequence[str]) -> None:
         folder = (options.folder or Path(temporary)).resolve()
         specs = tables(folder, options.rows, options.session_rows, options.list_ids)
         if options.way:
-            print(json.dumps(preprocessed(specs[options.way])))
+            print(json.dumps(run_preprocessing(specs[options.way])))
             return
-        figures = measured(specs, folder, options)
+        figures = measure(specs, folder, options)
     print(json.dumps(figures) if options.json else as_text(figures))
 
 
@@ -125,10 +125,10 @@ def tables(folder: Path, rows: int, session_rows: float, list_ids: int) -> dict[
     return found
 
 
-def measured(specs: dict[str, DataSpec], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure(specs: dict[str, DataSpec], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Measures all ways, round by round, and returns the figures."""
     facts = machine(PACKAGES)
-    ways: dict[str, dict[str, Any]] = {name: dict(stored(spec)) for name, spec in specs.items()}
+    ways: dict[str, dict[str, Any]] = {name: dict(measure_bytes(spec)) for name, spec in specs.items()}
     passes: dict[tuple[str, str], list[dict[str, float]]] = {
         (part, name): [] for part in options.parts for name in WAYS
     }
@@ -136,9 +136,9 @@ def measured(specs: dict[str, DataSpec], folder: Path, options: argparse.Namespa
         for (part, name), done in passes.items():
             say(f"round {number + 1} of {options.rounds}: {part}, {name}")
             if part == "training":
-                done.append(trained(specs[name], options.steps))
+                done.append(run_training(specs[name], options.steps))
             else:
-                done.append(in_process(name, folder, options))
+                done.append(run_in_process(name, folder, options))
     for (_, name), done in passes.items():
         ways[name] |= {key: round(median(one[key] for one in done), 4) for key in done[0]}
     names = [key for key in GAINS if key in ways["plain"]]
@@ -147,7 +147,7 @@ def measured(specs: dict[str, DataSpec], folder: Path, options: argparse.Namespa
     return gains | {"ways": ways, "machine": facts} | sizes
 
 
-def stored(spec: DataSpec) -> dict[str, float]:
+def measure_bytes(spec: DataSpec) -> dict[str, float]:
     """Returns megabytes of the data files, of their lists, and of these lists without dictionaries."""
     warehouse = Warehouse(spec.warehouse, Path(spec.home))
     fragments = warehouse.reader(spec.snapshot, [spec.label]).fragments()
@@ -166,7 +166,7 @@ def stored(spec: DataSpec) -> dict[str, float]:
     return dict(zip(GAINS[:3], [round(size / 1e6, 2) for size in sizes], strict=True))
 
 
-def in_process(name: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
+def run_in_process(name: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Runs one pass of preprocessing in its own process."""
     command = [sys.executable, "-m", "benchmarks.sessions", "--way", name, "--folder", str(folder)]
     command += ["--rows", str(options.rows), "--session-rows", str(options.session_rows)]
@@ -176,7 +176,7 @@ def in_process(name: str, folder: Path, options: argparse.Namespace) -> dict[str
     return figures
 
 
-def preprocessed(spec: DataSpec) -> dict[str, float]:
+def run_preprocessing(spec: DataSpec) -> dict[str, float]:
     """Runs an epoch in this process. Returns its seconds, the worker's times, and the number of ids."""
     epoch(spec, WINDOW_ROWS)  # loads compiled loops, and files into the page cache
     begun = time.perf_counter()
@@ -196,7 +196,7 @@ def epoch(spec: DataSpec, window_rows: int) -> tuple[int, InlineSource]:
     return sum(len(batch.sparse.values()) for batch in client.batches()), source
 
 
-def trained(spec: DataSpec, steps: int) -> dict[str, float]:
+def run_training(spec: DataSpec, steps: int) -> dict[str, float]:
     """Returns the median step of a short training on all cores with batches in memory."""
     training = TrainConfig(
         world_size=1, batch_rows=BATCH_ROWS, threads_per_rank=len(os.sched_getaffinity(0)), device="cpu",
@@ -208,7 +208,9 @@ def trained(spec: DataSpec, steps: int) -> dict[str, float]:
             preprocessing=PreprocessingConfig(workers=1, shuffle_window_rows=WINDOW_ROWS),
             model=DLRMConfig(embedding_width=WIDTH, bottom_mlp=(64,), top_mlp=(128, 64)),
         )  # fmt: skip
-        result = run_ranks("benchmarks.kept", rank_spec, Path(temporary), 1, 1, Limits(), lambda event: None, ROOT)
+        result = run_ranks(
+            "benchmarks.memory_rank", rank_spec, Path(temporary), 1, 1, Limits(), lambda event: None, ROOT
+        )
     milliseconds = result["step_milliseconds"][0]
     return {"step_milliseconds": milliseconds, "training_rows_per_second": round(1e3 * BATCH_ROWS / milliseconds)}
 

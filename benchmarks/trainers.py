@@ -295,7 +295,7 @@ ON_RANKS = [name for name in CONTESTANTS if not name.startswith("pytorch")]
 """Contestants that train on several ranks."""
 
 
-def in_processes(contestant: str, shape: str, ranks: int, threads: int, steps: int) -> float:
+def run_in_processes(contestant: str, shape: str, ranks: int, threads: int, steps: int) -> float:
     """Runs one pass in its own processes and returns the median seconds of a step."""
     with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as folder:
         processes = []

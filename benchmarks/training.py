@@ -25,7 +25,18 @@ import numpy as np
 
 from benchmarks.machine import ROOT, describe_machine, machine, say
 from benchmarks.service import wait_for
-from benchmarks.trainers import BOTTOM, CONTESTANTS, DENSE, ON_RANKS, SHAPES, TOP, Shape, batches, in_processes, pairs
+from benchmarks.trainers import (
+    BOTTOM,
+    CONTESTANTS,
+    DENSE,
+    ON_RANKS,
+    SHAPES,
+    TOP,
+    Shape,
+    batches,
+    pairs,
+    run_in_processes,
+)
 from benchmarks.wide_table import WideTable, wide_table
 from models.config import DLRMConfig
 from pipeline.characterization.machine import measure_machine as ceilings
@@ -60,7 +71,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--rows", type=int, default=600_000, help="rows of the table for training from files; 0: none")
     parser.add_argument("--folder", type=Path, help="keeps that table for the next run; default: a temporary one")
     options = parser.parse_args(words)
-    figures = measured(options.shapes, options.rounds, options.steps)
+    figures = measure(options.shapes, options.rounds, options.steps)
     if options.rows:
         with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
             folder = (options.folder or Path(temporary)).resolve()
@@ -69,7 +80,7 @@ def main(words: Sequence[str]) -> None:
     print(json.dumps(figures) if options.json else as_text(figures))
 
 
-def measured(shapes: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
+def measure(shapes: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
     """Measures all passes, round by round, and returns the figures."""
     facts, cores = machine(PACKAGES), len(os.sched_getaffinity(0))
     runs = [(shape, name, 1) for shape in shapes for name in (CONTESTANTS if shape == FIRST else SOME)]
@@ -79,7 +90,7 @@ def measured(shapes: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
         for run, done in passes.items():
             shape, name, ranks = run
             say(f"round {number + 1} of {rounds}: {shape}, {name}, ranks: {ranks}")
-            done.append(in_processes(name, shape, ranks, cores // ranks, steps))
+            done.append(run_in_processes(name, shape, ranks, cores // ranks, steps))
     rows = [
         {
             "shape": shape, "contestant": name, "ranks": ranks, "median_ms": 1e3 * median(done),
@@ -126,7 +137,7 @@ def from_files(table: WideTable, rounds: int) -> dict[str, Any]:
     for number in range(rounds):
         for name, done in sources.items():
             say(f"round {number + 1} of {rounds}: from {name}")
-            done.append(_trained(table, name == "files"))
+            done.append(_run_training(table, name == "files"))
     speeds = {name: median(one["rows_per_second"] for one in done) for name, done in sources.items()}
     return {
         "files_ratio": round(speeds["files"] / speeds["memory"], 3),
@@ -135,7 +146,7 @@ def from_files(table: WideTable, rounds: int) -> dict[str, Any]:
     }
 
 
-def _trained(table: WideTable, files: bool) -> dict[str, float]:
+def _run_training(table: WideTable, files: bool) -> dict[str, float]:
     """Returns the speed of a short training, from files or on batches that the rank reads before it starts."""
     training = TrainConfig(
         world_size=1, batch_rows=4_096, threads_per_rank=1, device="cpu", checkpoint_every_steps=None,
@@ -149,7 +160,7 @@ def _trained(table: WideTable, files: bool) -> dict[str, float]:
             model=DLRMConfig(embedding_width=64, bottom_mlp=BOTTOM, top_mlp=TOP), folder=temporary,
         )  # fmt: skip
         if not files:
-            return _ranks("benchmarks.kept", spec, folder)
+            return _ranks("benchmarks.memory_rank", spec, folder)
         with Service({"train": table.spec}, preprocessing, folder / "service") as service:
             wait_for(1, folder / "service" / WORKERS_FILE)
             return _ranks("pipeline.jobs.training.rank", spec.model_copy(update={"service": service.address}), folder)

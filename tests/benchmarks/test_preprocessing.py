@@ -131,7 +131,7 @@ def test_a_pass_of_our_worker_runs_in_a_workers_environment(table: WideTable, mo
     seen = []
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *words, **options: seen.append(options) or run(*words, **options))
-    figures = preprocessing.in_process("ours", table.folder, ROWS)
+    figures = preprocessing.run_in_process("ours", table.folder, ROWS)
     assert (figures["rows"], figures["seconds"] > 0, figures["peak_mib"] > 0) == (ROWS, True, True)
     assert seen[0]["env"].items() >= WORKER_ENVIRONMENT.items()
 
@@ -147,7 +147,7 @@ def test_the_last_line_is_the_result(
     table: WideTable, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        preprocessing, "in_process", preprocessing.one_pass
+        preprocessing, "run_in_process", preprocessing.one_pass
     )  # each is a process, which takes seconds to start
     monkeypatch.setattr(preprocessing, "epoch", lambda workers, *_: {"seconds": 4.0 / workers, "rows": ROWS})
     preprocessing.main(["--json", "--rows", str(ROWS), "--rounds", "1", "--folder", str(table.folder)])

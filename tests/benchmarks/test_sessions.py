@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from benchmarks.sessions import WAYS, epoch, stored, tables
+from benchmarks.sessions import WAYS, epoch, measure_bytes, tables
 
 
 def test_variants_differ_in_how_often_lists_are_stored(tmp_path: Path) -> None:
     specs = tables(tmp_path, rows=12_000, session_rows=10.0, list_ids=50)
-    sizes = {name: stored(spec) for name, spec in specs.items()}
+    sizes = {name: measure_bytes(spec) for name, spec in specs.items()}
     assert sizes["plain"]["list_megabytes"] > 1.2 * sizes["ordered"]["list_megabytes"]
     assert sizes["ordered"] == sizes["deduplicated"]
     ids = [epoch(specs[name], 4_096)[0] for name in WAYS]

@@ -25,9 +25,9 @@ def main(path: str) -> None:
     reader = open_client(
         spec, InlineSource({"train": spec.train}, spec.preprocessing), "train", spec.train, 0, shuffled=True
     )
-    kept = [replace(batch, times=NO_TIMES) for batch in islice(reader.batches(), spec.training.max_steps)]
+    batches = [replace(batch, times=NO_TIMES) for batch in islice(reader.batches(), spec.training.max_steps)]
     folder = Path(spec.folder) / "checkpoints"
-    trainer = Trainer(model, spec.training, lambda position: iter(kept), None, folder, emit, spec.seed, device)
+    trainer = Trainer(model, spec.training, lambda position: iter(batches), None, folder, emit, spec.seed, device)
     emit(make_result(trainer.train(), device) | {"step_milliseconds": [1e3 * trainer.step_median]})
     dist.destroy_process_group()
 
