@@ -9,21 +9,22 @@ from pipeline.errors import ConfigError
 
 
 class Policy(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """When to train the champion incrementally. The first condition that holds counts. Without any: never."""
+    """When to train the champion incrementally. The first condition that holds decides. Without conditions: never."""
 
     every_days: PositiveInt | None = 1
-    """After so many days since the last day it was trained on. None: time alone is no reason."""
+    """Trains this many days after the champion's last training day. None: no condition on time."""
     after_rows: PositiveInt | None = None
-    """After so many new rows that it was not trained on."""
+    """Trains once there are this many rows that the champion was not trained on."""
     ne_above: PositiveFloat | None = None
-    """When its NE on a new day is higher."""
+    """Trains if the champion's NE on a new day is higher."""
     calibration_below: PositiveFloat | None = None
-    """When its calibration on a new day (predictions / labels) is lower."""
+    """Trains if the champion's calibration on a new day (predictions / labels) is lower."""
     calibration_above: PositiveFloat | None = None
+    """Trains if the champion's calibration on a new day is higher."""
     scratch_every_days: PositiveInt | None = None
-    """Train from scratch once the last training from scratch is so many days old. None: never."""
+    """Trains from scratch once the last training from scratch is this many days old. None: never."""
     window_days: PositiveInt | None = None
-    """How many of the newest days to train on from scratch. None: all days."""
+    """Number of newest days for a training from scratch. None: all days."""
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:

@@ -35,9 +35,9 @@ class PreprocessingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_
     """`fail` ends the run at a split that cannot be read. `quarantine` skips it, lists its row groups and counts its
     rows."""
     lease_seconds: PositiveFloat = 120.0
-    """A worker that is silent for this long over one split is replaced, and the split is done again."""
+    """A worker that is silent for this long on one split is replaced, and the split is repeated."""
     restart_limit: NonNegativeInt = 16
-    """Workers that are replaced after they died or fell silent. One more ends the run."""
+    """Maximum number of workers to replace after they died or hung. One more ends the run."""
     ray_address: str | None = None
     """Address of a Ray cluster. None starts one on this machine."""
 

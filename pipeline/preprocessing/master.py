@@ -200,7 +200,7 @@ class Master:
                 self._end_workers()
 
     def watch_workers(self) -> None:
-        """Replaces workers that fell silent and starts missing ones."""
+        """Replaces hung workers and starts missing ones."""
         if self.failure is not None:
             return
         if self.events.empty():  # otherwise a worker's answer may be in the queue

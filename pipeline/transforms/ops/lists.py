@@ -34,7 +34,7 @@ class Cartesian(Op):
     reads, makes = ("sparse", "sparse"), "sparse"
     kind: Literal["cartesian"] = "cartesian"
     limit: Count = 1_000
-    """Most pairs of a row. Later ones are dropped and counted: two lists of a million ids have 10^12 pairs."""
+    """Maximum pairs per row. Later ones are dropped and counted: two lists of a million ids have 10^12 pairs."""
 
     def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
         from pipeline.transforms.column import Column
