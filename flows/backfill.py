@@ -1,14 +1,18 @@
 """Flow: writes a range of past days and trains a champion on each in turn."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("backfill")
+
 import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from prefect import flow
 from pydantic import PositiveInt
 
 from flows.recurring import recurring
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.recurring.backfill import (
     describe_backfill,
@@ -21,7 +25,7 @@ from pipeline.jobs.recurring.day import require_hash_split
 from pipeline.jobs.workspace import Workspace
 
 
-@flow(name="backfill", flow_run_name=flow_run_name)
+@flow("backfill")
 def backfill(
     config: RunConfig | str = "configs/flights_daily.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -78,9 +82,3 @@ def train_in_order(workspace: Workspace, days: Sequence[datetime.date]) -> dict[
             series.append(describe_day(result))
             progress("train", number, len(days), f"{day}, version {result['model']['version']}")
     return counts | {"series": series, "model": series[-1]["model"]}
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(backfill)

@@ -1,18 +1,21 @@
 """Flow: replays retraining policies over past days and compares next-day NE, calibration and cost."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("backtest")
+
 import datetime
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
-
 from flows.ingest import ingest
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.recurring.backtest import choose_policies, run_backtest
 
 
-@flow(name="backtest", flow_run_name=flow_run_name)
+@flow("backtest")
 def backtest(
     config: RunConfig | str = "configs/flights_daily.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -37,9 +40,3 @@ def backtest(
     names = choose_policies(workspace.config.recurring.policies, policies)
     ingest(workspace.config)
     return run_backtest(workspace, start, end, names)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(backtest)

@@ -1,16 +1,19 @@
 """Flow: measures what each configuration of a grid costs on this machine, and why."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("characterize")
+
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
-
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.study.run import run_study
 
 
-@flow(name="characterize", flow_run_name=flow_run_name)
+@flow("characterize")
 def characterize(
     config: RunConfig | str = "configs/paper/e2_batch.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -30,9 +33,3 @@ def characterize(
         report: Folder for the text, table and plots, which also go to MLflow; None: the study's own folder.
     """
     return run_study(open_workspace(load(config, overrides)), snapshot_id, force, report)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(characterize)

@@ -1,16 +1,19 @@
 """Flow: lists, verifies or exports the checkpoints of a config's runs."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("checkpoint")
+
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from prefect import flow
-
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.training.checkpoints import Which, export_checkpoint, list_checkpoints
 
 
-@flow(name="checkpoint", flow_run_name=flow_run_name)
+@flow("checkpoint")
 def checkpoint(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -31,9 +34,3 @@ def checkpoint(
     if action == "export":
         return export_checkpoint(workspace, run, step)
     return list_checkpoints(workspace, run, verify=action == "verify")
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(checkpoint)

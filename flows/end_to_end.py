@@ -1,17 +1,20 @@
 """Flow: ingests logs, then trains and registers a model version."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("end_to_end")
+
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
-
 from flows.ingest import ingest
-from flows.runtime.console import flow_run_name
+from flows.runtime.flow import flow
 from flows.train import train
 from pipeline.config import RunConfig, load
 
 
-@flow(name="end-to-end", flow_run_name=flow_run_name)
+@flow("end-to-end")
 def end_to_end(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -28,9 +31,3 @@ def end_to_end(
     days = ingest(settings)
     model = train(settings, snapshot_id=days["snapshot_id"], force=force)
     return model | {"ingest": days}
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(end_to_end)

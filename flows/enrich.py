@@ -1,17 +1,20 @@
 """Flow: backfills columns of feature sources into days that the warehouse already has."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("enrich")
+
 import datetime
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
-
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.tables.ingest import enrich_days
 
 
-@flow(name="enrich", flow_run_name=flow_run_name)
+@flow("enrich")
 def enrich(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -32,9 +35,3 @@ def enrich(
         force: Also rewrites days that already have the columns from the same feature source.
     """
     return enrich_days(open_workspace(load(config, overrides)), start, end, force)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(enrich)

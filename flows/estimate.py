@@ -1,17 +1,21 @@
 """Flow: predicts what a training will take, on this machine or a described one."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("estimate")
+
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
 from pydantic import PositiveInt
 
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.estimate.run import POINTS, estimate_training
 
 
-@flow(name="estimate", flow_run_name=flow_run_name)
+@flow("estimate")
 def estimate(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -35,9 +39,3 @@ def estimate(
         force: Measures the machine again.
     """
     return estimate_training(open_workspace(load(config, overrides)), machine, measure, points, snapshot_id, force)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(estimate)

@@ -1,17 +1,21 @@
 """Flow: lists a table's features and records what is declared about them."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("features")
+
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from prefect import flow
 from pydantic import PositiveInt
 
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.tables.catalog import Action, State, run_action
 
 
-@flow(name="features", flow_run_name=flow_run_name)
+@flow("features")
 def features(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -53,9 +57,3 @@ def features(
         changes["alternatives"] = (instead,) if isinstance(instead, str) else tuple(instead)
     options = {"by": by, "only_unused": only_unused, "force": force, "unused_days": unused_days}
     return run_action(open_workspace(load(config, overrides)), action, name, changes, options)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(features)

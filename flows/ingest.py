@@ -1,17 +1,20 @@
 """Flow: ingests logs or files into warehouse days."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("ingest")
+
 import datetime
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
-
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.tables.ingest import ingest_days
 
 
-@flow(name="ingest", flow_run_name=flow_run_name)
+@flow("ingest")
 def ingest(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -27,9 +30,3 @@ def ingest(
         force: Also rewrites days that the warehouse already has from the same input.
     """
     return ingest_days(open_workspace(load(config, overrides)), day, force)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(ingest)

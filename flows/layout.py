@@ -1,17 +1,21 @@
 """Flow: arranges a table's files for its readers, and removes old snapshots and files."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("layout")
+
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from prefect import flow
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.tables.layout import change_layout
 
 
-@flow(name="layout", flow_run_name=flow_run_name)
+@flow("layout")
 def layout(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -49,9 +53,3 @@ def layout(
         "older_than_days": older_than_days, "older_than_hours": older_than_hours, "dry_run": dry_run, "force": force,
     }  # fmt: skip
     return change_layout(workspace, action, table or workspace.config.name, options)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(layout)

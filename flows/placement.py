@@ -1,10 +1,10 @@
 """Former name of `flows.sharding`; kept for one version."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("placement")
+
 from flows.sharding import sharding
 
 placement = sharding.with_options(name="placement")
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(placement)

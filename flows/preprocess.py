@@ -1,17 +1,21 @@
 """Flow: makes one epoch of batches without a trainer."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("preprocess")
+
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
 from pydantic import NonNegativeInt
 
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.training.preprocess import preprocess_epoch
 
 
-@flow(name="preprocess", flow_run_name=flow_run_name)
+@flow("preprocess")
 def preprocess(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -27,9 +31,3 @@ def preprocess(
         epoch: Number of the epoch, which decides the order of the rows.
     """
     return preprocess_epoch(open_workspace(load(config, overrides)), snapshot_id, epoch)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(preprocess)

@@ -1,17 +1,21 @@
 """Flow: makes a version the champion by hand."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("promote")
+
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
 from pydantic import PositiveInt
 
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.training.champion import promote_version
 
 
-@flow(name="promote", flow_run_name=flow_run_name)
+@flow("promote")
 def promote(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -27,9 +31,3 @@ def promote(
         reason: Recorded with the move.
     """
     return promote_version(open_workspace(load(config, overrides)), version, reason)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(promote)

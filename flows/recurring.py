@@ -1,20 +1,23 @@
 """Flow: evaluates the champion on a new day, trains it on that day, and replaces it if the result is no worse."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("recurring")
+
 import datetime
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
-
 from flows.ingest import ingest
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from flows.train import train
 from pipeline.config import RunConfig, load
 from pipeline.jobs.recurring.day import has_champion, require_hash_split
 from pipeline.jobs.recurring.run import train_day
 
 
-@flow(name="recurring", flow_run_name=flow_run_name)
+@flow("recurring")
 def recurring(
     config: RunConfig | str = "configs/flights_daily.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -45,9 +48,3 @@ def recurring(
     if not champion:
         train(workspace.config)
     return train_day(workspace, day, scratch, force)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(recurring)

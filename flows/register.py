@@ -1,16 +1,19 @@
 """Flow: registers a model that was trained while MLflow was unreachable."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("register")
+
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
-
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.training.register import register_run
 
 
-@flow(name="register", flow_run_name=flow_run_name)
+@flow("register")
 def register(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -24,9 +27,3 @@ def register(
         run: MLflow run id, or name of the run's folder.
     """
     return register_run(open_workspace(load(config, overrides)), run)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(register)

@@ -1,16 +1,19 @@
 """Flow: compares candidates on a sample, then on all rows; trains, gates and registers the winner."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("release")
+
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
-
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.search.release import run_release
 
 
-@flow(name="release", flow_run_name=flow_run_name)
+@flow("release")
 def release(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -29,9 +32,3 @@ def release(
         force: Starts a new release even if the same one is done or has failed.
     """
     return run_release(open_workspace(load(config, overrides)), snapshot_id, force)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(release)

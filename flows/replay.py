@@ -1,17 +1,21 @@
 """Flow: retrains a version from its record and compares the two."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("replay")
+
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
 from pydantic import PositiveInt
 
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.training.replay import replay_version
 
 
-@flow(name="replay", flow_run_name=flow_run_name)
+@flow("replay")
 def replay(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -29,9 +33,3 @@ def replay(
         version: The version to retrain.
     """
     return replay_version(open_workspace(load(config, overrides)), version, overrides or {})
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(replay)

@@ -1,16 +1,19 @@
 """Flow: writes an HTML report of one run, or of two side by side."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("report")
+
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
-
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.training.summary import write_report
 
 
-@flow(name="report", flow_run_name=flow_run_name)
+@flow("report")
 def report(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -26,9 +29,3 @@ def report(
         against: Version or run to compare with.
     """
     return write_report(open_workspace(load(config, overrides)), run, against)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(report)

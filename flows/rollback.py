@@ -1,16 +1,19 @@
 """Flow: restores the previous champion."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("rollback")
+
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
-
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.training.champion import roll_back
 
 
-@flow(name="rollback", flow_run_name=flow_run_name)
+@flow("rollback")
 def rollback(
     config: RunConfig | str = "configs/demo.yaml", overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -21,9 +24,3 @@ def rollback(
         overrides: Dotted key -> value; overrides the config.
     """
     return roll_back(open_workspace(load(config, overrides)))
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(rollback)

@@ -1,18 +1,22 @@
 """Flow: scores warehouse days."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("score")
+
 import datetime
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
 from pydantic import PositiveInt
 
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.tables.score_days import score_days
 
 
-@flow(name="score", flow_run_name=flow_run_name)
+@flow("score")
 def score(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -32,9 +36,3 @@ def score(
         force: Also scores days that this version has already scored.
     """
     return score_days(open_workspace(load(config, overrides)), start, end, version, force)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(score)

@@ -1,17 +1,21 @@
 """Flow: trains one model under every sharding plan and compares the plans."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("sharding")
+
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
 from pydantic import PositiveInt
 
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.training.sharding_plans import compare_plans
 
 
-@flow(name="sharding", flow_run_name=flow_run_name)
+@flow("sharding")
 def sharding(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -31,9 +35,3 @@ def sharding(
         snapshot_id: Snapshot to read; None takes the newest.
     """
     return compare_plans(open_workspace(load(config, overrides)), world_sizes, steps, snapshot_id)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(sharding)

@@ -1,18 +1,21 @@
 """Flow: suggests a config for a table or files, with a reason for every choice."""
 
-import sys
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+    from pipeline.config.draft import load_draft
+
+    command("suggest", load_draft, without_config={})
+
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
-
-from flows.runtime.console import PrefectConsole, flow_run_name
+from flows.runtime.flow import flow, open_console
 from pipeline.config import RunConfig
 from pipeline.config.draft import Draft, load_draft
 from pipeline.jobs.tables.suggest import DraftJob, given_source, write_suggestion
 
 
-@flow(name="suggest", flow_run_name=flow_run_name)
+@flow("suggest")
 def suggest(
     config: RunConfig | Draft | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -32,13 +35,4 @@ def suggest(
         day_column: Column that gives the day; without one, all rows of `path` belong to one day.
     """
     draft = given_source(load_draft(config, overrides), path, label, day_column)
-    return write_suggestion(DraftJob(draft, PrefectConsole()), path is not None)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    words = sys.argv[1:]
-    if words and "=" in words[0]:
-        cli.main(suggest, ["no config", *words], lambda _, overrides: load_draft({}, overrides))
-    cli.main(suggest, words, load_draft)
+    return write_suggestion(DraftJob(draft, open_console()), path is not None)

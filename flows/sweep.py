@@ -1,16 +1,19 @@
 """Flow: searches values for config keys and writes the best config."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("sweep")
+
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
-
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.search.sweep_run import run_sweep
 
 
-@flow(name="sweep", flow_run_name=flow_run_name)
+@flow("sweep")
 def sweep(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -29,9 +32,3 @@ def sweep(
         force: Starts a new sweep even if the same one is done.
     """
     return run_sweep(open_workspace(load(config, overrides)), snapshot_id, force)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(sweep)

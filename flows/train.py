@@ -1,16 +1,19 @@
 """Flow: trains, evaluates and registers a model version."""
 
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("train")
+
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import flow
-
-from flows.runtime.console import flow_run_name, open_workspace
+from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
 from pipeline.jobs.training.run import train_version
 
 
-@flow(name="train", flow_run_name=flow_run_name)
+@flow("train")
 def train(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
@@ -28,9 +31,3 @@ def train(
         force: Trains even if the same training is in the registry.
     """
     return train_version(open_workspace(load(config, overrides)), snapshot_id, force)
-
-
-if __name__ == "__main__":
-    from flows.runtime import cli
-
-    cli.main(train)

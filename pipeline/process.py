@@ -15,6 +15,9 @@ cleared when it is allocated again, which took a third of a transform and of a s
 256 MiB, such as gradients of whole tables, are returned: small allocations in their place would make memory grow.
 Values that the user has set stay."""
 
+ONE_THREAD = {**dict.fromkeys(("OMP_NUM_THREADS", "ARROW_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"), **KEPT_MEMORY}
+"""Environment of processes that share the cores by their number: one thread each."""
+
 
 def die_with_parent(parent: int) -> None:
     """Asks the kernel to kill this process when the thread that started it ends, for whatever reason.

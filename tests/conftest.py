@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import flows  # noqa: F401  sets the environment that a run has
+from flows.runtime.environment import quiet_libraries, set_environment
 from pipeline.jobs.training.rank import start_group
 from pipeline.training.config import TrainConfig
 
+set_environment()
+quiet_libraries()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE: Any = os.environ.setdefault("DLRM_TEST_DEVICE", "cpu")

@@ -134,6 +134,44 @@ def test_few_functions_take_a_whole_config():
     assert "pipeline/config/run.py: load" in found
 
 
+def test_importing_sets_nothing():
+    """No variable, no signal, nothing to do at exit, no log level: neither a flow nor a job nor the command line."""
+    code = """
+import atexit, importlib, json, os, signal, sys
+later, register = [], atexit.register
+atexit.register = lambda function, *rest, **more: later.append(function.__module__) or register(function, *rest, **more)
+def state():
+    ours = [name for name in later if name.startswith(("flows", "pipeline", "storage", "models"))]
+    return [dict(os.environ), [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)], ours]
+before = state()
+for name in NAMES:
+    importlib.import_module(name)
+print(json.dumps([before == state(), sorted({"prefect", "mlflow", "torch"} & {*sys.modules})]))
+"""
+    light = [
+        "flows",
+        "flows.runtime.cli",
+        "flows.runtime.dlrm",
+        "flows.runtime.server",
+        "pipeline.config",
+        "pipeline.jobs.warm_up",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("NAMES", repr(light))], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[true, []]"
+    calls = [
+        f"{path}:{node.lineno}"
+        for package in LAYERS
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, (ast.Expr, ast.For))
+        and not isinstance(getattr(node, "value", None), ast.Constant)
+        and path.name != "scorer.py"  # MLflow runs that file to load a model
+    ]
+    assert calls == [], "a statement that does something at import"
+
+
 def test_rooms_are_small():
     rooms = {path.parent for package in LAYERS for path in (ROOT / package).rglob("*.py")} - {ROOT / "flows"}
     sizes = {room: len([path for path in room.glob("*.py") if path.stem != "__init__"]) for room in rooms}

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from prefect.cli.deploy._models import DeploymentConfig
 
+from flows.runtime.environment import ENVIRONMENT
 from pipeline.config import load
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,6 +52,11 @@ def test_the_named_deployments_exist():
         "end-to-end/on-demand",
         "end-to-end/sample",
     }
+
+
+def test_deployed_runs_have_the_environment_of_commands():
+    for deployment in DEPLOYMENTS.values():
+        assert deployment["work_pool"]["job_variables"]["env"] == ENVIRONMENT
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)

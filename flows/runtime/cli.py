@@ -1,55 +1,93 @@
-"""The shared `python -m flows.NAME CONFIG.yaml key=value` front."""
+"""The shared `python -m flows.NAME CONFIG.yaml key=value` front.
 
+It reads the words and the config before anything heavy is imported, then starts servers, which load at the same time as
+the flow's own imports.
+"""
+
+import atexit
 import errno
+import importlib
 import inspect
 import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import yaml
-from prefect.settings import (
-    PREFECT_API_DATABASE_CONNECTION_URL,
-    PREFECT_API_URL,
-    PREFECT_HOME,
-    PREFECT_SERVER_EPHEMERAL_ENABLED,
-    temporary_settings,
-)
 from pydantic import TypeAdapter, ValidationError
 
+from flows.runtime.dlrm import describe, parameters_of
+from flows.runtime.environment import set_environment
+from flows.runtime.server import TemporaryServer
 from pipeline.config import RunConfig, load
 from pipeline.config.draft import Draft
 from pipeline.config.files import home_path, parse_yaml
 from pipeline.errors import ConfigError, ContractError
-from pipeline.process import die_with_parent
+from pipeline.jobs.warm_up import start_fork_servers
 
 USAGE = "Usage: python -m flows.{name} CONFIG.yaml [key=value ...] [--debug]"
+PLAIN: dict[str, tuple[str, ...]] = {
+    "checkpoint": ("list", "verify"),
+    "features": ("list", "show", "propose", "history"),
+    "layout": ("propose", "measure"),
+    "promote": (),
+    "report": (),
+    "rollback": (),
+}
+"""Commands that run without Prefect unless a server is named, by their actions: they read, or move an alias."""
+TRAINING = ("train", "end_to_end", "recurring", "backfill", "replay", "sweep", "release")
+"""Commands that start ranks."""
 Result = dict[str, Any]
 log = logging.getLogger("dlrm")
 
 
-def main(flow: Any, arguments: Sequence[str] | None = None, read: Callable[..., RunConfig | Draft] = load) -> NoReturn:
-    """Runs a flow from the command line and ends the process.
-
-    The last line of standard output is one JSON object with the result. Exit code 0 for ok and skipped, else 1.
+def command(
+    name: str, read: Callable[..., RunConfig | Draft] = load, without_config: Mapping[str, Any] | None = None
+) -> NoReturn:
+    """Runs `flows/NAME.py` with the words of the command line and ends the process.
 
     Args:
+        name: The flow's file.
         read: Makes a config of a file and overrides.
+        without_config: What to read where no file is given; None: a file is required.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    set_environment()
+    words = sys.argv[1:]
+    if {"-h", "--help"} & set(words):
+        print(describe(name))
+        sys.exit(0)
+    codes: list[int] = []
+    # Registered first, so it runs last. The teardown of the interpreter takes a second once PyTorch is loaded, and
+    # DuckDB prints a page about leaks in it.
+    atexit.register(lambda: os._exit(codes[0] if codes else 1))
+    codes.append(main(name, words, read, without_config))
+    sys.exit(codes[0])
+
+
+def main(
+    flow: Any,
+    words: Sequence[str],
+    read: Callable[..., RunConfig | Draft] = load,
+    without_config: Mapping[str, Any] | None = None,
+) -> int:
+    """Runs a flow and prints its result, one JSON object, as the last line of standard output.
+
+    Args:
+        flow: The flow, or the name of its file, which is imported when the words and the config are in order.
+    Returns:
+        The exit code: 0 for ok and skipped, else 1.
+    """
     debug = "--debug" in words
     signal.signal(signal.SIGTERM, _interrupted)
     try:
-        if not debug:
-            hide_tracebacks()
-        result = run(flow, [word for word in words if word != "--debug"], read)
+        result = run(flow, [word for word in words if word != "--debug"], read, without_config, debug)
     except KeyboardInterrupt:
         result = {"status": "failed", "error": "interrupted; run the same command again to go on."}
     except Exception as error:  # whatever went wrong, the caller gets one sentence and a result line
@@ -60,34 +98,136 @@ def main(flow: Any, arguments: Sequence[str] | None = None, read: Callable[..., 
     if result["status"] == "failed":
         print(f"error: {result['error']}", file=sys.stderr)
     print(json.dumps(result, default=str), flush=True)
-    sys.exit(0 if result["status"] in ("ok", "skipped") else 1)
+    return 0 if result["status"] in ("ok", "skipped") else 1
 
 
-def run(flow: Any, words: Sequence[str], read: Callable[..., RunConfig | Draft] = load) -> Result:
+def run(
+    flow: Any,
+    words: Sequence[str],
+    read: Callable[..., RunConfig | Draft] = load,
+    without_config: Mapping[str, Any] | None = None,
+    debug: bool = False,
+) -> Result:
     """Parses the words, checks the config, runs the flow with Prefect's data below `home`."""
-    if not words or "=" in words[0]:
-        raise ConfigError(
-            "command line", "a config file first", " ".join(words) or "nothing", USAGE.format(name=_module(flow))
-        )
-    overrides, parameters = parse(words[1:], flow.fn)
-    config = read(words[0], overrides)
-    if "overrides" in inspect.signature(flow.fn).parameters:  # the config has them, too; a replay asks for them
+    name = flow if isinstance(flow, str) else str(flow.name).replace("-", "_")
+    given, rest = (words[0], words[1:]) if words and "=" not in words[0] else (without_config, words)
+    if given is None:
+        raise ConfigError("command line", "a config file first", " ".join(words) or "nothing", USAGE.format(name=name))
+    known = parameters_of(flow) if isinstance(flow, str) else list(inspect.signature(flow.fn).parameters)
+    overrides, parameters = parse(rest, [key for key in known if key not in ("config", "overrides")])
+    config = read(given, overrides)
+    plain = isinstance(flow, str) and is_plain(name, parameters)
+    server = None if plain or names_server() else start_server(config)
+    if isinstance(flow, str):
+        if name in TRAINING and isinstance(config, RunConfig):
+            start_fork_servers(config)
+        flow = import_flow(flow, plain)
+    check_types(parameters, getattr(flow, "fn", flow))
+    if "overrides" in known:  # the config has them, too; a replay asks for them
         parameters = {"overrides": overrides, **parameters}
-    with prefect_at_home(config):
-        start_server()
-        result: Result = flow(config=config, **parameters)
+    if not debug:
+        hide_tracebacks()
+    result: Result
+    if server is None:
+        result = flow(config=config, **parameters)
+    else:
+        with prefect_settings(server):
+            result = flow(config=config, **parameters)
     return result
 
 
-def parse(words: Sequence[str], function: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """key=value words as config overrides (dotted keys, and keys of the config's top level) and flow parameters.
+def import_flow(name: str, plain: bool) -> Any:
+    """Imports a flow from its file.
+
+    Args:
+        plain: As a plain function, which logs to standard error.
+    """
+    if plain:
+        from flows.runtime import flow
+
+        flow.without_prefect = True
+        style = "%(asctime)s | %(levelname)-7s | %(message)s"
+        logging.basicConfig(level=logging.WARNING, format=style, datefmt="%H:%M:%S")
+        log.setLevel(logging.INFO)
+    else:
+        importlib.import_module("prefect.main")  # first: it sets logging up, as fbgemm_gpu does where nobody has
+    return getattr(importlib.import_module(f"flows.{name}"), name)
+
+
+def is_plain(name: str, parameters: Mapping[str, Any]) -> bool:
+    """Says whether a command can do without Prefect.
 
     Example:
-        >>> parse(["training.epochs=2", "seed=3"], lambda config, force=False: None)
-        ({'training.epochs': 2, 'seed': 3}, {})
+        >>> is_plain("features", {"action": "set"}), is_plain("features", {"name": "price"}), is_plain("train", {})
+        (False, True, False)
     """
-    signature = inspect.signature(function, eval_str=True).parameters
-    known = [name for name in signature if name not in ("config", "overrides")]
+    if name not in PLAIN or names_server():
+        return False
+    return not PLAIN[name] or parameters.get("action", PLAIN[name][0]) in PLAIN[name]
+
+
+def names_server() -> bool:
+    """Says whether the environment or Prefect's settings name a server."""
+    if "prefect" in sys.modules:  # settings may have changed in this process
+        from prefect.settings import PREFECT_API_URL
+
+        return bool(PREFECT_API_URL.value())
+    profiles = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser() / "profiles.toml"
+    if profiles.is_file() and "PREFECT_API_URL" in profiles.read_text(encoding="utf-8"):
+        from prefect.settings import PREFECT_API_URL  # it knows which profile counts
+
+        return bool(PREFECT_API_URL.value())
+    return bool(os.environ.get("PREFECT_API_URL"))
+
+
+def start_server(config: RunConfig | Draft) -> TemporaryServer:
+    """Starts a Prefect server over the database below `home`. It ends when the command does."""
+    server = TemporaryServer(_prefect_folder(config))
+    atexit.register(server.stop)  # Prefect sends its last lines at exit, before this
+    return server
+
+
+@contextmanager
+def prefect_settings(server: TemporaryServer) -> Iterator[None]:
+    """Makes Prefect use the temporary server, which has no pages to view."""
+    from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_API_URL, PREFECT_HOME, temporary_settings
+
+    server.wait()
+    logging.getLogger("prefect.flow_runs").addFilter(lambda record: not str(record.msg).startswith("View at"))
+    with temporary_settings(
+        {
+            PREFECT_HOME: server.folder,
+            PREFECT_API_DATABASE_CONNECTION_URL: server.settings["PREFECT_API_DATABASE_CONNECTION_URL"],
+            PREFECT_API_URL: server.address,
+        }
+    ):
+        yield
+
+
+def _prefect_folder(config: RunConfig | Draft) -> Path:
+    folder = home_path(config.home) / "prefect"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(
+            f"home '{home_path(config.home)}'", "a folder that can be written to", f"'{error.strerror}'",
+            "Set DLRM_HOME to another one.",
+        ) from None  # fmt: skip
+    return folder
+
+
+def parse(words: Sequence[str], known: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Splits key=value words into config overrides (dotted keys, and keys of its top level) and flow parameters.
+
+    Args:
+        known: Names of the flow's parameters.
+
+    Example:
+        >>> parse(["training.epochs=2", "seed=3", "force=true"], ["force"])
+        ({'training.epochs': 2, 'seed': 3}, {'force': True})
+    """
     overrides: dict[str, Any] = {}
     parameters: dict[str, Any] = {}
     for word in words:
@@ -105,7 +245,6 @@ def parse(words: Sequence[str], function: Callable[..., Any]) -> tuple[dict[str,
             overrides[key] = value
         elif key in known:
             parameters[key] = value
-            _check(key, value, signature[key].annotation)
         else:
             raise ConfigError(
                 f"argument '{key}'",
@@ -116,56 +255,16 @@ def parse(words: Sequence[str], function: Callable[..., Any]) -> tuple[dict[str,
     return overrides, parameters
 
 
-def _check(name: str, value: Any, kind: Any) -> None:
+def check_types(parameters: Mapping[str, Any], function: Callable[..., Any]) -> None:
     """Refuses a value before Prefect does, which would print all parameters, passwords in the config among them."""
-    try:
-        TypeAdapter(Any if kind is inspect.Parameter.empty else kind).validate_python(value)
-    except ValidationError as error:
-        reason = error.errors()[0]["msg"].removeprefix("Input should be ")
-        raise ConfigError(f"argument '{name}'", reason, f"{value!r:.80}", "Correct the value.") from None
-
-
-def prefect_at_home(config: RunConfig | Draft) -> Any:
-    """Settings that keep Prefect's database below `home`, unless a server is named."""
-    if PREFECT_API_URL.value() or os.environ.get("PREFECT_API_URL"):
-        return temporary_settings({})
-    folder = home_path(config.home) / "prefect"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise ConfigError(
-            f"home '{home_path(config.home)}'", "a folder that can be written to", f"'{error.strerror}'",
-            "Set DLRM_HOME to another one.",
-        ) from None  # fmt: skip
-    return temporary_settings(
-        {
-            PREFECT_HOME: folder,
-            PREFECT_API_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{folder.resolve()}/prefect.db",
-        }
-    )
-
-
-def start_server() -> None:
-    """Starts Prefect's temporary server, if there is no other, out of reach of Ctrl-C.
-
-    A terminal interrupts every process of the command. The server has to live on until the flow has told it how it
-    ended: without an answer Prefect would wait for minutes.
-    """
-    if PREFECT_API_URL.value() or not PREFECT_SERVER_EPHEMERAL_ENABLED.value():
-        return
-    from prefect.server.api.server import SubprocessASGIServer
-
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits what is blocked
-    start: Any = subprocess.Popen
-    bound = partial(start, preexec_fn=partial(die_with_parent, os.getpid()))  # Prefect would leave it behind
-    try:
-        subprocess.Popen = bound  # type: ignore[misc,assignment]
-        SubprocessASGIServer().start()
-    finally:
-        subprocess.Popen = start  # type: ignore[misc]
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    signature = inspect.signature(function, eval_str=True).parameters
+    for name, value in parameters.items():
+        kind = signature[name].annotation
+        try:
+            TypeAdapter(Any if kind is inspect.Parameter.empty else kind).validate_python(value)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Input should be ")
+            raise ConfigError(f"argument '{name}'", reason, f"{value!r:.80}", "Correct the value.") from None
 
 
 def sentence(error: BaseException) -> str:
@@ -193,7 +292,3 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def _module(flow: Any) -> str:
-    return str(flow.name).replace("-", "_")

@@ -23,7 +23,6 @@ from prefect.runtime import flow_run
 from pipeline.config import RunConfig
 from pipeline.config.draft import Draft
 from pipeline.jobs.console import SECONDS_BETWEEN_LINES, Console, Logger, Progress, Step
-from pipeline.jobs.workspace import Workspace
 
 SECONDS_TO_END = 5.0
 """How long to wait at exit for the last progress update to be sent."""
@@ -80,11 +79,6 @@ def flow_run_name() -> str:
     config = flow_run.parameters.get("config", "")
     name = config.name if isinstance(config, RunConfig | Draft) else str(config)
     return f"{flow_run.flow_name} {name.removeprefix('configs/').removesuffix('.yaml')}"
-
-
-def open_workspace(config: RunConfig) -> Workspace:
-    """The workspace of a command that runs in Prefect."""
-    return Workspace(config, PrefectConsole())
 
 
 class RunPage:

@@ -88,6 +88,19 @@ def describe(name: str) -> str:
     return "\n".join(lines)
 
 
+def parameters_of(name: str) -> list[str]:
+    """Returns the names of a flow's parameters.
+
+    Example:
+        >>> parameters_of("rollback")
+        ['config', 'overrides']
+    """
+    name = FORMER.get(name, name)
+    module = _module(name)
+    [flow] = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    return [argument.arg for argument in flow.args.args]
+
+
 def _module(name: str) -> ast.Module:
     return ast.parse((FLOWS / f"{name}.py").read_text(encoding="utf-8"))
 

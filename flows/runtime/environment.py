@@ -1,4 +1,4 @@
-"""The environment that every process of a run shares. `python -m flows.NAME`, `dlrm` and deployed runs set it first."""
+"""The environment that every process of a run shares. Commands set it first; prefect.yaml sets it for deployed runs."""
 
 import logging
 import os
@@ -20,15 +20,20 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "MPLBACKEND": "Agg",
 }
-"""No telemetry, no pickles, patience with Prefect's temporary server, impatience with an MLflow that is away."""
+"""No telemetry, no pickles, patience with a starting server, impatience with an absent MLflow, plots without screen."""
 NOISY = ("alembic", "httpx", "matplotlib", "pyiceberg", "torch.fx._symbolic_trace", "urllib3")
 """Loggers with lines that say nothing to the user."""
 
 
 def set_environment() -> None:
-    """Sets what is not set yet."""
+    """Sets the variables that are not set yet."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def quiet_libraries() -> None:
+    """Silences the noisy loggers, errors excepted."""
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -5,9 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")  # needs no screen
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

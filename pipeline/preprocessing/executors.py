@@ -20,16 +20,13 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs, Writer, copy_to_segment, count_bytes
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.worker import Costs, Worker
-from pipeline.process import KEPT_MEMORY
+from pipeline.process import ONE_THREAD
 from pipeline.transforms.kernels.jit import load_compiler
 
 WORKER = "pipeline.preprocessing.executors"
 """Module that a worker's process runs."""
 ROOT = Path(__file__).resolve().parents[2]
-WORKER_ENVIRONMENT = {
-    **dict.fromkeys(("OMP_NUM_THREADS", "ARROW_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-    **KEPT_MEMORY,
-}
+WORKER_ENVIRONMENT = ONE_THREAD
 
 
 @dataclass(frozen=True)

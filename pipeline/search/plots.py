@@ -5,9 +5,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import matplotlib
-
-matplotlib.use("Agg")  # needs no screen
-
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

@@ -1,5 +1,6 @@
 """The commands, configs, code and links in README and docs/ work as written."""
 
+import inspect
 import re
 import shlex
 import subprocess
@@ -119,7 +120,7 @@ def check_command(name: str, words: Sequence[str], own_data: Path) -> None:
         return
     named = [word for word in words if "=" not in word]
     assert len(named) == (0 if name == "suggest" and "=" in words[0] else 1), words
-    overrides, _ = parse(words[len(named) :], command.fn)
+    overrides, _ = parse(words[len(named) :], list(inspect.signature(command.fn).parameters))
     if not named or named[0].startswith(".dlrm/"):  # an earlier command writes it
         return
     config = load(own_data if named[0] == OWN_DATA else ROOT / named[0], overrides)

@@ -1,5 +1,7 @@
 """A config suggested for a table or for files, and a training with that config unchanged."""
 
+from functools import partial
+
 import pandas as pd
 import pytest
 
@@ -62,12 +64,7 @@ def run(command, *words, home):
     with pytest.MonkeyPatch.context() as patch:
         from flows.runtime import cli
 
-        real = cli.main
-        patch.setattr(
-            cli,
-            "main",
-            lambda flow, arguments: real(flow, ["none", *arguments], lambda _, overrides: load_draft({}, overrides)),
-        )
+        patch.setattr(cli, "main", partial(cli.main, read=load_draft, without_config={}))
         return command(suggest, *words, home=home)
 
 

@@ -1,0 +1,95 @@
+"""The temporary Prefect server of a command that has no other."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from pipeline.errors import ConfigError
+from pipeline.process import die_with_parent
+
+HOST = "127.0.0.1"
+START_SECONDS = 120.0
+STOP_SECONDS = 5.0
+"""Time for the server to write what it holds. Then it is killed."""
+
+
+class TemporaryServer:
+    """A Prefect server over the database of one `home`, which starts while the command imports its libraries.
+
+    Args:
+        folder: Folder of Prefect's data. The server's log lies there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log = folder, folder / "server.log"
+        self.process = self._start()
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Prefect's variables, for the server and its users."""
+        database = f"sqlite+aiosqlite:///{self.folder.resolve()}/prefect.db"
+        return {"PREFECT_HOME": str(self.folder), "PREFECT_API_DATABASE_CONNECTION_URL": database}
+
+    @property
+    def address(self) -> str:
+        """Its API."""
+        return f"http://{HOST}:{self.port}/api"
+
+    def wait(self) -> None:
+        """Waits until the server answers. Starts it once more if it ends, since its port may have been taken.
+
+        Raises:
+            ConfigError: If it does not answer in time.
+        """
+        limit, starts = time.monotonic() + START_SECONDS, 1
+        while time.monotonic() < limit:
+            with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(f"{self.address}/health", timeout=5):
+                return
+            if self.process.poll() is not None:
+                if starts == 2:
+                    break
+                self.process, starts = self._start(), 2
+            time.sleep(0.05)
+        self.stop()
+        raise ConfigError(f"temporary Prefect server at {self.address}", "an answer", "none", f"See {self.log}.")
+
+    def stop(self) -> None:
+        """Ends the server."""
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_SECONDS)
+        if self.process.returncode is None:
+            self.process.kill()
+            self.process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            self.port = probe.getsockname()[1]
+        program = ["uvicorn", "--factory", "prefect.server.api.server:create_app", "--lifespan", "on"]
+        options = ["--host", HOST, "--port", str(self.port), "--log-level", "error"]
+        temporary = {
+            "PREFECT_UI_ENABLED": "0",
+            "PREFECT__SERVER_EPHEMERAL": "1",
+            "PREFECT__SERVER_FINAL": "1",
+        }
+        # A terminal interrupts every process of the command. The server has to live until the flow has told it how it
+        # ended: without an answer Prefect would wait for minutes. A new process inherits what is blocked.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with self.log.open("wb") as log:
+                return subprocess.Popen(
+                    [sys.executable, "-m", *program, *options], env=os.environ | self.settings | temporary,
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                    preexec_fn=partial(die_with_parent, os.getpid()),
+                )  # fmt: skip
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)

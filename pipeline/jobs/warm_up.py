@@ -1,0 +1,18 @@
+"""The servers that fork ranks and workers, started before they are needed. Nothing heavy is imported here."""
+
+import os
+
+from pipeline.config import RunConfig
+from pipeline.forkserver import prepare
+from pipeline.process import ONE_THREAD
+from pipeline.training.launch.processes import rank_environment, resolve_threads
+
+
+def start_fork_servers(config: RunConfig) -> None:
+    """Starts the servers of a training, which import what ranks and workers need."""
+    training = config.training
+    if training.launcher == "processes":
+        threads = resolve_threads(training.threads_per_rank, training.world_size)
+        prepare("pipeline.jobs.training.rank", rank_environment(threads))
+    if config.preprocessing.executor == "process":
+        prepare("pipeline.preprocessing.executors", os.environ | ONE_THREAD)
