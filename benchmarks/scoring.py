@@ -38,8 +38,9 @@ from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.aliases import list_versions
-from pipeline.registration.register import download_packed, raw_frame
+from pipeline.registration.register import raw_frame
 from pipeline.registration.scorer import LoadedModel
+from pipeline.registration.versions import download_packed
 
 PACKAGES = (
     "mlflow",

@@ -6,36 +6,14 @@ from collections.abc import Callable
 import numpy as np
 import pyarrow as pa
 import torch
-from pydantic import BaseModel
 
 from pipeline.evaluation.gate import ne_difference
 from pipeline.evaluation.metrics import Floats, losses
+from pipeline.evaluation.plots import FeatureImportance
 from pipeline.evaluation.sums import PairedSums
 from pipeline.transforms.column import Column
 from pipeline.transforms.plan.plan import Plan
 from pipeline.transforms.plan.schedule import Schedule
-
-
-class FeatureImportance(BaseModel, frozen=True):
-    """One feature on a sample of the evaluation rows."""
-
-    name: str
-    kind: str
-    """dense or sparse."""
-    ne_loss: float | None
-    """Rise of NE when the feature's values are permuted among the rows of a batch."""
-    low: float | None
-    high: float | None
-    coverage: float
-    """Share of rows that have a value."""
-    mean_length: float | None
-    """Ids per row, including rows without any. None: a dense feature."""
-    truncated: float | None
-    """Share of ids that the transforms drop."""
-    collisions: float | None
-    """1 - used rows of the table / distinct ids, in the sample. None: not hashed."""
-    droppable: bool
-    """Whether even the upper bound of its NE loss is too small to matter."""
 
 
 class ImportanceEstimator:

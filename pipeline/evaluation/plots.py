@@ -6,11 +6,34 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
+from pydantic import BaseModel
 
 from pipeline.evaluation.evaluate import EvalReport
-from pipeline.evaluation.importance import FeatureImportance
 from pipeline.evaluation.series import BacktestResult, trailing
 from pipeline.figure import plain_figure
+
+
+class FeatureImportance(BaseModel, frozen=True):
+    """One feature on a sample of the evaluation rows."""
+
+    name: str
+    kind: str
+    """dense or sparse."""
+    ne_loss: float | None
+    """Rise of NE when the feature's values are permuted among the rows of a batch."""
+    low: float | None
+    high: float | None
+    coverage: float
+    """Share of rows that have a value."""
+    mean_length: float | None
+    """Ids per row, including rows without any. None: a dense feature."""
+    truncated: float | None
+    """Share of ids that the transforms drop."""
+    collisions: float | None
+    """1 - used rows of the table / distinct ids, in the sample. None: not hashed."""
+    droppable: bool
+    """Whether even the upper bound of its NE loss is too small to matter."""
+
 
 Curve = Sequence[tuple[int, float]]
 LABELS = {

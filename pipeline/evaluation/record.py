@@ -6,9 +6,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.evaluation.evaluate import EvalReport, Slice
-from pipeline.evaluation.importance import FeatureImportance
 from pipeline.evaluation.metrics import format_interval, format_metric
-from pipeline.evaluation.plots import Curve
+from pipeline.evaluation.plots import Curve, FeatureImportance
 
 METRICS = {
     "ne": "NE",

@@ -6,23 +6,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pyarrow as pa
 from filelock import FileLock, Timeout
 
 from pipeline.config import RunConfig
 from pipeline.config.files import ROOT
-from pipeline.data.joined.reader import joined_schema
-from pipeline.data.joined.source import PinnedSource, pin_sources
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import Console, one_line
-from pipeline.registration.tracking import Tracker, is_unreachable
-from storage.reader import SnapshotRef
-from storage.warehouse import Warehouse
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from pipeline.data.joined.source import PinnedSource
+    from pipeline.registration.tracking import Tracker
+    from storage.reader import SnapshotRef
+    from storage.warehouse import Warehouse
 
 
 class Workspace:
-    """Open resources of a command, opened once and handed down. Warehouse and tracking open on first use.
+    """Open resources of a command, opened once and handed down.
+
+    Warehouse and tracking, and the libraries behind them, are loaded on first use: many commands need only one.
 
     Args:
         config: The command's config.
@@ -34,13 +39,17 @@ class Workspace:
         self.console = console or Console()
 
     @cached_property
-    def warehouse(self) -> Warehouse:
+    def warehouse(self) -> "Warehouse":
         """The warehouse below `home`, or that of the catalog in the config."""
+        from storage.warehouse import Warehouse
+
         return Warehouse(self.config.warehouse, self.home / "warehouse")
 
     @cached_property
-    def tracking(self) -> Tracker:
+    def tracking(self) -> "Tracker":
         """The MLflow server or folder of this command."""
+        from pipeline.registration.tracking import Tracker
+
         return Tracker(self.config.registration, self.home, self.config.name)
 
     @property
@@ -59,13 +68,17 @@ class Workspace:
             other.tracking = self.tracking
         return other
 
-    def feature_joins(self) -> tuple[PinnedSource, ...]:
+    def feature_joins(self) -> "tuple[PinnedSource, ...]":
         """Pins the feature sources that are joined while rows are read."""
+        from pipeline.data.joined.source import pin_sources
+
         sources = [source for source in self.config.features.joined if not source.stored]
         return pin_sources(sources, ROOT, self.warehouse)
 
-    def columns(self, snapshot: SnapshotRef) -> pa.Schema:
+    def columns(self, snapshot: "SnapshotRef") -> "pa.Schema":
         """Returns the columns that a training can name: those of the table and of joined feature sources."""
+        from pipeline.data.joined.reader import joined_schema
+
         return joined_schema(self.warehouse, snapshot, self.feature_joins())
 
     def unfinished_folder(self, kind: str, name: str, done: str) -> Path:
@@ -122,6 +135,8 @@ class Workspace:
         try:
             yield
         except Exception as error:
+            from pipeline.registration.tracking import is_unreachable
+
             if is_unreachable(error):  # the run can be finished later
                 raise
             self.console.log.warning("%s failed: %s", what, one_line(error))

@@ -1,6 +1,5 @@
 """Exported weights + plan + report -> a version in MLflow's registry that scores raw rows."""
 
-import hashlib
 import importlib.metadata
 import json
 import shutil
@@ -8,7 +7,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +18,6 @@ import pyarrow as pa
 from mlflow.exceptions import MlflowException
 from mlflow.models import ModelSignature
 from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
-from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 
 from models.config import DLRMConfig
@@ -28,33 +25,21 @@ from models.quantised import quantise_tables
 from pipeline.errors import RegistryError
 from pipeline.registration import scorer
 from pipeline.registration.config import Default, Weights
-from pipeline.registration.tracking import Tracker, is_disk_error, is_unreachable
-from pipeline.transforms.kinds import Kind
+from pipeline.registration.request import columns_of
+from pipeline.registration.tracking import Tracker
+from pipeline.registration.versions import MODEL, PLAN, WEIGHTS, ModelVersion
 from pipeline.transforms.plan.plan import Plan
-from storage.arrow import is_list, is_text
 from storage.artifacts import atomic_file, write_json, write_text
 
 TOLERANCE = 1e-6
 """Largest difference between the trainer's probabilities and the registered model's."""
 ROUGH_TOLERANCE = 5e-3
 """The same if ranks exchange vectors of 11 bits or fewer."""
-IDENTITY = "identity"
-"""Tag of a version: the identity of the work it was made from."""
-FILES = "files_sha256"
-"""Tag of a version: names and hashes of the packed files as JSON, to detect later damage."""
 REQUIREMENTS = (
     *("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "safetensors"),
     *("mlflow", "numba", "numpy", "pandas", "pyarrow", "pydantic", "pyiceberg"),
 )
 """Packages needed to serve the model, pinned at the versions of the training."""
-
-
-class ModelVersion(BaseModel, frozen=True):
-    """A version in the registry."""
-
-    name: str
-    version: int
-    alias: str | None
 
 
 def pack(
@@ -74,36 +59,20 @@ def pack(
         defaults: Values of columns that a request lacks.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic_file(folder / scorer.WEIGHTS) as temporary:
+    with atomic_file(folder / WEIGHTS) as temporary:
         if form == "int8":
             save_file(quantise_tables(load_file(weights)), temporary)
         else:
             shutil.copyfile(weights, temporary)
-    write_text(folder / scorer.PLAN, plan.model_dump_json(indent=2))
+    write_text(folder / PLAN, plan.model_dump_json(indent=2))
     record = {
         "model": model.model_dump(mode="json"),
         "columns": columns_of(plan, schema),
         "defaults": dict(defaults),
         "weights": form,
     }
-    write_json(folder / scorer.MODEL, record)
+    write_json(folder / MODEL, record)
     return folder
-
-
-def columns_of(plan: Plan, schema: pa.Schema) -> dict[str, str]:
-    """Returns the raw columns that a plan reads, with their types for callers of the model."""
-    return {name: column_type(schema.field(name).type, plan.raw[name]) for name in plan.columns}
-
-
-def column_type(kind: pa.DataType, uses: Sequence[Kind]) -> str:
-    """Returns a raw column's type for callers of the model. Numbers are doubles unless they are ids."""
-    if is_list(kind):
-        return f"list<{column_type(kind.value_type, uses)}>"
-    if is_text(kind):
-        return "string"
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
-        return "timestamp"
-    return "long" if "sparse" in uses and not pa.types.is_floating(kind) else "double"
 
 
 def raw_frame(rows: pa.Table, columns: Mapping[str, str]) -> pd.DataFrame:
@@ -172,7 +141,7 @@ def register(
     Raises:
         RegistryError: If the copy scores differently. Nothing is registered then.
     """
-    record: dict[str, Any] = json.loads((folder / scorer.MODEL).read_text(encoding="utf-8"))
+    record: dict[str, Any] = json.loads((folder / MODEL).read_text(encoding="utf-8"))
     columns: dict[str, str] = record["columns"]
     frame = raw_frame(probe, columns)
     with mlflow.start_run(run_id=run_id), warnings.catch_warnings():
@@ -210,56 +179,6 @@ def check_probabilities(
             f"model of run {run_id}", f"the probabilities of its weights within {tolerance}", f"{difference:.2g} apart",
             "It is not registered; compare its plan and weights with the checkpoint's.",
         )  # fmt: skip
-
-
-def find_registered(tracker: Tracker, name: str, run_id: str) -> ModelVersion | None:
-    """Finds the version that an interrupted run has registered already. None: there is none."""
-    found = tracker.client.search_model_versions(f"run_id = '{run_id}'")
-    versions = [int(version.version) for version in found if version.name == name]
-    return ModelVersion(name=name, version=max(versions), alias=None) if versions else None
-
-
-def download_packed(tracker: Tracker, name: str, version: int, folder: Path) -> Path:
-    """Downloads the packed model of a version from the registry into a folder."""
-    mlflow.artifacts.download_artifacts(f"models:/{name}/{version}", dst_path=str(folder), tracking_uri=tracker.uri)
-    return folder / "artifacts" / "model"
-
-
-def hash_files(folder: Path) -> dict[str, str]:
-    """Returns name -> sha256 of the files that `pack` wrote."""
-    found = {}
-    for name in (scorer.MODEL, scorer.PLAN, scorer.WEIGHTS):
-        with (folder / name).open("rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
-
-
-def is_intact(tracker: Tracker, name: str, version: int, run_id: str) -> bool:
-    """Whether a version and the result of its run can be fetched as they were registered.
-
-    A version without hashes counts as intact if its files are there.
-    """
-    with TemporaryDirectory() as temporary:
-        try:
-            tracker.load_result(run_id)
-            found = hash_files(download_packed(tracker, name, version, Path(temporary)))
-        except (MlflowException, RegistryError, OSError, ValueError) as error:  # ValueError: invalid JSON
-            if is_unreachable(error) or is_disk_error(error):
-                raise
-            return False
-    tags = tracker.client.get_model_version(name, str(version)).tags
-    return FILES not in tags or json.loads(tags[FILES]) == found
-
-
-def find_versions(tracker: Tracker, name: str, identity: str) -> list[tuple[int, str]]:
-    """Finds (version, run id) of the versions with this identity, oldest first."""
-    try:
-        versions = tracker.client.search_model_versions(f"name = '{name}' and tags.{IDENTITY} = '{identity}'")
-    except MlflowException as error:
-        if is_unreachable(error):
-            raise
-        return []
-    return sorted((int(version.version), str(version.run_id)) for version in versions)
 
 
 def _requirements() -> list[str]:

@@ -11,7 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import ConfigError, InputError, closest_names
-from storage.arrow import is_text
+from pipeline.transforms.kinds import Kind
+from pipeline.transforms.plan.plan import Plan
+from storage.arrow import is_list, is_text
 
 Rows = pd.DataFrame | Mapping[str, Any] | str
 """A data frame, a dict with a list per column, or the JSON text of such a dict or of a list of rows."""
@@ -61,6 +63,22 @@ def table_of(rows: Rows, columns: Mapping[str, str], defaults: Mapping[str, Any]
             for name, kind in columns.items()
         }
     )
+
+
+def columns_of(plan: Plan, schema: pa.Schema) -> dict[str, str]:
+    """Returns the raw columns that a plan reads, with their types for callers of the model."""
+    return {name: column_type(schema.field(name).type, plan.raw[name]) for name in plan.columns}
+
+
+def column_type(kind: pa.DataType, uses: Sequence[Kind]) -> str:
+    """Returns a raw column's type for callers of the model. Numbers are doubles unless they are ids."""
+    if is_list(kind):
+        return f"list<{column_type(kind.value_type, uses)}>"
+    if is_text(kind):
+        return "string"
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        return "timestamp"
+    return "long" if "sparse" in uses and not pa.types.is_floating(kind) else "double"
 
 
 def check_defaults(defaults: Mapping[str, Any], columns: Mapping[str, str]) -> None:

@@ -21,10 +21,10 @@ from models.quantised import QuantisedBags
 from pipeline.data.batch import sparse_tensor
 from pipeline.errors import InputError
 from pipeline.registration.request import Rows, table_of
+from pipeline.registration.versions import MODEL, PLAN, WEIGHTS
 from pipeline.transforms.plan.plan import Plan
 
 BATCH_ROWS = 8_192
-WEIGHTS, PLAN, MODEL = "weights.safetensors", "plan.json", "model.json"
 TEXT = 0
 """Column of the frame that MLflow makes from a single text."""
 

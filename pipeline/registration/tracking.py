@@ -9,12 +9,11 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlflow
 import psutil
 import requests
-from matplotlib.figure import Figure
 from mlflow.data.code_dataset_source import CodeDatasetSource
 from mlflow.data.meta_dataset import MetaDataset
 from mlflow.entities import DatasetInput, InputTag, Metric, Param, Run, RunTag
@@ -25,6 +24,9 @@ from mlflow.tracking import MlflowClient
 
 from pipeline.errors import RegistryError, TrackingError
 from pipeline.registration.config import RegistrationConfig
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PARAM_CHARACTERS = 500
 """Longest logged parameter value. The whole config is an artifact."""
@@ -123,7 +125,7 @@ class Tracker:
             name: sorted({metric.step: metric.value for metric in points}.items()) for name, points in history.items()
         }
 
-    def log_figures(self, run_id: str, figures: Mapping[str, Figure]) -> None:
+    def log_figures(self, run_id: str, figures: Mapping[str, "Figure"]) -> None:
         """Logs plots as PNG under `plots/`."""
         for name, figure in figures.items():
             self.client.log_figure(run_id, figure, f"plots/{name}.png")

@@ -14,8 +14,9 @@ from pipeline.config import load
 from pipeline.jobs.training.job import resolve_dataset, resolve_job
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
-from pipeline.registration.register import columns_of, download_packed
+from pipeline.registration.request import columns_of
 from pipeline.registration.scorer import LoadedModel
+from pipeline.registration.versions import download_packed
 
 CONFIG = "configs/smoke.yaml"
 

@@ -14,7 +14,7 @@ from pipeline.data.joined.source import pin_sources
 from pipeline.errors import ConfigError
 from pipeline.jobs.training.job import resolve_dataset, resolve_job, tag_inputs
 from pipeline.jobs.workspace import Workspace
-from pipeline.registration.register import find_versions
+from pipeline.registration.versions import find_versions
 from pipeline.transforms.schema import FeatureJoin
 from storage.days import IDENTITIES
 

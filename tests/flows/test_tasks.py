@@ -16,8 +16,9 @@ from pipeline.jobs.training.job import resolve_job
 from pipeline.jobs.training.train import TrainingResult
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
-from pipeline.registration.register import download_packed, raw_frame
+from pipeline.registration.register import raw_frame
 from pipeline.registration.scorer import LoadedModel
+from pipeline.registration.versions import download_packed
 from storage.artifacts import sha256
 
 

@@ -10,8 +10,8 @@ from flows.end_to_end import end_to_end
 from pipeline.config import load
 from pipeline.errors import ConfigError
 from pipeline.jobs.workspace import Workspace
-from pipeline.registration.register import download_packed
 from pipeline.registration.scorer import LoadedModel
+from pipeline.registration.versions import download_packed
 from tests.quality import quality
 
 CONFIG = "configs/smoke.yaml"

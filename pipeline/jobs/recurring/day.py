@@ -15,13 +15,12 @@ from pipeline.errors import ConfigError, EmptyDatasetError, RegistryError
 from pipeline.evaluation.policy import ChampionStanding, Decision
 from pipeline.jobs.training.identity import semantics
 from pipeline.jobs.training.job import REGISTERED, TrainingJob, build_specs, make_job
-from pipeline.jobs.training.rank import Start
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.registration.aliases import find_holder
-from pipeline.registration.register import download_packed, find_versions
+from pipeline.registration.versions import download_packed, find_versions
 from pipeline.training.state import checkpoint
-from pipeline.transforms.plan.carry_over import carry_over_fit
+from pipeline.transforms.plan.carry_over import Start, carry_over_fit
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import inside
 from storage.reader import SnapshotRef

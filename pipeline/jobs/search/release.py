@@ -30,9 +30,9 @@ from pipeline.jobs.training.identity import semantics
 from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.training.run import train_version
 from pipeline.jobs.workspace import Workspace
-from pipeline.registration.register import is_intact
 from pipeline.registration.tracking import RESULT as RESULT_OF_RUN
 from pipeline.registration.tracking import reporting_unreachable
+from pipeline.registration.versions import is_intact
 from pipeline.search import plots
 from pipeline.search.config import ReleaseConfig
 from pipeline.search.release import (

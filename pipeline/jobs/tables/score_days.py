@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from pipeline.jobs.console import step
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import choose_version
-from pipeline.registration.register import download_packed
 from pipeline.registration.scorer import LoadedModel
 from pipeline.registration.tracking import Tracker
+from pipeline.registration.versions import download_packed
 from pipeline.scoring.score import plan_scoring, score
 from storage.reader import SnapshotRef
 

@@ -17,8 +17,9 @@ from pipeline.errors import ConfigError
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import EvalReport, Evaluation, OrderedMerge, ScoredRows
 from pipeline.evaluation.gate import Verdict, compare
-from pipeline.evaluation.importance import FeatureImportance, ImportanceEstimator
+from pipeline.evaluation.importance import ImportanceEstimator
 from pipeline.evaluation.metrics import Floats
+from pipeline.evaluation.plots import FeatureImportance
 from pipeline.evaluation.record import describe_quality
 from pipeline.jobs.console import Progress, one_line, step
 from pipeline.jobs.training.job import TrainingJob
@@ -29,9 +30,10 @@ from pipeline.preprocessing.worker import Worker
 from pipeline.process import die_with_parent
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, move_alias
 from pipeline.registration.config import Weights
-from pipeline.registration.register import download_packed, pack
+from pipeline.registration.register import pack
 from pipeline.registration.scorer import LoadedModel, plan_of
 from pipeline.registration.tracking import is_unreachable
+from pipeline.registration.versions import download_packed
 from storage.reader import DAY, Fragment
 
 IMPORTANCE_BATCH_ROWS = 2_048

@@ -13,12 +13,11 @@ from pipeline.evaluation.metrics import format_metric
 from pipeline.jobs.code_version import hash_lock_file, read_commit
 from pipeline.jobs.console import step
 from pipeline.jobs.training.evaluate import EvaluationResult, apply_verdict, evaluate, pack_model
-from pipeline.jobs.training.job import REGISTERED, TrainingJob
+from pipeline.jobs.training.job import FEATURES, REGISTERED, TrainingJob
 from pipeline.jobs.training.provenance import RECORD
 from pipeline.jobs.training.summary import (
     CURVES,
     DATA,
-    FEATURES,
     PAGE,
     PLAN,
     REPORT,
@@ -32,19 +31,11 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.aliases import CHAMPION, find_holder
 from pipeline.registration.journal import Journal
-from pipeline.registration.register import (
-    FILES,
-    IDENTITY,
-    ROUGH_TOLERANCE,
-    TOLERANCE,
-    ModelVersion,
-    check_probabilities,
-    find_registered,
-    hash_files,
-)
+from pipeline.registration.register import ROUGH_TOLERANCE, TOLERANCE, check_probabilities
 from pipeline.registration.register import register as put_into_registry
 from pipeline.registration.scorer import WEIGHTS, LoadedModel
 from pipeline.registration.tracking import RESULT, reporting_unreachable
+from pipeline.registration.versions import FILES, IDENTITY, ModelVersion, find_registered, hash_files
 from storage.artifacts import write_text
 
 MOST_CHARACTERS = 5_000

@@ -20,12 +20,12 @@ from pipeline.evaluation.config import GateConfig
 from pipeline.extraction.samples import refuse_outcomes
 from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.training.identity import identity as identity_of
-from pipeline.jobs.training.rank import Start
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.dataset import DataSpec, count_rows, fit_plan
-from pipeline.registration.register import IDENTITY, columns_of, find_versions, is_intact
-from pipeline.registration.request import check_defaults
+from pipeline.registration.request import check_defaults, columns_of
 from pipeline.registration.tracking import reporting_unreachable
+from pipeline.registration.versions import IDENTITY, find_versions, is_intact
+from pipeline.transforms.plan.carry_over import Start
 from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import resolve
 from storage.arrow import is_text
@@ -35,6 +35,8 @@ from storage.warehouse import Warehouse
 
 PLAN = "plan.json"
 """File in a run's folder, and artifact of its MLflow run: the fitted preprocessing plan."""
+FEATURES = "features.json"
+"""Artifact of an MLflow run: the importance of each feature."""
 RUN_ID = "mlflow_run_id"
 """File in a run's folder with the id of its MLflow run."""
 REGISTERED = "registered"

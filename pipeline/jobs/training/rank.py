@@ -56,21 +56,12 @@ from pipeline.training.tables.sharding import ShardingPlan, describe_plan
 from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse, measure_table_use
 from pipeline.training.trainer import Trainer, evaluate_sums
 from pipeline.transforms.kernels.jit import load_compiler
-from pipeline.transforms.plan.carry_over import unchanged_features
+from pipeline.transforms.plan.carry_over import Start, unchanged_features
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, write_json
 
 PROBE_ROWS = 256
 """Rows whose probabilities the trainer writes. The registered model must reproduce them."""
-
-
-class Start(BaseModel, frozen=True):
-    """A training to continue."""
-
-    checkpoint: str
-    """Folder of the verified checkpoint."""
-    plan: Plan
-    """Of its model."""
 
 
 class RankSpec(BaseModel, frozen=True):

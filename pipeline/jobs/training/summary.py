@@ -8,9 +8,9 @@ from pydantic import ValidationError
 from pipeline.errors import ConfigError, RegistryError
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.html import render_report
-from pipeline.evaluation.importance import FeatureImportance
+from pipeline.evaluation.plots import FeatureImportance
 from pipeline.evaluation.record import RunRecord
-from pipeline.jobs.training.job import TrainingJob
+from pipeline.jobs.training.job import FEATURES, TrainingJob
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, find_holder
 from pipeline.registration.tracking import RESULT, Tracker
@@ -18,7 +18,7 @@ from storage.artifacts import inside, write_text
 
 CURVES = ("train_ne_window", "train_ne_progressive", "valid_ne")
 STALL_CURVES = ("stall_fraction_window", "batch_extract_seconds", "batch_transform_seconds", "batch_wait_seconds")
-REPORT, FEATURES, DATA, PLAN = "report.json", "features.json", "data.json", "sharding_plan.json"
+REPORT, DATA, PLAN = "report.json", "data.json", "sharding_plan.json"
 """Artifacts of a run."""
 PAGE = "report.html"
 UI = "http://127.0.0.1:5000"

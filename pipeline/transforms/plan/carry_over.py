@@ -1,5 +1,7 @@
 """Carries learned numbers over from an older plan, and finds the features with unchanged meaning."""
 
+from pydantic import BaseModel
+
 from pipeline.transforms.ops import AnyOp
 from pipeline.transforms.ops.dense import Standardise
 from pipeline.transforms.ops.discrete import Bucketize
@@ -14,6 +16,15 @@ LEARNED: dict[type[AnyOp], dict[str, None]] = {
     Standardise: {"mean": None, "std": None},
 }
 """Op -> the fields that it learns, with their values before the fit."""
+
+
+class Start(BaseModel, frozen=True):
+    """A training to continue."""
+
+    checkpoint: str
+    """Folder of the verified checkpoint."""
+    plan: Plan
+    """Of its model."""
 
 
 def carry_over_fit(plan: Plan, old: Plan) -> Plan:

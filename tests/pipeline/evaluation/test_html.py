@@ -11,7 +11,7 @@ import pytest
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import ScoredRows
 from pipeline.evaluation.html import render_report
-from pipeline.evaluation.importance import FeatureImportance
+from pipeline.evaluation.plots import FeatureImportance
 from pipeline.evaluation.record import RunRecord
 from tests.quality import evaluate
 

@@ -16,7 +16,8 @@ from mlflow.pyfunc.model import _PythonModelPyfuncWrapper
 
 from models.config import DLRMConfig
 from pipeline.errors import InputError
-from pipeline.registration.register import column_type, pack, raw_frame, signature_of
+from pipeline.registration.register import pack, raw_frame, signature_of
+from pipeline.registration.request import column_type
 from pipeline.registration.scorer import LoadedModel, Scorer
 from pipeline.transforms.schema import FeatureSchema
 

@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from pipeline.errors import ContractError
 from pipeline.evaluation.policy import Policy
 from pipeline.jobs.recurring.backtest_rank import BacktestSpec, replace_plan, select_days
-from pipeline.jobs.training.rank import RankSpec, Start
+from pipeline.jobs.training.rank import RankSpec
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.state import checkpoint
+from pipeline.transforms.plan.carry_over import Start
 from pipeline.transforms.plan.plan import Plan
 from tests.pipeline.conftest import completed_here
 
