@@ -1,6 +1,8 @@
 """What all tests share: quiet libraries, few threads, and the folder of real data where it is at hand."""
 
+import atexit
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,13 @@ ROOT = Path(__file__).resolve().parent.parent
 DEVICE: Any = os.environ.setdefault("DLRM_TEST_DEVICE", "cpu")
 """Where trainers inside the tests' own process train; `make test-gpu` says `cuda`."""
 SHARED = ROOT.parent / "shared" / "data"
+
+
+@atexit.register
+def _end_quietly() -> None:
+    """DuckDB prints a page about leaks when the interpreter is torn down after a flow."""
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 @pytest.fixture(scope="session")
