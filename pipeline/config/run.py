@@ -41,14 +41,6 @@ EXECUTION_KEYS = {
         "hang_seconds",
         "deadline_seconds",
     },
-    "evaluation": {
-        "workers",
-        "importance_rows",
-        "droppable_ne_loss",
-        "level",
-        "small_slice_rows",
-        "slice_values",
-    },
     "preprocessing": set(PreprocessingConfig.model_fields) - {"shuffle_window_rows", "session_column"},
 }
 """Keys that do not change what is learned, left out of a training's identity."""
@@ -178,7 +170,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     def semantics(self) -> dict[str, Any]:
         """Returns what decides the trained model, apart from its data. Equal semantics are one training."""
-        elsewhere = {"home", "source", "ingest", "warehouse", "gate", "registration", "scoring"}
+        elsewhere = {"home", "source", "ingest", "warehouse", "evaluation", "gate", "registration", "scoring"}
         elsewhere |= {"recurring", "sweep", "release", "characterize"}
         values = self.model_dump(mode="json", exclude=elsewhere)
         for section, keys in EXECUTION_KEYS.items():

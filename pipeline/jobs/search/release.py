@@ -82,7 +82,7 @@ def pin_release(workspace: Workspace, snapshot_id: int | None, force: bool) -> S
             if share_rows(data[part].selection, last["test"].selection):
                 expected = "test rows that no candidate was trained on or ranked by"
                 raise ConfigError("release.fresh", expected, f"rows of split's `{part}`", "Choose other test rows.")
-    inputs: dict[str, Any] = {"config": semantics(workspace), "release": config.release.identity()}
+    inputs: dict[str, Any] = {"config": semantics(workspace, evaluation=True), "release": config.release.identity()}
     inputs |= {"model": config.model_name, "gate": config.gate.model_dump(mode="json")}
     return pin_search(workspace, "releases", snapshot, inputs, force)
 

@@ -45,7 +45,7 @@ def pin_sweep(workspace: Workspace, snapshot_id: int | None, force: bool) -> Sea
     snapshot, data = resolve_dataset(workspace, snapshot_id)
     if "valid" not in data:
         raise ConfigError("split", "validation rows, by which trials are ranked", "none", "Name some as `valid`.")
-    inputs = {"config": semantics(workspace), "sweep": config.sweep.identity()}
+    inputs = {"config": semantics(workspace, evaluation=True), "sweep": config.sweep.identity()}
     return pin_search(workspace, "sweeps", snapshot, inputs, force)
 
 

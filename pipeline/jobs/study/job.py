@@ -89,7 +89,7 @@ def pin_study(workspace: Workspace, snapshot_id: int | None, force: bool) -> Stu
     if config.characterize.workload is None:
         snapshot_id = resolve_dataset(workspace.with_config(configs[0]), snapshot_id)[0].snapshot_id
     inputs = {
-        "study": config.characterize.model_dump(mode="json"), "config": semantics(workspace),
+        "study": config.characterize.model_dump(mode="json"), "config": semantics(workspace, evaluation=True),
         "snapshot_id": snapshot_id, "sweep": config.sweep.model_dump(mode="json"),
         "threads": config.training.threads_per_rank,
         "machine": [read_processor_name(), len(os.sched_getaffinity(0))],

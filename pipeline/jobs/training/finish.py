@@ -1,19 +1,32 @@
 """Finishes a training: evaluation, registry and report, at once or later by `flows.register`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
 
 from pipeline.config.files import ROOT
 from pipeline.evaluation import plots
+from pipeline.evaluation.config import EvaluationConfig
+from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.html import render_report
 from pipeline.evaluation.metrics import format_metric
+from pipeline.evaluation.plots import FeatureImportance
+from pipeline.evaluation.record import describe_quality
 from pipeline.jobs.code_version import hash_lock_file, read_commit
 from pipeline.jobs.console import step
-from pipeline.jobs.training.evaluate import EvaluationResult, apply_verdict, evaluate, pack_model
-from pipeline.jobs.training.job import FEATURES, REGISTERED, TrainingJob
+from pipeline.jobs.training.evaluate import (
+    EvaluationResult,
+    apply_verdict,
+    estimate_importance,
+    evaluate,
+    evaluate_model,
+    pack_model,
+)
+from pipeline.jobs.training.job import CONFIG, FEATURES, REGISTERED, TrainingJob
 from pipeline.jobs.training.provenance import RECORD
 from pipeline.jobs.training.summary import (
     CURVES,
@@ -33,9 +46,17 @@ from pipeline.registration.aliases import CHAMPION, find_holder
 from pipeline.registration.journal import Journal
 from pipeline.registration.register import ROUGH_TOLERANCE, TOLERANCE, check_probabilities
 from pipeline.registration.register import register as put_into_registry
-from pipeline.registration.scorer import WEIGHTS, LoadedModel
+from pipeline.registration.scorer import LoadedModel, plan_of
 from pipeline.registration.tracking import RESULT, reporting_unreachable
-from pipeline.registration.versions import FILES, IDENTITY, ModelVersion, find_registered, hash_files
+from pipeline.registration.versions import (
+    FILES,
+    IDENTITY,
+    WEIGHTS,
+    ModelVersion,
+    download_packed,
+    find_registered,
+    hash_files,
+)
 from storage.artifacts import write_text
 
 MOST_CHARACTERS = 5_000
@@ -89,12 +110,19 @@ def log_quality(
         values |= {f"gate_ne_{name}": getattr(gate.difference, name) for name in ("low", "high")}
         values |= {"gate_ne_difference": gate.difference.ne, "gate_champion_ne": gate.champion_ne}
     tracker.log(run_id, int(trained.summary["steps"]), values)
-    tracker.log_json(run_id, report.model_dump(mode="json"), REPORT)
-    tracker.log_json(run_id, [one.model_dump() for one in evaluation.features], FEATURES)
     tracker.log_json(run_id, describe_data(job), DATA)
     tracker.log_json(run_id, trained.placement, PLAN)
+    _log_report(workspace, report, evaluation.features, trained.summary["best_step"], run_id)
+
+
+def _log_report(
+    workspace: Workspace, report: EvalReport, features: Sequence[FeatureImportance], best: int | None, run_id: str
+) -> None:
+    tracker = workspace.tracking
+    tracker.log_json(run_id, report.model_dump(mode="json"), REPORT)
+    tracker.log_json(run_id, [one.model_dump() for one in features], FEATURES)
     with workspace.best_effort("figures"):
-        curves, best = tracker.load_curves(run_id, [*CURVES, *STALL_CURVES]), trained.summary["best_step"]
+        curves = tracker.load_curves(run_id, [*CURVES, *STALL_CURVES])
         figures = {
             "learning_curve": plots.learning_curve(curves, best, report.overall.ne, report.ne_floor),
             "stall_timeline": plots.stall_timeline(curves),
@@ -104,8 +132,8 @@ def log_quality(
         }
         if report.slices:
             figures["slices"] = plots.slices(report)
-        if evaluation.features:
-            figures["importance"] = plots.importance(evaluation.features)
+        if features:
+            figures["importance"] = plots.importance(features)
         tracker.log_figures(run_id, figures)
 
 
@@ -195,12 +223,7 @@ def publish(
         "git_commit": read_commit(),
     } | dict(job.notes)
     tracker.log_json(run_id, result, RESULT)
-    record = load_record(tracker, run_id)
-    text = record.render_markdown(run_address(run_id, tracker))
-    short = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS].rpartition("\n")[0]
-    tracker.client.update_model_version(model.name, str(model.version), description=short)
-    with workspace.best_effort(PAGE):
-        tracker.client.log_text(run_id, render_report([record]), PAGE)
+    text = _write_pages(workspace, model.version, run_id)
     # Last: a version is found by its identity only once everything else is in place.
     tracker.client.set_model_version_tag(model.name, str(model.version), IDENTITY, job.identity)
     write_text(Path(job.folder) / REGISTERED, f"{model.name} {model.version}\n")
@@ -208,6 +231,65 @@ def publish(
     workspace.console.log.info("%s version %s (%s); report: %s", model.name, model.version, alias or "rejected", place)
     with workspace.best_effort("artifacts on the run's page"):
         show_result(workspace, f"{model.name} version {model.version} ({alias or 'rejected'})", text, run_id)
+    return result
+
+
+def _write_pages(workspace: Workspace, version: int, run_id: str) -> str:
+    """Writes the version's description and the HTML report from the run's record. Returns the page in markdown."""
+    tracker = workspace.tracking
+    record = load_record(tracker, run_id)
+    text = record.render_markdown(run_address(run_id, tracker))
+    short = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS].rpartition("\n")[0]
+    tracker.client.update_model_version(workspace.config.model_name, str(version), description=short)
+    with workspace.best_effort(PAGE):
+        tracker.client.log_text(run_id, render_report([record]), PAGE)
+    return text
+
+
+def has_new_evaluation(workspace: Workspace, job: TrainingJob) -> bool:
+    """Says whether the evaluation of a finished training was configured in another way than the config does."""
+    assert job.done is not None
+    stored = workspace.tracking.read_json(job.done[1], CONFIG)["evaluation"]
+    return bool(_settings(EvaluationConfig.model_validate(stored)) != _settings(workspace.config.evaluation))
+
+
+def _settings(evaluation: EvaluationConfig) -> dict[str, Any]:
+    return evaluation.model_dump(exclude={"workers"})
+
+
+@step("evaluate again")
+def evaluate_again(workspace: Workspace, job: TrainingJob) -> dict[str, Any]:
+    """Evaluates a registered version with new settings and writes its report again. Verdict and alias stay.
+
+    Safe to repeat: it replaces itself, and the new settings are stored last.
+    """
+    assert job.done is not None
+    version, run_id = job.done
+    tracker, name, log = workspace.tracking, workspace.config.model_name, workspace.console.log
+    log.info("%s version %s is the same training; its evaluation is configured differently now", name, version)
+    features: tuple[FeatureImportance, ...] = ()
+    with TemporaryDirectory() as temporary, workspace.console.progress() as progress:
+        model = download_packed(tracker, name, version, Path(temporary))
+        test = job.data["test"].model_copy(update={"plan": plan_of(model)})
+        report = evaluate_model(workspace, test, job.rows["test"], model, progress)
+        with workspace.best_effort("importance of the features"):
+            fitted = job.model_copy(update={"data": {**job.data, "test": test}})
+            features = estimate_importance(workspace, fitted, model, progress)
+    before = EvalReport.model_validate(tracker.read_json(run_id, REPORT))
+    report = report.model_copy(update={"ne_exact": before.ne_exact})  # the exact weights are not in the registry
+    result = tracker.load_result(run_id)
+    values = {f"eval_{key}": value for key, value in report.numbers.items()}
+    tracker.log(run_id, int(result["train"]["steps"]), values)
+    _log_report(workspace, report, features, result["train"]["best_step"], run_id)
+    result["eval"] = report.numbers | {"undefined": dict(report.overall.undefined)}
+    result["droppable_features"] = [one.name for one in features if one.droppable]
+    tracker.log_json(run_id, result, RESULT)
+    text = _write_pages(workspace, version, run_id)
+    config = tracker.read_json(run_id, CONFIG) | {"evaluation": workspace.config.evaluation.model_dump(mode="json")}
+    tracker.log_json(run_id, config, CONFIG)
+    log.info("evaluation: %s; verdict and alias of %s version %s stay", describe_quality(report), name, version)
+    with workspace.best_effort("artifacts on the run's page"):
+        show_result(workspace, f"{name} version {version}, evaluated again", text, run_id)
     return result
 
 

@@ -8,9 +8,16 @@ from pipeline.data.joined.source import source_identity
 from pipeline.jobs.workspace import Workspace
 
 
-def semantics(workspace: Workspace) -> dict[str, Any]:
-    """The config's semantics, and what its joined feature sources hold now."""
-    values = workspace.config.semantics()
+def semantics(workspace: Workspace, evaluation: bool = False) -> dict[str, Any]:
+    """Returns the config's semantics, and what its joined feature sources hold now.
+
+    Args:
+        evaluation: Adds what the evaluation rows are read for: for work with a result that compares evaluations.
+    """
+    config = workspace.config
+    values = config.semantics()
+    if evaluation:
+        values["evaluation"] = config.evaluation.model_dump(include={"slices", "group_by", "true_probability"})
     found = [source_identity(pinned, workspace.warehouse) for pinned in workspace.feature_joins()]
     return values | {"joined_contents": found} if found else values
 

@@ -35,6 +35,8 @@ from storage.warehouse import Warehouse
 
 PLAN = "plan.json"
 """File in a run's folder, and artifact of its MLflow run: the fitted preprocessing plan."""
+CONFIG = "config.json"
+"""Artifact of an MLflow run: its config. `evaluation` is that of its latest evaluation."""
 FEATURES = "features.json"
 """Artifact of an MLflow run: the importance of each feature."""
 RUN_ID = "mlflow_run_id"
@@ -309,7 +311,7 @@ def open_training_run(
             tracker = workspace.tracking
             with reporting_unreachable(again):
                 tracker.log_snapshot(run_id, job.snapshot.table, job.snapshot.snapshot_id, job.rows["train"])
-                tracker.log_json(run_id, config.shareable(), "config.json")
+                tracker.log_json(run_id, config.shareable(), CONFIG)
                 tracker.log_json(run_id, job.plan.model_dump(mode="json"), PLAN)
         yield run_id
 

@@ -6,7 +6,7 @@ from typing import Any
 from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import step
 from pipeline.jobs.tables.catalog import warn_of_columns
-from pipeline.jobs.training.finish import finish
+from pipeline.jobs.training.finish import evaluate_again, finish, has_new_evaluation
 from pipeline.jobs.training.job import TrainingJob, open_training_run, resolve_job
 from pipeline.jobs.training.train import train
 from pipeline.jobs.workspace import Workspace
@@ -30,6 +30,8 @@ def train_version(
     with workspace.lock(workspace.training_lock):
         job = pin_job(workspace, snapshot_id, force)
         if job.done:
+            if has_new_evaluation(workspace, job):
+                return evaluate_again(workspace, job)
             return load_result(workspace, job)
         with open_training_run(workspace, job, name, tags) as run_id:
             trained = train(workspace, job, run_id)
