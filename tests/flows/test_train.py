@@ -185,6 +185,26 @@ def test_the_same_training_is_skipped(smoke, command, home):
 
 
 @pytest.mark.slow
+def test_a_new_slice_evaluates_again_and_trains_nothing(smoke, command, copied):
+    slices = "evaluation.slices=[cat_device]"
+    code, result, log = command(train, CONFIG, slices, home=copied)
+    assert (code, result["status"]) == (0, "ok")
+    assert "its evaluation is configured differently now" in log
+    assert {key: result[key] for key in ("model", "gate", "identity", "mlflow_run_id", "train")} == {
+        key: smoke[key] for key in ("model", "gate", "identity", "mlflow_run_id", "train")
+    }
+    assert result["eval"] == smoke["eval"]
+    tracker = Workspace(load(CONFIG)).tracking
+    assert list_versions(tracker, "smoke") == [1]
+    report = tracker.read_json(result["mlflow_run_id"], "report.json")
+    assert {one["column"] for one in report["slices"]} == {"cat_device"}
+    assert tracker.load_result(result["mlflow_run_id"])["status"] == "ok"
+    assert "cat_device" in tracker.client.get_model_version("smoke", "1").description
+    again, third, _ = command(train, CONFIG, slices, home=copied)
+    assert (again, third["status"]) == (0, "skipped")
+    assert third["eval"] == result["eval"]
+
+
 def test_force_trains_the_same_weights_into_a_challenger(smoke, command, copied):
     code, result, _ = command(train, CONFIG, "force=true", home=copied)
     assert code == 0

@@ -73,7 +73,8 @@ def pin_backtest(workspace: Workspace, start: datetime.date | None, end: datetim
     new = exclude_test_rows(data)
     settings = json.dumps(
         {
-            "snapshot": snapshot.snapshot_id, "config": semantics(workspace, evaluation=True), "days": [str(day) for day in days],
+            "snapshot": snapshot.snapshot_id, "config": semantics(workspace, evaluation=True),
+            "days": [str(day) for day in days],
             "further": config.incremental.model_dump(mode="json"), "new": new.selection.hash_range,
         },
         sort_keys=True,
