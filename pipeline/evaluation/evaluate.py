@@ -15,7 +15,7 @@ from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.grouped import GroupedAuc, GroupedPredictions
 from pipeline.evaluation.metrics import Bin, Floats, Integers, Quality, curves, equal_bins, losses
 from pipeline.evaluation.sums import COARSE_BINS, MOST_VALUES, Members, MetricSums, PairedSums, unit_groups
-from storage.reader import DAY
+from storage.config import DAY
 
 
 @dataclass(frozen=True, eq=False)

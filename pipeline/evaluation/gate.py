@@ -11,7 +11,7 @@ from pipeline.evaluation.config import GateConfig
 from pipeline.evaluation.evaluate import EvalReport, Evaluation
 from pipeline.evaluation.metrics import Floats, Integers, Moments, Quality, base_entropy, losses
 from pipeline.evaluation.sums import PairedSums
-from storage.reader import DAY
+from storage.config import DAY
 
 ENOUGH_DAYS = 20
 """From so many days on, days are resampled by default: rows of a day have much in common."""

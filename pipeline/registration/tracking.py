@@ -38,7 +38,8 @@ LOCK_SECONDS = 60
 """How long to wait for a database file that another process has locked."""
 SAME_START_SECONDS = 1.0
 """Two readings of one process's start time differ by less than this."""
-RESULT = "result.json"
+RESULT, CONFIG, FEATURES = "result.json", "config.json", "features.json"
+"""Artifacts of a run: its result line, its config with the latest evaluation's settings, the importance of features."""
 ENVIRONMENT_LOCK = threading.Lock()
 """MLflow keeps its address in the environment. Only one of several parallel trainings may read it at a time."""
 KIND = {"mlflow.experimentKind": "custom_model_development"}

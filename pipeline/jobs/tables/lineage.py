@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from pipeline.catalog.usage import ColumnImportance, Run, Usage, Version, importance_by_column
 from pipeline.errors import RegistryError
-from pipeline.jobs.training.job import FEATURES, PLAN
+from pipeline.jobs.training.job import PLAN
 from pipeline.registration.aliases import list_versions
-from pipeline.registration.tracking import Tracker, is_not_found
+from pipeline.registration.tracking import FEATURES, Tracker, is_not_found
 from pipeline.transforms.plan.plan import Plan
 
 MEASURED_RUNS = 20

@@ -26,7 +26,7 @@ from pipeline.jobs.training.evaluate import (
     evaluate_model,
     pack_model,
 )
-from pipeline.jobs.training.job import CONFIG, FEATURES, REGISTERED, TrainingJob
+from pipeline.jobs.training.job import REGISTERED, TrainingJob
 from pipeline.jobs.training.provenance import RECORD
 from pipeline.jobs.training.summary import (
     CURVES,
@@ -47,7 +47,7 @@ from pipeline.registration.journal import Journal
 from pipeline.registration.register import ROUGH_TOLERANCE, TOLERANCE, check_probabilities
 from pipeline.registration.register import register as put_into_registry
 from pipeline.registration.scorer import LoadedModel, plan_of
-from pipeline.registration.tracking import RESULT, reporting_unreachable
+from pipeline.registration.tracking import CONFIG, FEATURES, RESULT, reporting_unreachable
 from pipeline.registration.versions import (
     FILES,
     IDENTITY,

@@ -23,7 +23,7 @@ from pipeline.jobs.training.identity import identity as identity_of
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.dataset import DataSpec, count_rows, fit_plan
 from pipeline.registration.request import check_defaults, columns_of
-from pipeline.registration.tracking import reporting_unreachable
+from pipeline.registration.tracking import CONFIG, reporting_unreachable
 from pipeline.registration.versions import IDENTITY, find_versions, is_intact
 from pipeline.transforms.plan.carry_over import Start
 from pipeline.transforms.plan.plan import Plan, build_plan
@@ -35,10 +35,6 @@ from storage.warehouse import Warehouse
 
 PLAN = "plan.json"
 """File in a run's folder, and artifact of its MLflow run: the fitted preprocessing plan."""
-CONFIG = "config.json"
-"""Artifact of an MLflow run: its config. `evaluation` is that of its latest evaluation."""
-FEATURES = "features.json"
-"""Artifact of an MLflow run: the importance of each feature."""
 RUN_ID = "mlflow_run_id"
 """File in a run's folder with the id of its MLflow run."""
 REGISTERED = "registered"

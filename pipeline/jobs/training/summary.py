@@ -1,7 +1,7 @@
 """The record of a run, read from MLflow, and its report as a file."""
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -10,10 +10,12 @@ from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.html import render_report
 from pipeline.evaluation.plots import FeatureImportance
 from pipeline.evaluation.record import RunRecord
-from pipeline.jobs.training.job import FEATURES, TrainingJob
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, find_holder
-from pipeline.registration.tracking import RESULT, Tracker
+from pipeline.registration.tracking import FEATURES, RESULT, Tracker
+
+if TYPE_CHECKING:
+    from pipeline.jobs.training.job import TrainingJob
 from storage.artifacts import inside, write_text
 
 CURVES = ("train_ne_window", "train_ne_progressive", "valid_ne")
@@ -56,7 +58,7 @@ def _read(tracker: Tracker, run_id: str) -> RunRecord:
     )
 
 
-def describe_data(job: TrainingJob) -> dict[str, str]:
+def describe_data(job: "TrainingJob") -> dict[str, str]:
     """Describes what a training reads."""
     found = {"table": job.snapshot.table, "snapshot": str(job.snapshot.snapshot_id)}
     for part, rows in job.rows.items():
