@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from pipeline.process import die_with_parent, set_process_name
 
-READ_AT_LOAD = ("ARROW_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "NUMBA_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH")
+READ_AT_LOAD = ("ARROW_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "NUMBA_", "OMP_", "OPENBLAS_", "PYTHON")
 """Prefixes of variables that libraries read when they are loaded. Processes that differ in one have other servers."""
 MOST_SERVERS = 4
 """Servers that are kept. One without running processes is stopped where another is needed."""
