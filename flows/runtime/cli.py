@@ -29,6 +29,7 @@ from flows.runtime.server import TemporaryServer
 from pipeline.config import RunConfig, load
 from pipeline.config.draft import Draft
 from pipeline.config.files import home_path, parse_yaml
+from pipeline.config.keys import closest_key
 from pipeline.errors import ConfigError, ContractError
 from pipeline.jobs.warm_up import start_fork_servers
 
@@ -246,11 +247,12 @@ def parse(words: Sequence[str], known: Sequence[str]) -> tuple[dict[str, Any], d
         elif key in known:
             parameters[key] = value
         else:
+            close = closest_key(key, known)
             raise ConfigError(
                 f"argument '{key}'",
                 f"a parameter of this flow ({', '.join(known) or 'none'}) or a config key",
                 "neither",
-                "Write config keys with their section, like training.epochs=2.",
+                f"Did you mean {close}?" if close else "Write config keys with their section, like training.epochs=2.",
             )
     return overrides, parameters
 

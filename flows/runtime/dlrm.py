@@ -6,6 +6,7 @@ Help reads the flow files as text, so that it answers before anything heavy is i
 import ast
 import difflib
 import importlib.metadata
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -28,6 +29,12 @@ MOST_USED = (
     ("seed=3", "initial weights, order of rows, dropout"),
     ("home=/data/runs", "folder for everything that a run writes"),
 )
+COMPLETION = """# bash and zsh: eval "$(dlrm completion)"
+[ -z "${ZSH_VERSION-}" ] || { autoload -U +X bashcompinit && bashcompinit; }
+complete -o default -o nospace -C 'dlrm --complete' dlrm"""
+"""Shell code that makes the shell ask `dlrm --complete`."""
+MOST_OFFERED = 60
+"""More keys than these are offered by section first."""
 USAGE = "usage: dlrm COMMAND CONFIG.yaml [key=value ...] [--debug]"
 
 
@@ -40,6 +47,12 @@ def main(words: list[str] | None = None) -> None:
     if given[0] in ("-V", "--version"):
         print(importlib.metadata.version("dlrm-pipeline"))
         return
+    if given[0] == "completion":
+        print(COMPLETION)
+        return
+    if given[0] == "--complete":  # by the shell, with the line so far in COMP_LINE
+        print("\n".join(complete(os.environ.get("COMP_LINE", ""))))
+        return
     name = given[0].replace("-", "_")
     if name not in (*commands(), *FORMER):
         close = difflib.get_close_matches(name, commands(), n=1)
@@ -50,6 +63,29 @@ def main(words: list[str] | None = None) -> None:
         return
     sys.argv = [f"dlrm {given[0]}", *given[1:]]
     runpy.run_module(f"flows.{name}", run_name="__main__", alter_sys=True)
+
+
+def complete(line: str) -> list[str]:
+    """Returns how the last word of a command line may go on. For a config file, nothing: the shell completes files.
+
+    Example:
+        >>> complete("dlrm rec"), complete("dlrm train configs/demo.yaml training.epo")
+        (['recurring '], ['training.epochs='])
+    """
+    *before, word = line.split(" ")
+    before = [one for one in before if one]
+    if len(before) < 2:
+        return [f"{name} " for name in commands() if name.startswith(word)]
+    name = before[1].replace("-", "_")
+    if len(before) == 2 or FORMER.get(name, name) not in commands():
+        return []
+    from pipeline.config.keys import list_keys
+
+    parameters = [key for key in parameters_of(name) if key not in ("config", "overrides")]
+    fitting = [f"{key}=" for key in (*parameters, *list_keys()) if key.startswith(word)]
+    depth = len(word.split("."))
+    sections = dict.fromkeys(".".join(key.split(".")[:depth]) + "." for key in fitting if key.count(".") >= depth)
+    return fitting if len(fitting) <= MOST_OFFERED else [*(key for key in fitting if key.count(".") < depth), *sections]
 
 
 def commands() -> list[str]:
@@ -68,7 +104,8 @@ def overview() -> str:
     for purpose, names in PURPOSES.items():
         lines += ["", f"{purpose}:"]
         lines += [f"  {name:<14} {_summary(_module(name))}" for name in names]
-    return "\n".join([*lines, "", "dlrm COMMAND --help shows its parameters; dlrm --version the version."])
+    more = "dlrm COMMAND --help shows its parameters; dlrm --version the version."
+    return "\n".join([*lines, "", more, 'Completion of commands and keys: eval "$(dlrm completion)".'])
 
 
 def describe(name: str) -> str:

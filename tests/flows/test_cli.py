@@ -75,7 +75,17 @@ def test_the_last_of_equal_words_counts() -> None:
                 f"argument '{key}': expected a parameter of this flow (day, force) or a config key, got neither. "
                 "Write config keys with their section, like training.epochs=2.",
             )
-            for key in ("dya", "epochs", "config", "overrides", "")
+            for key in ("xyzzy", "overrides", "")
+        ),
+        (
+            "dya=1",
+            "argument 'dya': expected a parameter of this flow (day, force) or a config key, got neither. "
+            "Did you mean day?",
+        ),
+        (
+            "epochs=1",
+            "argument 'epochs': expected a parameter of this flow (day, force) or a config key, got neither. "
+            "Did you mean training.epochs?",
         ),
     ],
 )
@@ -100,9 +110,9 @@ def test_a_parameter_of_another_type_is_refused(word: str, said: str) -> None:
 
 def test_a_flow_without_parameters_says_so() -> None:
     with pytest.raises(ConfigError) as error:
-        parse(["day=1"], [])
+        parse(["xyzzy=1"], [])
     assert str(error.value) == (
-        "argument 'day': expected a parameter of this flow (none) or a config key, got neither. "
+        "argument 'xyzzy': expected a parameter of this flow (none) or a config key, got neither. "
         "Write config keys with their section, like training.epochs=2."
     )
 

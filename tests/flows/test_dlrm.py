@@ -51,6 +51,46 @@ def test_a_misspelt_command_gets_a_suggestion(word: str, said: str) -> None:
     assert ended.value.code == said
 
 
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("dlrm ro", ["rollback "]),
+        ("dlrm train ", []),
+        ("dlrm train configs/demo.yaml forc", ["force="]),
+        ("dlrm train configs/demo.yaml training.keep", ["training.keep_checkpoints="]),
+        ("dlrm train configs/demo.yaml seed=3 evaluation.gr", ["evaluation.group_by="]),
+        ("dlrm nonsense configs/demo.yaml tr", []),
+    ],
+)
+def test_completion(line: str, offered: list[str]) -> None:
+    assert dlrm.complete(line) == offered
+
+
+def test_many_keys_are_offered_by_section() -> None:
+    offered = dlrm.complete("dlrm train configs/demo.yaml ")
+    assert {"force=", "seed=", "training.", "model."} <= set(offered)
+    assert len(offered) <= dlrm.MOST_OFFERED
+
+
+def test_the_shell_asks_the_command(tmp_path: Path) -> None:
+    """As bash does after the line of `dlrm completion`."""
+    program = tmp_path / "dlrm"
+    program.write_text(f'#!/bin/sh\ncd {ROOT} && exec {sys.executable} -m flows.runtime.dlrm "$@"\n')
+    program.chmod(0o755)
+    script = f"""
+PATH={tmp_path}:$PATH
+eval "$(dlrm completion)"
+complete -p dlrm
+COMP_LINE="dlrm back" COMP_POINT=9 dlrm --complete dlrm back dlrm
+"""
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "complete -o default -o nospace -C 'dlrm --complete' dlrm",
+        "backfill ",
+        "backtest ",
+    ]
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = "import sys; from flows.runtime.dlrm import main; main(['--help']); main(['train', '--help']);"
     code += " print({'torch', 'mlflow', 'prefect', 'numpy'} & {*sys.modules})"
