@@ -84,7 +84,7 @@ def flow_run_name() -> str:
 class RunPage:
     """Progress artifacts of the run that this belongs to.
 
-    A thread posts the newest figures. A server that is away holds up nobody, and figures that it misses are dropped.
+    A thread posts the newest figures. An unreachable server delays nobody; figures that it misses are dropped.
     """
 
     def __init__(self, logger: Logger, unit: str) -> None:

@@ -81,8 +81,8 @@ class TemporaryServer:
             "PREFECT__SERVER_EPHEMERAL": "1",
             "PREFECT__SERVER_FINAL": "1",
         }
-        # A terminal interrupts every process of the command. The server has to live until the flow has told it how it
-        # ended: without an answer Prefect would wait for minutes. A new process inherits what is blocked.
+        # A terminal interrupts every process of the command. The server has to live until the flow has reported its
+        # end: without an answer Prefect would wait for minutes. A new process inherits what is blocked.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             with self.log.open("wb") as log:

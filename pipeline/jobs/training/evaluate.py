@@ -1,4 +1,4 @@
-"""A trained model judged on the evaluation rows, beside the champion."""
+"""Evaluates a trained model on the evaluation rows, and compares it with the champion."""
 
 import math
 import multiprocessing
@@ -44,23 +44,23 @@ are added up together."""
 
 
 class EvaluationResult(BaseModel, frozen=True):
-    """Quality on the evaluation rows, and what the gate makes of it."""
+    """Quality on the evaluation rows, and the gate's verdict."""
 
     report: EvalReport
     gate: Verdict
     weights_sha256: str = ""
-    """Of the trained model that was judged."""
+    """Hash of the weights that were evaluated."""
     features: tuple[FeatureImportance, ...] = ()
-    """The most valuable first; none where they were not looked at."""
+    """The most important first. Empty if importance was not estimated."""
 
     @property
     def droppable(self) -> list[str]:
         """Features that could be dropped."""
-        return [worth.name for worth in self.features if worth.droppable]
+        return [feature.name for feature in self.features if feature.droppable]
 
 
 class ChampionScorer:
-    """The version to beat, as far as it can score today's rows.
+    """Scores rows with the champion, until it fails once.
 
     Args:
         folder: Its packed model; None: there is none.
@@ -72,26 +72,26 @@ class ChampionScorer:
         self.error: str | None = None
 
     def score(self, rows: pa.Table) -> Floats | None:
-        """Probabilities of raw rows; None once it has failed, or where there is none."""
+        """Returns the probabilities of raw rows. None: there is no champion, or it has failed."""
         if self.folder is None or self.error is not None:
             return None
         try:
             self.model = self.model or LoadedModel(self.folder)
             return self.model.score(rows)
-        except Exception as error:  # a champion that cannot be had must not cost the new model
+        except Exception as error:  # a broken champion must not cost the new model
             self.error = one_line(error)
             return None
 
 
 class Comparison(BaseModel, frozen=True):
-    """All that a process needs to judge some of the evaluation rows."""
+    """All that a process needs to score some of the evaluation rows."""
 
     spec: DataSpec
     evaluation: EvaluationConfig
     units: str
     model: Path
     exact: Path | None
-    """The model before its tables were rounded, where they were."""
+    """The model before its tables were rounded. None: they were not."""
     champion: Path | None
     groups: Path
     """Folder for the predictions that GAUC groups."""
@@ -128,7 +128,7 @@ class PortionScorer:
 
 
 def read_outcomes(worker: Worker, rows: pa.Table, fragment: Fragment) -> tuple[Floats, Floats | None]:
-    """Labels and weights of rows, float64 [N] each."""
+    """Returns labels and weights of rows, float64 [N] each."""
     labels, weights = worker.labels(rows, f"{fragment.day}"), worker.weights(rows, f"{fragment.day}")
     return labels.astype("float64"), None if weights is None else weights.astype("float64")
 
@@ -221,7 +221,7 @@ def evaluate_model(workspace: Workspace, spec: DataSpec, rows: int, model: Path,
 def estimate_importance(
     workspace: Workspace, job: TrainingJob, model: Path, progress: Progress
 ) -> tuple[FeatureImportance, ...]:
-    """What the features are worth on a sample of the evaluation rows: the first of fragments spread over all."""
+    """Estimates feature importance on a sample: the first rows of fragments that are spread over all."""
     evaluation, wanted = workspace.config.evaluation, workspace.config.evaluation.importance_rows
     if wanted is None:
         return ()
@@ -316,22 +316,22 @@ def apply_verdict(workspace: Workspace, version: int, verdict: Verdict) -> tuple
 
 @step("evaluate")
 def evaluate(workspace: Workspace, job: TrainingJob, trained: TrainingResult) -> EvaluationResult:
-    """Weights -> quality on the evaluation rows and the gate's verdict. Safe to repeat: it only reads."""
+    """Evaluates the weights and asks the gate. Safe to repeat: it only reads."""
     config = workspace.config
     logger = workspace.console.log
     model = pack_model(workspace, job, trained, config.registration.weights)
     exact = None if config.registration.weights == "fp32" else pack_model(workspace, job, trained)
     with workspace.console.progress() as progress:
-        judged = compare_with_champion(workspace, job, model, progress, exact)
-        with workspace.best_effort("worth of the features"):
-            judged = judged.model_copy(update={"features": estimate_importance(workspace, job, model, progress)})
-    judged = judged.model_copy(update={"weights_sha256": trained.summary["weights_sha256"]})
-    logger.info("evaluation: %s", describe_quality(judged.report))
-    logger.info("gate: %s. %s", judged.gate.decision, judged.gate.reason)
-    if judged.features:
-        logger.info("features worth most: %s", ", ".join(worth.name for worth in judged.features[:5]))
-        logger.info("features that could be dropped: %s", ", ".join(judged.droppable) or "none")
-    return judged
+        result = compare_with_champion(workspace, job, model, progress, exact)
+        with workspace.best_effort("importance of the features"):
+            result = result.model_copy(update={"features": estimate_importance(workspace, job, model, progress)})
+    result = result.model_copy(update={"weights_sha256": trained.summary["weights_sha256"]})
+    logger.info("evaluation: %s", describe_quality(result.report))
+    logger.info("gate: %s. %s", result.gate.decision, result.gate.reason)
+    if result.features:
+        logger.info("most important features: %s", ", ".join(feature.name for feature in result.features[:5]))
+        logger.info("features that could be dropped: %s", ", ".join(result.droppable) or "none")
+    return result
 
 
 def pack_model(workspace: Workspace, job: TrainingJob, trained: TrainingResult, form: Weights = "fp32") -> Path:
