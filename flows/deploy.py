@@ -22,6 +22,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
+from flows.runtime.environment import set_environment
 from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError, ContractError
 
@@ -216,4 +217,5 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    set_environment()
     sys.exit(main(sys.argv[1:]))

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from flows.runtime.environment import set_environment
+
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = {"torch": "2.13.0", "torchrec": "1.8.0"}
 FBGEMM = "1.8.0"
@@ -313,4 +315,5 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    set_environment()
     sys.exit(main(sys.argv[1:]))

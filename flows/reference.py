@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 import flows
+from flows.runtime.environment import set_environment
 from pipeline.config import RunConfig
 from pipeline.config.files import ROOT
 from pipeline.transforms.ops import known_kinds
@@ -255,5 +256,6 @@ def _first_paragraph(model: type) -> str:
 
 
 if __name__ == "__main__":
+    set_environment()
     write()
     print(f"{len(pages())} pages in {FOLDER}")

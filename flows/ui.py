@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
+from flows.runtime.environment import set_environment
 from pipeline.errors import ConfigError, ContractError
 
 HOST = "127.0.0.1"
@@ -127,4 +128,5 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
+    set_environment()
     sys.exit(main(sys.argv[1:]))
