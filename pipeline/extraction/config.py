@@ -2,7 +2,7 @@
 
 import datetime
 from collections.abc import Mapping
-from typing import Any, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -13,11 +13,6 @@ from storage.config import DAY
 
 WEIGHT = "sample_weight"
 """Column with the number of impressions that a row represents after negatives were downsampled."""
-LATER = {
-    "outcomes": ("action_column", "labels", "keep_negatives", "keep_seed"),
-    "generator": ("lists_per",),
-}
-"""Source keys that older versions did not have."""
 
 Format = Literal["auto", "parquet", "csv", "criteo"]
 Verdict = Literal["fail", "quarantine", "warn", "off"]
@@ -156,16 +151,6 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
         if self.generator is None and self.outcomes is not None and self.outcomes.path is None:
             raise ConfigError("source.outcomes", "`path` of the outcome log", "none", "Add it.")
         return self
-
-    def content(self) -> dict[str, Any]:
-        """Returns the source as JSON values, without newer keys at their default: identities of older days stay."""
-        content = self.model_dump(mode="json")
-        for part, keys in LATER.items():
-            model = getattr(self, part)
-            for key in keys if model is not None else ():
-                if getattr(model, key) == type(model).model_fields[key].default:
-                    del content[part][key]
-        return content
 
     def check_label(self, label: str, weight: str | None) -> None:
         """Refuses outcomes that do not give the label, or give a weight that nobody reads.

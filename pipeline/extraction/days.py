@@ -37,8 +37,8 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
     covers the files that may hold outcomes of these rows.
     """
     schema = context.schema
-    later = [part for part in (order_by, schema.weight) if part]  # days of older versions keep their identity
-    shared = fingerprint([context.source.content(), schema.label, _stamps(rows.lookups), *later])
+    source = context.source.model_dump(mode="json")
+    shared = fingerprint([source, schema.label, schema.weight, _stamps(rows.lookups), list(order_by)])
     stamps = {str(path.resolve()): _stamps([path]) for path in [*rows.files, *rows.outcomes]}
     outcomes = None if rows.join is None else rows.join.files_by_day(rows.view)
     which = f"sum(md5_number_lower(concat_ws(':', {KEY}, parse_filename(__file), __row))) FILTER (__reason IS NOT NULL)"

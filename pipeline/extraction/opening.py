@@ -158,7 +158,7 @@ def _find_files(context: SourceContext, report: Report) -> tuple[list[Path], lis
         files = find_files(source.path, root, "source.path")
         logged = source.outcomes.path if source.outcomes else None
         return files, find_files(logged, root, "source.outcomes.path") if logged else []
-    content = [source.content()["generator"], source.outcomes.window_seconds]
+    content = [source.generator.model_dump(mode="json"), source.outcomes.window_seconds]
     folder = context.logs / f"{context.table}-{fingerprint(content)[:12]}"
     if not (folder / "complete").exists():
         total = source.generator.days * source.generator.rows_per_day

@@ -44,10 +44,10 @@ class LoadedModel:
     def __init__(self, folder: Path) -> None:
         record = json.loads((folder / MODEL).read_text(encoding="utf-8"))
         self.columns: dict[str, str] = record["columns"]
-        self.defaults: dict[str, Any] = record.get("defaults", {})  # absent in older versions of the registry
+        self.defaults: dict[str, Any] = record["defaults"]
         self.plan = plan_of(folder)
         features = self.plan.sparse
-        config, quantised = DLRMConfig.model_validate(record["model"]), record.get("weights") == "int8"
+        config, quantised = DLRMConfig.model_validate(record["model"]), record["weights"] == "int8"
         self.model = DLRM(config, len(self.plan.dense), features, device="meta" if quantised else "cpu")
         if quantised:
             self.model.embeddings = QuantisedBags(tables_of(config, features))

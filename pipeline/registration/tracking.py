@@ -235,8 +235,7 @@ def _lives(tags: Mapping[str, str]) -> bool:
     """Whether the process of a run still lives. Its number may belong to another process by now."""
     try:
         process = psutil.Process(int(tags["dlrm.pid"]))
-        started = float(tags.get("dlrm.started", process.create_time()))  # absent in runs of earlier versions
-        same = abs(process.create_time() - started) < SAME_START_SECONDS
+        same = abs(process.create_time() - float(tags["dlrm.started"])) < SAME_START_SECONDS
         return same and process.status() != psutil.STATUS_ZOMBIE
     except (KeyError, ValueError):
         return True  # unknown

@@ -51,10 +51,7 @@ def hash_files(folder: Path) -> dict[str, str]:
 
 
 def is_intact(tracker: Tracker, name: str, version: int, run_id: str) -> bool:
-    """Whether a version and the result of its run can be fetched as they were registered.
-
-    A version without hashes counts as intact if its files are there.
-    """
+    """Says whether a version and the result of its run can be fetched as they were registered."""
     with TemporaryDirectory() as temporary:
         try:
             tracker.load_result(run_id)
@@ -64,7 +61,7 @@ def is_intact(tracker: Tracker, name: str, version: int, run_id: str) -> bool:
                 raise
             return False
     tags = tracker.client.get_model_version(name, str(version)).tags
-    return FILES not in tags or json.loads(tags[FILES]) == found
+    return json.loads(tags.get(FILES, "null")) == found
 
 
 def find_versions(tracker: Tracker, name: str, identity: str) -> list[tuple[int, str]]:

@@ -263,13 +263,3 @@ def test_a_source_of_negatives_that_are_all_left_out(ingest: Any, put: Any) -> N
         "1 day(s) of the source: expected rows to keep, got only negatives that downsampling leaves out. "
         "Raise source.outcomes.keep_negatives."
     )
-
-
-def test_newer_keys_do_not_change_the_identity_of_a_source() -> None:
-    plain = SourceConfig.model_validate({"generator": {}, "outcomes": {}, "day_column": "date"})
-    assert not {"labels", "keep_negatives", "keep_seed", "action_column"} & plain.content()["outcomes"].keys()
-    assert "lists_per" not in plain.content()["generator"]
-    changed = SourceConfig.model_validate(
-        {"generator": {"lists_per": "session"}, "outcomes": {"keep_seed": 3}, "day_column": "date"}
-    )
-    assert (changed.content()["generator"]["lists_per"], changed.content()["outcomes"]["keep_seed"]) == ("session", 3)

@@ -214,9 +214,6 @@ def test_defaults_travel_with_the_model(loaded, tmp_path):
     folder = tmp_path / "model"
     record = json.loads((folder / "model.json").read_text())
     assert record["defaults"] == {}
-    del record["defaults"]
-    (folder / "model.json").write_text(json.dumps(record))
-    assert LoadedModel(folder).defaults == {}, "versions registered before there were defaults"
     schema, config = ROWS.schema, DLRMConfig.model_validate(record["model"])
     pack(folder, tmp_path / "weights.safetensors", loaded.plan, config, schema, defaults={"tags": (1, 2), "age": None})
     rows = {"user": [7], "country": ["DE"]}
