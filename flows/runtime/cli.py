@@ -117,7 +117,7 @@ def run(
     known = parameters_of(flow) if isinstance(flow, str) else list(inspect.signature(flow.fn).parameters)
     overrides, parameters = parse(rest, [key for key in known if key not in ("config", "overrides")])
     config = read(given, overrides)
-    plain = isinstance(flow, str) and is_plain(name, parameters)
+    plain = isinstance(flow, str) and is_plain(name, parameters) and not names_server()
     server = None if plain or names_server() else start_server(config)
     if isinstance(flow, str):
         if name in TRAINING and isinstance(config, RunConfig):
@@ -162,9 +162,8 @@ def is_plain(name: str, parameters: Mapping[str, Any]) -> bool:
         >>> is_plain("features", {"action": "set"}), is_plain("features", {"name": "price"}), is_plain("train", {})
         (False, True, False)
     """
-    if name not in PLAIN or names_server():
-        return False
-    return not PLAIN[name] or parameters.get("action", PLAIN[name][0]) in PLAIN[name]
+    actions = PLAIN.get(name)
+    return actions is not None and (not actions or parameters.get("action", actions[0]) in actions)
 
 
 def names_server() -> bool:

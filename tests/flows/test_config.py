@@ -130,6 +130,7 @@ def test_home(environment: str | None, home: str, expected: Path, monkeypatch: p
 
 
 EXECUTION = {
+    "evaluation.slices": ["a"],
     "home": "/elsewhere",
     "preprocessing.workers": 5,
     "training.device": "cpu",
@@ -163,7 +164,6 @@ SEMANTIC = {
     "model.embedding_width": 8,
     "split.hash.shares.train": 0.25,
     "features.label": "click",
-    "evaluation.slices": ["a"],
     "registration.weights": "int8",
 }
 

@@ -26,7 +26,9 @@ def start(spec: RankSpec, on_event: Callable[[Event], object]) -> Event:
 
 
 def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    """Returns the processes below this one, fork servers excepted: these stay for the next training."""
+    found = psutil.Process().children(recursive=True)
+    return [one for one in found if one.name().startswith("dlrm") or "pipeline.forkserver" not in one.cmdline()]
 
 
 def left(before: list[psutil.Process]) -> list[psutil.Process]:
