@@ -181,7 +181,9 @@ def start_process(
                 return server.fork(name, arguments, environment, log.fileno(), given or {})
             except (BrokenPipeError, ConnectionResetError):
                 _forget(server)
-            except KeyboardInterrupt:  # its answer would be taken for that to the next request
+            except OSError:  # it has answered
+                raise
+            except BaseException:  # an interrupt: its answer would be taken for that to the next request
                 _forget(server)
                 raise
         raise ChildProcessError(errno.ECHILD, f"the server that starts {module} was killed twice")

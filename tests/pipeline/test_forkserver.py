@@ -110,6 +110,24 @@ def test_a_killed_server_takes_its_processes_along_and_is_replaced(start: Callab
     assert start("leave").wait(20) == 3
 
 
+def test_an_interrupted_request_is_not_taken_for_the_next(
+    start: Callable[..., ForkedProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupt(BaseException):
+        """What a scheduler raises in the middle of a call."""
+
+    def send(*arguments: object) -> None:
+        real(*arguments)
+        raise Interrupt
+
+    real = forkserver.socket.send_fds
+    with monkeypatch.context() as patch:
+        patch.setattr(forkserver.socket, "send_fds", send)
+        with pytest.raises(Interrupt):
+            start("sleep")
+    assert start("leave").wait(20) == 3
+
+
 def test_few_servers_are_kept(start: Callable[..., ForkedProcess]) -> None:
     busy = start("sleep", OMP_NUM_THREADS="1")
     for threads in range(2, 9):
