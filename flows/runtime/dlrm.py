@@ -42,16 +42,16 @@ def main(words: list[str] | None = None) -> None:
     """Runs one command; ends the process with its exit code."""
     given = sys.argv[1:] if words is None else words
     if not given or given[0] in ("-h", "--help", "help"):
-        print(overview())
+        say(overview())
         return
     if given[0] in ("-V", "--version"):
-        print(importlib.metadata.version("dlrm-pipeline"))
+        say(importlib.metadata.version("dlrm-pipeline"))
         return
     if given[0] == "completion":
-        print(COMPLETION)
+        say(COMPLETION)
         return
     if given[0] == "--complete":  # by the shell, with the line so far in COMP_LINE
-        print("\n".join(complete(os.environ.get("COMP_LINE", ""))))
+        say("\n".join(complete(os.environ.get("COMP_LINE", ""))))
         return
     name = given[0].replace("-", "_")
     if name not in (*commands(), *FORMER):
@@ -59,10 +59,18 @@ def main(words: list[str] | None = None) -> None:
         hint = f"Did you mean '{close[0]}'?" if close else "dlrm --help lists the commands."
         sys.exit(f"error: '{given[0]}' is no command. {hint}")
     if {"-h", "--help"} & set(given[1:]):
-        print(describe(FORMER.get(name, name)))
+        say(describe(FORMER.get(name, name)))
         return
     sys.argv = [f"dlrm {given[0]}", *given[1:]]
     runpy.run_module(f"flows.{name}", run_name="__main__", alter_sys=True)
+
+
+def say(text: str) -> None:
+    """Prints text to a reader who may stop listening, such as `head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complete(line: str) -> list[str]:

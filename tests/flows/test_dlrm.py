@@ -91,6 +91,12 @@ COMP_LINE="dlrm back" COMP_POINT=9 dlrm --complete dlrm back dlrm
     ]
 
 
+def test_a_reader_who_stops_listening_gets_no_traceback() -> None:
+    command = f"{sys.executable} -m flows.runtime.dlrm train --help | head -n 1"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (done.stdout.startswith("usage: dlrm train"), done.stderr) == (True, "")
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = "import sys; from flows.runtime.dlrm import main; main(['--help']); main(['train', '--help']);"
     code += " print({'torch', 'mlflow', 'prefect', 'numpy'} & {*sys.modules})"
