@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from flows.runtime.dlrm import describe, parameters_of
+from flows.runtime.dlrm import describe, parameters_of, say
 from flows.runtime.environment import set_environment
 from flows.runtime.server import TemporaryServer
 from pipeline.config import RunConfig, load
@@ -62,7 +62,7 @@ def command(
     set_environment()
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
-        print(describe(name))
+        say(describe(name))
         sys.exit(0)
     codes: list[int] = []
     # Registered first, so it runs last. The teardown of the interpreter takes a second once PyTorch is loaded, and

@@ -91,8 +91,9 @@ COMP_LINE="dlrm back" COMP_POINT=9 dlrm --complete dlrm back dlrm
     ]
 
 
-def test_a_reader_who_stops_listening_gets_no_traceback() -> None:
-    command = f"{sys.executable} -m flows.runtime.dlrm train --help | head -n 1"
+@pytest.mark.parametrize("module", ["flows.runtime.dlrm train", "flows.train"])
+def test_a_reader_who_stops_listening_gets_no_traceback(module: str) -> None:
+    command = f"{sys.executable} -m {module} --help | head -n 1"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
     assert (done.stdout.startswith("usage: dlrm train"), done.stderr) == (True, "")
 
