@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pipeline.data.batch import NO_TIMES
-from pipeline.jobs.training.rank import RankSpec, build_model, make_result, open_client, open_event_writer, start_group
+from pipeline.data.position import NO_TIMES
+from pipeline.jobs.training.rank import build_model, make_result, open_client, open_event_writer, start_group
+from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.client import InlineSource
 from pipeline.training.trainer import Trainer
 

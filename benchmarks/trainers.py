@@ -43,7 +43,8 @@ from torchrec.streamable import Pipelineable
 from benchmarks.machine import ROOT
 from models.config import DLRMConfig, SparseFeature
 from models.dlrm import DLRM
-from pipeline.data.batch import Batch, Position
+from pipeline.data.batch import Batch
+from pipeline.data.position import Position
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import RANK_ENVIRONMENT
 from pipeline.training.tables.model import shard_model

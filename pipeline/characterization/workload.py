@@ -9,7 +9,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.config import SparseFeature
 from pipeline.characterization.config import Workload
-from pipeline.data.batch import Batch, Position
+from pipeline.data.batch import Batch
+from pipeline.data.position import Position
 from pipeline.transforms.plan.plan import Plan
 
 Ids = npt.NDArray[np.int64]

@@ -1,41 +1,15 @@
-"""The tensors of one step and their position in the data."""
+"""The tensors of one step."""
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from pydantic import BaseModel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.dlrm import SharedFeatures
+from pipeline.data.position import NO_TIMES, Position, Times
 from pipeline.transforms.column import Column
 from pipeline.transforms.kernels.hashing import take_lists
-
-
-class Position(BaseModel, frozen=True):
-    """Position in the data after a batch. It counts global batches and rows, so it is valid at every world size."""
-
-    epoch: int = 0
-    batches: int = 0
-    """Global batches already taken from this epoch."""
-    window: int = 0
-    """Window of the epoch in which the next batch begins."""
-    row: int = 0
-    """Row of that window, in shuffled order, with which it begins."""
-
-
-class Times(BaseModel, frozen=True):
-    """Seconds spent on a global batch before training."""
-
-    extract: float = 0.0
-    """Reading and decoding its rows in workers."""
-    transform: float = 0.0
-    """Transforming, shuffling and batching them in workers."""
-    wait: float = 0.0
-    """Waiting for it in this rank."""
-
-
-NO_TIMES = Times()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.dlrm import SharedFeatures
-from pipeline.data.batch import Batch, Position, Times
+from pipeline.data.batch import Batch
+from pipeline.data.position import Position, Times
 from pipeline.errors import DataError, from_wire
 from pipeline.preprocessing import wire
 from pipeline.preprocessing.config import PreprocessingConfig

@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.data.batch import Batch, Position
+from pipeline.data.batch import Batch
+from pipeline.data.position import Position
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.data.batch import Position
+from pipeline.data.position import Position
 from pipeline.preprocessing.batches import BatchWork, Window
 from pipeline.preprocessing.splits import Split, cut_epoch
 from pipeline.preprocessing.worker import Costs

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from pipeline.data.batch import Batch, Position, Times
+from pipeline.data.batch import Batch
+from pipeline.data.position import Position, Times
 from pipeline.errors import TrainingError
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import (

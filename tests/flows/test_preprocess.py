@@ -23,7 +23,8 @@ from prefect.settings import PREFECT_API_URL
 from flows.ingest import ingest
 from flows.preprocess import preprocess
 from pipeline.config import RunConfig, load
-from pipeline.data.batch import Batch, Position
+from pipeline.data.batch import Batch
+from pipeline.data.position import Position
 from pipeline.jobs.training.job import prepare_rows
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.client import Client, InlineSource

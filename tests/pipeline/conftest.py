@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from models.config import DLRMConfig
 from pipeline.data.selection import Selection
 from pipeline.jobs.training import rank
-from pipeline.jobs.training.rank import RankSpec
+from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec, fit_plan
 from pipeline.training.config import TrainConfig

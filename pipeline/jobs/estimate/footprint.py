@@ -34,8 +34,8 @@ from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
 from pipeline.training.config import TrainConfig
+from pipeline.training.tables.plan import ShardingPlan
 from pipeline.training.tables.planner import plan_sharding
-from pipeline.training.tables.sharding import ShardingPlan
 from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse, measure_table_use
 from pipeline.transforms.column import Column
 

@@ -27,7 +27,8 @@ from pipeline.characterization.cost import LoadSetup, count_batch_load
 from pipeline.characterization.machine import Power
 from pipeline.characterization.phases import BACKWARD, StepPart, StepSplit
 from pipeline.characterization.results import Measurement, Spread
-from pipeline.data.batch import NO_TIMES, Batch, Position
+from pipeline.data.batch import Batch
+from pipeline.data.position import NO_TIMES, Position
 from pipeline.errors import ConfigError, ContractError
 from pipeline.jobs.training.rank import build_model, build_unsharded, open_client, open_event_writer, run_rank
 from pipeline.preprocessing.client import InlineSource, ServiceSource
@@ -37,7 +38,8 @@ from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.heartbeat import Heartbeat
 from pipeline.training.tables.bags import NumbaBags
-from pipeline.training.tables.sharding import ShardingPlan, iter_lookups
+from pipeline.training.tables.plan import ShardingPlan
+from pipeline.training.tables.sharding import iter_lookups
 from pipeline.training.trainer import Trainer
 from pipeline.transforms.plan.plan import Plan
 

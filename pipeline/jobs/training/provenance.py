@@ -22,7 +22,7 @@ from pipeline.jobs.training.job import TrainingJob, train_tag
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.tracking import Tracker, is_not_found
 from pipeline.training.launch.processes import resolve_threads
-from pipeline.training.tables.sharding import ShardingPlan
+from pipeline.training.tables.plan import ShardingPlan
 from storage.reader import SnapshotRef
 
 RECORD = "record.json"

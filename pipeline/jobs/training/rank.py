@@ -21,7 +21,6 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel
 from safetensors.torch import save_file
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import DataType
@@ -30,6 +29,7 @@ from models.config import DLRMConfig
 from models.dlrm import DLRM
 from pipeline.data.batch import Batch
 from pipeline.errors import ContractError, to_wire
+from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
@@ -51,8 +51,8 @@ from pipeline.training.state.checkpoint import (
 from pipeline.training.state.progress import LossSums, TrainingProgress
 from pipeline.training.state.transfer import FeatureState, transfer_state
 from pipeline.training.tables.model import shard_model
+from pipeline.training.tables.plan import ShardingPlan, describe_plan
 from pipeline.training.tables.planner import plan_sharding
-from pipeline.training.tables.sharding import ShardingPlan, describe_plan
 from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse, measure_table_use
 from pipeline.training.trainer import Trainer, evaluate_sums
 from pipeline.transforms.kernels.jit import load_compiler
@@ -62,34 +62,6 @@ from storage.artifacts import atomic_file, write_json
 
 PROBE_ROWS = 256
 """Rows whose probabilities the trainer writes. The registered model must reproduce them."""
-
-
-class RankSpec(BaseModel, frozen=True):
-    """All that a rank needs to know."""
-
-    train: DataSpec
-    valid: DataSpec | None
-    probe: DataSpec
-    """The evaluation rows. The first ones are the probe."""
-    model: DLRMConfig
-    training: TrainConfig
-    preprocessing: PreprocessingConfig
-    service: str | None = None
-    """Address of the preprocessing service for `train` and `valid`. None: each rank reads for itself."""
-    valid_rows: int = 0
-    """Rows of `valid`."""
-    placement: ShardingPlan | None = None
-    """The sharding plan. None: the planner makes it without statistics of the tables' use."""
-    seed: int
-    folder: str
-    """Folder for checkpoints and the exported model."""
-    start: Start | None = None
-    """The training that this one continues. None: it starts from initial weights."""
-
-    @property
-    def plan(self) -> Plan:
-        """The preprocessing plan of the model."""
-        return self.train.plan
 
 
 class ModelSpec(Protocol):

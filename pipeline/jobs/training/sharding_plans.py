@@ -16,12 +16,13 @@ from pipeline.evaluation import plots
 from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import Logger, Progress, step
 from pipeline.jobs.training.job import prepare_rows
-from pipeline.jobs.training.rank import RankSpec, measure_uses, plan_placement
+from pipeline.jobs.training.rank import measure_uses, plan_placement
+from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.registration.tracking import Tracker
 from pipeline.training.config import COLUMN_SHARDING, TrainConfig
 from pipeline.training.launch.processes import Event, Limits, run_ranks
-from pipeline.training.tables.sharding import ShardingPlan, describe_plan, sum_per_rank
+from pipeline.training.tables.plan import ShardingPlan, describe_plan, sum_per_rank
 
 TOLERANCE = 1e-4
 """Largest difference of a loss that the order of float32 sums explains. A wrong plan differs by 1e-2 and more."""

@@ -16,7 +16,7 @@ from pipeline.jobs.tables.layout import save_read
 from pipeline.jobs.training.events import EventReport
 from pipeline.jobs.training.job import TrainingJob, tag_inputs
 from pipeline.jobs.training.provenance import RECORD, make_record
-from pipeline.jobs.training.rank import RankSpec
+from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.jobs.training.sharding_plans import place_tables
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
@@ -26,7 +26,7 @@ from pipeline.registration.journal import Journal
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.launch.ray_train import run_ranks_on_ray
-from pipeline.training.tables.sharding import ShardingPlan
+from pipeline.training.tables.plan import ShardingPlan
 from storage.artifacts import write_json, write_text
 
 TRAINED, PREPROCESSING = "trained.json", "preprocessing.json"

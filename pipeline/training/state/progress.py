@@ -4,7 +4,8 @@ import math
 
 from pydantic import BaseModel
 
-from pipeline.data.batch import Batch, Position
+from pipeline.data.batch import Batch
+from pipeline.data.position import Position
 
 
 class LossSums(BaseModel, frozen=True):

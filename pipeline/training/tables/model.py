@@ -11,8 +11,9 @@ from pipeline.training.asynchronous import SharedBags
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import fill_tables, fuse_table_optimizer, init_tables
 from pipeline.training.tables.bags import NumbaBags, use_table_kernel
+from pipeline.training.tables.plan import ShardingPlan
 from pipeline.training.tables.planner import plan_sharding
-from pipeline.training.tables.sharding import ShardingPlan, apply_plan, to_torchrec
+from pipeline.training.tables.sharding import apply_plan, to_torchrec
 
 
 def shard_model(

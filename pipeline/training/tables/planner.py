@@ -36,7 +36,8 @@ from pipeline.training.config import COLUMN_SHARDING, ROW_SHARDING, TrainConfig,
 from pipeline.training.optim import TABLE_OPTIMIZERS
 from pipeline.training.tables.bags import require_fbgemm, uses_fbgemm
 from pipeline.training.tables.partitioner import LargestDifferencing
-from pipeline.training.tables.sharding import KERNELS, BagSharder, ShardingPlan, TableShard, TableSharding
+from pipeline.training.tables.plan import ShardingPlan, TableShard, TableSharding
+from pipeline.training.tables.sharding import KERNELS, BagSharder
 from pipeline.training.tables.statistics import MeasuredCache, TableUse
 
 AUTO_SHARDING_TYPES = ("data_parallel", "table_wise", "row_wise")

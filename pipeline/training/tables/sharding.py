@@ -1,12 +1,10 @@
-"""Sharding plans of embedding tables: their records, and a model sharded by one."""
+"""Shards a model by a plan of its embedding tables."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Iterator
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel
 from torch import nn
 from torch.distributed import _remote_device
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
@@ -25,43 +23,9 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from pipeline.training.config import Precision, ShardingType, TableMemory
+from pipeline.training.tables.plan import ShardingPlan, TableSharding
 
 KERNELS: dict[TableMemory, str] = {"device": "fused", "uvm": "fused_uvm", "uvm_caching": "fused_uvm_caching"}
-
-
-class TableShard(BaseModel, frozen=True):
-    """Shard of a table on one rank."""
-
-    rank: int
-    row: int
-    """First row."""
-    column: int
-    """First column."""
-    rows: int
-    columns: int
-    bytes: int
-    """Memory that the planner predicts: weights, optimizer state, and inputs and outputs of a step."""
-    milliseconds: float
-    """Time per step that the planner predicts."""
-
-
-class TableSharding(BaseModel, frozen=True):
-    """Sharding of a table. The shardings of all tables are a plan, which is made once and is equal on every rank."""
-
-    table: str
-    rows: int
-    width: int
-    kind: ShardingType
-    """Sharding type of the table."""
-    kernel: str
-    """dense: updated after the backward pass. fused: updated in it. fused_uvm, fused_uvm_caching: updated in it, with
-    the table in host memory."""
-    cache_load_factor: float | None = None
-    """Share of the rows that fused_uvm_caching keeps on the device."""
-    pieces: tuple[TableShard, ...]
-
-
-ShardingPlan = tuple[TableSharding, ...]
 
 
 class BagSharder(EmbeddingBagCollectionSharder):
@@ -190,42 +154,3 @@ def _spec(table: TableSharding, device: torch.device) -> EnumerableShardingSpec:
             for piece in table.pieces
         ]
     )
-
-
-def describe_plan(plan: ShardingPlan) -> list[dict[str, Any]]:
-    """Returns the plan as rows of a table, with the predicted bytes and milliseconds per rank."""
-    rows = []
-    for table in plan:
-        sums: dict[int, list[float]] = defaultdict(lambda: [0, 0.0])
-        for piece in table.pieces:
-            sums[piece.rank][0] += piece.bytes
-            sums[piece.rank][1] += piece.milliseconds
-        rows.append(
-            {
-                "table": table.table,
-                "rows": table.rows,
-                "width": table.width,
-                "sharding": table.kind,
-                "kernel": table.kernel,
-                "ranks": sorted(sums),
-                "bytes": [int(sums[rank][0]) for rank in sorted(sums)],
-                "milliseconds": [sums[rank][1] for rank in sorted(sums)],
-            }
-        )
-    return rows
-
-
-def sum_per_rank(
-    rows: Sequence[dict[str, Any]], what: Literal["bytes", "milliseconds"], world_size: int
-) -> list[float]:
-    """Sums the predictions of `describe_plan` over tables, per rank.
-
-    Example:
-        >>> sum_per_rank([{"ranks": [1], "bytes": [5]}, {"ranks": [0, 1], "bytes": [2, 3]}], "bytes", 2)
-        [2, 8]
-    """
-    sums: list[float] = [0] * world_size
-    for row in rows:
-        for rank, value in zip(row["ranks"], row[what], strict=True):
-            sums[rank] += value
-    return sums

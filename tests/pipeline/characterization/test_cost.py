@@ -12,7 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from models.config import DLRMConfig, SparseFeature
 from models.dlrm import DLRM
 from pipeline.characterization.cost import LoadSetup, TableLoad, count_batch_load, count_load, count_row_bytes
-from pipeline.data.batch import Batch, Position
+from pipeline.data.batch import Batch
+from pipeline.data.position import Position
 from pipeline.training.config import TrainConfig
 from pipeline.training.tables.model import shard_model
 

@@ -21,7 +21,8 @@ from pipeline.characterization.estimate import (
     estimate_memory,
     has_room,
 )
-from pipeline.jobs.training.rank import RankSpec, build_model, open_client
+from pipeline.jobs.training.rank import build_model, open_client
+from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.client import InlineSource
 from pipeline.training.state import checkpoint
 from pipeline.training.trainer import Trainer

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.batch import Batch, Position, sparse_tensor
+from pipeline.data.batch import Batch, sparse_tensor
+from pipeline.data.position import Position
 from pipeline.transforms.column import Column
 
 ROWS = st.integers(0, 5).flatmap(

@@ -18,7 +18,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline import forkserver
-from pipeline.data.batch import Batch, Position
+from pipeline.data.batch import Batch
+from pipeline.data.position import Position
 from pipeline.data.selection import HASH_STEPS
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource
 from pipeline.preprocessing.config import PreprocessingConfig

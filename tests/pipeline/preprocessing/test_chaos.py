@@ -17,7 +17,8 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from pipeline.data.batch import Batch, Position
+from pipeline.data.batch import Batch
+from pipeline.data.position import Position
 from pipeline.errors import ContractError
 from pipeline.preprocessing import service as service_module
 from pipeline.preprocessing.client import BatchSource, InlineSource, ServiceSource

@@ -12,9 +12,11 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline.data.batch import Batch, Position
+from pipeline.data.batch import Batch
+from pipeline.data.position import Position
 from pipeline.errors import ContractError, DataError
-from pipeline.jobs.training.rank import RankSpec, build_model
+from pipeline.jobs.training.rank import build_model
+from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec

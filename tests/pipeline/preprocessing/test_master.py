@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.batch import Position
+from pipeline.data.position import Position
 from pipeline.errors import ConfigError, ContractError, DataError
 from pipeline.preprocessing import master as module
 from pipeline.preprocessing.autoscaler import PERIOD_SECONDS

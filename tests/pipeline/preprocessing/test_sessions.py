@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.batch import Batch, Position
+from pipeline.data.batch import Batch
+from pipeline.data.position import Position
 from pipeline.errors import ConfigError, DataError
 from pipeline.preprocessing import kernels
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource

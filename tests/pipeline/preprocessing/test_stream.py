@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.batch import Position
+from pipeline.data.position import Position
 from pipeline.preprocessing import stream as module
 from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.splits import Split

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.data.batch import Batch, Position
-from pipeline.jobs.training.rank import RankSpec, build_model, open_client
+from pipeline.data.batch import Batch
+from pipeline.data.position import Position
+from pipeline.jobs.training.rank import build_model, open_client
+from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.training.state.progress import LossSums
 from pipeline.training.trainer import Trainer

@@ -16,7 +16,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.config import DLRMConfig, SparseFeature
 from models.dlrm import DLRM
-from pipeline.data.batch import Batch, Position
+from pipeline.data.batch import Batch
+from pipeline.data.position import Position
 from pipeline.jobs.training.rank import start_group
 from pipeline.training.config import TrainConfig
 from pipeline.training.state import checkpoint

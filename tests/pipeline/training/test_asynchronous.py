@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, TrainingError
-from pipeline.jobs.training.rank import RankSpec, build_model
+from pipeline.jobs.training.rank import build_model
+from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.client import Client
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.training.asynchronous import AsyncTrainer

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from sklearn.metrics import log_loss
 
-from pipeline.data.batch import Batch, Position, Times, sparse_tensor
+from pipeline.data.batch import Batch, sparse_tensor
+from pipeline.data.position import Position, Times
 from pipeline.errors import TrainingError
 from pipeline.preprocessing.client import Client
 from pipeline.training import trainer as trainer_module

@@ -10,8 +10,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline.data.batch import Batch, Position, sparse_tensor
-from pipeline.jobs.training.rank import RankSpec
+from pipeline.data.batch import Batch, sparse_tensor
+from pipeline.data.position import Position
+from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.client import Client
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.training.trainer import Trainer, evaluate_sums

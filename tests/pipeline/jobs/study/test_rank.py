@@ -14,7 +14,8 @@ from pipeline.characterization.config import Workload
 from pipeline.characterization.results import Measurement
 from pipeline.characterization.workload import make_plan
 from pipeline.jobs.study.rank import MeasuredPoint, MeasureSpec, MeasureTask, load_batches, measure_all
-from pipeline.jobs.training.rank import RankSpec, build_model, plan_placement
+from pipeline.jobs.training.rank import build_model, plan_placement
+from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.service import Service
 from pipeline.training.config import TrainConfig

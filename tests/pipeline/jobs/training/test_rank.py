@@ -24,7 +24,7 @@ from models.dlrm import DLRM
 from pipeline.data.batch import sparse_tensor
 from pipeline.errors import ContractError, TrainingError
 from pipeline.jobs.training import rank
-from pipeline.jobs.training.rank import RankSpec
+from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import Worker

@@ -12,8 +12,8 @@ from models.config import DLRMConfig, SparseFeature
 from models.dlrm import DLRM
 from pipeline.errors import ConfigError, ContractError, TrainingError
 from pipeline.training.config import ShardingRule, TrainConfig, requested_sharding_type
+from pipeline.training.tables.plan import ShardingPlan, describe_plan, sum_per_rank
 from pipeline.training.tables.planner import AUTO_SHARDING_TYPES, plan_sharding
-from pipeline.training.tables.sharding import ShardingPlan, describe_plan, sum_per_rank
 from pipeline.training.tables.statistics import LOAD_FACTORS, TableUse
 
 ROOT = Path(__file__).resolve().parents[4]

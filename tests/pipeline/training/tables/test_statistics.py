@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 
 from models.config import SparseFeature
-from pipeline.jobs.training.rank import RankSpec, measure_uses
+from pipeline.jobs.training.rank import measure_uses
+from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.training.tables.statistics import LOAD_FACTORS, MeasuredCache, measure_table_use
 from pipeline.transforms.column import Column
 

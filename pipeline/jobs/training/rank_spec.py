@@ -1,0 +1,39 @@
+"""What a rank is told. The launcher makes it, so nothing heavy is imported here."""
+
+from pydantic import BaseModel
+
+from models.config import DLRMConfig
+from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.dataset import DataSpec
+from pipeline.training.config import TrainConfig
+from pipeline.training.tables.plan import ShardingPlan
+from pipeline.transforms.plan.carry_over import Start
+from pipeline.transforms.plan.plan import Plan
+
+
+class RankSpec(BaseModel, frozen=True):
+    """All that a rank needs to know."""
+
+    train: DataSpec
+    valid: DataSpec | None
+    probe: DataSpec
+    """The evaluation rows. The first ones are the probe."""
+    model: DLRMConfig
+    training: TrainConfig
+    preprocessing: PreprocessingConfig
+    service: str | None = None
+    """Address of the preprocessing service for `train` and `valid`. None: each rank reads for itself."""
+    valid_rows: int = 0
+    """Rows of `valid`."""
+    placement: ShardingPlan | None = None
+    """The sharding plan. None: the planner makes it without statistics of the tables' use."""
+    seed: int
+    folder: str
+    """Folder for checkpoints and the exported model."""
+    start: Start | None = None
+    """The training that this one continues. None: it starts from initial weights."""
+
+    @property
+    def plan(self) -> Plan:
+        """The preprocessing plan of the model."""
+        return self.train.plan
