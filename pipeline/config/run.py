@@ -77,7 +77,8 @@ class RecurringConfig(Policy, frozen=True, extra="forbid", use_attribute_docstri
     """Keys of `training` that differ in incremental training, such as `{dense_learning_rate: 5.0e-4}`. Defaults: one
     epoch, no warm-up, no decay, no validation, no averaging of the weights."""
     keep_checkpoints: PositiveInt = 7
-    """Number of days with kept checkpoints, besides the champion's. After a rollback, training can start from them."""
+    """Number of days with kept checkpoints, besides versions with an alias. After a rollback, training can start
+    from them."""
     policies: Mapping[str, Policy] = {}
     """Name -> policy, for `flows.backtest` to compare."""
 

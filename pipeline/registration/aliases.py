@@ -4,6 +4,7 @@ import datetime
 from contextlib import suppress
 from typing import Literal
 
+from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from pydantic import BaseModel
 
@@ -102,6 +103,18 @@ def rollback(tracker: Tracker, name: str) -> Move:
         present = "no champion" if version is None else f"version {version}, the first"
         raise RegistryError(f"model '{name}'", "a champion with one before it", present, "Promote another: version=N.")
     return move_alias(tracker, name, CHAMPION, previous, "rollback", f"rolled back from version {version}")
+
+
+def list_aliased(tracker: Tracker) -> list[ModelVersion]:
+    """Lists the versions of all models that have an alias, with their tags."""
+    found: list[ModelVersion] = []
+    token: str | None = None
+    while token != "":
+        page = tracker.client.search_registered_models(page_token=token)
+        named = ((model.name, version) for model in page for version in set(model.aliases.values()))
+        found += [tracker.client.get_model_version(*one) for one in named]
+        token = page.token or ""
+    return found
 
 
 def _no_version(tracker: Tracker, name: str, version: int) -> RegistryError:

@@ -14,10 +14,9 @@ from flows.replay import replay
 from pipeline.config import load
 from pipeline.errors import ConfigError, ContractError, RegistryError
 from pipeline.evaluation.series import BacktestResult, DaySums
-from pipeline.jobs.recurring import day
 from pipeline.jobs.recurring.backfill import describe_backfill
 from pipeline.jobs.recurring.backtest import render_table, summarize
-from pipeline.jobs.recurring.day import ChampionVersion, identity_of_day
+from pipeline.jobs.recurring.day import identity_of_day
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import find_holder
 
@@ -188,28 +187,6 @@ def test_incremental_training_is_one_plain_epoch_by_default():
         None,
     )
     assert (config.incremental.dense_learning_rate, config.training.dense_learning_rate) == (5.0e-4, 1.0e-3)
-
-
-def test_old_checkpoints_are_removed(tmp_path, monkeypatch):
-    """Keeps two of five days, the champion's day, which is the oldest, and an unfinished one."""
-    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
-    config = load(CONFIG, TOY | {"recurring.keep_checkpoints": 2})
-    names = [f"toy_daily-2025-01-{day:02}-abc-0" for day in range(1, 6)] + [
-        "toy_daily-abcdef-0",
-        "other-2025-01-01-abc-0",
-    ]
-    for name in names:
-        folder = tmp_path / "runs" / name
-        (folder / "checkpoints").mkdir(parents=True)
-        (folder / "weights.safetensors").touch()
-        if name != names[2]:
-            (folder / "registered").touch()
-    champion = ChampionVersion(version=1, trained_to="2025-01-01", scratch_day="2025-01-01", run_folder=names[0])
-    monkeypatch.setattr(day, "_require_champion", lambda config: champion)
-    assert day.clear_old_runs(Workspace(config), datetime.date(2025, 1, 5)) == [names[1]]
-    assert [name for name in names if not (tmp_path / "runs" / name / "checkpoints").exists()] == [names[1]]
-    assert [name for name in names if not (tmp_path / "runs" / name / "weights.safetensors").exists()] == [names[1]]
-    assert day.clear_old_runs(Workspace(config), datetime.date(2025, 1, 5)) == []
 
 
 def course(name: str, shift: float) -> BacktestResult:

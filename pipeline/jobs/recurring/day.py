@@ -13,11 +13,11 @@ from pydantic import BaseModel
 from pipeline.data.config import Part, SplitConfig
 from pipeline.errors import ConfigError, EmptyDatasetError, RegistryError
 from pipeline.evaluation.policy import ChampionStanding, Decision
-from pipeline.jobs.training.identity import semantics
-from pipeline.jobs.training.job import REGISTERED, TrainingJob, build_specs, make_job
+from pipeline.jobs.training.identity import digest, semantics
+from pipeline.jobs.training.job import REGISTERED, TrainingJob, build_specs, make_job, registered_model
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.registration.aliases import find_holder
+from pipeline.registration.aliases import find_holder, list_aliased
 from pipeline.registration.versions import download_packed, find_versions
 from pipeline.training.state import checkpoint
 from pipeline.transforms.plan.carry_over import Start, carry_over_fit
@@ -68,11 +68,11 @@ class Today(BaseModel, frozen=True):
 
 
 def identity_of_day(workspace: Workspace, day: datetime.date) -> str:
-    """Returns the identity of a day's work. It depends on day and config, not on the champion."""
+    """Returns the identity of a day's work. It depends on day, model and config, not on the champion."""
     config = workspace.config
     chosen = config.recurring.model_dump(mode="json", exclude={"policies", "keep_checkpoints"})
-    text = json.dumps({"day": f"{day}", "config": semantics(workspace), "recurring": chosen}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    work = {"day": f"{day}", "model": config.model_name, "config": semantics(workspace), "recurring": chosen}
+    return digest(work)
 
 
 def pin_day(workspace: Workspace, day: datetime.date | None, force: bool) -> Today:
@@ -251,13 +251,14 @@ def make_day_job(
 def clear_old_runs(workspace: Workspace, day: datetime.date) -> list[str]:
     """Removes models and checkpoints from the folders of earlier days. Returns the names of these folders.
 
-    Leaves out the champion's folder, the newest `recurring.keep_checkpoints`, and unfinished runs.
+    Leaves out unfinished runs, runs of other models, the newest `recurring.keep_checkpoints`, and the folder of each
+    version that has an alias.
     """
-    config = workspace.config
-    prefix, champion = f"{config.name}-", _require_champion(workspace).run_folder
+    config, prefix = workspace.config, f"{workspace.config.name}-"
+    served = {version.tags.get("run_folder") for version in list_aliased(workspace.tracking)}
     days = (workspace.home / "runs").glob(f"{prefix}????-??-??-*")
-    done = [path for path in days if (path / REGISTERED).exists() and (path / CHECKPOINTS).exists()]
-    old = [path for path in done if path.name != champion]
+    done = [path for path in days if (path / CHECKPOINTS).exists() and registered_model(path) == config.model_name]
+    old = [path for path in done if path.name not in served]
     old = sorted((path for path in old if path.name.removeprefix(prefix)[:10] <= f"{day}"), reverse=True)
     cleared = []
     for folder in old[config.recurring.keep_checkpoints :]:

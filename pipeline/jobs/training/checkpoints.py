@@ -9,6 +9,8 @@ from pipeline.errors import ConfigError
 from pipeline.jobs.workspace import Workspace
 from storage.artifacts import atomic_file
 
+PLAIN, DAILY = "[0-9a-f]{12}", r"\d{4}-\d{2}-\d{2}-[0-9a-f]{12}-[0-9a-f]{8}"
+"""What follows a table's name in the folder of a training by flows.train, and by flows.recurring."""
 Which = int | Literal["newest", "best"]
 
 
@@ -77,7 +79,7 @@ def _folders(workspace: Workspace, run: str | None) -> list[Path]:
     from pipeline.training.state import checkpoint as store
 
     name, root = workspace.config.name, workspace.home / "runs"
-    ours = re.compile(rf"{name}-[0-9a-f]{{12}}-\d+")
+    ours = re.compile(rf"{name}-({DAILY}|{PLAIN})-\d+")
     runs = sorted(folder for folder in root.glob("*") if ours.fullmatch(folder.name))
     if run is not None:
         known = ", ".join(folder.name for folder in runs) or "none"

@@ -43,6 +43,12 @@ JOB = "job.json"
 """File in a run's folder with the job itself, if config and snapshot alone do not determine it."""
 
 
+def registered_model(folder: Path) -> str | None:
+    """Returns the name of the model that a run's folder was registered as. None: the run is not finished."""
+    note = folder / REGISTERED
+    return note.read_text(encoding="utf-8").strip().rpartition(" ")[0] if note.exists() else None
+
+
 class TrainingJob(BaseModel, frozen=True):
     """A pinned training."""
 

@@ -1,0 +1,82 @@
+"""What a day of recurring training keeps and clears."""
+
+import datetime
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import load
+from pipeline.jobs.recurring.day import clear_old_runs, identity_of_day
+from pipeline.jobs.training.checkpoints import list_checkpoints
+from pipeline.jobs.workspace import Workspace
+
+SPLIT = {"hash": {"key": ["cat_user", "cat_item"], "shares": {"train": 0.8, "test": 0.2}, "days": ["2025-01-01"]}}
+LAST = datetime.date(2025, 1, 9)
+Make = Callable[..., Workspace]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Opens a workspace of a model that is trained on table `shared`."""
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+    keys = {"name": "shared", "split": SPLIT, "recurring.keep_checkpoints": 1}
+    return lambda model: Workspace(load("configs/smoke.yaml", keys | {"registration.model_name": model}))
+
+
+def make_run(workspace: Workspace, day: int, alias: str | None = None) -> Path:
+    """Makes the folder of a finished day and its version, which gets an alias."""
+    model, client = workspace.config.model_name, workspace.tracking.client
+    folder = workspace.home / "runs" / f"shared-2025-01-{day:02}-{'a' * 12}-{model[0] * 8}-0"
+    (folder / "checkpoints" / "step-0000000005").mkdir(parents=True)
+    (folder / "weights.safetensors").touch()
+    if not client.search_registered_models(f"name = '{model}'"):
+        client.create_registered_model(model)
+    tags = {"run_folder": folder.name, "trained_to": f"2025-01-{day:02}", "scratch_day": "2025-01-01"}
+    version = client.create_model_version(model, str(folder), tags=tags).version
+    (folder / "registered").write_text(f"{model} {version}\n")
+    if alias is not None:
+        client.set_registered_model_alias(model, alias, version)
+    return folder
+
+
+def test_clearing_spares_what_any_alias_of_any_model_names(make: Make) -> None:
+    weekly, daily = make("weekly"), make("daily")
+    served = [make_run(weekly, 1, "champion"), make_run(weekly, 2, "challenger"), make_run(weekly, 3, "reference")]
+    old, back, champion = make_run(daily, 4), make_run(daily, 5), make_run(daily, 6, "champion")
+    assert clear_old_runs(daily, LAST) == [old.name]
+    kept = [*served, back, champion]
+    assert all((folder / "checkpoints").exists() and (folder / "weights.safetensors").exists() for folder in kept)
+    assert not (old / "checkpoints").exists()
+    assert clear_old_runs(daily, LAST) == []
+
+
+def test_clearing_leaves_an_unfinished_day_alone(make: Make) -> None:
+    daily = make("daily")
+    unfinished, _, _ = (make_run(daily, day) for day in (1, 2, 3))
+    (unfinished / "registered").unlink()
+    make_run(daily, 4, "champion")
+    assert unfinished.name not in clear_old_runs(daily, LAST)
+    assert (unfinished / "checkpoints").exists()
+
+
+def test_clearing_leaves_the_days_of_another_model_alone(make: Make) -> None:
+    weekly, daily = make("weekly"), make("daily")
+    others = [make_run(weekly, day) for day in (1, 2, 3)]
+    make_run(daily, 4, "champion")
+    make_run(daily, 5)
+    assert clear_old_runs(daily, LAST) == []
+    assert all((folder / "checkpoints").exists() for folder in others)
+
+
+def test_two_models_of_one_table_have_work_of_their_own(make: Make) -> None:
+    assert identity_of_day(make("weekly"), LAST) != identity_of_day(make("daily"), LAST)
+    assert identity_of_day(make("daily"), LAST) == identity_of_day(make("daily"), LAST)
+
+
+def test_checkpoints_of_daily_runs_are_listed(make: Make) -> None:
+    daily = make("daily")
+    names = [make_run(daily, day).name for day in (1, 2)]
+    (daily.home / "runs" / "shared-notes").mkdir()
+    found = list_checkpoints(daily, None, verify=False)["checkpoints"]
+    assert [entry["run"] for entry in found] == names
