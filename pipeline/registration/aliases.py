@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from pipeline.errors import RegistryError
 from pipeline.registration.tracking import Tracker, is_not_found
+from pipeline.registration.versions import FILES
 
 CHAMPION, CHALLENGER = "champion", "challenger"
 MOVE = "move."
@@ -41,7 +42,7 @@ def find_holder(tracker: Tracker, name: str, alias: str = CHAMPION) -> int | Non
 
 
 def choose_version(tracker: Tracker, name: str, version: int | None) -> tuple[int, str]:
-    """Returns the version to score with (None: the champion), and a text that identifies its weights.
+    """Returns the version to score with (None: the champion), and a text that identifies its files.
 
     Raises:
         RegistryError: If there is no such version, or no champion.
@@ -54,7 +55,7 @@ def choose_version(tracker: Tracker, name: str, version: int | None) -> tuple[in
     found = tracker.get_version(name, str(number))
     if found is None:
         raise _no_version(tracker, name, number)
-    tags = [found.tags.get(tag, "") for tag in ("weights_sha256", "weights", "plan_hash")]
+    tags = [found.tags.get(tag, "") for tag in ("weights_sha256", "weights", "plan_hash", FILES)]
     return number, " ".join([name, str(number), str(found.run_id), *tags])
 
 

@@ -27,7 +27,7 @@ from pipeline.registration import scorer
 from pipeline.registration.config import Default, Weights
 from pipeline.registration.request import columns_of
 from pipeline.registration.tracking import Tracker
-from pipeline.registration.versions import MODEL, PLAN, WEIGHTS, ModelVersion
+from pipeline.registration.versions import FILES, MODEL, PLAN, WEIGHTS, ModelVersion, hash_files
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, write_json, write_text
 
@@ -150,6 +150,7 @@ def register(
             name="model",
             python_model=str(root / "pipeline" / "registration" / "scorer.py"),
             artifacts={"model": str(folder)},
+            model_config={FILES: hash_files(folder)},
             code_paths=[str(root / package) for package in ("pipeline", "models", "storage")],
             signature=signature_of(columns),
             metadata={"columns": columns, "defaults": record["defaults"]},

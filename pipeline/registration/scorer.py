@@ -21,7 +21,7 @@ from models.quantised import QuantisedBags
 from pipeline.data.batch import sparse_tensor
 from pipeline.errors import InputError
 from pipeline.registration.request import Rows, table_of
-from pipeline.registration.versions import MODEL, PLAN, WEIGHTS
+from pipeline.registration.versions import FILES, MODEL, PLAN, WEIGHTS, check_files
 from pipeline.transforms.plan.plan import Plan
 
 BATCH_ROWS = 8_192
@@ -103,8 +103,14 @@ class Scorer(PythonModel):
     """MLflow's view of a LoadedModel."""
 
     def load_context(self, context: PythonModelContext) -> None:
-        """Loads the model from the artifact folder `model`."""
-        self.loaded = LoadedModel(Path(context.artifacts["model"]))
+        """Loads the model from the artifact folder `model`.
+
+        Raises:
+            RegistryError: If a file of it is not the registered one.
+        """
+        folder = Path(context.artifacts["model"])
+        check_files("served model", folder, context.model_config[FILES])
+        self.loaded = LoadedModel(folder)
 
     def predict(
         self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, Any] | None = None

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,7 +19,8 @@ MODEL, PLAN, WEIGHTS = "model.json", "plan.json", "weights.safetensors"
 IDENTITY = "identity"
 """Tag of a version: the identity of the work it was made from."""
 FILES = "files_sha256"
-"""Tag of a version: names and hashes of the packed files as JSON, to detect later damage."""
+"""Tag of a version: names and hashes of the packed files as JSON, to detect later damage. The served model has the same
+in its configuration."""
 
 
 class ModelVersion(BaseModel, frozen=True):
@@ -36,18 +39,48 @@ def find_registered(tracker: Tracker, name: str, run_id: str) -> ModelVersion | 
 
 
 def download_packed(tracker: Tracker, name: str, version: int, folder: Path) -> Path:
-    """Downloads the packed model of a version from the registry into a folder."""
+    """Downloads the packed model of a version from the registry into a folder.
+
+    Raises:
+        RegistryError: If its files are not those that were registered.
+    """
+    where = f"model '{name}', version {version}"
+    hashes = _read_hashes(tracker.client.get_model_version(name, str(version)).tags.get(FILES), where)
     mlflow.artifacts.download_artifacts(f"models:/{name}/{version}", dst_path=str(folder), tracking_uri=tracker.uri)
-    return folder / "artifacts" / "model"
+    packed = folder / "artifacts" / "model"
+    check_files(where, packed, hashes)
+    return packed
+
+
+def _read_hashes(tag: str | None, where: str) -> dict[str, str]:
+    with suppress(ValueError):  # invalid JSON
+        found = json.loads(tag or "null")
+        if isinstance(found, dict) and set(found) == {MODEL, PLAN, WEIGHTS}:
+            return found
+    remedy = "Train another: python -m flows.train CONFIG force=true."
+    raise RegistryError(where, f"hashes of its files in the tag {FILES}", "none", remedy)
+
+
+def check_files(where: str, folder: Path, hashes: Mapping[str, str]) -> None:
+    """Compares the files of a packed model with their hashes.
+
+    Raises:
+        RegistryError: If a file is another one, or absent. Names it.
+    """
+    for name, digest in hashes.items():
+        if not (folder / name).is_file() or _hash_file(folder / name) != digest:
+            remedy = "Restore them from a copy, or promote another version."
+            raise RegistryError(where, "the files that were registered", f"another {name}", remedy)
 
 
 def hash_files(folder: Path) -> dict[str, str]:
     """Returns name -> sha256 of the files that `pack` wrote."""
-    found = {}
-    for name in (MODEL, PLAN, WEIGHTS):
-        with (folder / name).open("rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+    return {name: _hash_file(folder / name) for name in (MODEL, PLAN, WEIGHTS)}
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_intact(tracker: Tracker, name: str, version: int, run_id: str) -> bool:
@@ -55,13 +88,12 @@ def is_intact(tracker: Tracker, name: str, version: int, run_id: str) -> bool:
     with TemporaryDirectory() as temporary:
         try:
             tracker.load_result(run_id)
-            found = hash_files(download_packed(tracker, name, version, Path(temporary)))
+            download_packed(tracker, name, version, Path(temporary))
         except (MlflowException, RegistryError, OSError, ValueError) as error:  # ValueError: invalid JSON
             if is_unreachable(error) or is_disk_error(error):
                 raise
             return False
-    tags = tracker.client.get_model_version(name, str(version)).tags
-    return json.loads(tags.get(FILES, "null")) == found
+    return True
 
 
 def find_versions(tracker: Tracker, name: str, identity: str) -> list[tuple[int, str]]:

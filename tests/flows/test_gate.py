@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import mlflow
 import pytest
 
 from flows.promote import promote
 from flows.rollback import rollback
+from flows.score import score
 from flows.train import train
 from pipeline.config import load
+from pipeline.errors import RegistryError
 from pipeline.evaluation.gate import Verdict
 from pipeline.jobs.training import evaluate
 from pipeline.jobs.training.job import resolve_job
@@ -82,6 +85,29 @@ def test_a_champion_that_cannot_score_the_rows_stays_champion(smoke, home, copie
     assert (gate.decision, gate.champion) == ("hold", 1)
     assert gate.reason == "Version 1, the champion, cannot score these rows: RuntimeError: no such kernel."
     assert not list(copied.rglob("champion"))
+
+
+def test_a_damaged_champion_neither_judges_nor_scores_nor_serves(smoke, home, copied, command):
+    """One bit of the weights in the registry is another one."""
+    job, model = the_model(smoke, home)
+    [stored] = (copied / "mlflow").glob("**/artifacts/model/weights.safetensors")
+    content = bytearray(stored.read_bytes())
+    content[-1] ^= 1
+    stored.write_bytes(content)
+    place = stored.parents[2]
+    tracker = Workspace(load(CONFIG)).tracking
+    first = tracker.client.get_model_version("smoke", "1")
+    tracker.client.create_model_version("smoke", place.as_uri(), first.run_id, tags=first.tags)
+    move_alias(tracker, "smoke", CHAMPION, 2, "person", "")
+    gate = evaluate.compare_with_champion(Workspace(load(CONFIG)), job, model, lambda *note: None).gate
+    problem = "model 'smoke', version 2: expected the files that were registered, got another weights.safetensors."
+    assert (gate.decision, gate.champion) == ("hold", 2)
+    assert problem in gate.reason
+    code, result, _ = command(score, CONFIG, home=copied)
+    assert (code, problem in result["error"]) == (1, True), result
+    assert not Workspace(load(CONFIG)).warehouse.written_days("smoke_scores")
+    with pytest.raises(RegistryError, match="served model: expected the files that were registered"):
+        mlflow.pyfunc.load_model(str(place))
 
 
 def test_leftovers_of_a_killed_attempt_are_not_counted(smoke, home, copied):

@@ -72,7 +72,10 @@ def test_the_champion_scores_unless_a_version_is_named(tracker, name):
     assert choose_version(tracker, name, None)[0] == 2
     before = choose_version(tracker, name, 3)
     tracker.client.set_model_version_tag(name, "3", "weights_sha256", "f" * 64)
-    assert choose_version(tracker, name, 3)[1] != before[1]
+    other = choose_version(tracker, name, 3)
+    assert other[1] != before[1]
+    tracker.client.set_model_version_tag(name, "3", "files_sha256", "{}")
+    assert choose_version(tracker, name, 3)[1] != other[1], "other bytes score again"
     with pytest.raises(RegistryError) as caught:
         choose_version(tracker, name, 9)
     assert (
