@@ -37,6 +37,10 @@ class ConflictError(StorageError):
     """Another writer changed the same days at the same time. Nothing was written."""
 
 
+class UnknownCommitError(StorageError):
+    """The catalog did not say whether a commit took effect. Its files stay."""
+
+
 class CorruptFileError(StorageError):
     """A data file of a snapshot is unreadable."""
 

@@ -31,7 +31,7 @@ from storage.days import (
     to_summary,
     written_files,
 )
-from storage.errors import ConflictError, StorageError
+from storage.errors import ConflictError, StorageError, UnknownCommitError
 from storage.layout.spec import Layout
 from storage.overwrite import ReplacedDays
 from storage.reader import DAY, SnapshotReader, SnapshotRef, data_files, day_of, days_filter, schema_at, snapshot_at
@@ -143,7 +143,7 @@ class Warehouse:
         notes: Mapping[datetime.date, Any] = MappingProxyType({}),
         same: Mapping[datetime.date, str] = MappingProxyType({}),
     ) -> SnapshotRef:
-        """Replaces the files of whole days in one commit. A failed commit leaves no file.
+        """Replaces the files of whole days in one commit. A change that did not take effect leaves no file.
 
         Args:
             table: The table as loaded when the rows were read.
@@ -154,12 +154,13 @@ class Warehouse:
         Raises:
             ConflictError: If another writer changed one of these days in the meantime.
             StorageError: If a file belongs to another day.
+            UnknownCommitError: If the commit may or may not have taken effect.
         """
         name, transaction, io = table.name()[-1], table.transaction(), _RecordingIO(table.io)
         overwrite = self._overwrite(table, transaction, days)
         written = {day: identity for day, identity in days.items() if identity}
         paths: dict[datetime.date, list[str]] = {day: [] for day in days}
-        with self._discarding_on_failure(name, io, overwrite.snapshot_id, f"no other writer of {_span(days)}"):
+        with self._committing(name, transaction, io, overwrite.snapshot_id, f"no other writer of {_span(days)}"):
             for file in files(DataFileWriter(table.metadata, io, self.default_layout, overwrite.commit_uuid)):
                 if day_of(file) not in days:
                     raise StorageError(
@@ -173,29 +174,49 @@ class Warehouse:
             contents = {day: [as_now := hash_paths(paths[day]), same.get(day, as_now)] for day in paths}
             overwrite.snapshot_properties = to_summary({IDENTITIES: written, NOTES: notes, CONTENTS: contents})
             overwrite.commit()
-            transaction.commit_transaction()
         return SnapshotRef(table=name, snapshot_id=overwrite.snapshot_id)
 
     @contextmanager
-    def _discarding_on_failure(self, name: str, io: "_RecordingIO", snapshot_id: int, expected: str) -> Iterator[None]:
-        """Deletes the written files if the commit in the block fails.
+    def _committing(
+        self, name: str, transaction: Transaction, io: "_RecordingIO", snapshot_id: int, expected: str
+    ) -> Iterator[None]:
+        """Writes files in the block and commits them after it. A change that did not take effect leaves no file.
+
+        If the catalog does not say whether it committed, the files stay: a snapshot may name them, now or later.
+        `vacuum` deletes them if none does.
 
         Args:
             expected: What the error says was expected of other writers.
         Raises:
             ConflictError: If another writer committed first.
+            UnknownCommitError: If the commit may or may not have taken effect.
         """
         try:
             yield
-        except BaseException as error:
-            # An interrupt may arrive after the commit. Then the files are part of the table.
-            if self.table(name).snapshot_by_id(snapshot_id) is None:
-                io.discard()
+        except BaseException:
+            io.discard()
+            raise
+        try:
+            transaction.commit_transaction()
+        except Exception as error:
+            if self._has_snapshot(name, snapshot_id):
+                return
             if isinstance(error, CommitFailedException | ValidationException):
+                io.discard()
                 raise ConflictError(
                     f"table '{name}'", expected, "a commit of another writer", "Run the command again."
                 ) from error
-            raise
+            raise UnknownCommitError(
+                f"commit to table '{name}'", "an answer of the catalog", f"{error}".split("\n")[0].rstrip("."),
+                "It may still take effect. Run the command again: it skips what was written.",
+            ) from error  # fmt: skip
+
+    def _has_snapshot(self, name: str, snapshot_id: int) -> bool:
+        """Tells whether a snapshot is known to be part of a table. False if the catalog does not answer."""
+        try:
+            return self.table(name).snapshot_by_id(snapshot_id) is not None
+        except Exception:
+            return False
 
     def append(self, name: str, schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> SnapshotRef:
         """Adds a few rows, such as events, in one commit. Creates the table or adds columns as needed.
@@ -211,11 +232,10 @@ class Warehouse:
         transaction, io = table.transaction(), _RecordingIO(table.io)
         append = transaction.update_snapshot().fast_append()
         chunk = pa.Table.from_pylist(list(rows), schema)
-        with self._discarding_on_failure(name, io, append.snapshot_id, "no other writer meanwhile"):
+        with self._committing(name, transaction, io, append.snapshot_id, "no other writer meanwhile"):
             for file in DataFileWriter(table.metadata, io, self.default_layout, append.commit_uuid).write(chunk):
                 append.append_data_file(file)
             append.commit()
-            transaction.commit_transaction()
         return SnapshotRef(table=name, snapshot_id=append.snapshot_id)
 
     def _refuse_changed(self, table: Table, made_of: SnapshotRef, days: Iterable[datetime.date]) -> None:

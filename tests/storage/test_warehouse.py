@@ -16,7 +16,7 @@ from pyiceberg.expressions import EqualTo
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
 from storage.config import WarehouseConfig
-from storage.errors import ConflictError, StorageError
+from storage.errors import ConflictError, StorageError, UnknownCommitError
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
 
@@ -340,6 +340,68 @@ def test_an_interrupt_after_the_commit_does_not_delete_its_files(
         with pytest.raises(KeyboardInterrupt):
             write(warehouse, rows(DAY1, 3, 70))
     assert ids(warehouse) == [70, 71, 72]
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_a_commit_that_takes_effect_after_its_error_keeps_its_files(
+    warehouse: Warehouse, home: Path, monkeypatch: pytest.MonkeyPatch, append: bool
+) -> None:
+    """A gateway gives up on a catalog that is still at work."""
+    write(warehouse, rows(DAY1, 5))
+    commit, late = type(warehouse.catalog).commit_table, list[Any]()
+
+    def gives_up(*arguments: Any) -> None:
+        late.append(arguments)
+        raise TimeoutError("504 gateway timeout.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(warehouse.catalog), "commit_table", gives_up)
+        with pytest.raises(UnknownCommitError) as error:
+            if append:
+                warehouse.append("events", rows(DAY1, 0).schema, [{"day": DAY1, "id": 70}])
+            else:
+                write(warehouse, rows(DAY1, 1, 70))
+    assert str(error.value) == (
+        "commit to table 'events': expected an answer of the catalog, got 504 gateway timeout. "
+        "It may still take effect. Run the command again: it skips what was written."
+    )
+    assert ids(warehouse) == list(range(5))
+    [arguments] = late
+    commit(*arguments)
+    assert ids(warehouse) == ([*range(5), 70] if append else [70])
+    assert on_disk(home) == in_table(warehouse)
+
+
+def test_a_commit_whose_answer_is_lost_counts(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(warehouse, rows(DAY1, 5))
+    commit = type(warehouse.catalog).commit_table
+
+    def lost(*arguments: Any) -> None:
+        commit(*arguments)
+        raise ConnectionError("reset by peer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(warehouse.catalog), "commit_table", lost)
+        snapshot = write(warehouse, rows(DAY1, 3, 70))
+    assert warehouse.current("events") == snapshot
+    assert ids(warehouse) == [70, 71, 72]
+
+
+def test_an_interrupted_commit_keeps_its_files(
+    warehouse: Warehouse, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(warehouse, rows(DAY1, 5))
+    before = on_disk(home)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(warehouse.catalog), "commit_table", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write(warehouse, rows(DAY1, 3, 70))
+    assert ids(warehouse) == list(range(5))
+    assert len(on_disk(home) - before) == 1  # the catalog may have got the message
 
 
 def test_rows_lost_by_the_commit_are_noticed(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
