@@ -20,32 +20,61 @@ CONTENTS = "dlrm.contents"
 """Snapshot summary: JSON of day -> (hash of its files as written, hash that identifies their rows)."""
 
 
-def newest(table: Table, key: str) -> dict[datetime.date, tuple[int, Any]]:
+KEYS = (IDENTITIES, NOTES, CONTENTS)
+
+
+def identities(table: Table, names: Mapping[datetime.date, str]) -> dict[datetime.date, str]:
+    """Returns day -> identity of the write that left its files. Days that another engine has changed are left out.
+
+    Args:
+        names: Day -> `hash_paths` of its files now. Files of a write have names of their own, so a table that was
+            rolled back shows the earlier write.
+    """
+    return {day: found[IDENTITIES] for day, found in _records_of(table, names).items() if IDENTITIES in found}
+
+
+def last_identities(table: Table) -> dict[datetime.date, str]:
+    """Returns day -> identity of the last recorded write, whether or not its files are still there."""
+    return {day: identity for day, (_, identity) in _newest(table, IDENTITIES).items()}
+
+
+def notes(table: Table, names: Mapping[datetime.date, str]) -> dict[datetime.date, Any]:
+    """Returns day -> the note of the write that left its files. `names` is as in `identities`."""
+    return {day: found[NOTES] for day, found in _records_of(table, names).items() if NOTES in found}
+
+
+def last_notes(table: Table) -> dict[datetime.date, Any]:
+    """Returns day -> the note of the last recorded write. Days that were last written without a note are left out."""
+    written = _newest(table, CONTENTS)
+    return {day: note for day, (number, note) in _newest(table, NOTES).items() if number >= written.get(day, (0,))[0]}
+
+
+def _newest(table: Table, key: str) -> dict[datetime.date, tuple[int, Any]]:
     """Returns day -> (sequence number of the last commit that recorded a value, that value)."""
-    saved = json.loads(table.properties.get(key, "{}"))
-    found = {datetime.date.fromisoformat(day): (int(number), value) for day, (number, value) in saved.items()}
-    for snapshot in table.snapshots():
-        for text, value in _recorded(snapshot, key).items():
-            day, number = datetime.date.fromisoformat(text), snapshot.sequence_number or 0
-            if day not in found or found[day][0] <= number:
-                found[day] = (number, value)
-    return found
+    return {day: (number, values[key]) for day, number, values in _records(table) if key in values}
 
 
-def identities(table: Table) -> dict[datetime.date, str]:
-    """Returns day -> identity of what was last written."""
-    return {day: identity for day, (_, identity) in newest(table, IDENTITIES).items()}
+def _records_of(table: Table, names: Mapping[datetime.date, str]) -> dict[datetime.date, dict[str, Any]]:
+    """Returns day -> what the write of its present files recorded, by key."""
+    nothing = hash_paths([])
+    return {
+        day: values
+        for day, _, values in _records(table)
+        if CONTENTS in values and values[CONTENTS][0] == names.get(day, nothing)
+    }
 
 
-def notes(table: Table) -> dict[datetime.date, Any]:
-    """Returns day -> the note of its last write. Days that were last written without a note are left out."""
-    written = newest(table, CONTENTS)
-    return {day: note for day, (number, note) in newest(table, NOTES).items() if number >= written.get(day, (0,))[0]}
-
-
-def written_files(table: Table) -> dict[datetime.date, str]:
-    """Returns day -> `hash_paths` of its files as they were last written."""
-    return {day: files for day, (_, (files, _)) in newest(table, CONTENTS).items()}
+def _records(table: Table) -> list[tuple[datetime.date, int, dict[str, Any]]]:
+    """Returns (day, sequence number, values by key) of all writes that are still recorded, in order of the numbers."""
+    found: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for key in KEYS:
+        for day, (number, value) in json.loads(table.properties.get(key, "{}")).items():
+            found.setdefault((day, number, 0), {})[key] = value
+        for snapshot in table.snapshots():
+            for day, value in _recorded(snapshot, key).items():
+                found.setdefault((day, snapshot.sequence_number or 0, snapshot.snapshot_id), {})[key] = value
+    ordered = sorted(found, key=lambda record: record[1])
+    return [(datetime.date.fromisoformat(record[0]), record[1], found[record]) for record in ordered]
 
 
 def row_hashes_by_files(table: Table) -> dict[str, str]:
@@ -70,9 +99,19 @@ def to_summary(values: Mapping[str, Mapping[datetime.date, Any]]) -> dict[str, s
     return {key: json.dumps({day.isoformat(): of[day] for day in sorted(of)}) for key, of in values.items() if of}
 
 
-def to_properties(table: Table) -> dict[str, str]:
-    """Encodes what all snapshots record as table properties, which outlive the snapshots."""
-    return to_summary({key: newest(table, key) for key in (IDENTITIES, NOTES, CONTENTS)})
+def to_properties(table: Table, names: Mapping[datetime.date, str]) -> dict[str, str]:
+    """Encodes what snapshots record as table properties, which outlive them.
+
+    Of each day this is the write that left its files, or the last one if another engine has changed the day.
+    `names` is as in `identities`.
+    """
+    kept = {key: _newest(table, key) for key in KEYS}
+    nothing = hash_paths([])
+    for day, number, values in _records(table):
+        if CONTENTS in values and values[CONTENTS][0] == names.get(day, nothing):
+            for key, value in values.items():
+                kept[key][day] = (number, value)
+    return to_summary(kept)
 
 
 def hash_paths(paths: Iterable[str]) -> str:

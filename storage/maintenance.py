@@ -85,6 +85,7 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
         )
         if dry_run or not gone:
             return result
+        names = warehouse.day_names(warehouse.current(name)) if current else {}
         is_remote = isinstance(table.catalog, RestCatalog)
         local: list[Any] = [] if is_remote else [AssertSameRefs(known=_refs(table.metadata))]
         try:
@@ -96,7 +97,7 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
                     *local,
                 ),
                 (
-                    SetPropertiesUpdate(updates=to_properties(table)),
+                    SetPropertiesUpdate(updates=to_properties(table, names)),
                     RemoveSnapshotsUpdate(snapshot_ids=sorted(gone)),
                 ),
             )

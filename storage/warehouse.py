@@ -26,10 +26,10 @@ from storage.days import (
     NOTES,
     hash_paths,
     identities,
+    last_identities,
     notes,
     row_hashes_by_files,
     to_summary,
-    written_files,
 )
 from storage.errors import ConflictError, StorageError, UnknownCommitError
 from storage.layout.spec import Layout
@@ -317,20 +317,36 @@ class Warehouse:
         return _reference(self.table(name))
 
     def written_days(self, name: str) -> dict[datetime.date, str]:
-        """Returns day -> identity of its last write, for days of the newest snapshot that have all their files."""
-        if not self.has_table(name):
-            return {}
-        there = self.whole_days(name)
-        return {day: identity for day, identity in identities(self.table(name)).items() if day in there}
+        """Returns day -> identity of the write that left its files, for days that have all of them.
+
+        Days that another engine has changed since are left out.
+        """
+        there = self._whole_names(name)
+        found = identities(self.table(name), there) if there else {}
+        return {day: identity for day, identity in found.items() if day in there}
+
+    def changed_days(self, name: str) -> dict[datetime.date, str]:
+        """Returns day -> identity of our last write, for days that another engine has changed since."""
+        there = self._whole_names(name)
+        written = identities(self.table(name), there) if there else {}
+        last = last_identities(self.table(name)) if there else {}
+        return {day: identity for day, identity in last.items() if day in there and day not in written}
+
+    def day_identities(self, name: str) -> dict[datetime.date, str]:
+        """Returns day -> identity of the write that left its files, or that left it without files."""
+        table = self.table(name)
+        return identities(table, self._names_now(table))
 
     def day_notes(self, name: str) -> dict[datetime.date, Any]:
-        """Returns day -> the note of its last write.
+        """Returns day -> the note of the write that left its files.
 
         Days without a note and days that another engine has written since are left out.
         """
         table = self.table(name)
-        written, there = written_files(table), self.day_names(_reference(table))
-        return {day: note for day, note in notes(table).items() if written.get(day) == there.get(day)}
+        return notes(table, self._names_now(table))
+
+    def _names_now(self, table: Table) -> dict[datetime.date, str]:
+        return {} if table.current_snapshot() is None else self.day_names(_reference(table))
 
     def property_of(self, name: str, key: str) -> str | None:
         """Returns a property of a table, or None if the table does not have it."""
@@ -343,13 +359,17 @@ class Warehouse:
 
     def whole_days(self, name: str) -> set[datetime.date]:
         """Returns the days of the newest snapshot that have all their files in full, from any writer."""
-        newest = self.table(name).current_snapshot() if self.has_table(name) else None
-        if newest is None:
-            return set()
-        files, io = self.day_files(SnapshotRef(table=name, snapshot_id=newest.snapshot_id)), self.table(name).io
+        return set(self._whole_names(name))
+
+    def _whole_names(self, name: str) -> dict[datetime.date, str]:
+        """Returns the whole days of the newest snapshot with the hash of their files' names."""
+        table = self.table(name) if self.has_table(name) else None
+        if table is None or table.current_snapshot() is None:
+            return {}
+        files = self.day_files(_reference(table))
         with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
-            whole = zip(files, pool.map(partial(_are_whole, io), files.values()), strict=True)
-            return {day for day, found in whole if found}
+            whole = zip(files, pool.map(partial(_are_whole, table.io), files.values()), strict=True)
+            return {day: _name_of(files[day]) for day, found in whole if found}
 
     def tag(self, reference: SnapshotRef, tag: str) -> None:
         """Tags a snapshot, which keeps it from expiring. Tagging it again changes nothing.
@@ -387,7 +407,7 @@ class Warehouse:
 
     def day_names(self, reference: SnapshotRef) -> dict[datetime.date, str]:
         """Returns day -> a hash of the names of its data files. Equal hashes mean equal rows at equal positions."""
-        return {day: hash_paths([file.file_path for file in files]) for day, files in self.day_files(reference).items()}
+        return {day: _name_of(files) for day, files in self.day_files(reference).items()}
 
     def day_files(self, reference: SnapshotRef) -> dict[datetime.date, list[DataFile]]:
         """Returns the data files of each day at the snapshot, in order of the days."""
@@ -431,6 +451,10 @@ def _check_name(name: str) -> str:
     if not NAME.fullmatch(name):
         raise StorageError(f"name {name!r}", f"a name that matches {NAME.pattern}", "another form", "Rename it.")
     return name
+
+
+def _name_of(files: Iterable[DataFile]) -> str:
+    return hash_paths([file.file_path for file in files])
 
 
 def _are_whole(io: FileIO, files: Sequence[DataFile]) -> bool:

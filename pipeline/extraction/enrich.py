@@ -16,7 +16,7 @@ from pipeline.data.joined.source import FeatureSource, added_columns, pin_source
 from pipeline.data.selection import days_between
 from pipeline.errors import ConfigError
 from pipeline.transforms.schema import FeatureJoin
-from storage.days import notes
+from storage.days import last_notes
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
 
@@ -175,7 +175,7 @@ def _refuse_values(
     warehouse: Warehouse, snapshot: SnapshotRef, columns: _Columns, days: Iterable[datetime.date]
 ) -> None:
     """Refuses to overwrite values that no backfill wrote, such as those of an ingest that now has the column."""
-    noted = notes(warehouse.table(snapshot.table))
+    noted = last_notes(warehouse.table(snapshot.table))
     for day in days:
         names = [name for name in columns.added.names if name not in noted.get(day, {})]
         names = [name for name in names if name in columns.existing]

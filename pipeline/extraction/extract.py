@@ -54,6 +54,8 @@ class IngestResult(BaseModel, frozen=True):
     """Row counts of the days written."""
     days_held: tuple[datetime.date, ...] = ()
     """Days that broke a rule. They are held back in a table of their own."""
+    days_changed: tuple[datetime.date, ...] = ()
+    """Days of the same input that another engine has changed in the table; they stay as they are."""
     checked: CheckResult = CheckResult()
 
 
@@ -91,6 +93,8 @@ class _Plan:
     """Days to check and write: new or changed ones, or all with `force`."""
     unchanged: Mapping[datetime.date, str]
     """Day -> identity, of the days that the table already has from the same input."""
+    changed: list[datetime.date]
+    """Days of the same input that another engine has changed in the table."""
     held_back: list[SourceDay]
     """Days that an earlier ingest held back, from the same input."""
     elsewhere: int
@@ -145,7 +149,10 @@ def _plan_days(ingest: _Ingest, only: Iterable[datetime.date]) -> _Plan:
     stored = context.warehouse.written_days(context.table)
     written = {} if ingest.force else stored
     held_back = {} if ingest.force else context.warehouse.written_days(held_back_name(context.table))
-    due = [day for day in wanted if day.identity not in (written.get(day.day), held_back.get(day.day))]
+    theirs = {} if ingest.force else context.warehouse.changed_days(context.table)
+    changed = [day.day for day in wanted if day.identity == theirs.get(day.day)]
+    known = (written, held_back, theirs)
+    due = [day for day in wanted if all(day.identity != of.get(day.day) for of in known)]
     if rows.join is not None and due:
         rows.join.attribute(rows.view, days_condition(due))
         due = [day for day in count_left_out(rows, due) if day.kept or day.day in stored]
@@ -153,6 +160,7 @@ def _plan_days(ingest: _Ingest, only: Iterable[datetime.date]) -> _Plan:
         wanted=wanted,
         due=due,
         unchanged={day.day: day.identity for day in wanted if day.identity == written.get(day.day)},
+        changed=changed,
         held_back=[day for day in wanted if held_back.get(day.day) == day.identity != written.get(day.day)],
         elsewhere=len(stored.keys() - {day.day for day in days}),
     )
@@ -216,7 +224,7 @@ def _result(
     ingest: _Ingest, plan: _Plan, passed: Sequence[SourceDay], broken: Sequence[SourceDay], checked: CheckResult
 ) -> IngestResult:
     rows, due = ingest.rows, [*passed, *broken]
-    touched = {day.day for day in [*due, *plan.held_back]}
+    touched = {*(day.day for day in [*due, *plan.held_back]), *plan.changed}
     return IngestResult(
         snapshot=ingest.context.warehouse.current(ingest.context.table),
         rows=sum(day.kept for day in passed),
@@ -233,6 +241,7 @@ def _result(
             day.day: DayRows(rows=day.rows, written=day.kept, quarantined=day.refused, left_out=day.left_out)
             for day in passed
         },
+        days_changed=tuple(plan.changed),
         days_held=tuple(sorted(day.day for day in [*broken, *plan.held_back])),
         checked=checked,
     )

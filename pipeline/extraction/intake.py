@@ -21,7 +21,6 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.checks import CheckResult, check
 from pipeline.extraction.config import ChecksConfig
 from pipeline.extraction.sources import first_line
-from storage.days import identities
 from storage.query import quote
 from storage.reader import DAY
 from storage.warehouse import Warehouse
@@ -122,7 +121,7 @@ def repair_profile(
         numbers, warn: As in `inspect`.
     """
     name = profile_name(table)
-    known = identities(warehouse.table(name)) if warehouse.has_table(name) else {}
+    known = warehouse.day_identities(name) if warehouse.has_table(name) else {}
     stale = sorted(day for day, identity in unchanged.items() if known.get(day) != identity)
     for start in range(0, len(stale), DAYS_AT_ONCE):
         days = {day: unchanged[day] for day in stale[start : start + DAYS_AT_ONCE]}

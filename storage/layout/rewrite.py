@@ -12,7 +12,6 @@ from pyiceberg.io import FileIO
 from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table
 
-from storage.days import identities
 from storage.errors import StorageError
 from storage.layout.spec import Layout
 from storage.query import connect
@@ -99,7 +98,7 @@ def rewrite_day(warehouse: Warehouse, name: str, day: datetime.date, temporary: 
             )  # fmt: skip
         yield from after
 
-    identity = identities(table).get(day, "")
+    identity = warehouse.day_identities(name).get(day, "")
     notes = {found: note for found, note in warehouse.day_notes(name).items() if found == day}
     same = {day: warehouse.day_contents(reference)[day]}
     warehouse.replace_files(table, {day: identity}, files, notes=notes, same=same)

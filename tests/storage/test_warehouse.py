@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from pyiceberg.io.pyarrow import PyArrowFileIO
 
 from storage.config import WarehouseConfig
 from storage.errors import ConflictError, StorageError, UnknownCommitError
+from storage.layout.rewrite import rewrite_day
+from storage.maintenance import expire
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
 
@@ -104,6 +107,35 @@ def test_written_days_hold_the_last_identity(warehouse: Warehouse) -> None:
     assert warehouse.written_days("events") == {DAY1: "second", DAY2: "first"}
     reopened = Warehouse(WarehouseConfig(), warehouse.home)
     assert reopened.written_days("events") == {DAY1: "second", DAY2: "first"}
+
+
+def test_a_day_that_another_engine_has_changed_is_not_as_written(warehouse: Warehouse) -> None:
+    write(warehouse, rows(DAY1, 3), rows(DAY2, 3), rows(DAY3, 3), identity="first")
+    table = warehouse.table("events")
+    table.append(rows(DAY1, 3).cast(table.schema().as_arrow()))
+    table.overwrite(rows(DAY2, 1).cast(table.schema().as_arrow()), EqualTo("day", DAY2.isoformat()))
+    assert warehouse.written_days("events") == {DAY3: "first"}
+    assert warehouse.changed_days("events") == {DAY1: "first", DAY2: "first"}
+    expire(warehouse, "events", datetime.timedelta(0))
+    assert warehouse.changed_days("events") == {DAY1: "first", DAY2: "first"}
+    rewrite_day(warehouse, "events", DAY1, warehouse.home / "tmp")  # other files, the same foreign rows
+    assert warehouse.written_days("events") == {DAY3: "first"}
+    assert warehouse.changed_days("events") == {DAY1: "first", DAY2: "first"}
+    write(warehouse, rows(DAY1, 3), rows(DAY2, 3), identity="first")
+    assert warehouse.written_days("events") == dict.fromkeys([DAY1, DAY2, DAY3], "first")
+    assert warehouse.changed_days("events") == {}
+
+
+def test_a_table_that_was_rolled_back_has_the_days_of_the_earlier_write(warehouse: Warehouse) -> None:
+    first = write(warehouse, rows(DAY1, 3), identity="first")
+    write(warehouse, rows(DAY1, 3, 100), identity="second")
+    warehouse.table("events").manage_snapshots().rollback_to_snapshot(first.snapshot_id).commit()
+    assert warehouse.written_days("events") == {DAY1: "first"}
+    assert warehouse.changed_days("events") == {}
+    expire(warehouse, "events", datetime.timedelta(0))
+    write(warehouse, rows(DAY2, 3), identity="other")
+    expire(warehouse, "events", datetime.timedelta(0))
+    assert warehouse.written_days("events") == {DAY1: "first", DAY2: "other"}
 
 
 def test_contents_of_a_day_stay_while_other_days_change(warehouse: Warehouse) -> None:
@@ -349,6 +381,9 @@ def test_a_commit_that_takes_effect_after_its_error_keeps_its_files(
     """A gateway gives up on a catalog that is still at work."""
     write(warehouse, rows(DAY1, 5))
     commit, late = type(warehouse.catalog).commit_table, list[Any]()
+    change: Callable[[], object] = partial(write, warehouse, rows(DAY1, 1, 70))
+    if append:
+        change = partial(warehouse.append, "events", rows(DAY1, 0).schema, [{"day": DAY1, "id": 70}])
 
     def gives_up(*arguments: Any) -> None:
         late.append(arguments)
@@ -357,10 +392,7 @@ def test_a_commit_that_takes_effect_after_its_error_keeps_its_files(
     with monkeypatch.context() as patch:
         patch.setattr(type(warehouse.catalog), "commit_table", gives_up)
         with pytest.raises(UnknownCommitError) as error:
-            if append:
-                warehouse.append("events", rows(DAY1, 0).schema, [{"day": DAY1, "id": 70}])
-            else:
-                write(warehouse, rows(DAY1, 1, 70))
+            change()
     assert str(error.value) == (
         "commit to table 'events': expected an answer of the catalog, got 504 gateway timeout. "
         "It may still take effect. Run the command again: it skips what was written."

@@ -72,13 +72,19 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
     name, log = workspace.config.name, workspace.console.log
     if result.days_skipped:
         log.info("skipped: %s days are in the warehouse from the same input", len(result.days_skipped))
+    if result.days_changed:
+        log.warning(
+            "%s days stay as another engine changed them, the first is %s; force=true writes them from the source",
+            len(result.days_changed),
+            result.days_changed[0],
+        )
     if result.days_elsewhere:
         log.info("%s other days stay in the table: the source does not have them", result.days_elsewhere)
     if result.days_held:
         log.warning("%s days broke a rule and are held back in table %s", len(result.days_held), held_back_name(name))
     for reason, rows in result.quarantined.items():
         log.warning("quarantined: %s rows, %s; see table %s", f"{rows:,}", reason, quarantine_name(name))
-    touched = sorted([*result.days_written, *result.days_skipped, *result.days_held])
+    touched = sorted([*result.days_written, *result.days_skipped, *result.days_held, *result.days_changed])
     return {
         "status": "ok" if result.days_written else "skipped",
         "table": result.snapshot.table,
@@ -87,6 +93,7 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
         "days_written": len(result.days_written),
         "days_skipped": len(result.days_skipped),
         "days_held": len(result.days_held),
+        "days_changed": len(result.days_changed),
         "first_day": str(touched[0]),
         "last_day": str(touched[-1]),
         "quarantined": dict(result.quarantined),

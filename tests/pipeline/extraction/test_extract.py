@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pytest
+from pyiceberg.expressions import EqualTo
 
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction.config import SourceConfig
@@ -112,6 +113,38 @@ def test_an_unchanged_source_is_skipped_and_a_changed_file_is_not(
     assert stored()["user"].tolist() == [1, 5, 6]
     put("3.parquet", user=[7], label=[0], date=[DAY3])
     assert ingest(BY_DAY).days_written == (DAY3,)
+
+
+def test_a_day_that_another_engine_changed_stays_and_is_named(
+    ingest: Any, stored: Any, put: Any, warehouse: Warehouse
+) -> None:
+    put("1.parquet", user=[1], label=[0], date=[DAY1])
+    put("2.parquet", user=[2], label=[0], date=[DAY2])
+    ingest(BY_DAY)
+    table = warehouse.table("events")
+    table.append(table.scan(EqualTo("day", DAY2.isoformat())).to_arrow())
+    again = ingest(BY_DAY)
+    assert (again.days_written, again.days_skipped, again.days_changed) == ((), (DAY1,), (DAY2,))
+    assert stored()["user"].tolist() == [1, 2, 2]
+    forced = ingest(BY_DAY, force=True)
+    assert (forced.days_written, forced.days_changed) == ((DAY1, DAY2), ())
+    table.append(table.scan(EqualTo("day", DAY2.isoformat())).to_arrow())
+    put("2.parquet", user=[5, 6], label=[0, 1], date=[DAY2, DAY2])
+    assert ingest(BY_DAY).days_written == (DAY2,)  # the source has changed, too
+    assert stored()["user"].tolist() == [1, 5, 6]
+
+
+def test_a_table_that_was_rolled_back_is_written_again(
+    ingest: Any, stored: Any, put: Any, warehouse: Warehouse
+) -> None:
+    put("1.parquet", user=[1], label=[0], date=[DAY1])
+    first = ingest(BY_DAY)
+    put("1.parquet", user=[5, 6], label=[0, 1], date=[DAY1, DAY1])
+    ingest(BY_DAY)
+    warehouse.table("events").manage_snapshots().rollback_to_snapshot(first.snapshot.snapshot_id).commit()
+    assert stored()["user"].tolist() == [1]
+    assert ingest(BY_DAY).days_written == (DAY1,)
+    assert stored()["user"].tolist() == [5, 6]
 
 
 def test_a_changed_side_table_or_outcome_log_writes_every_day_again(ingest: Any, stored: Any, put: Any) -> None:
