@@ -30,6 +30,37 @@ def die_with_parent(parent: int) -> None:
         sys.exit(1)
 
 
+def process_start(pid: int | str = "self") -> int | None:
+    """Returns when a process began, in ticks since the machine started. With the id it names one process for ever.
+
+    None: there is no such process.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return int(file.read().rpartition(")")[2].split()[19])
+    except OSError:
+        return None
+
+
+def kill_process(pid: int, began: int) -> None:
+    """Kills a process. Does nothing if it is gone, also if another process has its id by now.
+
+    Args:
+        began: What `process_start` said of it.
+    """
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if process_start(pid) == began:  # the handle keeps naming that process
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(handle)
+
+
 def set_process_name(name: str) -> None:
     """Sets what `ps -o comm` and `top` show: the first 15 characters."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)

@@ -4,7 +4,6 @@ import os
 import queue
 import secrets
 import shutil
-import signal
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,7 @@ from pipeline.preprocessing.executors import (
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs, copy_to_segment, count_bytes
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.worker import Costs, Worker
+from pipeline.process import kill_process, process_start
 
 OBJECT_STORE_SHARE = 2
 """The object store has this many times the memory bound, because freed objects are not gone at once."""
@@ -61,7 +61,8 @@ class RayExecutor(Executor):
         self.here = ray.get_runtime_context().get_node_id()
         self.actors: dict[int, Any] = {}
         self.slabs = Slabs()
-        self.pids: dict[int, int] = {}
+        self.processes: dict[int, tuple[int, int]] = {}
+        """Worker -> id and start of its process, if that runs on this machine."""
         self.specs = {name: spec.model_dump(mode="json") for name, spec in data.items()}
 
     def start(self, worker: int) -> None:
@@ -81,9 +82,8 @@ class RayExecutor(Executor):
         actor = self.actors.pop(worker)
         with suppress(RayError):
             ray.kill(actor, no_restart=True)
-        if worker in self.pids:  # Ray only asks the process to end, and a hanging one does not
-            with suppress(ProcessLookupError):
-                os.kill(self.pids.pop(worker), signal.SIGKILL)
+        if worker in self.processes:  # Ray only asks the process to end, and a hanging one does not
+            kill_process(*self.processes.pop(worker))
 
     def free(self, memory: Any) -> None:
         """Does nothing: an object is freed with its last reference."""
@@ -97,10 +97,10 @@ class RayExecutor(Executor):
             ray.shutdown()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
-    def _note_started(self, worker: int, answer: tuple[int, str]) -> WorkerStarted:
-        pid, node = answer
+    def _note_started(self, worker: int, answer: tuple[int, int, str]) -> WorkerStarted:
+        pid, began, node = answer
         if node == self.here:
-            self.pids[worker] = pid
+            self.processes[worker] = pid, began
         return WorkerStarted(worker, pid)
 
     def _wait(self, worker: int, promise: Any, event: Any) -> None:
@@ -153,13 +153,15 @@ def _connect(config: PreprocessingConfig, temporary: str) -> None:
 class _Actor:
     """One worker."""
 
-    def begin(self, specs: Mapping[str, Any]) -> tuple[int, str]:
-        """Opens the datasets. Returns the process id and the node."""
+    def begin(self, specs: Mapping[str, Any]) -> tuple[int, int, str]:
+        """Opens the datasets. Returns id and start of the process, and the node."""
         import pyarrow as pa
 
         pa.set_cpu_count(1)
         self.workers = {name: Worker(DataSpec.model_validate(spec)) for name, spec in specs.items()}
-        return os.getpid(), ray.get_runtime_context().get_node_id()
+        began = process_start()
+        assert began is not None
+        return os.getpid(), began, ray.get_runtime_context().get_node_id()
 
     def do(self, data: str, kind: str, content: Mapping[str, Any], *inputs: Arrays) -> tuple[dict[str, Any], Any]:
         """Does a piece of work. Returns a note for the master and the arrays."""

@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+from pipeline.process import kill_process, process_start
+
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = "import os, time; from pipeline.process import die_with_parent; die_with_parent({parent}); print('alive', flush=True); time.sleep(60)"
 PARENT = f"""
@@ -54,3 +56,16 @@ def test_memory_settings_of_the_user_stay() -> None:
     program = "from pipeline.process import KEPT_MEMORY; print(*KEPT_MEMORY.values())"
     given = python(program, MALLOC_MMAP_THRESHOLD_="4096", MALLOC_TRIM_THRESHOLD_="8192").stdout
     assert given.split() == ["4096", "8192"]
+
+
+def test_only_the_process_that_was_meant_is_killed() -> None:
+    """Another one may have its id by now."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+        began = process_start(child.pid)
+        assert began is not None
+        kill_process(child.pid, began - 1)
+        assert child.poll() is None
+        kill_process(child.pid, began)
+        assert child.wait(20) == -9
+    kill_process(child.pid, began)
+    assert process_start(child.pid) is None
