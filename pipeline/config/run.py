@@ -125,6 +125,16 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         return self
 
     @model_validator(mode="after")
+    def _ranks_lose_the_same_rows(self) -> Self:
+        executor, ranks = self.preprocessing.executor, self.training.world_size
+        if executor == "inline" and self.preprocessing.on_corrupt == "quarantine" and ranks > 1:
+            raise ConfigError(
+                "preprocessing.on_corrupt 'quarantine'", "one executor for all ranks: each inline rank would lose "
+                "other rows", f"preprocessing.executor=inline, {ranks} ranks", "Set preprocessing.executor=process.",
+            )  # fmt: skip
+        return self
+
+    @model_validator(mode="after")
     def _negatives_keep_their_weight(self) -> Self:
         self.source.check_label(self.features.label, self.features.weight)
         return self

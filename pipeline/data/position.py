@@ -1,18 +1,31 @@
 """Where a training is in its data, and what its batches cost."""
 
-from pydantic import BaseModel
+from pydantic import BaseModel, NonNegativeInt
+
+
+class LostRows(BaseModel, frozen=True):
+    """A row group that was quarantined. A training lacks its rows."""
+
+    epoch: int
+    path: str
+    row_group: int
+    rows: int
+    """Stored rows, before any filter."""
 
 
 class Position(BaseModel, frozen=True):
     """Position in the data after a batch. It counts global batches and rows, so it is valid at every world size."""
 
-    epoch: int = 0
-    batches: int = 0
+    epoch: NonNegativeInt = 0
+    batches: NonNegativeInt = 0
     """Global batches already taken from this epoch."""
-    window: int = 0
+    window: NonNegativeInt = 0
     """Window of the epoch in which the next batch begins."""
-    row: int = 0
+    row: NonNegativeInt = 0
     """Row of that window, in shuffled order, with which it begins."""
+    lost: tuple[LostRows, ...] = ()
+    """Row groups that were quarantined on the way to this position, in all epochs. The order of the rows of a window
+    depends on them."""
 
 
 class Times(BaseModel, frozen=True):

@@ -1,10 +1,9 @@
 """The trainer's resumable iterator over the batches of an epoch. Only the seed decides their order."""
 
-import itertools
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -13,8 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.dlrm import SharedFeatures
 from pipeline.data.batch import Batch
-from pipeline.data.position import Position, Times
-from pipeline.errors import DataError, from_wire
+from pipeline.data.position import LostRows, Position, Times
+from pipeline.errors import ConfigError, DataError, from_wire
 from pipeline.preprocessing import wire
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
@@ -24,12 +23,14 @@ from pipeline.preprocessing.stream import BatchNote, Request
 
 Delivery = tuple[Sequence[BatchNote], Arrays]
 """A group of batches as a worker made it: one note for each batch, and the arrays of all."""
+Deliveries = Generator[Delivery, None, tuple[LostRows, ...]]
+"""Yields the groups of an epoch and returns the row groups that were lost up to its end; see `Position.lost`."""
 
 
 class BatchSource(Protocol):
     """Delivers batches."""
 
-    def groups(self, request: Request, rank: int) -> Iterator[Delivery]:
+    def groups(self, request: Request, rank: int) -> Deliveries:
         """Yields the rest of an epoch, one group of batches at a time."""
 
     def ranks(self, rank: int, world_size: int) -> tuple[int, ...]:
@@ -50,7 +51,7 @@ class ServiceSource:
         """Returns all ranks."""
         return tuple(range(world_size))
 
-    def groups(self, request: Request, rank: int) -> Iterator[Delivery]:
+    def groups(self, request: Request, rank: int) -> Deliveries:
         """See `BatchSource`. Requests the next group before yielding one, to overlap its transfer with training.
 
         Raises:
@@ -61,8 +62,8 @@ class ServiceSource:
                 channel.connect(f"\0{self.address}")
                 wire.send(channel, {"open": request.model_dump(mode="json"), "rank": rank})
                 delivery: Delivery | None = None
-                waited = 0.0
-                for number in itertools.count():
+                number, waited = 0, 0.0
+                while True:
                     rows = 0 if delivery is None else sum(note.rows for note in delivery[0])
                     wire.send(channel, {"take": number, "done": number - 2, "rows": rows, "waited": waited})
                     if delivery is not None:
@@ -76,8 +77,9 @@ class ServiceSource:
                     if "error" in message:
                         raise from_wire(message["error"])
                     if "end" in message:
-                        return
+                        return tuple(LostRows(**entry) for entry in message["end"])
                     delivery = _map_delivery(message, descriptors[0])
+                    number += 1
             except OSError:
                 raise DataError(
                     "preprocessing service", "batches", "none: its process ended",
@@ -98,30 +100,51 @@ class InlineSource:
 
     Args:
         data: The datasets it can deliver, by name.
+        folder: See `Master`. None: a temporary one.
+        warn: See `Master`.
     """
 
-    def __init__(self, data: Mapping[str, DataSpec], config: PreprocessingConfig) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="dlrm-inline-")
+    def __init__(
+        self,
+        data: Mapping[str, DataSpec],
+        config: PreprocessingConfig,
+        folder: Path | None = None,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
         config = config.model_copy(update={"executor": "inline", "workers": 1})
-        self.master = Master(data, config, Path(self.folder.name))
+        if folder is None:
+            self.temporary = tempfile.TemporaryDirectory(prefix="dlrm-inline-")
+            folder = Path(self.temporary.name)
+        self.master = Master(data, config, folder, warn)
 
     def ranks(self, rank: int, world_size: int) -> tuple[int, ...]:
-        """Returns this rank alone."""
+        """Returns this rank alone.
+
+        Raises:
+            ConfigError: If ranks could lose different rows. They would cut different batches.
+        """
+        if world_size > 1 and self.master.config.on_corrupt == "quarantine":
+            raise ConfigError(
+                "preprocessing.on_corrupt 'quarantine'", "one rank where each rank reads for itself", f"{world_size}",
+                "Set training.world_size=1, or preprocessing.on_corrupt=fail.",
+            )  # fmt: skip
         return (rank,)
 
-    def groups(self, request: Request, rank: int) -> Iterator[Delivery]:
+    def groups(self, request: Request, rank: int) -> Deliveries:
         """See `BatchSource`."""
         stream = self.master.open(request)
+        number = 0
         try:
-            for number in itertools.count():
+            while True:
                 while (group := self.master.get_group(stream, number)) is None:
                     if stream.ended(number):
-                        return
+                        return stream.lost
                     self.master.step(timeout=0)
                 stream.take(number)
                 assert group.memory is not None
                 yield group.notes, group.memory
                 stream.release(rank, number)
+                number += 1
         finally:
             self.master.close_stream(stream)
 
@@ -134,6 +157,8 @@ class Client:
         batch_rows: Rows of the GLOBAL batch. This rank gets its share of each.
         window_rows: Rows that are shuffled together. None keeps the order of the table.
         attempt: See `Request`.
+    Attributes:
+        lost: At the end of an epoch, the row groups that were quarantined up to there; see `Position.lost`.
     """
 
     def __init__(
@@ -154,6 +179,7 @@ class Client:
         self.shared = spec.shared
         self.rank, self.world_size = rank, world_size
         self.requests = 0
+        self.lost: tuple[LostRows, ...] = ()
 
     def batches(self, position: Position | None = None) -> Iterator[Batch]:
         """Yields the rest of the epoch that a position lies in.
@@ -176,11 +202,12 @@ class Client:
         groups = self.source.groups(request, self.rank)
         while True:
             begun = time.perf_counter()
-            delivery = next(groups, None)
-            waited = time.perf_counter() - begun
-            if delivery is None:
+            try:
+                notes, arrays = next(groups)
+            except StopIteration as end:
+                self.lost = end.value
                 return
-            notes, arrays = delivery
+            waited = time.perf_counter() - begun
             for i, note in enumerate(notes):
                 yield self._batch(note, i, arrays, request.ranks, waited if i == 0 else 0.0)
 

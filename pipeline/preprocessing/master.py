@@ -69,7 +69,7 @@ class Totals:
     peak_rss_mb: dict[int, int] = field(default_factory=dict)
     """By worker."""
     quarantined: list[dict[str, Any]] = field(default_factory=list)
-    """Quarantined row groups, each with its rows and the reason."""
+    """Quarantined row groups, each with its rows and the reason. Each once, also if several streams met it."""
     ready_at: float | None = None
     """Time on the monotonic clock when the first worker was ready."""
 
@@ -79,7 +79,7 @@ class Totals:
 
     @property
     def quarantined_rows(self) -> int:
-        """Stored rows of the quarantined splits."""
+        """Stored rows of the quarantined row groups."""
         return sum(int(entry["rows"]) for entry in self.quarantined)
 
 
@@ -242,31 +242,39 @@ class Master:
         self.period.worked_rows += event.rows
 
     def _handle_failure(self, item: WorkItem, error: ContractError) -> None:
-        """Retries failed work, quarantines its split or raises the error."""
-        stream = item.stream
+        """Retries failed work, quarantines its split or raises the error.
+
+        The last attempt reads a split by row group, so only those that cannot be read are quarantined.
+        """
+        stream, attempts = item.stream, self.config.attempts
         if item not in stream.running:
             return
         item.failures += 1
-        if item.failures < self.config.attempts:
+        expendable = isinstance(item.work, Split) and self.config.on_corrupt == "quarantine"
+        if expendable and item.several and item.failures >= attempts - 1:
+            stream.divide(item)
+        elif item.failures < attempts:
             stream.retry(item)
-        elif isinstance(item.work, Split) and self.config.on_corrupt == "quarantine":
-            stream.quarantine(item)
+        elif expendable:
+            assert isinstance(item.work, Split)
+            stream.quarantine(item, error)
             self._quarantine(item.work, stream, error)
         else:
             raise error
 
     def _quarantine(self, split: Split, stream: Stream, error: ContractError) -> None:
-        file = self.folder / QUARANTINE_FILE
-        lines = dict.fromkeys(file.read_text(encoding="utf-8").splitlines() if file.exists() else ())
+        known = {_group_key(entry): entry for entry in read_quarantine(self.folder)}
+        listed = {_group_key(entry) for entry in self.totals.quarantined}
         for fragment in split.fragments:
             entry = fragment.model_dump(mode="json") | {
                 "data": stream.request.data,
                 "epoch": stream.request.position.epoch,
                 "reason": str(error),
             }
-            self.totals.quarantined.append(entry)
-            lines[json.dumps(entry)] = None  # listed once, however often a run is resumed
-        write_text(file, "".join(f"{line}\n" for line in lines))
+            known.setdefault(_group_key(entry), entry)  # listed once, however often a run is resumed
+            if _group_key(entry) not in listed:
+                self.totals.quarantined.append(entry)
+        write_text(self.folder / QUARANTINE_FILE, "".join(f"{json.dumps(entry)}\n" for entry in known.values()))
         self.warn(f"quarantined {split.rows:,} rows of {split}: {error}")
 
     # -- workers ------------------------------------------------------------------------------------------------
@@ -407,6 +415,16 @@ class Master:
                 return
             if isinstance(event, WorkDone):
                 self.executor.free(event.memory)
+
+
+def read_quarantine(folder: Path) -> list[dict[str, Any]]:
+    """Returns the row groups that a folder lists as quarantined, each with its data, epoch, rows and reason."""
+    file = folder / QUARANTINE_FILE
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def _group_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(entry[key] for key in ("data", "epoch", "path", "row_group"))
 
 
 def wrap_service_error(error: Exception) -> ContractError:

@@ -3,11 +3,12 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
 
-from pipeline.data.position import Position
+from pipeline.data.position import LostRows, Position
+from pipeline.errors import ContractError, DataError
 from pipeline.preprocessing.batches import BatchWork, Window
 from pipeline.preprocessing.splits import Split, cut_epoch
 from pipeline.preprocessing.worker import Costs
@@ -29,18 +30,18 @@ class Request(BaseModel, frozen=True):
 
     data: str
     """Name of the dataset, such as `train`."""
-    number: int
+    number: NonNegativeInt
     """Number of streams of this dataset that the rank requested before."""
     position: Position
-    batch_rows: int
+    batch_rows: PositiveInt
     """Rows of the GLOBAL batch."""
-    seed: int
-    window_rows: int | None
+    seed: NonNegativeInt
+    window_rows: PositiveInt | None
     """None keeps the order of the table."""
-    world_size: int
-    ranks: tuple[int, ...]
+    world_size: PositiveInt
+    ranks: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)]
     """Ranks that take batches."""
-    attempt: int = 0
+    attempt: NonNegativeInt = 0
     """Number of earlier starts of the ranks. Ranks of different attempts never share a stream."""
 
 
@@ -54,9 +55,29 @@ class WorkItem:
     expected_bytes: int
     on_result: Callable[[Memory, int, int, Costs], None]
     """Takes the result: (memory, bytes, rows, costs)."""
+    place: "tuple[OpenWindow, WindowPart] | None" = None
+    """Where a split belongs. None for batches."""
     failures: int = 0
     doubled: bool = False
     """Whether a second worker was given it since it was last queued."""
+
+    @property
+    def several(self) -> bool:
+        """Whether it is a split of several row groups."""
+        return isinstance(self.work, Split) and len(self.work.fragments) > 1
+
+
+@dataclass(eq=False)
+class WindowPart:
+    """A split of a window, and what was read of it."""
+
+    split: Split
+    memory: Memory | None = None
+    """None: it is not read yet, or it was given up."""
+    size: int = 0
+    """Bytes."""
+    rows: int = 0
+    """Selected rows."""
 
 
 @dataclass(eq=False)
@@ -64,10 +85,8 @@ class OpenWindow:
     """A shuffle window that is being read or batched."""
 
     number: int
-    splits: list[Split]
-    parts: list[Memory | None]
-    rows: list[int]
-    sizes: list[int]
+    parts: list[WindowPart]
+    """In the order of the window's rows."""
     missing: int
     """Splits still to read."""
     costs: Costs = field(default_factory=Costs)
@@ -78,7 +97,7 @@ class OpenWindow:
     @property
     def total(self) -> int:
         """Selected rows."""
-        return sum(self.rows)
+        return sum(part.rows for part in self.parts)
 
 
 Piece = tuple[OpenWindow, int, int]
@@ -123,6 +142,7 @@ class Stream:
         ahead_rows: No window is opened beyond this many rows in windows that are being read or batched.
     Attributes:
         quarantined: Splits that were given up, in that order.
+        lost: Row groups that the batches cut so far lack, with those that the position names already.
         missing: Ranks that have not joined yet.
         left: Ranks that take no more groups.
     """
@@ -140,6 +160,8 @@ class Stream:
         self.ahead_rows = ahead_rows
         position = request.position
         self.windows = cut_epoch(fragments, request.seed, position.epoch, request.window_rows, split_rows)
+        if position.row and position.window < len(self.windows):
+            self.windows[position.window] = _leave_out(position.lost, position.epoch, self.windows[position.window])
         self.to_read = deque(range(position.window, len(self.windows)))
         self.to_cut = position.window
         self.skip = position.row
@@ -157,6 +179,7 @@ class Stream:
         self.bytes = self.ready_bytes = self.peak_bytes = 0
         self.taken = 0
         self.quarantined: list[Split] = []
+        self.lost = position.lost
         self.missing, self.left = set(request.ranks), set[int]()
 
     # -- work ---------------------------------------------------------------------------------------------------
@@ -186,9 +209,36 @@ class Stream:
             self.retries.append(item)
             item.doubled = False
 
-    def quarantine(self, item: WorkItem) -> None:
-        """Gives up a split. Its rows are missing from the epoch."""
+    def divide(self, item: WorkItem) -> None:
+        """Replaces a split by its row groups, to find those that cannot be read. They keep its number of failures."""
         assert isinstance(item.work, Split)
+        assert item.place is not None
+        window, part = item.place
+        parts = [WindowPart(Split(fragments=(fragment,))) for fragment in item.work.fragments]
+        at = window.parts.index(part)
+        window.parts[at : at + 1] = parts
+        window.missing += len(parts) - 1
+        self.running.remove(item)
+        for part in parts:
+            row_group = self._read_item(window, part)
+            row_group.expected_bytes, row_group.failures = self._read_bytes(row_group), item.failures
+            self.retries.append(row_group)
+
+    def quarantine(self, item: WorkItem, error: ContractError) -> None:
+        """Gives up a split. Its rows are missing from the epoch.
+
+        Args:
+            error: Why it cannot be read.
+        Raises:
+            DataError: If rows of the split were delivered before the stream's position. Nothing tells which.
+        """
+        assert isinstance(item.work, Split)
+        assert item.place is not None
+        if self.request.position.row and item.place[0].number == self.request.position.window:
+            raise DataError(
+                f"{item.work}", "to be readable, because the checkpoint ends among the rows that it is shuffled with",
+                f"{error}".rstrip("."), "Restore the file, or delete the run's checkpoints to train from the start.",
+            ) from error  # fmt: skip
         self.running.remove(item)
         self.quarantined.append(item.work)
         item.on_result(None, 0, 0, Costs())
@@ -241,8 +291,7 @@ class Stream:
     def close(self) -> None:
         """Frees everything."""
         for window in self.open.values():
-            for memory, size in zip(window.parts, window.sizes, strict=True):
-                self._drop(memory, size)
+            self._drop_window(window)
         for group in self.groups.values():
             self._drop(group.memory, group.size)
         self.open.clear()
@@ -269,7 +318,7 @@ class Stream:
         """
         if self.ahead_rows is None or all(window.cut for window in self.open.values()):
             return True
-        open_rows = sum(split.rows for window in self.open.values() for split in window.splits)
+        open_rows = sum(part.split.rows for window in self.open.values() for part in window.parts)
         return open_rows + sum(split.rows for split in self.windows[self.to_read[0]]) <= self.ahead_rows
 
     def _may_read(self) -> bool:
@@ -287,30 +336,33 @@ class Stream:
         return int(item.work.rows * self.row_bytes)
 
     def _open_window(self, number: int) -> None:
-        splits = self.windows[number]
-        count = len(splits)
-        window = OpenWindow(number, splits, [None] * count, [0] * count, [0] * count, missing=count)
-        self.open[number] = window
-        for i, split in enumerate(splits):
-            self.reads.append(WorkItem(self, split, [], 0, self._read_finisher(window, i)))
+        parts = [WindowPart(split) for split in self.windows[number]]
+        window = self.open[number] = OpenWindow(number, parts, missing=len(parts))
+        self.reads += [self._read_item(window, part) for part in parts]
+        self._cut_complete()  # a window may have no row groups left
 
-    def _read_finisher(self, window: OpenWindow, i: int) -> Callable[[Memory, int, int, Costs], None]:
+    def _read_item(self, window: OpenWindow, part: WindowPart) -> WorkItem:
         def finish(memory: Memory, size: int, rows: int, costs: Costs) -> None:
-            window.parts[i], window.sizes[i], window.rows[i] = memory, size, rows
+            part.memory, part.size, part.rows = memory, size, rows
             window.missing -= 1
             window.costs.add(costs)
             if memory is not None:
-                self.row_bytes = max(self.row_bytes, size / max(window.splits[i].rows, 1))
-            while self.to_cut in self.open and not self.open[self.to_cut].missing:
-                self.to_cut += 1
-                self._cut(self.open[self.to_cut - 1])
+                self.row_bytes = max(self.row_bytes, size / max(part.split.rows, 1))
+            self._cut_complete()
 
-        return finish
+        return WorkItem(self, part.split, [], 0, finish, (window, part))
 
     # -- cutting batches ----------------------------------------------------------------------------------------
 
+    def _cut_complete(self) -> None:
+        """Cuts the next windows, as far as they are read completely."""
+        while self.to_cut in self.open and not self.open[self.to_cut].missing:
+            self.to_cut += 1
+            self._cut(self.open[self.to_cut - 1])
+
     def _cut(self, window: OpenWindow) -> None:
         """Cuts a window into batches. The last one of the epoch may be short."""
+        self._note_lost(window)
         start, total = min(self.skip, window.total), window.total
         self.skip = 0
         rows = sum(stop - start for _, start, stop in self.cutting)
@@ -327,6 +379,13 @@ class Stream:
         window.cut = True
         self._free_windows()
 
+    def _note_lost(self, window: OpenWindow) -> None:
+        epoch = self.request.position.epoch
+        fragments = (one for part in window.parts if part.memory is None for one in part.split.fragments)
+        self.lost += tuple(
+            LostRows(epoch=epoch, path=one.path, row_group=one.row_group, rows=one.rows) for one in fragments
+        )
+
     def _end_batch(self, window: OpenWindow, stop: int) -> None:
         self.batches += 1
         whole = stop == window.total
@@ -335,6 +394,7 @@ class Stream:
             batches=self.batches,
             window=window.number + 1 if whole else window.number,
             row=0 if whole else stop,
+            lost=self.lost,
         )
         shares = [(part.costs, (stop - start) / part.total) for part, start, stop in self.cutting]
         note = BatchNote(
@@ -366,7 +426,7 @@ class Stream:
         inputs: list[Memory] = []
         places: dict[int, tuple[int, ...]] = {}
         for window in _windows(group.pieces):
-            parts = [part for part in window.parts if part is not None]
+            parts = [part.memory for part in window.parts if part.memory is not None]
             places[window.number] = tuple(range(len(inputs), len(inputs) + len(parts)))
             inputs += parts
         work = BatchWork(
@@ -419,13 +479,23 @@ class Stream:
         for window in list(self.open.values()):
             if window.cut and not window.uses and id(window) not in busy:
                 del self.open[window.number]
-                for memory, size in zip(window.parts, window.sizes, strict=True):
-                    self._drop(memory, size)
+                self._drop_window(window)
+
+    def _drop_window(self, window: OpenWindow) -> None:
+        for part in window.parts:
+            self._drop(part.memory, part.size)
 
     def _drop(self, memory: Memory | None, size: int) -> None:
         if memory is not None:
             self.bytes -= size
             self.free(memory)
+
+
+def _leave_out(lost: Sequence[LostRows], epoch: int, splits: Sequence[Split]) -> list[Split]:
+    """Returns the splits of a window without the row groups that were lost in this epoch."""
+    gone = {(one.path, one.row_group) for one in lost if one.epoch == epoch}
+    kept = [[one for one in split.fragments if (one.path, one.row_group) not in gone] for split in splits]
+    return [Split(fragments=tuple(fragments)) for fragments in kept if fragments]
 
 
 def _windows(pieces: Sequence[Sequence[Piece]]) -> list[OpenWindow]:

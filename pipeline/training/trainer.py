@@ -17,7 +17,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline.data.batch import Batch
-from pipeline.data.position import Position, Times
+from pipeline.data.position import LostRows, Position, Times
 from pipeline.errors import TrainingError
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import (
@@ -53,6 +53,8 @@ class Trainer:
         identity: What the checkpoints belong to. Checkpoints of another identity are refused.
         begin: Called if there is no checkpoint to resume from, to start from another training's. None: start from the
             initial weights.
+        lost: Returns at the end of an epoch the row groups that were quarantined up to there. None: there are none.
+        keeps_lost: Whether to go on from a checkpoint that lacks quarantined rows.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class Trainer:
         device: torch.device,
         identity: Identity | None = None,
         begin: "Callable[[Trainer], None] | None" = None,
+        lost: Callable[[], tuple[LostRows, ...]] | None = None,
+        keeps_lost: bool = True,
     ) -> None:
         self.model, self.config, self.batches, self.validation = model, config, batches, validate
         self.folder, self.emit, self.seed, self.device = folder, emit, seed, device
@@ -79,6 +83,7 @@ class Trainer:
         several = config.sync == "synchronous" and dist.get_world_size() > 1
         self.prefetcher = InputDistPrefetcher(model) if config.send_ids_ahead and several else None
         self.identity, self.begin = identity or {}, begin
+        self.lost, self.keeps_lost = lost, keeps_lost
         self.checkpointer = AsyncCheckpointer(config.checkpoint_async)
         self.progress = TrainingProgress()
         self.average = None if config.average_from_step is None else WeightAverage(model)
@@ -235,7 +240,9 @@ class Trainer:
         self.log()
         if self.config.validate_every_steps is None:
             self.validate()
-        self.progress = self.progress.model_copy(update={"position": Position(epoch=self.progress.position.epoch + 1)})
+        before = self.progress.position
+        position = Position(epoch=before.epoch + 1, lost=before.lost if self.lost is None else self.lost())
+        self.progress = self.progress.model_copy(update={"position": position})
 
     def log(self) -> None:
         """Reports the NE of the rows since the last report, and the progressive NE in the first epoch."""
@@ -377,9 +384,28 @@ class Trainer:
         dist.broadcast(step, 0)
         if step >= 0:
             self.load(self.folder / f"step-{int(step):010d}")
-            self.emit({"event": "resumed", "step": self.progress.steps, "rows": self.progress.rows})
+            self.require_rows()
+            lost = sum(one.rows for one in self.progress.position.lost)
+            self.emit({"event": "resumed", "step": self.progress.steps, "rows": self.progress.rows, "lost": lost})
         elif self.begin is not None:
             self.begin(self)
+
+    def require_rows(self) -> None:
+        """Checks that the checkpoint lacks no rows, unless lost rows are accepted.
+
+        Raises:
+            TrainingError: If it lacks some.
+        """
+        lost = self.progress.position.lost
+        if lost and not self.keeps_lost:
+            rows, first = sum(one.rows for one in lost), lost[0]
+            raise TrainingError(
+                f"checkpoint of step {self.progress.steps}", "all rows, because preprocessing.on_corrupt is fail",
+                f"a training without {rows:,} rows that were quarantined, the first in row group {first.row_group} of "
+                f"file '{first.path}'",
+                "Set preprocessing.on_corrupt=quarantine to go on without these rows, or delete the folder "
+                f"'{self.folder}' to train from the start.",
+            )  # fmt: skip
 
     def report_damaged(self, error: CheckpointError) -> None:
         """Emits the error of a checkpoint that does not verify."""

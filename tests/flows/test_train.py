@@ -433,6 +433,10 @@ def test_an_interrupted_run_is_ended_and_resumed_as_one(smoke, at_home):
     assert tracker.client.get_run(first).info.status == "FAILED"
 
 
+def interrupted(*arguments):
+    raise ConfigError("test", "an interruption", "one", "Run again.")
+
+
 QUARANTINE = [
     "warehouse.row_group_rows=500", "preprocessing.split_rows=1", "training.world_size=1",
     "preprocessing.workers=2",
@@ -471,8 +475,16 @@ def corrupt_home(corrupt_file, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_fault_5_unreadable_rows_are_quarantined_if_configured(command, corrupt_home):
     home, file = corrupt_home
+    with pytest.MonkeyPatch.context() as patch:  # interrupted after the ranks ended
+        patch.setattr("pipeline.jobs.training.run.finish", interrupted)
+        code, _, first = command(train, CONFIG, *QUARANTINE, "preprocessing.on_corrupt=quarantine", home=home)
+    assert code == 1
+    code, result, _ = command(train, CONFIG, *QUARANTINE, home=home)
+    assert code == 1
+    assert "expected all rows, because preprocessing.on_corrupt is fail, got a training without 500" in result["error"]
     code, result, log = command(train, CONFIG, *QUARANTINE, "preprocessing.on_corrupt=quarantine", home=home)
     assert code == 0, log
+    assert "500 rows were quarantined before this step" in log
     assert result["train"]["rows"] == 9_500
     assert result["train"]["preprocessing"] | {"workers": 2} == {
         "executor": "process", "workers": 2, "restarts": 0, "quarantined_rows": 500,
@@ -483,8 +495,11 @@ def test_fault_5_unreadable_rows_are_quarantined_if_configured(command, corrupt_
         "path": f"file://{file}", "row_group": 3, "rows": 500, "day": "2025-01-07", "data": "train", "epoch": 0,
     }  # fmt: skip
     assert str(file) in entry["reason"]
-    assert f"quarantined 500 rows of row group 3 of file 'file://{file}': {entry['reason']}" in log
-    assert any("WARNING" in line and "quarantined 500 rows" in line for line in log.splitlines())
+    assert f"quarantined 500 rows of row group 3 of file 'file://{file}': {entry['reason']}" in first
+    assert any("WARNING" in line and "quarantined 500 rows" in line for line in first.splitlines())
+    code, result, log = command(train, CONFIG, *QUARANTINE, home=home)
+    assert code == 1  # it is trained again, and the file still cannot be read
+    assert "version 1 lacks 500 quarantined rows, so it is trained again" in log
 
 
 @pytest.mark.slow

@@ -26,6 +26,8 @@ class Resumed(BaseModel, frozen=True):
     event: Literal["resumed"]
     step: int
     rows: int
+    lost: int
+    """Rows that were quarantined up to this step."""
 
 
 class Grown(BaseModel, frozen=True):
@@ -41,6 +43,13 @@ class Damaged(BaseModel, frozen=True):
 
     event: Literal["damaged"]
     error: str
+
+
+class Warned(BaseModel, frozen=True):
+    """A rank that reads for itself has quarantined rows or lost a worker."""
+
+    event: Literal["warning"]
+    text: str
 
 
 class Restarted(BaseModel, frozen=True):
@@ -62,9 +71,9 @@ class Measured(BaseModel, frozen=True):
     metrics: Mapping[str, Any]
 
 
-RankEvent = Annotated[Started | Resumed | Grown | Damaged | Restarted | Measured, Field(discriminator="event")]
+RankEvent = Annotated[Started | Resumed | Grown | Damaged | Warned | Restarted | Measured, Field(discriminator="event")]
 READ: TypeAdapter[RankEvent] = TypeAdapter(RankEvent)
-KINDS = {"start", "resumed", "grown", "damaged", "restart", "metrics"}
+KINDS = {"start", "resumed", "grown", "damaged", "warning", "restart", "metrics"}
 """Events reported here. Ranks also emit events for other readers."""
 
 
@@ -89,13 +98,17 @@ class EventReport:
                 self.plan = plan
                 kinds = sorted({row["sharding"] for row in plan})
                 self.log.info("%s tables, sharding %s, on %s", len(plan), ", ".join(kinds), device)
-            case Resumed(step=step, rows=rows):
+            case Resumed(step=step, rows=rows, lost=lost):
                 self.log.info("resumed at step %s, %s rows", step, f"{rows:,}")
+                if lost:
+                    self.log.warning("%s rows were quarantined before this step", f"{lost:,}")
             case Grown(new=new, larger=larger):
                 added, grown = ", ".join(new) or "none", ", ".join(larger) or "none"
                 self.log.info("the model has new features: new tables %s; tables with more rows %s", added, grown)
             case Damaged(error=error):
                 self.log.warning("skipped a damaged checkpoint: %s", error)
+            case Warned(text=text):
+                self.log.warning("%s", text)
             case Restarted(reason=reason, step=step, number=number, limit=limit):
                 self.log.warning("%s; ranks restart from step %s, restart %s of %s", reason, step, number, limit)
             case Measured(step=step, rows=rows, metrics=metrics):

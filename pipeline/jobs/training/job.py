@@ -96,7 +96,8 @@ def tag_inputs(warehouse: Warehouse, identity: str, snapshot: SnapshotRef, joine
 def resolve_job(workspace: Workspace, snapshot_id: int | None, force: bool) -> TrainingJob:
     """Pins the training of a config and a snapshot, and checks all that can be wrong with it.
 
-    A version whose files are missing or damaged does not count as done.
+    A version whose files are missing or damaged does not count as done. Nor does one that lacks quarantined rows,
+    unless `preprocessing.on_corrupt` is `quarantine`.
 
     Args:
         snapshot_id: None takes the newest.
@@ -110,9 +111,27 @@ def resolve_job(workspace: Workspace, snapshot_id: int | None, force: bool) -> T
     identity = identity_of(workspace, snapshot.snapshot_id)
     tracker = workspace.tracking
     versions = [] if force else find_versions(tracker, config.model_name, identity)
-    done = next((one for one in reversed(versions) if is_intact(tracker, config.model_name, *one)), None)
+    done = next(
+        (
+            one
+            for one in reversed(versions)
+            if is_intact(tracker, config.model_name, *one) and _suffices(workspace, one)
+        ),
+        None,
+    )
     folder = workspace.unfinished_folder("runs", f"{config.name}-{identity[:12]}", REGISTERED)
     return make_job(folder, workspace, identity, (snapshot, data), done)
+
+
+def _suffices(workspace: Workspace, version: tuple[int, str]) -> bool:
+    """Whether a version lacks no rows, or may lack some."""
+    if workspace.config.preprocessing.on_corrupt == "quarantine":
+        return True
+    result = workspace.tracking.load_result(version[1])
+    lost = result["train"].get("preprocessing", {}).get("quarantined_rows", 0)
+    if lost:
+        workspace.console.log.info("version %s lacks %s quarantined rows, so it is trained again", version[0], lost)
+    return not lost
 
 
 def make_job(

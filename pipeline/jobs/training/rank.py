@@ -29,7 +29,7 @@ from models.config import DLRMConfig
 from models.dlrm import DLRM
 from pipeline.data.batch import Batch
 from pipeline.errors import ContractError, to_wire
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank_spec import SERVICE_FOLDER, RankSpec
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
@@ -180,9 +180,12 @@ def assemble(
     model, plan_rows = build_model(spec, world_size, device)
     emit({"event": "start", "plan": plan_rows, "device": device.type})
     data = {"train": spec.train} | ({"valid": spec.valid} if spec.valid is not None else {})
-    source: BatchSource = (
-        ServiceSource(spec.service) if spec.service is not None else InlineSource(data, spec.preprocessing)
-    )
+    source: BatchSource
+    if spec.service is not None:
+        source = ServiceSource(spec.service)
+    else:
+        folder = Path(spec.folder) / SERVICE_FOLDER if world_size == 1 else None
+        source = InlineSource(data, spec.preprocessing, folder, lambda text: emit({"event": "warning", "text": text}))
     reader = open_client(spec, source, "train", spec.train, rank, shuffled=True)
     validate = None
     if spec.valid is not None:
@@ -204,6 +207,8 @@ def assemble(
         device,
         describe_identity(spec),
         begin=None if spec.start is None else partial(load_start, spec),
+        lost=lambda: reader.lost,
+        keeps_lost=spec.preprocessing.on_corrupt == "quarantine",
     )
 
 
@@ -260,6 +265,7 @@ def make_result(progress: TrainingProgress, device: torch.device) -> dict[str, A
         "valid_ne": progress.best_ne,
         "best_step": progress.best_step,
         "skipped_batches": progress.skipped_batches,
+        "lost": [one.model_dump() for one in progress.position.lost],
         "device": device.type,
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
@@ -362,7 +368,8 @@ def open_client(spec: ModelSpec, source: BatchSource, name: str, data: DataSpec,
 
 def predict_probe(spec: RankSpec, model: DistributedModelParallel, rank: int, device: torch.device) -> list[float]:
     """Returns the probabilities of the first evaluation rows, in table order. Computed in fp32, as when serving."""
-    source = InlineSource({"probe": spec.probe}, spec.preprocessing)
+    whole = spec.preprocessing.model_copy(update={"on_corrupt": "fail"})  # the registered model reads these rows too
+    source = InlineSource({"probe": spec.probe}, whole)
     reader = Client(source, ("probe", spec.probe), PROBE_ROWS, rank=rank, world_size=spec.training.world_size)
     batch = next(reader.batches()).to(device)
     model.eval()

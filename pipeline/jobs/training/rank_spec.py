@@ -10,6 +10,9 @@ from pipeline.training.tables.plan import ShardingPlan
 from pipeline.transforms.plan.carry_over import Start
 from pipeline.transforms.plan.plan import Plan
 
+SERVICE_FOLDER = "preprocessing"
+"""Folder in a run's folder for the logs of the preprocessing and its list of quarantined rows."""
+
 
 class RankSpec(BaseModel, frozen=True):
     """All that a rank needs to know."""

@@ -1,7 +1,7 @@
 """Trains a pinned job: starts the preprocessing service and the ranks, and writes what they leave."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,11 +16,11 @@ from pipeline.jobs.tables.layout import save_read
 from pipeline.jobs.training.events import EventReport
 from pipeline.jobs.training.job import TrainingJob, tag_inputs
 from pipeline.jobs.training.provenance import RECORD, make_record
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank_spec import SERVICE_FOLDER, RankSpec
 from pipeline.jobs.training.sharding_plans import place_tables
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.master import WORKERS_FILE, Totals
+from pipeline.preprocessing.master import WORKERS_FILE, Totals, read_quarantine
 from pipeline.preprocessing.service import Service
 from pipeline.registration.journal import Journal
 from pipeline.training.config import TrainConfig
@@ -68,11 +68,17 @@ def train_ranks(
     journal = Journal(tracker, run_id, folder, log.warning)
     with workspace.console.progress() as progress, journal, open_service(workspace, job) as service:
         report = EventReport(journal, progress, _count_rows(config.training, job), log)
-        summary = _launch(workspace, spec, folder, service, report, watch)
+
+        def on_event(event: Event) -> None:
+            report(event)
+            if watch is not None:
+                watch(event)
+
+        summary = _launch(workspace, spec, folder, service, on_event, watch)
+    totals = None if service is None else service.totals
+    lost = summary.pop("lost")
+    summary = summary | {"preprocessing": summarize_preprocessing(folder, config.preprocessing.executor, totals, lost)}
     if service is not None:
-        summary = summary | {
-            "preprocessing": _summarize_preprocessing(folder, config.preprocessing.executor, service.totals)
-        }
         with workspace.best_effort("record of what was read"):
             save_read(workspace, "train", job.data["train"], service.totals.rows, service.totals.costs)
     probe = json.loads((folder / "probe.json").read_text(encoding="utf-8"))
@@ -94,7 +100,7 @@ def _launch(
     spec: RankSpec,
     folder: Path,
     service: Service | None,
-    report: Callable[[Event], None],
+    on_event: Callable[[Event], None],
     watch: Callable[[Event | None], object] | None,
 ) -> dict[str, Any]:
     """Starts the ranks and waits for their summary."""
@@ -105,12 +111,6 @@ def _launch(
     if service is not None:
         limits = replace(limits, progress=service.totals.progress)
         spec = spec.model_copy(update={"service": service.address})
-
-    def on_event(event: Event) -> None:
-        report(event)
-        if watch is not None:
-            watch(event)
-
     launch = run_ranks
     if training.launcher == "ray":
         launch = partial(run_ranks_on_ray, address=workspace.config.preprocessing.ray_address)
@@ -143,25 +143,39 @@ def open_service(workspace: Workspace, job: TrainingJob) -> Iterator[Service | N
         yield None
         return
     data: dict[str, DataSpec] = {part: spec for part, spec in job.data.items() if part != "test"}
-    folder = Path(job.folder) / "preprocessing"
+    folder = Path(job.folder) / SERVICE_FOLDER
     with Service(data, preprocessing, folder, log.warning) as service:
         log.info("preprocessing workers: process ids in %s", folder / WORKERS_FILE)
         yield service
 
 
-def _summarize_preprocessing(folder: Path, executor: str, totals: Totals) -> dict[str, Any]:
-    """Returns the cost of preprocessing for the result. Writes the details into the run's folder."""
-    summary = {
-        "executor": executor,
-        "workers": totals.most_workers,
-        "restarts": totals.restarts,
-        "quarantined_rows": totals.quarantined_rows,
-    }
-    details = {
-        "costs": vars(totals.costs),
-        "peak_rss_mb": totals.peak_rss_mb,
-        "late_results": totals.late_results,
-        "quarantined": totals.quarantined,
-    }
+def summarize_preprocessing(
+    folder: Path, executor: str, totals: Totals | None, lost: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Returns the cost of preprocessing for the result. Writes the details into the run's folder.
+
+    Args:
+        totals: Of the service. None: each rank read for itself.
+        lost: Row groups that the training rows lack, over all attempts.
+    """
+    quarantined = _list_quarantined(folder / SERVICE_FOLDER, lost)
+    summary: dict[str, Any] = {"executor": executor, "quarantined_rows": sum(entry["rows"] for entry in quarantined)}
+    details: dict[str, Any] = {"quarantined": quarantined}
+    if totals is not None:
+        summary |= {"workers": totals.most_workers, "restarts": totals.restarts}
+        costs = {"costs": vars(totals.costs), "peak_rss_mb": totals.peak_rss_mb}
+        details |= costs | {"late_results": totals.late_results}
     write_json(folder / PREPROCESSING, summary | details)
     return summary
+
+
+def _list_quarantined(folder: Path, lost: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the row groups that the training lacks, and those that any validation lacked, with their reasons.
+
+    The folder's list also has row groups that an attempt lost after its last checkpoint. A later one may read them.
+    """
+    listed = read_quarantine(folder)
+    keys = ("epoch", "path", "row_group")
+    reasons = {tuple(entry[key] for key in keys): entry for entry in listed if entry["data"] == "train"}
+    found = [reasons.get(tuple(one[key] for key in keys), {**one, "data": "train"}) for one in lost]
+    return found + [entry for entry in listed if entry["data"] != "train"]

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -19,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline import forkserver
 from pipeline.data.batch import Batch
-from pipeline.data.position import Position
+from pipeline.data.position import LostRows, Position
 from pipeline.data.selection import HASH_STEPS
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource
 from pipeline.preprocessing.config import PreprocessingConfig
@@ -84,15 +85,20 @@ class Reference:
             [column.values[a:b].tolist() for a, b in pairwise(column.offsets.tolist())] for column in applied.sparse
         ]
         groups = [group for path in Path(spec.home).rglob("*.parquet") for group in layout(path)]
-        lost = set(lost)
+        self.lost = set(lost)
+        self.lost_until: defaultdict[int, tuple[LostRows, ...]] = defaultdict(tuple)
+        """Row groups lost in the windows up to each one, as `windows` was called last."""
+        self.names = [name for _, _, name in sorted(groups)]
+        self.paths = {path.name: f"file://{path}" for path in Path(spec.home).rglob("*.parquet")}
         self.groups = [
-            (rows, [i for i in range(first, first + rows) if keep[i] and name not in lost])
+            (rows, [i for i in range(first, first + rows) if keep[i] and name not in self.lost])
             for first, rows, name in sorted(groups)
         ]
 
     def windows(self, seed: int, epoch: int, window_rows: int | None, split_rows: int) -> list[list[int]]:
         """Row numbers of each window in order of delivery."""
         windows: list[list[int]] = []
+        gone: tuple[LostRows, ...] = ()
         held = None
         order = range(len(self.groups))
         if window_rows is not None:
@@ -102,7 +108,11 @@ class Reference:
             full = held is None or (held + rows > split_rows if window_rows is None else held >= window_rows)
             if full:
                 windows.append([])
+                self.lost_until[len(windows) - 1] = gone
                 held = 0
+            if (name := self.names[group]) in self.lost:
+                gone += (LostRows(epoch=epoch, path=self.paths[name[0]], row_group=name[1], rows=rows),)
+                self.lost_until[len(windows) - 1] = gone
             windows[-1] += chosen
             held += rows
         if window_rows is None:
@@ -133,6 +143,7 @@ class Reference:
                 batches=len(batches) + 1,
                 window=window + 1 if whole else window,
                 row=0 if whole else place + 1,
+                lost=self.lost_until[window],
             )
             batches.append(self.batch([row for row, _, _ in chosen], position))
         return batches

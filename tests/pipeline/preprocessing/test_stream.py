@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.position import Position
+from pipeline.errors import DataError
 from pipeline.preprocessing import stream as module
 from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.splits import Split
@@ -22,6 +23,7 @@ from storage.reader import Fragment
 
 ROW_BYTES = 100
 GROUP_ROWS = 40
+UNREADABLE = DataError("row group", "to be readable", "nothing", "Restore it.")
 
 
 @dataclass(eq=False)
@@ -78,7 +80,17 @@ class Drive:
 
     def rows_of(self, split: Split) -> int:
         """Returns the selected rows, a function of the split as it is for a worker."""
-        return round(split.rows * min(1.0, random.Random(str(split)).random() * 2 * self.selectivity)) if self.selectivity < 1 else split.rows  # fmt: skip
+        return sum(
+            round(one.rows * min(1.0, random.Random(one.path).random() * 2 * self.selectivity))
+            if self.selectivity < 1
+            else one.rows
+            for one in split.fragments
+        )
+
+    def kept(self, number: int) -> list[Fragment]:
+        """Returns the row groups of a window that were not given up."""
+        lost = [one for split in self.stream.quarantined for one in split.fragments]
+        return [one for split in self.stream.windows[number] for one in split.fragments if one not in lost]
 
     def run(self) -> bool:
         """Returns whether all ranks reached the end. Otherwise nothing can continue."""
@@ -125,7 +137,10 @@ class Drive:
         item = self.busy.pop(self.random.randrange(len(self.busy)))
         chance = self.random.random()
         if chance < self.losses and isinstance(item.work, Split) and item in self.stream.running:
-            self.stream.quarantine(item)
+            if item.several:
+                self.stream.divide(item)
+            else:
+                self.stream.quarantine(item, UNREADABLE)
         elif chance < self.losses + self.faults:
             if item not in self.busy:  # otherwise the other worker continues with it
                 self.stream.retry(item)
@@ -154,9 +169,8 @@ class Drive:
         assert all(not piece.freed for piece in item.inputs)
         for windows in item.work.batches:
             for window in windows:
-                parts = [item.inputs[i].work for i in window.splits]
-                lost = [split for split in self.stream.quarantined if split in self.stream.windows[window.number]]
-                assert parts == [split for split in self.stream.windows[window.number] if split not in lost]
+                parts = [one for i in window.splits for one in item.inputs[i].work.fragments]
+                assert parts == self.kept(window.number)
                 assert 0 <= window.start < window.stop <= sum(item.inputs[i].rows for i in window.splits)
 
     # -- ranks --
@@ -230,7 +244,10 @@ def test_any_order_of_completion_delivers_the_epoch(
     assert drive.run()
     assert drive.alarms == []
     stream = drive.stream
-    totals = [sum(drive.rows_of(s) for s in window if s not in stream.quarantined) for window in stream.windows]
+    totals = [
+        sum(drive.rows_of(Split(fragments=(one,))) for one in drive.kept(number))
+        for number in range(len(stream.windows))
+    ]
     expected = [
         (number, row) for number, total in enumerate(totals) for row in range(total)
     ]  # every row once, windows in order
@@ -240,6 +257,9 @@ def test_any_order_of_completion_delivers_the_epoch(
     assert sizes_found == [batch_rows] * (rows // batch_rows) + [rows % batch_rows] * (rows % batch_rows > 0)
     assert all(notes == drive.notes[0] for notes in drive.notes)
     assert [note.position.batches for note in drive.notes[0]] == list(range(1, len(sizes_found) + 1))
+    given_up = {one.path for split in stream.quarantined for one in split.fragments}
+    assert {one.path for one in stream.lost} == given_up
+    assert len(stream.lost) == len(given_up)
     drive.close()
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from sklearn.metrics import log_loss
 
 from pipeline.data.batch import Batch, sparse_tensor
-from pipeline.data.position import Position, Times
+from pipeline.data.position import LostRows, Position, Times
 from pipeline.errors import TrainingError
 from pipeline.preprocessing.client import Client
 from pipeline.training import trainer as trainer_module
@@ -628,3 +628,46 @@ def test_batches_that_are_ready_do_not_stall(make_trainer: Maker, train_client: 
     assert trainer.train().stalled == 0.0
     assert {event["metrics"]["stall_fraction_window"] for event in events if "metrics" in event} == {0.0}
     assert {event["metrics"]["batch_extract_seconds"] for event in events if "metrics" in event} == {1.0}
+
+
+LOST = (LostRows(epoch=0, path="file:///day.parquet", row_group=3, rows=90),)
+
+
+def test_rows_that_were_lost_stay_in_every_checkpoint(make_trainer: Maker, train_client: Client) -> None:
+    """Also those that are lost after the last batch of an epoch."""
+
+    def batches(position: Position) -> Iterator[Batch]:
+        for batch in train_client.batches(position):
+            known = position.lost + LOST[: batch.position.batches > 5]
+            yield replace(batch, position=batch.position.model_copy(update={"lost": known}))
+
+    trainer, _ = make_trainer(batches=batches, max_steps=8)
+    trainer.train()
+    assert trainer.progress.position.lost == LOST
+    longer, events = make_trainer(epochs=2)
+    longer.lost = lambda: LOST * 2
+    longer.restore()
+    assert [event["lost"] for event in events if event["event"] == "resumed"] == [90]
+    longer.progress = longer.progress.model_copy(update={"finished": False})
+    longer.train_epoch()
+    assert longer.progress.position == Position(epoch=1, lost=LOST * 2)
+
+
+def test_a_training_that_lacks_rows_is_taken_up_only_if_that_is_accepted(
+    make_trainer: Maker, train_client: Client, tmp_path: Path
+) -> None:
+    def batches(position: Position) -> Iterator[Batch]:
+        for batch in train_client.batches(position):
+            yield replace(batch, position=batch.position.model_copy(update={"lost": LOST}))
+
+    make_trainer(batches=batches, max_steps=2)[0].train()
+    trainer, _ = make_trainer()
+    trainer.keeps_lost = False
+    with pytest.raises(TrainingError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "checkpoint of step 2: expected all rows, because preprocessing.on_corrupt is fail, got a training without 90 "
+        "rows that were quarantined, the first in row group 3 of file 'file:///day.parquet'. Set "
+        "preprocessing.on_corrupt=quarantine to go on without these rows, or delete the folder "
+        f"'{tmp_path}/checkpoints' to train from the start."
+    )
