@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, ValidationError, model_validator
+
 from pipeline.errors import ContractError, to_wire
 from pipeline.preprocessing import wire
 from pipeline.preprocessing.config import PreprocessingConfig
@@ -22,6 +24,33 @@ from pipeline.preprocessing.stream import Request, Stream
 
 CREDENTIALS = struct.Struct("3i")
 """Content of SO_PEERCRED: process, user and group."""
+SEND_LIMIT = struct.pack("@ll", 5, 0)
+"""Content of SO_SNDTIMEO, seconds and microseconds: who does not read for this long is disconnected."""
+
+
+class _Open(BaseModel, frozen=True):
+    """A rank's first message."""
+
+    open: Request
+    rank: int
+
+    @model_validator(mode="after")
+    def _check_rank(self) -> Self:
+        if self.rank not in self.open.ranks or max(self.open.ranks) >= self.open.world_size:
+            raise ValueError("a rank that is not one of the request's")
+        return self
+
+
+class _Take(BaseModel, frozen=True):
+    """A rank's request for the next group of batches."""
+
+    take: int
+    done: int
+    """The last group that the rank no longer needs."""
+    rows: NonNegativeInt
+    """Rows that it trained on since the last message."""
+    waited: NonNegativeFloat
+    """Seconds that it waited for the last group."""
 
 
 @dataclass(eq=False)
@@ -33,6 +62,10 @@ class _Connection:
     rank: int = 0
     wanted: int | None = None
     """Number of the group that the rank waits for."""
+    next: int = 0
+    """Number of the group that it may ask for next."""
+    refused: bool = False
+    """Whether it sent something that no rank sends. Nothing more is taken from it."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +173,7 @@ class Service:
             if CREDENTIALS.unpack(peer)[1] != os.getuid():
                 channel.close()
                 continue
+            channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, SEND_LIMIT)
             reader = threading.Thread(
                 target=self._read, args=(_Connection(channel),), name="preprocessing-client", daemon=True
             )
@@ -161,18 +195,38 @@ class Service:
                 self.connections.remove(connection)
             if stream is not None:
                 master.leave(stream, connection.rank)
-        elif "open" in message:
-            self.connections.append(connection)
+        elif not connection.refused:
             try:
-                connection.rank = int(message["rank"])
-                connection.stream = master.open(Request.model_validate(message["open"]), connection.rank)
-            except Exception as error:
-                self._send(connection, {"error": to_wire(wrap_service_error(error))})
-        elif stream is not None:
-            connection.wanted = message["take"]
-            stream.release(connection.rank, message["done"])
-            if connection.rank == stream.request.ranks[0]:
-                master.note_consumed(message["rows"], message["waited"])
+                if stream is None:
+                    self._open(master, connection, _Open.model_validate(message))
+                else:
+                    self._note_taken(master, connection, stream, _Take.model_validate(message))
+            except ValidationError:  # not one of our ranks, or a damaged one: the others continue
+                self._refuse(connection)
+
+    def _open(self, master: Master, connection: _Connection, message: _Open) -> None:
+        self.connections.append(connection)
+        connection.rank = message.rank
+        try:
+            connection.stream = master.open(message.open, message.rank)
+        except Exception as error:
+            self._send(connection, {"error": to_wire(wrap_service_error(error))})
+            connection.refused = True
+
+    def _note_taken(self, master: Master, connection: _Connection, stream: Stream, message: _Take) -> None:
+        if message.take != connection.next or message.done >= message.take or connection.wanted is not None:
+            self._refuse(connection)
+            return
+        connection.wanted, connection.next = message.take, message.take + 1
+        stream.release(connection.rank, message.done)
+        if connection.rank == stream.request.ranks[0]:
+            master.note_consumed(message.rows, message.waited)
+
+    def _refuse(self, connection: _Connection) -> None:
+        """Disconnects a client. Its reader reports that it is gone."""
+        connection.refused, connection.wanted = True, None
+        with suppress(OSError):
+            connection.channel.shutdown(socket.SHUT_RDWR)
 
     def _answer(self, master: Master, connection: _Connection) -> None:
         """Sends the group that a rank waits for, if it is made."""
@@ -194,8 +248,10 @@ class Service:
             segment.close()
         elif stream.ended(number):
             connection.wanted = None
-            self._send(connection, {"end": True})
+            self._send(connection, {"end": [one.model_dump() for one in stream.lost]})
 
     def _send(self, connection: _Connection, message: wire.Message, descriptors: list[int] | None = None) -> None:
-        with suppress(OSError):  # the client is gone, which its reader reports
+        try:
             wire.send(connection.channel, message, descriptors or [])
+        except OSError:  # it is gone, or it does not read
+            self._refuse(connection)

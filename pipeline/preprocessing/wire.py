@@ -12,6 +12,8 @@ Message = dict[str, Any]
 HEADER = struct.Struct("!QI")
 """Bytes of JSON and number of descriptors."""
 INT = struct.Struct("i")
+MOST_BYTES = 1 << 30
+"""A longer message is refused."""
 DESCRIPTORS_AT_ONCE = 250
 """The kernel passes up to 253 in one call."""
 SHORT_BYTES = 1 << 16
@@ -65,7 +67,7 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
                 return None
         body = _receive_exactly(connection, size) if size <= SHORT_BYTES else _read_body(descriptors, size)
         message = None if body is None else json.loads(body)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     finally:
         if not isinstance(message, dict):
@@ -78,7 +80,7 @@ def _read_body(descriptors: list[int], size: int) -> bytes | None:
     if not descriptors:
         return None
     with open(descriptors.pop(0), "rb") as file:
-        if os.fstat(file.fileno()).st_size != size:
+        if os.fstat(file.fileno()).st_size != size or size > MOST_BYTES:
             return None
         file.seek(0)
         return file.read()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -198,25 +199,61 @@ def test_an_unknown_dataset_is_refused_and_others_continue(
     assert all_equal(reading(service, data).batches(), Reference(data, days).batches())
 
 
-def test_invalid_messages_do_no_harm(service: Service, data: DataSpec, days: list[pa.Table]) -> None:
+OPEN: wire.Message = {
+    "open": {
+        "data": "days", "number": 0, "position": {}, "batch_rows": 160, "seed": 9, "window_rows": 250, "world_size": 1,
+        "ranks": [0],
+    },
+    "rank": 0,
+}  # fmt: skip
+TAKE: wire.Message = {"take": 0, "done": -2, "rows": 0, "waited": 0.0}
+MALFORMED: list[list[wire.Message]] = [
+    [{}], [TAKE], [{"open": 3}], [{"open": {"data": "days"}, "rank": 0}], [{"open": {}, "rank": "x"}],
+    *([OPEN | {"rank": rank}] for rank in (1, -1, None, [0])),
+    *(
+        [{"open": OPEN["open"] | {key: value}, "rank": 0}]
+        for key, value in {
+            "batch_rows": 0, "window_rows": -1, "world_size": 0, "ranks": [], "seed": -1, "position": {"window": -4},
+            "number": "first",
+        }.items()
+    ),
+    [{"open": OPEN["open"] | {"ranks": [0, 1]}, "rank": 0}],
+    [OPEN, OPEN],
+    *([OPEN, {key: value for key, value in TAKE.items() if key != left}] for left in TAKE),
+    *([OPEN, TAKE | {key: value}] for key, value in {"take": 3, "done": 7, "rows": "many", "waited": -1.0}.items()),
+    [OPEN, TAKE, TAKE],
+]  # fmt: skip
+
+
+def test_a_malformed_message_ends_only_its_own_connection(
+    service: Service, data: DataSpec, days: list[pa.Table]
+) -> None:
+    """Nobody else waits for an answer, and the ranks get all batches."""
     descriptor = os.memfd_create("dlrm-test")
-    messages: list[wire.Message] = [
-        {}, {"take": 0}, {"open": 3}, {"open": {"data": "days"}, "rank": 0}, {"open": {}, "rank": "x"},
-    ]  # fmt: skip
+    before = reading(service, data).batches()
+    first = next(before)
     channels = []
-    for message in messages:
+    for messages in MALFORMED:
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         channel.connect(f"\0{service.address}")
-        wire.send(channel, message, [descriptor])
-        wire.send(channel, {"take": 5, "done": 3, "rows": 0, "waited": 0.0})
+        for message in messages:
+            with suppress(OSError):  # it may be closed after the first one
+                wire.send(channel, message, [descriptor])
         channels.append(channel)
     garbage = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     garbage.connect(f"\0{service.address}")
     garbage.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    assert all_equal(reading(service, data).batches(), Reference(data, days).batches())
-    for channel in [*channels, garbage]:
-        channel.close()
+    for channel, messages in zip(channels, MALFORMED, strict=True):
+        channel.settimeout(30.0)
+        with channel:
+            while wire.receive(channel) is not None:  # the answer to what was right
+                pass
+            assert channel.recv(1) == b"", messages
+    garbage.close()
     os.close(descriptor)
+    expected = Reference(data, days).batches()
+    assert all_equal([first, *before], expected)
+    assert all_equal(reading(service, data).batches(), expected)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")

@@ -35,6 +35,12 @@ def content(descriptor: int) -> bytes:
     return os.pread(descriptor, 100, 0)
 
 
+@pytest.mark.parametrize("body", [b"[" * 60_000, b'{"a":' * 10_000, b"\xff{}", b"[]", b"nan"])
+def test_text_that_is_no_message_ends_the_connection(pair: Pair, body: bytes) -> None:
+    pair[0].sendall(wire.HEADER.pack(len(body), 0) + body)
+    assert wire.receive(pair[1]) is None
+
+
 @pytest.mark.parametrize("count", [0, 1, 249, 250, 251, 253, 254, 500, 1000])
 @pytest.mark.parametrize("size", [0, wire.SHORT_BYTES, 10 * wire.SHORT_BYTES])
 def test_messages_arrive_whole_and_in_order(pair: Pair, count: int, size: int) -> None:
