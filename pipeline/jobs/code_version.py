@@ -2,8 +2,71 @@
 
 import hashlib
 import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, TypeAdapter
 
 from pipeline.config.files import ROOT
+from storage.artifacts import write_text
+
+CODE = "code.json"
+"""File in a run's folder: the versions of the code that trained it, in order."""
+ROOMS = ("flows", "pipeline", "storage", "models")
+"""Folders with the code that a run may import."""
+
+
+class CodeVersion(BaseModel, frozen=True):
+    """A version of the code, as it lies on the disk."""
+
+    commit: str
+    sources: str
+    """Hash of all source files. It also tells uncommitted changes apart."""
+    lock_hash: str
+    """Of the dependencies."""
+
+
+VERSIONS = TypeAdapter(tuple[CodeVersion, ...])
+
+
+def read_code() -> CodeVersion:
+    """Returns the version of the code on the disk."""
+    return CodeVersion(commit=read_commit(), sources=hash_sources(), lock_hash=hash_lock_file())
+
+
+def hash_sources() -> str:
+    """Returns the hash of all source files, names and contents."""
+    digest = hashlib.sha256()
+    for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(ROOT)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def note_code(folder: Path) -> tuple[CodeVersion, ...]:
+    """Notes in a run's folder that the code on the disk trains it from here on. Returns all versions that did."""
+    known, now = noted_code(folder), read_code()
+    if known[-1:] != (now,):
+        known = (*known, now)
+        write_text(folder / CODE, VERSIONS.dump_json(known, indent=2).decode())
+    return known
+
+
+def noted_code(folder: Path) -> tuple[CodeVersion, ...]:
+    """Returns the versions of the code that trained a run."""
+    path = folder / CODE
+    return VERSIONS.validate_json(path.read_text(encoding="utf-8")) if path.exists() else ()
+
+
+def trained_by(folder: Path) -> CodeVersion:
+    """Returns the version of the code that trained a run. Of several, each field names all."""
+    known = noted_code(folder) or (read_code(),)
+    return CodeVersion(**{name: name_each([getattr(one, name) for one in known]) for name in CodeVersion.model_fields})
+
+
+def name_each(values: Sequence[str]) -> str:
+    """Returns different values in order, as text."""
+    return ", ".join(dict.fromkeys(values))
 
 
 def read_commit() -> str:

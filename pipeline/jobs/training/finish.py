@@ -16,7 +16,7 @@ from pipeline.evaluation.html import render_report
 from pipeline.evaluation.metrics import format_metric
 from pipeline.evaluation.plots import FeatureImportance
 from pipeline.evaluation.record import describe_quality
-from pipeline.jobs.code_version import hash_lock_file, read_commit
+from pipeline.jobs.code_version import noted_code, trained_by
 from pipeline.jobs.console import step
 from pipeline.jobs.training.evaluate import (
     EvaluationResult,
@@ -79,6 +79,8 @@ def finish(workspace: Workspace, job: TrainingJob, trained: TrainingResult, run_
         for path in (folder / RECORD, folder / PREPROCESSING):
             if path.exists():
                 tracker.log_file(run_id, path)
+        if len(noted_code(folder)) > 1:
+            tracker.tag(run_id, {"git_commit": trained_by(folder).commit, "dlrm.code_changed": "true"})
         evaluation = _load_evaluation(folder, trained)
         if evaluation is None:
             evaluation = evaluate(workspace, job, trained)
@@ -150,11 +152,12 @@ def register(
         return made
     probe = _read_first_rows(Worker(job.data["test"], workspace.warehouse), len(trained.probe))
     folder, expected, tolerance = _choose_form(workspace, job, trained, probe, run_id)
+    code = trained_by(Path(job.folder))
     tags = {
         "snapshot_id": str(job.snapshot.snapshot_id),
         "plan_hash": job.plan.hash,
-        "git_commit": read_commit(),
-        "lock_hash": hash_lock_file(),
+        "git_commit": code.commit,
+        "lock_hash": code.lock_hash,
         "seed": str(config.seed),
         "weights_sha256": trained.summary["weights_sha256"],
         FILES: json.dumps(hash_files(folder)),
@@ -220,7 +223,7 @@ def publish(
         "model": model.model_dump() | {"alias": alias},
         "mlflow_run_id": run_id,
         "identity": job.identity,
-        "git_commit": read_commit(),
+        "git_commit": trained_by(Path(job.folder)).commit,
     } | dict(job.notes)
     tracker.log_json(run_id, result, RESULT)
     text = _write_pages(workspace, model.version, run_id)

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError, RegistryError
-from pipeline.jobs.code_version import hash_lock_file, read_commit
+from pipeline.jobs.code_version import trained_by
 from pipeline.jobs.training.job import TrainingJob, train_tag
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.tracking import Tracker, is_not_found
@@ -54,6 +54,9 @@ class Record(BaseModel, frozen=True):
     """As used, also if the config leaves it to the machine."""
     device: str
     commit: str
+    """Of the code that trained. If it changed in between, all commits, in order."""
+    sources: str = ""
+    """Hash of the source files at the start of the training."""
     lock_hash: str
     versions: Mapping[str, str]
     weights_sha256: str
@@ -67,7 +70,7 @@ def make_record(workspace: Workspace, job: TrainingJob, placement: ShardingPlan,
     Args:
         summary: Of its ranks.
     """
-    config = workspace.config
+    config, code = workspace.config, trained_by(Path(job.folder))
     values, training = config.shareable(), config.training
     return Record(
         identity=job.identity,
@@ -80,8 +83,9 @@ def make_record(workspace: Workspace, job: TrainingJob, placement: ShardingPlan,
         world_size=training.world_size,
         threads_per_rank=resolve_threads(training.threads_per_rank, training.world_size),
         device=summary["device"],
-        commit=read_commit(),
-        lock_hash=hash_lock_file(),
+        commit=code.commit,
+        sources=code.sources,
+        lock_hash=code.lock_hash,
         versions=read_versions(),
         weights_sha256=summary["weights_sha256"],
         day=job.tags.get("day"),
@@ -163,7 +167,9 @@ def list_differences(old: Record, new: Record, planned: ShardingPlan) -> list[st
         for name in ("weights_sha256", "plan_hash", "commit", "lock_hash", "world_size", "threads_per_rank", "device")
         if getattr(old, name) != getattr(new, name)
     ]
-    if old.commit.endswith("+"):
+    if old.sources and old.sources != new.sources and old.commit == new.commit:
+        found.append(f"sources: {old.sources} recorded, {new.sources} now, with the same commit")
+    if "+" in old.commit:
         found.append(f"commit: {old.commit} had uncommitted changes")
     for name in sorted({*old.versions, *new.versions}):
         before, now = old.versions.get(name, "none"), new.versions.get(name, "none")

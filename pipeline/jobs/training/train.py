@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.config.files import ROOT
+from pipeline.jobs.code_version import note_code, noted_code
 from pipeline.jobs.console import step
 from pipeline.jobs.tables.layout import save_read
 from pipeline.jobs.training.events import EventReport
@@ -63,6 +64,7 @@ def train_ranks(
     """
     config, tracker, folder, log = workspace.config, workspace.tracking, Path(job.folder), workspace.console.log
     tag_inputs(workspace.warehouse, job.identity, job.snapshot, job.data["train"].joined)
+    note_changes(workspace, folder)
     spec = place_tables(make_rank_spec(workspace, job), tracker, run_id, log, given)
     assert spec.placement is not None
     journal = Journal(tracker, run_id, folder, log.warning)
@@ -70,6 +72,8 @@ def train_ranks(
         report = EventReport(journal, progress, _count_rows(config.training, job), log)
 
         def on_event(event: Event) -> None:
+            if event["event"] == "start":  # ranks that start again import the code anew
+                note_changes(workspace, folder)
             report(event)
             if watch is not None:
                 watch(event)
@@ -88,6 +92,14 @@ def train_ranks(
     write_text(folder / RECORD, make_record(workspace, job, spec.placement, summary).model_dump_json(indent=2))
     write_text(folder / TRAINED, trained.model_dump_json())
     return trained
+
+
+def note_changes(workspace: Workspace, folder: Path) -> None:
+    """Notes which code trains, and says so if it is another than before."""
+    before, known = noted_code(folder), note_code(folder)
+    if before and before != known:
+        names = [f"{one.commit} (sources {one.sources})" for one in (before[-1], known[-1])]
+        workspace.console.log.warning("the code has changed: the training began under %s and goes on under %s", *names)
 
 
 def _count_rows(training: TrainConfig, job: TrainingJob) -> int:
