@@ -14,7 +14,7 @@ from flows.runtime.flow import flow, open_workspace
 from flows.train import train
 from pipeline.config import RunConfig, load
 from pipeline.jobs.recurring.day import has_champion, require_hash_split
-from pipeline.jobs.recurring.run import train_day
+from pipeline.jobs.recurring.run import train_day, train_new_days
 
 
 @flow("recurring")
@@ -34,7 +34,8 @@ def recurring(
     Args:
         config: The run's config, or the path of its YAML file; its split must be `hash`.
         overrides: Dotted key -> value; overrides the config.
-        day: The day; None ingests all new days of the source and takes the table's last day.
+        day: The day; None ingests all new days of the source and takes each closed day that is new to the champion,
+            in order. See `recurring.closed_after_hours`.
         scratch: Trains a new model on all days, whatever the policy says.
         force: Repeats a finished day. If the champion has seen that day, roll it back first.
     """
@@ -47,4 +48,4 @@ def recurring(
         ingest(workspace.config, day=day)
     if not champion:
         train(workspace.config)
-    return train_day(workspace, day, scratch, force)
+    return train_new_days(workspace, scratch, force) if day is None else train_day(workspace, day, scratch, force)

@@ -4,7 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from models.config import DLRMConfig
 from pipeline.characterization.config import CharacterizeConfig
@@ -76,6 +84,9 @@ class RecurringConfig(Policy, frozen=True, extra="forbid", use_attribute_docstri
     training: Mapping[str, Any] = {}
     """Keys of `training` that differ in incremental training, such as `{dense_learning_rate: 5.0e-4}`. Defaults: one
     epoch, no warm-up, no decay, no validation, no averaging of the weights."""
+    closed_after_hours: NonNegativeFloat | None = None
+    """Hours from the end of a day (UTC) until it is closed. None: a later day in the table closes it. Without `day=`,
+    flows.recurring trains on closed days alone."""
     keep_checkpoints: PositiveInt = 7
     """Number of days with kept checkpoints, besides versions with an alias. After a rollback, training can start
     from them."""

@@ -94,7 +94,10 @@ def test_a_champion_is_trained_day_by_day(filled, monkeypatch, tmp_path):
     evaluated = recurring(CONFIG, idle, day="2025-01-09")
     assert (evaluated["status"], evaluated["model"]["version"], evaluated["gate"]) == ("ok", 2, None)
     assert evaluated["decision"] == {"training": "none", "reason": "no condition of the policy holds"}
-    assert recurring(CONFIG, idle, day="2025-01-09") == evaluated | {"status": "skipped"}
+    nightly = recurring(CONFIG, idle | {"recurring.closed_after_hours": 0})
+    line = {"day": "2025-01-09", "status": "skipped", "model": evaluated["model"]}
+    assert nightly == evaluated | {"status": "skipped", "days": [line]}
+    assert recurring(CONFIG, idle)["days"] == []  # no later day closes the ninth
 
     folder = config.home_path / "runs" / second["run_folder"]
     shutil.move(folder / "checkpoints", tmp_path)

@@ -13,8 +13,10 @@ from pydantic import BaseModel
 from pipeline.data.config import Part, SplitConfig
 from pipeline.errors import ConfigError, EmptyDatasetError, RegistryError
 from pipeline.evaluation.policy import ChampionStanding, Decision
+from pipeline.jobs.recurring.pending import PendingDays, find_open, find_pending
 from pipeline.jobs.training.identity import digest, semantics
 from pipeline.jobs.training.job import REGISTERED, TrainingJob, build_specs, make_job, registered_model
+from pipeline.jobs.training.provenance import fetch_record
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.registration.aliases import find_holder, list_aliased
@@ -38,6 +40,8 @@ class ChampionVersion(BaseModel, frozen=True):
     trained_to: datetime.date
     scratch_day: datetime.date
     run_folder: str
+    days: Mapping[str, str] = {}
+    """Day -> content of its rows, for all days that it has learned from. Empty: not recorded."""
 
 
 class Today(BaseModel, frozen=True):
@@ -52,6 +56,7 @@ class Today(BaseModel, frozen=True):
     rows: int
     """Of the day."""
     new_days: tuple[datetime.date, ...]
+    """Days to train on: those after the champion's last one, and those with other rows than it has learned."""
     new_rows: int
     scratch_days: tuple[datetime.date, ...]
     """Days of a training from scratch."""
@@ -70,16 +75,32 @@ class Today(BaseModel, frozen=True):
 def identity_of_day(workspace: Workspace, day: datetime.date) -> str:
     """Returns the identity of a day's work. It depends on day, model and config, not on the champion."""
     config = workspace.config
-    chosen = config.recurring.model_dump(mode="json", exclude={"policies", "keep_checkpoints"})
+    chosen = config.recurring.model_dump(mode="json", exclude={"policies", "keep_checkpoints", "closed_after_hours"})
     work = {"day": f"{day}", "model": config.model_name, "config": semantics(workspace), "recurring": chosen}
     return digest(work)
 
 
-def pin_day(workspace: Workspace, day: datetime.date | None, force: bool) -> Today:
+def find_next_days(
+    workspace: Workspace, snapshot: SnapshotRef | None = None, champion: ChampionVersion | None = None
+) -> PendingDays:
+    """Returns the days that the champion has not learned as they are now.
+
+    Args:
+        snapshot: None: the newest one of the table.
+        champion: None: it is looked up.
+    """
+    config, warehouse = workspace.config, workspace.warehouse
+    champion = champion or require_champion(workspace)
+    contents = warehouse.day_contents(snapshot or warehouse.current(config.name))
+    now = datetime.datetime.now(datetime.UTC)
+    not_closed = find_open(list(contents), config.recurring.closed_after_hours, now)
+    return find_pending(contents, champion.days, champion.trained_to, not_closed, config.split)
+
+
+def pin_day(workspace: Workspace, day: datetime.date, force: bool) -> Today:
     """Pins a day of the newest snapshot, with the champion as it is before that day.
 
     Args:
-        day: None: the last one of the table.
         force: Does the work of a finished day once more.
     Raises:
         ConfigError: If the split is not `hash`.
@@ -91,20 +112,21 @@ def pin_day(workspace: Workspace, day: datetime.date | None, force: bool) -> Tod
     warehouse = workspace.warehouse
     snapshot = warehouse.current(config.name)
     rows = warehouse.day_rows(snapshot)
-    day = max(rows) if day is None else day
     if day not in rows:
         known = f"{min(rows)} to {max(rows)}"
         raise EmptyDatasetError(f"day {day}", f"a day of table '{config.name}', {known}", "none", "Ingest it first.")
     identity = identity_of_day(workspace, day)
     done = None if force else _find_done(workspace, identity)
-    champion = _require_champion(workspace)
+    champion = require_champion(workspace)
     if done is None and champion.trained_to >= day:
         raise RegistryError(
             f"model '{config.model_name}', version {champion.version}", f"a champion that has not seen {day} yet",
             f"one trained to {champion.trained_to}", "Name a later day, or roll back to an earlier champion.",
         )  # fmt: skip
-    new = tuple(other for other in rows if champion.trained_to < other <= day)
-    upto = tuple(other for other in rows if other <= day)
+    pending = find_next_days(workspace, snapshot, champion)
+    again = {*pending.changed, day}
+    new = tuple(other for other in rows if other <= day and (other in again or other in pending.closed))
+    upto = tuple(other for other in rows if other == day or (other < day and other not in pending.open))
     window = config.recurring.window_days
     return Today(
         day=day,
@@ -156,7 +178,12 @@ def _find_champion(workspace: Workspace) -> tuple[int | None, Mapping[str, str]]
     return version, {} if version is None else tracker.client.get_model_version(name, str(version)).tags
 
 
-def _require_champion(workspace: Workspace) -> ChampionVersion:
+def require_champion(workspace: Workspace) -> ChampionVersion:
+    """Returns the champion and the days that it has learned.
+
+    Raises:
+        RegistryError: If there is none, or its days are not recorded.
+    """
     version, tags = _find_champion(workspace)
     where = f"model '{workspace.config.model_name}'"
     if version is None:
@@ -167,7 +194,8 @@ def _require_champion(workspace: Workspace) -> ChampionVersion:
             "Train another: python -m flows.train CONFIG force=true.",
         )  # fmt: skip
     fields = {key: tags[key] for key in ("trained_to", "scratch_day", "run_folder")}
-    return ChampionVersion(version=version, **fields)
+    days = fetch_record(workspace.tracking, workspace.config.model_name, version).days if "record" in tags else {}
+    return ChampionVersion(version=version, days=days, **fields)
 
 
 def find_start(workspace: Workspace, champion: ChampionVersion, plan: Plan) -> Start:
@@ -236,16 +264,18 @@ def make_day_job(
     name = f"{workspace.config.name}-{today.day}-{today.identity[:12]}-{digest}"
     folder = workspace.unfinished_folder("runs", name, REGISTERED)
     data, start = _select_parts(workspace, today, days), None
+    before: Mapping[str, str] = {}
     tags = {"day": f"{today.day}", "trained_from": "scratch" if from_scratch else f"{today.champion.version}"}
     if not from_scratch:
         plan = carry_over_fit(data["train"].plan, known)
         data = {"train": exclude_test_rows(data), "test": data["test"]}
         data = {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
         tags["scratch_day"] = f"{today.champion.scratch_day}"
+        before = today.champion.days
     if decision.training == "further":
         start = find_start(workspace, today.champion, known)
     job = make_job(folder, workspace, today.identity, (today.snapshot, data))
-    return job.model_copy(update={"start": start, "tags": tags, "notes": dict(notes)})
+    return job.model_copy(update={"start": start, "tags": tags, "notes": dict(notes), "days": {**before, **job.days}})
 
 
 def clear_old_runs(workspace: Workspace, day: datetime.date) -> list[str]:

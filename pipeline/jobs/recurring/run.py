@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import EmptyDatasetError
 from pipeline.evaluation import plots
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.policy import Decision, decide
@@ -18,10 +19,13 @@ from pipeline.jobs.recurring.day import (
     champion_folder,
     clear_old_runs,
     download_champion,
+    find_next_days,
     make_day_job,
     pin_day,
+    require_champion,
     select_day_rows,
 )
+from pipeline.jobs.recurring.pending import PendingDays
 from pipeline.jobs.tables.catalog import warn_of_columns
 from pipeline.jobs.training.evaluate import evaluate_model
 from pipeline.jobs.training.finish import finish
@@ -37,11 +41,60 @@ SHOWN_DAYS = 400
 """Most days in the figure of the next-day NE."""
 
 
-def train_day(workspace: Workspace, day: datetime.date | None, scratch: bool, force: bool) -> dict[str, Any]:
+def train_new_days(workspace: Workspace, scratch: bool, force: bool) -> dict[str, Any]:
+    """Does the work of each closed day that is new to the champion, in order.
+
+    Args:
+        scratch: Trains from scratch on the last of these days.
+        force: Does the work of the last of these days once more.
+    Raises:
+        EmptyDatasetError: If no day of the table is closed.
+    """
+    name, log = workspace.config.name, workspace.console.log
+    settle_champion(workspace)
+    pending = find_next_days(workspace)
+    if pending.newest is None:
+        raise EmptyDatasetError(f"table '{name}'", "a closed day", "open ones only", "Wait, or name one: day=DAY.")
+    if pending.open:
+        log.info("open, not trained on yet: %s", ", ".join(map(str, pending.open)))
+    if pending.changed:
+        log.warning(
+            "%s changed after the champion was trained on them; the next training takes them again",
+            ", ".join(map(str, pending.changed)),
+        )
+    if not pending.closed and not force:
+        return describe_idle(workspace, pending)
+    *missed, last = pending.closed or (pending.newest,)
+    days = [train_day(workspace, day, False, False) for day in missed]
+    days.append(train_day(workspace, last, scratch, force))
+    return days[-1] | {
+        "status": "ok" if pending.changed or any(one["status"] == "ok" for one in days) else "skipped",
+        "days": [{"day": one["day"], "status": one["status"], "model": one["model"]} for one in days],
+    }
+
+
+@step("report the days")
+def describe_idle(workspace: Workspace, pending: PendingDays) -> dict[str, Any]:
+    """Returns the result where the champion has learned all closed days. Safe to repeat: it only reads.
+
+    It is not `skipped` while days have changed since the champion learned them.
+    """
+    champion = require_champion(workspace)
+    workspace.console.log.info("the champion has learned all days to %s, the newest closed one", pending.newest)
+    return {
+        "status": "ok" if pending.changed else "skipped",
+        "model": {"name": workspace.config.model_name, "version": champion.version, "alias": "champion"},
+        "trained_to": f"{champion.trained_to}",
+        "days": [],
+        "open_days": [f"{day}" for day in pending.open],
+        "changed_days": [f"{day}" for day in pending.changed],
+    }
+
+
+def train_day(workspace: Workspace, day: datetime.date, scratch: bool, force: bool) -> dict[str, Any]:
     """Does a day's work once, while no other training of the model runs.
 
     Args:
-        day: None: the last one of the table.
         scratch: Trains from scratch, whatever the policy says.
         force: Does the work of a finished day once more.
     """
@@ -85,7 +138,7 @@ def settle_champion(workspace: Workspace) -> None:
 
 
 @step("pin")
-def pin_today(workspace: Workspace, day: datetime.date | None, force: bool) -> Today:
+def pin_today(workspace: Workspace, day: datetime.date, force: bool) -> Today:
     """Pins the day and logs its champion. Safe to repeat: it only reads."""
     today = pin_day(workspace, day, force)
     champion = today.champion

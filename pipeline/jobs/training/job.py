@@ -49,6 +49,10 @@ def registered_model(folder: Path) -> str | None:
     return note.read_text(encoding="utf-8").strip().rpartition(" ")[0] if note.exists() else None
 
 
+LEARNED: tuple[Part, ...] = ("train", "valid")
+"""Parts of a split that a training learns from."""
+
+
 class TrainingJob(BaseModel, frozen=True):
     """A pinned training."""
 
@@ -65,6 +69,8 @@ class TrainingJob(BaseModel, frozen=True):
     """Further tags of the version."""
     notes: Mapping[str, Any] = {}
     """Further entries of the result."""
+    days: Mapping[str, str] = {}
+    """Day -> content of its rows, for the days that this training and those before it learn from."""
 
     @property
     def plan(self) -> Plan:
@@ -74,7 +80,7 @@ class TrainingJob(BaseModel, frozen=True):
     @property
     def trained_to(self) -> datetime.date:
         """The last day that the model is trained or stopped on."""
-        return max(self.data[part].selection.days[-1] for part in ("train", "valid") if part in self.data)
+        return max(self.data[part].selection.days[-1] for part in LEARNED if part in self.data)
 
 
 def train_tag(job: TrainingJob) -> str:
@@ -151,7 +157,20 @@ def make_job(
     rows = {part: _count_part(spec, part, warehouse) for part, spec in data.items()}
     if done is None:
         data = _fit_plan(data, folder, warehouse)
-    return TrainingJob(identity=identity, snapshot=snapshot, folder=str(folder), rows=rows, data=data, done=done)
+    return TrainingJob(
+        identity=identity, snapshot=snapshot, folder=str(folder), rows=rows, data=data, done=done,
+        days=_learned_days(warehouse, data),
+    )  # fmt: skip
+
+
+def _learned_days(warehouse: Warehouse, data: Mapping[Part, DataSpec]) -> dict[str, str]:
+    """Returns day -> content of its rows, for the days of training and early stopping."""
+    found: dict[str, str] = {}
+    for part in LEARNED:
+        if part in data:
+            contents = warehouse.day_contents(data[part].snapshot)
+            found |= {f"{day}": contents[day] for day in data[part].selection.days}
+    return found
 
 
 def resolve_dataset(workspace: Workspace, snapshot_id: int | None) -> tuple[SnapshotRef, dict[Part, DataSpec]]:

@@ -62,6 +62,8 @@ class Record(BaseModel, frozen=True):
     weights_sha256: str
     day: str | None = None
     """The day, for a training by flows.recurring. It reads other rows than the config's split names."""
+    days: Mapping[str, str] = {}
+    """Day -> content of its rows, for the days that this training and those that it continues have learned from."""
 
 
 def make_record(workspace: Workspace, job: TrainingJob, placement: ShardingPlan, summary: Mapping[str, Any]) -> Record:
@@ -89,6 +91,7 @@ def make_record(workspace: Workspace, job: TrainingJob, placement: ShardingPlan,
         versions=read_versions(),
         weights_sha256=summary["weights_sha256"],
         day=job.tags.get("day"),
+        days=job.days,
     )
 
 

@@ -1,0 +1,89 @@
+"""Which days a champion is to be trained on next: closed days in order, and days whose rows have changed since."""
+
+import datetime
+from collections.abc import Collection, Mapping, Sequence
+
+from pydantic import BaseModel
+
+from pipeline.data.config import SplitConfig, day_span
+
+
+class PendingDays(BaseModel, frozen=True):
+    """Days of a table that the champion has not learned as they are now."""
+
+    closed: tuple[datetime.date, ...]
+    """Days after those of the champion, in order, up to the first open one."""
+    open: tuple[datetime.date, ...]
+    """All days of the table with rows or labels that may still arrive."""
+    changed: tuple[datetime.date, ...]
+    """Days up to the champion's last one that it learned with other rows, or that arrived later."""
+    newest: datetime.date | None
+    """The newest closed day of the table."""
+
+
+def find_pending(
+    contents: Mapping[datetime.date, str],
+    learned: Mapping[str, str],
+    trained_to: datetime.date,
+    open_days: Collection[datetime.date],
+    split: SplitConfig,
+) -> PendingDays:
+    """Compares the days of a table with those that a champion was trained on.
+
+    Args:
+        contents: Day -> content of its rows now.
+        learned: Day -> content of its rows when the champion learned it. Empty: not recorded.
+        open_days: Days that are not closed.
+        split: Its `hash.days` name the only days of the first model.
+    Example:
+        >>> from pipeline.data.config import HashSplit
+        >>> day, split = datetime.date, SplitConfig(hash=HashSplit(key="user", shares={"train": 0.9, "test": 0.1}))
+        >>> now = {day(2025, 1, 1): "a", day(2025, 1, 2): "b", day(2025, 1, 3): "c"}
+        >>> found = find_pending(now, {"2025-01-01": "z"}, day(2025, 1, 1), [day(2025, 1, 3)], split)
+        >>> [str(one) for part in (found.closed, found.open, found.changed) for one in part]
+        ['2025-01-02', '2025-01-03', '2025-01-01']
+    """
+    new = sorted(day for day in contents if day > trained_to)
+    first_open = next((number for number, day in enumerate(new) if day in open_days), len(new))
+    first_learned = min(learned, default="9999")
+    changed = [
+        day
+        for day in sorted(contents)
+        if day <= trained_to and day not in open_days and f"{day}" >= first_learned
+        and learned.get(f"{day}") != contents[day] and not _left_out(split, day)
+    ]  # fmt: skip
+    still_open = tuple(sorted(day for day in contents if day in open_days))
+    newest = max(contents.keys() - set(still_open), default=None)
+    return PendingDays(closed=tuple(new[:first_open]), open=still_open, changed=tuple(changed), newest=newest)
+
+
+def find_open(
+    days: Sequence[datetime.date], closed_after_hours: float | None, now: datetime.datetime
+) -> set[datetime.date]:
+    """Returns the days of a table that may still get rows.
+
+    Args:
+        closed_after_hours: Hours from the end of a day, in UTC, until it is closed. None: a later day closes it.
+        now: In UTC.
+    Example:
+        >>> days = [datetime.date(2025, 1, 1), datetime.date(2025, 1, 2)]
+        >>> now = datetime.datetime(2025, 1, 3, 5, tzinfo=datetime.UTC)
+        >>> [sorted(map(str, find_open(days, hours, now))) for hours in (None, 4, 6)]
+        [['2025-01-02'], [], ['2025-01-02']]
+    """
+    if closed_after_hours is None:
+        return set(days) & {max(days, default=None)}
+    limit = now - datetime.timedelta(hours=closed_after_hours)
+    return {day for day in days if _end_of(day) > limit}
+
+
+def _end_of(day: datetime.date) -> datetime.datetime:
+    return datetime.datetime.combine(day, datetime.time(), datetime.UTC) + datetime.timedelta(days=1)
+
+
+def _left_out(split: SplitConfig, day: datetime.date) -> bool:
+    """Whether the config keeps a day out of the first training, which has all days up to the split's last one."""
+    if split.hash is None or split.hash.last_day is None or day > split.hash.last_day:
+        return False
+    spans = [day_span(text) for text in split.hash.days]
+    return not any(first <= day <= last for first, last in spans)

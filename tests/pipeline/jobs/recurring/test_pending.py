@@ -1,0 +1,122 @@
+"""Which days a champion is to be trained on next."""
+
+import datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from pipeline.config import load
+from pipeline.data.config import HashSplit, SplitConfig
+from pipeline.jobs.recurring.day import find_next_days, pin_day
+from pipeline.jobs.recurring.pending import find_pending
+from pipeline.jobs.recurring.run import train_new_days
+from pipeline.jobs.training.provenance import RECORD, Record
+from pipeline.jobs.workspace import Workspace
+from storage.layout.rewrite import rewrite_day
+
+SPLIT = {"hash": {"key": "user", "shares": {"train": 0.8, "test": 0.2}, "days": ["2025-01-01..2025-01-02"]}}
+
+
+def january(day: int) -> datetime.date:
+    return datetime.date(2025, 1, day)
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch) -> Workspace:
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+    return Workspace(load("configs/smoke.yaml", {"name": "mornings", "split": SPLIT}))
+
+
+def write(workspace: Workspace, *days: int, rows: int = 5) -> None:
+    """Writes days with some rows, as an ingest does."""
+    dates = [january(day) for day in days for _ in range(rows)]
+    table = pa.table({"day": pa.array(dates, pa.date32()), "user": list(range(len(dates)))})
+    written = {january(day): f"{day} of {rows}" for day in days}
+    workspace.warehouse.replace_days("mornings", written, table.schema, table.to_batches(), table.num_rows)
+
+
+def promote(workspace: Workspace, trained_to: int) -> None:
+    """Registers a champion that has learned all days of the table up to one, as they are now."""
+    warehouse, tracker, name = workspace.warehouse, workspace.tracking, workspace.config.model_name
+    snapshot = warehouse.current("mornings")
+    learned = {f"{day}": text for day, text in warehouse.day_contents(snapshot).items() if day <= january(trained_to)}
+    empty = {"seeds": {}, "config": {}, "versions": {}, "placement": ()}
+    texts = dict.fromkeys(("snapshot_tag", "plan_hash", "device", "commit", "lock_hash", "weights_sha256"), "-")
+    record = Record(identity="-", snapshot=snapshot, world_size=1, threads_per_rank=1, days=learned, **empty, **texts)
+    run_id = tracker.start("a training", {}, {}, None)
+    tracker.log_json(run_id, record.model_dump(mode="json"), RECORD)
+    if not tracker.client.search_registered_models():
+        tracker.client.create_registered_model(name)
+    tags = {"trained_to": f"{january(trained_to)}", "scratch_day": "2025-01-01", "run_folder": "none"}
+    tags |= {"record": f"runs:/{run_id}/{RECORD}"}
+    version = tracker.client.create_model_version(name, "somewhere", run_id, tags=tags).version
+    tracker.client.set_registered_model_alias(name, "champion", version)
+
+
+def test_every_row_of_every_day_is_trained_on_though_mornings_see_part_of_a_day(workspace: Workspace) -> None:
+    """At 05:00 the table has a tenth of the running day. The next morning it has all of it."""
+    write(workspace, 1, rows=40)
+    promote(workspace, 1)
+    trained: dict[int, int] = {}
+    for morning in (3, 4, 5):
+        write(workspace, morning - 1, rows=40)
+        write(workspace, morning, rows=4)
+        pending = find_next_days(workspace)
+        assert (pending.open, pending.changed) == ((january(morning),), ())
+        for day in pending.closed:
+            trained[day.day] = pin_day(workspace, day, force=False).new_rows
+            promote(workspace, day.day)
+    assert trained == {2: 40, 3: 40, 4: 40}
+
+
+def test_missed_days_are_caught_up_in_order(workspace: Workspace) -> None:
+    write(workspace, 1, 2)
+    promote(workspace, 2)
+    write(workspace, 6, 4, 3, 5)
+    assert find_next_days(workspace).closed == (january(3), january(4), january(5))
+
+
+def test_a_day_that_changed_after_it_was_learned_is_new_again(workspace: Workspace) -> None:
+    write(workspace, 1, 2, 3, 4)
+    promote(workspace, 4)
+    write(workspace, 3, rows=9)
+    write(workspace, 5, 6)
+    assert find_next_days(workspace).changed == (january(3),)
+    today = pin_day(workspace, january(5), force=False)
+    assert (today.new_days, today.new_rows) == ((january(3), january(5)), 14)
+
+
+def test_a_day_that_arrives_late_is_new(workspace: Workspace) -> None:
+    write(workspace, 1, 2, 4)
+    promote(workspace, 4)
+    write(workspace, 3)
+    assert find_next_days(workspace).changed == (january(3),)
+
+
+def test_a_run_that_leaves_changed_days_for_later_is_not_skipped(workspace: Workspace) -> None:
+    write(workspace, 1, 2, 3, 4)
+    promote(workspace, 3)
+    assert train_new_days(workspace, scratch=False, force=False)["status"] == "skipped"
+    write(workspace, 2, rows=9)
+    result = train_new_days(workspace, scratch=False, force=False)
+    assert (result["status"], result["changed_days"], result["open_days"]) == ("ok", ["2025-01-02"], ["2025-01-04"])
+
+
+def test_the_same_rows_in_other_files_are_not_new(workspace: Workspace, tmp_path: Path) -> None:
+    write(workspace, 1, 2, 3)
+    promote(workspace, 3)
+    table = workspace.warehouse
+    before = table.day_names(table.current("mornings"))
+    rewrite_day(table, "mornings", january(2), tmp_path)
+    assert table.day_names(table.current("mornings")) != before
+    assert find_next_days(workspace).changed == ()
+
+
+def test_days_that_the_config_leaves_out_are_not_new() -> None:
+    split = SplitConfig(
+        hash=HashSplit(key="user", shares={"train": 0.8, "test": 0.2}, days=("2025-01-01", "2025-01-03"))
+    )
+    contents = {january(day): "same" for day in range(1, 6)}
+    found = find_pending(contents, {"2025-01-01": "same", "2025-01-03": "same"}, january(3), [january(5)], split)
+    assert (found.changed, found.closed, found.newest) == ((), (january(4),), january(4))
