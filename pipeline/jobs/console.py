@@ -161,3 +161,26 @@ def step(
 def one_line(error: BaseException) -> str:
     """Returns an error as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def format_rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns rows as the lines of a text table.
+
+    Example:
+        >>> print(format_rows([{"table": "user", "ranks": [0, 1]}, {"table": "a", "ranks": [1]}]))
+        table  ranks
+        user   0 1
+        a      1
+    """
+    lines = [list(rows[0])] if rows else []
+    lines += [[_format_cell(value) for value in row.values()] for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))] if lines else []
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _format_cell(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(_format_cell(item) for item in value)
+    return f"{value:.3g}" if isinstance(value, float) else f"{value}"

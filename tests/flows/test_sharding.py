@@ -8,8 +8,9 @@ import pytest
 from flows.sharding import sharding
 from pipeline.config import load
 from pipeline.evaluation import plots
+from pipeline.jobs.console import format_rows
 from pipeline.jobs.training import sharding_plans
-from pipeline.jobs.training.sharding_plans import TOLERANCE, format_rows
+from pipeline.jobs.training.sharding_plans import TOLERANCE
 from pipeline.jobs.workspace import Workspace
 
 KINDS = ("row_wise", "table_wise", "table_column_wise", "grid_shard")

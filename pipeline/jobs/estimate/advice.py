@@ -22,7 +22,7 @@ from pipeline.characterization.points import StudyPoint
 from pipeline.characterization.results import Load
 from pipeline.errors import ContractError
 from pipeline.jobs.code_version import read_commit
-from pipeline.jobs.console import step
+from pipeline.jobs.console import format_rows, step
 from pipeline.jobs.estimate.calibration import Calibration, Speed, list_world_sizes
 from pipeline.jobs.estimate.footprint import (
     ModelFootprint,
@@ -33,7 +33,6 @@ from pipeline.jobs.estimate.footprint import (
     place_on_ranks,
 )
 from pipeline.jobs.study.points import measure_points
-from pipeline.jobs.training.sharding_plans import format_rows
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 
 MOST_RANKS = 64

@@ -10,7 +10,6 @@ import pyarrow as pa
 
 from pipeline.config.files import ROOT
 from pipeline.evaluation import plots
-from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.html import render_report
 from pipeline.evaluation.metrics import format_metric
@@ -28,11 +27,11 @@ from pipeline.jobs.training.evaluate import (
 )
 from pipeline.jobs.training.job import REGISTERED, TrainingJob
 from pipeline.jobs.training.provenance import RECORD
+from pipeline.jobs.training.rank_spec import SHARDING_PLAN
 from pipeline.jobs.training.summary import (
     CURVES,
     DATA,
     PAGE,
-    PLAN,
     REPORT,
     STALL_CURVES,
     describe_data,
@@ -113,7 +112,10 @@ def log_quality(
         values |= {"gate_ne_difference": gate.difference.ne, "gate_champion_ne": gate.champion_ne}
     tracker.log(run_id, int(trained.summary["steps"]), values)
     tracker.log_json(run_id, describe_data(job), DATA)
-    tracker.log_json(run_id, trained.placement, PLAN)
+    tracker.log_json(run_id, trained.placement, SHARDING_PLAN)
+    with workspace.best_effort("figure of the sharding plan"):
+        figure = plots.sharding_plan(trained.placement, workspace.config.training.world_size)
+        tracker.log_figures(run_id, {"placement": figure})
     _log_report(workspace, report, evaluation.features, trained.summary["best_step"], run_id)
 
 
@@ -247,17 +249,6 @@ def _write_pages(workspace: Workspace, version: int, run_id: str) -> str:
     with workspace.best_effort(PAGE):
         tracker.client.log_text(run_id, render_report([record]), PAGE)
     return text
-
-
-def has_new_evaluation(workspace: Workspace, job: TrainingJob) -> bool:
-    """Says whether the evaluation of a finished training was configured in another way than the config does."""
-    assert job.done is not None
-    stored = workspace.tracking.read_json(job.done[1], CONFIG)["evaluation"]
-    return bool(_settings(EvaluationConfig.model_validate(stored)) != _settings(workspace.config.evaluation))
-
-
-def _settings(evaluation: EvaluationConfig) -> dict[str, Any]:
-    return evaluation.model_dump(exclude={"workers"})
 
 
 @step("evaluate again")

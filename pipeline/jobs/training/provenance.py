@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-import torch
 from mlflow.exceptions import MlflowException
 from pydantic import BaseModel
 
@@ -105,6 +104,8 @@ def _find_seeds(value: Any, key: str = "") -> list[tuple[str, int]]:
 
 def read_versions() -> dict[str, str]:
     """Returns what the bits of a training depend on besides the code: packages, Python and processor features."""
+    import torch  # takes seconds, and the command that starts ranks needs nothing else of it
+
     found = {"python": platform.python_version(), "processor": torch.backends.cpu.get_cpu_capability()}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

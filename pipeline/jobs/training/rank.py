@@ -37,6 +37,7 @@ from pipeline.preprocessing.worker import Worker
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.heartbeat import Heartbeat
+from pipeline.training.launch.processes import ANSWER, ERROR
 from pipeline.training.optim import TABLES
 from pipeline.training.state.checkpoint import (
     full_state,
@@ -58,7 +59,7 @@ from pipeline.training.trainer import Trainer, evaluate_sums
 from pipeline.transforms.kernels.jit import load_compiler
 from pipeline.transforms.plan.carry_over import Start, unchanged_features
 from pipeline.transforms.plan.plan import Plan
-from storage.artifacts import atomic_file, write_json
+from storage.artifacts import atomic_file, write_json, write_text
 
 PROBE_ROWS = 256
 """Rows whose probabilities the trainer writes. The registered model must reproduce them."""
@@ -105,8 +106,28 @@ Spec = TypeVar("Spec", bound=GroupSpec)
 
 
 def main(path: str) -> None:
-    """Trains as one rank of a group."""
-    run_rank(path, RankSpec, train)
+    """Trains as one rank of a group, or makes the sharding plan for one."""
+    if "RANK" in os.environ:
+        run_rank(path, RankSpec, train)
+    else:
+        plan(path)
+
+
+def plan(path: str) -> None:
+    """Makes the sharding plan of a training and writes it beside the spec, or the error for the launcher.
+
+    Args:
+        path: File with the spec as JSON.
+    """
+    spec = RankSpec.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    logging.disable(logging.WARNING)
+    folder = Path(path).parent
+    try:
+        placed = plan_placement(spec, measure_uses(spec))
+    except ContractError as error:
+        write_json(folder / ERROR, to_wire(error))
+        raise
+    write_text(folder / ANSWER, placed.model_dump_json(include={"placement"}))
 
 
 def run_rank(path: str, kind: type[Spec], run: Callable[[Spec, int, torch.device], None]) -> None:

@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.evaluation.config import EvaluationConfig
 from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import step
 from pipeline.jobs.tables.catalog import warn_of_columns
-from pipeline.jobs.training.finish import evaluate_again, finish, has_new_evaluation
 from pipeline.jobs.training.job import TrainingJob, open_training_run, resolve_job
 from pipeline.jobs.training.train import train
 from pipeline.jobs.workspace import Workspace
+from pipeline.registration.tracking import CONFIG
 
 
 def train_version(
@@ -31,10 +32,15 @@ def train_version(
         job = pin_job(workspace, snapshot_id, force)
         if job.done:
             if has_new_evaluation(workspace, job):
+                from pipeline.jobs.training.finish import evaluate_again
+
                 return evaluate_again(workspace, job)
             return load_result(workspace, job)
         with open_training_run(workspace, job, name, tags) as run_id:
             trained = train(workspace, job, run_id)
+            # Not before: it imports PyTorch, which takes seconds that the ranks need to start.
+            from pipeline.jobs.training.finish import finish
+
             return finish(workspace, job, trained, run_id)
 
 
@@ -58,3 +64,14 @@ def load_result(workspace: Workspace, job: TrainingJob) -> dict[str, Any]:
     if result.get("git_commit") != read_commit():
         log.warning("the code has changed since: that model is of commit %s", result.get("git_commit"))
     return result
+
+
+def has_new_evaluation(workspace: Workspace, job: TrainingJob) -> bool:
+    """Says whether the evaluation of a finished training was configured in another way than the config does."""
+    assert job.done is not None
+    stored = workspace.tracking.read_json(job.done[1], CONFIG)["evaluation"]
+    return bool(_settings(EvaluationConfig.model_validate(stored)) != _settings(workspace.config.evaluation))
+
+
+def _settings(evaluation: EvaluationConfig) -> dict[str, Any]:
+    return evaluation.model_dump(exclude={"workers"})

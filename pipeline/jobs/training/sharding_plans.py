@@ -1,4 +1,4 @@
-"""Sharding plans of a run's tables: planned, logged, plotted, and compared with others."""
+"""Compares the sharding plans that a run's tables can have."""
 
 import math
 import shutil
@@ -14,12 +14,11 @@ from pipeline.config.files import ROOT
 from pipeline.errors import ContractError
 from pipeline.evaluation import plots
 from pipeline.jobs.code_version import read_commit
-from pipeline.jobs.console import Logger, Progress, step
+from pipeline.jobs.console import Progress, format_rows, step
 from pipeline.jobs.training.job import prepare_rows
 from pipeline.jobs.training.rank import measure_uses, plan_placement
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.jobs.workspace import Workspace, exclusive_dir
-from pipeline.registration.tracking import Tracker
 from pipeline.training.config import COLUMN_SHARDING, TrainConfig
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.tables.plan import ShardingPlan, describe_plan, sum_per_rank
@@ -37,47 +36,6 @@ KINDS = (
     "grid_shard",
 )
 PARTITIONERS = ("largest_differencing", "memory_balanced")
-
-
-def place_tables(
-    spec: RankSpec, tracker: Tracker, run_id: str, logger: Logger, given: ShardingPlan | None = None
-) -> RankSpec:
-    """Plans the sharding of the tables, logs it and plots it. Returns the spec with the plan.
-
-    Args:
-        given: Takes this plan. None: makes one.
-    Raises:
-        ContractError: If a table cannot be placed.
-    """
-    spec = plan_placement(spec, measure_uses(spec)) if given is None else spec.model_copy(update={"placement": given})
-    rows = describe_plan(spec.placement or ())
-    logger.info("sharding plan:\n%s", format_rows(rows))
-    tracker.log_json(run_id, rows, "sharding_plan.json")
-    tracker.log_figures(run_id, {"placement": plots.sharding_plan(rows, spec.training.world_size)})
-    return spec
-
-
-def format_rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns rows as the lines of a text table.
-
-    Example:
-        >>> print(format_rows([{"table": "user", "ranks": [0, 1]}, {"table": "a", "ranks": [1]}]))
-        table  ranks
-        user   0 1
-        a      1
-    """
-    lines = [list(rows[0])] if rows else []
-    lines += [[_format_cell(value) for value in row.values()] for row in rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))] if lines else []
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
-
-
-def _format_cell(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return " ".join(_format_cell(item) for item in value)
-    return f"{value:.3g}" if isinstance(value, float) else f"{value}"
 
 
 class PlanCandidate(BaseModel, frozen=True):

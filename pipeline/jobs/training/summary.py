@@ -10,6 +10,7 @@ from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.html import render_report
 from pipeline.evaluation.plots import FeatureImportance
 from pipeline.evaluation.record import RunRecord
+from pipeline.jobs.training.rank_spec import SHARDING_PLAN
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, find_holder
 from pipeline.registration.tracking import FEATURES, RESULT, Tracker
@@ -20,7 +21,7 @@ from storage.artifacts import inside, write_text
 
 CURVES = ("train_ne_window", "train_ne_progressive", "valid_ne")
 STALL_CURVES = ("stall_fraction_window", "batch_extract_seconds", "batch_transform_seconds", "batch_wait_seconds")
-REPORT, DATA, PLAN = "report.json", "data.json", "sharding_plan.json"
+REPORT, DATA = "report.json", "data.json"
 """Artifacts of a run."""
 PAGE = "report.html"
 UI = "http://127.0.0.1:5000"
@@ -52,7 +53,7 @@ def _read(tracker: Tracker, run_id: str) -> RunRecord:
         report=EvalReport.model_validate(tracker.read_json(run_id, REPORT)),
         features=tuple(FeatureImportance.model_validate(one) for one in tracker.read_json(run_id, FEATURES)),
         curves=tracker.load_curves(run_id, [*CURVES, *STALL_CURVES]),
-        sharding_plan=tuple(tracker.read_json(run_id, PLAN)),
+        sharding_plan=tuple(tracker.read_json(run_id, SHARDING_PLAN)),
         parameters=dict(run.data.params),
         data=tracker.read_json(run_id, DATA),
     )

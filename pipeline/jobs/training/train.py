@@ -8,26 +8,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from pipeline.config.files import ROOT
 from pipeline.jobs.code_version import note_code, noted_code
-from pipeline.jobs.console import step
+from pipeline.jobs.console import format_rows, step
 from pipeline.jobs.tables.layout import save_read
 from pipeline.jobs.training.events import EventReport
 from pipeline.jobs.training.job import TrainingJob, tag_inputs
 from pipeline.jobs.training.provenance import RECORD, make_record
-from pipeline.jobs.training.rank_spec import SERVICE_FOLDER, RankSpec
-from pipeline.jobs.training.sharding_plans import place_tables
+from pipeline.jobs.training.rank_spec import SERVICE_FOLDER, SHARDING_PLAN, RankSpec
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import WORKERS_FILE, Totals, read_quarantine
 from pipeline.preprocessing.service import Service
 from pipeline.registration.journal import Journal
 from pipeline.training.config import TrainConfig
-from pipeline.training.launch.processes import Event, Limits, run_ranks
+from pipeline.training.launch.processes import Event, Limits, resolve_threads, run_alone, run_ranks
 from pipeline.training.launch.ray_train import run_ranks_on_ray
-from pipeline.training.tables.plan import ShardingPlan
+from pipeline.training.tables.plan import ShardingPlan, describe_plan
 from storage.artifacts import write_json, write_text
 
 TRAINED, PREPROCESSING = "trained.json", "preprocessing.json"
@@ -65,8 +64,12 @@ def train_ranks(
     config, tracker, folder, log = workspace.config, workspace.tracking, Path(job.folder), workspace.console.log
     tag_inputs(workspace.warehouse, job.identity, job.snapshot, job.data["train"].joined)
     note_changes(workspace, folder)
-    spec = place_tables(make_rank_spec(workspace, job), tracker, run_id, log, given)
-    assert spec.placement is not None
+    spec = make_rank_spec(workspace, job)
+    plan = plan_tables(spec) if given is None else given
+    rows = describe_plan(plan)
+    log.info("sharding plan:\n%s", format_rows(rows))
+    tracker.log_json(run_id, rows, SHARDING_PLAN)
+    spec = spec.model_copy(update={"placement": plan})
     journal = Journal(tracker, run_id, folder, log.warning)
     with workspace.console.progress() as progress, journal, open_service(workspace, job) as service:
         report = EventReport(journal, progress, _count_rows(config.training, job), log)
@@ -89,7 +92,7 @@ def train_ranks(
     trained = TrainingResult(
         weights=f"{job.folder}/weights.safetensors", probe=tuple(probe), summary=summary, placement=tuple(report.plan)
     )
-    write_text(folder / RECORD, make_record(workspace, job, spec.placement, summary).model_dump_json(indent=2))
+    write_text(folder / RECORD, make_record(workspace, job, plan, summary).model_dump_json(indent=2))
     write_text(folder / TRAINED, trained.model_dump_json())
     return trained
 
@@ -105,6 +108,17 @@ def note_changes(workspace: Workspace, folder: Path) -> None:
 def _count_rows(training: TrainConfig, job: TrainingJob) -> int:
     total = job.rows["train"] * training.epochs
     return total if training.max_steps is None else min(total, training.max_steps * training.batch_rows)
+
+
+def plan_tables(spec: RankSpec) -> ShardingPlan:
+    """Plans the sharding of the tables in a process of its own. It is made before the ranks start: all use the same.
+
+    Raises:
+        ContractError: If the tables cannot be sharded as the config says.
+    """
+    threads = resolve_threads(spec.training.threads_per_rank, spec.training.world_size)
+    answer = run_alone("pipeline.jobs.training.rank", spec, Path(spec.folder), threads, ROOT)
+    return TypeAdapter(ShardingPlan).validate_python(answer["placement"])
 
 
 def _launch(

@@ -36,6 +36,10 @@ GRACE_SECONDS = 5.0
 KILLED_EXIT_CODE = 137
 """Exit code that a shell or a container reports for SIGKILL."""
 
+SPEC = "spec.json"
+ANSWER, ERROR = "answer.json", "error.json"
+"""Files beside the spec that a process outside a group leaves."""
+
 Event = dict[str, Any]
 
 
@@ -84,7 +88,7 @@ def run_ranks(
         TrainingError: If more ranks were lost than `restart_limit` allows, or the deadline passed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "spec.json", spec.model_dump_json(indent=2), mode=0o600)  # it holds the catalog's credentials
+    write_text(folder / SPEC, spec.model_dump_json(indent=2), mode=0o600)  # it holds the catalog's credentials
     threads = resolve_threads(threads_per_rank, world_size)
     deadline = None if limits.deadline_seconds is None else time.monotonic() + limits.deadline_seconds
     attempt = restarts = saved = began = 0
@@ -109,6 +113,34 @@ def run_ranks(
             )  # fmt: skip
         else:
             return result | {"restarts": attempt}
+
+
+def run_alone(module: str, spec: BaseModel, folder: Path, threads: int, root: Path) -> Any:
+    """Runs `python -m module SPEC` as one process outside a group and returns the JSON that it writes.
+
+    Args:
+        folder: Holds the spec, the log and what the process leaves. No group uses it meanwhile.
+    Raises:
+        ContractError: The error that the process raised.
+        TrainingError: If it died.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (ANSWER, ERROR):
+        (folder / name).unlink(missing_ok=True)
+    write_text(folder / SPEC, spec.model_dump_json(indent=2), mode=0o600)
+    path = folder / "plan.log"
+    with path.open("wb") as log:
+        process = start_process(module, "dlrm plan", [str(folder / SPEC)], rank_environment(threads), root, log)
+    try:
+        code = process.wait()
+    finally:
+        process.kill()
+    if (folder / ERROR).exists():
+        raise from_wire(json.loads((folder / ERROR).read_text(encoding="utf-8")))
+    if code != 0:
+        remedy = f"Run the command again. See {path}."
+        raise TrainingError("sharding plan", "to be made", _last_words(code, path), remedy)
+    return json.loads((folder / ANSWER).read_text(encoding="utf-8"))
 
 
 def resolve_threads(threads_per_rank: int | None, world_size: int) -> int:
@@ -256,7 +288,7 @@ def _start(module: str, folder: Path, rank: int, environment: dict[str, str], ev
     mode = "wb" if environment["DLRM_ATTEMPT"] == "0" else "ab"  # keeps what earlier attempts logged
     given = {"DLRM_EVENTS_FD": events} if rank == 0 else {}
     with (folder / f"rank-{rank}.log").open(mode) as log:
-        return start_process(module, f"dlrm rank {rank}", [str(folder / "spec.json")], environment, root, log, given)
+        return start_process(module, f"dlrm rank {rank}", [str(folder / SPEC)], environment, root, log, given)
 
 
 def _raise_if_failed(ranks: list[ForkedProcess], folder: Path) -> None:
@@ -271,12 +303,18 @@ def _raise_if_failed(ranks: list[ForkedProcess], folder: Path) -> None:
             raise from_wire(json.loads(path.read_text(encoding="utf-8")))
     killed = [pair for pair in _failed(ranks) if pair[1] < 0 or pair[1] == KILLED_EXIT_CODE]
     rank, code = (killed or failed)[0]
-    log = (folder / f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    path = folder / f"rank-{rank}.log"
     raise RankLostError(
-        f"rank {rank}", "to train to the end", f"{name}: {log[-1][:200].rstrip('.') if log else 'no output'}",
-        f"Run the command again to resume from the last checkpoint. See {folder / f'rank-{rank}.log'}.",
+        f"rank {rank}", "to train to the end", _last_words(code, path),
+        f"Run the command again to resume from the last checkpoint. See {path}.",
     )  # fmt: skip
+
+
+def _last_words(code: int, log: Path) -> str:
+    """Returns how a process ended and the last line of its log."""
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return f"{name}: {lines[-1][:200].rstrip('.') if lines else 'no output'}"
 
 
 def _failed(ranks: list[ForkedProcess]) -> list[tuple[int, int]]:
