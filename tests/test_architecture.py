@@ -160,6 +160,11 @@ print(json.dumps([before == state(), sorted({"prefect", "mlflow", "torch"} & {*s
         [sys.executable, "-c", code.replace("NAMES", repr(light))], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[true, []]"
+    ranks_need_the_cores = "import sys, flows.train; print({'torch', 'torchrec', 'matplotlib'} & {*sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", ranks_need_the_cores], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "set()"
     calls = [
         f"{path}:{node.lineno}"
         for package in LAYERS

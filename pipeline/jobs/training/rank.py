@@ -106,11 +106,8 @@ Spec = TypeVar("Spec", bound=GroupSpec)
 
 
 def main(path: str) -> None:
-    """Trains as one rank of a group, or makes the sharding plan for one."""
-    if "RANK" in os.environ:
-        run_rank(path, RankSpec, train)
-    else:
-        plan(path)
+    """Trains as one rank of a group."""
+    run_rank(path, RankSpec, train)
 
 
 def plan(path: str) -> None:
@@ -458,4 +455,4 @@ def preload() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    plan(sys.argv[2]) if sys.argv[1] == "plan" else main(sys.argv[1])

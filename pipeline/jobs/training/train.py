@@ -117,7 +117,7 @@ def plan_tables(spec: RankSpec) -> ShardingPlan:
         ContractError: If the tables cannot be sharded as the config says.
     """
     threads = resolve_threads(spec.training.threads_per_rank, spec.training.world_size)
-    answer = run_alone("pipeline.jobs.training.rank", spec, Path(spec.folder), threads, ROOT)
+    answer = run_alone("pipeline.jobs.training.rank", "plan", spec, Path(spec.folder), threads, ROOT)
     return TypeAdapter(ShardingPlan).validate_python(answer["placement"])
 
 

@@ -115,10 +115,11 @@ def run_ranks(
             return result | {"restarts": attempt}
 
 
-def run_alone(module: str, spec: BaseModel, folder: Path, threads: int, root: Path) -> Any:
-    """Runs `python -m module SPEC` as one process outside a group and returns the JSON that it writes.
+def run_alone(module: str, word: str, spec: BaseModel, folder: Path, threads: int, root: Path) -> Any:
+    """Runs `python -m module WORD SPEC` as one process outside a group and returns the JSON that it writes.
 
     Args:
+        word: What to do.
         folder: Holds the spec, the log and what the process leaves. No group uses it meanwhile.
     Raises:
         ContractError: The error that the process raised.
@@ -128,9 +129,9 @@ def run_alone(module: str, spec: BaseModel, folder: Path, threads: int, root: Pa
     for name in (ANSWER, ERROR):
         (folder / name).unlink(missing_ok=True)
     write_text(folder / SPEC, spec.model_dump_json(indent=2), mode=0o600)
-    path = folder / "plan.log"
+    path, arguments = folder / f"{word}.log", [word, str(folder / SPEC)]
     with path.open("wb") as log:
-        process = start_process(module, "dlrm plan", [str(folder / SPEC)], rank_environment(threads), root, log)
+        process = start_process(module, f"dlrm {word}", arguments, rank_environment(threads), root, log)
     try:
         code = process.wait()
     finally:
@@ -139,7 +140,7 @@ def run_alone(module: str, spec: BaseModel, folder: Path, threads: int, root: Pa
         raise from_wire(json.loads((folder / ERROR).read_text(encoding="utf-8")))
     if code != 0:
         remedy = f"Run the command again. See {path}."
-        raise TrainingError("sharding plan", "to be made", _last_words(code, path), remedy)
+        raise TrainingError(f"process '{word}'", "to end with an answer", _last_words(code, path), remedy)
     return json.loads((folder / ANSWER).read_text(encoding="utf-8"))
 
 

@@ -16,7 +16,7 @@ from pipeline import forkserver
 from pipeline.errors import ColumnError, ContractError, TrainingError
 from pipeline.forkserver import stop_servers
 from pipeline.training.launch import processes
-from pipeline.training.launch.processes import Event, Limits, run_ranks
+from pipeline.training.launch.processes import Event, Limits, run_alone, run_ranks
 
 TOY = """
 import json, os, signal, sys, time
@@ -26,6 +26,15 @@ def emit(**event):
 def wait():
     while True:
         time.sleep(60)
+if __name__ == "__main__" and len(sys.argv) == 3:
+    does = json.loads(Path(sys.argv[2]).read_text())["does"][0]
+    if does == "crash":
+        sys.exit("MemoryError: no luck today.")
+    if does == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    name, value = ("answer", [sys.argv[1], 42]) if does == "answer" else ("error", ["ColumnError", "a", "b", "c", "d"])
+    (Path(sys.argv[2]).parent / f"{name}.json").write_text(json.dumps(value))
+    sys.exit(name == "error")
 if __name__ == "__main__":
     folder, rank = Path(sys.argv[1]).parent, int(os.environ["RANK"])
     attempts = json.loads(Path(sys.argv[1]).read_text())["does"][rank].split("|")
@@ -277,3 +286,17 @@ def test_progress_of_preprocessing_does_not_hide_a_hung_step(run: Callable[..., 
 def test_ranks_that_cannot_start_leave_nothing(run: Callable[..., Event], tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         run_ranks("toy", Spec(does=[""]), tmp_path / "run", 1, 1, Limits(), print, tmp_path / "absent")
+
+
+def test_a_process_alone_answers_or_says_why_not(run: Callable[..., Event], tmp_path: Path) -> None:
+    """`run` puts the module there. What one attempt left does not count for the next."""
+
+    def alone(does: str) -> Any:
+        return run_alone("toy", "plan", Spec(does=[does]), tmp_path / "alone", 1, tmp_path)
+
+    with pytest.raises(ColumnError, match="a: expected b, got c"):
+        alone("complain")
+    assert alone("answer") == ["plan", 42]
+    for does, words in (("crash", "exit code 1: MemoryError: no luck today"), ("kill", "SIGKILL: no output")):
+        with pytest.raises(TrainingError, match=words):
+            alone(does)
