@@ -11,7 +11,6 @@ import argparse
 import json
 import logging
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,6 +44,7 @@ from models.config import DLRMConfig, SparseFeature
 from models.dlrm import DLRM
 from pipeline.data.batch import Batch
 from pipeline.data.position import Position
+from pipeline.forkserver import start_process
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import RANK_ENVIRONMENT
 from pipeline.training.tables.model import shard_model
@@ -298,23 +298,24 @@ ON_RANKS = [name for name in CONTESTANTS if not name.startswith("pytorch")]
 
 def run_in_processes(contestant: str, shape: str, ranks: int, threads: int, steps: int) -> float:
     """Runs one pass in its own processes and returns the median seconds of a step."""
+    words = ["--contestant", contestant, "--shape", shape, "--ranks", str(ranks), "--steps", str(steps)]
     with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as folder:
-        processes = []
-        for rank in range(ranks):
+        processes, logs = [], [Path(folder, f"rank-{rank}.log") for rank in range(ranks)]
+        for rank, path in enumerate(logs):
             environment = os.environ | RANK_ENVIRONMENT | {
                 "OMP_NUM_THREADS": str(threads), "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "DLRM_MEETING": f"{folder}/store",
             }  # fmt: skip
-            words = ["--contestant", contestant, "--shape", shape, "--ranks", str(ranks), "--steps", str(steps)]
-            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.trainers", *words]
-            processes.append(
-                subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            )
-        outputs = [process.communicate() for process in processes]
-    for process, (_, complaint) in zip(processes, outputs, strict=True):
-        if process.returncode:
-            raise RuntimeError(f"{contestant}, {shape}: exit code {process.returncode}: {complaint.decode()[-2000:]}")
-    return max(float(json.loads(out.splitlines()[-1])["seconds"]) for out, _ in outputs)
+            with path.open("wb") as log:
+                processes.append(
+                    start_process("benchmarks.trainers", f"dlrm rank {rank}", words, environment, ROOT, log)
+                )
+        codes = [process.wait() for process in processes]
+        outputs = [path.read_text(errors="replace") for path in logs]
+    for code, output in zip(codes, outputs, strict=True):
+        if code:
+            raise RuntimeError(f"{contestant}, {shape}: exit code {code}: {output[-2000:]}")
+    return max(float(json.loads(output.splitlines()[-1])["seconds"]) for output in outputs)
 
 
 def one_pass(contestant: str, shape: Shape, ranks: int, steps: int, kind: str = "cpu") -> dict[str, float]:

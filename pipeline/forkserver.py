@@ -28,6 +28,8 @@ from pipeline.process import die_with_parent, set_process_name
 
 READ_AT_LOAD = ("ARROW_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "NUMBA_", "OMP_", "OPENBLAS_", "PYTHON")
 """Prefixes of variables that libraries read when they are loaded. Processes that differ in one have other servers."""
+READ_LATER = "PYTHONBREAKPOINT"
+"""A variable of these prefixes that is not read at load. Ray sets it in a process that has started Ray."""
 MOST_SERVERS = 4
 """Servers that are kept. One without running processes is stopped where another is needed."""
 ROOT = Path(__file__).resolve().parent.parent
@@ -203,7 +205,8 @@ def stop_servers() -> None:
 
 
 def _server(module: str, root: Path, environment: Mapping[str, str]) -> ForkServer:
-    loaded = {key: value for key, value in environment.items() if key.startswith(READ_AT_LOAD)}
+    loaded = {name: value for name, value in environment.items() if name.startswith(READ_AT_LOAD)}
+    loaded.pop(READ_LATER, None)
     key = (module, root, tuple(sorted(loaded.items())))
     if key not in _servers:
         idle = [server for server in _servers.values() if server.is_idle()]

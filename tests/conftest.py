@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 from flows.runtime.environment import quiet_libraries, set_environment
+from pipeline import forkserver
 from pipeline.jobs.training.rank import start_group
 from pipeline.training.config import TrainConfig
 
 set_environment()
 quiet_libraries()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+forkserver.MOST_SERVERS = 8  # the modules that tests start processes of; each start costs six seconds of CPU
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE: Any = os.environ.setdefault("DLRM_TEST_DEVICE", "cpu")
 """Where trainers inside the tests' own process train; `make test-gpu` says `cuda`."""

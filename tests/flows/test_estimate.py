@@ -3,9 +3,10 @@
 import pytest
 
 from flows.estimate import estimate
+from pipeline.characterization import calibration_points
 from pipeline.characterization.estimate import RankMachine, derive_shape, estimate_checkpoint_bytes
 from pipeline.config import load
-from pipeline.jobs.estimate import footprint
+from pipeline.jobs.estimate import calibration, footprint
 from pipeline.jobs.workspace import Workspace
 from storage.errors import StorageError
 
@@ -78,8 +79,11 @@ def test_the_example_of_a_machine_description_is_valid():
 
 
 @pytest.mark.slow
-def test_the_flow_reports_everything(command, smoke, home):
-    """With few points the times are rough. The second call measures nothing."""
+def test_the_flow_reports_everything(command, smoke, home, monkeypatch):
+    """With few and small points the times are rough. The second call measures nothing."""
+    for name in ("MOST_FLOP", "MOST_LOOKED_UP", "MOST_HELD"):
+        monkeypatch.setattr(calibration_points, name, getattr(calibration_points, name) / 50)
+    monkeypatch.setattr(calibration, "QUICK", calibration.QUICK.model_copy(update={"repeats": 2, "steps": 2}))
     words = ("points=8", "machine=configs/machines/epyc_9654.yaml")
     code, result, log = command(estimate, CONFIG, *words, "measure=true", home=home)
     assert (code, result["status"]) == (0, "ok")

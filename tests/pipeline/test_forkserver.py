@@ -38,15 +38,15 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., ForkedProcess]]:
-    """(argument, more variables) -> a process of the program."""
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ForkedProcess]]:
+    """(argument, more variables) -> a process of the program. Servers of other tests stay."""
     (tmp_path / "program.py").write_text(PROGRAM)
 
     def start(argument: str, given: dict[str, int] | None = None, **more: str) -> ForkedProcess:
         with (tmp_path / "log").open("ab") as log:
             return start_process("program", "a program", [argument], os.environ | more, tmp_path, log, given)
 
-    stop_servers()
+    monkeypatch.setattr(forkserver, "_servers", {})
     yield start
     stop_servers()
 
@@ -128,11 +128,12 @@ def test_an_interrupted_request_is_not_taken_for_the_next(
     assert start("leave").wait(20) == 3
 
 
-def test_few_servers_are_kept(start: Callable[..., ForkedProcess]) -> None:
+def test_few_servers_are_kept(start: Callable[..., ForkedProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver, "MOST_SERVERS", 4)
     busy = start("sleep", OMP_NUM_THREADS="1")
     for threads in range(2, 9):
         assert start("end", OMP_NUM_THREADS=str(threads)).wait(20) == 0
-    assert len(forkserver._servers) == forkserver.MOST_SERVERS
+    assert len(forkserver._servers) == 4
     assert busy.poll() is None
 
 

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,10 @@ def write(point):
     table = pa.table({"day": pa.array([DAY] * 40, pa.date32()), "id": pa.array(range(100, 140))})
     warehouse.replace_days("events", {DAY: "new"}, table.schema, table.to_batches(max_chunksize=5), 40)
 
-for point in [int(word) for word in sys.argv[2:]]:
+for line in sys.stdin:
     child = os.fork()
     if child == 0:
-        write(point)
+        write(int(line))
         print(calls, flush=True)
         os._exit(0)
     status = os.waitpid(child, 0)[1]
@@ -89,26 +90,43 @@ for point in [int(word) for word in sys.argv[2:]]:
 """
 
 
-def written_and_killed(home: Path, *points: int) -> list[str]:
-    command = [sys.executable, "-c", KILLED, str(home), *map(str, points)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, check=True, env=environment, timeout=120, capture_output=True, text=True)
-    return done.stdout.split()
+@pytest.fixture
+def write_until(home: Path) -> Iterator[Callable[[int], list[str]]]:
+    """(call) -> what a writer says that is killed in that call; 0: in none. It is a fork: the imports are paid once."""
+    command = [sys.executable, "-c", KILLED, str(home)]
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        given, said = process.stdin, process.stdout
+
+        def write(point: int) -> list[str]:
+            print(point, file=given, flush=True)
+            words: list[str] = []
+            while not {"killed", "whole"} & {*words}:
+                line = said.readline()
+                assert line, "the writer ended"
+                words.append(line.strip())
+            return words
+
+        yield write
+        given.close()
 
 
 @pytest.mark.slow
 def test_fault_1_a_killed_writer_leaves_a_whole_day_and_its_orphans_are_removed(
-    warehouse: Warehouse, home: Path
+    warehouse: Warehouse, home: Path, write_until: Callable[[int], list[str]]
 ) -> None:
     write(warehouse, rows(DAY1, 5), rows(DAY2, 2, 50), identity="old")
-    written_and_killed(home, 0)
+    write_until(0)
     write(warehouse, rows(DAY1, 5), identity="old")
-    calls, *ends = written_and_killed(home, 0, 0)  # over old rows, and over new ones
+    calls, *ends = write_until(0) + write_until(0)  # over old rows, and over new ones
     assert (ends[0], ends[2]) == ("whole", "whole")
     write(warehouse, rows(DAY1, 5), identity="old")
     seen = set()
     for point in sorted(random.Random(1).sample(range(1, min(int(calls), int(ends[1])) + 1), 10)):
-        assert written_and_killed(home, point) == ["killed"]
+        assert write_until(point) == ["killed"]
         first = ids(warehouse)
         assert first in ([0, 1, 2, 3, 4, 50, 51], [*range(100, 140), 50, 51])
         assert warehouse.written_days("events")[DAY1] == ("old" if len(first) == 7 else "new")

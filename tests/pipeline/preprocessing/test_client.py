@@ -1,9 +1,6 @@
 """The order of the rows is complete, resumable, decided by the seed alone and the same under every executor."""
 
 import hashlib
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.executors import InlineExecutor
 from pipeline.preprocessing.service import Service
 from pipeline.training.state import checkpoint
@@ -27,7 +25,6 @@ from pipeline.training.trainer import Trainer
 from tests.pipeline.preprocessing.reference import (
     CONFIG,
     EXECUTORS,
-    ROOT,
     Reference,
     all_equal,
     alone,
@@ -223,6 +220,19 @@ def test_fault_18_resume_under_another_executor_worker_count_and_world_size(
         assert all_equal(found, expected)
 
 
+@pytest.mark.slow
+def test_an_epoch_drained_on_ray_is_that_of_this_process(
+    sources: Callable[[str], BatchSource], data: DataSpec, tmp_path: Path
+) -> None:
+    sources("ray")  # starts Ray
+    configs = [CONFIG.model_copy(update={"executor": name, "workers": 2}) for name in ("inline", "ray")]
+    here, there = (drain(data, config, 160, 7, tmp_path / config.executor, warn=pytest.fail) for config in configs)
+    same = {"order_hash", "rows", "batches", "bytes_read", "bytes_stored", "counts"}
+    assert there.model_dump(include=same) == here.model_dump(include=same)
+    assert (there.executor, there.workers, there.restarts) == ("ray", 2, 0)
+    assert 1 <= len(there.peak_rss_mb) <= 2
+
+
 def test_resume_reads_no_more_than_it_must(
     data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,9 +316,10 @@ def bad_file(
 
 @pytest.mark.parametrize("name", ["bad_label", "bad_file"])
 def test_fault_5_errors_of_the_worker_are_the_same_everywhere(
-    name: str, executor: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    """The whole sentence equals that of a worker in this process."""
+    name: str, executor: str, sources: Callable[[str], BatchSource], data: DataSpec,
+    request: pytest.FixtureRequest, tmp_path: Path,
+) -> None:  # fmt: skip
+    """The whole sentence equals that of a worker in this process. Two services of one process share its Ray."""
     spec: DataSpec = request.getfixturevalue(name)
     with pytest.raises(ContractError) as direct:
         list(alone(spec).batches())
@@ -318,23 +329,11 @@ def test_fault_5_errors_of_the_worker_are_the_same_everywhere(
         "bad_file": f"file 'file://{file}' of snapshot {spec.snapshot.snapshot_id} of table 't': expected a whole Parquet file, got ",
     }[name]
     assert str(direct.value).startswith(expected)
-    if executor == "ray":
-        pytest.importorskip("ray", reason="needs Ray: make setup EXTRAS=ray")
+    if executor == "ray":  # a second service of this process, which shares the first one's Ray
+        next(iter(client(sources("ray"), data).batches()))
     kind, workers = EXECUTORS[executor]
     config = CONFIG.model_copy(update={"executor": kind, "workers": workers})
-    if kind != "ray":
-        assert collect_errors(spec, config, tmp_path / "service") == 2 * [str(direct.value)]
-        return
-    # In a separate process, because the processors of the first service's Ray are taken.
-    code = (
-        "import json, sys; from pathlib import Path; from tests.pipeline.preprocessing import test_client as t\n"
-        "given = t.DataSpec.model_validate_json(sys.argv[1]), t.PreprocessingConfig.model_validate_json(sys.argv[2])\n"
-        "print(json.dumps(t.collect_errors(*given, Path(sys.argv[3]))))"
-    )
-    arguments = [spec.model_dump_json(), config.model_dump_json(), str(tmp_path / "service")]
-    command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert json.loads(ran.stdout.splitlines()[-1]) == 2 * [str(direct.value)], ran.stderr
+    assert collect_errors(spec, config, tmp_path / "service") == 2 * [str(direct.value)]
 
 
 def collect_errors(spec: DataSpec, config: PreprocessingConfig, folder: Path) -> list[str]:

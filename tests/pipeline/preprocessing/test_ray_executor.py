@@ -43,14 +43,6 @@ def test_fault_14_and_15_actors_are_killed_and_stopped(data: DataSpec, tmp_path:
     eventually(lambda: not left(), 90.0, "processes of Ray are left")
 
 
-@pytest.mark.slow
-def test_two_services_of_one_process_have_workers(data: DataSpec, tmp_path: Path) -> None:
-    """They share one Ray, started for the number of workers of the first service."""
-    config = CONFIG.model_copy(update={"executor": "ray", "workers": 2})
-    with Service({"days": data}, config, tmp_path / "1"), Service({"days": data}, config, tmp_path / "2"):
-        eventually(lambda: two_workers(tmp_path / "1") and two_workers(tmp_path / "2"), 90.0, "workers are missing")
-
-
 def two_workers(folder: Path) -> list[int]:
     file = folder / WORKERS_FILE
     pids = list(json.loads(file.read_text()).values()) if file.exists() else []

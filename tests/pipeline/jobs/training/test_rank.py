@@ -17,7 +17,6 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from pydantic import BaseModel
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from models.dlrm import DLRM
@@ -30,9 +29,11 @@ from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import Worker
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.state import checkpoint
-from pipeline.training.trainer import Trainer
 from storage.warehouse import Warehouse
 from tests.pipeline.conftest import ROOT, SETTINGS, Run, completed, completed_here, start
+from tests.pipeline.jobs.training.odd_rank import Reload, reload
+
+ODD_RANK = "tests.pipeline.jobs.training.odd_rank"
 
 
 def test_ids_sent_ahead_change_no_bit(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
@@ -145,54 +146,15 @@ def test_probe_is_what_the_model_says_of_the_first_rows(undisturbed: Run, alone:
         assert probe == pytest.approx(expected[:256].tolist(), abs=1e-4)
 
 
-DYING = '''
-"""A rank that dies as DEATHS says: [attempt, rank, function, text of its first argument, how]."""
-import json, os, signal, sys
-import torch
-from pipeline.training.state import checkpoint
-from pipeline.jobs.training import rank
-from pipeline.training.trainer import Trainer
-
-def die(how, argument):
-    if how == "exit 137":
-        os._exit(137)
-    if how == "nan":
-        return argument.dense.fill_(float("nan"))
-    os.kill(os.getpid(), getattr(signal, how))
-
-def dying(original, when, how, after):
-    def call(*arguments):
-        first, batch = (*arguments, None)[:2]
-        hit = when in (f"step {first.progress.steps};" if isinstance(first, Trainer) else str(first))
-        if hit and not after:
-            die(how, batch)
-        result = original(*arguments)
-        if hit and after:
-            die(how, batch)
-        return result
-    return call
-
-if __name__ == "__main__":
-    for attempt, number, name, when, how in json.loads(os.environ["DEATHS"]):
-        if [str(attempt), str(number)] == [os.environ["DLRM_ATTEMPT"], os.environ["RANK"]]:
-            after, name = name.startswith("after "), name.removeprefix("after ")
-            owner = Trainer if name == "train_step" else checkpoint
-            setattr(owner, name, dying(getattr(owner, name), when, how, after))
-    rank.main(sys.argv[1])
-'''
-
-
 @pytest.fixture
-def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+def dying(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     """(spec, deaths, **limits) -> a training in which ranks die at a step, or while a checkpoint is saved."""
 
     def train(spec: RankSpec, deaths: list[list[Any]], **limits: Any) -> Run:
         monkeypatch.setenv("DEATHS", json.dumps(deaths))
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))
-        (tmp_path / "dying.py").write_text(DYING)
         events: list[Event] = []
         limit = Limits(**{"deadline_seconds": 250, "restart_limit": 3, **limits})
-        result = run_ranks("dying", spec, Path(spec.folder), 2, 1, limit, events.append, tmp_path)
+        result = run_ranks(ODD_RANK, spec, Path(spec.folder), 2, 1, limit, events.append, ROOT)
         return Run(spec, result, events)
 
     return train
@@ -239,7 +201,7 @@ def test_fault_19_ranks_die_in_every_way(
         [2, 1, "train_step", "step 12;", "SIGSTOP"],
     ]
     spec = rank_spec(tmp_path / "run", **SETTINGS, checkpoint_async=False)
-    run = dying(spec, deaths, hang_seconds=60, deadline_seconds=500)  # starting takes long next to other work
+    run = dying(spec, deaths, hang_seconds=25, deadline_seconds=500)
     check_restarted(run, undisturbed, ["SIGTERM", "exit code 137", "none while rank 0 was training"], [8, 12])
 
 
@@ -359,41 +321,6 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-RELOAD = """
-import json, os, sys
-from pipeline.jobs.training import rank
-from tests.pipeline.jobs.training.test_rank import Reload, reload
-
-def train(spec, number, device):
-    for text in json.loads(os.environ["RELOADS"]):
-        reload(Reload.model_validate_json(text), spec.training.world_size, device)
-    rank.open_event_writer()({"event": "result"})
-
-if __name__ == "__main__":
-    rank.train = train
-    rank.main(sys.argv[1])
-"""
-
-
-class Reload(BaseModel, frozen=True):
-    """A training, and named checkpoints to load into it."""
-
-    spec: RankSpec
-    sources: dict[str, Path]
-
-
-def reload(what: Reload, world_size: int, device: torch.device) -> None:
-    """Saves the initial state, and the state after loading each checkpoint."""
-    spec, folder = what.spec, Path(what.spec.folder)
-    model, _ = rank.build_model(spec, world_size, device)
-    identity = rank.describe_identity(spec)
-    trainer = Trainer(model, spec.training, None, None, folder, lambda event: None, spec.seed, device, identity)  # type: ignore[arg-type]
-    checkpoint.save(folder / "initial", trainer.state(), {})
-    for name, source in what.sources.items():
-        trainer.load(source)
-        checkpoint.save(folder / name, trainer.state(), {})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "shardings"),
@@ -427,9 +354,7 @@ def test_fault_22_state_is_equal_under_every_sharding_plan(
         reload(reloads[0], 1, device)
     else:
         monkeypatch.setenv("RELOADS", json.dumps([each.model_dump_json() for each in reloads]))
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))
-        (tmp_path / "reload.py").write_text(RELOAD)
-        run_ranks("reload", reloads[0].spec, tmp_path, world_size, 1, Limits(deadline_seconds=250), print, tmp_path)
+        run_ranks(ODD_RANK, reloads[0].spec, tmp_path, world_size, 1, Limits(deadline_seconds=250), print, ROOT)
     for each in reloads:
         for name, path in each.sources.items():
             expected = read_all(path)

@@ -22,7 +22,10 @@ needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
 
 def start(spec: RankSpec, on_event: Callable[[Event], object]) -> Event:
     limits = Limits(deadline_seconds=280, hang_seconds=120, restart_limit=1)
-    return run_ranks_on_ray("pipeline.jobs.training.rank", spec, Path(spec.folder), 2, 1, limits, on_event, ROOT, None)
+    ranks = spec.training.world_size
+    return run_ranks_on_ray(
+        "pipeline.jobs.training.rank", spec, Path(spec.folder), ranks, 1, limits, on_event, ROOT, None
+    )
 
 
 def children() -> list[psutil.Process]:
@@ -68,7 +71,7 @@ def test_ranks_of_ray_train_like_processes(
 def test_our_errors_arrive_unchanged(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
     before = children()
     with pytest.raises(ContractError) as caught:
-        start(rank_spec(tmp_path, world_size=2, max_steps=100), print)
+        start(rank_spec(tmp_path, world_size=1, max_steps=100), print)
     assert str(caught.value) == (
         "training.max_steps: expected 100 steps, got rows for 14. Raise epochs, or lower max_steps."
     )
