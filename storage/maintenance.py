@@ -145,13 +145,24 @@ def _refuse_shared_location(warehouse: Warehouse, table: Table) -> None:
     place = f"{table.location().rstrip('/')}/"
     for namespace in warehouse.catalog.list_namespaces():
         for identifier in warehouse.catalog.list_tables(namespace):
-            other = warehouse.catalog.load_table(identifier)
+            other = _load(warehouse, identifier)
             there = f"{other.location().rstrip('/')}/"
             if other.name() != table.name() and (there.startswith(place) or place.startswith(there)):
                 raise StorageError(
                     f"location of table '{table.name()[-1]}'", "no files of other tables",
                     f"those of '{'.'.join(other.name())}'", "Copy one of the two tables to a location of its own.",
                 )  # fmt: skip
+
+
+def _load(warehouse: Warehouse, identifier: tuple[str, ...]) -> Table:
+    try:
+        return warehouse.catalog.load_table(identifier)
+    except Exception as error:
+        raise StorageError(
+            f"table '{'.'.join(identifier)}'", "to be readable, since its files may be below the location to clean",
+            f"{type(error).__name__}: {error}".split("\n")[0].rstrip("."),
+            "Move it to another catalog, or drop it with the engine that made it.",
+        ) from error  # fmt: skip
 
 
 def _referenced_paths(table: Table) -> Collection[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from pyiceberg.manifest import ManifestFile
+from pyiceberg.manifest import ManifestContent, ManifestFile
 from pyiceberg.table.update.snapshot import _ManifestMergeManager, _OverwriteFiles
 
 MOST_MANIFESTS = 100
@@ -29,4 +29,6 @@ class ReplacedDays(_OverwriteFiles):
         return [one for one in super()._existing_manifests() if one.has_added_files() or one.has_existing_files()]
 
     def _process_manifests(self, manifests: list[ManifestFile]) -> list[ManifestFile]:
-        return _ManifestMergeManager(MANIFEST_BYTES, MOST_MANIFESTS, True, self).merge_manifests(manifests)
+        merge = _ManifestMergeManager(MANIFEST_BYTES, MOST_MANIFESTS, True, self).merge_manifests
+        rows = [one for one in manifests if one.content == ManifestContent.DATA]
+        return merge(rows) + [one for one in manifests if one.content != ManifestContent.DATA]

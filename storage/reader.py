@@ -2,24 +2,24 @@
 
 import datetime
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel
-from pyiceberg.expressions import BooleanExpression, In
+from pyiceberg.expressions import BooleanExpression
 from pyiceberg.expressions.visitors import bind, extract_field_ids
 from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import expression_to_pyarrow
-from pyiceberg.manifest import DataFile
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
-from pyiceberg.table.snapshots import Snapshot
 
 from storage.config import DAY as DAY
 from storage.errors import CorruptFileError, StorageError, closest_names
+from storage.files import DayFile, data_files, days_filter, refuse_unreadable, rewrite_call, schema_at, snapshot_at
+from storage.files import SnapshotRef as SnapshotRef
 from storage.footer import SUFFIX, read_footer
 from storage.layout.spec import Layout
 from storage.ranges import Range, RangeFile, find_chunks, merge_ranges
@@ -31,13 +31,6 @@ READ_OPTIONS: dict[str, Any] = {
     "list_type": pa.LargeListType,  # the Arrow types that Iceberg's types map to
     "binary_type": pa.large_binary(),
 }
-
-
-class SnapshotRef(BaseModel, frozen=True):
-    """One state of one table. Reading it always gives the same rows."""
-
-    table: str
-    snapshot_id: int
 
 
 class Fragment(BaseModel, frozen=True):
@@ -53,7 +46,7 @@ class SnapshotReader:
     """Reads row groups of a pinned snapshot, projected by Iceberg field id and filtered by row.
 
     Field ids, not names, decide which column of a file is read: a feature that was dropped and added again under its
-    old name reads as null in old files, never as the old values.
+    old name reads as null in old files, never as the old values. All rows of a file are of the day in its partition.
 
     Attributes:
         bytes_read: Bytes of the columns read so far, compressed.
@@ -98,21 +91,62 @@ class SnapshotReader:
         self._gap_bytes = Layout.gap_of(table.properties)
         self._ids = {name: self.schema.find_field(name).field_id for name in needed}
         self._types = {name: arrow.field(name).type for name in needed}
+        self._defaults = {name: self.schema.find_field(name).initial_default for name in needed}
+        mapping = table.name_mapping()
+        self._mapped: dict[str, int] | None = None
+        if mapping is not None:
+            self._mapped = {name: field.field_id for field in mapping for name in field.names if field.field_id}
 
     def fragments(self, days: Iterable[datetime.date] | None = None) -> list[Fragment]:
-        """Lists the row groups of the snapshot by day, file and position. Their `rows` count before the row filter."""
+        """Lists the row groups of the snapshot by day, file and position. Their `rows` count before the row filter.
+
+        Raises:
+            CorruptFileError: If a file is unreadable. Names the file and the snapshot.
+            StorageError: If a file has row-level deletes, or lacks what is needed to read its columns.
+        """
         where = None if days is None else days_filter(days)
         filters = [part for part in (self.row_filter, where) if part is not None]
         found: list[Fragment] = []
-        for file in sorted(data_files(self.table, self.reference, *filters), key=_file_order):
-            metadata = self.open(file.file_path).metadata
-            if metadata.num_rows != file.record_count:
-                raise self._corrupt(file.file_path, f"{metadata.num_rows} of {file.record_count} rows")
+        for one in sorted(data_files(self.table, self.reference, *filters), key=_file_order):
+            refuse_unreadable(self.table, one)
+            path, rows = one.file.file_path, one.file.record_count
+            file = self.open(path)
+            if file.metadata.num_rows != rows:
+                raise self._corrupt(path, f"{file.metadata.num_rows} of {rows} rows")
+            self._refuse_constants(path, one.constants - self.stored_columns(file, path).keys())
             found += [
-                Fragment(path=file.file_path, row_group=i, rows=metadata.row_group(i).num_rows, day=day_of(file))
-                for i in range(metadata.num_row_groups)
+                Fragment(path=path, row_group=i, rows=file.metadata.row_group(i).num_rows, day=one.day)
+                for i in range(file.metadata.num_row_groups)
             ]
         return found
+
+    def _refuse_constants(self, path: str, lacking: Set[int]) -> None:
+        """Refuses a file without a column that it has only as the value of its partition."""
+        names = [f"'{name}'" for name, number in self._ids.items() if number in lacking]
+        if names:
+            raise StorageError(
+                f"file '{path}'", f"column {', '.join(names)} in it", "only a partition of that value",
+                "Rewrite the table with the engine that wrote it: in Spark "
+                f"{rewrite_call(self.table, 'rewrite-all', 'true')}.",
+            )  # fmt: skip
+
+    def stored_columns(self, file: pq.ParquetFile, path: str) -> dict[int, str]:
+        """Returns field id -> name of each column in a data file.
+
+        A file that was registered, not written by an Iceberg engine, has no ids. The table maps its names then.
+
+        Raises:
+            StorageError: If the file has no ids and the table no mapping.
+        """
+        own = {number: field.name for field in file.schema_arrow if (number := field_id(field)) is not None}
+        if own:
+            return own
+        if self._mapped is None:
+            raise StorageError(
+                f"file '{path}' of table '{self.reference.table}'", "field ids, or a mapping of names by the table",
+                "neither", "Set the table's property schema.name-mapping.default, or ingest its day with force=true.",
+            )  # fmt: skip
+        return {self._mapped[name]: name for name in file.schema_arrow.names if name in self._mapped}
 
     def empty(self) -> pa.Table:
         """Returns an empty table of the columns."""
@@ -133,9 +167,9 @@ class SnapshotReader:
             CorruptFileError: If the file is unreadable. Names the file and the snapshot.
         """
         file = self.open(fragment.path)
-        stored = {field_id(field): field for field in file.schema_arrow}
+        stored = self.stored_columns(file, fragment.path)
         rows = 0
-        names = {name: stored[i].name for name, i in self._ids.items() if i in stored}
+        names = {name: stored[i] for name, i in self._ids.items() if i in stored}
         group = file.metadata.row_group(fragment.row_group)
         wanted = self._count_read(group, set(names.values()), _is_local(fragment.path))
         if not _is_local(fragment.path):
@@ -145,7 +179,7 @@ class SnapshotReader:
         try:
             while (part := self._next(parts, fragment)) is not None:
                 rows += len(part)
-                yield self._project(part, names)
+                yield self._project(part, names, fragment.day)
         finally:
             file.close()
         if rows != fragment.rows:
@@ -157,10 +191,15 @@ class SnapshotReader:
         except (OSError, pa.ArrowException) as error:
             raise self._corrupt(fragment.path, error) from error
 
-    def _project(self, part: pa.RecordBatch, names: Mapping[str, str]) -> pa.RecordBatch:
-        """Filters a part and gives it the table's names and types. Columns missing from the file are null."""
+    def _project(self, part: pa.RecordBatch, names: Mapping[str, str], day: datetime.date) -> pa.RecordBatch:
+        """Filters a part and gives it the table's names and types.
+
+        A column missing from the file has its default value. That of `day` is the partition's, and most have null.
+        """
         arrays = [
-            _cast(part.column(names[name]), kind) if name in names else pa.nulls(len(part), kind)
+            _cast(part.column(names[name]), kind)
+            if name in names
+            else _fill(day if name == DAY else self._defaults[name], kind, len(part))
             for name, kind in self._types.items()
         ]
         return keep_rows(pa.RecordBatch.from_arrays(arrays, list(self._types)), self._keep, self.columns)
@@ -215,66 +254,18 @@ def _is_local(path: str) -> bool:
     return path.removeprefix("file://").startswith("/")
 
 
-def snapshot_at(table: Table, reference: SnapshotRef) -> Snapshot:
-    """Returns the snapshot.
-
-    Raises:
-        StorageError: If the table does not have it.
-    """
-    snapshot = table.snapshot_by_id(reference.snapshot_id)
-    if snapshot is None:
-        raise StorageError(
-            f"snapshot {reference.snapshot_id} of table '{reference.table}'", "a snapshot of the table",
-            "none of that id", "It may have expired. Use the current snapshot.",
-        )  # fmt: skip
-    return snapshot
-
-
-def schema_at(table: Table, reference: SnapshotRef) -> Schema:
-    """Returns the table's schema at the snapshot. Raises as `snapshot_at`."""
-    snapshot = snapshot_at(table, reference)
-    return table.schemas()[snapshot.schema_id] if snapshot.schema_id is not None else table.schema()
-
-
-def day_of(file: DataFile) -> datetime.date:
-    """Returns the day partition of a data file."""
-    value: Any = file.partition[0]
-    return (
-        value if isinstance(value, datetime.date) else datetime.date(1970, 1, 1) + datetime.timedelta(days=int(value))
-    )
-
-
-def days_filter(days: Iterable[datetime.date]) -> BooleanExpression:
-    """Builds a filter for rows of some days."""
-    return In(DAY, [day.isoformat() for day in sorted(days)])  # type: ignore[call-arg, arg-type]
-
-
-def _file_order(file: DataFile) -> tuple[datetime.date, list[str | int]]:
+def _file_order(found: DayFile) -> tuple[datetime.date, list[str | int]]:
     """Sorts by day, then by order of writing: numbers in file names compare as numbers."""
-    parts = re.split(r"(\d+)", file.file_path.rsplit("/", 1)[-1])
-    return day_of(file), [int(part) if part.isdigit() else part for part in parts]
-
-
-def data_files(table: Table, reference: SnapshotRef, *filters: BooleanExpression) -> Iterator[DataFile]:
-    """Yields the data files of a snapshot that may hold rows passing all filters.
-
-    Raises:
-        StorageError: If another engine has deleted rows of a file, which our readers would still return.
-    """
-    scan = table.scan(snapshot_id=reference.snapshot_id)
-    for row_filter in filters:
-        scan = scan.filter(row_filter)
-    for task in scan.plan_files():
-        if task.delete_files:
-            raise StorageError(
-                f"file '{task.file.file_path}'", "no row-level delete files", f"{len(task.delete_files)}",
-                "Rewrite the table in copy-on-write mode with the engine that wrote the deletes.",
-            )  # fmt: skip
-        yield task.file
+    parts = re.split(r"(\d+)", found.file.file_path.rsplit("/", 1)[-1])
+    return found.day, [int(part) if part.isdigit() else part for part in parts]
 
 
 def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
     return array if array.type == kind else array.cast(kind)
+
+
+def _fill(value: Any, kind: pa.DataType, rows: int) -> pa.Array:
+    return pa.nulls(rows, kind) if value is None else pa.repeat(pa.scalar(value, kind), rows)
 
 
 def field_id(field: pa.Field) -> int | None:

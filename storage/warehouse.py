@@ -32,9 +32,10 @@ from storage.days import (
     to_summary,
 )
 from storage.errors import ConflictError, StorageError, UnknownCommitError
+from storage.files import DayFile, data_files, day_of, days_filter, schema_at, snapshot_at
 from storage.layout.spec import Layout
 from storage.overwrite import ReplacedDays
-from storage.reader import DAY, SnapshotReader, SnapshotRef, data_files, day_of, days_filter, schema_at, snapshot_at
+from storage.reader import DAY, SnapshotReader, SnapshotRef
 from storage.writer import DataFileWriter, collect_chunks
 
 FILES_AT_A_TIME = 16
@@ -84,6 +85,16 @@ class Warehouse:
             raise StorageError(
                 f"table '{name}'", "a table of the warehouse", f"tables: {known}", "Run `python -m flows.ingest` first."
             ) from None
+
+    def _writable(self, name: str) -> Table:
+        """Loads a table to change it. pyiceberg reads version 3 and cannot write it."""
+        table = self.table(name)
+        if table.format_version > 2:
+            raise StorageError(
+                f"format of table '{name}'", "version 1 or 2 to change it", f"{table.format_version}",
+                "Copy it into a table of version 2 with the engine that made it.",
+            )  # fmt: skip
+        return table
 
     def has_table(self, name: str) -> bool:
         """Tells whether the table exists."""
@@ -254,8 +265,9 @@ class Warehouse:
         kind = Operation.APPEND if table.current_snapshot() is None else Operation.OVERWRITE
         overwrite = ReplacedDays(kind, transaction, table.io)
         overwrite.delete_by_predicate(where)
-        for task in table.scan(row_filter=where).plan_files():
-            overwrite.delete_data_file(task.file)
+        if table.current_snapshot() is not None:
+            for found in data_files(table, _reference(table), where):
+                overwrite.delete_data_file(found.file)
         return overwrite
 
     def _assert_rows(self, reference: SnapshotRef, days: Sequence[datetime.date], rows: int) -> None:
@@ -281,7 +293,7 @@ class Warehouse:
                         creation.update_spec() as spec,
                     ):
                         spec.add_identity(DAY)
-                table = self.table(name)
+                table = self._writable(name)
                 _check_types(name, table.schema().as_arrow(), schema)
                 if not _holds_all(table.schema().as_arrow(), schema):
                     with table.update_schema() as update:
@@ -354,7 +366,7 @@ class Warehouse:
 
     def set_property(self, name: str, key: str, value: str) -> None:
         """Sets a property of a table."""
-        with self.table(name).transaction() as transaction:
+        with self._writable(name).transaction() as transaction:
             transaction.set_properties({key: value})
 
     def whole_days(self, name: str) -> set[datetime.date]:
@@ -366,7 +378,7 @@ class Warehouse:
         table = self.table(name) if self.has_table(name) else None
         if table is None or table.current_snapshot() is None:
             return {}
-        files = self.day_files(_reference(table))
+        files = self._files(_reference(table))
         with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
             whole = zip(files, pool.map(partial(_are_whole, table.io), files.values()), strict=True)
             return {day: _name_of(files[day]) for day, found in whole if found}
@@ -386,14 +398,17 @@ class Warehouse:
                 f"{holder.snapshot_id}", "A tag cannot move to another snapshot. Choose another name.",
             )  # fmt: skip
         if holder is None:
-            table.manage_snapshots().create_tag(reference.snapshot_id, tag).commit()
+            self._writable(reference.table).manage_snapshots().create_tag(reference.snapshot_id, tag).commit()
 
     def schema(self, reference: SnapshotRef) -> pa.Schema:
         """Returns the Arrow schema of the table at the snapshot."""
         return schema_at(self.table(reference.table), reference).as_arrow()
 
     def day_rows(self, reference: SnapshotRef) -> dict[datetime.date, int]:
-        """Counts the rows of each day at the snapshot, in order of the days, from metadata only."""
+        """Counts the rows of each day at the snapshot, in order of the days, from metadata only.
+
+        Rows that row-level deletes have removed count, too. Reading their day is refused.
+        """
         files = self.day_files(reference)
         return {day: sum(file.record_count for file in files[day]) for day in files}
 
@@ -406,16 +421,21 @@ class Warehouse:
         return {day: known.get(name, name) for day, name in self.day_names(reference).items()}
 
     def day_names(self, reference: SnapshotRef) -> dict[datetime.date, str]:
-        """Returns day -> a hash of the names of its data files. Equal hashes mean equal rows at equal positions."""
-        return {day: _name_of(files) for day, files in self.day_files(reference).items()}
+        """Returns day -> a hash of the names of its files. Equal hashes mean equal rows at equal positions."""
+        return {day: _name_of(files) for day, files in self._files(reference).items()}
 
     def day_files(self, reference: SnapshotRef) -> dict[datetime.date, list[DataFile]]:
-        """Returns the data files of each day at the snapshot, in order of the days."""
-        files: dict[datetime.date, list[DataFile]] = {}
-        table = self.table(reference.table)
-        snapshot_at(table, reference)
-        for file in data_files(table, reference):
-            files.setdefault(day_of(file), []).append(file)
+        """Returns the data files of each day at the snapshot, in order of the days.
+
+        Raises:
+            StorageError: If rows of several days may share a file.
+        """
+        return {day: [found.file for found in files] for day, files in self._files(reference).items()}
+
+    def _files(self, reference: SnapshotRef) -> dict[datetime.date, list[DayFile]]:
+        files: dict[datetime.date, list[DayFile]] = {}
+        for found in data_files(self.table(reference.table), reference):
+            files.setdefault(found.day, []).append(found)
         return dict(sorted(files.items()))
 
     def reader(
@@ -453,14 +473,14 @@ def _check_name(name: str) -> str:
     return name
 
 
-def _name_of(files: Iterable[DataFile]) -> str:
-    return hash_paths([file.file_path for file in files])
+def _name_of(files: Iterable[DayFile]) -> str:
+    return hash_paths([path for found in files for path in (found.file.file_path, *found.deletes)])
 
 
-def _are_whole(io: FileIO, files: Sequence[DataFile]) -> bool:
+def _are_whole(io: FileIO, files: Sequence[DayFile]) -> bool:
     """Tells whether files have the sizes they were written with, without reading them."""
     try:
-        return all(len(io.new_input(file.file_path)) == file.file_size_in_bytes for file in files)
+        return all(len(io.new_input(found.file.file_path)) == found.file.file_size_in_bytes for found in files)
     except FileNotFoundError:
         return False
 

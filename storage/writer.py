@@ -71,6 +71,13 @@ class DataFileWriter:
         whole = pa.table([_column(rows, field, given) for field in self.arrow], schema=self.arrow)
         if whole[DAY].null_count:
             raise StorageError("column 'day'", "a day in each row", "rows without one", "Give the source's rows a day.")
+        for field in self.arrow:
+            if not field.nullable and whole[field.name].null_count:
+                raise StorageError(
+                    f"column '{field.name}'", "a value in each row, as the table requires (NOT NULL)",
+                    f"{whole[field.name].null_count} rows without one",
+                    f"Give them one, or make the column optional: ALTER COLUMN {field.name} DROP NOT NULL.",
+                )  # fmt: skip
         days = sorted(pc.unique(whole[DAY]).to_pylist())
         parts = (whole.filter(pc.equal(whole[DAY], day)) if len(days) > 1 else whole for day in days)
         numbers = [next(self._numbers) for _ in days]

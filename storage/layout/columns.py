@@ -14,7 +14,8 @@ from pyiceberg.table import Table
 
 from storage.arrow import is_list
 from storage.errors import CorruptFileError
-from storage.reader import SnapshotReader, SnapshotRef, data_files, day_of, days_filter, field_id
+from storage.files import data_files, days_filter, refuse_unreadable
+from storage.reader import SnapshotReader, SnapshotRef
 
 FILES_AT_A_TIME = 8
 """Footers read concurrently. On an object store each takes a round trip or two."""
@@ -89,13 +90,16 @@ class Footers:
 
     def _files(self, days: Collection[datetime.date] | None) -> list[tuple[datetime.date, str]]:
         filters = [] if days is None else [days_filter(days)]
-        return sorted((day_of(file), file.file_path) for file in data_files(self.table, self.reference, *filters))
+        found = list(data_files(self.table, self.reference, *filters))
+        for one in found:
+            refuse_unreadable(self.table, one)
+        return sorted((one.day, one.file.file_path) for one in found)
 
     def _bytes(self, path: str) -> dict[str, int]:
         sums: dict[str, int] = {}
         with self.reader.open(path) as file:
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-            for leaf, name, _ in self._leaves(file):
+            for leaf, name, _ in self._leaves(file, path):
                 sums[name] = sums.get(name, 0) + sum(group.column(leaf).total_compressed_size for group in groups)
         return sums
 
@@ -105,7 +109,7 @@ class Footers:
         with suppress(CorruptFileError, OSError, pa.ArrowException), self.reader.open(path) as file:
             for number in range(file.metadata.num_row_groups):
                 group = file.metadata.row_group(number)
-                for leaf, name, stored in self._leaves(file):
+                for leaf, name, stored in self._leaves(file, path):
                     if (
                         name in columns
                         and name not in found
@@ -125,9 +129,9 @@ class Footers:
             values = pc.list_flatten(values)
         return len(values) > values.null_count
 
-    def _leaves(self, file: pq.ParquetFile) -> Iterator[tuple[int, str, str]]:
+    def _leaves(self, file: pq.ParquetFile, path: str) -> Iterator[tuple[int, str, str]]:
         """Yields (position of a column chunk, column name in the table, column name in the file)."""
-        names = {field.name: self.names.get(field_id(field) or -1) for field in file.schema_arrow}
+        names = {stored: self.names.get(number) for number, stored in self.reader.stored_columns(file, path).items()}
         for leaf in range(len(file.schema)):
             stored = file.schema.column(leaf).path.split(".")[0]
             name = names.get(stored)

@@ -9,7 +9,7 @@ import duckdb
 import pyarrow as pa
 from pydantic import BaseModel
 from pyiceberg.io import FileIO
-from pyiceberg.manifest import DataFile
+from pyiceberg.manifest import DataFile, FileFormat
 from pyiceberg.table import Table
 
 from storage.errors import StorageError
@@ -55,7 +55,7 @@ def days_in_other_layouts(warehouse: Warehouse, reference: SnapshotRef) -> list[
     return [
         day
         for day, files in warehouse.day_files(reference).items()
-        if any(_read_mark(table.io, file.file_path) != layout.mark for file in files)
+        if any(_read_mark(table.io, file) != layout.mark for file in files)
     ]
 
 
@@ -122,9 +122,11 @@ def _read_back(io: FileIO, file: DataFile, names: list[str]) -> Iterator[pa.Tabl
             yield parquet.read_row_group(group, use_threads=False).select(names)
 
 
-def _read_mark(io: FileIO, path: str) -> str | None:
+def _read_mark(io: FileIO, found: DataFile) -> str | None:
     """Returns the mark of a file's layout, or None for a file of another writer."""
-    with open_parquet(io, path) as file:
+    if found.file_format != FileFormat.PARQUET:
+        return None
+    with open_parquet(io, found.file_path) as file:
         return (file.metadata.metadata or {}).get(MARK, b"").decode() or None
 
 

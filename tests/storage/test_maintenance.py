@@ -233,6 +233,25 @@ def test_young_snapshots_and_files_stay(warehouse: Warehouse, home: Path) -> Non
     assert ids(warehouse) == [0, 1, 2, 3]
 
 
+def test_a_table_that_cannot_be_loaded_is_named_before_anything_is_deleted(warehouse: Warehouse, home: Path) -> None:
+    write(warehouse, rows(DAY1, 3))
+    write(warehouse, rows(DAY1, 4))
+    expire(warehouse, "events", NOW)
+    table = rows(DAY1, 1)
+    warehouse.replace_days("other", {DAY1: "i"}, table.schema, table.to_batches(), 1)
+    metadata = Path(warehouse.table("other").metadata_location.removeprefix("file://"))
+    metadata.write_text(metadata.read_text().replace('"long"', '"variant"'))
+    before = on_disk(home)
+    with pytest.raises(StorageError) as error:
+        vacuum(warehouse, "events", NOW, dry_run=False)
+    assert str(error.value) == (
+        "table 'dlrm.other': expected to be readable, since its files may be below the location to clean, "
+        "got ValidationError: 1 validation error for TableMetadataWrapper. "
+        "Move it to another catalog, or drop it with the engine that made it."
+    )
+    assert on_disk(home) == before
+
+
 def test_a_link_out_of_the_table_is_refused(warehouse: Warehouse, home: Path, tmp_path: Path) -> None:
     write(warehouse, rows(DAY1, 3))
     outside = tmp_path / "outside"

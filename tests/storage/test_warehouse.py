@@ -446,20 +446,6 @@ def test_rows_lost_by_the_commit_are_noticed(warehouse: Warehouse, monkeypatch: 
     )
 
 
-def test_row_level_deletes_of_another_engine_are_refused(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshot = write(warehouse, rows(DAY1, 3))
-    tasks = list(warehouse.table("events").scan().plan_files())
-    tasks[0].delete_files.add(tasks[0].file)
-    monkeypatch.setattr("pyiceberg.table.DataScan.plan_files", lambda _: tasks)
-    for call in (lambda: warehouse.day_rows(snapshot), warehouse.reader(snapshot, ["id"]).fragments):
-        with pytest.raises(StorageError) as error:
-            call()
-        assert str(error.value) == (
-            f"file '{tasks[0].file.file_path}': expected no row-level delete files, got 1. "
-            "Rewrite the table in copy-on-write mode with the engine that wrote the deletes."
-        )
-
-
 # Two writers of one catalog
 
 

@@ -1,0 +1,180 @@
+"""Which data files a snapshot has for each day. Refuses files whose day or rows cannot be known."""
+
+import datetime
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+from pyiceberg.expressions import BooleanExpression, In
+from pyiceberg.manifest import DataFile, FileFormat
+from pyiceberg.partitioning import PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.table import FileScanTask, Table
+from pyiceberg.table.snapshots import Snapshot
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.types import DateType
+
+from storage.config import DAY
+from storage.errors import StorageError
+
+EPOCH = datetime.date(1970, 1, 1)
+
+
+class SnapshotRef(BaseModel, frozen=True):
+    """One state of one table. Reading it always gives the same rows."""
+
+    table: str
+    snapshot_id: int
+
+
+class DayFile(NamedTuple):
+    """A data file with the one day of its rows."""
+
+    day: datetime.date
+    file: DataFile
+    deletes: tuple[str, ...]
+    """Paths of the files with its row-level deletes."""
+    constants: frozenset[int]
+    """Ids of fields whose one value is in the partition, perhaps not in the file. `day` is not among them."""
+
+
+def snapshot_at(table: Table, reference: SnapshotRef) -> Snapshot:
+    """Returns the snapshot.
+
+    Raises:
+        StorageError: If the table does not have it.
+    """
+    snapshot = table.snapshot_by_id(reference.snapshot_id)
+    if snapshot is None:
+        raise StorageError(
+            f"snapshot {reference.snapshot_id} of table '{reference.table}'", "a snapshot of the table",
+            "none of that id", "It may have expired. Use the current snapshot.",
+        )  # fmt: skip
+    return snapshot
+
+
+def schema_at(table: Table, reference: SnapshotRef) -> Schema:
+    """Returns the schema of a snapshot. That of the newest one is the table's: columns may have changed since.
+
+    Raises as `snapshot_at`.
+    """
+    snapshot = snapshot_at(table, reference)
+    is_newest = snapshot.snapshot_id == table.metadata.current_snapshot_id
+    return table.schema() if is_newest or snapshot.schema_id is None else table.schemas()[snapshot.schema_id]
+
+
+def days_filter(days: Iterable[datetime.date]) -> BooleanExpression:
+    """Builds a filter for rows of some days."""
+    return In(DAY, [day.isoformat() for day in sorted(days)])  # type: ignore[call-arg, arg-type]
+
+
+def day_of(file: DataFile, place: int = 0) -> datetime.date:
+    """Returns the day partition of a data file.
+
+    Args:
+        place: Number of the day among the partition's values.
+    """
+    value: Any = file.partition[place]
+    return value if isinstance(value, datetime.date) else EPOCH + datetime.timedelta(days=int(value))
+
+
+def data_files(table: Table, reference: SnapshotRef, *filters: BooleanExpression) -> Iterator[DayFile]:
+    """Yields the data files of a snapshot that may hold rows passing all filters.
+
+    Raises:
+        StorageError: If the day of a file is not known, or deletes by value apply to it.
+    """
+    name = reference.table
+    schema = schema_at(table, reference)
+    day_id = _find_day(name, schema)
+    _find_day(name, table.schema())  # filters are bound to this one
+    scan = table.scan(snapshot_id=reference.snapshot_id)
+    for row_filter in filters:
+        scan = scan.filter(row_filter)
+    specs = {number: _find_place(spec, day_id) for number, spec in table.specs().items()}
+    for task in _plan(table, scan):
+        spec, place = table.specs()[task.file.spec_id], specs[task.file.spec_id]
+        if place is None:
+            raise StorageError(
+                f"file '{task.file.file_path}' of table '{name}'", "one day's rows, in a partition of that `day`",
+                f"partitions by {_describe(spec, schema)}",
+                f"Partition the table by `day` and rewrite it: in Spark {rewrite_call(table, 'rewrite-all', 'true')}.",
+            )  # fmt: skip
+        if task.file.partition[place] is None:
+            raise StorageError(
+                f"file '{task.file.file_path}' of table '{name}'", "a day in each row",
+                f"{task.file.record_count} rows without one", "Delete them with the engine that wrote them.",
+            )  # fmt: skip
+        constants = {field.source_id for field in spec.fields if isinstance(field.transform, IdentityTransform)}
+        yield DayFile(
+            day_of(task.file, place),
+            task.file,
+            tuple(sorted(deletes.file_path for deletes in task.delete_files)),
+            frozenset(constants - {day_id}),
+        )
+
+
+def refuse_unreadable(table: Table, found: DayFile) -> None:
+    """Refuses a file whose rows our readers would get wrong.
+
+    Raises:
+        StorageError: If another engine has deleted some of its rows, or wrote it in another format.
+    """
+    path = found.file.file_path
+    if found.deletes:
+        raise StorageError(
+            f"file '{path}' of day {found.day}", "no row-level delete files", f"{len(found.deletes)}",
+            "Apply them with the engine that wrote them, in Spark with "
+            f"{rewrite_call(table, 'delete-file-threshold', '1')}, or ingest the day again with force=true.",
+        )  # fmt: skip
+    if found.file.file_format != FileFormat.PARQUET:
+        raise StorageError(
+            f"file '{path}' of day {found.day}", "a Parquet file", f"one in {found.file.file_format.name}",
+            "Set the table's property write.format.default=parquet and rewrite it: in Spark "
+            f"{rewrite_call(table, 'rewrite-all', 'true')}.",
+        )  # fmt: skip
+
+
+def rewrite_call(table: Table, option: str, value: str) -> str:
+    """Returns the SQL by which Spark rewrites the files of a table."""
+    name = ".".join(table.name()[-2:])
+    return f"`CALL system.rewrite_data_files(table => '{name}', options => map('{option}', '{value}'))`"
+
+
+def _plan(table: Table, scan: Any) -> Iterable[FileScanTask]:
+    try:
+        tasks: Iterable[FileScanTask] = scan.plan_files()
+    except ValueError as error:
+        if "equality deletes" not in str(error):
+            raise
+        raise StorageError(
+            f"table '{table.name()[-1]}'", "no deletes by value (equality deletes)", "some",
+            "Apply them with the engine that wrote them, in Spark with "
+            f"{rewrite_call(table, 'delete-file-threshold', '1')}.",
+        ) from error  # fmt: skip
+    return tasks
+
+
+def _find_day(table: str, schema: Schema) -> int:
+    """Returns the field id of the column `day`."""
+    field = next((field for field in schema.fields if field.name == DAY), None)
+    if field is None or not isinstance(field.field_type, DateType):
+        alike = [f"'{other.name}' {other.field_type}" for other in schema.fields if other.name.lower() == DAY]
+        raise StorageError(
+            f"table '{table}'", "a column `day` of type date", ", ".join(alike) or "no column of that name",
+            "Ingest its files into a table of another name, with source.day_column.",
+        )  # fmt: skip
+    return field.field_id
+
+
+def _find_place(spec: PartitionSpec, day_id: int) -> int | None:
+    """Returns the number of the partition value that is the day, or None if rows of several days may share a file."""
+    for place, field in enumerate(spec.fields):
+        if field.source_id == day_id and isinstance(field.transform, IdentityTransform):
+            return place
+    return None
+
+
+def _describe(spec: PartitionSpec, schema: Schema) -> str:
+    named = [f"{field.transform} of {schema.find_column_name(field.source_id)}" for field in spec.fields]
+    return ", ".join(named) or "nothing"

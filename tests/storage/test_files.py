@@ -1,0 +1,276 @@
+"""Tables that other engines made or changed: rows are read with their own day and values, or refused."""
+
+import datetime
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyiceberg.manifest import FileFormat
+from pyiceberg.schema import Schema
+from pyiceberg.table import Table
+from pyiceberg.transforms import BucketTransform, IdentityTransform, MonthTransform
+from pyiceberg.typedef import Record
+from pyiceberg.types import DateType, DoubleType, NestedField, StringType
+
+from storage.errors import StorageError
+from storage.layout.columns import Footers
+from storage.reader import SnapshotReader, SnapshotRef
+from storage.warehouse import Warehouse
+from tests.storage.foreign import add_file, delete_rows
+
+DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
+EPOCH = datetime.date(1970, 1, 1)
+
+
+def rows(days: list[datetime.date], first: int = 0) -> pa.Table:
+    ids = pa.array(range(first, first + len(days)), pa.int64())
+    return pa.table({"day": pa.array(days, pa.date32()), "id": ids, "text": [f"t{i}" for i in ids.to_pylist()]})
+
+
+def write(warehouse: Warehouse, *days: datetime.date, first: int = 0) -> SnapshotRef:
+    table = rows(list(days), first)
+    return warehouse.replace_days("events", dict.fromkeys(days, "i"), table.schema, table.to_batches(), table.num_rows)
+
+
+def read(warehouse: Warehouse, days: list[datetime.date] | None = None) -> list[tuple[Any, ...]]:
+    reader = warehouse.reader(warehouse.current("events"), ["day", "id", "text"])
+    parts = [reader.read(fragment).to_pydict() for fragment in reader.fragments(days)]
+    return [row for part in parts for row in zip(*part.values(), strict=True)]
+
+
+def number(day: datetime.date) -> int:
+    return (day - EPOCH).days
+
+
+def refusal(call: Any) -> str:
+    with pytest.raises(StorageError) as error:
+        call()
+    return re.sub(r"file '[^']*'", "file", str(error.value))
+
+
+def partition_by(table: Table, *fields: tuple[str, Any, str]) -> None:
+    with table.update_spec() as update:
+        for field in table.spec().fields:
+            update.remove_field(field.name)
+        for source, transform, name in fields:
+            update.add_field(source, transform, name)
+
+
+# Partitions
+
+
+@pytest.mark.parametrize("kind", ["month of day", "bucket[4] of id", "nothing"])
+@pytest.mark.parametrize("back", [False, True], ids=["now", "once"])
+def test_files_that_may_hold_several_days_are_refused(warehouse: Warehouse, kind: str, back: bool) -> None:
+    write(warehouse, DAY1, DAY2)
+    table = warehouse.table("events")
+    fields = {
+        "month of day": [("day", MonthTransform(), "month")], "bucket[4] of id": [("id", BucketTransform(4), "bucket")],
+    }.get(kind, [])  # fmt: skip
+    partition_by(table, *fields)
+    add_file(table, rows([DAY1, DAY2, DAY3], 100), Record(*([648] * len(fields))))
+    if back:
+        partition_by(table, ("day", IdentityTransform(), "again"))
+    sentence = (
+        f"file of table 'events': expected one day's rows, in a partition of that `day`, got partitions by {kind}. "
+        "Partition the table by `day` and rewrite it: in Spark "
+        "`CALL system.rewrite_data_files(table => 'dlrm.events', options => map('rewrite-all', 'true'))`."
+    )
+    before = warehouse.current("events")
+    assert refusal(lambda: warehouse.day_rows(before)) == sentence
+    assert refusal(lambda: read(warehouse, [DAY2])) == sentence
+    assert refusal(lambda: write(warehouse, DAY2)) == sentence
+    assert warehouse.current("events") == before
+
+
+def test_a_day_beside_other_partitions_is_found_by_its_field(warehouse: Warehouse) -> None:
+    write(warehouse, DAY1, DAY2)
+    table = warehouse.table("events")
+    partition_by(table, ("id", BucketTransform(4), "bucket"), ("day", IdentityTransform(), "again"))
+    add_file(table, rows([DAY3, DAY3], 100), Record(2, number(DAY3)))
+    assert warehouse.day_rows(warehouse.current("events")) == {DAY1: 1, DAY2: 1, DAY3: 2}
+    assert [row[1] for row in read(warehouse, [DAY3])] == [100, 101]
+    assert [row[1] for row in read(warehouse, [DAY1])] == [0]
+
+
+def test_rows_without_a_day_are_refused(warehouse: Warehouse) -> None:
+    write(warehouse, DAY1)
+    table = warehouse.table("events")
+    nowhere = rows([DAY1, DAY1]).set_column(0, "day", pa.nulls(2, pa.date32()))
+    add_file(table, nowhere, Record(None))
+    assert refusal(lambda: read(warehouse)) == (
+        "file of table 'events': expected a day in each row, got 2 rows without one. "
+        "Delete them with the engine that wrote them."
+    )
+
+
+@pytest.mark.parametrize(
+    ("column", "got"),
+    [("day", "'day' string"), ("Day", "'Day' string"), ("ds", "no column of that name")],
+)
+def test_a_table_without_a_date_in_day_is_refused(warehouse: Warehouse, column: str, got: str) -> None:
+    schema = Schema(NestedField(1, column, StringType(), required=False))
+    table = warehouse.catalog.create_table((warehouse.config.namespace, "events"), schema)
+    table.append(pa.table({column: ["2024-01-01"]}))
+    assert refusal(lambda: warehouse.day_rows(warehouse.current("events"))) == (
+        f"table 'events': expected a column `day` of type date, got {got}. "
+        "Ingest its files into a table of another name, with source.day_column."
+    )
+
+
+# Columns
+
+
+def test_files_without_field_ids_are_read_by_the_names_that_the_table_maps(
+    warehouse: Warehouse, tmp_path: Path
+) -> None:
+    write(warehouse, DAY1)
+    table = warehouse.table("events")
+    pq.write_table(rows([DAY2, DAY2], 100), tmp_path / "added.parquet")
+    table.add_files([str(tmp_path / "added.parquet")])
+    assert read(warehouse) == [(DAY1, 0, "t0"), (DAY2, 100, "t100"), (DAY2, 101, "t101")]
+    footers = Footers(warehouse.table("events"), warehouse.current("events"))
+    assert footers.without_values(["id", "text"], [DAY2]).columns == []
+    with warehouse.table("events").transaction() as transaction:
+        transaction.remove_properties("schema.name-mapping.default")
+    assert refusal(lambda: read(warehouse)) == (
+        "file of table 'events': expected field ids, or a mapping of names by the table, got neither. "
+        "Set the table's property schema.name-mapping.default, or ingest its day with force=true."
+    )
+
+
+def test_a_day_that_only_the_partition_has_is_read_from_there(warehouse: Warehouse, tmp_path: Path) -> None:
+    """As Hive writes files: the value is in the folder's name."""
+    write(warehouse, DAY1)
+    pq.write_table(rows([DAY2, DAY2], 100), tmp_path / "added.parquet")
+    warehouse.table("events").add_files([str(tmp_path / "added.parquet")])
+    pq.write_table(rows([DAY2, DAY2], 100).drop(["day"]), tmp_path / "added.parquet")
+    assert read(warehouse, [DAY2]) == [(DAY2, 100, "t100"), (DAY2, 101, "t101")]
+
+
+def test_another_value_that_only_the_partition_has_is_refused(warehouse: Warehouse, tmp_path: Path) -> None:
+    write(warehouse, DAY1)
+    table = warehouse.table("events")
+    partition_by(table, ("day", IdentityTransform(), "again"), ("text", IdentityTransform(), "text_part"))
+    path = add_file(table, rows([DAY2, DAY2], 100), Record(number(DAY2), "DE"))
+    schema = pq.read_schema(path)
+    pq.write_table(pq.read_table(path, columns=["day", "id"]).cast(pa.schema([schema.field(0), schema.field(1)])), path)
+    assert refusal(lambda: read(warehouse, [DAY2])) == (
+        "file: expected column 'text' in it, got only a partition of that value. "
+        "Rewrite the table with the engine that wrote it: in Spark "
+        "`CALL system.rewrite_data_files(table => 'dlrm.events', options => map('rewrite-all', 'true'))`."
+    )
+    reader = warehouse.reader(warehouse.current("events"), ["id"])
+    assert [reader.read(fragment)["id"].to_pylist() for fragment in reader.fragments([DAY2])] == [[100, 101]]
+
+
+def test_a_column_with_a_default_has_it_in_older_files(warehouse: Warehouse) -> None:
+    snapshot = write(warehouse, DAY1, DAY2)
+    table = warehouse.table("events")
+    fields = [
+        NestedField(90, "x", DoubleType(), required=False, initial_default=42.5),
+        NestedField(91, "since", DateType(), required=False, initial_default=DAY3),
+        NestedField(92, "text2", StringType(), required=False, initial_default="none"),
+        NestedField(93, "y", DoubleType(), required=False),
+    ]
+    schema = Schema(*table.schema().fields, *fields)
+    reader = SnapshotReader(table, snapshot, ["id", "x", "since", "text2", "y"], None, schema)
+    assert [row for fragment in reader.fragments() for row in reader.read(fragment).to_pylist()] == [
+        {"id": i, "x": 42.5, "since": DAY3, "text2": "none", "y": None} for i in (0, 1)
+    ]
+
+
+def test_the_newest_snapshot_has_the_columns_of_the_table(warehouse: Warehouse) -> None:
+    old = write(warehouse, DAY1)
+    new = write(warehouse, DAY2, first=5)
+    with warehouse.table("events").update_schema() as update:
+        update.rename_column("id", "number")
+        update.delete_column("text")
+        update.add_column("x", DoubleType())
+    assert warehouse.schema(new).names == ["day", "number", "x"]
+    assert warehouse.schema(old).names == ["day", "id", "text"]
+    reader = warehouse.reader(new, ["number", "x"])
+    assert [reader.read(fragment)["number"].to_pylist() for fragment in reader.fragments()] == [[0], [5]]
+    assert refusal(lambda: warehouse.reader(new, ["text"])).startswith("column 'text': expected a column of table")
+
+
+# Row-level deletes and other formats
+
+
+def test_only_the_day_with_row_level_deletes_is_refused_until_it_is_written_again(warehouse: Warehouse) -> None:
+    write(warehouse, DAY1, DAY1, DAY2)
+    path = warehouse.reader(warehouse.current("events"), ["id"]).fragments([DAY1])[0].path
+    delete_rows(warehouse.table("events"), path, [1], Record(number(DAY1)))
+    assert warehouse.day_rows(warehouse.current("events")) == {DAY1: 2, DAY2: 1}
+    assert [row[1] for row in read(warehouse, [DAY2])] == [2]
+    assert refusal(lambda: read(warehouse, [DAY1, DAY2])) == (
+        "file of day 2024-01-01: expected no row-level delete files, got 1. "
+        "Apply them with the engine that wrote them, in Spark with "
+        "`CALL system.rewrite_data_files(table => 'dlrm.events', options => map('delete-file-threshold', '1'))`, "
+        "or ingest the day again with force=true."
+    )
+    assert refusal(lambda: Footers(warehouse.table("events"), warehouse.current("events")).columns())
+    assert (warehouse.written_days("events"), warehouse.changed_days("events")) == ({DAY2: "i"}, {DAY1: "i"})
+    write(warehouse, DAY2, first=7)
+    assert refusal(lambda: read(warehouse, [DAY1])).startswith("file of day 2024-01-01")
+    write(warehouse, DAY1, DAY1, DAY1, first=4)
+    assert [row[1] for row in read(warehouse)] == [4, 5, 6, 7]
+    assert warehouse.table("events").scan().to_arrow()["id"].to_pylist() == [4, 5, 6, 7]  # as others read it
+
+
+def test_deletes_by_value_are_refused(warehouse: Warehouse) -> None:
+    write(warehouse, DAY1, DAY1)
+    path = warehouse.reader(warehouse.current("events"), ["id"]).fragments([DAY1])[0].path
+    delete_rows(warehouse.table("events"), path, [1], Record(number(DAY1)), by_value=True)
+    assert refusal(lambda: read(warehouse)) == (
+        "table 'events': expected no deletes by value (equality deletes), got some. "
+        "Apply them with the engine that wrote them, in Spark with "
+        "`CALL system.rewrite_data_files(table => 'dlrm.events', options => map('delete-file-threshold', '1'))`."
+    )
+
+
+def test_files_of_another_format_are_refused(warehouse: Warehouse) -> None:
+    write(warehouse, DAY1)
+    add_file(warehouse.table("events"), rows([DAY2]), Record(number(DAY2)), FileFormat.ORC)
+    assert [row[1] for row in read(warehouse, [DAY1])] == [0]
+    assert refusal(lambda: read(warehouse)) == (
+        "file of day 2024-01-02: expected a Parquet file, got one in ORC. "
+        "Set the table's property write.format.default=parquet and rewrite it: in Spark "
+        "`CALL system.rewrite_data_files(table => 'dlrm.events', options => map('rewrite-all', 'true'))`."
+    )
+
+
+# Writing
+
+
+def test_a_table_of_format_version_3_is_read_and_not_written(warehouse: Warehouse) -> None:
+    snapshot = write(warehouse, DAY1)
+    metadata = Path(warehouse.table("events").metadata_location.removeprefix("file://"))
+    metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"format-version": 3, "next-row-id": 0}))
+    assert [row[1] for row in read(warehouse)] == [0]
+    for call in (
+        lambda: write(warehouse, DAY1),
+        lambda: warehouse.append("events", rows([]).schema, rows([DAY1]).to_pylist()),
+        lambda: warehouse.tag(snapshot, "train"),
+        lambda: warehouse.set_property("events", "a", "b"),
+    ):
+        assert refusal(call) == (
+            "format of table 'events': expected version 1 or 2 to change it, got 3. "
+            "Copy it into a table of version 2 with the engine that made it."
+        )
+
+
+def test_a_column_that_must_have_values_is_named(warehouse: Warehouse) -> None:
+    schema = Schema(
+        NestedField(1, "day", DateType(), required=False), NestedField(2, "country", StringType(), required=True)
+    )
+    table = warehouse.catalog.create_table((warehouse.config.namespace, "events"), schema)
+    partition_by(table, ("day", IdentityTransform(), "day"))
+    assert refusal(lambda: write(warehouse, DAY1, DAY1)) == (
+        "column 'country': expected a value in each row, as the table requires (NOT NULL), got 2 rows without one. "
+        "Give them one, or make the column optional: ALTER COLUMN country DROP NOT NULL."
+    )
