@@ -10,6 +10,20 @@ NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")
 DAY = "day"
 """The partition column of every table, an Iceberg date."""
 
+PARTS = ("features", "held", "profile", "quarantine", "scores")
+"""Suffixes of the tables beside a table of samples, such as `ads_profile` beside `ads`."""
+
+
+def find_owner(name: str) -> str | None:
+    """Returns the table that a table belongs to by its name, or None for a table of samples.
+
+    Example:
+        >>> find_owner("ads_profile"), find_owner("ads")
+        ('ads', None)
+    """
+    owner, _, part = name.rpartition("_")
+    return owner if owner and part in PARTS else None
+
 
 class WarehouseConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Where the tables are and how their files are written."""

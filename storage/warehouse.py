@@ -19,7 +19,7 @@ from pyiceberg.table import Table, Transaction
 from pyiceberg.table.snapshots import Operation, Snapshot
 
 from storage.arrow import is_list, is_text
-from storage.config import NAME, WarehouseConfig
+from storage.config import NAME, WarehouseConfig, find_owner
 from storage.days import (
     CONTENTS,
     IDENTITIES,
@@ -38,6 +38,8 @@ from storage.overwrite import ReplacedDays
 from storage.reader import DAY, SnapshotReader, SnapshotRef
 from storage.writer import DataFileWriter, collect_chunks
 
+PART_OF = "dlrm.part-of"
+"""Table property: the table of samples that a table belongs to."""
 FILES_AT_A_TIME = 16
 """File sizes requested concurrently. On an object store each takes a round trip."""
 
@@ -288,12 +290,13 @@ class Warehouse:
                     identifier = (self.config.namespace, name)
                     with (
                         self.catalog.create_table_transaction(
-                            identifier, schema, properties=self._properties()
+                            identifier, schema, properties=self._properties(name)
                         ) as creation,
                         creation.update_spec() as spec,
                     ):
                         spec.add_identity(DAY)
                 table = self._writable(name)
+                _refuse_stranger(table, schema)
                 _check_types(name, table.schema().as_arrow(), schema)
                 if not _holds_all(table.schema().as_arrow(), schema):
                     with table.update_schema() as update:
@@ -308,8 +311,10 @@ class Warehouse:
             "Run the command again.",
         ) from conflict
 
-    def _properties(self) -> dict[str, str]:
+    def _properties(self, name: str) -> dict[str, str]:
+        owner = find_owner(name)
         return {
+            **({} if owner is None else {PART_OF: owner}),
             "format-version": "2",
             **self.default_layout.properties(),
             # Statistics of hundreds of columns cost more at every commit and plan than they save.
@@ -488,6 +493,17 @@ def _are_whole(io: FileIO, files: Sequence[DayFile]) -> bool:
 def _check_columns(schema: pa.Schema) -> None:
     for name in schema.names:
         _check_name(name)
+
+
+def _refuse_stranger(table: Table, schema: pa.Schema) -> None:
+    """Refuses to write what belongs to a table of samples into a table that somebody made for another purpose."""
+    name = table.name()[-1]
+    owner, lacking = find_owner(name), [column for column in schema.names if column not in table.schema().column_names]
+    if owner is not None and table.properties.get(PART_OF) != owner and lacking:
+        raise StorageError(
+            f"table '{name}'", f"the one kept beside table '{owner}'", f"a table without {', '.join(lacking)}",
+            f"Rename table '{name}', or set another name than '{owner}'.",
+        )  # fmt: skip
 
 
 def _check_types(table: str, old: pa.Schema, new: pa.Schema) -> None:

@@ -31,7 +31,7 @@ from pipeline.search.config import ReleaseConfig, SweepConfig
 from pipeline.training.config import TrainConfig
 from pipeline.transforms.ops.sampling import Sampling
 from pipeline.transforms.schema import FeatureSchema
-from storage.config import NAME, WarehouseConfig
+from storage.config import NAME, PARTS, WarehouseConfig, find_owner
 
 M = TypeVar("M", bound=BaseModel)
 EXECUTION_KEYS = {
@@ -58,6 +58,12 @@ def check_name(text: str) -> str:
     """Refuses text that cannot name a table."""
     if not NAME.fullmatch(text):
         raise ConfigError("name", f"letters, digits and _, {NAME.pattern}", f"'{text}'", "Rename it.")
+    owner = find_owner(text)
+    if owner is not None:
+        raise ConfigError(
+            "name", "a name without one of the endings " + ", ".join(f"_{part}" for part in PARTS), f"'{text}'",
+            f"Rename it: that table belongs to the config '{owner}'.",
+        )  # fmt: skip
     return text
 
 

@@ -288,6 +288,11 @@ def test_one_sentence_for_a_bad_value(values: dict[str, Any], said: str) -> None
             "name: expected letters, digits and _, ^[A-Za-z_][A-Za-z0-9_]{0,127}$, got '../x'. Rename it.",
         ),
         (
+            {"name": "ads_held"},
+            "name: expected a name without one of the endings _features, _held, _profile, _quarantine, _scores, "
+            "got 'ads_held'. Rename it: that table belongs to the config 'ads'.",
+        ),
+        (
             {"name": "a\n"},
             "name: expected letters, digits and _, ^[A-Za-z_][A-Za-z0-9_]{0,127}$, got 'a\n'. Rename it.",
         ),

@@ -218,6 +218,28 @@ def test_a_column_that_changes_its_type_is_refused(warehouse: Warehouse, home: P
     assert on_disk(home) == in_table(warehouse)
 
 
+def test_a_table_that_somebody_else_made_is_not_taken_for_one_beside_another(warehouse: Warehouse) -> None:
+    write(warehouse, rows(DAY1, 3), name="ads")
+    theirs = write(warehouse, rows(DAY1, 3), name="ads_quarantine")
+    with warehouse.table("ads_quarantine").transaction() as transaction:
+        transaction.remove_properties("dlrm.part-of")  # as if another engine had made it
+    refused = rows(DAY1, 1).rename_columns(["day", "reason"])
+    with pytest.raises(StorageError) as error:
+        write(warehouse, refused, name="ads_quarantine")
+    assert str(error.value) == (
+        "table 'ads_quarantine': expected the one kept beside table 'ads', got a table without reason. "
+        "Rename table 'ads_quarantine', or set another name than 'ads'."
+    )
+    assert warehouse.current("ads_quarantine") == theirs
+
+
+def test_a_table_beside_another_may_get_columns(warehouse: Warehouse) -> None:
+    write(warehouse, rows(DAY1, 3), name="ads_scores")
+    assert warehouse.property_of("ads_scores", "dlrm.part-of") == "ads"
+    snapshot = write(warehouse, rows(DAY2, 3, x=[1.0, 2.0, 3.0]), name="ads_scores")
+    assert warehouse.schema(snapshot).names == ["day", "id", "x"]
+
+
 # What does not exist
 
 
