@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import duckdb
 
@@ -23,6 +22,7 @@ from pipeline.extraction.sources import create_view, find_invalid_utf8, first_li
 from pipeline.transforms.schema import FeatureSchema
 from storage.query import connect
 from storage.reader import DAY
+from storage.scratch import ScratchFolder
 from storage.warehouse import Warehouse
 
 MEMORY = "512MB"
@@ -131,9 +131,8 @@ def open_samples(context: SourceContext) -> Iterator[tuple[duckdb.DuckDBPyConnec
 @contextmanager
 def _connection(files: Iterable[Path], temporary: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     """Connects to DuckDB with a temporary folder of its own, and turns its errors about rows into ours."""
-    temporary.mkdir(parents=True, exist_ok=True)
     with (
-        TemporaryDirectory(prefix="ingest-", dir=temporary) as folder,
+        ScratchFolder("ingest-", temporary) as folder,
         connect(files, Path(folder), MEMORY) as connection,
     ):
         try:

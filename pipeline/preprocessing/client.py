@@ -1,7 +1,6 @@
 """The trainer's resumable iterator over the batches of an epoch. Only the seed decides their order."""
 
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import Master
 from pipeline.preprocessing.memory import Arrays, Segment
 from pipeline.preprocessing.stream import BatchNote, Request
+from storage.scratch import ScratchFolder
 
 Delivery = tuple[Sequence[BatchNote], Arrays]
 """A group of batches as a worker made it: one note for each batch, and the arrays of all."""
@@ -113,7 +113,7 @@ class InlineSource:
     ) -> None:
         config = config.model_copy(update={"executor": "inline", "workers": 1})
         if folder is None:
-            self.temporary = tempfile.TemporaryDirectory(prefix="dlrm-inline-")
+            self.temporary = ScratchFolder("dlrm-inline-")
             folder = Path(self.temporary.name)
         self.master = Master(data, config, folder, warn)
 

@@ -3,8 +3,6 @@
 import os
 import queue
 import secrets
-import shutil
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +32,7 @@ from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs,
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.worker import Costs, Worker
 from pipeline.process import kill_process, process_start
+from storage.scratch import ScratchFolder
 
 OBJECT_STORE_SHARE = 2
 """The object store has this many times the memory bound, because freed objects are not gone at once."""
@@ -54,9 +53,9 @@ class RayExecutor(Executor):
     ) -> None:
         super().__init__(data, folder, events)
         self.connected = not ray.is_initialized()
-        self.temporary = tempfile.mkdtemp(prefix="dlrm-ray-")
+        self.temporary = ScratchFolder("dlrm-ray-")
         if self.connected:
-            _connect(config, self.temporary)
+            _connect(config, self.temporary.name)
         self.processors = 1 if config.ray_address is not None else 0
         self.here = ray.get_runtime_context().get_node_id()
         self.actors: dict[int, Any] = {}
@@ -95,7 +94,7 @@ class RayExecutor(Executor):
         self.slabs.clear()
         if self.connected:
             ray.shutdown()
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.temporary.cleanup()
 
     def _note_started(self, worker: int, answer: tuple[int, int, str]) -> WorkerStarted:
         pid, began, node = answer

@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import mlflow
 from mlflow.exceptions import MlflowException
@@ -13,6 +12,7 @@ from pydantic import BaseModel
 
 from pipeline.errors import RegistryError
 from pipeline.registration.tracking import Tracker, is_disk_error, is_unreachable
+from storage.scratch import ScratchFolder
 
 MODEL, PLAN, WEIGHTS = "model.json", "plan.json", "weights.safetensors"
 """Files of a packed model."""
@@ -85,7 +85,7 @@ def _hash_file(path: Path) -> str:
 
 def is_intact(tracker: Tracker, name: str, version: int, run_id: str) -> bool:
     """Says whether a version and the result of its run can be fetched as they were registered."""
-    with TemporaryDirectory() as temporary:
+    with ScratchFolder("dlrm-model-") as temporary:
         try:
             tracker.load_result(run_id)
             download_packed(tracker, name, version, Path(temporary))

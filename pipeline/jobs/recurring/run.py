@@ -36,6 +36,7 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.registration.scorer import plan_of
 from pipeline.registration.tracking import RESULT
 from storage.artifacts import write_text
+from storage.scratch import ScratchFolder
 
 SHOWN_DAYS = 400
 """Most days in the figure of the next-day NE."""
@@ -103,11 +104,8 @@ def train_day(workspace: Workspace, day: datetime.date, scratch: bool, force: bo
         today = pin_today(workspace, day, force)
         if today.done is not None:
             return load_result(workspace, today, *today.done)
-        folder = workspace.home / "tmp" / f"champion-{today.identity}"
-        try:
-            report, decision, job = prepare_day(workspace, today, scratch, folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with ScratchFolder("champion-", workspace.home / "tmp") as folder:
+            report, decision, job = prepare_day(workspace, today, scratch, Path(folder, "model"))
         return _train_or_keep(workspace, today, report, decision.training, job)
 
 
@@ -161,7 +159,7 @@ def prepare_day(
         folder: Takes the champion's model.
     """
     config, log = workspace.config, workspace.console.log
-    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
     model = download_champion(workspace, today.champion, folder)
     with workspace.console.progress() as progress:
         report = evaluate_model(workspace, select_day_rows(workspace, today), today.rows, model, progress)

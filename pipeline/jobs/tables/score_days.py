@@ -4,7 +4,6 @@ import datetime
 import time
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import BaseModel
@@ -17,6 +16,7 @@ from pipeline.registration.tracking import Tracker
 from pipeline.registration.versions import download_packed
 from pipeline.scoring.score import plan_scoring, score
 from storage.reader import SnapshotRef
+from storage.scratch import ScratchFolder
 
 
 class Scores(BaseModel, frozen=True):
@@ -110,6 +110,5 @@ def score_days(
 
 def _load_model(tracker: Tracker, name: str, version: int, temporary: Path) -> LoadedModel:
     """Loads a version's model into memory. The downloaded files are deleted afterwards."""
-    temporary.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="score-", dir=temporary) as folder:
+    with ScratchFolder("score-", temporary) as folder:
         return LoadedModel(download_packed(tracker, name, version, Path(folder)))

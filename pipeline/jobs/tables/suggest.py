@@ -4,7 +4,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from pipeline.config import load
@@ -20,6 +19,7 @@ from pipeline.suggestion.write import render_config
 from storage.artifacts import write_text
 from storage.query import column_types, connect, quote
 from storage.reader import DAY
+from storage.scratch import ScratchFolder
 from storage.warehouse import Warehouse
 
 ONE_DAY = "2000-01-01"
@@ -70,9 +70,7 @@ def look(job: DraftJob, files: bool) -> tuple[TableFacts, str]:
     with ExitStack() as stack:
         if warehouse.has_table(draft.name) and not files:
             snapshot = warehouse.current(draft.name)
-            folder = warehouse.home / "tmp"
-            folder.mkdir(parents=True, exist_ok=True)
-            spill = stack.enter_context(TemporaryDirectory(prefix="suggest-", dir=folder))
+            spill = stack.enter_context(ScratchFolder("suggest-", warehouse.home / "tmp"))
             connection = stack.enter_context(connect([], Path(spill), MEMORY))
             days = warehouse.day_rows(snapshot)
             types = types_of(connection, warehouse.reader(snapshot, warehouse.schema(snapshot).names).empty())

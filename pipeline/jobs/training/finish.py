@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
@@ -57,6 +56,7 @@ from pipeline.registration.versions import (
     hash_files,
 )
 from storage.artifacts import write_text
+from storage.scratch import ScratchFolder
 
 MOST_CHARACTERS = 5_000
 """Longest description of a version that MLflow's databases take."""
@@ -262,7 +262,7 @@ def evaluate_again(workspace: Workspace, job: TrainingJob) -> dict[str, Any]:
     tracker, name, log = workspace.tracking, workspace.config.model_name, workspace.console.log
     log.info("%s version %s is the same training; its evaluation is configured differently now", name, version)
     features: tuple[FeatureImportance, ...] = ()
-    with TemporaryDirectory() as temporary, workspace.console.progress() as progress:
+    with ScratchFolder("dlrm-model-") as temporary, workspace.console.progress() as progress:
         model = download_packed(tracker, name, version, Path(temporary))
         test = job.data["test"].model_copy(update={"plan": plan_of(model)})
         report = evaluate_model(workspace, test, job.rows["test"], model, progress)

@@ -4,7 +4,6 @@ import importlib.metadata
 import json
 import platform
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from pipeline.registration.tracking import Tracker, is_not_found
 from pipeline.training.launch.processes import resolve_threads
 from pipeline.training.tables.plan import ShardingPlan
 from storage.reader import SnapshotRef
+from storage.scratch import ScratchFolder
 
 RECORD = "record.json"
 """Artifact of a run, and file in the run's folder. A version's tag `record` holds its address."""
@@ -131,7 +131,7 @@ def fetch_record(tracker: Tracker, name: str, version: int) -> Record:
         raise RegistryError(where, "a record of its training", "none", remedy)
     if not PLACE.fullmatch(place):
         raise RegistryError(where, f"a record at {PLACE.pattern}", f"'{place}'", "Do not trust this version.")
-    with tempfile.TemporaryDirectory() as folder:
+    with ScratchFolder("dlrm-record-") as folder:
         path = mlflow.artifacts.download_artifacts(place, dst_path=folder, tracking_uri=tracker.uri)
         return Record.model_validate_json(Path(path).read_text(encoding="utf-8"))
 

@@ -5,7 +5,6 @@ import json
 import os
 import secrets
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from pipeline.training.launch.processes import (
     RankLostError,
     run_ranks,
 )
+from storage.scratch import ScratchFolder
 
 STORE_BYTES = 128 << 20
 """Object store of a temporary cluster. Ranks keep nothing there."""
@@ -186,7 +186,7 @@ def _cluster(address: str | None, processors: int, root: Path) -> Iterator[None]
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))  # else Ray stores one in the user's home
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     variables = RANK_ENVIRONMENT | {"PYTHONWARNINGS": "ignore"}
-    temporary = tempfile.mkdtemp(prefix="dlrm-ray-")
+    temporary = ScratchFolder("dlrm-ray-")
     try:
         if address is not None:
             code = [str(root / package) for package in ("pipeline", "storage", "models")]
@@ -195,11 +195,11 @@ def _cluster(address: str | None, processors: int, root: Path) -> Iterator[None]
             variables |= {"PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}
             ray.init(
                 address="local", num_cpus=processors, include_dashboard=False, object_store_memory=STORE_BYTES,
-                runtime_env={"env_vars": variables}, _temp_dir=temporary, _node_ip_address="127.0.0.1",
+                runtime_env={"env_vars": variables}, _temp_dir=temporary.name, _node_ip_address="127.0.0.1",
                 _system_config={"worker_niceness": 0}, **quiet,  # Ray's default, 15, starves ranks on a busy machine
             )  # fmt: skip
         yield
     finally:
         with suppress(Exception):  # an earlier error matters more
             ray.shutdown()
-        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.cleanup()

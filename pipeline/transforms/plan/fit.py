@@ -1,6 +1,5 @@
 """Fits ops: DuckDB computes moments, quantiles and vocabularies of all ops in one pass over the rows."""
 
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from pipeline.transforms.ops.discrete import Bucketize
 from pipeline.transforms.ops.sparse import MapId
 from pipeline.transforms.plan.schedule import Schedule, content_key
 from storage.query import connect
+from storage.scratch import ScratchFolder
 
 if TYPE_CHECKING:
     import duckdb
@@ -70,7 +70,7 @@ def fit_ops(
     firsts = [same[0] for same in alike.values()]
     fractions = sorted({share for op in firsts if isinstance(op, Bucketize) for share in _shares(op)})
     with (
-        tempfile.TemporaryDirectory(prefix="fit-", dir=temporary) as folder,
+        ScratchFolder("dlrm-fit-", temporary) as folder,
         connect([], Path(folder), MEMORY, threads=1) as connection,
     ):
         _aggregate(connection, schedule, firsts, chunks, fractions)
