@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel
-from pyiceberg.expressions import BooleanExpression
-from pyiceberg.expressions.visitors import bind, extract_field_ids
+from pyiceberg.expressions import And, BooleanExpression, NotIn, NotNull, Or
+from pyiceberg.expressions.visitors import bind, extract_field_ids, rewrite_not
 from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import expression_to_pyarrow
 from pyiceberg.schema import Schema
@@ -65,11 +65,11 @@ class SnapshotReader:
         self.table, self.reference, self.row_filter = table, reference, row_filter
         self.schema = schema or schema_at(table, reference)
         self.columns = list(columns)
-        self._keep = None
+        self._keep: pc.Expression | None = None
         needed = dict.fromkeys(columns)
         if row_filter is not None:
             try:
-                bound = bind(self.schema, row_filter, case_sensitive=True)
+                self._keep, used = make_mask(row_filter, self.schema)
             except (ValueError, TypeError) as error:
                 raise StorageError(
                     f"row filter of table '{reference.table}'",
@@ -77,8 +77,7 @@ class SnapshotReader:
                     str(error).rstrip("."),
                     "Correct it.",
                 ) from error
-            self._keep = expression_to_pyarrow(bound, self.schema)
-            needed |= dict.fromkeys(str(self.schema.find_column_name(i)) for i in sorted(extract_field_ids(bound)))
+            needed |= dict.fromkeys(used)
         arrow = self.schema.as_arrow()
         known = set(arrow.names)
         for name in needed:
@@ -232,6 +231,28 @@ class SnapshotReader:
             f"file '{path}' of snapshot {self.reference.snapshot_id} of table '{self.reference.table}'",
             "a whole Parquet file", str(error).split("\n")[0].rstrip("."), "Ingest its day with force=true.",
         )  # fmt: skip
+
+
+def make_mask(row_filter: BooleanExpression, schema: Schema) -> tuple[pc.Expression, list[str]]:
+    """Returns the mask of a filter and the columns that it compares.
+
+    Nulls follow SQL: a comparison with null is not true, and neither is its opposite.
+
+    Raises:
+        ValueError: If the filter does not match the columns. TypeError: The same.
+    """
+    bound = bind(schema, _drop_nulls(rewrite_not(row_filter)), case_sensitive=True)
+    used = [str(schema.find_column_name(number)) for number in sorted(extract_field_ids(bound))]
+    return expression_to_pyarrow(bound, schema), used
+
+
+def _drop_nulls(expression: BooleanExpression) -> BooleanExpression:
+    """Lets `not in` fail for nulls. Arrow's `is_in` has no third value whose opposite could fail, too."""
+    if isinstance(expression, And | Or):
+        return type(expression)(_drop_nulls(expression.left), _drop_nulls(expression.right))
+    if not isinstance(expression, NotIn):
+        return expression
+    return And(NotNull(expression.term), expression)  # type: ignore[call-arg]  # pydantic hides its signature
 
 
 def keep_rows(rows: pa.RecordBatch, keep: pc.Expression | None, columns: list[str]) -> pa.RecordBatch:

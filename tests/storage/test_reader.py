@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pytest
-from pyiceberg.expressions import And, EqualTo, GreaterThanOrEqual, IsNull
+from pyiceberg.expressions import And, EqualTo, GreaterThanOrEqual, In, IsNull, Not, NotEqualTo, NotIn, Or
 
 from storage.config import WarehouseConfig
 from storage.errors import CorruptFileError
@@ -44,6 +44,18 @@ FILTERS: dict[str, tuple[Any, Callable[[pd.DataFrame], Any]]] = {
     "both": (
         And(EqualTo("country", "US"), GreaterThanOrEqual("id", 30)),
         lambda f: (f["country"] == "US") & (f["id"] >= 30),
+    ),
+    "another text": (NotEqualTo("country", "DE"), lambda f: f["country"].isin(["FR", "US"])),
+    "none of two texts": (NotIn("country", ["DE", "XX"]), lambda f: f["country"].isin(["FR", "US"])),
+    "none of two, negated": (Not(In("country", ["DE", "XX"])), lambda f: f["country"].isin(["FR", "US"])),
+    "none of two numbers": (NotIn("x", [1.0, 2.0]), lambda f: f["x"].notna() & ~f["x"].isin([1.0, 2.0])),
+    "neither": (
+        Not(Or(EqualTo("country", "DE"), GreaterThanOrEqual("x", 4.0))),
+        lambda f: f["country"].isin(["FR", "US"]) & (f["x"] < 4.0),
+    ),
+    "none of two texts, or null": (
+        Or(NotIn("country", ["DE", "XX"]), IsNull("country")),
+        lambda f: f["country"] != "DE",
     ),
     "nothing": (EqualTo("id", -1), lambda f: f["id"] == -1),
 }

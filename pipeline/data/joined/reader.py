@@ -9,8 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyiceberg.expressions import And, BooleanExpression
-from pyiceberg.expressions.visitors import bind
-from pyiceberg.io.pyarrow import _pyarrow_to_schema_without_ids, expression_to_pyarrow
+from pyiceberg.io.pyarrow import _pyarrow_to_schema_without_ids
 from pyiceberg.schema import Schema, assign_fresh_schema_ids
 
 from pipeline.data.joined.source import FeatureSource, PinnedSource, added_columns
@@ -19,7 +18,7 @@ from pipeline.errors import DataError
 from pipeline.transforms.column import sparse_from_arrow
 from pipeline.transforms.kernels.row_hashes import row_hashes
 from storage.arrow import is_list
-from storage.reader import Fragment, SnapshotReader, SnapshotRef, keep_rows
+from storage.reader import Fragment, SnapshotReader, SnapshotRef, keep_rows, make_mask
 from storage.warehouse import Warehouse
 
 CACHE_BYTES = 256 << 20
@@ -149,7 +148,7 @@ class FeatureJoinReader:
         self._keep = None
         if late is not None:
             schema = to_filter_schema([*table, *added])
-            self._keep = expression_to_pyarrow(bind(schema, late, case_sensitive=True), schema)
+            self._keep, _ = make_mask(late, schema)
 
     @property
     def bytes_read(self) -> int:
