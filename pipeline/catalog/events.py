@@ -92,7 +92,7 @@ def append_event(warehouse: Warehouse, table: str, event: Event) -> None:
 def build_event(
     log: Sequence[Event], columns: Collection[str], feature: str, by: str, changes: Mapping[str, Any]
 ) -> Event:
-    """Builds the event that changes a feature. Nothing is written.
+    """Builds the event that changes a feature, later than the one before it. Nothing is written.
 
     Args:
         columns: Columns of the table. A column without events is active. A feature without a column can only be beta
@@ -118,7 +118,10 @@ def build_event(
     if wanted != "deprecated":
         kept.pop("alternatives", None)
     values = kept | dict(changes) | {"feature": feature, "state": wanted, "by": by}
-    return Event.model_validate(values | {"at": datetime.datetime.now(datetime.UTC)})
+    now = datetime.datetime.now(datetime.UTC)
+    if before is not None:  # whose writer's clock may have been ahead
+        now = max(now, before.at + datetime.timedelta(microseconds=1))
+    return Event.model_validate(values | {"at": now})
 
 
 def unknown_feature(feature: str, known: Collection[str], remedy: str) -> ConfigError:

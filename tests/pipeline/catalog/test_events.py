@@ -80,6 +80,15 @@ def test_fields_stay_until_they_change_and_alternatives_end_with_the_deprecation
     assert (back.owner, back.description, back.alternatives, back.reason) == ("bob", "old", (), None)
 
 
+def test_an_event_is_later_than_the_one_before_it_whatever_the_clocks_say(warehouse: Warehouse) -> None:
+    ahead = Event(at=datetime.now(UTC) + timedelta(days=1), feature="x", state="deprecated", by="a clock ahead")
+    append_event(warehouse, "t", ahead)
+    append_event(warehouse, "t", build_event(read_events(warehouse, "t"), ["x"], "x", "me", {"state": "active"}))
+    log = read_events(warehouse, "t")
+    assert [one.state for one in log] == ["deprecated", "active"]
+    refuse_deprecated(log, "the table", ["x"])
+
+
 def test_since_is_the_first_day_of_the_current_state() -> None:
     log = [event(0, "x", "active"), event(1, "y", "beta"), event(2, "x", "deprecated"), event(3, "x", "deprecated")]
     assert state_since(log, "x") == START.date() + timedelta(days=2)
