@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from pipeline.data.joined.reader import open_reader
 from pipeline.data.joined.source import PinnedSource
 from pipeline.data.selection import Selection
+from pipeline.errors import DataError
 from pipeline.transforms.plan.plan import Plan
 from storage.config import WarehouseConfig
 from storage.reader import SnapshotRef
@@ -32,6 +33,8 @@ class DataSpec(BaseModel, frozen=True):
     """Feature sources of the columns that the table lacks."""
     session: str | None = None
     """Session column: shuffling keeps neighbouring rows with an equal value together."""
+    rows: int | None = None
+    """Number of selected rows when they were pinned. Each pass over all of them is held against it. None: unknown."""
     deduplicate: tuple[str, ...] = ()
     """Sparse features that are made and kept once for neighbouring rows of a session while their columns are equal."""
 
@@ -46,6 +49,21 @@ class DataSpec(BaseModel, frozen=True):
         outcome = [self.label] if self.weight is None else [self.label, self.weight]
         session = [] if self.session is None else [self.session]
         return list(dict.fromkeys([*self.plan.columns, *outcome, *self.extra, *self.selection.key_columns(), *session]))
+
+
+def hold_rows(read: int, pinned: int | None, data: str) -> None:
+    """Holds the rows of a whole pass against those that were pinned.
+
+    Args:
+        data: Which rows, for the error.
+    Raises:
+        DataError: If they differ.
+    """
+    if pinned is not None and read != pinned:
+        raise DataError(
+            f"rows of {data}", f"the {pinned} rows that were pinned", f"{read} in a pass over all of them",
+            "Do not use this result. Ingest the days again with force=true, and report this as a bug.",
+        )  # fmt: skip
 
 
 def count_rows(spec: DataSpec, warehouse: Warehouse) -> int:

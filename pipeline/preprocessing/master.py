@@ -139,10 +139,10 @@ class Master:
         if found is None:
             if request.data not in self.fragments:
                 self.fragments[request.data] = Worker(self.data[request.data]).fragments()
-            config, fragments = self.config, self.fragments[request.data]
+            config, fragments, rows = self.config, self.fragments[request.data], self.data[request.data].rows
             share = config.memory // len(self.data)
             ahead = 2 * max(request.window_rows or 0, config.most_workers * config.split_rows)
-            found = Stream(request, fragments, config.split_rows, share, self.executor.free, ahead)
+            found = Stream(request, fragments, config.split_rows, share, self.executor.free, ahead, rows)
             self.streams.append(found)
             left = self.left.pop(request, set())
             for other in left if rank not in left else ():

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
 from pipeline.data.position import LostRows, Position
 from pipeline.errors import ContractError, DataError
 from pipeline.preprocessing.batches import BatchWork, Window
+from pipeline.preprocessing.dataset import hold_rows
 from pipeline.preprocessing.splits import Split, cut_epoch
 from pipeline.preprocessing.worker import Costs
 from storage.reader import Fragment
@@ -140,6 +141,9 @@ class Stream:
             even beyond it.
         free: Called with memory that is no longer needed.
         ahead_rows: No window is opened beyond this many rows in windows that are being read or batched.
+        rows: Selected rows of the epoch as they were pinned. None: unknown.
+    Raises:
+        DataError: If the epoch has no row groups and rows were pinned.
     Attributes:
         quarantined: Splits that were given up, in that order.
         lost: Row groups that the batches cut so far lack, with those that the position names already.
@@ -155,6 +159,7 @@ class Stream:
         memory_bytes: int,
         free: Callable[[Memory], None],
         ahead_rows: int | None = None,
+        rows: int | None = None,
     ) -> None:
         self.request, self.memory_bytes, self.free = request, memory_bytes, free
         self.ahead_rows = ahead_rows
@@ -181,6 +186,9 @@ class Stream:
         self.quarantined: list[Split] = []
         self.lost = position.lost
         self.missing, self.left = set(request.ranks), set[int]()
+        self.rows, self.rows_read = rows, 0
+        if not self.windows:
+            self._hold_rows()
 
     # -- work ---------------------------------------------------------------------------------------------------
 
@@ -192,7 +200,11 @@ class Stream:
         return item
 
     def complete(self, item: WorkItem, memory: Memory, size: int, rows: int, costs: Costs) -> bool:
-        """Takes a result. Returns False for a late one, after another worker's result."""
+        """Takes a result. Returns False for a late one, after another worker's result.
+
+        Raises:
+            DataError: If it ends a pass over the whole epoch that read other rows than were pinned.
+        """
         if item not in self.running:
             self.free(memory)
             return False
@@ -200,7 +212,16 @@ class Stream:
         self.bytes += size
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         item.on_result(memory, size, rows, costs)
+        if isinstance(item.work, Split):
+            self.rows_read += rows
+            if self.to_cut == len(self.windows):
+                self._hold_rows()
         return True
+
+    def _hold_rows(self) -> None:
+        position = self.request.position
+        if not (position.window or position.row or self.quarantined):
+            hold_rows(self.rows_read, self.rows, f"dataset '{self.request.data}'")
 
     def retry(self, item: WorkItem) -> None:
         """Queues an item again after its worker died or failed."""

@@ -25,7 +25,7 @@ from pipeline.jobs.console import Progress, one_line, step
 from pipeline.jobs.training.job import TrainingJob
 from pipeline.jobs.training.train import TrainingResult
 from pipeline.jobs.workspace import Workspace
-from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.dataset import DataSpec, hold_rows
 from pipeline.preprocessing.worker import Worker
 from pipeline.process import die_with_parent
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, move_alias
@@ -275,6 +275,7 @@ def _evaluate_portions(
         merged.add(number, evaluation)
         seen, failed = seen + done, failed or error
         progress("evaluate", seen, total)
+    hold_rows(seen, comparison.spec.rows, "the evaluation")
     return merged.whole, failed
 
 

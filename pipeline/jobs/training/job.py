@@ -155,6 +155,7 @@ def make_job(
     warehouse = workspace.warehouse
     snapshot, data = pinned_data
     rows = {part: _count_part(spec, part, warehouse) for part, spec in data.items()}
+    data = {part: spec.model_copy(update={"rows": rows[part]}) for part, spec in data.items()}
     if done is None:
         data = _fit_plan(data, folder, warehouse)
     return TrainingJob(

@@ -387,3 +387,28 @@ def test_a_position_at_the_end_has_nothing_left(position: Position) -> None:
     if position.window == 4:
         assert drive.run()
         assert drive.notes == [[]]
+
+
+def read_pass(pinned: int | None, position: Position) -> None:
+    """Reads four row groups of 10 rows to the end of the epoch."""
+    fragments = [Fragment(path="file", row_group=i, rows=10, day=datetime.date(2025, 1, 1)) for i in range(4)]
+    request = Request(
+        data="train", number=0, position=position, batch_rows=10, seed=7, window_rows=None, world_size=1, ranks=(0,)
+    )
+    stream = Stream(request, fragments, 10, 10**9, lambda memory: None, rows=pinned)
+    while not stream.ended(stream.groups_cut):
+        item = stream.next_item()
+        assert item is not None
+        stream.complete(item, "memory", 80, item.work.rows if isinstance(item.work, Split) else 0, Costs())
+
+
+def test_a_pass_over_other_rows_than_were_pinned_ends_with_an_error() -> None:
+    for pinned in (40, None):
+        read_pass(pinned, Position())
+    read_pass(41, Position(batches=1, window=1))  # a resumed pass has not read all of them
+    with pytest.raises(DataError) as error:
+        read_pass(41, Position())
+    assert str(error.value) == (
+        "rows of dataset 'train': expected the 41 rows that were pinned, got 40 in a pass over all of them. "
+        "Do not use this result. Ingest the days again with force=true, and report this as a bug."
+    )
