@@ -178,7 +178,7 @@ class SnapshotReader:
         try:
             while (part := self._next(parts, fragment)) is not None:
                 rows += len(part)
-                yield self._project(part, names, fragment.day)
+                yield self._project(part, names, fragment)
         finally:
             file.close()
         if rows != fragment.rows:
@@ -190,15 +190,15 @@ class SnapshotReader:
         except (OSError, pa.ArrowException) as error:
             raise self._corrupt(fragment.path, error) from error
 
-    def _project(self, part: pa.RecordBatch, names: Mapping[str, str], day: datetime.date) -> pa.RecordBatch:
+    def _project(self, part: pa.RecordBatch, names: Mapping[str, str], fragment: Fragment) -> pa.RecordBatch:
         """Filters a part and gives it the table's names and types.
 
         A column missing from the file has its default value. That of `day` is the partition's, and most have null.
         """
         arrays = [
-            _cast(part.column(names[name]), kind)
+            _cast(part.column(names[name]), kind, name, fragment)
             if name in names
-            else _fill(day if name == DAY else self._defaults[name], kind, len(part))
+            else _fill(fragment.day if name == DAY else self._defaults[name], kind, len(part))
             for name, kind in self._types.items()
         ]
         return keep_rows(pa.RecordBatch.from_arrays(arrays, list(self._types)), self._keep, self.columns)
@@ -281,8 +281,17 @@ def _file_order(found: DayFile) -> tuple[datetime.date, list[str | int]]:
     return found.day, [int(part) if part.isdigit() else part for part in parts]
 
 
-def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    return array if array.type == kind else array.cast(kind)
+def _cast(array: pa.Array, kind: pa.DataType, name: str, fragment: Fragment) -> pa.Array:
+    if array.type == kind:
+        return array
+    try:
+        return array.cast(kind)
+    except pa.ArrowException as error:
+        raise StorageError(
+            f"column '{name}' of file '{fragment.path}'", f"values that fit {kind}",
+            f"{error}".split("\n")[0].rstrip("."),
+            "Rewrite the file with the engine that wrote it, or ingest its day with force=true.",
+        ) from error  # fmt: skip
 
 
 def _fill(value: Any, kind: pa.DataType, rows: int) -> pa.Array:

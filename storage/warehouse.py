@@ -32,7 +32,7 @@ from storage.days import (
     to_summary,
 )
 from storage.errors import ConflictError, StorageError, UnknownCommitError
-from storage.files import DayFile, data_files, day_of, days_filter, schema_at, snapshot_at
+from storage.files import DayFile, data_files, day_of, days_filter, refuse_unreadable, schema_at, snapshot_at
 from storage.layout.spec import Layout
 from storage.overwrite import ReplacedDays
 from storage.reader import DAY, SnapshotReader, SnapshotRef
@@ -416,6 +416,18 @@ class Warehouse:
         """
         files = self.day_files(reference)
         return {day: sum(file.record_count for file in files[day]) for day in files}
+
+    def count_rows(self, reference: SnapshotRef, days: Iterable[datetime.date]) -> int:
+        """Counts the rows of some days from metadata only.
+
+        Raises:
+            StorageError: If they cannot be read, because a file has row-level deletes or another format.
+        """
+        table, files = self.table(reference.table), self._files(reference)
+        found = [one for day in days for one in files[day]]
+        for one in found:
+            refuse_unreadable(table, one)
+        return sum(one.file.record_count for one in found)
 
     def day_contents(self, reference: SnapshotRef) -> dict[datetime.date, str]:
         """Returns day -> a hash that identifies its rows, whatever files and order they are in.

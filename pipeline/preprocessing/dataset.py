@@ -72,8 +72,7 @@ def count_rows(spec: DataSpec, warehouse: Warehouse) -> int:
     Whole days are counted from metadata. Any other selection reads the columns that decide it.
     """
     if spec.selection.exact:
-        counts = warehouse.day_rows(spec.snapshot)
-        return sum(counts[day] for day in spec.selection.days)
+        return warehouse.count_rows(spec.snapshot, spec.selection.days)
     return sum(part.num_rows for part in _read_tables(spec, warehouse, [spec.label]))
 
 

@@ -143,6 +143,18 @@ def test_files_without_field_ids_are_read_by_the_names_that_the_table_maps(
     )
 
 
+def test_values_that_do_not_fit_the_type_of_their_column_are_refused(warehouse: Warehouse, tmp_path: Path) -> None:
+    write(warehouse, DAY1)
+    path = tmp_path / "added.parquet"
+    pq.write_table(rows([DAY2, DAY2], 100), path)
+    warehouse.table("events").add_files([str(path)])
+    pq.write_table(rows([DAY2, DAY2]).set_column(1, "id", pa.array([1.0, 1.5])), path)
+    assert refusal(lambda: read(warehouse, [DAY2])) == (
+        "column 'id' of file: expected values that fit int64, got Float value 1.500000 was truncated converting to int64. "
+        "Rewrite the file with the engine that wrote it, or ingest its day with force=true."
+    )
+
+
 def test_a_day_that_only_the_partition_has_is_read_from_there(warehouse: Warehouse, tmp_path: Path) -> None:
     """As Hive writes files: the value is in the folder's name."""
     write(warehouse, DAY1)
@@ -207,6 +219,8 @@ def test_only_the_day_with_row_level_deletes_is_refused_until_it_is_written_agai
     delete_rows(warehouse.table("events"), path, [1], Record(number(DAY1)))
     assert warehouse.day_rows(warehouse.current("events")) == {DAY1: 2, DAY2: 1}
     assert [row[1] for row in read(warehouse, [DAY2])] == [2]
+    assert warehouse.count_rows(warehouse.current("events"), [DAY2]) == 1
+    assert refusal(lambda: warehouse.count_rows(warehouse.current("events"), [DAY1])).startswith("file of day")
     assert refusal(lambda: read(warehouse, [DAY1, DAY2])) == (
         "file of day 2024-01-01: expected no row-level delete files, got 1. "
         "Apply them with the engine that wrote them, in Spark with "
