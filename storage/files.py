@@ -54,13 +54,17 @@ def snapshot_at(table: Table, reference: SnapshotRef) -> Snapshot:
 
 
 def schema_at(table: Table, reference: SnapshotRef) -> Schema:
-    """Returns the schema of a snapshot. That of the newest one is the table's: columns may have changed since.
+    """Returns the schema of a snapshot. Raises as `snapshot_at`.
 
-    Raises as `snapshot_at`.
+    Columns of the newest snapshot that were dropped or renamed since are gone or renamed. One that was added since
+    counts only if it has a default: an ingest adds its columns before it writes, and rows lack them until then.
     """
-    snapshot = snapshot_at(table, reference)
-    is_newest = snapshot.snapshot_id == table.metadata.current_snapshot_id
-    return table.schema() if is_newest or snapshot.schema_id is None else table.schemas()[snapshot.schema_id]
+    snapshot, now = snapshot_at(table, reference), table.schema()
+    then = now if snapshot.schema_id is None else table.schemas()[snapshot.schema_id]
+    if snapshot.snapshot_id != table.metadata.current_snapshot_id:
+        return then
+    known = {field.field_id for field in then.fields}
+    return Schema(*(one for one in now.fields if one.field_id in known or one.initial_default is not None))
 
 
 def days_filter(days: Iterable[datetime.date]) -> BooleanExpression:

@@ -196,16 +196,16 @@ def test_a_column_with_a_default_has_it_in_older_files(warehouse: Warehouse) -> 
     ]
 
 
-def test_the_newest_snapshot_has_the_columns_of_the_table(warehouse: Warehouse) -> None:
+def test_columns_that_were_dropped_or_renamed_are_so_in_the_newest_snapshot(warehouse: Warehouse) -> None:
     old = write(warehouse, DAY1)
     new = write(warehouse, DAY2, first=5)
     with warehouse.table("events").update_schema() as update:
         update.rename_column("id", "number")
         update.delete_column("text")
-        update.add_column("x", DoubleType())
-    assert warehouse.schema(new).names == ["day", "number", "x"]
+        update.add_column("x", DoubleType())  # an ingest may be about to write it
+    assert warehouse.schema(new).names == ["day", "number"]
     assert warehouse.schema(old).names == ["day", "id", "text"]
-    reader = warehouse.reader(new, ["number", "x"])
+    reader = warehouse.reader(new, ["number"])
     assert [reader.read(fragment)["number"].to_pylist() for fragment in reader.fragments()] == [[0], [5]]
     assert refusal(lambda: warehouse.reader(new, ["text"])).startswith("column 'text': expected a column of table")
 
