@@ -13,6 +13,7 @@ from flows.ingest import ingest
 from flows.runtime.flow import flow, open_workspace
 from flows.train import train
 from pipeline.config import RunConfig, load
+from pipeline.jobs.clean import clean
 from pipeline.jobs.recurring.day import has_champion, require_hash_split
 from pipeline.jobs.recurring.run import train_day, train_new_days
 
@@ -29,7 +30,7 @@ def recurring(
 
     Ingests the day if the table lacks it. Without a champion, trains the first one on the config's own split. Trains
     the champion on all days since its last one, except for the test rows of the split. The gate compares both models
-    on those test rows. Skips a finished day.
+    on those test rows. Skips a finished day. Without `day`, removes what `retention` does not keep afterwards.
 
     Args:
         config: The run's config, or the path of its YAML file; its split must be `hash`.
@@ -48,4 +49,9 @@ def recurring(
         ingest(workspace.config, day=day)
     if not champion:
         train(workspace.config)
-    return train_new_days(workspace, scratch, force) if day is None else train_day(workspace, day, scratch, force)
+    if day is not None:
+        return train_day(workspace, day, scratch, force)
+    result = train_new_days(workspace, scratch, force)
+    with workspace.best_effort("removing what retention does not keep"):
+        clean(workspace, dry_run=False)
+    return result

@@ -1,7 +1,7 @@
 """Keeps tables small: expires old snapshots and deletes files that no snapshot references."""
 
 import datetime
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.refs import SnapshotRefType
 from pyiceberg.table.update import (
     AssertRefSnapshotId,
     AssertTableUUID,
@@ -108,6 +109,28 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
     raise ConflictError(
         f"table '{name}'", "no concurrent commit", "another writer's commit five times", "Run the command again."
     ) from conflict
+
+
+def list_tags(warehouse: Warehouse, name: str) -> dict[str, datetime.datetime]:
+    """Returns tag -> time of its snapshot, for the tags of a table."""
+    table = warehouse.table(name)
+    times = {snapshot.snapshot_id: snapshot.timestamp_ms for snapshot in table.snapshots()}
+    return {
+        tag: datetime.datetime.fromtimestamp(times[reference.snapshot_id] / 1_000, datetime.UTC)
+        for tag, reference in table.refs().items()
+        if reference.snapshot_ref_type == SnapshotRefType.TAG
+    }
+
+
+def drop_tags(warehouse: Warehouse, name: str, tags: Iterable[str]) -> None:
+    """Removes tags from a table, in one commit. Their snapshots stay until they expire."""
+    table = warehouse.table(name)
+    found = sorted(set(tags) & table.refs().keys())
+    if found:
+        changes = table.manage_snapshots()
+        for tag in found:
+            changes = changes.remove_tag(tag)
+        changes.commit()
 
 
 def _refs(metadata: TableMetadata) -> frozenset[tuple[str, int]]:

@@ -29,6 +29,7 @@ def test_the_named_deployments_exist():
         "train/on-demand",
         "train/after-ingest",
         "checkpoint/on-demand",
+        "clean/on-demand",
         "features/on-demand",
         "layout/on-demand",
         "preprocess/on-demand",

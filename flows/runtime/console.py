@@ -1,6 +1,7 @@
 """The console in Prefect: its run log, its artifacts, and a task for each step."""
 
 import contextvars
+import datetime
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ from prefect.artifacts import (
 )
 from prefect.assets import Asset, AssetProperties, materialize
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterEndTime
 from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run
 
@@ -26,6 +29,8 @@ from pipeline.jobs.console import SECONDS_BETWEEN_LINES, Console, Logger, Progre
 
 SECONDS_TO_END = 5.0
 """How long to wait at exit for the last progress update to be sent."""
+PAGE = 200
+"""Flow runs in one answer of the server."""
 R = TypeVar("R")
 
 
@@ -48,6 +53,19 @@ class PrefectConsole(Console):
     def run(self, step: Step, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Runs a step as a task. Prefect's cache stays out: the warehouse and the registry know what is done."""
         return task_of(step, function, args[0])(*args, **kwargs)
+
+    def clear_history(self, before: datetime.datetime, dry_run: bool) -> int:
+        """Removes ended flow runs of the Prefect server from its database, with their task runs and logs."""
+        times = FlowRunFilterEndTime(before_=before)
+        count = 0
+        with get_client(sync_client=True) as client:
+            while runs := client.read_flow_runs(
+                flow_run_filter=FlowRunFilter(end_time=times), limit=PAGE, offset=count if dry_run else 0
+            ):
+                count += len(runs)
+                for run in [] if dry_run else runs:
+                    client.delete_flow_run(run.id)
+        return count
 
     def show_text(self, kind: str, name: str, text: str, description: str = "") -> None:
         """A markdown artifact."""

@@ -18,6 +18,7 @@ from models.config import DLRMConfig
 from pipeline.characterization.config import CharacterizeConfig
 from pipeline.config.complaints import explain
 from pipeline.config.files import home_path, put, read_yaml
+from pipeline.config.retention import RetentionConfig
 from pipeline.data.config import SplitConfig
 from pipeline.data.filters import check_filter
 from pipeline.errors import ConfigError
@@ -126,6 +127,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     registration: RegistrationConfig = RegistrationConfig()
     scoring: ScoringConfig = ScoringConfig()
     recurring: RecurringConfig = RecurringConfig()
+    retention: RetentionConfig = RetentionConfig()
     sweep: SweepConfig = SweepConfig()
     release: ReleaseConfig = ReleaseConfig()
     characterize: CharacterizeConfig = CharacterizeConfig()
@@ -199,7 +201,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     def semantics(self) -> dict[str, Any]:
         """Returns what decides the trained model, apart from its data. Equal semantics are one training."""
         elsewhere = {"home", "source", "ingest", "warehouse", "evaluation", "gate", "registration", "scoring"}
-        elsewhere |= {"recurring", "sweep", "release", "characterize"}
+        elsewhere |= {"recurring", "retention", "sweep", "release", "characterize"}
         values = self.model_dump(mode="json", exclude=elsewhere)
         for section, keys in EXECUTION_KEYS.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}

@@ -3,6 +3,7 @@
 Jobs import this module and no orchestrator. `flows/runtime/console.py` implements it with Prefect.
 """
 
+import datetime
 import functools
 import logging
 import sys
@@ -111,6 +112,14 @@ class Console:
     def run(self, step: Step, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Runs a step."""
         return function(*args, **kwargs)
+
+    def clear_history(self, before: datetime.datetime, dry_run: bool) -> int:
+        """Removes the history of commands that ended before a moment. Returns how many.
+
+        Args:
+            dry_run: Only counts them.
+        """
+        return 0
 
     def show_text(self, kind: str, name: str, text: str, description: str = "") -> None:
         """Shows markdown on the run's page, under a key made of kind and name."""

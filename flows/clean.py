@@ -1,0 +1,31 @@
+"""Flow: removes old runs, versions, snapshots and temporary files."""
+
+if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
+    from flows.runtime.cli import command
+
+    command("clean")
+
+from collections.abc import Mapping
+from typing import Any
+
+from flows.runtime.flow import flow, open_workspace
+from pipeline.config import RunConfig, load
+from pipeline.jobs.clean import clean as remove_old
+
+
+@flow("clean")
+def clean(
+    config: RunConfig | str = "configs/demo.yaml",
+    overrides: Mapping[str, Any] | None = None,
+    dry_run: bool = True,
+) -> dict[str, Any]:
+    """Removes what the section `retention` no longer keeps, of the config's table, model and experiment.
+
+    Every version with an alias stays, with its run's folder and the snapshot that it was trained on.
+
+    Args:
+        config: The run's config, or the path of its YAML file.
+        overrides: Dotted key -> value; overrides the config.
+        dry_run: Only lists what would go.
+    """
+    return remove_old(open_workspace(load(config, overrides)), dry_run)

@@ -1,0 +1,25 @@
+"""What `flows.clean` keeps, and for how long."""
+
+from pydantic import BaseModel, NonNegativeInt, PositiveFloat
+
+
+class RetentionConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """How long daily work is kept. Versions with an alias, and the runs that made them, are always kept.
+
+    None keeps everything of a kind. Ages are in days and may be fractions.
+    """
+
+    runs_days: PositiveFloat | None = 30
+    """Folders below `home`/runs and `home`/replays: checkpoints, weights and logs. Counted from the last change."""
+    versions_days: PositiveFloat | None = 90
+    """Model versions without an alias, with their files."""
+    versions_kept: NonNegativeInt = 30
+    """Newest versions of a model, kept at any age. A rollback can go back to them."""
+    mlflow_days: PositiveFloat | None = 365
+    """MLflow runs that are not of a kept version: metrics, figures and reports."""
+    snapshots_days: PositiveFloat | None = 7
+    """Snapshots of the tables that no kept version and no kept run was trained on."""
+    prefect_days: PositiveFloat | None = 30
+    """Ended flow runs in Prefect's database."""
+    leftovers_days: PositiveFloat = 2
+    """Temporary files of work that was killed. Must be longer than any command takes."""

@@ -1,0 +1,224 @@
+"""Removes what daily work leaves behind: run folders, versions, MLflow runs, snapshots, temporary files."""
+
+import datetime
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities.model_registry import ModelVersion
+from pydantic import BaseModel
+
+from pipeline.errors import ConfigError
+from pipeline.jobs.console import step
+from pipeline.jobs.workspace import Workspace, exclusive_dir
+from pipeline.registration.aliases import list_aliased
+from pipeline.registration.retention import (
+    list_all_versions,
+    list_old_runs,
+    remove_run,
+    remove_version,
+    retired_versions,
+)
+from pipeline.registration.versions import IDENTITY
+from storage.maintenance import drop_tags, expire, list_tags, vacuum
+
+SHOWN = 20
+"""Most names of a kind in the result."""
+FOLDER = re.compile(r"-(?P<identity>[0-9a-f]{12})(-[0-9a-f]{8})?-\d+$")
+"""End of the name of a folder of work, with the identity that its tags begin with."""
+TAG = re.compile(r"train-(?P<identity>[0-9a-f]{12})-\d+")
+TABLES = ("", "_quarantine", "_held", "_profile", "_features", "_scores")
+"""Endings of the tables that belong to a data set."""
+SEARCHES = ("sweeps", "releases", "rehearsals")
+"""Folders of work that is kept until it is removed by hand, and whose snapshots are kept with it."""
+
+
+class Removed(BaseModel, frozen=True):
+    """What goes, of one kind."""
+
+    kind: str
+    count: int
+    bytes: int
+    names: tuple[str, ...]
+    """The first of them."""
+
+
+def clean(workspace: Workspace, dry_run: bool) -> dict[str, Any]:
+    """Removes what `retention` no longer keeps, of the config's model, table and experiment.
+
+    Kept are: every version with an alias, of any model; its run's folder; and the snapshots that kept versions and
+    folders were trained on.
+
+    Args:
+        dry_run: Only lists what would go.
+    """
+    with workspace.lock(workspace.training_lock):
+        done = [
+            remove_versions(workspace, dry_run),
+            remove_folders(workspace, dry_run),
+            remove_runs(workspace, dry_run),
+            remove_leftovers(workspace, dry_run),
+            *remove_snapshots(workspace, dry_run),
+        ]
+    days = workspace.config.retention.prefect_days
+    if days is not None:
+        ended = workspace.console.clear_history(_before(days), dry_run)
+        done.append(Removed(kind="flow runs", count=ended, bytes=0, names=()))
+    for one in done:
+        verb = "would go" if dry_run else "removed"
+        workspace.console.log.info("%s: %s %s, %s bytes", one.kind, one.count, verb, f"{one.bytes:,}")
+    if dry_run:
+        workspace.console.log.info("dry_run=false removes them")
+    total = sum(one.bytes for one in done)
+    return {
+        "status": "ok" if any(one.count for one in done) else "skipped",
+        "dry_run": dry_run,
+        "bytes": total,
+        "removed": {one.kind: one.model_dump(exclude={"kind"}) for one in done},
+    }
+
+
+@step("clean versions")
+def remove_versions(workspace: Workspace, dry_run: bool) -> Removed:
+    """Old versions without an alias -> removed. Safe to repeat."""
+    retired = _retired(workspace)
+    if not dry_run:
+        for version in retired:
+            remove_version(workspace.tracking, version)
+    sizes = sum(int(version.tags.get("size_bytes", 0)) for version in retired)
+    return _summarize("versions", [f"{one.name} {one.version}" for one in retired], sizes)
+
+
+@step("clean runs")
+def remove_folders(workspace: Workspace, dry_run: bool) -> Removed:
+    """Folders of old trainings -> removed. Safe to repeat. One that another process works in stays."""
+    days, gone, size = workspace.config.retention.runs_days, list[str](), 0
+    served = {version.tags.get("run_folder") for version in list_aliased(workspace.tracking)}
+    for folder in [] if days is None else _folders(workspace, ("runs", "replays")):
+        if folder.name in served or _changed(folder) >= _before(days or 0):
+            continue
+        size += _size(folder)
+        gone.append(folder.name)
+        if not dry_run:
+            try:
+                with exclusive_dir(folder):
+                    _remove(folder)
+            except ConfigError:  # another process works in it
+                gone.pop()
+    return _summarize("run folders", gone, size)
+
+
+@step("clean MLflow")
+def remove_runs(workspace: Workspace, dry_run: bool) -> Removed:
+    """Old MLflow runs -> removed, those of kept versions excepted. Safe to repeat."""
+    days, tracker = workspace.config.retention.mlflow_days, workspace.tracking
+    spared = {str(version.run_id) for version in list_all_versions(tracker)}
+    old = [] if days is None else list(list_old_runs(tracker, spared, _before(days)))
+    places = [Path(run.info.artifact_uri.removeprefix("file://")) for run in old]
+    size = sum(_size(place.parent) for place in places if place.is_absolute() and place.exists())
+    if not dry_run:
+        for run in old:
+            remove_run(tracker, run)
+    return _summarize("MLflow runs", [run.info.run_id for run in old], size)
+
+
+@step("clean temporary files")
+def remove_leftovers(workspace: Workspace, dry_run: bool) -> Removed:
+    """Temporary files of killed work -> removed. Safe to repeat."""
+    home, limit = workspace.home, _before(workspace.config.retention.leftovers_days)
+    places = [path for root in ("tmp", "warehouse/tmp") for path in sorted((home / root).glob("*"))]
+    old = [path for path in places if _changed(path) < limit]
+    size = sum(map(_size, old))
+    if not dry_run:
+        for path in old:
+            _remove(path)
+    return _summarize("temporary files", [path.name for path in old], size)
+
+
+@step("clean snapshots")
+def remove_snapshots(workspace: Workspace, dry_run: bool) -> list[Removed]:
+    """Tags of retired trainings, old snapshots and files without one -> removed. Safe to repeat."""
+    warehouse, days = workspace.warehouse, workspace.config.retention.snapshots_days
+    if days is None:
+        return []
+    config, age = workspace.config, datetime.timedelta(days=days)
+    longest_write = datetime.timedelta(days=config.retention.leftovers_days)
+    retired = {(one.name, one.version) for one in _retired(workspace)}
+    versions = [one for one in list_all_versions(workspace.tracking) if (one.name, one.version) not in retired]
+    needed = {version.tags.get(IDENTITY, "")[:12] for version in versions}
+    needed |= {_identity(folder) for folder in _folders(workspace, ("runs", "replays", *SEARCHES))}
+    joined = [source.table for source in config.features.joined if source.table is not None]
+    names = [name for name in (*(f"{config.name}{end}" for end in TABLES), *joined) if warehouse.has_table(name)]
+    tags, snapshots, files, size = list[str](), 0, 0, 0
+    with workspace.lock(workspace.ingest_lock):  # an ingest's files belong to no snapshot yet
+        for name in names:
+            old = [
+                tag for tag, made in list_tags(warehouse, name).items()
+                if (found := TAG.fullmatch(tag)) and found["identity"] not in needed and made < _before(days)
+            ]  # fmt: skip
+            tags += old
+            if not dry_run:
+                drop_tags(warehouse, name, old)
+            snapshots += expire(warehouse, name, age, dry_run).snapshots
+            gone = vacuum(warehouse, name, max(age, longest_write), dry_run)
+            files, size = files + gone.files, size + gone.bytes
+    return [
+        _summarize("tags of snapshots", tags),
+        Removed(kind="snapshots", count=snapshots, bytes=0, names=()),
+        Removed(kind="files without a snapshot", count=files, bytes=size, names=()),
+    ]
+
+
+def _retired(workspace: Workspace) -> list[ModelVersion]:
+    retention, tracker = workspace.config.retention, workspace.tracking
+    if retention.versions_days is None:
+        return []
+    aliased = {(version.name, version.version) for version in list_aliased(tracker)}
+    versions = list_all_versions(tracker, workspace.config.model_name)
+    return retired_versions(versions, aliased, retention.versions_kept, _before(retention.versions_days))
+
+
+def _folders(workspace: Workspace, kinds: Iterable[str]) -> Iterator[Path]:
+    """Yields the folders of the table's work."""
+    prefix = f"{workspace.config.name}-"
+    for kind in kinds:
+        yield from (path for path in sorted((workspace.home / kind).glob(f"{prefix}*")) if path.is_dir())
+
+
+def _identity(folder: Path) -> str:
+    found = FOLDER.search(folder.name)
+    return found["identity"] if found else ""
+
+
+def _before(days: float) -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=days)
+
+
+def _changed(path: Path) -> datetime.datetime:
+    """Returns when a file, or the newest file in a folder, was last changed."""
+    newest = max((_stat(one, lambda status: status.st_mtime) for one in (path, *path.rglob("*"))), default=0.0)
+    return datetime.datetime.fromtimestamp(newest, datetime.UTC)
+
+
+def _size(path: Path) -> int:
+    return int(sum(_stat(one, lambda status: status.st_size) for one in (path, *path.rglob("*")) if one.is_file()))
+
+
+def _stat(path: Path, read: Callable[[Any], float]) -> float:
+    try:
+        return read(path.lstat())
+    except FileNotFoundError:  # removed meanwhile
+        return 0.0
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _summarize(kind: str, names: list[str], size: int = 0) -> Removed:
+    return Removed(kind=kind, count=len(names), bytes=size, names=tuple(names[:SHOWN]))

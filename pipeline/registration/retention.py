@@ -1,0 +1,83 @@
+"""Removes old versions and runs from MLflow, with their files."""
+
+import datetime
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+
+from mlflow.entities import Run, ViewType
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+from pipeline.registration.tracking import Tracker, is_not_found
+
+PAGE = 500
+"""Runs or versions in one answer of MLflow."""
+
+
+def list_all_versions(tracker: Tracker, name: str | None = None) -> list[ModelVersion]:
+    """Lists the versions of a model, or of all models, the oldest first."""
+    found: list[ModelVersion] = []
+    token: str | None = None
+    while token != "":
+        query = "" if name is None else f"name = '{name}'"
+        page = tracker.client.search_model_versions(query, max_results=PAGE, page_token=token)
+        found, token = found + list(page), page.token or ""
+    return sorted(found, key=lambda version: (version.name, int(version.version)))
+
+
+def retired_versions(
+    versions: Sequence[ModelVersion], aliased: Collection[tuple[str, str]], kept: int, before: datetime.datetime
+) -> list[ModelVersion]:
+    """Returns the versions of one model that may go.
+
+    Args:
+        versions: The oldest first.
+        aliased: (model, version) of those with an alias.
+        kept: Newest versions that stay at any age.
+        before: Later ones stay.
+    """
+    old = list(versions)[: len(versions) - kept] if len(versions) > kept else []
+    limit = before.timestamp() * 1e3
+    return [one for one in old if (one.name, one.version) not in aliased and one.creation_timestamp < limit]
+
+
+def remove_version(tracker: Tracker, version: ModelVersion) -> None:
+    """Removes a version and the files that were registered for it. The run that made it stays."""
+    model_id = (version.source or "").removeprefix("models:/")
+    tracker.client.delete_model_version(version.name, version.version)
+    if model_id.startswith("m-"):
+        with suppress(MlflowException):  # the files went with an interrupted attempt
+            place = tracker.client.get_logged_model(model_id).artifact_location
+            get_artifact_repository(place, tracking_uri=tracker.uri).delete_artifacts()
+        try:
+            tracker.client.delete_logged_model(model_id)
+        except MlflowException as error:
+            if not is_not_found(error):
+                raise
+
+
+def list_old_runs(tracker: Tracker, spared: Collection[str], before: datetime.datetime) -> Iterator[Run]:
+    """Yields the ended runs of the experiment from before a moment, deleted ones included.
+
+    Args:
+        spared: Ids of runs that stay.
+    """
+    query = f"attributes.end_time < {int(before.timestamp() * 1e3)}"
+    token: str | None = None
+    while token != "":
+        page = tracker.client.search_runs([tracker.experiment_id], query, ViewType.ALL, PAGE, page_token=token)
+        yield from (run for run in page if run.info.run_id not in spared and run.info.status != "RUNNING")
+        token = page.token or ""
+
+
+def remove_run(tracker: Tracker, run: Run) -> None:
+    """Removes a run and its files. A server marks it as deleted, and its `mlflow gc` removes what it keeps of it."""
+    run_id = run.info.run_id
+    if run.info.lifecycle_stage == "active":
+        tracker.client.delete_run(run_id)
+    get_artifact_repository(run.info.artifact_uri, tracking_uri=tracker.uri).delete_artifacts()
+    store = tracker.client._tracking_client.store
+    if isinstance(store, SqlAlchemyStore):
+        store._hard_delete_run(run_id)

@@ -1,0 +1,148 @@
+"""What `flows.clean` removes, and what it never does."""
+
+import datetime
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from mlflow.exceptions import MlflowException
+
+from pipeline.config import load
+from pipeline.jobs.clean import clean
+from pipeline.jobs.workspace import Workspace
+from storage.reader import SnapshotRef
+
+AT_ONCE = 1e-9
+"""Days."""
+EVERYTHING = {
+    "retention.runs_days": 1, "retention.versions_days": AT_ONCE, "retention.versions_kept": 0,
+    "retention.mlflow_days": AT_ONCE, "retention.snapshots_days": AT_ONCE, "retention.leftovers_days": 1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+    return tmp_path
+
+
+def open_(**keys: Any) -> Workspace:
+    return Workspace(load("configs/smoke.yaml", EVERYTHING | {key.replace("__", "."): keys[key] for key in keys}))
+
+
+def write_day(workspace: Workspace, rows: int) -> SnapshotRef:
+    day = datetime.date(2025, 1, 6)
+    table = pa.table({"day": pa.array([day] * rows, pa.date32()), "user": list(range(rows))})
+    return workspace.warehouse.replace_days("smoke", {day: f"{rows}"}, table.schema, table.to_batches(), rows)
+
+
+def train(workspace: Workspace, number: int, alias: str | None = None, model: str = "smoke") -> tuple[Path, str, str]:
+    """Leaves what a training does: a tagged snapshot, a run's folder, an MLflow run with files, a version."""
+    tracker, identity = workspace.tracking, f"{number:012}"
+    snapshot = write_day(workspace, number)
+    tag = f"train-{identity}-{snapshot.snapshot_id}"
+    workspace.warehouse.tag(snapshot, tag)
+    folder = workspace.home / "runs" / f"smoke-{identity}-0"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "weights.safetensors").write_bytes(bytes(1_000))
+    run_id = tracker.start(f"training {number}", {}, {}, None)
+    tracker.log_json(run_id, {"number": number}, "result.json")
+    tracker.end(run_id, "FINISHED")
+    if not tracker.client.search_registered_models(f"name = '{model}'"):
+        tracker.client.create_registered_model(model)
+    tags = {"identity": identity + "0" * 20, "run_folder": folder.name}
+    version = tracker.client.create_model_version(model, "somewhere", run_id, tags=tags).version
+    if alias is not None:
+        tracker.client.set_registered_model_alias(model, alias, version)
+    for path in (folder, *folder.rglob("*")):
+        os.utime(path, (1e9, 1e9))
+    return folder, run_id, tag
+
+
+def tags_of(workspace: Workspace) -> set[str]:
+    return set(workspace.warehouse.table("smoke").refs()) - {"main"}
+
+
+def test_a_dry_run_lists_and_removes_nothing(home: Path) -> None:
+    workspace = open_()
+    left = [train(workspace, number) for number in (1, 2)]
+    write_day(workspace, 3)
+    result = clean(workspace, dry_run=True)
+    assert (result["dry_run"], result["removed"]["versions"]["count"]) == (True, 2)
+    assert result["removed"]["run folders"]["names"] == ("smoke-000000000001-0", "smoke-000000000002-0")
+    assert result["bytes"] >= 2_000
+    assert all(folder.exists() for folder, _, _ in left)
+    assert tags_of(workspace) == {tag for _, _, tag in left}
+
+
+def test_everything_that_is_not_kept_goes(home: Path) -> None:
+    workspace = open_()
+    left = [train(workspace, number) for number in (1, 2)]
+    newest = write_day(workspace, 3)
+    clean(workspace, dry_run=False)
+    client, table = workspace.tracking.client, workspace.warehouse.table("smoke")
+    assert (list((home / "runs").iterdir()), client.search_model_versions()) == ([], [])
+    assert [one.snapshot_id for one in table.snapshots()] == [newest.snapshot_id]
+    for _, run_id, _ in left:
+        with pytest.raises(MlflowException, match="not found"):
+            client.get_run(run_id)
+    assert not list((home / "mlflow").rglob("result.json"))
+    assert clean(workspace, dry_run=False)["status"] == "skipped"
+
+
+@pytest.mark.parametrize("model", ["smoke", "weekly"])
+def test_what_an_alias_of_any_model_names_stays_whole(home: Path, model: str) -> None:
+    workspace = open_()
+    train(workspace, 1)
+    folder, run_id, tag = train(workspace, 2, "champion", model)
+    train(workspace, 3)
+    clean(workspace, dry_run=False)
+    assert (folder / "weights.safetensors").exists()
+    assert workspace.tracking.client.get_run(run_id).info.status == "FINISHED"
+    assert workspace.tracking.read_json(run_id, "result.json") == {"number": 2}
+    assert tags_of(workspace) == {tag}
+    assert [path.name for path in (home / "runs").iterdir()] == [folder.name]
+
+
+def test_the_newest_versions_stay_for_a_rollback(home: Path) -> None:
+    workspace = open_(retention__versions_kept=2)
+    left = [train(workspace, number) for number in (1, 2, 3)]
+    clean(workspace, dry_run=False)
+    versions = workspace.tracking.client.search_model_versions()
+    assert sorted(int(version.version) for version in versions) == [2, 3]
+    assert tags_of(workspace) == {tag for _, _, tag in left[1:]}
+
+
+def test_young_work_and_work_in_progress_stay(home: Path) -> None:
+    workspace = open_()
+    folder, _, tag = train(workspace, 1)
+    (folder / "weights.safetensors").touch()
+    (home / "tmp" / "ingest-new").mkdir(parents=True)
+    clean(workspace, dry_run=False)
+    assert folder.exists()
+    assert tags_of(workspace) == {tag}
+    assert (home / "tmp" / "ingest-new").exists()
+
+
+def test_spill_files_of_killed_work_go(home: Path) -> None:
+    for root in ("tmp", "warehouse/tmp"):
+        (home / root / "ingest-abc").mkdir(parents=True)
+        (home / root / "ingest-abc" / "spill").write_bytes(bytes(100))
+        for path in ((home / root / "ingest-abc"), (home / root / "ingest-abc" / "spill")):
+            os.utime(path, (1e9, 1e9))
+    workspace = open_()
+    write_day(workspace, 1)
+    assert clean(workspace, dry_run=False)["removed"]["temporary files"]["count"] == 2
+    assert not list((home / "tmp").iterdir())
+
+
+def test_none_keeps_a_kind_for_ever(home: Path) -> None:
+    kinds = ("runs_days", "versions_days", "mlflow_days", "snapshots_days")
+    workspace = open_(**{f"retention__{kind}": None for kind in kinds})
+    folder, run_id, tag = train(workspace, 1)
+    clean(workspace, dry_run=False)
+    assert (folder.exists(), tags_of(workspace)) == (True, {tag})
+    assert workspace.tracking.client.get_run(run_id)
+    assert len(workspace.tracking.client.search_model_versions()) == 1
