@@ -6,5 +6,6 @@ if __name__ == "__main__":  # before the imports: the command starts servers tha
     command("compare")
 
 from flows.backtest import backtest
+from flows.runtime.flow import flow
 
-compare = backtest.with_options(name="compare")
+compare = flow("compare")(backtest.fn)

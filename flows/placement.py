@@ -5,6 +5,7 @@ if __name__ == "__main__":  # before the imports: the command starts servers tha
 
     command("placement")
 
+from flows.runtime.flow import flow
 from flows.sharding import sharding
 
-placement = sharding.with_options(name="placement")
+placement = flow("placement")(sharding.fn)

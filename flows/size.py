@@ -6,5 +6,6 @@ if __name__ == "__main__":  # before the imports: the command starts servers tha
     command("size")
 
 from flows.estimate import estimate
+from flows.runtime.flow import flow
 
-size = estimate.with_options(name="size")
+size = flow("size")(estimate.fn)

@@ -35,4 +35,4 @@ def suggest(
         day_column: Column that gives the day; without one, all rows of `path` belong to one day.
     """
     draft = given_source(load_draft(config, overrides), path, label, day_column)
-    return write_suggestion(DraftJob(draft, open_console()), path is not None)
+    return write_suggestion(DraftJob(draft, open_console(draft)), path is not None)

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from flows.runtime.dlrm import describe, parameters_of, say
 from flows.runtime.environment import set_environment
+from flows.runtime.private import hide, remember
 from flows.runtime.server import TemporaryServer
 from pipeline.config import RunConfig, load
 from pipeline.config.draft import Draft
@@ -93,8 +94,8 @@ def main(
         result = {"status": "failed", "error": "interrupted; run the same command again to go on."}
     except Exception as error:  # whatever went wrong, the caller gets one sentence and a result line
         if debug:
-            traceback.print_exc()
-        result = {"status": "failed", "error": sentence(error)}
+            print(hide(traceback.format_exc()), file=sys.stderr)
+        result = {"status": "failed", "error": hide(sentence(error))}
     sys.stderr.flush()
     if result["status"] == "failed":
         print(f"error: {result['error']}", file=sys.stderr)
@@ -117,6 +118,7 @@ def run(
     known = parameters_of(flow) if isinstance(flow, str) else list(inspect.signature(flow.fn).parameters)
     overrides, parameters = parse(rest, [key for key in known if key not in ("config", "overrides")])
     config = read(given, overrides)
+    remember(config)
     plain = isinstance(flow, str) and is_plain(name, parameters) and not names_server()
     server = None if plain or names_server() else start_server(config)
     if isinstance(flow, str):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from uuid import UUID
 
-from prefect import get_run_logger, task
+from prefect import Flow, get_run_logger, task
 from prefect.artifacts import (
     create_link_artifact,
     create_markdown_artifact,
@@ -23,6 +23,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterEndTime
 from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run
 
+from flows.runtime.private import hiding, mask
 from pipeline.config import RunConfig
 from pipeline.config.draft import Draft
 from pipeline.jobs.console import SECONDS_BETWEEN_LINES, Console, Logger, Progress, Step
@@ -81,15 +82,28 @@ class PrefectConsole(Console):
         create_link_artifact(address, text, key=artifact_key(kind, name), description=description)
 
 
+class PrivateFlow(Flow[..., Any]):
+    """A flow whose parameters and errors reach Prefect's database without credentials."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        super().__init__(function, name=name, flow_run_name=flow_run_name)
+        self.fn = hiding(function)
+
+    def serialize_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        """What Prefect stores and shows."""
+        shown: dict[str, Any] = mask(super().serialize_parameters(parameters))
+        return shown
+
+
 def task_of(step: Step, function: Callable[..., Any], holder: Any) -> Any:
     """A step as a Prefect task. Steps that make something materialize an asset."""
     options: dict[str, Any] = {"cache_policy": NO_CACHE, "task_run_name": step.name}
     if step.makes is None:
-        return task(function, **options)
+        return task(hiding(function), **options)
     config = holder.config
     asset = table_asset(config) if step.makes == "table" else model_asset(config)
     inputs: list[str | Asset] | None = [table_asset(config)] if step.reads == "table" else None
-    return materialize(asset, by="dlrm-pipeline", asset_deps=inputs, **options)(function)
+    return materialize(asset, by="dlrm-pipeline", asset_deps=inputs, **options)(hiding(function))
 
 
 def flow_run_name() -> str:

@@ -7,6 +7,9 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import ConfigError
 
+PRIVATE: dict[str, Any] = {"warehouse": {"catalog"}, "registration": {"tracking_uri"}}
+"""Section -> keys that may hold passwords. No message shows their values."""
+
 
 def explain(where: str, error: ValidationError, root: type[BaseModel]) -> ConfigError:
     """The first complaint as one sentence; the number of the others is added."""
@@ -42,9 +45,12 @@ def explain(where: str, error: ValidationError, root: type[BaseModel]) -> Config
         key = ".".join(str(part) for part in first["loc"][:-1])
         more = f" ({len(problems) - len(choices)} more)" if len(problems) > len(choices) else ""
     words = [problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ") for problem in choices]
-    return ConfigError(
-        f"{where}, key '{key}'", " or ".join(words), f"{first['input']!r:.80}{more}", "Correct the value."
-    )
+    given = "another value" if _is_private(first["loc"]) else f"{first['input']!r:.80}"
+    return ConfigError(f"{where}, key '{key}'", " or ".join(words), f"{given}{more}", "Correct the value.")
+
+
+def _is_private(path: tuple[int | str, ...]) -> bool:
+    return len(path) > 1 and path[1] in PRIVATE.get(str(path[0]), ())
 
 
 def _same_value(problem: Any, other: Any, root: type[BaseModel]) -> bool:

@@ -16,7 +16,7 @@ from pydantic import (
 
 from models.config import DLRMConfig
 from pipeline.characterization.config import CharacterizeConfig
-from pipeline.config.complaints import explain
+from pipeline.config.complaints import PRIVATE, explain
 from pipeline.config.files import home_path, put, read_yaml
 from pipeline.config.retention import RetentionConfig
 from pipeline.data.config import SplitConfig
@@ -213,12 +213,11 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     def shareable(self) -> dict[str, Any]:
         """Returns the config without keys that may hold passwords: the catalog's properties and MLflow's address."""
-        return self.model_dump(mode="json", exclude={"warehouse": {"catalog"}, "registration": {"tracking_uri"}})
+        return self.model_dump(mode="json", exclude=PRIVATE)
 
     def flat(self) -> dict[str, Any]:
         """Returns dotted key -> value of all chosen settings, for MLflow's table of parameters."""
-        hidden: Any = {"warehouse": {"catalog"}, "registration": {"tracking_uri"}}
-        hidden |= dict.fromkeys(("source", "features", "sweep", "release", "characterize"), True)
+        hidden = PRIVATE | dict.fromkeys(("source", "features", "sweep", "release", "characterize"), True)
         values = self.model_dump(mode="json", exclude_defaults=True, exclude=hidden)
         return dict(_flattened(values | self.model_dump(mode="json", include={"training", "model"})))
 

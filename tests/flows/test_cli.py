@@ -25,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 
 from flows.runtime import cli
 from flows.runtime.cli import check_types, parse, sentence
-from flows.runtime.console import task_of
+from flows.runtime.console import PrivateFlow, task_of
 from pipeline.config import load
 from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError
@@ -179,7 +179,8 @@ def _leave_the_process_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(cli, "hide_tracebacks", lambda: None)
     names = {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{tmp_path}/prefect.db"}
-    nothing = SimpleNamespace(wait=lambda: None, stop=lambda: None, settings=names, address="http://127.0.0.1:9/api")
+    address = "http://127.0.0.1:9/api"
+    nothing = SimpleNamespace(wait=lambda: None, stop=lambda: None, settings=names, address=address, secret="a:b")
     monkeypatch.setattr(cli, "TemporaryServer", lambda folder: SimpleNamespace(**vars(nothing), folder=folder))
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
 
@@ -247,7 +248,7 @@ def test_fault_33_prefect_reads_no_stored_results() -> None:
     flows = [value for module in modules for value in vars(module).values() if isinstance(value, PrefectFlow)]
     workspace = Workspace(load("configs/smoke.yaml"))
     tasks = [task_of(Step("name", makes), lambda workspace: None, workspace) for makes in (None, "table", "model")]
-    assert {PrefectFlow, Task, MaterializingTask} == {type(value) for value in (*flows, *tasks)}
+    assert {PrivateFlow, Task, MaterializingTask} == {type(value) for value in (*flows, *tasks)}
     for value in (*flows, *tasks):
         assert not value.persist_result, value.name
         assert value.result_serializer in (None, "json"), value.name
