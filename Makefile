@@ -106,7 +106,7 @@ deploy: setup  ## set up the server at PREFECT_API_URL; CHAIN=true trains after 
 	@$(RUN) -m flows.deploy $(if $(CHAIN),chain=$(CHAIN)) trainings=$(TRAININGS)
 
 worker: setup  ## run a worker for the deployments of the server at PREFECT_API_URL
-	@$(VENV)/bin/prefect worker start --pool dlrm
+	@$(RUN) -m flows.runtime.access $(VENV)/bin/prefect worker start --pool dlrm
 
 doctor: setup  ## check this installation
 	@$(RUN) -m flows.doctor

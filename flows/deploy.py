@@ -22,8 +22,9 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
+from flows.runtime.access import authenticated
 from flows.runtime.environment import set_environment
-from pipeline.config.files import ROOT
+from pipeline.config.files import ROOT, home_path
 from pipeline.errors import ConfigError, ContractError
 
 POOL = "dlrm"
@@ -126,12 +127,14 @@ def deploy(settings: Settings) -> list[str]:
     """Creates or updates everything on the server at PREFECT_API_URL. Returns a line for each thing done.
 
     Raises:
-        ConfigError: If PREFECT_API_URL is not set, or Prefect refuses the deployments.
+        ConfigError: If PREFECT_API_URL is not set, its server takes no authentication of ours, or Prefect refuses the
+            deployments.
     """
-    if not PREFECT_API_URL.value():
+    address = PREFECT_API_URL.value()
+    if not address:
         remedy = "Start one with `make ui` and export PREFECT_API_URL=http://127.0.0.1:4200/api"
         raise ConfigError("PREFECT_API_URL", "the address of a running server", "none", remedy)
-    with get_client(sync_client=True) as client:
+    with authenticated(address, home_path(".dlrm")), get_client(sync_client=True) as client:
         done = [_pool(client), *(_queue(client, name, settings) for name in QUEUES)]
         done += _deployments()
         training = client.read_deployment_by_name("train/after-ingest").id

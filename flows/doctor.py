@@ -14,12 +14,16 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from flows.runtime.access import check_access, find_secret, header
 from flows.runtime.environment import set_environment
+from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = {"torch": "2.13.0", "torchrec": "1.8.0"}
@@ -185,16 +189,21 @@ except OSError:
 """
 
 
-def stuck_runs(environment: Mapping[str, str], patience_seconds: float = PATIENCE_SECONDS) -> list[Check]:
+def stuck_runs(environment: Mapping[str, str], home: Path, patience_seconds: float = PATIENCE_SECONDS) -> list[Check]:
     """Returns runs that are late, or that a worker took but did not start. Empty without a reachable server."""
     address = environment.get("PREFECT_API_URL", "").rstrip("/")
     if not address.startswith("http"):
         return []
     since = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=patience_seconds)
     try:
-        taken = _read_runs(address, "PENDING")
-        late = _read_runs(address, "SCHEDULED", {"expected_start_time": {"before_": since.isoformat()}})
-        working = any(worker["status"] == "ONLINE" for worker in _read_workers(address)) if late else True
+        secret = find_secret(address, home)
+        check_access(address, secret)
+        server = Server(address, secret)
+        taken = server.read_runs("PENDING")
+        late = server.read_runs("SCHEDULED", {"expected_start_time": {"before_": since.isoformat()}})
+        working = any(worker["status"] == "ONLINE" for worker in server.read_workers()) if late else True
+    except ConfigError as error:
+        return [Check("access to Prefect", False, f"{address} wants authentication", error.remedy)]
     except OSError:
         return []  # reachable() reports that
     pending = [run for run in taken if datetime.datetime.fromisoformat(run["state"]["timestamp"]) <= since]
@@ -215,25 +224,38 @@ def _late(run: Mapping[str, Any], working: bool) -> Check:
     return Check(f"run '{run['name']}'", True, found, remedy)
 
 
-def _read_runs(address: str, state: str, more: Mapping[str, Any] | None = None) -> list[Any]:
-    return _post(f"{address}/flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": [state]}}, **(more or {})}})
+class Server:
+    """Asks a Prefect server with the standard library only, because Prefect's client may be broken."""
 
+    def __init__(self, address: str, secret: str | None) -> None:
+        self.address, self.headers = address, {"Content-Type": "application/json"} | header(secret)
+        client = str(uuid.uuid4())
+        with suppress(urllib.error.HTTPError):  # the server asks for no such token
+            token = self._ask(f"/csrf-token?client={client}")["token"]
+            self.headers |= {"Prefect-Csrf-Client": client, "Prefect-Csrf-Token": token}
 
-def _read_workers(address: str) -> list[Any]:
-    try:
-        return _post(f"{address}/work_pools/{POOL}/workers/filter", {})
-    except urllib.error.HTTPError as error:
-        if error.code == 404:  # no such pool
-            return []
-        raise
-
-
-def _post(address: str, body: Mapping[str, Any]) -> list[Any]:
-    """Queries the server with the standard library only, because Prefect's client may be broken."""
-    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=5) as answer:
-        found: list[Any] = json.load(answer)
+    def read_runs(self, state: str, more: Mapping[str, Any] | None = None) -> list[Any]:
+        """Returns the runs in a state."""
+        runs = {"state": {"type": {"any_": [state]}}, **(more or {})}
+        found: list[Any] = self._ask("/flow_runs/filter", {"flow_runs": runs})
         return found
+
+    def read_workers(self) -> list[Any]:
+        """Returns the workers of our pool."""
+        try:
+            found: list[Any] = self._ask(f"/work_pools/{POOL}/workers/filter", {})
+            return found
+        except urllib.error.HTTPError as error:
+            if error.code == 404:  # no such pool
+                return []
+            raise
+
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(
+            urllib.request.Request(self.address + path, data, self.headers), timeout=5
+        ) as answer:
+            return json.load(answer)
 
 
 def configuration(path: str) -> Check:
@@ -290,7 +312,7 @@ def examine(config: str | None, home: Path) -> list[Check]:
         lambda: [reachable(name, "/health", os.environ) for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI")],
         lambda: [port_free("Prefect", 4200), port_free("MLflow", 5000)],
         lambda: locked_runs(home),
-        lambda: stuck_runs(os.environ),
+        lambda: stuck_runs(os.environ, home),
         lambda: [configuration(config)] if config else [],
     ]
     return [check for make in checks for check in make()]

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -10,11 +11,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from flows.runtime.environment import set_environment
+from flows.runtime.access import LOOPBACK, VARIABLE, protect, read_secret, secret_file, serving
+from flows.runtime.environment import keep_private, make_private, set_environment
 from pipeline.errors import ConfigError, ContractError
+from pipeline.process import die_with_parent
 
 HOST = "127.0.0.1"
 START_SECONDS = 120.0
@@ -28,14 +32,19 @@ def main(words: list[str]) -> int:
     prefect_port, mlflow_port = int(options.get("prefect_port", 4200)), int(options.get("mlflow_port", 5000))
     signal.signal(signal.SIGTERM, _interrupted)
     servers: list[subprocess.Popen[bytes]] = []
+    marked = contextlib.ExitStack()
     try:
         for name, port in (("Prefect", prefect_port), ("MLflow", mlflow_port)):
             free_port(name, port)
         servers = [start(*command) for command in commands(home, prefect_port, mlflow_port)]
+        marked.enter_context(serving(home / "prefect", prefect_port))
         wait_for(servers[0], f"http://{HOST}:{prefect_port}/api/health", home / "ui" / "prefect.log")
         wait_for(servers[1], f"http://{HOST}:{mlflow_port}/health", home / "ui" / "mlflow.log")
-        print(f"Prefect  http://{HOST}:{prefect_port}\nMLflow   http://{HOST}:{mlflow_port}", flush=True)
+        secret = secret_file(home / "prefect")
+        print(f"Prefect  http://{HOST}:{prefect_port} asks for the text of {secret}", flush=True)
+        print(f"MLflow   http://{HOST}:{mlflow_port}", flush=True)
         print(f"runs of {home}; for deployments: export PREFECT_API_URL=http://{HOST}:{prefect_port}/api", flush=True)
+        print(f'for the command prefect, also: export {VARIABLE}="$(cat {shlex.quote(str(secret))})"', flush=True)
         print("Ctrl-C stops both", flush=True)
         while all(server.poll() is None for server in servers):
             time.sleep(0.5)
@@ -48,11 +57,12 @@ def main(words: list[str]) -> int:
         return 1
     finally:
         stop(servers)
+        marked.close()
 
 
 def commands(home: Path, prefect_port: int, mlflow_port: int) -> list[tuple[list[str], dict[str, str], Path]]:
     """Returns (command, environment, log) of each server. A database named in the environment replaces SQLite."""
-    (home / "prefect").mkdir(parents=True, exist_ok=True)
+    make_private(home / "prefect")
     (home / "mlflow" / "artifacts").mkdir(parents=True, exist_ok=True)
     (home / "ui").mkdir(parents=True, exist_ok=True)
     databases = {
@@ -64,7 +74,7 @@ def commands(home: Path, prefect_port: int, mlflow_port: int) -> list[tuple[list
         "PREFECT_HOME": str(home / "prefect"),
         "PREFECT_API_DATABASE_CONNECTION_URL": databases["PREFECT_API_DATABASE_CONNECTION_URL"],
         "PREFECT_UI_API_URL": f"http://{HOST}:{prefect_port}/api",
-    }
+    } | protect(read_secret(home / "prefect"), *(f"http://{name}:{prefect_port}" for name in LOOPBACK))
     serve = ["--host", HOST, "--port"]
     stores = ["--artifacts-destination", str(home / "mlflow" / "artifacts")]
     mlflow = {"MLFLOW_BACKEND_STORE_URI": databases["MLFLOW_BACKEND_STORE_URI"]}  # not an argument: others see those
@@ -86,12 +96,16 @@ def free_port(name: str, port: int) -> None:
 
 
 def start(command: list[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Starts a server in its own process group, to stop its child processes with it."""
+    """Starts a server in its own process group, to stop its child processes with it.
+
+    The kernel asks it to end when this process ends, however that happens. MLflow's hands that on to its child.
+    """
     program = str(Path(sys.executable).parent / command[0])
     with log.open("wb") as output:
         return subprocess.Popen(
             [program, *command[1:]], env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
         )  # fmt: skip
 
 
@@ -129,4 +143,5 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 if __name__ == "__main__":
     set_environment()
+    keep_private()
     sys.exit(main(sys.argv[1:]))

@@ -19,13 +19,14 @@ ONE_THREAD = {**dict.fromkeys(("OMP_NUM_THREADS", "ARROW_NUM_THREADS", "OPENBLAS
 """Environment of processes that share the cores by their number: one thread each."""
 
 
-def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when the thread that started it ends, for whatever reason.
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Asks the kernel to signal this process when the thread that started it ends, for whatever reason.
 
     Args:
         parent: Process id that the parent passed on.
+        number: The signal.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number))
     if os.getppid() != parent:  # the parent ended before the request
         sys.exit(1)
 

@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -23,8 +23,9 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from flows.runtime.access import authenticated, server_address
 from flows.runtime.dlrm import describe, parameters_of, say
-from flows.runtime.environment import set_environment
+from flows.runtime.environment import keep_private, make_private, set_environment
 from flows.runtime.private import hide, remember
 from flows.runtime.server import TemporaryServer
 from pipeline.config import RunConfig, load
@@ -61,6 +62,7 @@ def command(
         without_config: What to read where no file is given; None: a file is required.
     """
     set_environment()
+    keep_private()
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
         say(describe(name))
@@ -119,8 +121,9 @@ def run(
     overrides, parameters = parse(rest, [key for key in known if key not in ("config", "overrides")])
     config = read(given, overrides)
     remember(config)
-    plain = isinstance(flow, str) and is_plain(name, parameters) and not names_server()
-    server = None if plain or names_server() else start_server(config)
+    address = server_address()
+    plain = isinstance(flow, str) and is_plain(name, parameters) and address is None
+    server = None if plain or address is not None else start_server(config)
     if isinstance(flow, str):
         if name in TRAINING and isinstance(config, RunConfig):
             start_fork_servers(config)
@@ -130,12 +133,12 @@ def run(
         parameters = {"overrides": overrides, **parameters}
     if not debug:
         hide_tracebacks()
-    result: Result
-    if server is None:
-        result = flow(config=config, **parameters)
-    else:
-        with prefect_settings(server):
-            result = flow(config=config, **parameters)
+    with ExitStack() as stack:
+        if server is not None:
+            stack.enter_context(prefect_settings(server))
+        elif address is not None:
+            stack.enter_context(authenticated(address, home_path(config.home), home_path(".dlrm")))
+        result: Result = flow(config=config, **parameters)
     return result
 
 
@@ -168,20 +171,6 @@ def is_plain(name: str, parameters: Mapping[str, Any]) -> bool:
     return actions is not None and (not actions or parameters.get("action", actions[0]) in actions)
 
 
-def names_server() -> bool:
-    """Says whether the environment or Prefect's settings name a server."""
-    if "prefect" in sys.modules:  # settings may have changed in this process
-        from prefect.settings import PREFECT_API_URL
-
-        return bool(PREFECT_API_URL.value())
-    profiles = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser() / "profiles.toml"
-    if profiles.is_file() and "PREFECT_API_URL" in profiles.read_text(encoding="utf-8"):
-        from prefect.settings import PREFECT_API_URL  # it knows which profile counts
-
-        return bool(PREFECT_API_URL.value())
-    return bool(os.environ.get("PREFECT_API_URL"))
-
-
 def start_server(config: RunConfig | Draft) -> TemporaryServer:
     """Starts a Prefect server over the database below `home`. It ends when the command does."""
     server = TemporaryServer(_prefect_folder(config))
@@ -192,7 +181,13 @@ def start_server(config: RunConfig | Draft) -> TemporaryServer:
 @contextmanager
 def prefect_settings(server: TemporaryServer) -> Iterator[None]:
     """Makes Prefect use the temporary server, which has no pages to view."""
-    from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_API_URL, PREFECT_HOME, temporary_settings
+    from prefect.settings import (
+        PREFECT_API_AUTH_STRING,
+        PREFECT_API_DATABASE_CONNECTION_URL,
+        PREFECT_API_URL,
+        PREFECT_HOME,
+        temporary_settings,
+    )
 
     server.wait()
     logging.getLogger("prefect.flow_runs").addFilter(lambda record: not str(record.msg).startswith("View at"))
@@ -201,6 +196,7 @@ def prefect_settings(server: TemporaryServer) -> Iterator[None]:
             PREFECT_HOME: server.folder,
             PREFECT_API_DATABASE_CONNECTION_URL: server.settings["PREFECT_API_DATABASE_CONNECTION_URL"],
             PREFECT_API_URL: server.address,
+            PREFECT_API_AUTH_STRING: server.secret,
         }
     ):
         yield
@@ -209,7 +205,7 @@ def prefect_settings(server: TemporaryServer) -> Iterator[None]:
 def _prefect_folder(config: RunConfig | Draft) -> Path:
     folder = home_path(config.home) / "prefect"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:

@@ -2,6 +2,9 @@
 
 import logging
 import os
+import sys
+from contextlib import suppress
+from pathlib import Path
 
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
@@ -33,6 +36,27 @@ def set_environment() -> None:
     """Sets the variables that are not set yet."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def read_umask() -> int:
+    """Returns the permissions that files of a home do not get: by default, all of other users. Teams set DLRM_UMASK."""
+    text = os.environ.get("DLRM_UMASK", "077")
+    try:
+        return int(text, 8) & 0o777
+    except ValueError:
+        sys.exit(f"error: DLRM_UMASK: expected an octal number such as 007, got '{text}'. Correct it.")
+
+
+def keep_private() -> None:
+    """Makes files and folders of this process, and of those it starts, readable for their owner alone."""
+    os.umask(read_umask())
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder that only its owner can read, also if it was there before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(PermissionError):  # another user's
+        folder.chmod(folder.stat().st_mode & 0o7777 & ~read_umask())
 
 
 def quiet_libraries() -> None:

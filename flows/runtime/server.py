@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from flows.runtime.access import make_secret, protect
 from pipeline.errors import ConfigError
 from pipeline.process import die_with_parent
 
@@ -30,11 +31,12 @@ class TemporaryServer:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, folder / "server.log"
+        self.secret = make_secret()
         self.process = self._start()
 
     @property
     def settings(self) -> dict[str, str]:
-        """Prefect's variables, for the server and its users."""
+        """Prefect's variables, for the server and its users. Users also need the secret."""
         database = f"sqlite+aiosqlite:///{self.folder.resolve()}/prefect.db"
         return {"PREFECT_HOME": str(self.folder), "PREFECT_API_DATABASE_CONNECTION_URL": database}
 
@@ -81,13 +83,14 @@ class TemporaryServer:
             "PREFECT__SERVER_EPHEMERAL": "1",
             "PREFECT__SERVER_FINAL": "1",
         }
+        guard = protect(self.secret, f"http://{HOST}:{self.port}")  # it has no pages: nobody asks from a browser
         # A terminal interrupts every process of the command. The server has to live until the flow has reported its
         # end: without an answer Prefect would wait for minutes. A new process inherits what is blocked.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             with self.log.open("wb") as log:
                 return subprocess.Popen(
-                    [sys.executable, "-m", *program, *options], env=os.environ | self.settings | temporary,
+                    [sys.executable, "-m", *program, *options], env=os.environ | self.settings | temporary | guard,
                     stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                     preexec_fn=partial(die_with_parent, os.getpid()),
                 )  # fmt: skip

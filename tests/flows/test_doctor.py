@@ -138,7 +138,7 @@ def runs(prefect):
 
 
 def test_stuck_runs_are_named_with_their_remedy(runs):
-    found = {check.name: check for check in doctor.stuck_runs(environment(), patience_seconds=0.0)}
+    found = {check.name: check for check in doctor.stuck_runs(environment(), Path("none"), patience_seconds=0.0)}
     handed = found[f"run '{runs['handed'].name}'"]
     assert (handed.ok, handed.found.endswith(", not started")) == (False, True)
     assert (
@@ -151,14 +151,14 @@ def test_stuck_runs_are_named_with_their_remedy(runs):
 
 
 def test_a_run_that_was_just_taken_is_fine(runs):
-    names = [check.name for check in doctor.stuck_runs(environment())]
+    names = [check.name for check in doctor.stuck_runs(environment(), Path("none"))]
     assert f"run '{runs['handed'].name}'" not in names
     assert f"run '{runs['late'].name}'" in names
 
 
 @pytest.mark.parametrize("server", [{}, {"PREFECT_API_URL": "http://127.0.0.1:9/api"}])
 def test_without_a_server_there_are_no_findings(server):
-    assert doctor.stuck_runs(server) == []
+    assert doctor.stuck_runs(server, Path("none")) == []
 
 
 def environment() -> dict[str, str]:

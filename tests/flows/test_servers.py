@@ -10,8 +10,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import psutil
 import pytest
 
 from flows import ui
+from flows.runtime import access
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,6 +61,14 @@ def wait_until(answers, what: str, log: Path, seconds: float = 120.0) -> None:
     raise AssertionError(f"{what} did not come up:\n{log.read_text()[-2000:]}")
 
 
+def lives(process: psutil.Process) -> bool:
+    """Whether a process runs. One that has ended may wait for a parent to take note of it."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def answers(address: str) -> bool:
     try:
         with urllib.request.urlopen(address, timeout=2) as response:
@@ -80,11 +90,29 @@ def test_ui_starts_both_servers_and_stops_them(tmp_path):
         assert f"Prefect  http://127.0.0.1:{prefect}" in log.read_text()
         assert answers(f"http://127.0.0.1:{prefect}/api/health")
         assert answers(f"http://127.0.0.1:{mlflow}/health")
+        secret = tmp_path / "prefect" / "auth"
+        assert f"http://127.0.0.1:{prefect} asks for the text of {secret}" in log.read_text()
+        assert secret.read_text().strip() not in log.read_text()
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
         assert psutil.wait_procs(children, timeout=15)[1] == []
+
+
+def test_both_servers_end_with_a_ui_that_is_killed(tmp_path):
+    prefect, mlflow, log = free_port(), free_port(), tmp_path / "ui.log"
+    words = ["-m", "flows.ui", str(tmp_path), f"prefect_port={prefect}", f"mlflow_port={mlflow}"]
+    with running(sys.executable, *words, environment=environment(tmp_path), log=log) as process:
+        wait_until(lambda: "MLflow   http" in log.read_text() or process.poll() is not None, "the UI", log)
+        children = psutil.Process(process.pid).children(recursive=True)
+        try:
+            assert len(children) >= 2
+            process.kill()
+            until(lambda: not any(map(lives, children)), seconds=60)
+        finally:
+            for child in psutil.wait_procs(children, timeout=0)[1]:
+                child.kill()
 
 
 def test_ui_refuses_a_port_in_use(tmp_path):
@@ -110,15 +138,18 @@ class Deployed:
         self.folder, self.port = folder, free_port()
         self.address = f"http://127.0.0.1:{self.port}/api"
         self.settings = environment(folder, PREFECT_API_URL=self.address, PREFECT_WORKER_QUERY_SECONDS="2")
-        self.database = folder / "prefect.db"
+        self.database = folder / "prefect" / "prefect.db"
+        self.headers: dict[str, str] = {}
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        more = {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{self.database}"}
-        words = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.port)]
-        log = self.folder / "server.log"
+        words, more, log = ui.commands(self.folder, self.port, 1)[0]
         self.process = ui.start(words, environment(self.folder, **more), log)
         ui.wait_for(self.process, f"{self.address}/health", log)
+        secret, client = access.read_secret(self.folder / "prefect"), str(uuid.uuid4())
+        self.headers = {"Content-Type": "application/json"} | access.header(secret)
+        token = self.ask(f"/csrf-token?client={client}")["token"]
+        self.headers |= {"Prefect-Csrf-Client": client, "Prefect-Csrf-Token": token}
 
     def kill(self) -> None:
         assert self.process is not None
@@ -128,10 +159,9 @@ class Deployed:
     def ask(self, path: str, body: Any = None) -> Any:
         """Returns the API's answer. Posts a body if given. Retries on 503, which says that the database is locked."""
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
         limit = time.monotonic() + 60
         while True:
-            request = urllib.request.Request(self.address + path, data, headers)
+            request = urllib.request.Request(self.address + path, data, self.headers)
             try:
                 with urllib.request.urlopen(request, timeout=60) as answer:
                     return json.load(answer)
@@ -166,15 +196,17 @@ class Deployed:
     @contextmanager
     def worker(self) -> Iterator[subprocess.Popen]:
         log = self.folder / "worker.log"
-        with running(
-            str(BIN / "prefect"), "worker", "start", "--pool", "dlrm", environment=self.settings, log=log
-        ) as one:
+        words = ("-m", "flows.runtime.access", str(BIN / "prefect"), "worker", "start", "--pool", "dlrm")
+        with running(sys.executable, *words, environment=self.settings, log=log) as one:
             yield one
 
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     server = Deployed(tmp_path_factory.mktemp("deployed"))
+    (server.folder / "prefect").mkdir()
+    marked = ExitStack()
+    marked.enter_context(access.serving(server.folder / "prefect", server.port))
     server.start()
     try:
         done = subprocess.run(
@@ -185,6 +217,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
         yield server
     finally:
         server.kill()
+        marked.close()
 
 
 def until(happened: Callable[[], Any], seconds: float = 240.0) -> Any:

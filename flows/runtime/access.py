@@ -1,0 +1,192 @@
+"""Who may use a Prefect server that we start: whoever can read its authentication string.
+
+Loopback alone keeps nobody out: a page in a browser on this machine, and every user of it, reach a port there.
+
+`python -m flows.runtime.access COMMAND ...` runs a command that authenticates at the server of our own home. Imports
+nothing but the standard library, for flows.doctor.
+"""
+
+import base64
+import fcntl
+import os
+import secrets
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+from flows.runtime.environment import keep_private
+from pipeline.errors import ConfigError, ContractError
+
+VARIABLE = "PREFECT_API_AUTH_STRING"
+LOOPBACK = ("127.0.0.1", "localhost")
+
+
+def make_secret() -> str:
+    """Returns a new authentication string, in the form that Prefect asks for."""
+    return f"dlrm:{secrets.token_urlsafe(32)}"
+
+
+def protect(secret: str, *origins: str) -> dict[str, str]:
+    """Returns the variables of a server that answers only to those who know the secret.
+
+    Args:
+        origins: Web pages that may ask it from a browser, and who must know the secret, too.
+    """
+    return {
+        "PREFECT_SERVER_API_AUTH_STRING": secret,
+        "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "true",
+        "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": ",".join(origins),
+    }
+
+
+def secret_file(folder: Path) -> Path:
+    """Returns the file that holds the secret of a home's lasting server, made if there is none.
+
+    Args:
+        folder: Of Prefect's data in the home.
+    """
+    path = folder / "auth"
+    if not path.exists():
+        draft = folder / f"auth.{os.getpid()}"
+        with open(os.open(draft, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(make_secret() + "\n")
+        with suppress(FileExistsError):  # another process was first
+            os.link(draft, path)
+        draft.unlink()
+    return path
+
+
+def read_secret(folder: Path) -> str:
+    """Returns the secret of a home's lasting server.
+
+    Raises:
+        ConfigError: If this user may not read it.
+    """
+    path = secret_file(folder)
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except PermissionError:
+        remedy = "Ask its owner to let your group read it, or use a home of your own: DLRM_HOME."
+        raise ConfigError(f"authentication string '{path}'", "a readable file", "another user's", remedy) from None
+
+
+@contextmanager
+def serving(folder: Path, port: int) -> Iterator[None]:
+    """Marks the server of a home on a port of this machine as ours, until the block or the process ends."""
+    with _mark(folder, port).open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _mark(folder: Path, port: int) -> Path:
+    return folder / f"server-{socket.gethostname()}-{port}.lock"
+
+
+def server_address() -> str | None:
+    """Returns the address of the server that the environment or Prefect's settings name. None: they name none."""
+    if "prefect" not in sys.modules:  # else settings may have changed in this process
+        profiles = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser() / "profiles.toml"
+        if not profiles.is_file() or "PREFECT_API_URL" not in profiles.read_text(encoding="utf-8"):
+            return os.environ.get("PREFECT_API_URL") or None
+    from prefect.settings import PREFECT_API_URL  # it knows which profile counts
+
+    address: str | None = PREFECT_API_URL.value()
+    return address or None
+
+
+def find_secret(address: str, *homes: Path) -> str | None:
+    """Returns what to authenticate with at a server: what the user has set, else the secret of a home that serves it.
+
+    None for any other server: it must not learn our secret.
+    """
+    if VARIABLE in os.environ:
+        return os.environ[VARIABLE]
+    place = urlsplit(address)
+    if place.hostname in LOOPBACK and place.port is not None:
+        for folder in (home / "prefect" for home in homes):
+            if _is_held(_mark(folder, place.port)):
+                return read_secret(folder)
+    return None
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a process holds a lock. The kernel releases it when that process ends."""
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def header(secret: str | None) -> dict[str, str]:
+    """Returns the HTTP header that authenticates."""
+    return {} if secret is None else {"Authorization": f"Basic {base64.b64encode(secret.encode()).decode()}"}
+
+
+def check_access(address: str, secret: str | None) -> None:
+    """Asks a server whether it takes the secret. Whatever else is wrong with it shows later.
+
+    Raises:
+        ConfigError: If it does not.
+    """
+    request = urllib.request.Request(f"{address.rstrip('/')}/admin/version", headers=header(secret))
+    try:
+        with urllib.request.urlopen(request, timeout=5):
+            pass
+    except urllib.error.HTTPError as error:
+        if error.code == 401:
+            remedy = f"Set {VARIABLE}; for a server of `make ui`, to the text of the file that it names."
+            given = "none" if secret is None else "another one"
+            raise ConfigError(f"server at {address}", "its authentication string", given, remedy) from None
+    except (OSError, ValueError):
+        pass
+
+
+@contextmanager
+def authenticated(address: str, *homes: Path) -> Iterator[None]:
+    """Makes Prefect authenticate at a server, in this process and in those it starts.
+
+    Raises:
+        ConfigError: If the server does not take what we have.
+    """
+    from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
+
+    secret = find_secret(address, *homes) or PREFECT_API_AUTH_STRING.value()  # a profile may have it, too
+    check_access(address, secret)
+    if secret is None:
+        yield
+        return
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = secret
+    try:
+        with temporary_settings({PREFECT_API_AUTH_STRING: secret}):
+            yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+
+
+def main(words: Sequence[str]) -> NoReturn:
+    """Becomes the command, with the authentication string in its environment."""
+    from pipeline.config.files import home_path
+
+    keep_private()  # a worker's runs inherit it
+    address = server_address()
+    try:
+        secret = None if address is None else find_secret(address, home_path(".dlrm"))
+    except ContractError as error:
+        sys.exit(f"error: {error}")
+    os.execvpe(words[0], list(words), os.environ | ({} if secret is None else {VARIABLE: secret}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

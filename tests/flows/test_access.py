@@ -1,0 +1,242 @@
+"""Loopback is no wall: our Prefect servers refuse what a web page or another user on this machine can send."""
+
+import base64
+import http.client
+import json
+import os
+import socket
+import sqlite3
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+from flows import doctor, ui
+from flows.runtime import access
+from flows.runtime.environment import make_private
+from flows.runtime.server import TemporaryServer
+from pipeline.config.files import ROOT
+from pipeline.errors import ConfigError
+
+EVIL = {"Origin": "https://evil.example"}
+SHELL = {
+    "name": "evil",
+    "flow_id": "00000000-0000-0000-0000-000000000001",
+    "pull_steps": [{"prefect.deployments.steps.run_shell_script": {"script": "touch /tmp/evil"}}],
+}
+SECONDS = 60.0
+
+
+class Served(NamedTuple):
+    """A server that runs, and the secret that it asks for."""
+
+    port: int
+    secret: str
+    home: Path
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
+        """Returns status, headers and content. Headers as given: also those that a browser would set itself."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)) as connection:
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            answer = connection.getresponse()
+            return answer.status, {key.lower(): value for key, value in answer.getheaders()}, answer.read()
+
+    def rows(self, table: str) -> int:
+        with closing(sqlite3.connect(self.home / "prefect" / "prefect.db")) as database:
+            return int(database.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+
+
+def basic(secret: str) -> str:
+    return f"Basic {base64.b64encode(secret.encode()).decode()}"
+
+
+def clean_environment(home: Path, **more: str) -> dict[str, str]:
+    keep = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_TRACKING"))}
+    return keep | {"DLRM_HOME": str(home), "PREFECT_HOME": str(home / "profile")} | more
+
+
+@pytest.fixture(scope="module")
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    home = tmp_path_factory.mktemp("temporary")
+    (home / "prefect").mkdir()
+    server = TemporaryServer(home / "prefect")
+    try:
+        server.wait()
+        yield Served(server.port, server.secret, home)
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The Prefect server of `make ui`."""
+    home = tmp_path_factory.mktemp("lasting")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    command, environment, log = ui.commands(home, port, 1)[0]
+    server = ui.start(command, environment, log)
+    try:
+        with access.serving(home / "prefect", port):
+            ui.wait_for(server, f"http://127.0.0.1:{port}/api/health", log)
+            yield Served(port, access.read_secret(home / "prefect"), home)
+    finally:
+        ui.stop([server])
+
+
+@pytest.fixture(params=["temporary", pytest.param("lasting", marks=pytest.mark.slow)])
+def served(request: pytest.FixtureRequest) -> Served:
+    found: Served = request.getfixturevalue(request.param)
+    return found
+
+
+def test_a_foreign_page_gets_no_leave_to_ask(served):
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type,authorization"}
+    status, headers, _ = served.ask("OPTIONS", "/api/deployments/", **EVIL, **asked)
+    assert status == 400
+    assert headers.get("access-control-allow-origin") in (None, f"http://127.0.0.1:{served.port}")
+    status, headers, _ = served.ask("GET", "/api/admin/version", **EVIL)
+    assert (status, headers.get("access-control-allow-origin")) == (401, None)
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/plain"])
+@pytest.mark.parametrize("more", [{}, {"Host": "evil.example"}, {"Authorization": basic("dlrm:guessed")}])
+def test_a_foreign_page_makes_no_deployment(served, kind, more):
+    """Without a preflight: a page can send text, or anything once its name resolves to this machine."""
+    for path, body in (("/api/flows/", {"name": "evil"}), ("/api/deployments/", SHELL)):
+        status, _, answer = served.ask("POST", path, body, **{"Content-Type": kind} | EVIL | more)
+        assert status in (401, 403), answer
+    assert served.rows("deployment") == 0
+
+
+def test_csrf_alone_refuses_a_page_that_knows_the_secret(served):
+    status, _, answer = served.ask("POST", "/api/flows/", {"name": "evil"}, Authorization=basic(served.secret), **EVIL)
+    assert (status, json.loads(answer)["detail"]) == (403, "Missing CSRF token.")
+
+
+def test_a_rebound_name_reads_nothing(served):
+    for path in ("/api/admin/settings", "/api/admin/version", "/api/csrf-token?client=1"):
+        status, _, answer = served.ask("GET", path, Host="evil.example")
+        assert (status, json.loads(answer)) == (401, {"exception_message": "Unauthorized"}), path
+
+
+@pytest.mark.parametrize("path", ["events/in", "events/out", "logs/out"])
+@pytest.mark.parametrize("words", [["prefect"], None])
+def test_a_foreign_page_opens_no_socket(served, path, words):
+    """Browsers ask no leave for sockets."""
+
+    def open_socket() -> None:
+        address = f"ws://127.0.0.1:{served.port}/api/{path}"
+        with connect(address, origin=EVIL["Origin"], subprotocols=words, open_timeout=SECONDS) as opened:
+            opened.send(json.dumps({"type": "auth", "token": "dlrm:guessed"}))
+            opened.recv(timeout=SECONDS)
+
+    with pytest.raises((ConnectionClosed, InvalidStatus)):
+        open_socket()
+
+
+def test_who_knows_the_secret_is_answered(served):
+    status, _, _ = served.ask("GET", "/api/admin/version", Authorization=basic(served.secret))
+    assert status == 200
+    found = doctor.Server(f"http://127.0.0.1:{served.port}/api", served.secret)
+    assert (found.read_runs("PENDING"), found.read_workers()) == ([], [])
+
+
+@pytest.mark.slow
+def test_the_pages_load_and_ask_for_the_secret(lasting):
+    status, _, answer = lasting.ask("GET", "/ui-settings")
+    settings = json.loads(answer)
+    assert (status, settings["auth"], settings["csrf_enabled"]) == (200, "BASIC", True)
+    for name in ("127.0.0.1", "localhost"):
+        own = f"http://{name}:{lasting.port}"
+        asked = {"Origin": own, "Access-Control-Request-Method": "POST"}
+        status, headers, _ = lasting.ask("OPTIONS", "/api/deployments/", **asked)
+        assert (status, headers["access-control-allow-origin"]) == (200, own)
+
+
+@pytest.mark.slow
+def test_commands_authenticate_at_the_server_of_their_home_alone(lasting, tmp_path):
+    address = f"http://127.0.0.1:{lasting.port}/api"
+
+    def run(*words: str, home: Path, **more: str) -> subprocess.CompletedProcess[str]:
+        environment = clean_environment(home, PREFECT_API_URL=address, **more)
+        return subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    ingest = ("-m", "flows.ingest", "configs/smoke.yaml", "day=2025-01-06")
+    done = run(*ingest, home=lasting.home)
+    assert done.returncode == 0, done.stderr
+    assert lasting.rows("flow_run") == 1
+    written = [lasting.home / "prefect", *(lasting.home / "warehouse").rglob("*"), *(lasting.home / "logs").rglob("*")]
+    assert len(written) > 5
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in written} == {0}
+    prefect = str(Path(sys.executable).parent / "prefect")
+    done = run(
+        "-m", "flows.runtime.access", prefect, "work-pool", "create", "made", "--type", "process", home=lasting.home
+    )
+    assert done.returncode == 0, done.stderr
+    assert lasting.rows("work_pool") == 1
+    done = run(*ingest, home=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"error: server at {address}: expected its authentication string, got none. "
+        "Set PREFECT_API_AUTH_STRING; for a server of `make ui`, to the text of the file that it names."
+    )
+    done = run("-m", "flows.deploy", home=tmp_path, PREFECT_API_AUTH_STRING="dlrm:guessed")
+    assert "expected its authentication string, got another one" in done.stderr
+    assert lasting.rows("flow_run") == 1
+    [check] = doctor.stuck_runs({"PREFECT_API_URL": address}, tmp_path)
+    assert (check.ok, check.found) == (False, f"{address} wants authentication")
+
+
+def test_a_folder_of_an_older_home_becomes_private(tmp_path, monkeypatch):
+    (tmp_path / "prefect").mkdir()
+    for mode, umask, expected in ((0o755, "077", 0o700), (0o2775, "007", 0o2770), (0o700, "000", 0o700)):
+        (tmp_path / "prefect").chmod(mode)
+        monkeypatch.setenv("DLRM_UMASK", umask)
+        make_private(tmp_path / "prefect")
+        assert stat.S_IMODE((tmp_path / "prefect").stat().st_mode) == expected
+    monkeypatch.setenv("DLRM_UMASK", "rwx")
+    with pytest.raises(SystemExit, match="DLRM_UMASK: expected an octal number such as 007, got 'rwx'"):
+        make_private(tmp_path / "prefect")
+
+
+def test_the_secret_is_made_once_and_only_its_user_reads_it(tmp_path):
+    before = os.umask(0)
+    try:
+        first = access.read_secret(tmp_path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "auth").stat().st_mode) == 0o600
+    assert access.read_secret(tmp_path) == first
+    assert len(first) > 40
+    assert [path.name for path in tmp_path.iterdir()] == ["auth"]
+
+
+def test_another_server_never_learns_the_secret(tmp_path, monkeypatch):
+    monkeypatch.delenv("PREFECT_API_AUTH_STRING", raising=False)
+    folder = tmp_path / "prefect"
+    folder.mkdir()
+    with access.serving(folder, 4200):
+        secret = access.find_secret("http://127.0.0.1:4200/api", tmp_path)
+        assert secret == access.read_secret(folder)
+        for other in ("http://127.0.0.1:4201/api", "http://prefect.example:4200/api", "https://api.prefect.cloud/api"):
+            assert access.find_secret(other, tmp_path) is None
+        assert access.find_secret("http://127.0.0.1:4200/api", tmp_path / "another home") is None
+        monkeypatch.setenv("PREFECT_API_AUTH_STRING", "mine:own")
+        assert access.find_secret("http://prefect.example:4200/api", tmp_path) == "mine:own"
+        monkeypatch.delenv("PREFECT_API_AUTH_STRING")
+    assert access.find_secret("http://127.0.0.1:4200/api", tmp_path) is None, "whoever listens there now"
+
+
+def test_a_secret_of_another_user_is_one_sentence(tmp_path, monkeypatch):
+    access.secret_file(tmp_path)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(PermissionError))
+    with pytest.raises(ConfigError, match="expected a readable file, got another user's"):
+        access.read_secret(tmp_path)
