@@ -228,9 +228,8 @@ def _of_column(
         low, high = band(lengths, config.length_change * middle, noise, config.spread)
         if not low <= new["mean_length"] <= high:
             yield "length", f"{low:.2f} to {high:.2f} ids a list, as {span}", f"{new['mean_length']:.2f}"
-    alike = all(
-        row["distinct"] <= 1 for row in [new, *known]
-    )  # such as a weekday: one value a day, and each day another
+    # A weekday has one value a day, and each day another. Lists of floats have neither a drift nor a number of values.
+    alike = all((row["distinct"] or 0) <= 1 for row in [new, *known])
     if new["drift"] is not None and not alike:
         chance = NOISE * (1.0 / new["present"] + 1.0 / sum(row["present"] for row in known))
         if new["drift"] > config.drift_limit + chance:

@@ -131,6 +131,9 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """auto: CSV by the file name, else Parquet. criteo: tab-separated, no header, gz too."""
     day_column: str | None = None
     """Column that gives the day (date, timestamp or ISO text)."""
+    date_format: Names | None = None
+    """How text in the day column and in the times of both logs is written, such as `%m/%d/%Y`: one or several strptime
+    formats, of which each value takes the first that fits. None: as ISO dates and timestamps."""
     day: datetime.date | None = None
     """The day of all rows, if the data has no day column."""
     outcomes: Outcomes | None = None

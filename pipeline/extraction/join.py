@@ -1,6 +1,7 @@
 """Joins the feature log with outcomes inside a window. An impression becomes one sample, or is counted as refused."""
 
 import datetime
+from collections.abc import Sequence
 from pathlib import Path
 
 import duckdb
@@ -8,7 +9,8 @@ from pydantic import BaseModel
 
 from pipeline.errors import ConfigError
 from pipeline.extraction.config import WEIGHT, OutcomeLabel, Outcomes
-from pipeline.extraction.sources import FILE, ROW, create_view
+from pipeline.extraction.sources import ROW, check_keys, create_view
+from pipeline.extraction.text import FILE, ISO_DAY
 from storage.query import column_types, quote
 from storage.reader import DAY
 
@@ -42,16 +44,24 @@ class Join:
         source: View of the feature log, numbered.
         files: Files of the outcome log.
         label: `features.label`.
+        formats: `source.date_format`.
     Raises:
         ConfigError: If a column is missing or has the wrong type, or the feature log has a column that the join adds.
     """
 
     def __init__(
-        self, connection: duckdb.DuckDBPyConnection, source: str, outcomes: Outcomes, files: list[Path], label: str
+        self,
+        connection: duckdb.DuckDBPyConnection,
+        source: str,
+        outcomes: Outcomes,
+        files: list[Path],
+        label: str,
+        formats: Sequence[str] = (),
     ) -> None:
         self.connection, self.source, self.config = connection, source, outcomes
         self.made = outcomes.labels_by_column(label)
-        create_view(connection, "outcomes", files, "auto", "source.outcomes.path")
+        times = [outcomes.outcome_time]
+        create_view(connection, "outcomes", files, "auto", "source.outcomes.path", times=times, formats=formats)
         self._check(label)
         self.key, self.time = quote(outcomes.on), quote(outcomes.outcome_time)
         self.shown = quote(outcomes.feature_time)
@@ -168,6 +178,7 @@ class Join:
                 *(made.amount for made in self.made.values() if made.amount is not None),
             ],
         }
+        kinds: dict[str, str] = {}
         for view, names in needed.items():
             known = column_types(self.connection, view)
             where = f"source.outcomes, {'feature log' if view == source else 'outcome log'}"
@@ -176,10 +187,12 @@ class Join:
                 columns = ", ".join([name for name in known if name not in (FILE, ROW)][:8])
                 raise ConfigError(where, f"column '{absent[0]}'", columns, "Correct the names.")
             if not known[names[1]].startswith(("TIMESTAMP", "DATE")):
-                kind = known[names[1]]
                 raise ConfigError(
-                    where, f"timestamps in column '{names[1]}'", kind, "Convert the column, or name another."
-                )
+                    where, f"timestamps in column '{names[1]}'", self._kind(view, names[1], known[names[1]]),
+                    "Convert the column, name another, or set source.date_format if it is text.",
+                )  # fmt: skip
+            kinds["feature log" if view == source else "outcome log"] = known[config.on]
+        check_keys("source.outcomes", config.on, kinds)
         taken = [name for name in config.columns(label) if name in self.connection.view(source).columns]
         if taken:
             raise ConfigError(
@@ -188,6 +201,14 @@ class Join:
                 "one that already has this column",
                 "Rename the column or the label. Without source.outcomes, rows keep their own label.",
             )
+
+    def _kind(self, view: str, column: str, kind: str) -> str:
+        """The type of a column. Of text also a value, if possible one that is no ISO time."""
+        if kind != "VARCHAR":
+            return kind
+        order = f"ORDER BY regexp_full_match({quote(column)}, '{ISO_DAY}') NULLS LAST LIMIT 1"
+        found = self.connection.sql(f"SELECT {quote(column)} FROM {view} {order}").fetchall()
+        return f"text such as '{found[0][0]}'" if found else "text"
 
 
 def _of(made: OutcomeLabel) -> str:

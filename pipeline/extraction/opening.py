@@ -4,7 +4,7 @@ import datetime
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from pipeline.extraction.config import LabelColumns, SourceConfig
 from pipeline.extraction.generator.logs import write_logs
 from pipeline.extraction.join import KEY, LEFT_OUT, REASON, SHOWN, Join
 from pipeline.extraction.samples import GOOD, add_types
-from pipeline.extraction.sources import create_view, find_invalid_utf8, first_line, join_side_tables
+from pipeline.extraction.sources import as_pattern, create_view, find_invalid_utf8, first_line, join_side_tables
 from pipeline.transforms.schema import FeatureSchema
 from storage.query import connect
 from storage.reader import DAY
@@ -99,12 +99,14 @@ def open_source_rows(
     sides = [path for _, paths in lookups for path in paths]
     with _connection([*files, *outcomes, *sides], context.warehouse.home / "tmp") as connection:
         numbered = bool(lookups or source.outcomes or numbered)
-        create_view(connection, "source", files, source.format, numbered=numbered)
+        times = [source.day_column or "", *([source.outcomes.feature_time] if source.outcomes else [])]
+        formats = source.date_format or ()
+        create_view(connection, "source", files, source.format, numbered=numbered, times=times, formats=formats)
         view = join_side_tables(connection, "source", lookups) if lookups else "source"
         unmatched = [(lookup.path, f"__matched_{i}") for i, lookup in enumerate(source.lookups)]
         join, columns = None, [column for _, column in unmatched]
         if source.outcomes is not None:
-            join = Join(connection, view, source.outcomes, outcomes, label)
+            join = Join(connection, view, source.outcomes, outcomes, label, formats)
             join.mark_repeated()
             view, columns = join.view, [*columns, KEY, SHOWN, REASON, LEFT_OUT]
         day = source.day or source.day_column
@@ -129,16 +131,16 @@ def open_samples(context: SourceContext) -> Iterator[tuple[duckdb.DuckDBPyConnec
 
 
 @contextmanager
-def _connection(files: Iterable[Path], temporary: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+def _connection(files: Sequence[Path], temporary: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     """Connects to DuckDB with a temporary folder of its own, and turns its errors about rows into ours."""
     with (
         ScratchFolder("ingest-", temporary) as folder,
-        connect(files, Path(folder), MEMORY) as connection,
+        connect([*files, *(Path(as_pattern(path)) for path in files)], Path(folder), MEMORY) as connection,
     ):
         try:
             yield connection
         except duckdb.Error as error:
-            if "Invalid string encoding" in str(error) and (found := find_invalid_utf8(list(files))) is not None:
+            if "Invalid string encoding" in str(error) and (found := find_invalid_utf8(files)) is not None:
                 where = f"column '{found[1]}' of '{found[0].name}'"
                 raise DataError(where, "text in UTF-8", "other bytes", "Write the file again in UTF-8.") from error
             if isinstance(error, duckdb.OutOfMemoryException):

@@ -3,6 +3,7 @@
 import datetime
 import fnmatch
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import duckdb
 
@@ -10,7 +11,8 @@ from pipeline.data.columns import LEAST_WEIGHT, MOST_WEIGHT
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import LabelColumns
 from pipeline.extraction.join import LEFT_OUT, REASON
-from pipeline.extraction.sources import FILE, ROW
+from pipeline.extraction.sources import ROW
+from pipeline.extraction.text import FILE, ISO_DAY
 from pipeline.transforms.schema import FeatureSchema, input_kinds, resolve, unknown_column
 from storage.query import column_types, quote
 from storage.reader import DAY
@@ -58,8 +60,8 @@ def add_types(
     # Column `day` of the table is the partition. A source column `day` with another meaning is dropped.
     dense = dense_columns(schema, [name for name in names if name != DAY or day == DAY], made)
     _check_text(connection, view, [name for name in dense if types[name] == "VARCHAR"])
-    # A column of untyped nulls is left out. Once another file gives its type, these rows still read null.
-    untyped = {name for name in names if types[name] == _NULLS and name not in dense}
+    # A column of untyped nulls or empty lists is left out. Once a file gives its type, these rows still read null.
+    untyped = {name for name in names if types[name].removesuffix("[]") == _NULLS and name not in dense}
     kept = [name for name in names if name not in (schema.label, *untyped) and name.lower() != DAY]
     weight = None if schema.weight in made else schema.weight
     loose = (
@@ -69,7 +71,7 @@ def add_types(
         f"{_number(name) if name == loose else _cast(name, types[name], name in dense)} AS {quote(name)}"
         for name in kept
     ]
-    date = f"TRY_CAST({quote(day)} AS DATE)" if isinstance(day, str) else f"DATE '{day}'"
+    date = _day(day, types[day]) if isinstance(day, str) else f"DATE '{day}'"
     reasons = [f"WHEN {REASON} IS NOT NULL THEN {REASON}"] if REASON in matched else []
     reasons += [] if made else [_bad_label(schema.label)]  # a label computed from outcomes is never bad
     reasons += [] if weight is None else [_bad_weight(weight)]
@@ -81,13 +83,31 @@ def add_types(
         f" TRY_CAST({_number(schema.label)} AS INTEGER) AS {label}, {reason} AS __reason, {FILE} AS __file,"
         f" {ROW if numbered else 0} AS __row FROM {view}"
     )
-    undated = count_rows(connection, "samples", f"{DAY} IS NULL")
-    if undated:
-        raise DataError(
-            f"source.day_column '{day}'", "a date in every row", f"no date in {undated} rows",
-            "Filter those rows out, or name another column.",
-        )  # fmt: skip
+    if isinstance(day, str):
+        _check_days(connection, view, day, count_rows(connection, "samples", f"{DAY} IS NULL"), date)
     return "samples"
+
+
+def _day(name: str, kind: str) -> str:
+    """SQL of the day that a column gives, or null if it gives none. Python's dates end with the year 9999."""
+    column, given = quote(name), quote(name)
+    if kind == "VARCHAR":  # DuckDB would drop a zone, and read words such as 'epoch'
+        given = f"CASE WHEN regexp_full_match({column}, '{ISO_DAY}') THEN left({column}, 10) END"
+    date = f"TRY_CAST({given} AS DATE)"
+    return f"CASE WHEN {date} BETWEEN DATE '0001-01-01' AND DATE '9999-12-31' THEN {date} END"
+
+
+def _check_days(connection: duckdb.DuckDBPyConnection, view: str, day: str, undated: int, date: str) -> None:
+    """Refuses rows without a day, and names one."""
+    if undated:
+        query = f"SELECT CAST({quote(day)} AS VARCHAR), {FILE} FROM {view} WHERE {date} IS NULL ORDER BY 1 LIMIT 1"
+        value, file = connection.sql(query).fetchall()[0]
+        found = "null" if value is None else f"'{value}'"
+        raise DataError(
+            f"source.day_column '{day}'", "a date in every row",
+            f"no date in {undated} rows, such as {found} in '{Path(file).name}'",
+            "Write ISO dates, times in UTC, or set source.date_format; or filter those rows out.",
+        )  # fmt: skip
 
 
 def _number(name: str) -> str:
@@ -198,6 +218,8 @@ def _cast(name: str, kind: str, dense: bool) -> str:
         return f"CAST({column} AS {_INTS[item]}{lists})"
     if item == "UBIGINT":  # two's complement: an id keeps all its 64 bits
         return f"list_transform({column}, lambda x: {_wrapped('x')})" if lists else _wrapped(column)
+    if item.startswith("DECIMAL") and item.endswith(",0)") and not dense:  # ids of a database: a DOUBLE rounds them
+        return f"CAST({column} AS BIGINT{lists})"
     if item.startswith("DECIMAL"):
         return f"CAST({column} AS DOUBLE{lists})"
     if item.startswith("TIMESTAMP"):

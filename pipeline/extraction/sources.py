@@ -1,7 +1,8 @@
 """Parquet, CSV, Criteo TSV and side tables as uniform DuckDB views."""
 
 import contextlib
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import duckdb
@@ -11,7 +12,8 @@ import pyarrow.parquet as pq
 from pipeline.data.files import CSV
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import Format, SideTable
-from storage.query import quote
+from pipeline.extraction.text import FILE, convert_iso, parse_times, read_csv
+from storage.query import column_types, quote
 
 CRITEO_COLUMNS = {
     "label": "VARCHAR",
@@ -20,11 +22,13 @@ CRITEO_COLUMNS = {
 }
 """Columns of the headerless Criteo files: label, 13 counts, 26 hexadecimal categories."""
 
-FILE = "filename"
-"""Column that DuckDB adds: the file of a row."""
-
 ROW = "file_row_number"
 """Column added before joins, which lose the order of rows. FILE and ROW restore it."""
+
+
+_INTEGERS = (
+    "BOOLEAN", "TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT",
+)  # fmt: skip
 
 
 def create_view(
@@ -34,20 +38,31 @@ def create_view(
     form: Format,
     where: str = "source.path",
     numbered: bool = False,
+    times: Sequence[str] = (),
+    formats: Sequence[str] = (),
 ) -> None:
     """Creates one view of all files. A column that a file lacks is null in its rows.
 
     Args:
         where: Config key that names the files.
         numbered: Whether to add the column ROW.
+        times: Columns with a day or time.
+        formats: `source.date_format`, to read text in these columns.
     Raises:
-        DataError: If a file cannot be read in its format.
+        ConfigError: If there is no such format.
+        DataError: If a file cannot be read in its format, or a time has none of the formats.
     """
-    names = [str(path.resolve()) for path in files]
+    names = [as_pattern(path) for path in files]
     if form == "auto":
         form = "csv" if any(CSV.search(path.name) for path in files) else "parquet"
     try:
-        _relation(connection, names, form, numbered).create_view(name)
+        rows = _relation(connection, names, form, numbered, times if formats else ())
+        parsed = [
+            time for time, kind in zip(rows.columns, rows.types, strict=True) if time in times and kind == "VARCHAR"
+        ]
+        if formats and parsed:
+            rows = parse_times(rows, parsed, formats)
+        rows.create_view(name)
     except duckdb.Error as error:
         raise DataError(
             f"files of {where}, first '{files[0].name}'", f"readable files, format '{form}'", first_line(error),
@@ -78,8 +93,13 @@ def find_invalid_utf8(files: Sequence[Path]) -> tuple[Path, str] | None:
     return None
 
 
+def as_pattern(path: Path) -> str:
+    """Returns a pattern that matches this file alone: DuckDB takes every name for a pattern."""
+    return re.sub(r"([\[*?])", r"[\1]", str(path.resolve()))
+
+
 def _relation(
-    connection: duckdb.DuckDBPyConnection, names: list[str], form: Format, numbered: bool
+    connection: duckdb.DuckDBPyConnection, names: list[str], form: Format, numbered: bool, as_text: Sequence[str]
 ) -> duckdb.DuckDBPyRelation:
     if form == "parquet":
         return connection.read_parquet(names, filename=True, union_by_name=True, file_row_number=numbered)
@@ -94,9 +114,39 @@ def _relation(
             escapechar="",
             auto_detect=False,
         )
-    else:  # the type depends on all values: text may come late in the file
-        rows = connection.read_csv(names, filename=True, union_by_name=True, sample_size=-1)  # type: ignore[arg-type]
+    else:
+        rows = convert_iso(read_csv(connection, names, as_text), as_text)
     return rows.select(f"*, row_number() OVER () AS {ROW}") if numbered else rows
+
+
+def key_family(kind: str) -> str | None:
+    """Returns what a DuckDB type holds as a join key. Only keys of one family are compared; None: not comparable."""
+    if kind in _INTEGERS or re.fullmatch(r"DECIMAL\(\d+,0\)", kind):
+        return "integers"
+    if kind == "VARCHAR" or kind.startswith("ENUM"):
+        return "text"
+    if kind == "DATE" or kind.startswith("TIMESTAMP"):
+        return re.sub(r"_\w+", "", kind)
+    return kind if kind in ("UUID", '"NULL"') else None
+
+
+def check_keys(where: str, key: str, kinds: Mapping[str, str]) -> None:
+    """Refuses keys that DuckDB would round, or convert, to compare them.
+
+    Args:
+        kinds: What an error calls a table -> the type of the key in it.
+    Raises:
+        ConfigError: If the types differ in kind, or are floats.
+    """
+    families = [key_family(kind) for kind in kinds.values()]
+    if None in families or len({*families} - {'"NULL"'}) > 1:
+        raise ConfigError(
+            f"{where}, key '{key}'",
+            "integers, text, dates or timestamps in both tables",
+            ", ".join(f"{kind} in the {table}" for table, kind in kinds.items()),
+            "Write the key with one type in all files. Use integers for ids: a column of pandas with missing ids needs"
+            " the type Int64.",
+        )
 
 
 def join_side_tables(
@@ -105,19 +155,19 @@ def join_side_tables(
     """Creates a view of the source with the columns of every side table, and returns its name.
 
     Raises:
-        ConfigError: If a key column is missing, or two tables have the same column.
+        ConfigError: If a key column is missing or of another kind, or two tables have the same column.
         DataError: If a side table has two rows with one key.
     """
-    columns = list(connection.view(source).columns)
+    columns = column_types(connection, source)
     selected, joins = ["s.*"], []
     for i, (lookup, files) in enumerate(lookups):
         view = f"lookup_{i}"
         create_view(connection, view, files, "auto", f"source.lookups '{lookup.path}'")
-        own = [name for name in connection.view(view).columns if name != FILE]
+        own = {name: kind for name, kind in column_types(connection, view).items() if name != FILE}
         _check_side_table(connection, lookup, view, columns, own)
         key = ", ".join(quote(name) for name in lookup.on)
         added = [name for name in own if name not in lookup.on]
-        columns += added
+        columns |= {name: own[name] for name in added}
         selected += [f"l{i}.{quote(name)}" for name in added]
         selected.append(f"l{i}.__matched AS __matched_{i}")
         joins.append(f"LEFT JOIN (SELECT *, true AS __matched FROM {view}) l{i} USING ({key})")
@@ -126,12 +176,13 @@ def join_side_tables(
 
 
 def _check_side_table(
-    connection: duckdb.DuckDBPyConnection, lookup: SideTable, view: str, columns: list[str], own: list[str]
+    connection: duckdb.DuckDBPyConnection, lookup: SideTable, view: str, columns: dict[str, str], own: dict[str, str]
 ) -> None:
     where = f"source.lookups '{lookup.path}'"
     for name in lookup.on:
         if name not in columns or name not in own:
             raise ConfigError(where, f"key column '{name}' in both tables", "a table without it", "Correct `on`.")
+        check_keys(where, name, {"rows": columns[name], "side table": own[name]})
     taken = [name for name in own if name in columns and name not in lookup.on]
     if taken:
         raise ConfigError(where, "columns that the rows do not have", f"{', '.join(taken)} in both", "Rename them.")

@@ -332,7 +332,7 @@ def _source(folder: Path, **columns) -> list[str]:
     [
         ({"label": [2] * 20 + [0, 1] * 90}, "labels of 1 day(s), worst 2025-01-06: expected at most 1.00% bad rows a day, and at least one good row, got 20 of 200 (label is not 0 or 1). Correct the source, or raise ingest.max_quarantined_share."),
         ({"num_a": ["x"] * 200}, "dense column 'num_a': expected numbers, got text such as 'x' in 200 rows. Clean the column, or declare it under features.sparse."),
-        ({"day": [None] * 200}, "source.day_column 'day': expected a date in every row, got no date in 200 rows. Filter those rows out, or name another column."),
+        ({"day": [None] * 200}, "source.day_column 'day': expected a date in every row, got no date in 200 rows, such as null in 'rows.parquet'. Write ISO dates, times in UTC, or set source.date_format; or filter those rows out."),
     ],
 )  # fmt: skip
 def test_bad_rows_are_refused_and_nothing_is_written(command, tmp_path, columns, sentence):

@@ -68,9 +68,32 @@ def test_rows_without_a_day(ingest: Any, put: Any) -> None:
     with pytest.raises(DataError) as error:
         ingest({"path": "rows.parquet", "day_column": "when"})
     assert str(error.value) == (
-        "source.day_column 'when': expected a date in every row, got no date in 2 rows. "
-        "Filter those rows out, or name another column."
+        "source.day_column 'when': expected a date in every row, got no date in 2 rows, such as 'soon' in "
+        "'rows.parquet'. Write ISO dates, times in UTC, or set source.date_format; or filter those rows out."
     )
+
+
+UNFIT = {
+    "infinity": (pa.array([2**31 - 1, 19_000], pa.int32()).cast(pa.date32()), "infinity"),
+    "year 12024": (pa.array([3_672_700, 19_000], pa.int32()).cast(pa.date32()), "12025-07-06"),
+    "before Christ": (pa.array([-800_000, 19_000], pa.int32()).cast(pa.date32()), "0222-09-04 (BC)"),
+    "largest timestamp": (pa.array([2**63 - 1, 0]).cast(pa.timestamp("us")), "infinity"),
+    "text of another zone": (pa.array(["2024-01-01T23:30:00-05:00", "2024-01-01"]), "2024-01-01T23:30:00-05:00"),
+    "word of DuckDB": (pa.array(["epoch", "2024-01-01"]), "epoch"),
+    "number": (pa.array([20240101, 20240101]), "20240101"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_values_that_give_no_day_are_named(ingest: Any, put: Any, warehouse: Warehouse, case: str) -> None:
+    values, shown = UNFIT[case]
+    put("rows.parquet", user=[1, 2], label=[0, 1], when=values)
+    with pytest.raises(DataError) as error:
+        ingest({"path": "rows.parquet", "day_column": "when"})
+    assert f"got no date in {2 if case == 'number' else 1} rows, such as '{shown}' in 'rows.parquet'." in str(
+        error.value
+    )
+    assert not warehouse.has_table("events")
 
 
 def test_only_some_days_and_days_that_are_not_there(ingest: Any, put: Any, warehouse: Warehouse) -> None:
@@ -364,3 +387,11 @@ def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
     small, large = rows_and_peak(80_000), rows_and_peak(400_000)
     assert (small[0], large[0]) == (240_000, 1_200_000)
     assert large[1] < 1.4 * small[1]
+
+
+def test_lists_of_floats_are_measured_and_checked(ingest: Any, put: Any, warehouse: Warehouse) -> None:
+    days = [datetime.date(2024, 1, 1 + i // 4) for i in range(24)]
+    scores = pa.array([[0.5] * (i % 4) for i in range(24)], pa.list_(pa.float64()))
+    put("rows.parquet", user=list(range(24)), label=[0, 1] * 12, date=days, scores=scores)
+    result = ingest({"path": "rows.parquet", "day_column": "date"})
+    assert (len(result.days_written), result.checked.findings) == (6, ())

@@ -1,6 +1,8 @@
 """Labels from outcomes: each impression once, each edge of the window on its side."""
 
+import datetime
 import random
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -113,7 +115,7 @@ def test_an_impression_logged_twice_is_one_sample_and_names_may_differ(ingest: A
             {"impression_id": [1], "event_time": [1_700_000_000]},
             {"impression_id": [1], "outcome_time": seconds([1])},
             "source.outcomes, feature log: expected timestamps in column 'event_time', got BIGINT. "
-            "Convert the column, or name another.",
+            "Convert the column, name another, or set source.date_format if it is text.",
         ),
         (
             {"impression_id": [1], "event_time": seconds([0]), "label": [0]},
@@ -140,3 +142,32 @@ def test_one_column_cannot_be_key_and_time(ingest: Any) -> None:
         "source.outcomes: expected key and time in different columns, got 't' for all three. "
         "Correct `on`, `feature_time` or `outcome_time`."
     )
+
+
+def test_keys_of_both_logs_are_of_one_kind(ingest: Any, put: Any, warehouse: Any) -> None:
+    """A DOUBLE holds one value for 256 neighbouring ids: a click would count for each of them."""
+    ids = [2**60 + i for i in range(8)]
+    put("features.parquet", impression_id=ids, event_time=seconds([0.0] * 8), user=[1] * 8)
+    put("outcomes.parquet", impression_id=[float(ids[3]), None], outcome_time=seconds([1.0, 2.0]))
+    with pytest.raises(ConfigError) as error:
+        ingest(source())
+    assert str(error.value) == (
+        "source.outcomes, key 'impression_id': expected integers, text, dates or timestamps in both tables, "
+        "got BIGINT in the feature log, DOUBLE in the outcome log. Write the key with one type in all files. "
+        "Use integers for ids: a column of pandas with missing ids needs the type Int64."
+    )
+    assert not warehouse.has_table("events")
+
+
+def test_times_in_another_format_need_to_be_told(ingest: Any, stored: Any, tmp_path: Path) -> None:
+    (tmp_path / "f.csv").write_text("impression_id,event_time,user\n1,02/03/2024 10:00:00,1\n2,02/03/2024 10:00:00,1\n")
+    (tmp_path / "o.csv").write_text("impression_id,outcome_time\n2,02/03/2024 10:05:00\n")
+    logs = {"path": "f.csv", "day_column": "event_time", "outcomes": {"path": "o.csv", "window_seconds": 600}}
+    with pytest.raises(ConfigError) as error:
+        ingest(logs)
+    assert str(error.value) == (
+        "source.outcomes, feature log: expected timestamps in column 'event_time', got text such as "
+        "'02/03/2024 10:00:00'. Convert the column, name another, or set source.date_format if it is text."
+    )
+    assert ingest({**logs, "date_format": "%m/%d/%Y %H:%M:%S"}).days_written == (datetime.date(2024, 2, 3),)
+    assert stored()["label"].tolist() == [0, 1]

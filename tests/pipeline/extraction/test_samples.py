@@ -106,6 +106,16 @@ KINDS: dict[str, tuple[pa.Array, pa.DataType, list[Any]]] = {
     "int64": (pa.array([2**63 - 1, -(2**63)]), pa.int64(), [2**63 - 1, -(2**63)]),
     "float": (pa.array([0.5, None], pa.float32()), pa.float32(), [0.5, None]),
     "decimal": (pa.array([decimal.Decimal("12.25"), None], pa.decimal128(18, 2)), pa.float64(), [12.25, None]),
+    "ids of a database": (
+        pa.array([decimal.Decimal(2**63 - 1), None], pa.decimal128(38, 0)),
+        pa.int64(),
+        [2**63 - 1, None],
+    ),
+    "list of ids": (
+        pa.array([[decimal.Decimal(2**53 + 1)], None], pa.list_(pa.decimal128(20, 0))),
+        pa.large_list(pa.int64()),
+        [[2**53 + 1], None],
+    ),
     "timestamp": (
         at("2024-01-01 01:02:03.000004", "2024-01-02").cast(pa.timestamp("us")),
         pa.timestamp("us"),
@@ -153,6 +163,25 @@ def test_nulls_without_a_type_wait_for_one(ingest: Any, stored: Any, put: Any) -
     ingest(BY_DAY, dense=["price"])
     assert stored()["word"].isna().tolist() == [True, False]
     assert stored()["price"].isna().tolist() == [True, False]
+
+
+def test_a_day_of_empty_lists_waits_for_their_type(ingest: Any, stored: Any, put: Any) -> None:
+    put("1.parquet", user=[1, 2], label=[0, 1], date=[DAY1, DAY1], items=pa.array([[], None], pa.list_(pa.null())))
+    ingest({**BY_DAY, "path": "1.parquet"})
+    assert list(stored().columns) == ["user", "date", "day", "label"]
+    put("2.parquet", user=[3], label=[1], date=[DAY2], items=[[7, 8]])
+    ingest(BY_DAY)
+    assert [None if one is None else list(one) for one in stored()["items"]][2:] == [[7, 8]]
+
+
+def test_an_id_of_a_database_beyond_64_bits_is_refused(ingest: Any, put: Any, warehouse: Warehouse) -> None:
+    ids = pa.array([decimal.Decimal(2**63), None], pa.decimal128(38, 0))
+    put("rows.parquet", user=[1, 2], label=[0, 1], order_id=ids)
+    with pytest.raises(DataError, match=r"got .*9223372036854775808.*\. Correct the files\.$"):
+        ingest(FIXED)
+    assert not warehouse.has_table("events")
+    put("rows.parquet", user=[1, 2], label=[0, 1], order_id=ids)
+    ingest(FIXED, dense=["order_id"])  # a number may be rounded
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Formats, files and side tables, compared with pandas or counted by hand."""
 
 import datetime
+import decimal
 import gzip
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from pipeline.errors import ConfigError, DataError
@@ -67,6 +69,105 @@ def test_a_tab_separated_file_with_a_header(tmp_path: Path, ingest: Any, stored:
     (tmp_path / "a.tsv").write_text("user\tlabel\n1\t0\n2\t1\n")
     ingest({"path": "a.tsv", "format": "csv", "day": "2024-01-01"})
     assert stored()["user"].tolist() == [1, 2]
+
+
+def test_text_in_csv_files_is_stored_as_it_is_written(tmp_path: Path, ingest: Any, stored: Any) -> None:
+    """Also if it looks like a time: a day with one other value would store another text for the same category."""
+    lines = ["a,b,c,d,e,label", "10:30,007,12e4,2024-1-5,1:2,0", "9:05,42,ab12,2024-01-06,n/a,1"]
+    for number, text in enumerate(lines[1:]):
+        (tmp_path / f"{number}.csv").write_text(f"{lines[0]}\n{text}\n")
+    ingest({"path": "*.csv", "day": "2024-01-01"}, sparse=["a"])
+    frame = stored()
+    assert [
+        ",".join(map(str, row)) for row in frame[["a", "b", "c", "d", "e", "label"]].itertuples(index=False)
+    ] == lines[1:]
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["2024-02-01", "2024-02-29"], [datetime.date(2024, 2, 1), datetime.date(2024, 2, 29)]),
+        (["2024-02-01 10:30", "2024-02-02T23:59:59.5"],
+         [pd.Timestamp("2024-02-01 10:30"), pd.Timestamp("2024-02-02 23:59:59.5")]),
+        (["2024-02-01T23:30:00-05:00", "2024-02-01T23:30Z"],
+         [pd.Timestamp("2024-02-02 04:30", tz="UTC"), pd.Timestamp("2024-02-01 23:30", tz="UTC")]),
+        (["2024-02-01", "2024-02-30"], None),
+        (["2024-02-01", "later"], None),
+        (["2024-02-01", "2024-02-01 10:30"], None),
+        (["2024-02-01 10:30", "2024-02-01 10:30Z"], None),
+        (["02/13/2024", "02/14/2024"], None),
+        (["2024-2-5", "2024-2-6"], None),
+        (["24-02-05", "24-02-06"], None),
+        (["epoch", "infinity"], None),
+    ],
+)  # fmt: skip
+def test_only_iso_dates_of_csv_files_are_dates(
+    tmp_path: Path, ingest: Any, stored: Any, texts: list[str], expected: list[Any] | None
+) -> None:
+    (tmp_path / "a.csv").write_text(
+        "user,at,label\n" + "".join(f"{i},{text},0\n" for i, text in enumerate(["", *texts]))
+    )
+    ingest({"path": "a.csv", "day": "2024-01-01"})
+    assert stored()["at"].tolist()[1:] == (texts if expected is None else expected)
+
+
+def test_a_late_value_that_is_no_date_keeps_the_column_text(tmp_path: Path, ingest: Any, stored: Any) -> None:
+    lines = [f"{i},2024-01-01,0" for i in range(3_000)]
+    (tmp_path / "a.csv").write_text("\n".join(["user,at,label", *lines, "3000,soon,1", ""]))
+    ingest({"path": "a.csv", "day": "2024-01-01"})
+    assert stored()["at"].tolist() == ["2024-01-01"] * 3_000 + ["soon"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_days_in_another_format_need_to_be_told(tmp_path: Path, ingest: Any, stored: Any, kind: str) -> None:
+    """Of one file a day DuckDB would read 02/10/2024 as the 2nd of October and 02/13/2024 as the 13th of February."""
+    for day in range(10, 15):
+        save(pd.DataFrame({"user": [day], "date": f"02/{day}/2024", "label": [0]}), tmp_path / f"{day}.{kind}")
+    source = {"path": f"*.{kind}", "day_column": "date"}
+    with pytest.raises(DataError) as error:
+        ingest(source)
+    assert str(error.value) == (
+        "source.day_column 'date': expected a date in every row, got no date in 5 rows, such as '02/10/2024' in "
+        f"'10.{kind}'. Write ISO dates, times in UTC, or set source.date_format; or filter those rows out."
+    )
+    with pytest.raises(DataError) as error:
+        ingest({**source, "date_format": "%d/%m/%Y"})
+    assert str(error.value) == (
+        f"column 'date' of '13.{kind}': expected times as source.date_format says, '%d/%m/%Y', got '02/13/2024'. "
+        "Correct the value, or the format."
+    )
+    with pytest.raises(ConfigError) as error:
+        ingest({**source, "date_format": "%d/%Q"})
+    assert str(error.value) == (
+        "source.date_format: expected formats as of strptime, such as '%m/%d/%Y', got '%d/%Q'. Correct the format."
+    )
+    result = ingest({**source, "date_format": "%m/%d/%Y"})
+    assert result.days_written == tuple(datetime.date(2024, 2, day) for day in range(10, 15))
+    assert [day.day for day in stored()["day"]] == stored()["user"].tolist()
+
+
+def test_a_format_reads_days_that_look_like_numbers(tmp_path: Path, ingest: Any) -> None:
+    save(pd.DataFrame({"user": [1, 2], "date": [20240131, 20240201], "label": [0, 1]}), tmp_path / "a.csv")
+    result = ingest({"path": "a.csv", "day_column": "date", "date_format": ["%Y%m%d", "%m/%d/%Y"]})
+    assert result.days_written == (datetime.date(2024, 1, 31), datetime.date(2024, 2, 1))
+
+
+def test_a_format_that_looks_like_iso_wins(tmp_path: Path, ingest: Any) -> None:
+    (tmp_path / "a.csv").write_text("user,date,label\n1,2024-02-01,0\n2,2024-03-01,1\n")
+    result = ingest({"path": "a.csv", "day_column": "date", "date_format": "%Y-%d-%m"})
+    assert result.days_written == (datetime.date(2024, 1, 2), datetime.date(2024, 1, 3))
+
+
+def test_quotes_after_the_first_rows(tmp_path: Path, ingest: Any, stored: Any) -> None:
+    rows = [["plain", "0"]] * 30_000 + [['he said ""hi"", twice', "1"]]
+    (tmp_path / "a.csv").write_text(
+        "word,label\n" + "".join(f'"{a}",{b}\n' if b == "1" else f"{a},{b}\n" for a, b in rows)
+    )
+    (tmp_path / "b.csv").write_text("label;word\n1;x,y\n")
+    ingest({"path": "a.csv", "day": "2024-01-01"}, sparse=["word"])
+    assert stored()["word"].tolist()[-2:] == ["plain", 'he said "hi", twice']
+    ingest({"path": "*.csv", "day": "2024-01-01"}, sparse=["word"])  # files may differ in their delimiters
+    assert stored()["word"].tolist()[-2:] == ['he said "hi", twice', "x,y"]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.tsv.gz"])
@@ -139,6 +240,24 @@ def test_a_truncated_file_among_others(tmp_path: Path, ingest: Any, put: Any) ->
         ingest({"path": "*.parquet", "day": "2024-01-01"})
 
 
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_a_file_name_is_not_a_pattern(tmp_path: Path, ingest: Any, stored: Any, kind: str) -> None:
+    names = ["x/clicks2", "x/clicks[2]", "x/a", "x/*", "x/?", "y[x]/a", "[x]/a"]
+    for user, name in enumerate(names):
+        path = tmp_path / f"{name}.{kind}"
+        path.parent.mkdir(exist_ok=True)
+        save(pd.DataFrame({"user": [user], "label": [user % 2]}), path)
+        save(pd.DataFrame({"user": [user], "age": [user + 50]}), tmp_path / f"side{name[2:].replace('/', '')}.{kind}")
+    save(pd.DataFrame({"user": range(7), "age": range(50, 57)}), tmp_path / f"side[2].{kind}")
+    ingest(
+        {"path": [f"{name}.{kind}" for name in names], "day": "2024-01-01",
+         "lookups": [{"path": f"side[[]2].{kind}", "on": ["user"]}]}
+    )  # fmt: skip
+    frame = stored()
+    assert sorted(frame["user"]) == list(range(7))
+    assert (frame["age"] == frame["user"] + 50).all()
+
+
 # Side tables
 
 
@@ -146,6 +265,7 @@ def test_lookups_add_columns_and_count_what_has_no_match(ingest: Any, stored: An
     rows = pd.DataFrame(
         {"user": [1, 2, None, 9, 1], "store": ["a", "b", "a", "a", "c"], "shelf": [1, 1, 2, 1, 1]}
     ).assign(label=[0, 1, 0, 1, 1])
+    rows["user"] = rows["user"].astype("Int64")
     users = pd.DataFrame({"user": [2, 1], "age": [40, 30]})
     shelves = pd.DataFrame({"shelf": [1, 2, 1], "store": ["a", "a", "b"], "width": [10, 20, 30]})
     save(rows, tmp_path / "rows.parquet")
@@ -201,3 +321,50 @@ def test_side_tables_that_cannot_be_joined(
     with pytest.raises(kind) as error:
         ingest({"path": "rows.parquet", "day": "2024-01-01", "lookups": [{"path": "side.parquet", "on": ["user"]}]})
     assert str(error.value) == sentence
+
+
+BIG = 2**53
+"""From here on a DOUBLE no longer tells neighbouring integers apart."""
+MIXED = {
+    "float and integer": (pa.array([float(BIG), None]), pa.array([BIG, BIG + 1]), "DOUBLE", "BIGINT"),
+    "integer and float": (pa.array([BIG, BIG + 1]), pa.array([float(BIG), 0.0]), "BIGINT", "DOUBLE"),
+    "floats": (pa.array([1.0, 2.0]), pa.array([1.0, 2.0]), "DOUBLE", "DOUBLE"),
+    "integer and text": (pa.array([7, 8]), pa.array(["7", "007"]), "BIGINT", "VARCHAR"),
+    "text and date": (pa.array(["2024-01-01", "2024-1-1"]), pa.array([DAY, None]), "VARCHAR", "DATE"),
+    "date and timestamp": (
+        pa.array([DAY, DAY]), pa.array([datetime.datetime(2024, 1, 1), None], pa.timestamp("us")), "DATE", "TIMESTAMP",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_keys_of_different_kinds_are_not_joined(ingest: Any, put: Any, warehouse: Any, case: str) -> None:
+    keys, side, first, second = MIXED[case]
+    put("rows.parquet", key=keys, user=[1, 2], label=[0, 1])
+    put("side.parquet", key=side, age=[10, 11])
+    with pytest.raises(ConfigError) as error:
+        ingest({"path": "rows.parquet", "day": "2024-01-01", "lookups": [{"path": "side.parquet", "on": ["key"]}]})
+    assert str(error.value) == (
+        "source.lookups 'side.parquet', key 'key': expected integers, text, dates or timestamps in both tables, "
+        f"got {first} in the rows, {second} in the side table. Write the key with one type in all files. Use integers "
+        "for ids: a column of pandas with missing ids needs the type Int64."
+    )
+    assert not warehouse.has_table("events")
+
+
+@pytest.mark.parametrize(
+    ("keys", "side"),
+    [
+        (pa.array([1, 2], pa.int32()), pa.array([2, 1], pa.uint64())),
+        (pa.array([BIG + 1, 2]), pa.array([decimal.Decimal(2), decimal.Decimal(BIG + 1)], pa.decimal128(38, 0))),
+        (pa.array(["b", "a"]), pa.array(["a", "b"]).dictionary_encode()),
+        (pa.array([DAY, None]), pa.array([datetime.date(2024, 1, 2), DAY])),
+    ],
+    ids=["widths", "decimals", "text", "dates"],
+)
+def test_keys_of_one_kind_match_exactly(ingest: Any, put: Any, stored: Any, keys: pa.Array, side: pa.Array) -> None:
+    put("rows.parquet", key=keys, user=[1, 2], label=[0, 1])
+    put("side.parquet", key=side, age=[11, 10])
+    ingest({"path": "rows.parquet", "day": "2024-01-01", "lookups": [{"path": "side.parquet", "on": ["key"]}]})
+    assert stored()["age"].tolist()[0] == 10
+    assert len(stored()) == 2

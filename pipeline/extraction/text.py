@@ -1,0 +1,100 @@
+"""CSV files, and the dates and times in text. DuckDB would guess their format file by file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from pipeline.errors import ConfigError, DataError
+from storage.query import quote
+
+FILE = "filename"
+"""Column that DuckDB adds: the file of a row."""
+
+_CSV_KINDS = ["BOOLEAN", "BIGINT", "HUGEINT", "DOUBLE", "VARCHAR"]
+"""Types that DuckDB may find in CSV files. It would guess the format of dates file by file, and write times anew."""
+_TIME = r"[ T]([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d+)?)?"
+ISO_DATE = r"\d{4}-\d{2}-\d{2}"
+ISO_DAY = f"{ISO_DATE}({_TIME}([Zz]|[+-]00(:?00)?)?)?"
+"""Text that gives a day: an ISO date or timestamp, without a zone or in UTC. In another zone it may be another day."""
+_ISO = {
+    "DATE": ISO_DATE,
+    "TIMESTAMP": ISO_DATE + _TIME,
+    "TIMESTAMPTZ": rf"{ISO_DATE}{_TIME}([Zz]|[+-]\d{{2}}(:?\d{{2}})?)",
+}
+"""Type -> its text in CSV files."""
+
+
+def read_csv(
+    connection: duckdb.DuckDBPyConnection, names: list[str], as_text: Sequence[str]
+) -> duckdb.DuckDBPyRelation:
+    """Reads CSV files. A column's type fits all its values in all files: text may come late."""
+    options: dict[str, Any] = {"filename": True, "union_by_name": True}
+    rows = connection.read_csv(names, **options, sample_size=-1, auto_type_candidates=_CSV_KINDS)  # type: ignore[arg-type]
+    found = dict(zip(rows.columns, map(str, rows.types), strict=True))
+    options["dtype"] = {name: "VARCHAR" if name in as_text else kind for name, kind in found.items() if name != FILE}
+    sniff = (
+        "SELECT Delimiter, Quote, Escape, Comment, SkipRows, HasHeader"
+        " FROM sniff_csv(?, sample_size=-1, auto_type_candidates=?)"
+    )
+    dialects = {connection.execute(sniff, [name, _CSV_KINDS]).fetchall()[0] for name in names}
+    if len(dialects) > 1:
+        return connection.read_csv(names, **options, sample_size=-1)  # type: ignore[arg-type]
+    # With the dialect given, a query no longer reads all files to find it.
+    delimiter, *marks, skipped, header = dialects.pop()
+    quotes, escape, comment = ("" if mark == "(empty)" else mark for mark in marks)
+    return connection.read_csv(
+        names,  # type: ignore[arg-type]
+        **options,
+        delimiter=delimiter,
+        quotechar=quotes,
+        escapechar=escape,
+        comment=comment,
+        skiprows=skipped,
+        header=header,
+    )
+
+
+def convert_iso(rows: duckdb.DuckDBPyRelation, other: Sequence[str]) -> duckdb.DuckDBPyRelation:
+    """Converts text columns in which every value is an ISO date, or every value an ISO timestamp.
+
+    Args:
+        other: Columns to leave.
+    """
+    kinds = dict(zip(rows.columns, map(str, rows.types), strict=True))
+    texts = [name for name, kind in kinds.items() if kind == "VARCHAR" and name not in (FILE, *other)]
+    tried = [(name, kind) for name in texts for kind in _ISO]
+    for sample in (rows.limit(1_000), rows):  # most columns need no second look
+        tests = [f"bool_and({_is_iso(quote(name), kind)}) FILTER ({quote(name)} IS NOT NULL)" for name, kind in tried]
+        passed = sample.aggregate(", ".join(tests)).fetchall()[0] if tests else ()
+        tried = [one for one, good in zip(tried, passed, strict=True) if good or (good is None and sample is not rows)]
+    casts = [f"CAST({quote(name)} AS {kind}) AS {quote(name)}" for name, kind in tried]
+    return rows.select(f"* REPLACE ({', '.join(casts)})") if casts else rows
+
+
+def _is_iso(column: str, kind: str) -> str:
+    return f"regexp_full_match({column}, '{_ISO[kind]}') AND TRY_CAST({column} AS {kind}) IS NOT NULL"
+
+
+def parse_times(rows: duckdb.DuckDBPyRelation, times: Sequence[str], formats: Sequence[str]) -> duckdb.DuckDBPyRelation:
+    """Converts text columns to timestamps."""
+    listed = "[" + ", ".join("'" + text.replace("'", "''") + "'" for text in formats) + "]"
+    shown = "'" + "' or '".join(formats) + "'"
+    parsed = {name: f"try_strptime({quote(name)}, {listed})" for name in times}
+    for name, value in parsed.items():
+        column = quote(name)
+        try:
+            bad = rows.filter(f"{column} IS NOT NULL AND {value} IS NULL").limit(1).select(column, FILE).fetchall()
+        except duckdb.InvalidInputException as error:
+            if "format specifier" not in str(error):
+                raise
+            raise ConfigError(
+                "source.date_format", "formats as of strptime, such as '%m/%d/%Y'", shown, "Correct the format."
+            ) from error
+        if bad:
+            raise DataError(
+                f"column '{name}' of '{Path(bad[0][1]).name}'", f"times as source.date_format says, {shown}",
+                f"'{bad[0][0]}'", "Correct the value, or the format.",
+            )  # fmt: skip
+    return rows.select(f"* REPLACE ({', '.join(f'{value} AS {quote(name)}' for name, value in parsed.items())})")
