@@ -14,16 +14,30 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def home_path(home: str) -> Path:
-    """The folder a run writes to: DLRM_HOME if set, else `home`, below the project unless absolute."""
-    return ROOT / Path(os.environ.get("DLRM_HOME") or home).expanduser()
+    """The folder a run writes to: DLRM_HOME if set, else `home`, below the project unless absolute.
+
+    Raises:
+        ConfigError: If the path has a character that cuts the addresses of files and databases below it.
+    """
+    path = ROOT / Path(os.environ.get("DLRM_HOME") or home).expanduser()
+    if "#" in str(path) or "?" in str(path):
+        raise ConfigError("home", "a path without # and ?", f"'{path}'", "Choose another folder.")
+    return path
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's booleans, true and false alone: `on` is a key of ours."""
+    """YAML 1.2's booleans, true and false alone: `on` is a key of ours. 010 and 1:30 are text, not 8 and 90."""
 
 
+_BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float"))
+_PATTERNS = {
+    _INT: re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0o[0-7_]+)$"),
+    _FLOAT: re.compile(
+        r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+    ),
+}
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
+    first: [(tag, _PATTERNS.get(tag, pattern)) for tag, pattern in rules if tag != _BOOL or first in "tTfF"]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 

@@ -396,3 +396,23 @@ def test_ranks_of_ray_need_an_executor_that_reaches_them(executor: str, address:
         f"preprocessing.executor with training.launcher=ray: expected {expected}, got {executor}. "
         "Set preprocessing.executor."
     )
+
+
+def test_numbers_of_yaml_1_1_are_text(tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "zips: [010, 08, 00]\ntime: 1:30\nnumbers: [10, -5, 0, 100_000, 0x1f, 1.5, 3.0e-4]\n"
+    )
+    assert read_yaml(tmp_path / "a.yaml") == {
+        "zips": ["010", "08", "00"], "time": "1:30", "numbers": [10, -5, 0, 100_000, 31, 1.5, 3.0e-4],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("sign", "#?")
+def test_a_home_whose_path_would_be_cut_is_refused(tmp_path, monkeypatch, sign):
+    """Iceberg would write its metadata to the path before the #, SQLite open the file before the ?."""
+    monkeypatch.delenv("DLRM_HOME", raising=False)
+    with pytest.raises(ConfigError) as error:
+        home_path(f"{tmp_path}/a{sign}b")
+    assert str(error.value) == (
+        f"home: expected a path without # and ?, got '{tmp_path}/a{sign}b'. Choose another folder."
+    )
