@@ -11,6 +11,7 @@ from pipeline.data.columns import NAME
 from pipeline.errors import ColumnError, ConfigError
 from pipeline.transforms.kinds import KINDS, Kind
 from pipeline.transforms.ops import AnyOp
+from pipeline.transforms.ops.discrete import GetLocalHour
 from pipeline.transforms.ops.op import VALUE
 from pipeline.transforms.plan.schedule import ColumnKey
 from pipeline.transforms.schema import (
@@ -96,6 +97,8 @@ class Graph:
         made = self._derive(column) if column in self._derived else self._read(column, group.read_kind(wanted))
         for i, template in enumerate(group.transforms):
             _check_step(template, name, made.kind)
+            if i == 0:
+                self._check_unit(template, name, column)
             is_last = i == len(group.transforms) - 1
             made = self._add(template, (made,), name if is_last else str(ColumnKey(name, str(i))))
         if made.kind != wanted:
@@ -122,6 +125,7 @@ class Graph:
         if output not in self._made:
             op = self._derived[output]
             _check_count(op)
+            self._check_unit(op, output, op.inputs[0])
             wanted = input_kinds(op)
             inputs = [self._input(op, *pair, (*above, output)) for pair in zip(op.inputs, wanted, strict=True)]
             for name, kind, made in zip(op.inputs, wanted, inputs, strict=True):
@@ -134,6 +138,16 @@ class Graph:
                     )
             self._made[output] = self._add(op, inputs, str(ColumnKey(output, "derived")))
         return self._made[output]
+
+    def _check_unit(self, op: AnyOp, output: str, column: str) -> None:
+        """Refuses a unit for times that have one: timestamps and dates are read as seconds."""
+        if isinstance(op, GetLocalHour) and op.time_unit != "seconds" and column in self.table.names:
+            kind = self.table.field(column).type
+            if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+                raise ConfigError(
+                    f"get_local_hour of '{output}'", f"no time_unit for '{column}' of type {kind}", op.time_unit,
+                    "Remove time_unit: timestamps have a unit of their own.",
+                )  # fmt: skip
 
     def _input(self, op: AnyOp, name: str, kind: Kind | Literal["either"], above: tuple[str, ...]) -> MadeColumn:
         if name in self._derived:

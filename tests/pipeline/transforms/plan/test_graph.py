@@ -244,3 +244,22 @@ def test_derived_numbers_are_checked_early(derived: Any, columns: str, sentence:
     with pytest.raises(ConfigError) as error:
         plan(derived, dense=[{"columns": columns, "transforms": []}])
     assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("ms"), pa.timestamp("us", "UTC"), pa.date32()])
+def test_a_timestamp_has_its_own_unit(kind: pa.DataType) -> None:
+    table = pa.schema([*(field for field in COLUMNS if field.name != "when"), ("when", kind)])
+    wrong = HOUR | {"time_unit": "milliseconds"}
+    derived = FeatureSchema.model_validate({"derived": [wrong], "sparse": hashed("hour")})
+    in_group = {"columns": "when", "transforms": [{"kind": "get_local_hour", "time_unit": "milliseconds"}]}
+    for schema, name in ((derived, "hour"), (FeatureSchema.model_validate({"sparse": [in_group]}), "when")):
+        with pytest.raises(ConfigError) as error:
+            build_plan(schema, table)
+        assert str(error.value) == (
+            f"get_local_hour of '{name}': expected no time_unit for 'when' of type {kind}, got milliseconds. "
+            "Remove time_unit: timestamps have a unit of their own."
+        )
+    numbers = pa.schema([*(field for field in COLUMNS if field.name != "when"), ("when", pa.int64())])
+    plain = FeatureSchema.model_validate({"derived": [wrong], "sparse": [{"columns": "hour"}]})
+    rows = build_plan(plain, numbers).apply(pa.table({"when": [0, 3_600_000 * 25, None]}))
+    assert rows.sparse[0].values.tolist() == [0, 1]
