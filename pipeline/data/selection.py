@@ -18,6 +18,7 @@ from pipeline.transforms.kernels.row_hashes import row_hashes
 from pipeline.transforms.ops.sampling import Sampling
 from pipeline.transforms.schema import unknown_column
 from storage.arrow import is_list, is_text
+from storage.reader import Fragment
 
 HASH_BITS = 20
 HASH_STEPS = 1 << HASH_BITS
@@ -54,16 +55,25 @@ class Selection(BaseModel, frozen=True):
         sampled = self.sampling.inputs if self.sampling is not None else ()
         return list(dict.fromkeys([*self.hash_keys, *sampled]))
 
-    def keep(self, rows: pa.Table) -> pa.Table:
-        """Filters rows by the range of key hashes and by sampling."""
+    def keep(self, rows: pa.Table, fragment: Fragment | None = None, first: int = 0) -> pa.Table:
+        """Filters rows by the range of key hashes and by sampling.
+
+        Args:
+            fragment: Where the rows are from. None: rows without any sampling key count as one key.
+            first: How many of its rows were read before.
+        """
+        mask = np.ones(rows.num_rows, bool)
         if self.hash_keys:
             low, high = self.hash_range
             steps = hash_steps(*(rows.column(name).combine_chunks() for name in self.hash_keys))
-            rows = rows.filter(pa.array((steps >= low) & (steps < high)))
+            mask &= (steps >= low) & (steps < high)
         if self.sampling is not None:
             keys = [sparse_from_arrow(name, rows.column(name).combine_chunks()) for name in self.sampling.inputs]
-            rows = rows.filter(pa.array(self.sampling.keep(keys)))
-        return rows
+            place = None
+            if fragment is not None:  # the same in every copy of the table: not by the file's name
+                place = ((fragment.day.toordinal() << 16) + fragment.row_group << 24) + first
+            mask &= self.sampling.keep(keys, place=place)
+        return rows if mask.all() else rows.filter(pa.array(mask))
 
 
 def hash_steps(*keys: pa.Array) -> npt.NDArray[np.int64]:

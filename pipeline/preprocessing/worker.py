@@ -104,7 +104,7 @@ class Worker:
 
     def read_selected(self, fragment: Fragment) -> pa.Table:
         """Reads the selected rows of a fragment as they are stored."""
-        return self.spec.selection.keep(self.reader.read(fragment))
+        return self.spec.selection.keep(self.reader.read(fragment), fragment)
 
     def sample(self, rows: int) -> list[Column]:
         """Returns the ids of each sparse feature in the first selected rows, in table order.
@@ -159,10 +159,12 @@ class Worker:
 
     def _read_chunks(self, fragment: Fragment) -> Iterator[pa.RecordBatch | pa.Table]:
         """Yields the selected rows of a fragment, without empty chunks."""
+        first = 0
         for rows in self.reader.batches(fragment):
             kept = rows
             if self.spec.selection.key_columns():
-                kept = self.spec.selection.keep(pa.Table.from_batches([rows]))
+                kept = self.spec.selection.keep(pa.Table.from_batches([rows]), fragment, first)
+            first += rows.num_rows
             if kept.num_rows:
                 yield kept
 

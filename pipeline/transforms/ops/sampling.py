@@ -18,7 +18,8 @@ class Sampling(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=
     """Keeps a share of the rows, chosen by a hash of their key columns and a seed.
 
     Rows with equal keys are kept or dropped together in every chunk, run and process. With the user as the key it
-    samples users. Missing numbers are equal to one another, and so are 0 and -0. The hash starts as mix(seed) and
+    samples users. Rows without any key are drawn one by one, by their place in the table, where it is known: they are
+    not one user. Missing numbers are equal to one another, and so are 0 and -0. The hash starts as mix(seed) and
     continues as chain(hash, mix(x)) over the bits of each number or id, and after each list over its length. A row
     is kept if the upper 53 bits of its hash, as a fraction of 1, are below the rate.
 
@@ -40,17 +41,30 @@ class Sampling(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=
     seed: Id = 0
     """Another seed keeps other keys."""
 
-    def keep(self, columns: Sequence["Column"], counts: Counts | None = None) -> "npt.NDArray[np.bool_]":
+    def keep(
+        self, columns: Sequence["Column"], counts: Counts | None = None, place: int | None = None
+    ) -> "npt.NDArray[np.bool_]":
         """Returns which rows to keep, given the key columns. The dropped ones are counted as 'sampling rows'.
 
+        Args:
+            place: Of the first row; those of the others follow. None: all rows without a key have one hash.
         Shapes:
             columns of N rows each -> bool [N].
         """
         import numpy as np
 
+        from pipeline.transforms.column import Column
         from pipeline.transforms.kernels.row_hashes import row_hashes
 
-        mask = (row_hashes(columns, self.seed) >> np.uint64(11)) * 2.0**-53 < self.rate
+        hashes = row_hashes(columns, self.seed)
+        if place is not None:
+            missing = np.ones(len(hashes), bool)
+            for column in columns:
+                missing &= np.isnan(column.values) if column.offsets is None else np.diff(column.offsets) == 0
+            if missing.any():
+                places = Column(place + np.flatnonzero(missing))
+                hashes[missing] = row_hashes([places], self.seed)
+        mask = (hashes >> np.uint64(11)) * 2.0**-53 < self.rate
         if counts is not None and not mask.all():
             counts["sampling rows"] += int(len(mask) - mask.sum())
         return mask

@@ -15,6 +15,7 @@ from pipeline.data.filters import check_filter
 from pipeline.data.selection import HASH_STEPS, Selection, check_sampling, hash_steps, select, share_rows
 from pipeline.errors import ConfigError, ContractError, EmptyDatasetError
 from pipeline.transforms.ops.sampling import Sampling
+from storage.reader import Fragment
 
 DAYS = [datetime.date(2024, 12, 25) + datetime.timedelta(days=i) for i in range(20)]  # past the end of a leap year
 KINDS = {"age": LongType(), "n": IntegerType(), "country": StringType(), "price": DoubleType(), "since": DateType()}
@@ -356,7 +357,20 @@ def test_sampling_thins_the_training_rows_by_key() -> None:
         for row, user in zip(all_rows["row"].to_pylist(), all_rows["user"].to_pylist(), strict=True)
         if user in users
     ]  # all rows of a key or none, in order
+    fragment = Fragment(path="a", row_group=3, rows=40_000, day=DAYS[0])
+    assert train.keep(rows, fragment).equals(kept)
+    nobody = rows.set_column(0, "user", pa.nulls(40_000, pa.int64())).set_column(
+        1, "word", pa.nulls(40_000, pa.string())
+    )
     alone = Selection(days=(DAYS[0],), sampling=sampling)
+    drawn = alone.keep(nobody, fragment)["row"].to_pylist()
+    assert len(drawn) / 40_000 == pytest.approx(0.25, abs=0.02)
+    late = alone.keep(nobody.slice(30_000), fragment, 30_000)["row"].to_pylist()
+    assert late == [row for row in drawn if row >= 30_000]
+    moved = fragment.model_copy(update={"path": "b"})
+    assert alone.keep(nobody, moved)["row"].to_pylist() == drawn
+    for other in ({"day": DAYS[1]}, {"row_group": 4}):
+        assert alone.keep(nobody, fragment.model_copy(update=other))["row"].to_pylist() != drawn
     assert (alone.exact, Selection(days=(DAYS[0],)).exact) == (False, True)
     assert alone.keep(rows.slice(0, 0)).num_rows == 0
 

@@ -87,6 +87,21 @@ def test_equal_keys_are_kept_together() -> None:
         assert (a, c) == (b, d)
 
 
+def test_rows_without_a_key_are_drawn_one_by_one() -> None:
+    """As one user they would all be kept, or all be dropped."""
+    none = Column(np.empty(0, np.int64), np.zeros(100_001, np.int64))
+    item = Column(np.arange(100_000), np.arange(100_001))
+    for seed in range(3):
+        sampling = Sampling(inputs=("user",), rate=0.1, seed=seed)
+        whole = sampling.keep([none], place=10**12)
+        assert abs(whole.mean() - 0.1) <= 5 * math.sqrt(0.09 / 100_000)
+        parts = [sampling.keep([none.slice(i, i + 5_000)], place=10**12 + i) for i in range(0, 100_000, 5_000)]
+        assert np.concatenate(parts).tolist() == whole.tolist()
+        assert sampling.keep([item], place=7).tolist() == sampling.keep([item]).tolist()  # others keep their hash
+        both = Sampling(inputs=("user", "item"), rate=0.1, seed=seed)
+        assert both.keep([none, item], place=7).tolist() == both.keep([none, item]).tolist()
+
+
 def test_a_key_of_a_million_ids() -> None:
     ids = Column(np.arange(MILLION), np.array([0, MILLION]))
     assert Sampling(inputs=("user",), rate=1.0).keep([ids]).tolist() == [True]
