@@ -46,14 +46,15 @@ class CorruptFileError(StorageError):
 
 
 def closest_names(name: str, known: Sequence[str]) -> str:
-    """Lists known names for the remedy of an unknown one: up to three spelled alike, else the first eight.
+    """Lists known names for the remedy of an unknown one: up to three spelled alike, else the eight closest.
 
     Example:
         >>> closest_names("labl", ["user", "label"])
         'label'
-        >>> closest_names("x", ["user", "label"])
-        'user, label'
+        >>> closest_names("size", ["label", "prizes_won"])
+        'prizes_won, label'
         >>> closest_names("x", [])
         'none'
     """
-    return ", ".join(difflib.get_close_matches(name, known, n=3) or known[:8]) or "none"
+    alike = difflib.get_close_matches(name, known, n=3) or difflib.get_close_matches(name, known, n=8, cutoff=0.0)
+    return ", ".join(alike) or "none"

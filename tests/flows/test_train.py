@@ -242,7 +242,7 @@ def test_a_bad_config_is_refused_before_anything_runs(command, tmp_path, words, 
     [
         (["split.days.test=[2030-01-01]"], "split.days.test '2030-01-01': expected days of the table, 2025-01-06 to 2025-01-09, got no such day. Ingest the day, or name another."),
         (["filter=num_price < -5"], "split, part 'train': expected at least one row, got none. Change split or filter."),
-        (["filter=nothing = 1"], "filter 'nothing = 1': expected columns of the table, got 'nothing'. Closest: impression_id, session_id, event_time, num_tenure_days, num_click_share, num_relevance, num_quality, num_price. Correct the name."),
+        (["filter=nothing = 1"], "filter 'nothing = 1': expected columns of the table, got 'nothing'. Closest: num_position, event_time, num_scroll_depth, list_interests, num_tenure_days, cat_item, num_price, num_item_age_hours. Correct the name."),
         (["features.dense=[{columns: [num_prise]}]"], "features.dense column 'num_prise' at snapshot SNAPSHOT of table 'smoke': expected a column of the table, got none of that name. Closest: num_price. Correct the name."),
         (["evaluation.slices=[contry]"], "evaluation 'contry': expected a column of the table, got none of that name. Correct the name."),
         (["gate.resample_by=contry"], "gate.resample_by 'contry': expected a column of the table, got none of that name. Correct the name."),

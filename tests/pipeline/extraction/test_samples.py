@@ -39,14 +39,14 @@ def test_missing_columns_are_named_with_the_closest(ingest: Any, put: Any) -> No
     for given, sentence in {
         ("dense", "prise"): f"features.dense column 'prise': {closest.format('price')}",
         ("sparse", "usr"): f"features.sparse column 'usr': {closest.format('user')}",
-        ("sparse", "cat_*"): f"features.sparse column 'cat_*': {closest.format('user, price, label')}",
+        ("sparse", "cat_*"): f"features.sparse column 'cat_*': {closest.format('price, label, user')}",
     }.items():
         with pytest.raises(ConfigError) as error:
             ingest(FIXED, **{given[0]: [given[1]]})
         assert str(error.value) == sentence
     with pytest.raises(ConfigError) as error:
         ingest({"path": "rows.parquet", "day_column": "dat"})
-    assert str(error.value) == f"source.day_column 'dat': {closest.format('user, price, label')}"
+    assert str(error.value) == f"source.day_column 'dat': {closest.format('label, user, price')}"
 
 
 def test_text_in_a_dense_column(ingest: Any, stored: Any, put: Any) -> None:

@@ -241,7 +241,7 @@ def test_a_score_that_is_no_number_is_not_written(warehouse, value):
     [
         ({"start": datetime.date(2026, 1, 1)}, EmptyDatasetError, "days to score: expected days among 2025-03-01 to 2025-03-03, got none from 2026-01-01 to the last. Change start and end."),
         ({"config": ScoringConfig(keep=("usr",))}, ConfigError, "scoring.keep 'usr': expected a column of the table, got none of that name. Closest: user. Correct the name."),
-        ({"row_filter": "age > 1"}, ConfigError, "filter 'age > 1': expected columns of the table, got 'age'. Closest: day, row, user, items.element, items, price. Correct the name."),
+        ({"row_filter": "age > 1"}, ConfigError, "filter 'age > 1': expected columns of the table, got 'age'. Closest: day, user, price, items, items.element, row. Correct the name."),
         ({"row_filter": "row > 999"}, EmptyDatasetError, "filter 'row > 999': expected at least one row to score, got none. Change the filter."),
     ],
 )  # fmt: skip

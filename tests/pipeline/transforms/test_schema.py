@@ -28,7 +28,7 @@ def test_patterns(patterns: list[str], names: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "close"),
-    [("int_3", "int_2, int_1"), ("CAT_*", "label, int_2, int_1, cat_1, cat_10, Cat_2"), ("labels", "label")],
+    [("int_3", "int_2, int_1"), ("CAT_*", "Cat_2, int_2, int_1, cat_1, cat_10, label"), ("labels", "label")],
 )
 def test_an_unknown_column_names_the_closest(pattern: str, close: str) -> None:
     with pytest.raises(ConfigError) as error:

@@ -204,7 +204,7 @@ def refused(
         ({"day_column": "d"}, {"user": [1, 1], "d": [DAYS[1]] * 2, "x": [1, 2]}, "features.joined 's.parquet', day 2025-03-02: expected each key once, got key 1 more than once. Remove duplicate keys."),
         ({}, {"user": ["1"], "x": [1]}, "features.joined 's.parquet', key 'user': expected int64 as in the table, got large_string. Convert it."),
         ({}, {"user": [1.0], "x": [1]}, "features.joined 's.parquet', key 'user': expected integers, text or dates, got double. Convert it, or name another column."),
-        ({"on": "visitor"}, {"visitor": [1], "x": [1]}, "features.joined 's.parquet', key 'visitor': expected a column of the table, got none of that name. Closest: day, row, user, shop, num. Correct the name."),
+        ({"on": "visitor"}, {"visitor": [1], "x": [1]}, "features.joined 's.parquet', key 'visitor': expected a column of the table, got none of that name. Closest: user, shop, row, num, day. Correct the name."),
         ({}, {"guest": [1], "x": [1]}, "features.joined 's.parquet', column 'user': expected a column of the table, got none of that name. Closest: guest, x. Correct the name."),
         ({"columns": ["y"]}, {"user": [1], "x": [1]}, "features.joined 's.parquet' 'y': expected a column of the table, got none of that name. Closest: x. Correct the name."),
         ({}, {"user": [1], "num": [1], "x": [1]}, "features.joined 's.parquet': expected columns that the table does not have, got existing columns num. Set `stored: true` if flows.enrich wrote them, otherwise set `prefix`."),

@@ -285,7 +285,7 @@ def test_sparse_features_are_checked_early(columns: Any, transforms: Any, senten
         (
             {"columns": "num_*"},
             "features.dense column 'num_*': expected a column of the table, got none of that name. "
-            "Closest: label, age, price, country, items, user, when, user id. Correct the name.",
+            "Closest: when, user, items, user id, country, price, label, age. Correct the name.",
         ),
         (
             {"columns": "age", "transforms": [{"kind": "bucketize", "borders": [1]}]},
