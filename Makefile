@@ -21,6 +21,7 @@ SERVE_PORT ?= 5001
 # For deploy: concurrent trainings, and whether an ingest starts a training. Empty keeps the current setting.
 TRAININGS ?= 1
 CHAIN ?=
+SCHEDULES ?= 100000
 export DO_NOT_TRACK = 1
 export PREFECT_SERVER_ANALYTICS_ENABLED = false
 export MLFLOW_DISABLE_TELEMETRY = true
@@ -29,7 +30,7 @@ export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs paper test test-slow test-all test-gpu lint check ui serve worker deploy doctor lock clean
+.PHONY: help setup demo docs paper test test-slow test-all test-gpu simulate lint check ui serve worker deploy doctor lock clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | column -t -s@
@@ -87,6 +88,9 @@ test-gpu: setup  ## run the tests that need CUDA devices, and the trainer's test
 	@DLRM_TEST_DEVICE=cuda $(RUN) -m pytest -m gpu --timeout=900
 	@DLRM_TEST_DEVICE=cuda $(RUN) -m pytest -m 'not gpu' --timeout=900 \
 		tests/pipeline/training/test_trainer.py tests/pipeline/training/test_options.py tests/pipeline/training/state/test_checkpoint.py
+
+simulate: setup  ## look for broken promises in SCHEDULES simulated schedules of faults
+	@$(RUN) -m tests.simulation schedules=$(SCHEDULES)
 
 lint: setup  ## run ruff and mypy
 	@$(RUN) -m ruff check .

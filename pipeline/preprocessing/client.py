@@ -37,6 +37,42 @@ class BatchSource(Protocol):
         """Returns the ranks whose shares are made together with this rank's."""
 
 
+class Conversation:
+    """A rank's side of the messages of an epoch. Knows no socket.
+
+    Attributes:
+        lost: See `Position.lost`. Known at the end.
+    """
+
+    def __init__(self, request: Request, rank: int) -> None:
+        self.request, self.rank = request, rank
+        self.number = 0
+        self.lost: tuple[LostRows, ...] = ()
+
+    def open(self) -> list[wire.Message]:
+        """Returns the first messages: the request, and that for the first group of batches."""
+        opening = {"open": self.request.model_dump(mode="json"), "rank": self.rank}
+        return [opening, {"take": 0, "done": -2, "rows": 0, "waited": 0.0}]
+
+    def follow(self, answer: wire.Message, waited: float) -> wire.Message | None:
+        """Returns the request for the next group, to be sent before this one is used. None at the end.
+
+        Args:
+            waited: Seconds until the answer came.
+        Raises:
+            ContractError: The error that stopped the service.
+        """
+        if "error" in answer:
+            raise from_wire(answer["error"])
+        if "end" in answer:
+            self.lost = tuple(LostRows(**entry) for entry in answer["end"])
+            return None
+        rows = sum(note["rows"] for note in answer["notes"])
+        waited = waited if self.number else 0.0  # leaves out the start of the workers
+        self.number += 1
+        return {"take": self.number, "done": self.number - 2, "rows": rows, "waited": waited}
+
+
 class ServiceSource:
     """Delivers the batches of a service, which runs in another process or in a thread of this one.
 
@@ -58,28 +94,24 @@ class ServiceSource:
             ContractError: The error that stopped the service.
         """
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
+            talk = Conversation(request, rank)
             try:
                 channel.connect(f"\0{self.address}")
-                wire.send(channel, {"open": request.model_dump(mode="json"), "rank": rank})
-                delivery: Delivery | None = None
-                number, waited = 0, 0.0
+                for message in talk.open():
+                    wire.send(channel, message)
                 while True:
-                    rows = 0 if delivery is None else sum(note.rows for note in delivery[0])
-                    wire.send(channel, {"take": number, "done": number - 2, "rows": rows, "waited": waited})
-                    if delivery is not None:
-                        yield delivery
                     begun = time.perf_counter()
-                    answer = wire.receive(channel)
-                    waited = time.perf_counter() - begun if number else 0.0  # leaves out the start of the workers
-                    if answer is None:
+                    received = wire.receive(channel)
+                    waited = time.perf_counter() - begun
+                    if received is None:
                         raise ConnectionError
-                    message, descriptors = answer
-                    if "error" in message:
-                        raise from_wire(message["error"])
-                    if "end" in message:
-                        return tuple(LostRows(**entry) for entry in message["end"])
-                    delivery = _map_delivery(message, descriptors[0])
-                    number += 1
+                    answer, descriptors = received
+                    following = talk.follow(answer, waited)
+                    if following is None:
+                        return talk.lost
+                    delivery = _map_delivery(answer, descriptors[0])
+                    wire.send(channel, following)
+                    yield delivery
             except OSError:
                 raise DataError(
                     "preprocessing service", "batches", "none: its process ended",
@@ -91,8 +123,12 @@ def _map_delivery(message: wire.Message, descriptor: int) -> Delivery:
     segment = Segment(descriptor, message["shapes"], message["size"])
     arrays = segment.arrays()
     segment.close()
-    notes = [BatchNote(**(note | {"position": Position(**note["position"])})) for note in message["notes"]]
-    return notes, arrays
+    return parse_notes(message), arrays
+
+
+def parse_notes(message: wire.Message) -> list[BatchNote]:
+    """Returns the notes of the batches that a message delivers."""
+    return [BatchNote(**(note | {"position": Position(**note["position"])})) for note in message["notes"]]
 
 
 class InlineSource:

@@ -91,6 +91,8 @@ class Master:
         config: Workers, bounds and the handling of faults.
         folder: Receives the workers' logs, their process ids and the list of quarantined rows.
         warn: Called with a message for each replaced worker and each quarantined split.
+        clock: Returns seconds that never go back.
+        make: Makes the executor. None: `make_executor`.
     """
 
     def __init__(
@@ -99,12 +101,14 @@ class Master:
         config: PreprocessingConfig,
         folder: Path,
         warn: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.monotonic,
+        make: "Callable[..., Executor] | None" = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         allow_many_segments()
-        self.data, self.config, self.folder, self.warn = data, config, folder, warn
+        self.data, self.config, self.folder, self.warn, self.clock = data, config, folder, warn, clock
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.executor = make_executor(data, config, folder, self.events)
+        self.executor = (make or make_executor)(data, config, folder, self.events)
         self.inline = isinstance(self.executor, InlineExecutor)
         self.autoscaler = Autoscaler(config.most_workers)
         self.autoscaler.workers = 1 if config.workers == "auto" or self.inline else config.workers
@@ -117,7 +121,7 @@ class Master:
         self.totals = Totals()
         self.failure: ContractError | None = None
         self.period = Period(0.0, 0.0, 0, 0.0, 0, idle=False)
-        self.period_began = time.monotonic()
+        self.period_began = self.clock()
 
     # -- streams ------------------------------------------------------------------------------------------------
 
@@ -217,7 +221,7 @@ class Master:
             return
         if isinstance(event, WorkerStarted):
             worker.pid, worker.ready = event.pid, True
-            self.totals.ready_at = self.totals.ready_at or time.monotonic()
+            self.totals.ready_at = self.totals.ready_at or self.clock()
             self._note_workers()
             return
         item, worker.item = worker.item, None
@@ -305,7 +309,7 @@ class Master:
             )
 
     def _check_leases(self) -> None:
-        now = time.monotonic()
+        now = self.clock()
         for worker in list(self.workers.values()):
             silent = now - worker.since
             if worker.item is not None and silent > self.config.lease_seconds:
@@ -316,7 +320,7 @@ class Master:
 
     def _scale(self) -> None:
         """Starts missing workers and periodically rescales the pool."""
-        now = time.monotonic()
+        now = self.clock()
         self.period.seconds = now - self.period_began
         if self.config.workers == "auto" and not self.inline and self.period.seconds >= PERIOD_SECONDS:
             if all(
@@ -343,7 +347,7 @@ class Master:
                 if item is None:
                     self.period.idle = True
                     return
-                worker.item, worker.since = item, time.monotonic()
+                worker.item, worker.since = item, self.clock()
                 self.executor.submit(worker.number, item.stream.request.data, item.work, item.inputs)
 
     def _next_item(self) -> WorkItem | None:
@@ -354,7 +358,7 @@ class Master:
 
     def _straggler(self) -> WorkItem | None:
         """Returns work that takes far longer than usual, for a second worker. The first result counts."""
-        now = time.monotonic()
+        now = self.clock()
         leases = [worker for worker in self.workers.values() if worker.item is not None]
         for worker in sorted(leases, key=lambda worker: worker.since):
             item = worker.item

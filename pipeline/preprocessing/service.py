@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, ValidationError, model_validator
 
@@ -19,6 +19,7 @@ from pipeline.errors import ContractError, to_wire
 from pipeline.preprocessing import wire
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.executors import Event
 from pipeline.preprocessing.master import Master, Totals, wrap_service_error
 from pipeline.preprocessing.stream import Request, Stream
 
@@ -54,10 +55,11 @@ class _Take(BaseModel, frozen=True):
 
 
 @dataclass(eq=False)
-class _Connection:
+class Connection:
     """A rank's connection, for one stream."""
 
-    channel: socket.socket
+    channel: Any
+    """Of the transport."""
     stream: Stream | None = None
     rank: int = 0
     wanted: int | None = None
@@ -69,11 +71,115 @@ class _Connection:
 
 
 @dataclass(frozen=True)
-class _Incoming:
+class Incoming:
     """A message from a connection. None means that the connection was closed."""
 
-    connection: _Connection
+    connection: Connection
     message: wire.Message | None
+
+
+class Desk:
+    """The master's side of the conversations with the ranks. Knows no socket, no thread and no clock.
+
+    Args:
+        send: Sends a message with descriptors to a connection. Raises OSError if its other side is gone.
+        hang_up: Ends a connection. An `Incoming` without message follows.
+    """
+
+    def __init__(
+        self,
+        master: Master,
+        send: Callable[[Connection, wire.Message, list[int]], None],
+        hang_up: Callable[[Connection], None],
+    ) -> None:
+        self.master, self.send, self.hang_up = master, send, hang_up
+        self.connections: list[Connection] = []
+
+    def turn(self, event: Event | Incoming | None) -> None:
+        """Handles an event, assigns work, and answers ranks whose batches are made.
+
+        Args:
+            event: None: nothing happened for a while.
+        """
+        master = self.master
+        with master.guard():
+            if isinstance(event, Incoming):
+                self._receive(event)
+            elif event is not None:
+                master.handle(event)
+            master.watch_workers()
+            master.assign()
+        with master.guard():
+            for connection in list(self.connections):
+                self._answer(connection)
+
+    def _receive(self, incoming: Incoming) -> None:
+        connection, message = incoming.connection, incoming.message
+        stream = connection.stream
+        if message is None:
+            if connection in self.connections:
+                self.connections.remove(connection)
+            if stream is not None:
+                self.master.leave(stream, connection.rank)
+        elif not connection.refused:
+            try:
+                if stream is None:
+                    self._open(connection, _Open.model_validate(message))
+                else:
+                    self._note_taken(connection, stream, _Take.model_validate(message))
+            except ValidationError:  # not one of our ranks, or a damaged one: the others continue
+                self._refuse(connection)
+
+    def _open(self, connection: Connection, message: _Open) -> None:
+        self.connections.append(connection)
+        connection.rank = message.rank
+        try:
+            connection.stream = self.master.open(message.open, message.rank)
+        except Exception as error:
+            self._send(connection, {"error": to_wire(wrap_service_error(error))})
+            connection.refused = True
+
+    def _note_taken(self, connection: Connection, stream: Stream, message: _Take) -> None:
+        if message.take != connection.next or message.done >= message.take or connection.wanted is not None:
+            self._refuse(connection)
+            return
+        connection.wanted, connection.next = message.take, message.take + 1
+        stream.release(connection.rank, message.done)
+        if connection.rank == stream.request.ranks[0]:
+            self.master.note_consumed(message.rows, message.waited)
+
+    def _refuse(self, connection: Connection) -> None:
+        """Disconnects a client. Its reader reports that it is gone."""
+        connection.refused, connection.wanted = True, None
+        self.hang_up(connection)
+
+    def _answer(self, connection: Connection) -> None:
+        """Sends the group that a rank waits for, if it is made."""
+        stream, number = connection.stream, connection.wanted
+        if stream is None or number is None:
+            return
+        try:
+            group = self.master.get_group(stream, number)
+        except ContractError as error:
+            connection.wanted = None
+            self._send(connection, {"error": to_wire(error)})
+            return
+        if group is not None:
+            segment = self.master.executor.to_segment(group.memory)
+            connection.wanted = None
+            stream.take(number)
+            notes = [asdict(note) | {"position": note.position.model_dump()} for note in group.notes]
+            self._send(connection, {"notes": notes, "shapes": segment.shapes, "size": segment.size}, [segment.fd])
+            segment.close()
+        elif stream.ended(number):
+            connection.wanted = None
+            self._send(connection, {"end": [one.model_dump() for one in stream.lost]})
+
+    def _send(self, connection: Connection, message: wire.Message, descriptors: list[int] | None = None) -> None:
+        try:
+            self.send(connection, message, descriptors or [])
+        except OSError:  # it is gone, or it does not read
+            self._refuse(connection)
 
 
 class Service:
@@ -98,7 +204,6 @@ class Service:
         self.data, self.config, self.folder, self.warn = data, config, folder, warn
         self.address = f"dlrm-preprocessing-{os.getpid()}-{secrets.token_hex(8)}"
         self.totals = Totals()
-        self.connections: list[_Connection] = []
         self.readers: list[tuple[threading.Thread, socket.socket]] = []
         self.listening: threading.Thread | None = None
         self.startup: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -146,18 +251,12 @@ class Service:
             return
         self.startup.put(None)
         try:
+            desk = Desk(master, _send, _hang_up)
             while not self.ending.is_set():
                 event = master.next_event()
-                with master.guard():
-                    if isinstance(event, _Incoming):
-                        self._receive(master, event)
-                    elif event is not None:
-                        master.handle(event)
-                    master.watch_workers()
-                    master.assign()
-                with master.guard():
-                    for connection in self.connections:
-                        self._answer(master, connection)
+                desk.turn(event)
+                if isinstance(event, Incoming) and event.message is None:
+                    event.connection.channel.close()
         finally:
             master.close()
 
@@ -175,83 +274,22 @@ class Service:
                 continue
             channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, SEND_LIMIT)
             reader = threading.Thread(
-                target=self._read, args=(_Connection(channel),), name="preprocessing-client", daemon=True
+                target=self._read, args=(Connection(channel),), name="preprocessing-client", daemon=True
             )
             self.readers = [pair for pair in self.readers if pair[0].is_alive()] + [(reader, channel)]
             reader.start()
 
-    def _read(self, connection: _Connection) -> None:
+    def _read(self, connection: Connection) -> None:
         while (received := wire.receive(connection.channel)) is not None:
             wire.close(received[1])
-            self.events.put(_Incoming(connection, received[0]))
-        self.events.put(_Incoming(connection, None))
+            self.events.put(Incoming(connection, received[0]))
+        self.events.put(Incoming(connection, None))
 
-    def _receive(self, master: Master, incoming: _Incoming) -> None:
-        connection, message = incoming.connection, incoming.message
-        stream = connection.stream
-        if message is None:
-            connection.channel.close()
-            if connection in self.connections:
-                self.connections.remove(connection)
-            if stream is not None:
-                master.leave(stream, connection.rank)
-        elif not connection.refused:
-            try:
-                if stream is None:
-                    self._open(master, connection, _Open.model_validate(message))
-                else:
-                    self._note_taken(master, connection, stream, _Take.model_validate(message))
-            except ValidationError:  # not one of our ranks, or a damaged one: the others continue
-                self._refuse(connection)
 
-    def _open(self, master: Master, connection: _Connection, message: _Open) -> None:
-        self.connections.append(connection)
-        connection.rank = message.rank
-        try:
-            connection.stream = master.open(message.open, message.rank)
-        except Exception as error:
-            self._send(connection, {"error": to_wire(wrap_service_error(error))})
-            connection.refused = True
+def _send(connection: Connection, message: wire.Message, descriptors: list[int]) -> None:
+    wire.send(connection.channel, message, descriptors)
 
-    def _note_taken(self, master: Master, connection: _Connection, stream: Stream, message: _Take) -> None:
-        if message.take != connection.next or message.done >= message.take or connection.wanted is not None:
-            self._refuse(connection)
-            return
-        connection.wanted, connection.next = message.take, message.take + 1
-        stream.release(connection.rank, message.done)
-        if connection.rank == stream.request.ranks[0]:
-            master.note_consumed(message.rows, message.waited)
 
-    def _refuse(self, connection: _Connection) -> None:
-        """Disconnects a client. Its reader reports that it is gone."""
-        connection.refused, connection.wanted = True, None
-        with suppress(OSError):
-            connection.channel.shutdown(socket.SHUT_RDWR)
-
-    def _answer(self, master: Master, connection: _Connection) -> None:
-        """Sends the group that a rank waits for, if it is made."""
-        stream, number = connection.stream, connection.wanted
-        if stream is None or number is None:
-            return
-        try:
-            group = master.get_group(stream, number)
-        except ContractError as error:
-            connection.wanted = None
-            self._send(connection, {"error": to_wire(error)})
-            return
-        if group is not None:
-            segment = master.executor.to_segment(group.memory)
-            connection.wanted = None
-            stream.take(number)
-            notes = [asdict(note) | {"position": note.position.model_dump()} for note in group.notes]
-            self._send(connection, {"notes": notes, "shapes": segment.shapes, "size": segment.size}, [segment.fd])
-            segment.close()
-        elif stream.ended(number):
-            connection.wanted = None
-            self._send(connection, {"end": [one.model_dump() for one in stream.lost]})
-
-    def _send(self, connection: _Connection, message: wire.Message, descriptors: list[int] | None = None) -> None:
-        try:
-            wire.send(connection.channel, message, descriptors or [])
-        except OSError:  # it is gone, or it does not read
-            self._refuse(connection)
+def _hang_up(connection: Connection) -> None:
+    with suppress(OSError):
+        connection.channel.shutdown(socket.SHUT_RDWR)

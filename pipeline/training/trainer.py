@@ -240,9 +240,8 @@ class Trainer:
         self.log()
         if self.config.validate_every_steps is None:
             self.validate()
-        before = self.progress.position
-        position = Position(epoch=before.epoch + 1, lost=before.lost if self.lost is None else self.lost())
-        self.progress = self.progress.model_copy(update={"position": position})
+        lost = self.progress.position.lost if self.lost is None else self.lost()
+        self.progress = self.progress.after_epoch(lost)
 
     def log(self) -> None:
         """Reports the NE of the rows since the last report, and the progressive NE in the first epoch."""
@@ -384,28 +383,12 @@ class Trainer:
         dist.broadcast(step, 0)
         if step >= 0:
             self.load(self.folder / f"step-{int(step):010d}")
-            self.require_rows()
+            if not self.keeps_lost:
+                self.progress.require_rows(self.folder)
             lost = sum(one.rows for one in self.progress.position.lost)
             self.emit({"event": "resumed", "step": self.progress.steps, "rows": self.progress.rows, "lost": lost})
         elif self.begin is not None:
             self.begin(self)
-
-    def require_rows(self) -> None:
-        """Checks that the checkpoint lacks no rows, unless lost rows are accepted.
-
-        Raises:
-            TrainingError: If it lacks some.
-        """
-        lost = self.progress.position.lost
-        if lost and not self.keeps_lost:
-            rows, first = sum(one.rows for one in lost), lost[0]
-            raise TrainingError(
-                f"checkpoint of step {self.progress.steps}", "all rows, because preprocessing.on_corrupt is fail",
-                f"a training without {rows:,} rows that were quarantined, the first in row group {first.row_group} of "
-                f"file '{first.path}'",
-                "Set preprocessing.on_corrupt=quarantine to go on without these rows, or delete the folder "
-                f"'{self.folder}' to train from the start.",
-            )  # fmt: skip
 
     def report_damaged(self, error: CheckpointError) -> None:
         """Emits the error of a checkpoint that does not verify."""

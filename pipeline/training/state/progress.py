@@ -1,11 +1,13 @@
 """Progress of a training, which every checkpoint contains, and loss sums for NE and calibration."""
 
 import math
+from pathlib import Path
 
 from pydantic import BaseModel
 
 from pipeline.data.batch import Batch
-from pipeline.data.position import Position
+from pipeline.data.position import LostRows, Position
+from pipeline.errors import TrainingError
 
 
 class LossSums(BaseModel, frozen=True):
@@ -66,6 +68,33 @@ class TrainingProgress(BaseModel, frozen=True):
     def stalled(self) -> float:
         """Share of `busy_seconds` spent waiting for batches."""
         return self.wait_seconds / self.busy_seconds if self.busy_seconds else 0.0
+
+    def after_epoch(self, lost: tuple[LostRows, ...]) -> "TrainingProgress":
+        """Returns the progress at the start of the next epoch.
+
+        Args:
+            lost: Row groups that were quarantined up to there.
+        """
+        return self.model_copy(update={"position": Position(epoch=self.position.epoch + 1, lost=lost)})
+
+    def require_rows(self, folder: Path) -> None:
+        """Checks that no rows were lost.
+
+        Args:
+            folder: Of the checkpoints.
+        Raises:
+            TrainingError: If some were.
+        """
+        lost = self.position.lost
+        if lost:
+            rows, first = sum(one.rows for one in lost), lost[0]
+            raise TrainingError(
+                f"checkpoint of step {self.steps}", "all rows, because preprocessing.on_corrupt is fail",
+                f"a training without {rows:,} rows that were quarantined, the first in row group {first.row_group} of "
+                f"file '{first.path}'",
+                "Set preprocessing.on_corrupt=quarantine to go on without these rows, or delete the folder "
+                f"'{folder}' to train from the start.",
+            )  # fmt: skip
 
     def after(self, batch: Batch) -> "TrainingProgress":
         """Returns the progress after this batch was trained."""

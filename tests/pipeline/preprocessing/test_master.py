@@ -9,7 +9,6 @@ import pytest
 
 from pipeline.data.position import Position
 from pipeline.errors import ConfigError, ContractError, DataError
-from pipeline.preprocessing import master as module
 from pipeline.preprocessing.autoscaler import PERIOD_SECONDS
 from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.dataset import DataSpec
@@ -79,13 +78,12 @@ class FakeExecutor(Executor):
 class Play:
     """A master, its clock and its warnings."""
 
-    def __init__(self, data: DataSpec, folder: Path, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
+    def __init__(self, data: DataSpec, folder: Path, **config: Any) -> None:
         self.now = 100.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(module, "make_executor", self.make)
         self.said: list[str] = []
         settings = {"executor": "process", "workers": 2} | config
-        self.master = Master({"days": data}, CONFIG.model_copy(update=settings), folder, self.said.append)
+        given = CONFIG.model_copy(update=settings)
+        self.master = Master({"days": data}, given, folder, self.said.append, lambda: self.now, self.make)
 
     def make(self, data: Any, config: Any, folder: Path, events: Any) -> FakeExecutor:
         self.executor = FakeExecutor(data, folder, events)
@@ -119,8 +117,8 @@ class Play:
 
 
 @pytest.fixture
-def play(data: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Play]:
-    return lambda **config: Play(data, tmp_path / "service", monkeypatch, **config)
+def play(data: DataSpec, tmp_path: Path) -> Callable[..., Play]:
+    return lambda **config: Play(data, tmp_path / "service", **config)
 
 
 def test_work_goes_to_idle_workers_and_failed_work_is_retried(play: Callable[..., Play]) -> None:

@@ -1,0 +1,200 @@
+"""Simulated workers: they do the real work on rows that are their own numbers, and die, hang and fail by chance."""
+
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from pipeline.errors import DataError
+from pipeline.preprocessing.batches import BatchWork
+from pipeline.preprocessing.executors import Event, Executor, WorkDone, WorkerDied, WorkerStarted, WorkFailed, _try_work
+from pipeline.preprocessing.memory import Arrays, Segment, Writer
+from pipeline.preprocessing.splits import Split
+from pipeline.preprocessing.worker import Costs, Worker
+from storage.reader import Fragment
+from tests.simulation.world import World, require
+
+FAULTS = ("a worker does not start", "a worker dies at its start", "a worker dies", "a worker hangs", "work fails", "a worker is slow")  # fmt: skip
+
+
+class Disk:
+    """Row groups whose rows are their own numbers. Some cannot be read for a while.
+
+    Args:
+        damaged: (path, row group) -> times from when and until when it cannot be read.
+        share: Share of the rows that the filter selects.
+    """
+
+    def __init__(
+        self, world: World, fragments: Sequence[Fragment], damaged: Mapping[Any, tuple[float, float]], share: float
+    ) -> None:
+        self.world, self.fragments, self.damaged, self.share = world, fragments, dict(damaged), share
+        self.first: dict[Any, int] = {}
+        count = 0
+        for one in fragments:
+            self.first[one.path, one.row_group] = count
+            count += one.rows
+
+    def rows(self, fragment: Fragment) -> list[int]:
+        """Returns the selected rows."""
+        first = self.first[fragment.path, fragment.row_group]
+        rows = range(first, first + fragment.rows)
+        return [row for row in rows if row * 2654435761 % 2**32 < self.share * 2**32]
+
+    def readable(self, fragment: Fragment) -> bool:
+        begin, end = self.damaged.get((fragment.path, fragment.row_group), (0.0, 0.0))
+        return not begin <= self.world.now < end
+
+    def repair(self) -> None:
+        """Restores all files, as a person would."""
+        self.damaged = {key: (begin, min(end, self.world.now)) for key, (begin, end) in self.damaged.items()}
+
+
+class RowWorker(Worker):
+    """A worker whose rows have one dense value and no ids. Orders and batches are made by the real code."""
+
+    def __init__(self, disk: Disk) -> None:
+        self.disk = disk
+        self.spec = SimpleNamespace(plan=SimpleNamespace(sparse=(), dense=("row",)), shared=())  # type: ignore[assignment]
+        self.orders = {}
+
+    def transform_split(self, split: Split, writer: Writer) -> tuple[int, Costs]:
+        rows: list[int] = []
+        for fragment in split.fragments:
+            if not self.disk.readable(fragment):
+                raise DataError(f"{split}", "to be readable", "damage", "Restore it.")
+            rows += self.disk.rows(fragment)
+        shapes = {"0.dense": ("float32", (len(rows), 1)), "0.labels": ("float32", (len(rows),))}
+        out = writer.add(shapes | {"0.starts": ("int64", (1,)), "0.ids": ("int32", (0,))})
+        out["0.dense"][:, 0], out["0.labels"][:], out["0.starts"][:] = rows, np.array(rows) % 2, 0
+        return len(rows), Costs()
+
+
+@dataclass(eq=False)
+class Memory:
+    """A result in shared memory."""
+
+    arrays: Arrays
+    arrived: bool = False
+    """Whether the master has heard of it."""
+    freed: bool = False
+
+
+class Loan(Segment):
+    """A descriptor of a result that was sent to a rank."""
+
+    def close(self) -> None:
+        """The rank has its own copy."""
+
+
+@dataclass(eq=False)
+class _Process:
+    """A worker's process."""
+
+    worker: RowWorker
+    alive: bool = True
+    heard: float = 0.0
+    """When its last event arrives. Its events never overtake each other."""
+
+
+class SimulatedExecutor(Executor):
+    """Runs simulated workers.
+
+    Args:
+        disk: What they read.
+        wake: Called when an event is in the queue.
+    """
+
+    def __init__(self, world: World, disk: Disk, wake: Callable[[], None], *given: Any) -> None:
+        data, folder, events = given[0], given[2], given[3]
+        super().__init__(data, folder, events)
+        self.world, self.disk, self.wake = world, disk, wake
+        self.processes: dict[int, _Process] = {}
+        self.made: list[Memory] = []
+        self.loans: dict[int, Arrays] = {}
+        self.closed = False
+
+    def start(self, worker: int) -> None:
+        process = self.processes[worker] = _Process(RowWorker(self.disk))
+        if self.world.strikes("a worker does not start"):
+            return
+        event: Event = WorkerStarted(worker, 1000 + worker)
+        if self.world.strikes("a worker dies at its start"):
+            event = WorkerDied(worker, "its process ended")
+        self._send_after(self.world.between(0.2, 3.0), process, lambda: event)
+
+    def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Sequence[Memory]) -> None:
+        process = self.processes[worker]
+        require(not any(memory.freed for memory in inputs), f"work got memory that was freed: {work}")
+        arrays = [memory.arrays for memory in inputs]
+        seconds = self.world.between(0.05, 1.0)
+        if self.world.strikes("a worker hangs"):
+            return
+        if self.world.strikes("a worker is slow"):
+            seconds *= 40.0
+        if self.world.strikes("a worker dies"):
+            self._send_after(seconds / 2, process, lambda: WorkerDied(worker, "its process ended"))
+        elif self.world.strikes("work fails"):
+            error = DataError(f"{work}", "to be done", "a passing fault", "Try again.")
+            self._send_after(seconds, process, lambda: WorkFailed(worker, error))
+        else:
+            self._send_after(seconds, process, lambda: self._do(worker, process, work, arrays, seconds))
+
+    def _do(
+        self, number: int, process: _Process, work: Split | BatchWork, inputs: Sequence[Arrays], seconds: float
+    ) -> Event:
+        event = _try_work(number, process.worker, work, inputs)
+        if isinstance(event, WorkFailed):
+            return event
+        memory = Memory(event.memory)
+        self.made.append(memory)
+        return replace(event, memory=memory, costs=Costs(read_seconds=seconds), peak_rss_mb=1)
+
+    def _send_after(self, seconds: float, process: _Process, make: Callable[[], Event]) -> None:
+        def send() -> None:
+            if not process.alive or self.closed:
+                return
+            event = make()
+            process.heard = max(process.heard, self.world.now + self.world.between(0.0, 0.02))
+            self.world.later(process.heard - self.world.now, lambda: self._arrive(event))
+
+        self.world.later(seconds, send)
+
+    def _arrive(self, event: Event) -> None:
+        if not self.closed:
+            if isinstance(event, WorkDone):
+                event.memory.arrived = True
+            self.events.put(event)
+            self.wake()
+
+    def kill(self, worker: int) -> None:
+        self.processes.pop(worker).alive = False
+
+    def free(self, memory: Memory) -> None:
+        require(not memory.freed, "memory was freed twice")
+        memory.freed = True
+
+    def to_segment(self, memory: Memory) -> Segment:
+        require(not memory.freed, "a rank gets memory that was freed")
+        self.loans[len(self.loans)] = memory.arrays
+        return Loan(len(self.loans) - 1, {}, 0)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def require_all_freed(self) -> None:
+        """Checks that nothing was leaked."""
+        require(all(memory.freed for memory in self.made if memory.arrived), "memory was leaked")
+
+
+def make_executor(world: World, disk: Disk, wake: Callable[[], None]) -> Callable[..., SimulatedExecutor]:
+    """Returns what a master calls to make its executor."""
+
+    def make(data: Any, config: Any, folder: Path, events: "queue.SimpleQueue[Any]") -> SimulatedExecutor:
+        return SimulatedExecutor(world, disk, wake, data, config, folder, events)
+
+    return make
