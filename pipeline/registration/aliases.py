@@ -1,7 +1,7 @@
 """Champion and challenger: aliases of versions. Every move is recorded with its time, reason and previous version."""
 
 import datetime
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import Literal
 
 from mlflow.entities.model_registry import ModelVersion
@@ -61,8 +61,10 @@ def choose_version(tracker: Tracker, name: str, version: int | None) -> tuple[in
 
 def move_alias(
     tracker: Tracker, name: str, alias: str, version: int, by: Literal["gate", "person", "rollback"], reason: str
-) -> Move:
+) -> Move | None:
     """Moves an alias to a version and records it. Of two concurrent moves the later one counts. Both are recorded.
+
+    Returns None if the version has the alias already. That is no move, and nothing is recorded.
 
     Raises:
         RegistryError: If there is no such version.
@@ -70,11 +72,13 @@ def move_alias(
     previous = find_holder(tracker, name, alias)
     if tracker.get_version(name, str(version)) is None:
         raise _no_version(tracker, name, version)
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H-%M-%S.%fZ")
-    done = Move(time=now, alias=alias, version=version, previous=previous, by=by, reason=reason)
-    # The record comes first. If the process dies in between, the alias stays, and a rollback skips the record.
-    tracker.client.set_registered_model_tag(name, MOVE + now, done.model_dump_json())
-    tracker.client.set_registered_model_alias(name, alias, str(version))
+    done = None
+    if previous != version:
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H-%M-%S.%fZ")
+        done = Move(time=now, alias=alias, version=version, previous=previous, by=by, reason=reason)
+        # The record comes first. If the process dies in between, the alias stays, and a rollback skips the record.
+        tracker.client.set_registered_model_tag(name, MOVE + now, done.model_dump_json())
+        tracker.client.set_registered_model_alias(name, alias, str(version))
     if alias == CHAMPION and find_holder(tracker, name, CHALLENGER) == version:
         tracker.client.delete_registered_model_alias(name, CHALLENGER)
     return done
@@ -82,10 +86,20 @@ def move_alias(
 
 def list_moves(tracker: Tracker, name: str) -> list[Move]:
     """Lists all moves of a model's aliases, oldest first."""
-    with suppress(MlflowException):
+    try:
         tags = tracker.client.get_registered_model(name).tags
-        return [Move.model_validate_json(tags[key]) for key in sorted(tags) if key.startswith(MOVE)]
-    return []
+    except MlflowException as error:
+        if not is_not_found(error):  # an unreachable MLflow does not mean that there were no moves
+            raise
+        return []
+    return [Move.model_validate_json(tags[key]) for key in sorted(tags) if key.startswith(MOVE)]
+
+
+def lost_champion(tracker: Tracker, name: str) -> int | None:
+    """Returns the last champion of a model whose alias is gone. None: it has a champion, or never had one."""
+    if find_holder(tracker, name) is not None:
+        return None
+    return next((move.version for move in reversed(list_moves(tracker, name)) if move.alias == CHAMPION), None)
 
 
 def rollback(tracker: Tracker, name: str) -> Move:
@@ -95,15 +109,37 @@ def rollback(tracker: Tracker, name: str) -> Move:
         RegistryError: If there is none.
     """
     version = find_holder(tracker, name)
-    promotions = [
-        found for found in list_moves(tracker, name)
-        if (found.alias, found.version) == (CHAMPION, version) and found.by != "rollback"
-    ]  # fmt: skip
-    previous = promotions[-1].previous if promotions else None
-    if version is None or previous is None:
+    champions = _list_champions(list_moves(tracker, name), version)
+    if version is None or len(champions) < 2:
         present = "no champion" if version is None else f"version {version}, the first"
         raise RegistryError(f"model '{name}'", "a champion with one before it", present, "Promote another: version=N.")
-    return move_alias(tracker, name, CHAMPION, previous, "rollback", f"rolled back from version {version}")
+    done = move_alias(tracker, name, CHAMPION, champions[-2], "rollback", f"rolled back from version {version}")
+    assert done is not None, "neighbours in the list differ"
+    return done
+
+
+def _list_champions(moves: Sequence[Move], version: int | None) -> list[int]:
+    """Returns the champion and those before it that no rollback has taken back, oldest first.
+
+    Args:
+        moves: Of all aliases, oldest first.
+        version: The champion.
+    """
+    moves = [move for move in moves if move.alias == CHAMPION and move.version != move.previous]
+    held = [*(move.previous for move in moves[1:]), version]
+    champions = [move.previous for move in moves[:1] if move.previous is not None]
+    for move, holder in zip(moves, held, strict=False):
+        if holder is not None and holder == move.previous:
+            continue  # the move was recorded and not made
+        if move.by == "rollback" and move.version in champions[:-1]:
+            champions.pop()
+            while champions[-1] != move.version:
+                champions.pop()
+        else:
+            champions.append(move.version)
+        if holder is not None and holder != champions[-1]:
+            champions.append(holder)  # moved by other means
+    return champions
 
 
 def list_aliased(tracker: Tracker) -> list[ModelVersion]:

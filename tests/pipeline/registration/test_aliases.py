@@ -4,14 +4,18 @@ import threading
 from pathlib import Path
 
 import pytest
+from mlflow.exceptions import MlflowException
 
 from pipeline.errors import RegistryError
 from pipeline.registration.aliases import (
     CHALLENGER,
     CHAMPION,
+    MOVE,
+    Move,
     choose_version,
     find_holder,
     list_moves,
+    lost_champion,
     move_alias,
     rollback,
 )
@@ -39,7 +43,7 @@ def name(tracker: Tracker, request: pytest.FixtureRequest, tmp_path: Path) -> st
 
 def test_a_move_is_written_down(tracker, name):
     assert find_holder(tracker, name) is None
-    first = move_alias(tracker, name, CHAMPION, 1, "gate", "There is no champion yet.")
+    first = move_alias(tracker, name, CHAMPION, 1, "gate", "the first")
     second = move_alias(tracker, name, CHAMPION, 3, "person", "it's by far the better one")
     assert find_holder(tracker, name) == 3
     assert list_moves(tracker, name) == [first, second]
@@ -103,6 +107,72 @@ def test_rolling_back_goes_back_step_by_step(tracker, name):
     assert find_holder(tracker, name) == 1
     move_alias(tracker, name, CHAMPION, 4, "gate", "")
     assert rollback(tracker, name).version == 1
+
+
+def test_promoting_the_champion_again_is_no_move(tracker, name):
+    moves = [move_alias(tracker, name, CHAMPION, version, "gate", "") for version in (1, 2, 3)]
+    assert move_alias(tracker, name, CHAMPION, 3, "person", "to be sure") is None
+    assert list_moves(tracker, name) == moves
+    assert [rollback(tracker, name).version for _ in range(2)] == [2, 1]
+
+
+def test_a_rollback_changes_the_champion_also_where_it_was_once_recorded_as_its_own_predecessor(tracker, name):
+    for version in (1, 2, 3):
+        move_alias(tracker, name, CHAMPION, version, "gate", "")
+    again = Move(time="2999", alias=CHAMPION, version=3, previous=3, by="person", reason="")
+    tracker.client.set_registered_model_tag(name, MOVE + again.time, again.model_dump_json())
+    assert rollback(tracker, name).version == 2
+
+
+def test_rollbacks_go_back_through_all_that_was_promoted(tracker, name):
+    """1, 2, 3, then a person promotes 1 and 2 again: four steps back, none of them forward."""
+    for version, by in ((1, "gate"), (2, "gate"), (3, "gate"), (1, "person"), (2, "person")):
+        move_alias(tracker, name, CHAMPION, version, by, "")
+    assert [rollback(tracker, name).version for _ in range(2)] == [1, 3]
+    move_alias(tracker, name, CHAMPION, 4, "gate", "")
+    assert [rollback(tracker, name).version for _ in range(3)] == [3, 2, 1]
+    with pytest.raises(RegistryError, match="version 1, the first"):
+        rollback(tracker, name)
+
+
+def test_a_rollback_that_was_interrupted_does_no_harm(tracker, name, monkeypatch):
+    for version in (1, 2, 3):
+        move_alias(tracker, name, CHAMPION, version, "gate", "")
+    with monkeypatch.context() as cut:
+        cut.setattr(tracker.client, "set_registered_model_alias", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            rollback(tracker, name)
+    assert [rollback(tracker, name).version for _ in range(2)] == [2, 1]
+
+
+def test_an_alias_that_was_moved_by_other_means_is_rolled_back_too(tracker, name):
+    for version in (1, 2):
+        move_alias(tracker, name, CHAMPION, version, "gate", "")
+    tracker.client.set_registered_model_alias(name, CHAMPION, "4")
+    assert rollback(tracker, name).version == 2
+
+
+def test_a_champion_whose_alias_is_gone_is_known(tracker, name):
+    assert lost_champion(tracker, name) is None
+    move_alias(tracker, name, CHALLENGER, 1, "gate", "")
+    assert lost_champion(tracker, name) is None
+    for version in (1, 2):
+        move_alias(tracker, name, CHAMPION, version, "gate", "")
+    assert lost_champion(tracker, name) is None
+    tracker.client.delete_registered_model_alias(name, CHAMPION)
+    assert lost_champion(tracker, name) == 2
+
+
+def test_an_error_of_mlflow_does_not_mean_that_there_were_no_moves(tracker, name, monkeypatch):
+    def unreachable(name):
+        raise MlflowException("API request failed: connection refused")
+
+    for version in (1, 2):
+        move_alias(tracker, name, CHAMPION, version, "gate", "")
+    monkeypatch.setattr(tracker.client, "get_registered_model", unreachable)
+    for asked in (list_moves, lost_champion, rollback):
+        with pytest.raises(MlflowException, match="connection refused"):
+            asked(tracker, name)
 
 
 def test_there_must_be_a_champion_to_roll_back(tracker, name):
