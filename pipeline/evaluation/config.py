@@ -41,7 +41,8 @@ class GateConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     """When a new version replaces the champion."""
 
     resample_by: str | None = None
-    """Unit of resampling: `row`, `day`, or a column such as the user's id. None: day from 20 days on, otherwise row."""
+    """Unit of resampling: `row`, `day`, or a column such as the user's id. None: day from 5 days on, otherwise row: the
+    interval then is of those days only."""
     level: float = Field(0.05, gt=0.0, lt=0.5)
     """Chance that two models of equal quality are called different."""
     rule: Literal["better", "not_worse"] = "better"
@@ -50,7 +51,8 @@ class GateConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     least_gain: NonNegativeFloat = 0.0
     """Share of the champion's NE by which the challenger's NE must be lower, such as 0.001."""
     calibration_low: PositiveFloat = 0.8
-    """A challenger with a lower calibration is rejected, unless the champion is further from 1."""
+    """A challenger with a lower calibration beyond chance is rejected. If the champion's is too low on the same rows as
+    well, the challenger's must be further off by more than a bound."""
     calibration_high: PositiveFloat = 1.25
     """The same for a higher calibration."""
     slice_loss: NonNegativeFloat = 0.01

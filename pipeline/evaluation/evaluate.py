@@ -14,7 +14,15 @@ from pipeline.errors import EmptyDatasetError
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.grouped import GroupedAuc, GroupedPredictions
 from pipeline.evaluation.metrics import Bin, Floats, Integers, Quality, curves, equal_bins, losses
-from pipeline.evaluation.sums import COARSE_BINS, MOST_VALUES, Members, MetricSums, PairedSums, unit_groups
+from pipeline.evaluation.sums import (
+    COARSE_BINS,
+    MOST_VALUES,
+    CalibrationSums,
+    Members,
+    MetricSums,
+    PairedSums,
+    unit_groups,
+)
 from storage.config import DAY
 
 
@@ -132,6 +140,8 @@ class SliceSums:
 class Evaluation:
     """All sums over the rows so far, in memory that does not grow with the rows.
 
+    `pairs` has the differences of the losses of model and champion, or the model's losses where there is no champion.
+
     Args:
         units: Column that the gate resamples by. Its values are put into groups.
         folder: Holds the predictions until they are grouped for GAUC.
@@ -141,7 +151,7 @@ class Evaluation:
         self.config, self.units = config, units
         self.model, self.champion, self.exact = (MetricSums() for _ in range(3))
         self.truth = None if config.true_probability is None else MetricSums()
-        self.pairs = PairedSums()
+        self.pairs, self.calibrations = PairedSums(), CalibrationSums()
         self.slices = {column: SliceSums() for column in config.slices}
         self.grouped = None if config.group_by is None or folder is None else GroupedPredictions(folder)
 
@@ -154,12 +164,14 @@ class Evaluation:
             self.truth.add(labels, truth, weights=weights)
         if part.exact is not None:
             self.exact.add(labels, part.exact, weights=weights)
-        difference, units = None, np.zeros(len(labels), np.int64)
+        known = self.units in part.extra.column_names
+        units = unit_groups(part.extra.column(self.units)) if known else np.zeros(len(labels), np.int64)
+        loss, difference = losses(labels, part.probabilities), None
         if part.champion is not None:
             self.champion.add(labels, part.champion, weights=weights)
-            difference = np.nan_to_num(losses(labels, part.probabilities) - losses(labels, part.champion))
-            units = unit_groups(part.extra.column(self.units)) if self.units in part.extra.column_names else units
-            self.pairs.add(labels, difference, units, weights=weights)
+            difference = np.nan_to_num(loss - losses(labels, part.champion))
+        self.pairs.add(labels, np.nan_to_num(loss) if difference is None else difference, units, weights=weights)
+        self.calibrations.add(labels, part.probabilities, part.champion, units, weights)
         for column, sliced in self.slices.items():
             sliced.add(part, column, difference, units)
         if self.grouped is not None and self.config.group_by is not None:
@@ -178,6 +190,7 @@ class Evaluation:
         if self.truth is not None and other.truth is not None:
             self.truth.merge(other.truth)
         self.pairs.merge(other.pairs)
+        self.calibrations.merge(other.calibrations)
         for column, sliced in self.slices.items():
             sliced.merge(other.slices[column])
 

@@ -9,14 +9,14 @@ from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from pipeline.evaluation.config import GateConfig
 from pipeline.evaluation.evaluate import EvalReport, Evaluation
-from pipeline.evaluation.metrics import Floats, Integers, Moments, Quality, base_entropy, losses
-from pipeline.evaluation.sums import PairedSums
+from pipeline.evaluation.metrics import Floats, Integers, Moments, base_entropy, losses
+from pipeline.evaluation.series import Interval
+from pipeline.evaluation.sums import CalibrationSums, PairedSums
 from storage.config import DAY
 
-ENOUGH_DAYS = 20
-"""From so many days on, days are resampled by default: rows of a day have much in common."""
 FEWEST_UNITS = 5
-"""With fewer units an interval says nothing."""
+"""With fewer units an interval says nothing. From so many days on, days are resampled by default: rows of a day have
+much in common."""
 
 
 class Difference(BaseModel, frozen=True):
@@ -75,9 +75,34 @@ def ne_difference(pairs: PairedSums, by_rows: bool, level: float, member: int = 
         squares = Moments(*pairs.moments[member].tolist()).spread(mean, rate, slope)
     else:
         squares = float(np.square(losses_apart - rows * mean - slope * (positives - rows * rate)).sum())
-    error = math.sqrt(units / (units - 1) * squares) / weight / entropy
-    margin = float(stdtrit(units - 1, 1.0 - level / 2.0) * error)  # Student's distribution
+    margin = _margin(squares, units, level) / weight / entropy
     return Difference(ne=difference, low=difference - margin, high=difference + margin, units=units)
+
+
+def _margin(squares: float, units: int, level: float) -> float:
+    """Returns half the width of the interval of a sum over units, from the sum of their squared deviations."""
+    return float(stdtrit(units - 1, 1.0 - level / 2.0)) * math.sqrt(units / (units - 1) * squares)  # Student's
+
+
+def log_calibration(
+    sums: CalibrationSums, units: int, by_rows: bool, level: float, ours: float = 1.0, theirs: float = 0.0
+) -> Interval | None:
+    """Returns `ours` * log(calibration of one model) + `theirs` * log(that of the other) with its confidence interval.
+
+    To first order it is a sum of one number per unit, as in `ne_difference`. None: it is undefined.
+
+    Args:
+        sums: Labels and predictions of both models.
+        units, by_rows, level: As in `ne_difference`.
+    """
+    labels, *predicted = np.maximum(sums.by_unit.sum(axis=0), 1e-300).tolist()
+    if not sums.by_unit[:, 0].any() or units < FEWEST_UNITS:
+        return None
+    value = ours * math.log(predicted[0] / labels) + theirs * math.log(predicted[1] / labels)
+    slopes = np.array([-(ours + theirs) / labels, ours / predicted[0], theirs / predicted[1]])
+    squares = slopes @ sums.products @ slopes if by_rows else np.square(sums.by_unit @ slopes).sum()
+    margin = _margin(max(float(squares), 0.0), units, level)
+    return Interval(value=value, low=value - margin, high=value + margin)
 
 
 def sum_pairs(
@@ -103,8 +128,7 @@ def compare(evaluation: Evaluation, report: EvalReport, config: GateConfig, vers
         version: The champion's.
     """
     champion = evaluation.champion.quality()
-    days = int((evaluation.pairs.by_unit[0, :, 0] > 0.0).sum()) if evaluation.units == DAY else 0
-    by = config.resample_by or (DAY if days >= ENOUGH_DAYS else "row")
+    by, few_days = _choose_units(evaluation, config)
     known: dict[str, Any] = {"champion": version, "champion_ne": champion.ne, "resampled_by": by}
 
     def verdict(decision: Literal["promote", "hold", "reject"], reason: str) -> Verdict:
@@ -118,10 +142,10 @@ def compare(evaluation: Evaluation, report: EvalReport, config: GateConfig, vers
         return verdict("hold", f"NE cannot be compared: there are fewer than {FEWEST_UNITS} {by}s.")
     known["difference"] = difference
     against = f"that of version {version}, {champion.ne:.4f}"
-    found = _describe(difference, champion.ne, by)
+    found = _describe(difference, champion.ne, by, few_days)
     if difference.low > 0.0:
         return verdict("reject", f"NE is higher than {against}, by {found}.")
-    if reason := _calibration_problem(report.overall, champion, config, version):
+    if reason := _calibration_problem(evaluation, by == "row", config, version):
         return verdict("reject", reason)
     if reason := _slice_problem(evaluation, report, by == "row", config, version):
         return verdict("reject", reason)
@@ -133,16 +157,70 @@ def compare(evaluation: Evaluation, report: EvalReport, config: GateConfig, vers
     return verdict("hold", f"NE differs from {against}, by {found}{least}.")
 
 
-def _calibration_problem(challenger: Quality, champion: Quality, config: GateConfig, version: int) -> str | None:
-    """Returns why the challenger's calibration rules it out."""
-    ours, theirs = challenger.calibration, champion.calibration
-    if ours is None or config.calibration_low <= ours <= config.calibration_high:
+def judge_first(evaluation: Evaluation, report: EvalReport, config: GateConfig) -> Verdict:
+    """Decides on a model where there has been no champion: it must be better than the mean rate, and calibrated.
+
+    Args:
+        evaluation: The sums of this model alone.
+        report: Its quality.
+    """
+    by, few_days = _choose_units(evaluation, config)
+    if report.overall.ne is None:
+        return Verdict(decision="hold", reason=f"NE is undefined: {report.overall.undefined['ne']}.")
+    found = ne_difference(evaluation.pairs, by == "row", config.level)
+    if found is None:
+        reason = f"There is no champion, and NE has no interval: there are fewer than {FEWEST_UNITS} {by}s."
+        return Verdict(decision="hold", reason=reason, resampled_by=by)
+    interval = f"{found.low:.4f} to {found.high:.4f}{_describe_units(found, by, few_days)}"
+    ne = f"NE {found.ne:.4f} ({interval})"
+    if found.high >= 1.0:
+        reason = f"There is no champion, and {ne} is not below 1 for sure: predicting the mean rate is as good."
+        return Verdict(decision="hold", reason=reason, resampled_by=by)
+    if problem := _calibration_problem(evaluation, by == "row", config, None):
+        return Verdict(decision="hold", reason=f"There is no champion. {problem}", resampled_by=by)
+    reason = f"There is no champion yet, and {ne} is below that of the mean rate, 1."
+    return Verdict(decision="promote", reason=reason, resampled_by=by)
+
+
+def _choose_units(evaluation: Evaluation, config: GateConfig) -> tuple[str, int]:
+    """Returns what is resampled, and the number of days if the rows of so few days are (else 0)."""
+    days = _count_units(evaluation) if evaluation.units == DAY else 0
+    by = config.resample_by or (DAY if days >= FEWEST_UNITS else "row")
+    return by, days if by == "row" and days < FEWEST_UNITS else 0
+
+
+def _count_units(evaluation: Evaluation) -> int:
+    return int((evaluation.pairs.by_unit[0, :, 0] > 0.0).sum())
+
+
+def _calibration_problem(evaluation: Evaluation, by_rows: bool, config: GateConfig, version: int | None) -> str | None:
+    """Returns why the challenger's calibration rules it out: it is out of bounds beyond chance.
+
+    If the champion is out of bounds as well, the label rate of these rows is another one, and that says nothing about
+    either model. The challenger then has to be further off than the champion, by more than a bound beyond chance.
+
+    Args:
+        version: The champion's. None: there is none.
+    """
+    units = int(evaluation.pairs.rows[0]) if by_rows else _count_units(evaluation)
+    level, sums = config.level, evaluation.calibrations
+    low, high = math.log(config.calibration_low), math.log(config.calibration_high)
+    ours = log_calibration(sums, units, by_rows, level)
+    if ours is None or (ours.high >= low and ours.low <= high):
         return None
-    if theirs is not None and ours > 0.0 and abs(math.log(ours)) <= abs(math.log(theirs or 1e-9)):
-        return None
-    known = "undefined" if theirs is None else f"{theirs:.3f}"
+    known = ""
+    if version is not None:
+        theirs = log_calibration(sums, units, by_rows, level, 0.0, 1.0)
+        signs = 1.0 if ours.value > 0.0 else -1.0, -1.0 if theirs is None or theirs.value > 0.0 else 1.0
+        further = log_calibration(sums, units, by_rows, level, *signs)
+        if theirs is None or further is None:
+            return None
+        if further.low <= (0.0 if low <= theirs.value <= high else max(-low, high)):
+            return None
+        known = f"; that of version {version} is {math.exp(theirs.value):.3f}"
+    value, start, end = (f"{math.exp(bound):.3f}" for bound in (ours.value, ours.low, ours.high))
     bounds = f"{config.calibration_low:g} to {config.calibration_high:g}"
-    return f"Calibration {ours:.3f} lies outside {bounds}; that of version {version} is {known}."
+    return f"Calibration {value} ({start} to {end}) lies outside {bounds}{known}."
 
 
 def _slice_problem(
@@ -158,15 +236,20 @@ def _slice_problem(
             continue
         ne = part.quality.ne - found.ne
         if found.low > config.slice_loss * ne:
-            lost = _describe(found, ne, "")
+            lost = _describe(found, ne)
             return (
                 f"Where {part.column} = {part.value}, NE is higher than that of version {version}, {ne:.4f}, by {lost}."
             )
     return None
 
 
-def _describe(found: Difference, ne: float, by: str) -> str:
+def _describe(found: Difference, ne: float, by: str = "", days: int = 0) -> str:
     """Formats a difference and its interval as percentages of an NE."""
     size, low, high = abs(found.ne) / ne, found.low / ne, found.high / ne
-    units = f" over {found.units:,} {by}s" if by else ""
-    return f"{size:.2%} ({low:+.2%} to {high:+.2%}{units})"
+    return f"{size:.2%} ({low:+.2%} to {high:+.2%}{_describe_units(found, by, days)})"
+
+
+def _describe_units(found: Difference, by: str, days: int) -> str:
+    """Says what the interval is over, and that it knows no other days if there are few."""
+    only = f" of {days} {DAY}s only" if days > 1 else f" of one {DAY} only" if days else ""
+    return f" over {found.units:,} {by}s{only}" if by else ""

@@ -165,6 +165,34 @@ class PairedSums(MemberSums):
         _add_moments(self.moments, at, labels, difference, weights)
 
 
+class CalibrationSums(MemberSums):
+    """Sums of the labels and of two models' predictions on the same rows, by groups of units.
+
+    Shapes:
+        by_unit: float64 [UNIT_GROUPS, 3]: by weight, positive rows and the predictions of each model.
+        products: float64 [3, 3]: products of each two of them, row by row, each by its squared weight.
+    """
+
+    def __init__(self) -> None:
+        self.by_unit = np.zeros((UNIT_GROUPS, 3))
+        self.products = np.zeros((3, 3))
+
+    def add(
+        self, labels: Floats, ours: Floats, theirs: Floats | None, units: Integers, weights: Floats | None = None
+    ) -> None:
+        """Adds rows.
+
+        Args:
+            labels, ours, theirs: float64 [N], probabilities of both models. theirs: None: there is one model.
+            units, weights: As in `PairedSums.add`.
+        """
+        other = np.zeros(len(labels)) if theirs is None else theirs
+        values = np.nan_to_num(np.stack([labels, ours, other], axis=1))
+        values *= 1.0 if weights is None else weights[:, None]
+        _add(self.by_unit, units, tuple(values.T))
+        self.products += np.einsum("ni,nj->ij", values, values)  # not BLAS: its bits depend on the threads
+
+
 class Members:
     """The values of a column, numbered in the order in which they appear.
 

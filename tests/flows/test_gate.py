@@ -47,11 +47,15 @@ def test_fault_31_a_worse_model_is_rejected_and_a_better_one_promoted(copied, co
 
 
 def test_a_person_promotes(copied, command):
+    code, result, log = command(promote, CONFIG, "version=1", home=copied)
+    assert (code, result["status"], result["version"]) == (0, "skipped", 1), log
+    tracker = Workspace(load(CONFIG)).tracking
+    tracker.client.delete_registered_model_alias("smoke", CHAMPION)
     code, result, log = command(promote, CONFIG, "version=1", "reason=it is the only one", home=copied)
     assert code == 0, log
     assert (result["status"], result["model"], result["version"], result["by"]) == ("ok", "smoke", 1, "person")
     assert result["reason"] == "it is the only one"
-    assert list_moves(Workspace(load(CONFIG)).tracking, "smoke")[-1].reason == "it is the only one"
+    assert list_moves(tracker, "smoke")[-1].reason == "it is the only one"
     code, result, _ = command(promote, CONFIG, "version=999", home=copied)
     assert code == 1
     assert result["error"].startswith("model 'smoke': expected a version among 1")
@@ -110,6 +114,20 @@ def test_a_damaged_champion_neither_judges_nor_scores_nor_serves(smoke, home, co
         mlflow.pyfunc.load_model(str(place))
 
 
+def test_a_champion_whose_alias_is_gone_is_not_replaced_unasked(smoke, home, copied):
+    job, model = the_model(smoke, home)
+    workspace = Workspace(load(CONFIG))
+    workspace.tracking.client.delete_registered_model_alias("smoke", CHAMPION)
+    gate = evaluate.compare_with_champion(workspace, job, model, lambda *note: None).gate
+    assert (gate.decision, gate.champion) == ("hold", None)
+    assert gate.reason == (
+        "There is no champion to compare with: version 1 was the last, and the alias 'champion' is gone. "
+        "Name one: python -m flows.promote CONFIG version=N."
+    )
+    assert evaluate.apply_verdict(workspace, 1, gate)[1] == "challenger"
+    assert find_holder(workspace.tracking, "smoke") is None
+
+
 def test_leftovers_of_a_killed_attempt_are_not_counted(smoke, home, copied):
     config = load(CONFIG, {"evaluation.group_by": "cat_user"})
     job, model = resolve_job(Workspace(config), None, False), the_model(smoke, home)[1]
@@ -141,5 +159,4 @@ def test_a_champion_promoted_meanwhile_stays_champion(copied):
     assert (found.decision, alias) == ("hold", "challenger")
     assert found.reason == "Version 1 became champion meanwhile. NE is lower."
     assert find_holder(tracker, "smoke") == 1
-    move_alias(tracker, "smoke", CHAMPION, 1, "person", "")
     assert evaluate.apply_verdict(Workspace(config), 1, verdict.model_copy(update={"champion": 1}))[1] == "champion"

@@ -16,7 +16,7 @@ from pipeline.data.joined.reader import joined_schema
 from pipeline.errors import ConfigError
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import EvalReport, Evaluation, OrderedMerge, ScoredRows
-from pipeline.evaluation.gate import Verdict, compare
+from pipeline.evaluation.gate import Verdict, compare, judge_first
 from pipeline.evaluation.importance import ImportanceEstimator
 from pipeline.evaluation.metrics import Floats
 from pipeline.evaluation.plots import FeatureImportance
@@ -28,7 +28,7 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec, hold_rows
 from pipeline.preprocessing.worker import Worker
 from pipeline.process import die_with_parent
-from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, move_alias
+from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, lost_champion, move_alias
 from pipeline.registration.config import Weights
 from pipeline.registration.register import pack
 from pipeline.registration.scorer import LoadedModel, plan_of
@@ -175,16 +175,26 @@ def compare_with_champion(
         for folder in (fetched, groups):
             shutil.rmtree(folder, ignore_errors=True)
     error = error or failed
-    if version is None and report.overall.ne is None:
-        verdict = Verdict(decision="hold", reason=f"NE is undefined: {report.overall.undefined['ne']}.")
-    elif version is None:
-        verdict = Verdict(decision="promote", reason="There is no champion yet.")
+    if version is None:
+        verdict = _judge_alone(workspace, evaluation, report)
     elif error is not None:
         reason = f"Version {version}, the champion, cannot score these rows: {error}."
         verdict = Verdict(decision="hold", reason=reason, champion=version)
     else:
         verdict = compare(evaluation, report, workspace.config.gate, version)
     return EvaluationResult(report=report, gate=verdict)
+
+
+def _judge_alone(workspace: Workspace, evaluation: Evaluation, report: EvalReport) -> Verdict:
+    """Decides on a model without a champion. A champion whose alias was taken away is not replaced unasked."""
+    lost = lost_champion(workspace.tracking, workspace.config.model_name)
+    if lost is None:
+        return judge_first(evaluation, report, workspace.config.gate)
+    reason = (
+        f"There is no champion to compare with: version {lost} was the last, and the alias '{CHAMPION}' is gone. "
+        "Name one: python -m flows.promote CONFIG version=N."
+    )
+    return Verdict(decision="hold", reason=reason)
 
 
 def evaluate_model(workspace: Workspace, spec: DataSpec, rows: int, model: Path, progress: Progress) -> EvalReport:

@@ -4,11 +4,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from benchmarks.gate import false_alarms, pair, promoted, sigmoid, truth
+from benchmarks.gate import called_different, false_alarms, judged_days, pair, promoted, sigmoid, truth
 from pipeline.errors import ConfigError
 from pipeline.evaluation.config import EvaluationConfig, GateConfig
 from pipeline.evaluation.evaluate import ScoredRows
-from pipeline.evaluation.gate import compare, ne_difference, sum_pairs
+from pipeline.evaluation.gate import compare, judge_first, log_calibration, ne_difference, sum_pairs
 from pipeline.evaluation.metrics import base_entropy, losses
 from pipeline.evaluation.sums import unit_groups
 from tests.quality import evaluate, quality
@@ -76,6 +76,20 @@ def test_errors_of_a_days_rows_are_correlated():
     assert called["day"] <= 11
 
 
+@pytest.mark.parametrize("days", [5, 7, 19])
+def test_equal_models_are_rarely_called_different_over_few_days(days):
+    """Resampled by rows, a quarter of these pairs is. `benchmarks.gate --days` measures the share over more pairs."""
+    assert called_different(60, days, 1_000) <= 7
+
+
+@pytest.mark.parametrize(("days", "said"), [(1, "rows of one day only)"), (4, "rows of 4 days only)"), (5, "5 days)")])
+def test_an_interval_over_few_days_is_said_to_be_of_those_days_only(days, said):
+    part = judged_days(days, 200, np.random.default_rng(1))
+    evaluation = evaluate([part], EvaluationConfig())
+    verdict = compare(evaluation, evaluation.report(), GateConfig(), 3)
+    assert said in verdict.reason
+
+
 @pytest.mark.parametrize("labels", [np.zeros(100), np.ones(100), np.array([0.0, 1.0]), np.empty(0)])
 def test_what_cannot_be_compared_is_none(labels):
     half = np.full(len(labels), 0.5)
@@ -105,7 +119,7 @@ def test_what_may_be_chance_is_held():
     labels, ours, theirs = pair(5_000, 0.0, np.random.default_rng(1))
     verdict = gate(labels, ours, theirs)
     assert verdict.decision == "hold"
-    assert verdict.reason.endswith("over 5,000 rows), which may be chance.")
+    assert verdict.reason.endswith("over 5,000 rows of one day only), which may be chance.")
 
 
 def test_models_of_each_day_need_not_be_better():
@@ -120,6 +134,38 @@ def test_models_of_each_day_need_not_be_better():
     assert gate(labels, off, np.clip(theirs + random_noise(labels), 0.01, 0.99), config).decision == "reject"
     with pytest.raises(ConfigError, match=r"gate\.least_gain with rule=not_worse"):
         GateConfig(rule="not_worse", least_gain=0.001)
+
+
+def first(labels, ours, config=None):
+    part = ScoredRows(labels, ours, pa.table({"day": np.zeros(len(labels), np.int32)}))
+    evaluation = evaluate([part], EvaluationConfig())
+    return judge_first(evaluation, evaluation.report(), config or GateConfig())
+
+
+def test_a_first_model_must_be_better_than_the_mean_rate():
+    labels, ours, _ = pair(20_000, 0.0, np.random.default_rng(1))
+    good = first(labels, ours)
+    assert good.decision == "promote"
+    found = quality(labels, ours).ne
+    assert good.reason.startswith(f"There is no champion yet, and NE {found:.4f} (")
+    shuffled = first(labels, np.random.default_rng(2).permutation(ours))
+    assert (shuffled.decision, shuffled.champion) == ("hold", None)
+    assert "is not below 1 for sure" in shuffled.reason
+    constant = first(labels, np.full(len(labels), labels.mean()))
+    assert constant.decision == "hold"
+
+
+def test_a_first_model_must_be_calibrated():
+    labels, ours, _ = pair(20_000, 0.0, np.random.default_rng(1))
+    off = first(labels, sigmoid(np.log(ours / (1.0 - ours)) + 0.6))
+    assert off.decision == "hold"
+    assert off.reason.startswith("There is no champion. Calibration 1.")
+    assert off.reason.endswith("lies outside 0.8 to 1.25.")
+
+
+def test_a_first_model_on_a_handful_of_rows_is_held():
+    assert "fewer than 5 rows" in first(np.array([0.0, 1.0, 1.0]), np.array([0.1, 0.9, 0.9])).reason
+    assert first(np.zeros(50), np.full(50, 0.1)).reason == "NE is undefined: all labels are alike."
 
 
 def test_the_same_predictions_are_held():
@@ -142,6 +188,45 @@ def test_a_challenger_that_is_off_is_rejected_unless_the_champion_is_further_off
     assert gate(labels, off, further).decision == "promote"
 
 
+@pytest.mark.parametrize("positives", [5, 20, 80])
+def test_equal_models_are_rarely_rejected_for_their_calibration(positives):
+    """Few positive labels make the calibration of the best model look bad."""
+    rejected = 0
+    for number in range(100):
+        random = np.random.default_rng([6, number])
+        labels, ours, theirs = pair(round(positives / 0.3), 0.0, random)
+        rejected += gate(labels, ours, theirs).reason.startswith("Calibration ")
+    assert rejected <= 5
+
+
+def test_a_day_with_another_label_rate_says_nothing_about_a_models_calibration():
+    """Both models are off by as much: the better one is not rejected for it."""
+    rejected = 0
+    for number in range(30):
+        random = np.random.default_rng([7, number])
+        labels, ours, theirs = pair(20_000, 0.005, random)
+        moved = (sigmoid(np.log(p / (1.0 - p)) - 0.5) for p in (ours, theirs))
+        rejected += gate(labels, *moved).reason.startswith("Calibration ")
+    assert rejected <= 3
+
+
+def test_the_interval_of_a_calibration_is_that_of_a_bootstrap():
+    random = np.random.default_rng(5)
+    labels, ours, theirs = pair(4_000, 0.01, random)
+    part = ScoredRows(labels, ours, pa.table({"user": np.arange(4_000) % 80}), theirs)
+    sums = evaluate([part], EvaluationConfig(), "user").calibrations
+    for weights in ((1.0, 0.0), (0.0, 1.0), (1.0, -1.0), (-1.0, -1.0)):
+        values = []
+        for rows in random.integers(0, 4_000, (1_000, 4_000)):
+            logs = [np.log(model[rows].sum() / labels[rows].sum()) for model in (ours, theirs)]
+            values.append(np.dot(weights, logs))
+        low, high = np.quantile(values, [LEVEL / 2, 1 - LEVEL / 2])
+        for by_rows, units in ((True, 4_000), (False, 80)):  # rows are independent, also within a user
+            found = log_calibration(sums, units, by_rows, LEVEL, *weights)
+            within = 0.1 if by_rows else 0.25  # the error of 80 units is itself uncertain
+            assert (found.low, found.high) == pytest.approx((low, high), abs=within * (high - low))
+
+
 def random_noise(labels):
     """Noise that makes the champion worse by NE and leaves its calibration."""
     return np.random.default_rng(2).normal(0.0, 0.2, len(labels))
@@ -162,7 +247,7 @@ def test_a_slice_that_loses_much_rejects_a_challenger_that_is_better_as_a_whole(
 
 @pytest.mark.parametrize(
     ("days", "by", "expected"),
-    [(19, None, "row"), (20, None, "day"), (19, "day", "day"), (20, "row", "row"), (20, "user", "user")],
+    [(4, None, "row"), (5, None, "day"), (19, "day", "day"), (20, "row", "row"), (20, "user", "user")],
 )
 def test_the_configured_unit_is_resampled(days, by, expected):
     labels, ours, theirs = pair(1_000, 0.0, np.random.default_rng(1))
