@@ -128,6 +128,24 @@ def test_a_champion_whose_alias_is_gone_is_not_replaced_unasked(smoke, home, cop
     assert find_holder(workspace.tracking, "smoke") is None
 
 
+def test_a_champion_is_not_compared_on_rows_that_it_was_trained_on(smoke, home, copied):
+    model = the_model(smoke, home)[1]
+    days = {"train": ["2025-01-06"], "valid": ["2025-01-07"], "test": ["2025-01-08..2025-01-09"]}
+    workspace = Workspace(load(CONFIG, {"split": {"days": days}}))
+    found = evaluate.compare_with_champion(workspace, resolve_job(workspace, None, False), model, lambda *note: None)
+    assert (found.gate.decision, found.gate.champion, found.gate.champion_ne) == ("hold", 1, None)
+    assert found.gate.reason == (
+        "Version 1, the champion, was trained on some of these evaluation rows (2025-01-08), so they cannot tell "
+        "which is better. Evaluate on rows that it has not seen, or choose: python -m flows.promote CONFIG version=N."
+    )
+    assert found.report.overall.rows == 10_000
+    workspace = Workspace(load(CONFIG, {"split": {"days": days | {"test": ["2025-01-09"]}}}))
+    gate = evaluate.compare_with_champion(
+        workspace, resolve_job(workspace, None, False), model, lambda *note: None
+    ).gate
+    assert gate.difference is not None
+
+
 def test_leftovers_of_a_killed_attempt_are_not_counted(smoke, home, copied):
     config = load(CONFIG, {"evaluation.group_by": "cat_user"})
     job, model = resolve_job(Workspace(config), None, False), the_model(smoke, home)[1]

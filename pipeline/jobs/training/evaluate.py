@@ -7,12 +7,14 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import torch
 from pydantic import BaseModel
 
 from pipeline.data.joined.reader import joined_schema
+from pipeline.data.selection import share_rows
 from pipeline.errors import ConfigError
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import EvalReport, Evaluation, OrderedMerge, ScoredRows
@@ -23,6 +25,7 @@ from pipeline.evaluation.plots import FeatureImportance
 from pipeline.evaluation.record import describe_quality
 from pipeline.jobs.console import Progress, one_line, step
 from pipeline.jobs.training.job import TrainingJob
+from pipeline.jobs.training.provenance import fetch_record
 from pipeline.jobs.training.train import TrainingResult
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec, hold_rows
@@ -57,6 +60,16 @@ class EvaluationResult(BaseModel, frozen=True):
     def droppable(self) -> list[str]:
         """Features that could be dropped."""
         return [feature.name for feature in self.features if feature.droppable]
+
+
+class Scored(NamedTuple):
+    """Rows that a model and the champion have scored."""
+
+    evaluation: Evaluation
+    report: EvalReport
+    """Of the model."""
+    error: str | None
+    """Why the champion failed. None: it did not, or there was none."""
 
 
 class ChampionScorer:
@@ -148,15 +161,49 @@ def compare_with_champion(
         model: Folder of the packed model.
         exact: The same before its tables were rounded, to tell what that costs.
     """
-    version, warehouse = find_holder(workspace.tracking, workspace.config.model_name), workspace.warehouse
+    version, spec, rows = (
+        find_holder(workspace.tracking, workspace.config.model_name),
+        job.data["test"],
+        job.rows["test"],
+    )
+    seen = None if version is None else _find_seen_rows(workspace, job, version)
+    known = version if seen is None else None
+    scored = score_both(workspace, spec, rows, model, known, Path(job.folder), progress, exact)
+    if job.judged_later:
+        verdict = Verdict(decision="hold", reason="It is judged on the next day, which no model has seen yet.")
+    elif version is None:
+        verdict = _judge_alone(workspace, scored)
+    elif seen is not None:
+        verdict = Verdict(decision="hold", reason=seen, champion=version)
+    else:
+        verdict = decide(workspace, scored, version)
+    return EvaluationResult(report=scored.report, gate=verdict)
+
+
+def score_both(
+    workspace: Workspace,
+    spec: DataSpec,
+    rows: int,
+    model: Path,
+    version: int | None,
+    folder: Path,
+    progress: Progress,
+    exact: Path | None = None,
+) -> Scored:
+    """Scores rows with a model and with the champion.
+
+    Args:
+        spec, rows: The rows and their number.
+        model: Folder of the packed model.
+        version: The champion's. None: the model is scored alone.
+        folder: Takes files while rows are scored.
+        exact: The model before its tables were rounded. None: they were not.
+    """
     resampled = workspace.config.gate.resample_by
-    fetched, groups = Path(job.folder) / "champion", Path(job.folder) / "groups"
+    fetched, groups = folder / "champion", folder / "groups"
     shutil.rmtree(groups, ignore_errors=True)  # of an attempt that was killed
     try:
-        champion, columns, error = _download_champion(
-            workspace, version, workspace.columns(job.snapshot).names, fetched
-        )
-        spec = job.data["test"]
+        champion, columns, error = download_scorer(workspace, version, workspace.columns(spec.snapshot).names, fetched)
         extra = tuple(dict.fromkeys([*spec.extra, *columns]))
         comparison = Comparison(
             spec=spec.model_copy(update={"extra": extra}),
@@ -167,29 +214,49 @@ def compare_with_champion(
             champion=champion,
             groups=groups,
         )
-        evaluation, failed = _evaluate_portions(
-            comparison, Worker(spec, warehouse).fragments(), job.rows["test"], progress
-        )
+        fragments = Worker(spec, workspace.warehouse).fragments()
+        evaluation, failed = _evaluate_portions(comparison, fragments, rows, progress)
         report = evaluation.report()
     finally:
-        for folder in (fetched, groups):
-            shutil.rmtree(folder, ignore_errors=True)
-    error = error or failed
-    if version is None:
-        verdict = _judge_alone(workspace, evaluation, report)
-    elif error is not None:
-        reason = f"Version {version}, the champion, cannot score these rows: {error}."
-        verdict = Verdict(decision="hold", reason=reason, champion=version)
-    else:
-        verdict = compare(evaluation, report, workspace.config.gate, version)
-    return EvaluationResult(report=report, gate=verdict)
+        for made in (fetched, groups):
+            shutil.rmtree(made, ignore_errors=True)
+    return Scored(evaluation, report, error or failed)
 
 
-def _judge_alone(workspace: Workspace, evaluation: Evaluation, report: EvalReport) -> Verdict:
+def decide(workspace: Workspace, scored: Scored, version: int) -> Verdict:
+    """Asks the gate, unless the champion, which is this version, could not score the rows."""
+    if scored.error is not None:
+        reason = f"Version {version}, the champion, cannot score these rows: {scored.error}."
+        return Verdict(decision="hold", reason=reason, champion=version)
+    return compare(scored.evaluation, scored.report, workspace.config.gate, version)
+
+
+def _find_seen_rows(workspace: Workspace, job: TrainingJob, version: int) -> str | None:
+    """Returns why the champion cannot be compared on the evaluation rows: it may have been trained on some."""
+    try:
+        record = fetch_record(workspace.tracking, workspace.config.model_name, version)
+    except Exception as error:  # it was not trained here, or its record is damaged
+        if is_unreachable(error):
+            raise
+        return None
+    test = job.data["test"].selection
+    same_table = record.snapshot.table == job.snapshot.table
+    days = {day for one in record.trained_on if same_table and share_rows(one, test) for day in one.days}
+    if not days & set(test.days):
+        return None
+    shared = sorted(days & set(test.days))
+    span = f"{shared[0]}" if len(shared) == 1 else f"{shared[0]} to {shared[-1]}, {len(shared)} days"
+    return (
+        f"Version {version}, the champion, was trained on some of these evaluation rows ({span}), so they cannot tell "
+        "which is better. Evaluate on rows that it has not seen, or choose: python -m flows.promote CONFIG version=N."
+    )
+
+
+def _judge_alone(workspace: Workspace, scored: Scored) -> Verdict:
     """Decides on a model without a champion. A champion whose alias was taken away is not replaced unasked."""
     lost = lost_champion(workspace.tracking, workspace.config.model_name)
     if lost is None:
-        return judge_first(evaluation, report, workspace.config.gate)
+        return judge_first(scored.evaluation, scored.report, workspace.config.gate)
     reason = (
         f"There is no champion to compare with: version {lost} was the last, and the alias '{CHAMPION}' is gone. "
         "Name one: python -m flows.promote CONFIG version=N."
@@ -253,12 +320,13 @@ def estimate_importance(
     return tuple(estimator.estimate())
 
 
-def _download_champion(
+def download_scorer(
     workspace: Workspace, version: int | None, known: Iterable[str], folder: Path
 ) -> tuple[Path | None, list[str], str | None]:
-    """(the champion's packed model, columns that it reads, why it cannot score); fetched from the registry.
+    """Fetches a version from the registry. Returns its packed model, the columns it reads, or why it cannot score.
 
     Args:
+        version: None: there is none.
         known: Columns of the table that it is to score.
     """
     if version is None:

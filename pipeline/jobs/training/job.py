@@ -14,7 +14,7 @@ from pipeline.data.config import PARTS, Part
 from pipeline.data.filters import check_filter
 from pipeline.data.joined.reader import filter_schema, joined_schema
 from pipeline.data.joined.source import PinnedSource
-from pipeline.data.selection import check_sampling, select
+from pipeline.data.selection import Selection, check_sampling, select
 from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.evaluation.config import GateConfig
 from pipeline.extraction.samples import refuse_outcomes
@@ -71,6 +71,10 @@ class TrainingJob(BaseModel, frozen=True):
     """Further entries of the result."""
     days: Mapping[str, str] = {}
     """Day -> content of its rows, for the days that this training and those before it learn from."""
+    judged_later: bool = False
+    """Whether the gate decides on another day, on rows that no model has seen."""
+    earlier: tuple[Selection, ...] = ()
+    """Rows that the training it continues was trained on."""
 
     @property
     def plan(self) -> Plan:
@@ -81,6 +85,15 @@ class TrainingJob(BaseModel, frozen=True):
     def trained_to(self) -> datetime.date:
         """The last day that the model is trained or stopped on."""
         return max(self.data[part].selection.days[-1] for part in LEARNED if part in self.data)
+
+    @property
+    def trained_on(self) -> tuple[Selection, ...]:
+        """All rows that the model has seen: trained or stopped on, in this training or one that it continues."""
+        own = (self.data[part].selection for part in LEARNED if part in self.data)
+        merged: dict[Selection, set[datetime.date]] = {}
+        for one in (*self.earlier, *own):
+            merged.setdefault(one.model_copy(update={"days": ()}), set()).update(one.days)
+        return tuple(one.model_copy(update={"days": tuple(sorted(days))}) for one, days in merged.items())
 
 
 def train_tag(job: TrainingJob) -> str:

@@ -14,6 +14,7 @@ from mlflow.exceptions import MlflowException
 from pydantic import BaseModel
 
 from pipeline.config import RunConfig, load
+from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, RegistryError
 from pipeline.jobs.code_version import trained_by
 from pipeline.jobs.training.job import TrainingJob, train_tag
@@ -59,6 +60,8 @@ class Record(BaseModel, frozen=True):
     lock_hash: str
     versions: Mapping[str, str]
     weights_sha256: str
+    trained_on: tuple[Selection, ...] = ()
+    """All rows that the model has seen, also in the trainings that it continues. Empty: not recorded."""
     day: str | None = None
     """The day, for a training by flows.recurring. It reads other rows than the config's split names."""
     days: Mapping[str, str] = {}
@@ -89,6 +92,7 @@ def make_record(workspace: Workspace, job: TrainingJob, placement: ShardingPlan,
         lock_hash=code.lock_hash,
         versions=read_versions(),
         weights_sha256=summary["weights_sha256"],
+        trained_on=job.trained_on,
         day=job.tags.get("day"),
         days=job.days,
     )
