@@ -1,11 +1,12 @@
 """Which data files a snapshot has for each day. Refuses files whose day or rows cannot be known."""
 
 import datetime
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from pyiceberg.expressions import BooleanExpression, In
+from pyiceberg.expressions.visitors import bind, extract_field_ids
 from pyiceberg.manifest import DataFile, FileFormat
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
@@ -82,9 +83,17 @@ def day_of(file: DataFile, place: int = 0) -> datetime.date:
     return value if isinstance(value, datetime.date) else EPOCH + datetime.timedelta(days=int(value))
 
 
-def data_files(table: Table, reference: SnapshotRef, *filters: BooleanExpression) -> Iterator[DayFile]:
-    """Yields the data files of a snapshot that may hold rows passing all filters.
+def data_files(
+    table: Table,
+    reference: SnapshotRef,
+    days: Collection[datetime.date] | None = None,
+    row_filter: BooleanExpression | None = None,
+) -> Iterator[DayFile]:
+    """Yields the data files of a snapshot.
 
+    Args:
+        days: Days of the files. None: all.
+        row_filter: Leaves out files that have no row passing it, as far as metadata tells.
     Raises:
         StorageError: If the day of a file is not known, or deletes by value apply to it.
     """
@@ -93,8 +102,9 @@ def data_files(table: Table, reference: SnapshotRef, *filters: BooleanExpression
     day_id = _find_day(name, schema)
     _find_day(name, table.schema())  # filters are bound to this one
     scan = table.scan(snapshot_id=reference.snapshot_id)
-    for row_filter in filters:
-        scan = scan.filter(row_filter)
+    for condition in (row_filter, None if days is None else days_filter(days)):
+        if condition is not None and _means_the_same(condition, schema, table.schema()):
+            scan = scan.filter(condition)
     specs = {number: _find_place(spec, day_id) for number, spec in table.specs().items()}
     for task in _plan(table, scan):
         spec, place = table.specs()[task.file.spec_id], specs[task.file.spec_id]
@@ -109,9 +119,12 @@ def data_files(table: Table, reference: SnapshotRef, *filters: BooleanExpression
                 f"file '{task.file.file_path}' of table '{name}'", "a day in each row",
                 f"{task.file.record_count} rows without one", "Delete them with the engine that wrote them.",
             )  # fmt: skip
+        day = day_of(task.file, place)
+        if days is not None and day not in days:
+            continue
         constants = {field.source_id for field in spec.fields if isinstance(field.transform, IdentityTransform)}
         yield DayFile(
-            day_of(task.file, place),
+            day,
             task.file,
             tuple(sorted(deletes.file_path for deletes in task.delete_files)),
             frozenset(constants - {day_id}),
@@ -157,6 +170,15 @@ def _plan(table: Table, scan: Any) -> Iterable[FileScanTask]:
             f"{rewrite_call(table, 'delete-file-threshold', '1')}.",
         ) from error  # fmt: skip
     return tasks
+
+
+def _means_the_same(row_filter: BooleanExpression, then: Schema, now: Schema) -> bool:
+    """Tells whether a filter compares the same columns in two schemas. pyiceberg plans with the table's present one."""
+    try:
+        fields = [extract_field_ids(bind(schema, row_filter, case_sensitive=True)) for schema in (then, now)]
+    except (ValueError, TypeError):
+        return False
+    return fields[0] == fields[1]
 
 
 def _find_day(table: str, schema: Schema) -> int:

@@ -18,7 +18,7 @@ from pyiceberg.table import Table
 
 from storage.config import DAY as DAY
 from storage.errors import CorruptFileError, StorageError, closest_names
-from storage.files import DayFile, data_files, days_filter, refuse_unreadable, rewrite_call, schema_at, snapshot_at
+from storage.files import DayFile, data_files, refuse_unreadable, rewrite_call, schema_at, snapshot_at
 from storage.files import SnapshotRef as SnapshotRef
 from storage.footer import SUFFIX, read_footer
 from storage.layout.spec import Layout
@@ -103,10 +103,9 @@ class SnapshotReader:
             CorruptFileError: If a file is unreadable. Names the file and the snapshot.
             StorageError: If a file has row-level deletes, or lacks what is needed to read its columns.
         """
-        where = None if days is None else days_filter(days)
-        filters = [part for part in (self.row_filter, where) if part is not None]
+        wanted = None if days is None else frozenset(days)
         found: list[Fragment] = []
-        for one in sorted(data_files(self.table, self.reference, *filters), key=_file_order):
+        for one in sorted(data_files(self.table, self.reference, wanted, self.row_filter), key=_file_order):
             refuse_unreadable(self.table, one)
             path, rows = one.file.file_path, one.file.record_count
             file = self.open(path)

@@ -268,7 +268,7 @@ class Warehouse:
         overwrite = ReplacedDays(kind, transaction, table.io)
         overwrite.delete_by_predicate(where)
         if table.current_snapshot() is not None:
-            for found in data_files(table, _reference(table), where):
+            for found in data_files(table, _reference(table), frozenset(days)):
                 overwrite.delete_data_file(found.file)
         return overwrite
 

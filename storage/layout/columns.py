@@ -14,7 +14,7 @@ from pyiceberg.table import Table
 
 from storage.arrow import is_list
 from storage.errors import CorruptFileError
-from storage.files import data_files, days_filter, refuse_unreadable
+from storage.files import data_files, refuse_unreadable
 from storage.reader import SnapshotReader, SnapshotRef
 
 FILES_AT_A_TIME = 8
@@ -89,8 +89,7 @@ class Footers:
         return EmptyColumns(left, searched, len(files))
 
     def _files(self, days: Collection[datetime.date] | None) -> list[tuple[datetime.date, str]]:
-        filters = [] if days is None else [days_filter(days)]
-        found = list(data_files(self.table, self.reference, *filters))
+        found = list(data_files(self.table, self.reference, days))
         for one in found:
             refuse_unreadable(self.table, one)
         return sorted((one.day, one.file.file_path) for one in found)

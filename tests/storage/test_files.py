@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyiceberg.expressions import EqualTo
 from pyiceberg.manifest import FileFormat
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
@@ -208,6 +209,19 @@ def test_columns_that_were_dropped_or_renamed_are_so_in_the_newest_snapshot(ware
     reader = warehouse.reader(new, ["number"])
     assert [reader.read(fragment)["number"].to_pylist() for fragment in reader.fragments()] == [[0], [5]]
     assert refusal(lambda: warehouse.reader(new, ["text"])).startswith("column 'text': expected a column of table")
+
+
+def test_a_filter_of_an_older_snapshot_goes_by_the_names_of_its_time(warehouse: Warehouse) -> None:
+    old = write(warehouse, DAY1, DAY2)
+    with warehouse.table("events").update_schema() as update:
+        update.rename_column("id", "number")
+    with warehouse.table("events").update_schema() as update:
+        update.rename_column("text", "id")
+    table = pa.table({"day": pa.array([DAY3], pa.date32()), "number": [9], "id": ["t9"]})
+    warehouse.replace_days("events", {DAY3: "i"}, table.schema, table.to_batches(), 1)
+    reader = warehouse.reader(old, ["text"], EqualTo("id", 1))
+    found = [reader.read(fragment)["text"].to_pylist() for fragment in reader.fragments([DAY1, DAY2])]
+    assert [text for texts in found for text in texts] == ["t1"]
 
 
 # Row-level deletes and other formats
