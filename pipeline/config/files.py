@@ -61,8 +61,7 @@ def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
             f"config '{path}'", "a readable YAML file", "none", "Correct the path; examples are in configs/."
         ) from None
     except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"config '{path}'", "valid YAML", reason, "Mind indentation and colons.") from None
+        raise ConfigError(f"config '{path}'", "valid YAML", _problem(error), "Mind indentation and colons.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"config '{path}'", "a mapping of keys", type(values).__name__, "See configs/demo.yaml.")
     values = _expanded(values)
@@ -72,6 +71,13 @@ def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not isinstance(base, str):
         raise ConfigError(f"config '{path}', key 'base'", "a file name", f"{base!r:.80}", "Correct the value.")
     return _merged(read_yaml(full.parent / base, (*above, full.resolve())), values)
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """What is wrong and where, without the line's text: it may hold a password."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem} in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    return " ".join(str(error).split())
 
 
 def _expanded(value: Any) -> Any:
