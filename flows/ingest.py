@@ -23,10 +23,12 @@ def ingest(
 ) -> dict[str, Any]:
     """Writes the source's rows into days of the warehouse table. Each day is replaced as a whole.
 
+    A day that would lose files, rows, labels, columns or back-filled features of the table's version is held back.
+
     Args:
         config: The run's config, or the path of its YAML file.
         overrides: Dotted key -> value; overrides the config.
         day: The only day to write; None writes all days of the source.
-        force: Also rewrites days that the warehouse already has from the same input.
+        force: Also rewrites days that the warehouse already has from the same input, and days that lose something.
     """
     return ingest_days(open_workspace(load(config, overrides)), day, force)

@@ -108,10 +108,14 @@ class SplitConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     every_nth_day: NthDaySplit | None = None
     column: ColumnSplit | None = None
     hash: HashSplit | None = None
+    open_days: bool = False
+    """Whether open days are used, whose attribution windows were not over at the newest outcome of the log. Their
+    labels may still change. Otherwise a split that names them is refused, and another split leaves them out."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        kinds = ("days", "every_nth_day", "column", "hash")
+        given = [name for name in kinds if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(
                 "split", "one of days, every_nth_day, column, hash", f"{given or 'none'}", "Give exactly one."

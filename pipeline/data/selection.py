@@ -1,7 +1,7 @@
 """Selects the rows of the train, validation and test parts, which are disjoint."""
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -103,12 +103,15 @@ def select(
     days: Sequence[datetime.date],
     row_filter: str | None,
     sampling: Sampling | None = None,
+    open_days: Collection[datetime.date] = (),
 ) -> Selection | None:
     """Selects the rows of a part from the days of a snapshot. Returns None if the split does not have the part.
 
     Args:
         sampling: Samples the train part. Models are evaluated on all rows.
+        open_days: Days whose labels may still change. They are left out unless the split allows them.
     Raises:
+        ConfigError: If the split names an open day and does not allow it.
         EmptyDatasetError: If a named day is not in the snapshot, or no day is left.
     """
     if not days:
@@ -138,6 +141,10 @@ def select(
         keys, span = split.hash.columns, _hash_range(split.hash, part)
         if split.hash.days:
             chosen = _named_days(split.hash.days, "split.hash.days", days)
+    if not split.open_days:
+        if split.days is not None or (split.hash is not None and split.hash.days):
+            _refuse_open(part, [day for day in chosen if day in open_days])
+        chosen = [day for day in chosen if day not in open_days]
     if not chosen:
         raise EmptyDatasetError(
             f"split, part '{part}'", "at least one day", f"none of {len(days)} days", "Change the split."
@@ -150,6 +157,15 @@ def select(
         hash_range=span,
         sampling=sampling if part == "train" else None,
     )
+
+
+def _refuse_open(part: Part, days: Sequence[datetime.date]) -> None:
+    if days:
+        more = f" and {len(days) - 1} more" if len(days) > 1 else ""
+        raise ConfigError(
+            f"split, part '{part}'", "days whose attribution windows are over", f"{days[0]}{more}, still open",
+            "Ingest again once the outcome log has grown, name earlier days, or set split.open_days=true.",
+        )  # fmt: skip
 
 
 def days_between(

@@ -1,4 +1,4 @@
-"""Rules that a day must keep before it is written, by comparison with the days before it."""
+"""Rules that a day must keep before it is written, by comparison with the days before it and with itself."""
 
 import datetime
 import fnmatch
@@ -17,7 +17,9 @@ from pipeline.errors import DataError
 from pipeline.extraction.config import ChecksConfig, Rule, Verdict
 from storage.reader import DAY
 
-SEVERITY = ("fail", "quarantine", "warn")
+Outcome = Literal["stored", "ok", "warn", "quarantine", "fail"]
+"""What happens to a day. stored: it is one of the days that others are compared with."""
+SEVERITY: tuple[Outcome, ...] = ("fail", "quarantine", "warn")
 NOISE = 38.0
 """Bound of drift times n m / (n + m) for 16 buckets of equally distributed values, kept in 999 of 1,000 cases."""
 
@@ -43,7 +45,7 @@ class DayCheck(BaseModel, frozen=True):
     """Numbers of a day and the bounds they were compared with. A stored day has no bounds."""
 
     day: datetime.date
-    outcome: Literal["stored", "ok", "warn", "quarantine", "fail"]
+    outcome: Outcome
     rows: int
     rows_band: tuple[float, float] | None = None
     label_rate: float | None = None
@@ -77,6 +79,8 @@ class CheckResult(BaseModel, frozen=True):
             first, more = failed[0], len(failed) - 1
             others = f" ({more} more)" if more else ""
             remedy = f"Correct the source, or set ingest.checks.{first.rule} to quarantine, warn or off."
+            if first.rule == "losses":
+                remedy = "Restore the input, or write the day as it is now with force=true."
             raise DataError(first.where, first.expected, f"{first.got}{others}", remedy)
 
 
@@ -90,37 +94,53 @@ def check(
     config: ChecksConfig,
     label: str,
     duplicates: Mapping[datetime.date, int],
+    losses: Mapping[datetime.date, Sequence[CheckFinding]] = MappingProxyType({}),
 ) -> tuple[pa.Table, CheckResult]:
-    """Checks each new day against the days before it. Days that are held back are not compared with.
+    """Checks each new day against the days before it, and against what it would lose.
+
+    Later days are compared with the table's version of a day that is held back, if it has one.
 
     Args:
         measured: Statistics of the new days.
-        earlier: Stored statistics of other days.
+        earlier: Stored statistics of other days, and of the new days as the table has them so far.
         duplicates: New day -> rows that repeat the key of another row. A missing day has none.
+        losses: New day -> findings of what it would lose, compared with what the table has of it.
     Returns:
         The statistics of the new days with their drift, and the result of the checks.
     """
     fresh = sorted(set(measured[DAY].to_pylist()))
-    tables = {day: _of(earlier, day) for day in sorted(set(earlier[DAY].to_pylist()) - set(fresh))}
-    days = {day: _by_column(table) for day, table in tables.items()}
+    stored = {day: rows_of_day(earlier, day) for day in sorted(set(earlier[DAY].to_pylist()))}
+    tables = {day: stored[day] for day in stored if day not in fresh}
+    days = {day: columns_of_day(table) for day, table in tables.items()}
     checked = [_day(day, "stored", days[day], label) for day in days if fresh and day < fresh[-1]]
     findings: list[CheckFinding] = []
     drifted: list[pa.Table] = []
     for day in fresh:
         past = [other for other in sorted(tables) if other < day][-config.trailing_days :]
         before = pa.concat_tables([measured.slice(0, 0), *(tables[other] for other in past)])
-        table = add_drift(_of(measured, day), before, config.trailing_days)
-        new, history = _by_column(table), [days[other] for other in past]
+        table = add_drift(rows_of_day(measured, day), before, config.trailing_days)
+        new, history = columns_of_day(table), [days[other] for other in past]
         bands = bounds(new, history, config, label) if len(history) >= config.minimum_days else {}
-        found = list(_findings(day, new, history, bands, config, label, duplicates.get(day, 0)))
-        worst = next((one for one in SEVERITY if any(finding.outcome == one for finding in found)), "ok")
+        found = [*losses.get(day, ()), *_findings(day, new, history, bands, config, label, duplicates.get(day, 0))]
+        worst = worst_outcome(found)
         checked.append(_day(day, worst, new, label, bands))
         findings += found
         drifted.append(table)
-        if worst != "quarantine":  # later days are not compared with a held-back day
-            tables[day], days[day] = table, new
+        kept = stored.get(day) if worst == "quarantine" else table  # of a held-back day the table keeps the old rows
+        if kept is not None:
+            tables[day], days[day] = kept, columns_of_day(kept)
     whole = pa.concat_tables([measured.slice(0, 0), *drifted])
     return whole, CheckResult(days=tuple(sorted(checked, key=lambda one: one.day)), findings=tuple(findings))
+
+
+def columns_of_day(statistics: pa.Table) -> Columns:
+    """Returns the statistics of one day by column."""
+    return {row["column"]: row for row in statistics.to_pylist()}
+
+
+def worst_outcome(findings: Sequence[CheckFinding]) -> Outcome:
+    """Returns what happens to a day with these findings."""
+    return next((one for one in SEVERITY if any(finding.outcome == one for finding in findings)), "ok")
 
 
 def bounds(new: Columns, past: Sequence[Columns], config: ChecksConfig, label: str) -> dict[str, tuple[float, float]]:
@@ -238,7 +258,7 @@ def _of_column(
 
 def _day(
     day: datetime.date,
-    outcome: Any,
+    outcome: Outcome,
     columns: Columns,
     label: str,
     limits: Mapping[str, tuple[float, float]] = MappingProxyType({}),
@@ -254,12 +274,9 @@ def _day(
     )
 
 
-def _of(table: pa.Table, day: datetime.date) -> pa.Table:
-    return table.filter(pa.compute.equal(table[DAY], pa.scalar(day, pa.date32())))
-
-
-def _by_column(table: pa.Table) -> Columns:
-    return {row["column"]: row for row in table.to_pylist()}
+def rows_of_day(statistics: pa.Table, day: datetime.date) -> pa.Table:
+    """Returns the statistics of one day."""
+    return statistics.filter(pa.compute.equal(statistics[DAY], pa.scalar(day, pa.date32())))
 
 
 def _rows(columns: Columns) -> int:

@@ -18,7 +18,16 @@ Format = Literal["auto", "parquet", "csv", "criteo"]
 Verdict = Literal["fail", "quarantine", "warn", "off"]
 """fail: the ingest stops. quarantine: the day is held back in its own table. warn: a line in the log."""
 Rule = Literal[
-    "vanished", "appeared", "changed_type", "coverage", "length", "label_rate", "rows", "duplicates", "drift"
+    "losses",
+    "vanished",
+    "appeared",
+    "changed_type",
+    "coverage",
+    "length",
+    "label_rate",
+    "rows",
+    "duplicates",
+    "drift",
 ]
 
 
@@ -120,6 +129,9 @@ class SideTable(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """Parquet or CSV file, or a glob."""
     on: Names
     """Key columns, in the rows and in the side table; unique in the side table."""
+    refresh: Literal["new_days", "past_days"] = "new_days"
+    """Which days get the values of a changed side table. new_days: days that are written anyway; past days keep the
+    values that they were written with. past_days: every day is written again, and reads values of its future."""
 
 
 class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -180,8 +192,14 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
 
 
 class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Rules that compare a new day with the days before it. Each rule is set to fail, quarantine, warn or off."""
+    """Rules that a day must keep before it is written. Each rule is set to fail, quarantine, warn or off.
 
+    `losses` compares a day with what the table has of it. The other rules compare it with the days before it.
+    """
+
+    losses: Verdict = "quarantine"
+    """A day that is written again would lose input files, rows, labels of 1, values of a column, or back-filled
+    columns. `force=true` writes it anyway."""
     vanished: Verdict = "warn"
     """A column that had values has none, or is gone."""
     appeared: Verdict = "warn"
@@ -221,6 +239,8 @@ class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """Change that is always accepted, relative to the median."""
     duplicate_share: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of a day's rows that may be duplicates."""
+    loss_share: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of its rows and of its labels of 1 that a day may lose."""
     drift_limit: PositiveFloat = 0.25
     """Index that is always accepted. The index expected from chance alone is added to it."""
 
@@ -231,8 +251,8 @@ class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
 
     @property
     def strict(self) -> list[Rule]:
-        """Rules that keep a day out of the table."""
-        return [rule for rule in get_args(Rule) if self.outcome(rule) in ("fail", "quarantine")]
+        """Rules that keep a day out of the table by comparing it with the days before it."""
+        return [rule for rule in get_args(Rule) if rule != "losses" and self.outcome(rule) in ("fail", "quarantine")]
 
 
 class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

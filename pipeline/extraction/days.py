@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.data.files import stamp
+from pipeline.data.day_notes import DayNote, InputFiles
+from pipeline.data.files import find_files, stamp
 from pipeline.errors import EmptyDatasetError
 from pipeline.extraction.join import KEY, LEFT_OUT
 from pipeline.extraction.opening import OpenSource, SourceContext, fingerprint
@@ -21,6 +22,7 @@ class SourceDay:
     rows: int
     refused: int
     identity: str
+    note: DayNote
     left_out: int = 0
     """Negatives removed by downsampling."""
 
@@ -34,24 +36,32 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
     """Counts the rows of each day and gives each day an identity.
 
     The identity covers the config of the source and the files that hold rows of the day. If logs are joined, it also
-    covers the files that may hold outcomes of these rows.
+    covers the files that may hold outcomes of these rows, and whether the day is open. It covers a side table only if
+    `refresh` says so.
     """
     schema = context.schema
     source = context.source.model_dump(mode="json")
-    shared = fingerprint([source, schema.label, schema.weight, _stamps(rows.lookups), list(order_by)])
+    lookups = {one: find_files(one.path, context.root, "source.lookups path") for one in context.source.lookups}
+    refreshed = [path for one, files in lookups.items() if one.refresh == "past_days" for path in files]
+    shared = fingerprint([source, schema.label, schema.weight, _stamps(refreshed), list(order_by)])
     stamps = {str(path.resolve()): _stamps([path]) for path in [*rows.files, *rows.outcomes]}
-    outcomes = None if rows.join is None else rows.join.files_by_day(rows.view)
+    windows = None if rows.join is None else rows.join.windows_by_day(rows.view)
     which = f"sum(md5_number_lower(concat_ws(':', {KEY}, parse_filename(__file), __row))) FILTER (__reason IS NOT NULL)"
     found = rows.connection.sql(
         f"SELECT {DAY}, count(*), count(__reason), list(DISTINCT __file ORDER BY __file),"
-        f" {'NULL' if outcomes is None else which} FROM {rows.view} GROUP BY {DAY} ORDER BY {DAY}"
+        f" {'NULL' if windows is None else which} FROM {rows.view} GROUP BY {DAY} ORDER BY {DAY}"
     ).fetchall()
+    sides = {one.path: fingerprint(_stamps(files))[:16] for one, files in lookups.items()}
     days = []
     for day, count, bad, files, aside in found:
-        content = [shared, [stamps[file] for file in files]]
-        if outcomes is not None:  # the first row of a repeated impression may lie in the file of another day
-            content += [[stamps[file] for file in outcomes.get(day, [])], str(aside or 0)]
-        days.append(SourceDay(day, count, bad, fingerprint(content)[:16]))
+        content: list[object] = [shared, [stamps[file] for file in files]]
+        outcomes, is_open = (windows or {}).get(day, ([], False))
+        is_open = is_open and context.source.generator is None  # the generator writes all outcomes at once
+        if windows is not None:  # the first row of a repeated impression may lie in the file of another day
+            content += [[stamps[file] for file in outcomes], str(aside or 0)]
+        content += ["open"] if is_open else []  # a day that closes is written again
+        note = DayNote(open=is_open, rows=InputFiles.of(files), outcomes=InputFiles.of(outcomes), lookups=sides)
+        days.append(SourceDay(day, count, bad, fingerprint(content)[:16], note))
     return days
 
 

@@ -3,25 +3,24 @@
 import datetime
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 from pydantic import BaseModel
 
+from pipeline.data.joined.backfilled import note_columns, written_columns
 from pipeline.data.joined.reader import SourceColumns, without_field_ids
 from pipeline.data.joined.source import FeatureSource, added_columns, pin_sources, source_identity
 from pipeline.data.selection import days_between
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ContractError
 from pipeline.transforms.schema import FeatureJoin
 from storage.days import last_notes
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
-
-COLUMNS = "dlrm.joined.columns"
-"""Property of a table: JSON list of the columns that backfills have written."""
 
 
 class EnrichResult(BaseModel, frozen=True):
@@ -66,7 +65,7 @@ class _Plan:
     due: list[datetime.date]
     without: list[datetime.date]
     """Days that the feature sources have no rows for."""
-    notes: Mapping[datetime.date, dict[str, str]]
+    notes: Mapping[datetime.date, dict[str, Any]]
     """Due day -> column -> identity of the feature source that it is written from."""
 
 
@@ -79,6 +78,7 @@ def enrich(
     end: datetime.date | None = None,
     force: bool = False,
     report: Callable[[int, int], None] = lambda done, total: None,
+    only: Collection[datetime.date] | None = None,
 ) -> EnrichResult:
     """Writes the columns of feature sources into days of a table. Each day is one commit; its other columns stay.
 
@@ -89,6 +89,7 @@ def enrich(
         start: First day. None: the table's first.
         end: Last day. None: the table's last.
         force: Also writes days that are done, and overwrites values that no backfill wrote.
+        only: The only days to write. None: all between start and end.
     Raises:
         ConfigError: If there is no feature source, its columns or keys do not fit the table, or a day has values in
             the columns that no backfill wrote.
@@ -99,7 +100,8 @@ def enrich(
     if not joined:
         raise ConfigError("features.joined", "a feature source to backfill from", "none", "Add one.")
     snapshot, columns = warehouse.current(table), _resolve_columns(joined, warehouse, table, root)
-    days = days_between(warehouse.day_rows(snapshot), start, end, "days to backfill")
+    rows = {day: count for day, count in warehouse.day_rows(snapshot).items() if only is None or day in only}
+    days = days_between(rows, start, end, "days to backfill")
     plan = _plan_days(columns, warehouse, table, days, force)
     if not force:
         _refuse_values(warehouse, snapshot, columns, plan.due)
@@ -119,14 +121,35 @@ def enrich(
     )
 
 
+def fillable_columns(
+    joined: Sequence[FeatureJoin],
+    warehouse: Warehouse,
+    root: Path,
+    days: Collection[datetime.date],
+    warn: Callable[[str], None],
+) -> dict[FeatureJoin, dict[datetime.date, set[str]]]:
+    """Returns feature source -> day -> the columns that a backfill could write into it.
+
+    Args:
+        warn: Called for a source that cannot be read. It is left out.
+    """
+    found: dict[FeatureJoin, dict[datetime.date, set[str]]] = {}
+    for source in joined:
+        try:
+            sources = [FeatureSource(pinned, warehouse) for pinned in pin_sources([source], root, warehouse)]
+            found[source] = {day: set(of) for day, of in _identities(sources, days, warehouse).items()}
+        except ContractError as error:
+            warn(f"columns of features.joined '{source.name}' are not back-filled: {error}")
+    return found
+
+
 def _resolve_columns(joined: Sequence[FeatureJoin], warehouse: Warehouse, table: str, root: Path) -> _Columns:
     """Checks the columns against the table: a column that an ingest wrote must not be overwritten."""
     sources = [FeatureSource(pinned, warehouse) for pinned in pin_sources(joined, root, warehouse)]
     stored = warehouse.table(table).schema().as_arrow()  # a column may be gone, or renamed, since the last commit
-    ours = set(json.loads(warehouse.property_of(table, COLUMNS) or "[]"))
+    ours = written_columns(warehouse, table)
     added = added_columns(sources, pa.schema([field for field in stored if field.name not in ours]))
-    if not ours.issuperset(added.names):
-        warehouse.set_property(table, COLUMNS, json.dumps(sorted(ours.union(added.names))))
+    note_columns(warehouse, table, added.names)
     kept = [pa.field(field.name, without_field_ids(field.type)) for field in stored if field.name not in added.names]
     plain = pa.schema([pa.field(field.name, without_field_ids(field.type)) for field in added])
     return _Columns(sources, plain, pa.schema(kept), tuple(stored.names))
@@ -228,7 +251,8 @@ def _identities(
         inside = source.days() if dated else dict.fromkeys(found, source_identity(source.pinned, warehouse))
         for day in found.keys() & inside.keys():
             for name, raw in source.added.items():
-                declared = [raw, source.source.on, source.source.day_column, f"{source.schema.field(name).type}"]
+                kind, lag = f"{source.schema.field(name).type}", source.source.lag_days
+                declared = [raw, source.source.on, source.source.day_column, kind, *([lag] if lag else [])]
                 text = json.dumps([*declared, inside[day]])
                 found[day][name] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return found

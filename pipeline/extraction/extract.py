@@ -1,15 +1,17 @@
 """Stage entry: reads raw files and writes labelled samples into the warehouse."""
 
 import datetime
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from pydantic import BaseModel
 
+from pipeline.data.day_notes import day_notes
 from pipeline.errors import DataError, EmptyDatasetError
-from pipeline.extraction.checks import CheckResult
-from pipeline.extraction.config import IngestConfig
+from pipeline.extraction.checks import CheckFinding, CheckResult, Columns, DayCheck, worst_outcome
+from pipeline.extraction.config import IngestConfig, Rule, Verdict
 from pipeline.extraction.days import (
     SourceDay,
     count_left_out,
@@ -19,6 +21,7 @@ from pipeline.extraction.days import (
     select_days,
     survey,
 )
+from pipeline.extraction.enrich import EnrichResult
 from pipeline.extraction.intake import (
     Intake,
     Warn,
@@ -29,9 +32,12 @@ from pipeline.extraction.intake import (
     store_profile,
 )
 from pipeline.extraction.join import LabelJoin
+from pipeline.extraction.losses import StoredDay, find_losses, read_stored_days
 from pipeline.extraction.opening import OpenSource, Report, SourceContext, open_source_rows
+from pipeline.extraction.refill import Refill, plan_refill, refill_days
 from pipeline.extraction.samples import count_rows, number_columns
 from pipeline.extraction.writing import order_clause, write_days
+from pipeline.transforms.schema import FeatureSchema
 from storage.reader import SnapshotRef
 
 
@@ -56,6 +62,12 @@ class IngestResult(BaseModel, frozen=True):
     """Days that broke a rule. They are held back in a table of their own."""
     days_changed: tuple[datetime.date, ...] = ()
     """Days of the same input that another engine has changed in the table; they stay as they are."""
+    days_open: tuple[datetime.date, ...] = ()
+    """Days asked for whose attribution windows were not over at the newest outcome. Their labels may still change."""
+    backfilled: EnrichResult | None = None
+    """The columns of feature sources that were written into the days."""
+    stale_lookups: Mapping[str, int] = {}
+    """Side table -> days skipped that keep the values it had when they were written."""
     checked: CheckResult = CheckResult()
 
 
@@ -67,6 +79,8 @@ class DayRows(BaseModel, frozen=True):
     quarantined: int
     left_out: int
     """Negatives removed by downsampling."""
+    open: bool = False
+    """Whether labels may still change."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +95,12 @@ class _Ingest:
     rows: OpenSource
     order: str
     """ORDER BY clause of the rows written."""
+
+    @property
+    def loss_outcome(self) -> Verdict:
+        """What happens to a day that would lose something."""
+        outcome = self.config.checks.losses
+        return "warn" if self.force and outcome != "off" else outcome
 
 
 @dataclass(frozen=True)
@@ -97,6 +117,9 @@ class _Plan:
     """Days of the same input that another engine has changed in the table."""
     held_back: list[SourceDay]
     """Days that an earlier ingest held back, from the same input."""
+    stored: Mapping[datetime.date, StoredDay]
+    """What the table has of the days asked for. Statistics are those of the due days."""
+    refill: Refill
     elsewhere: int
     """Days of the table that the source does not have."""
 
@@ -126,9 +149,8 @@ def extract(
     with open_source_rows(context, report, bool(config.order_by)) as rows:
         ingest = _Ingest(context, config, force, report, warn, rows, order_clause(rows, config.order_by))
         plan = _plan_days(ingest, only)
-        intake = _check_days(ingest, plan)
-        checked = CheckResult() if intake is None else intake.checked
-        if intake is not None:
+        intake, checked = _check_days(ingest, plan)
+        if checked.days:
             on_checked(checked)
         checked.raise_failed()
         passed = [day for day in plan.due if day.day not in checked.held_back]
@@ -137,7 +159,8 @@ def extract(
         if not passed and not context.warehouse.has_table(context.table):
             raise _no_table_error(context.table, plan.wanted, [*broken, *plan.held_back])
         _write_days(ingest, passed, intake)
-        return _result(ingest, plan, passed, broken, checked)
+        backfilled = _backfill_days(ingest, plan, passed)
+        return _result(ingest, plan, passed, broken, checked).model_copy(update={"backfilled": backfilled})
 
 
 def _plan_days(ingest: _Ingest, only: Iterable[datetime.date]) -> _Plan:
@@ -156,9 +179,15 @@ def _plan_days(ingest: _Ingest, only: Iterable[datetime.date]) -> _Plan:
     if rows.join is not None and due:
         rows.join.attribute(rows.view, days_condition(due))
         due = [day for day in count_left_out(rows, due) if day.kept or day.day in stored]
+    every, some = [day.day for day in wanted], [day.day for day in due]
+    table = read_stored_days(context.warehouse, context.table, every, some)
+    backfilled = {day.day: table[day.day].backfilled if day.day in table else () for day in wanted}
+    joined = context.schema.joined if isinstance(context.schema, FeatureSchema) else ()
     return _Plan(
         wanted=wanted,
         due=due,
+        stored=table,
+        refill=plan_refill(joined, context.warehouse, context.root, backfilled, ingest.warn),
         unchanged={day.day: day.identity for day in wanted if day.identity == written.get(day.day)},
         changed=changed,
         held_back=[day for day in wanted if held_back.get(day.day) == day.identity != written.get(day.day)],
@@ -179,26 +208,58 @@ def _refuse_bad_days(rows: OpenSource, days: Sequence[SourceDay], max_share: flo
         )
 
 
-def _check_days(ingest: _Ingest, plan: _Plan) -> Intake | None:
-    """Measures the due days and checks them against earlier days. Returns None if they were not measured."""
-    if not ingest.config.profile:
-        return None
-    rows, context = ingest.rows, ingest.context
-    numbers = number_columns(context.schema, rows.columns, context.outcome_columns)
-    repair_profile(rows.connection, context.warehouse, context.table, plan.unchanged, numbers, ingest.warn)
-    if not plan.due:
-        return None
-    return inspect(
-        rows.connection,
-        rows.create_good_view(days_condition(plan.due)),
-        {day.day: day.kept for day in plan.due},
-        context.warehouse,
-        context.table,
-        ingest.config.checks,
-        context.schema.label,
-        numbers,
-        ingest.warn,
-    )
+def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[Intake | None, CheckResult]:
+    """Measures the due days and checks them: against earlier days, and against what the table has of them.
+
+    Returns:
+        The statistics, or None if the days were not measured, and the result of the checks.
+    """
+    rows, context, checks = ingest.rows, ingest.context, ingest.config.checks
+    rewritten = any(day.day in plan.stored for day in plan.due)
+    losses = partial(_find_losses, ingest, plan, {day.day: day for day in plan.due})
+    intake = None
+    if ingest.config.profile:
+        numbers = number_columns(context.schema, rows.columns, context.outcome_columns)
+        repair_profile(rows.connection, context.warehouse, context.table, plan.unchanged, numbers, ingest.warn)
+        holds: list[Rule] = ["losses"] if rewritten and ingest.loss_outcome in ("fail", "quarantine") else []
+        if plan.due:
+            intake = inspect(
+                rows.connection,
+                rows.create_good_view(days_condition(plan.due)),
+                {day.day: day.kept for day in plan.due},
+                context.warehouse,
+                context.table,
+                checks,
+                context.schema.label,
+                numbers,
+                ingest.warn,
+                [*checks.strict, *holds],
+                losses,
+            )
+    if intake is not None:
+        return intake, intake.checked
+    days, findings = [], []
+    for day in plan.due:
+        lost = losses(day.day, None)
+        days += [DayCheck(day=day.day, outcome=worst_outcome(lost), rows=day.kept)] if lost else []
+        findings += lost
+    return None, CheckResult(days=tuple(days), findings=tuple(findings))
+
+
+def _find_losses(
+    ingest: _Ingest, plan: _Plan, due: Mapping[datetime.date, SourceDay], day: datetime.date, new: Columns | None
+) -> list[CheckFinding]:
+    """Returns what a day would lose, as broken rules. With `force` they are warnings."""
+    outcome, context = ingest.loss_outcome, ingest.context
+    if day not in plan.stored or outcome == "off":
+        return []
+    generated, config = context.source.generator is not None, ingest.config.checks
+    columns = plan.refill.columns_of(day)
+    lost = find_losses(due[day], plan.stored[day], new, columns, config, context.schema.label, generated)
+    return [
+        CheckFinding(day=day, rule="losses", outcome=outcome, column=column, expected=expected, got=got)
+        for expected, got, column in lost
+    ]
 
 
 def _move_held_back(ingest: _Ingest, passed: Sequence[SourceDay], broken: Sequence[SourceDay]) -> None:
@@ -220,6 +281,13 @@ def _write_days(ingest: _Ingest, days: Sequence[SourceDay], intake: Intake | Non
         written += sum(day.kept for day in group)
 
 
+def _backfill_days(ingest: _Ingest, plan: _Plan, passed: Sequence[SourceDay]) -> EnrichResult | None:
+    context, written = ingest.context, [day.day for day in passed]
+    others = {day: plan.stored[day].backfilled for day in plan.unchanged if day in plan.stored}
+    report = partial(ingest.report, "enrich")
+    return refill_days(plan.refill, context.warehouse, context.table, context.root, written, others, report)
+
+
 def _result(
     ingest: _Ingest, plan: _Plan, passed: Sequence[SourceDay], broken: Sequence[SourceDay], checked: CheckResult
 ) -> IngestResult:
@@ -238,13 +306,28 @@ def _result(
         days_elsewhere=plan.elsewhere,
         outcomes=rows.join.count_outcomes() if rows.join is not None and due else {},
         by_day={
-            day.day: DayRows(rows=day.rows, written=day.kept, quarantined=day.refused, left_out=day.left_out)
+            day.day: DayRows(
+                rows=day.rows, written=day.kept, quarantined=day.refused, left_out=day.left_out, open=day.note.open
+            )
             for day in passed
         },
         days_changed=tuple(plan.changed),
         days_held=tuple(sorted(day.day for day in [*broken, *plan.held_back])),
+        days_open=tuple(day.day for day in plan.wanted if day.note.open),
+        stale_lookups=_count_stale(ingest, [day for day in plan.wanted if day.day in plan.unchanged]),
         checked=checked,
     )
+
+
+def _count_stale(ingest: _Ingest, days: Sequence[SourceDay]) -> dict[str, int]:
+    """Side table -> days that were written with other values of it."""
+    context = ingest.context
+    if not context.source.lookups or not days:
+        return {}
+    noted = day_notes(context.warehouse, context.warehouse.current(context.table))
+    pairs = [(day.note.lookups, noted[day.day].lookups) for day in days if day.day in noted]
+    found = Counter(path for now, then in pairs for path in now if then.get(path) != now[path])
+    return dict(found)
 
 
 def _no_table_error(table: str, days: Sequence[SourceDay], held_back: Sequence[SourceDay]) -> EmptyDatasetError:

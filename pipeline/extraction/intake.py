@@ -1,7 +1,7 @@
 """Measures the days of an ingest before they are written, checks them, and stores their statistics."""
 
 import datetime
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import duckdb
@@ -18,8 +18,8 @@ from pipeline.data.profile import (
     store,
 )
 from pipeline.errors import ConfigError, DataError
-from pipeline.extraction.checks import CheckResult, check
-from pipeline.extraction.config import ChecksConfig
+from pipeline.extraction.checks import CheckFinding, CheckResult, Columns, check, columns_of_day, rows_of_day
+from pipeline.extraction.config import ChecksConfig, Rule
 from pipeline.extraction.sources import first_line
 from storage.query import quote
 from storage.reader import DAY
@@ -32,6 +32,8 @@ DAYS_AT_ONCE = 30
 
 Warn = Callable[[str], None]
 """Called with a sentence for the log."""
+Losses = Callable[[datetime.date, Columns | None], list[CheckFinding]]
+"""Day and statistics of its new rows, if they were measured -> what the day would lose."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ def inspect(
     label: str,
     numbers: Collection[str],
     warn: Warn,
+    strict: Sequence[Rule],
+    losses: Losses,
 ) -> Intake | None:
     """Measures new days and checks them against the rules. Nothing is written.
 
@@ -65,6 +69,8 @@ def inspect(
         counts: New day -> its rows.
         numbers: Integer columns that are counts or labels, not ids.
         warn: Called if the measurement fails.
+        strict: Rules that keep a day out of the table.
+        losses: Finds what a day would lose.
     Returns:
         None if the days could not be measured.
     Raises:
@@ -75,20 +81,21 @@ def inspect(
         measured = measure(connection, rows, numbers, counts)
     except duckdb.Error as error:
         reason = first_line(error)
-        if config.strict and not isinstance(error, duckdb.OutOfMemoryException):
+        if strict and not isinstance(error, duckdb.OutOfMemoryException):
             raise
-        if config.strict:
+        if strict:
             raise DataError(
                 "statistics of the new days",
-                f"a measurement, because ingest.checks sets {', '.join(config.strict)} to keep days out", reason,
+                f"a measurement, because ingest.checks sets {', '.join(strict)} to keep days out", reason,
                 "Ingest fewer days at once, or set these rules to warn.",
             ) from error  # fmt: skip
         warn(f"days are written unchecked and without statistics: {reason}")
         return None
-    earlier = profiles(warehouse, table, _days_before(warehouse, table, counts, config.trailing_days))
+    earlier = profiles(warehouse, table, _days_before(warehouse, table, counts, config.trailing_days) | counts.keys())
     by_key = config.key is not None and config.duplicates != "off"
     duplicates = _count_duplicates(connection, rows, config.key or "") if by_key else {}
-    profile, checked = check(measured, earlier, config, label, duplicates)
+    lost = {day: losses(day, columns_of_day(rows_of_day(measured, day))) for day in counts}
+    profile, checked = check(measured, earlier, config, label, duplicates, lost)
     return Intake(profile, checked)
 
 

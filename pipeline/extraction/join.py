@@ -103,19 +103,27 @@ class Join:
             f" {self.key} IN (SELECT {self.key} FROM {self.source} GROUP BY 1 HAVING count(*) > 1)) WHERE number > 1"
         )
 
-    def files_by_day(self, samples: str) -> dict[datetime.date, list[str]]:
-        """Returns day -> files of the outcome log that may hold an outcome of its impressions, judging by their times.
+    def windows_by_day(self, samples: str) -> dict[datetime.date, tuple[list[str], bool]]:
+        """Returns day -> (files of the outcome log that may hold an outcome of its impressions, whether it is open).
+
+        Both follow from the times in the log. A day is open until the newest outcome is as late as the end of the
+        longest window of its last impression. Outcomes from the future are errors and close no day.
 
         Args:
             samples: View of the samples.
         """
+        now = datetime.datetime.now(datetime.UTC).replace(tzinfo=None) + datetime.timedelta(days=1)  # any time zone
+        end = f"d.last + to_seconds({self.config.longest_seconds})"
         rows = self.connection.sql(
-            f"WITH files AS (SELECT {FILE} AS file, min({self.time}) AS first, max({self.time}) AS last FROM outcomes"
-            f" GROUP BY 1), days AS (SELECT {DAY} AS day, min({SHOWN}) AS first, max({SHOWN}) AS last FROM {samples}"
-            f" WHERE {REASON} IS NULL GROUP BY 1) SELECT d.day, list(f.file ORDER BY f.file) FROM days d JOIN files f"
-            f" ON f.last >= d.first AND f.first < d.last + to_seconds({self.config.longest_seconds}) GROUP BY 1"
+            f"WITH files AS (SELECT {FILE} AS file, min({self.time}) AS first, max({self.time}) AS last,"
+            f" max({self.time}) FILTER ({self.time} < TIMESTAMP '{now}') AS seen FROM outcomes GROUP BY 1),"
+            f" days AS (SELECT {DAY} AS day, min({SHOWN}) AS first, max({SHOWN}) AS last FROM {samples}"
+            f" WHERE {REASON} IS NULL GROUP BY 1)"
+            f" SELECT d.day, list(f.file ORDER BY f.file) FILTER (f.file IS NOT NULL),"
+            f" coalesce(any_value({end}) > (SELECT max(seen) FROM files), true)"
+            f" FROM days d LEFT JOIN files f ON f.last >= d.first AND f.first < {end} GROUP BY 1"
         ).fetchall()
-        return dict(rows)
+        return {day: (files or [], is_open) for day, files, is_open in rows}
 
     def attribute(self, samples: str, days: str) -> None:
         """Finds the outcomes of the impressions of some days. From then on the view has their labels.

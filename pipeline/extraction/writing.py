@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pyarrow as pa
 
+from pipeline.data.day_notes import INGEST
 from pipeline.errors import ConfigError
 from pipeline.extraction.days import SourceDay, days_condition
 from pipeline.extraction.opening import OpenSource
@@ -67,7 +68,8 @@ def write_days(
     query = f"SELECT {columns} FROM {rows.view} WHERE {GOOD} AND {days_condition(days)} {order}"
     reader = rows.connection.sql(query).to_arrow_reader(BATCH_ROWS)
     kept = sum(day.kept for day in days)
-    warehouse.replace_days(into, identities, reader.schema, _count_batches(reader, on_rows), kept)
+    notes = {day.day: {INGEST: day.note.model_dump(mode="json")} for day in days}
+    warehouse.replace_days(into, identities, reader.schema, _count_batches(reader, on_rows), kept, notes)
 
 
 def _count_batches(batches: Iterable[pa.RecordBatch], on_rows: Callable[[int], None]) -> Iterator[pa.RecordBatch]:

@@ -4,7 +4,7 @@ import fnmatch
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, NonNegativeInt, model_validator
 
 from pipeline.data.columns import Names
 from pipeline.errors import ColumnError, ConfigError, closest_names
@@ -30,6 +30,9 @@ class FeatureJoin(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     day_column: str | None = None
     """Column of the source (date, timestamp or ISO text) with the day of the rows to join. A process then holds only
     the days that it reads. None joins the source to all days."""
+    lag_days: NonNegativeInt = 0
+    """How many days before its own day a row reads the source. With 0, an aggregate of a day contains what happens
+    after the row; 1 reads the day before. Needs `day_column`."""
     prefix: str = ""
     """Prefix of the names of the added columns."""
     stored: bool = False
@@ -44,6 +47,10 @@ class FeatureJoin(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
                 f"features.joined '{self.table}'", "day_column 'day', the partition column of a table, or none",
                 f"'{self.day_column}'", "Correct day_column.",
             )  # fmt: skip
+        if self.lag_days and self.day_column is None:
+            raise ConfigError(
+                f"features.joined '{self.name}'", "`day_column` with `lag_days`", "none", "Name the column of the day."
+            )
         return self
 
     @property

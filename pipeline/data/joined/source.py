@@ -95,11 +95,12 @@ class FeatureSource:
         )
 
     def rows(self, day: datetime.date | None, names: Sequence[str]) -> Iterator[tuple[list[pa.Array], list[pa.Array]]]:
-        """Yields (keys in comparable form, added columns `names`) for batches of a day's rows.
+        """Yields (keys in comparable form, added columns `names`) for batches of the rows that join to a day.
 
         Args:
             day: None for all rows.
         """
+        day = None if day is None else day - self.lag
         columns = list(dict.fromkeys([*self.source.on, *(self.added[name] for name in names)]))
         for batch in self._batches(columns, day):
             where = self.pinned.where
@@ -108,7 +109,15 @@ class FeatureSource:
             yield keys, values
 
     def days(self) -> dict[datetime.date, str]:
-        """Returns day -> a hash that changes with its rows. Empty for a source without days."""
+        """Returns day -> a hash that changes with the rows that join to it. Empty for a source without days."""
+        return {day + self.lag: content for day, content in self._own_days().items()}
+
+    @property
+    def lag(self) -> datetime.timedelta:
+        """From a day of the source to the day whose rows read it."""
+        return datetime.timedelta(days=self.source.lag_days)
+
+    def _own_days(self) -> dict[datetime.date, str]:
         column = self.source.day_column
         if column is None:
             return {}

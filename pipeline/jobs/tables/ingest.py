@@ -66,7 +66,7 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
 
     Args:
         day: The one day to write; None: all days of the source.
-        force: Also writes days that the warehouse already has from the same input.
+        force: Also writes days that the warehouse already has from the same input, and days that lose something.
     """
     result = ingest(workspace, () if day is None else (day,), force)
     name, log = workspace.config.name, workspace.console.log
@@ -82,6 +82,18 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
         log.info("%s other days stay in the table: the source does not have them", result.days_elsewhere)
     if result.days_held:
         log.warning("%s days broke a rule and are held back in table %s", len(result.days_held), held_back_name(name))
+    if result.days_open:
+        log.warning(
+            "%s days are open, the first is %s: their labels may still change. An ingest with the outcomes that follow"
+            " closes them",
+            len(result.days_open),
+            result.days_open[0],
+        )
+    if result.backfilled is not None:
+        declare_columns(workspace, result.backfilled.columns)
+        log.info("back-filled: %s, %s days", ", ".join(result.backfilled.columns), len(result.backfilled.days_written))
+    for path, stale in result.stale_lookups.items():
+        log.info("%s days keep the values of an earlier '%s': refresh=past_days would change that", stale, path)
     for reason, rows in result.quarantined.items():
         log.warning("quarantined: %s rows, %s; see table %s", f"{rows:,}", reason, quarantine_name(name))
     touched = sorted([*result.days_written, *result.days_skipped, *result.days_held, *result.days_changed])
@@ -94,11 +106,15 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
         "days_skipped": len(result.days_skipped),
         "days_held": len(result.days_held),
         "days_changed": len(result.days_changed),
+        "held": [f"{day}" for day in result.days_held],
+        "days_backfilled": 0 if result.backfilled is None else len(result.backfilled.days_written),
+        "days_open": [f"{day}" for day in result.days_open],
         "first_day": str(touched[0]),
         "last_day": str(touched[-1]),
         "quarantined": dict(result.quarantined),
         "quarantined_rows": sum(result.quarantined.values()),
         "unmatched_lookups": dict(result.unmatched),
+        "stale_lookups": dict(result.stale_lookups),
         "left_out_rows": sum(rows.left_out for rows in result.by_day.values()),
         "by_day": {f"{day}": rows.model_dump() for day, rows in result.by_day.items()},
         "outcomes": {label: joined.model_dump() for label, joined in result.outcomes.items()},

@@ -8,6 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from pipeline.config.files import ROOT
+from pipeline.data.joined.backfilled import require_backfilled
 from pipeline.jobs.console import step
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import choose_version
@@ -57,6 +59,7 @@ def score_rows(
     rows, mean, speed = 0, None, None
     if work.todo:
         model = _load_model(tracker, config.model_name, number, workspace.home / "tmp")
+        require_backfilled(config.features.joined, warehouse, source, list(model.columns), work.todo, ROOT)
         began = time.perf_counter()
         with workspace.console.progress() as progress:
             done = score(config.scoring, warehouse, work, model, number, partial(progress, "score"))

@@ -10,8 +10,11 @@ import pyarrow as pa
 from pydantic import BaseModel
 
 from pipeline.catalog.events import read_events, refuse_deprecated
+from pipeline.config.files import ROOT
 from pipeline.data.config import PARTS, Part
+from pipeline.data.day_notes import open_days
 from pipeline.data.filters import check_filter
+from pipeline.data.joined.backfilled import require_backfilled
 from pipeline.data.joined.reader import filter_schema, joined_schema
 from pipeline.data.joined.source import PinnedSource
 from pipeline.data.selection import Selection, check_sampling, select
@@ -233,7 +236,12 @@ def _build_plan(workspace: Workspace, snapshot: SnapshotRef, schema: pa.Schema) 
 
 
 def build_specs(workspace: Workspace, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
-    """Returns the parts of a snapshot's split, with the plan for its columns."""
+    """Returns the parts of a snapshot's split, with the plan for its columns.
+
+    Raises:
+        ConfigError: If the config does not fit the table, the split names an open day, or a day lacks a column that
+            the config reads as back-filled.
+    """
     config = workspace.config
     warehouse, joined = workspace.warehouse, workspace.feature_joins()
     schema = joined_schema(warehouse, snapshot, joined)
@@ -243,10 +251,12 @@ def build_specs(workspace: Workspace, snapshot: SnapshotRef) -> dict[Part, DataS
     names = [feature.name for feature in plan.sparse]
     once = resolve(config.preprocessing.deduplicate, names, "preprocessing.deduplicate", "a sparse feature")
     extra = tuple(dict.fromkeys([*config.evaluation.columns, DAY, *_list_resample_columns(config.gate)]))
-    days = list(warehouse.day_rows(snapshot))
+    days, not_final = list(warehouse.day_rows(snapshot)), open_days(warehouse, snapshot)
+    if not_final and not config.split.open_days:
+        workspace.console.log.info("%s open days are left out, the first is %s", len(not_final), min(not_final))
     found: dict[Part, DataSpec] = {}
     for part in PARTS:
-        selection = select(config.split, part, days, config.filter, config.sampling)
+        selection = select(config.split, part, days, config.filter, config.sampling, not_final)
         if selection is not None:
             found[part] = DataSpec(
                 warehouse=config.warehouse,
@@ -261,6 +271,9 @@ def build_specs(workspace: Workspace, snapshot: SnapshotRef) -> dict[Part, DataS
                 session=session if part == "train" or (part == "valid" and once) else None,
                 deduplicate=() if part == "test" else tuple(once),
             )
+    columns = {name for spec in found.values() for name in spec.columns}
+    read = {day for spec in found.values() for day in spec.selection.days}
+    require_backfilled(config.features.joined, warehouse, snapshot, columns, read, ROOT)
     return found
 
 

@@ -57,6 +57,36 @@ def test_splits_by_day_take_each_day_once(split: dict[str, Any], days: list[int]
     assert all(part.exact for part in parts if part)
 
 
+NAMED = {"days": {"train": ["2024-12-25..2025-01-04"], "test": ["2025-01-05..2025-01-13"]}}
+HASHED: dict[str, Any] = {"hash": {"key": "user", "shares": {"train": 0.8, "test": 0.2}}}
+
+
+@pytest.mark.parametrize(
+    "split", [HASHED, {"every_nth_day": {"n": 5, "test": 0}}, {"column": {"name": "part", "valid": None}}], ids=str
+)
+def test_open_days_are_left_out_unless_they_are_allowed(split: dict[str, Any]) -> None:
+    open_days, config = set(DAYS[-2:]), SplitConfig.model_validate(split)
+    for part in PARTS:
+        every, some = select(config, part, DAYS, None), select(config, part, DAYS, None, open_days=open_days)
+        allowed = select(config.model_copy(update={"open_days": True}), part, DAYS, None, open_days=open_days)
+        assert allowed == every
+        assert (some and set(some.days)) == (every and set(every.days) - open_days)
+    assert "expected at least one day, got none of 2 days" in sentence(
+        lambda: select(config, "train", DAYS[-2:], None, open_days=open_days), EmptyDatasetError
+    )
+
+
+@pytest.mark.parametrize("split", [NAMED, {"hash": HASHED["hash"] | {"days": ["2025-01-05..2025-01-13"]}}], ids=str)
+def test_open_days_that_a_split_names_are_refused(split: dict[str, Any]) -> None:
+    config = SplitConfig.model_validate(split)
+    assert sentence(lambda: select(config, "test", DAYS, None, open_days=set(DAYS[-2:]))) == (
+        "split, part 'test': expected days whose attribution windows are over, got 2025-01-12 and 1 more, still open. "
+        "Ingest again once the outcome log has grown, name earlier days, or set split.open_days=true."
+    )
+    allowed = config.model_copy(update={"open_days": True})
+    assert select(allowed, "test", DAYS, None, open_days=set(DAYS)) == select(config, "test", DAYS, None)
+
+
 def test_every_nth_day_is_the_day_of_the_year_modulo_n() -> None:
     test = chosen({"every_nth_day": {"n": 5, "valid": 3, "test": 4}}, "test")
     assert test is not None

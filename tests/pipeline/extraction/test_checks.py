@@ -93,7 +93,7 @@ def describe(checked: CheckResult) -> list[str]:
 
 
 def test_every_rule_has_a_day_that_breaks_it() -> None:
-    assert set(get_args(Rule)) == BREAKS.keys()
+    assert set(get_args(Rule)) - {"losses"} == BREAKS.keys(), "losses: see test_losses.py"
 
 
 @pytest.mark.parametrize("rule", BREAKS)
@@ -197,7 +197,7 @@ def test_statistics_are_stored_with_their_days(ingest: Any, source: Any, warehou
     assert kinds == {"date": "other", "key": "id", "label": "number", "price": "number", "user": "id", "items": "ids", "old": "number", "new": "number"}  # fmt: skip
     assert set(profiles(warehouse, "events")[DAY].to_pylist()) == set(DAYS)
     put_again = source(lambda table: table.slice(0, 700))
-    ingest(put_again, profile=False, dense=["price"])
+    ingest(put_again, profile=False, dense=["price"], checks={"losses": "off"})
     assert profiles(warehouse, "events", [LAST]).num_rows == 0
     assert profiles(warehouse, "events").num_rows == 40
 

@@ -137,6 +137,7 @@ def test_late_outcomes_write_the_days_they_concern(ingest: Any, stored: Any, put
     put("features/all.parquet", impression_id=[1, 2, 3, 4], event_time=when, user=[1, 2, 3, 4])
     clicks = {"action": ["click"], "price": [1.0]}
     put("outcomes/1.parquet", impression_id=[1], outcome_time=[when[0]], **clicks)
+    put("outcomes/9.parquet", impression_id=[9], outcome_time=[MIDNIGHT + pd.Timedelta(days=5)], **clicks)
     assert ingest(source()).days_written == tuple(DAYS[:3])
     late = [when[1] + pd.Timedelta(minutes=30)]
     put("outcomes/2.parquet", impression_id=[2], outcome_time=late, **clicks)

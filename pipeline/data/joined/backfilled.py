@@ -1,0 +1,79 @@
+"""Which columns backfills have written into a table, and whether the days that are read have them."""
+
+import datetime
+import json
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+from pipeline.data.day_notes import backfilled_columns
+from pipeline.data.joined.source import FeatureSource, pin_sources
+from pipeline.errors import ConfigError, ContractError
+from pipeline.transforms.schema import FeatureJoin
+from storage.reader import SnapshotRef
+from storage.warehouse import Warehouse
+
+COLUMNS = "dlrm.joined.columns"
+"""Property of a table: JSON list of the columns that backfills of earlier versions have written."""
+COLUMN = "dlrm.joined.column."
+"""Prefix of a property for each column that a backfill has written. Two writers that add one each keep both."""
+
+
+def written_columns(warehouse: Warehouse, table: str) -> set[str]:
+    """Returns the columns that backfills have written, into some days or all."""
+    properties = warehouse.table(table).properties
+    named = {key.removeprefix(COLUMN) for key in properties if key.startswith(COLUMN)}
+    return named.union(json.loads(properties.get(COLUMNS, "[]")))
+
+
+def note_columns(warehouse: Warehouse, table: str, names: Iterable[str]) -> None:
+    """Notes that backfills write columns."""
+    for name in sorted(set(names) - written_columns(warehouse, table)):
+        warehouse.set_property(table, f"{COLUMN}{name}", "1")
+
+
+def require_backfilled(
+    joined: Sequence[FeatureJoin],
+    warehouse: Warehouse,
+    snapshot: SnapshotRef,
+    columns: Collection[str],
+    days: Collection[datetime.date],
+    root: Path,
+) -> None:
+    """Refuses to read stored columns of feature sources from days that no backfill has written them into.
+
+    Such values would all be null. They may be null on a day that the feature source has passed without a row.
+
+    Args:
+        columns: Columns to read.
+        days: Days to read.
+        root: Folder that relative paths start from.
+    Raises:
+        ConfigError: If a day lacks a column.
+    """
+    stored = [source for source in joined if source.stored]
+    written = written_columns(warehouse, snapshot.table) if stored else set()
+    noted = backfilled_columns(warehouse, snapshot) if written else {}
+    for source in stored:
+        read = [name for name in columns if name in written and source.may_add(name)]
+        lacking = sorted(day for day in days if not noted.get(day, set()).issuperset(read))
+        lacking = [day for day in lacking if day not in _days_passed(source, warehouse, root, lacking)]
+        if lacking:
+            span = f"{lacking[0]}" if len(lacking) == 1 else f"{len(lacking)} days, the first is {lacking[0]}"
+            raise ConfigError(
+                f"features.joined '{source.name}' (stored)", f"{', '.join(read)} back-filled into each day",
+                f"no backfill of {span}", "Run `python -m flows.enrich` with this config.",
+            )  # fmt: skip
+
+
+def _days_passed(
+    source: FeatureJoin, warehouse: Warehouse, root: Path, days: Collection[datetime.date]
+) -> set[datetime.date]:
+    """Days without a row in a feature source that has rows of later days. A newer day may still get its rows."""
+    if not days or source.day_column is None:
+        return set()
+    try:
+        (pinned,) = pin_sources([source], root, warehouse)
+        there = FeatureSource(pinned, warehouse).days()
+    except ContractError:  # the source is gone
+        return set()
+    return {day for day in days if there and day not in there and day < max(there)}

@@ -1,0 +1,140 @@
+"""Finds what a day would lose if it were written again: its input now, compared with what the table has of it."""
+
+import datetime
+import fnmatch
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.data.day_notes import DayNote, InputFiles, backfilled_columns, day_notes
+from pipeline.data.profile import profile_name, profiles
+from pipeline.extraction.checks import Columns
+from pipeline.extraction.config import ChecksConfig
+from pipeline.extraction.days import SourceDay
+from storage.reader import DAY
+from storage.warehouse import Warehouse
+
+Loss = tuple[str, str, str | None]
+"""What was expected, what was found, and the column, if it is about one."""
+NAMED = 3
+"""Most missing files that are named."""
+
+
+@dataclass(frozen=True)
+class StoredDay:
+    """What the table has of a day."""
+
+    rows: int
+    note: DayNote | None
+    """None: an earlier version of this code wrote it, or another engine."""
+    columns: Columns
+    """Stored statistics. Empty if there are none of these rows."""
+    backfilled: frozenset[str]
+    """Columns that a backfill has written."""
+
+
+def read_stored_days(
+    warehouse: Warehouse, table: str, days: Collection[datetime.date], due: Collection[datetime.date]
+) -> dict[datetime.date, StoredDay]:
+    """Reads what the table has of days. Days that it lacks are left out.
+
+    Args:
+        due: The days of these to read statistics of.
+    """
+    if not days or not warehouse.has_table(table) or warehouse.table(table).current_snapshot() is None:
+        return {}
+    snapshot = warehouse.current(table)
+    rows = warehouse.day_rows(snapshot)
+    notes, backfilled = day_notes(warehouse, snapshot), backfilled_columns(warehouse, snapshot)
+    statistics = _statistics(warehouse, table, [day for day in due if day in rows])
+    return {
+        day: StoredDay(
+            rows=rows[day],
+            note=notes.get(day),
+            columns=statistics.get(day, {}),
+            backfilled=frozenset(backfilled.get(day, ())),
+        )
+        for day in days
+        if rows.get(day)
+    }
+
+
+def find_losses(
+    day: SourceDay,
+    stored: StoredDay,
+    new: Columns | None,
+    refillable: Collection[str],
+    config: ChecksConfig,
+    label: str,
+    generated: bool,
+) -> Iterator[Loss]:
+    """Yields what a day would lose.
+
+    Rows that are refused do not count as lost: the quarantine table has them, and their share is limited.
+
+    Args:
+        new: Statistics of the rows to write. None: they were not measured.
+        refillable: Columns that can be back-filled again.
+        generated: Whether the logs are generated. They lose nothing: their config says what they hold.
+    """
+    for name in sorted(stored.backfilled.difference(refillable)):
+        yield "back-filled values, as in the table", "no feature source for them in features.joined", name
+    if generated:
+        return
+    if stored.note is not None:
+        yield from _lost_files("", stored.note.rows, day.note.rows)
+        yield from _lost_files("outcome ", stored.note.outcomes, day.note.outcomes)
+    kept = 1.0 - config.loss_share
+    if day.kept + day.refused < kept * stored.rows:
+        yield f"at least {kept * stored.rows:,.0f} rows, as in the table", f"{day.kept:,}", None
+    if new is None or not stored.columns:
+        return
+    old, now = _positives(stored.columns, label), _positives(new, label)
+    if old is not None and (now or 0) + day.refused < kept * old:
+        rate = f"label rate {old / stored.rows:.4f}"
+        yield (
+            f"at least {kept * old:,.0f} rows with label 1 ({rate}), as in the table",
+            f"{now or 0:,} (label rate {(now or 0) / max(day.kept, 1):.4f})",
+            None,
+        )
+    for name, before in sorted(stored.columns.items()):
+        if name == label or any(fnmatch.fnmatchcase(name, pattern) for pattern in config.skip):
+            continue
+        share, got = _coverage(before), _coverage(new.get(name))
+        if (share > 0.0 and got == 0.0) or got < share - config.coverage_change:
+            yield f"values in {share:.1%} of the rows, as in the table", f"{got:.1%}", name
+
+
+def _lost_files(kind: str, before: InputFiles, now: InputFiles) -> Iterator[Loss]:
+    if now.count < before.count:
+        gone = before.names_missing_in(now)
+        names = ", ".join(gone[:NAMED]) + (f" and {len(gone) - NAMED} more" if len(gone) > NAMED else "")
+        yield (
+            f"{before.count} {kind}files, as when the table got the day",
+            f"{now.count}{f', without {names}' if gone else ''}",
+            None,
+        )
+
+
+def _statistics(
+    warehouse: Warehouse, table: str, days: Collection[datetime.date]
+) -> dict[datetime.date, dict[str, dict[str, Any]]]:
+    """Day -> column -> stored statistics, of the days whose statistics are those of the rows in the table."""
+    name = profile_name(table)
+    if not warehouse.has_table(name):
+        return {}
+    measured, written = warehouse.day_identities(name), warehouse.day_identities(table)
+    same = [day for day in days if day in measured and measured[day] == written.get(day)]
+    found: dict[datetime.date, dict[str, dict[str, Any]]] = {}
+    for row in profiles(warehouse, table, same).to_pylist():
+        found.setdefault(row[DAY], {})[row["column"]] = row
+    return found
+
+
+def _positives(columns: Columns, label: str) -> int | None:
+    row = columns.get(label)
+    return None if row is None or row["mean"] is None else round(row["mean"] * row["rows"])
+
+
+def _coverage(row: Mapping[str, Any] | None) -> float:
+    return 0.0 if row is None else float(row["present"] / row["rows"])

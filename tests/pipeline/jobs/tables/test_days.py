@@ -1,0 +1,215 @@
+"""Days from their ingest to what a training reads of them: open ones, and those without back-filled columns."""
+
+import datetime
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.catalog.events import newest_events, read_events
+from pipeline.config import load
+from pipeline.data.day_notes import backfilled_columns, open_days
+from pipeline.data.joined.backfilled import COLUMNS, written_columns
+from pipeline.errors import ConfigError
+from pipeline.jobs.tables.ingest import enrich_days, ingest_days
+from pipeline.jobs.training.job import resolve_dataset
+from pipeline.jobs.workspace import Workspace
+from storage.errors import ConflictError
+from storage.warehouse import Warehouse
+
+DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]
+NAMED = {"days": {"train": ["2025-03-01..2025-03-03"], "test": ["2025-03-04"]}}
+
+
+def put_day(root: Path, number: int, outcomes: bool = True, side: bool = True, rows: int = 40) -> None:
+    """A file of impressions and one of outcomes, and a file with a score for each user."""
+    day = DAYS[number]
+    at = pd.Timestamp(day) + pd.to_timedelta(np.arange(rows) * 2_000, unit="s")
+    keys = number * 1_000 + np.arange(rows)
+    logs = {"features": {"impression_id": keys, "event_time": at, "user": np.arange(rows) % 10}}
+    logs |= {"outcomes": {"impression_id": keys[::3], "outcome_time": at[::3]}} if outcomes else {}
+    logs |= (
+        {"side": {"day": [day] * 10, "user": np.arange(10), "score": np.arange(10) + 100.0 * number}} if side else {}
+    )
+    for name, columns in logs.items():
+        (root / name).mkdir(exist_ok=True)
+        pq.write_table(pa.table(columns), root / name / f"{day}.parquet")
+
+
+def workspace(root: Path, split: dict[str, Any] = NAMED, **joined: Any) -> Workspace:
+    """With `joined`, the keys of a feature source, the config reads its column."""
+    source = {"path": f"{root}/side/*.parquet", "on": "user", "day_column": "day"} | joined
+    values = {
+        "name": "beta", "home": str(root / "home"),
+        "source": {
+            "path": f"{root}/features/*.parquet", "day_column": "event_time",
+            "outcomes": {"path": f"{root}/outcomes/*.parquet", "window_seconds": 3_600},
+        },
+        "features": {
+            "dense": [{"columns": ["score"]}] if joined else [],
+            "sparse": [{"columns": ["user"], "transforms": [{"kind": "sigrid_hash", "size": 16}]}],
+            "joined": [source] if joined else [],
+        },
+        "split": split, "model": {"interaction": "cat"},
+    }  # fmt: skip
+    return Workspace(load(values))
+
+
+def scores(warehouse: Warehouse) -> dict[datetime.date, set[float | None]]:
+    """Day -> tens of its scores, which tell the day that they are of."""
+    reader = warehouse.reader(warehouse.current("beta"), ["day", "score"])
+    frame = pa.concat_tables([reader.read(one) for one in reader.fragments()]).to_pydict()
+    found: dict[datetime.date, set[float | None]] = {}
+    for day, score in zip(frame["day"], frame["score"], strict=True):
+        found.setdefault(day, set()).add(None if score is None else score // 100)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DLRM_HOME", raising=False)
+
+
+# Open days
+
+
+def test_an_open_day_is_trained_on_only_if_the_config_says_so(tmp_path: Path) -> None:
+    for number in range(4):
+        put_day(tmp_path, number)
+    result = ingest_days(workspace(tmp_path), None, False)
+    assert (result["days_open"], result["by_day"]["2025-03-04"]["open"]) == (["2025-03-04"], True)
+    with pytest.raises(ConfigError, match=r"split, part 'test': expected days whose attribution windows are over"):
+        resolve_dataset(workspace(tmp_path), None)
+    _, data = resolve_dataset(workspace(tmp_path, NAMED | {"open_days": True}), None)
+    assert data["test"].selection.days == (DAYS[3],)
+    hashed = {"hash": {"key": "user", "shares": {"train": 0.5, "test": 0.5}}}
+    snapshot, data = resolve_dataset(workspace(tmp_path, hashed), None)
+    assert data["train"].selection.days == tuple(DAYS[:3])
+    warehouse = workspace(tmp_path).warehouse
+    assert open_days(warehouse, snapshot) == {DAYS[3]}
+    after = pd.Timestamp(DAYS[3]) + pd.Timedelta(days=2)
+    pq.write_table(pa.table({"impression_id": [-1], "outcome_time": [after]}), tmp_path / "outcomes" / "later.parquet")
+    closed = ingest_days(workspace(tmp_path), None, False)
+    assert (closed["days_written"], closed["days_open"]) == (1, [])
+    _, data = resolve_dataset(workspace(tmp_path), None)
+    assert data["test"].selection.days == (DAYS[3],)
+    _, before = resolve_dataset(workspace(tmp_path, hashed), snapshot.snapshot_id)
+    assert before["train"].selection.days == tuple(DAYS[:3]), "the day was open in that snapshot"
+
+
+# Back-filled columns
+
+
+def test_days_that_lack_a_stored_column_are_refused_until_it_is_back_filled(tmp_path: Path) -> None:
+    for number in range(4):
+        put_day(tmp_path, number)
+    plain, stored = workspace(tmp_path), workspace(tmp_path, NAMED | {"open_days": True}, stored=True)
+    ingest_days(plain, None, False)
+    enrich_days(workspace(tmp_path, stored=False), None, DAYS[1], False)
+    with pytest.raises(ConfigError) as error:
+        resolve_dataset(stored, None)
+    assert str(error.value) == (
+        f"features.joined '{tmp_path}/side/*.parquet' (stored): expected score back-filled into each day, got no "
+        "backfill of 2 days, the first is 2025-03-03. Run `python -m flows.enrich` with this config."
+    )
+    enrich_days(stored, None, None, False)
+    resolve_dataset(stored, None)
+    (tmp_path / "side" / "2025-03-02.parquet").unlink()
+    ingest_days(plain, DAYS[1], True)
+    resolve_dataset(stored, None)  # the feature source has passed that day without a row
+    (tmp_path / "side" / "2025-03-04.parquet").unlink()
+    ingest_days(plain, DAYS[3], True)
+    with pytest.raises(ConfigError, match="got no backfill of 2025-03-04"):
+        resolve_dataset(stored, None)  # its rows may still come
+
+
+def test_an_ingest_back_fills_the_days_it_writes(tmp_path: Path) -> None:
+    for number in range(2):
+        put_day(tmp_path, number)
+    stored = workspace(tmp_path, stored=True)
+    first = ingest_days(stored, None, False)
+    assert (first["days_written"], first["days_backfilled"]) == (2, 2)
+    assert newest_events(read_events(stored.warehouse, "beta"))["score"].state == "beta"
+    assert scores(stored.warehouse) == {DAYS[0]: {0.0}, DAYS[1]: {1.0}}
+    put_day(tmp_path, 2, side=False)
+    late = ingest_days(stored, None, False)
+    assert (late["days_written"], late["days_backfilled"]) == (2, 1), "day 2 is new, and day 1 has closed"
+    assert scores(stored.warehouse)[DAYS[2]] == {None}
+    put_day(tmp_path, 2)
+    again = ingest_days(stored, DAYS[2], False)
+    assert (again["days_written"], again["days_backfilled"]) == (1, 1)
+    before = stored.warehouse.current("beta")
+    assert ingest_days(stored, None, False)["status"] == "skipped"
+    assert stored.warehouse.current("beta") == before
+    assert scores(stored.warehouse) == {day: {float(number)} for number, day in enumerate(DAYS[:3])}
+    assert open_days(stored.warehouse, before) == {DAYS[2]}, "a backfill keeps the day's note"
+
+
+def test_a_day_that_would_lose_back_filled_columns_is_held(tmp_path: Path) -> None:
+    for number in range(2):
+        put_day(tmp_path, number)
+    plain = workspace(tmp_path)
+    ingest_days(plain, None, False)
+    enrich_days(workspace(tmp_path, stored=False), None, None, False)
+    put_day(tmp_path, 0, rows=42)
+    held = ingest_days(plain, None, False)
+    assert (held["days_written"], held["held"]) == (0, ["2025-03-01"])
+    finding = held["checks"]["findings"][0]
+    assert (finding["column"], finding["got"]) == ("score", "no feature source for them in features.joined")
+    assert scores(plain.warehouse)[DAYS[0]] == {0.0}
+    trial = ingest_days(workspace(tmp_path, stored=False), None, True)
+    assert (trial["days_written"], trial["days_backfilled"]) == (2, 2), "a config that names the source fills it again"
+    assert scores(plain.warehouse) == {DAYS[0]: {0.0}, DAYS[1]: {1.0}}
+    assert ingest_days(plain, None, True)["held"] == []
+    assert backfilled_columns(plain.warehouse, plain.warehouse.current("beta")) == {DAYS[0]: set(), DAYS[1]: set()}
+
+
+def test_a_lost_feature_source_holds_the_days_that_need_it(tmp_path: Path) -> None:
+    put_day(tmp_path, 0)
+    stored = workspace(tmp_path, stored=True)
+    ingest_days(stored, None, False)
+    (tmp_path / "side" / "2025-03-01.parquet").unlink()
+    put_day(tmp_path, 0, rows=42, side=False)
+    assert ingest_days(stored, None, False)["held"] == ["2025-03-01"]
+
+
+def test_with_a_lag_a_row_reads_an_earlier_day_of_the_source(tmp_path: Path) -> None:
+    for number in range(3):
+        put_day(tmp_path, number)
+    lagging = workspace(tmp_path, NAMED | {"open_days": True}, lag_days=1, stored=True)
+    ingest_days(lagging, None, False)
+    assert scores(lagging.warehouse) == {DAYS[0]: {None}, DAYS[1]: {0.0}, DAYS[2]: {1.0}}
+    put_day(tmp_path, 3, side=False)
+    ingest_days(lagging, None, False)
+    assert scores(lagging.warehouse)[DAYS[3]] == {2.0}
+    resolve_dataset(lagging, None)  # the source begins after the first day
+    with pytest.raises(ConfigError, match=r"expected `day_column` with `lag_days`, got none"):
+        workspace(tmp_path, lag_days=1, day_column=None)
+
+
+def test_two_backfills_at_once_keep_the_columns_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_day(tmp_path, 0)
+    ingest_days(workspace(tmp_path), None, False)
+    pq.write_table(pa.table({"user": np.arange(10), "weight": np.arange(10)}), tmp_path / "weights.parquet")
+    other = workspace(tmp_path, path=f"{tmp_path}/weights.parquet", day_column=None)
+    write, others = Warehouse.set_property, [other]
+
+    def after_another(self: Warehouse, name: str, key: str, value: str) -> None:
+        while others:  # another machine is between our reading and our writing
+            enrich_days(others.pop(), None, None, False)
+        write(self, name, key, value)
+
+    monkeypatch.setattr(Warehouse, "set_property", after_another)
+    monkeypatch.setattr(Workspace, "lock", lambda self, work: nullcontext())
+    with pytest.raises(ConflictError, match="rows written in the meantime"):
+        enrich_days(workspace(tmp_path, stored=False), None, None, False)
+    warehouse = other.warehouse
+    assert written_columns(warehouse, "beta") == {"score", "weight"}
+    monkeypatch.undo()
+    warehouse.set_property("beta", COLUMNS, '["older"]')
+    assert written_columns(warehouse, "beta") == {"older", "score", "weight"}
