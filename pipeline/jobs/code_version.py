@@ -69,6 +69,10 @@ def name_each(values: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(values))
 
 
+LEARNING_VERSION = 1
+"""Raise it in a change after which the same rows, config and seed make another model. Finished work then says so."""
+
+
 def read_commit() -> str:
     """Returns the commit, with `+` if the working tree has changes outside of docs; `unknown` outside git."""
     try:

@@ -139,7 +139,6 @@ EXECUTION = {
     "training.checkpoint_every_steps": 9,
     "training.keep_checkpoints": 9,
     "training.deadline_seconds": 9,
-    "registration.model_name": "other",
     "registration.defaults": {"age": 30},
     "scoring.keep": ["user"],
     "features.allow_deprecated": True,
@@ -152,8 +151,6 @@ EXECUTION = {
 SEMANTIC = {
     "name": "other",
     "seed": 2,
-    "filter": "age > 1",
-    "sampling": {"inputs": ["user"], "rate": 0.1},
     "features.derived": [{"kind": "first_x", "limit": 2, "inputs": ["user"], "output": "first"}],
     "training.epochs": 2,
     "training.batch_rows": 64,
@@ -162,7 +159,6 @@ SEMANTIC = {
     "preprocessing.shuffle_window_rows": 10,
     "preprocessing.session_column": "user",
     "model.embedding_width": 8,
-    "split.hash.shares.train": 0.25,
     "features.label": "click",
     "registration.weights": "int8",
 }
@@ -170,24 +166,30 @@ SEMANTIC = {
 
 @pytest.mark.parametrize("key", EXECUTION)
 def test_identity_stays_when_only_execution_changes(key: str) -> None:
-    assert identity(Workspace(load(MINIMAL, {key: EXECUTION[key]})), 5) == identity(Workspace(load(MINIMAL)), 5)
+    assert identity(Workspace(load(MINIMAL, {key: EXECUTION[key]})), {}, "plan") == identity(
+        Workspace(load(MINIMAL)), {}, "plan"
+    )
 
 
 @pytest.mark.parametrize("key", SEMANTIC)
 def test_identity_changes_with_what_is_learned(key: str) -> None:
-    assert identity(Workspace(load(MINIMAL, {key: SEMANTIC[key]})), 5) != identity(Workspace(load(MINIMAL)), 5)
+    assert identity(Workspace(load(MINIMAL, {key: SEMANTIC[key]})), {}, "plan") != identity(
+        Workspace(load(MINIMAL)), {}, "plan"
+    )
 
 
 def test_identity_stays_the_same_with_and_without_deduplication() -> None:
     sessions = {"preprocessing.session_column": "user"}
     once = load(MINIMAL, sessions | {"preprocessing.deduplicate": ["user"]})
-    assert identity(Workspace(once), 5) == identity(Workspace(load(MINIMAL, sessions)), 5)
+    assert identity(Workspace(once), {}, "plan") == identity(Workspace(load(MINIMAL, sessions)), {}, "plan")
 
 
-def test_identity_names_the_snapshot_and_is_of_fixed_length() -> None:
-    config = load(MINIMAL)
-    assert identity(Workspace(config), 5) != identity(Workspace(config), 6)
-    assert len(identity(Workspace(config), 5)) == 32
+def test_identity_names_rows_plan_and_model_and_is_of_fixed_length() -> None:
+    config, other = load(MINIMAL), load(MINIMAL, {"registration.model_name": "other"})
+    first = identity(Workspace(config), {}, "plan")
+    assert first not in (identity(Workspace(config), {"train": {}}, "plan"), identity(Workspace(config), {}, "other"))
+    assert first != identity(Workspace(other), {}, "plan")
+    assert len(first) == 32
 
 
 def test_parameters_are_flat() -> None:

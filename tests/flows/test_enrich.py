@@ -97,13 +97,17 @@ def test_a_joined_feature_and_the_same_one_backfilled_train_the_same_model(confi
 def test_a_changed_feature_source_is_another_training(config, monkeypatch, tmp_path):
     monkeypatch.setenv("DLRM_HOME", str(tmp_path / "home"))
     settings = load(config)
-    before, side = identity(Workspace(settings), 1), tmp_path / "side" / "0.parquet"
-    assert identity(Workspace(load(config)), 1) == before
+    before, side = identity(Workspace(settings), {}, "plan"), tmp_path / "side" / "0.parquet"
+    assert identity(Workspace(load(config)), {}, "plan") == before
     os.utime(side, ns=(1, 1))
-    assert identity(Workspace(settings), 1) != before
+    assert identity(Workspace(settings), {}, "plan") != before
     stored = load(config, {"features.joined.0.stored": True})
     without = load(config, {"features.joined": []})
-    assert identity(Workspace(stored), 1) == identity(Workspace(without), 1) != identity(Workspace(settings), 1)
+    assert (
+        identity(Workspace(stored), {}, "plan")
+        == identity(Workspace(without), {}, "plan")
+        != identity(Workspace(settings), {}, "plan")
+    )
 
 
 def test_the_feature_is_not_in_the_table_until_it_is_written(config, command, tmp_path):

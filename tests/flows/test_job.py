@@ -12,6 +12,7 @@ from pipeline.config import load
 from pipeline.config.files import ROOT
 from pipeline.data.joined.source import pin_sources
 from pipeline.errors import ConfigError
+from pipeline.jobs.training import run
 from pipeline.jobs.training.job import resolve_dataset, resolve_job, tag_inputs
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.versions import find_versions
@@ -85,6 +86,18 @@ def test_fault_8_side_tables_are_tagged_like_the_samples(ingested):
     assert held["smoke"] == snapshot
     for name, number in held.items():
         assert warehouse.table(name).refs()[f"train-1234567890ab-{number}"].snapshot_id == number
+
+
+def test_a_version_of_the_code_that_learns_otherwise_says_so(smoke, home, monkeypatch, caplog):
+    monkeypatch.setenv("DLRM_HOME", str(home))
+    workspace = Workspace(load(CONFIG))
+    job = resolve_job(workspace, None, False)
+    sentence = "this version of the code would make another model of the same rows; force=true trains it"
+    assert run.load_result(workspace, job)["learning_version"] == run.LEARNING_VERSION
+    assert sentence not in caplog.messages
+    monkeypatch.setattr(run, "LEARNING_VERSION", run.LEARNING_VERSION + 1)
+    assert run.load_result(workspace, job)["status"] == "skipped"
+    assert sentence in caplog.messages
 
 
 def test_evaluation_rows_are_not_deduplicated(ingested):

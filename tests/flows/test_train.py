@@ -181,7 +181,7 @@ def test_the_same_training_is_skipped(smoke, command, home):
     assert {key: result[key] for key in ("model", "mlflow_run_id", "train", "eval")} == {
         key: smoke[key] for key in ("model", "mlflow_run_id", "train", "eval")
     }
-    assert "skipped: smoke version 1 has the same snapshot and config; force=true trains again" in log
+    assert "skipped: smoke version 1 has the same rows and config; force=true trains again" in log
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_a_new_slice_evaluates_again_and_trains_nothing(smoke, command, copied, 
     slices = "evaluation.slices=[cat_country]"
     code, result, log = command(train, CONFIG, slices, home=copied)
     assert (code, result["status"]) == (0, "ok")
-    assert "its evaluation is configured differently now" in log
+    assert "its evaluation has other settings or rows now" in log
     same = ("model", "gate", "identity", "mlflow_run_id", "train", "eval")
     assert {key: result[key] for key in same} == {key: smoke[key] for key in same}
     tracker = Workspace(load(CONFIG)).tracking

@@ -1,8 +1,6 @@
 """A day of recurring training: its snapshot, its champion, the days new to it, and the training of the day."""
 
 import datetime
-import hashlib
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ from pipeline.errors import ConfigError, EmptyDatasetError, RegistryError
 from pipeline.evaluation.policy import ChampionStanding, Decision
 from pipeline.jobs.recurring.pending import PendingDays, find_open, find_pending
 from pipeline.jobs.training.identity import digest, semantics
-from pipeline.jobs.training.job import REGISTERED, TrainingJob, build_specs, make_job, registered_model
+from pipeline.jobs.training.job import REGISTERED, TrainingJob, build_specs, find_begun, make_job, registered_model
 from pipeline.jobs.training.provenance import fetch_record
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
@@ -258,11 +256,12 @@ def make_day_job(
     from_scratch = decision.training == "scratch"
     days = today.scratch_days if from_scratch else today.new_days
     # Another champion, other rows or another kind of training must not resume from these checkpoints.
-    contents = workspace.warehouse.day_names(today.snapshot)  # a checkpoint holds a position in files
+    contents = workspace.warehouse.day_contents(today.snapshot)
     work = [decision.training, today.champion.version, *(contents[day] for day in (*days, today.day))]
-    digest = hashlib.sha256(json.dumps(work).encode()).hexdigest()[:8]
-    name = f"{workspace.config.name}-{today.day}-{today.identity[:12]}-{digest}"
+    name = f"{workspace.config.name}-{today.day}-{today.identity[:12]}-{digest({'work': work})[:8]}"
     folder = workspace.unfinished_folder("runs", name, REGISTERED)
+    begun = find_begun(workspace.warehouse, folder)
+    today = today if begun is None else today.model_copy(update={"snapshot": begun})
     data, start = _select_parts(workspace, today, days), None
     before: Mapping[str, str] = {}
     tags = {"day": f"{today.day}", "trained_from": "scratch" if from_scratch else f"{today.champion.version}"}

@@ -26,7 +26,7 @@ from pipeline.jobs.search.trials import (
     open_search_run,
     pin_search,
 )
-from pipeline.jobs.training.identity import semantics
+from pipeline.jobs.training.identity import describe_rows, semantics
 from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.training.run import train_version
 from pipeline.jobs.workspace import Workspace
@@ -84,7 +84,10 @@ def pin_release(workspace: Workspace, snapshot_id: int | None, force: bool) -> S
                 raise ConfigError("release.fresh", expected, f"rows of split's `{part}`", "Choose other test rows.")
     inputs: dict[str, Any] = {"config": semantics(workspace, evaluation=True), "release": config.release.identity()}
     inputs |= {"model": config.model_name, "gate": config.gate.model_dump(mode="json")}
-    return pin_search(workspace, "releases", snapshot, inputs, force)
+    rows: dict[str, Any] = {"plan": data["train"].plan.hash}
+    rows["compared"] = describe_rows(workspace.warehouse, data, RANKED_BY)
+    rows["last"] = describe_rows(workspace.warehouse, last)
+    return pin_search(workspace, "releases", snapshot, rows, inputs, force)
 
 
 def load_candidates(config: RunConfig) -> dict[str, RunConfig]:

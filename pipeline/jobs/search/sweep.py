@@ -19,7 +19,7 @@ from pipeline.jobs.search.trials import (
     open_search_run,
     pin_search,
 )
-from pipeline.jobs.training.identity import semantics
+from pipeline.jobs.training.identity import LEARNED, describe_rows, semantics
 from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.workspace import Workspace
 from pipeline.search.config import SweepConfig
@@ -46,7 +46,8 @@ def pin_sweep(workspace: Workspace, snapshot_id: int | None, force: bool) -> Sea
     if "valid" not in data:
         raise ConfigError("split", "validation rows, by which trials are ranked", "none", "Name some as `valid`.")
     inputs = {"config": semantics(workspace, evaluation=True), "sweep": config.sweep.identity()}
-    return pin_search(workspace, "sweeps", snapshot, inputs, force)
+    rows = {"plan": data["train"].plan.hash, **describe_rows(workspace.warehouse, data, LEARNED)}
+    return pin_search(workspace, "sweeps", snapshot, rows, inputs, force)
 
 
 def check_space(config: RunConfig) -> None:

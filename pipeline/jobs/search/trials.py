@@ -62,17 +62,25 @@ class SearchJob(BaseModel, frozen=True):
 
 
 def pin_search(
-    workspace: Workspace, kind: str, snapshot: SnapshotRef, inputs: Mapping[str, Any], force: bool
+    workspace: Workspace,
+    kind: str,
+    snapshot: SnapshotRef,
+    rows: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    force: bool,
 ) -> SearchJob:
     """Returns the search with these inputs: the one that was started, or a new one.
 
     Args:
         kind: Folder below `home`, such as `sweeps`.
-        inputs: What decides the outcome, apart from the snapshot.
+        rows: What the trainings of the search read, of `describe_rows`.
+        inputs: What decides the outcome, apart from the rows.
         force: Starts a new search if the last one has ended.
     """
-    identity = _hash({"snapshot_id": snapshot.snapshot_id, **inputs})
+    identity = _hash({"rows": rows, **inputs})
     folder = workspace.latest_folder(kind, f"{workspace.config.name}-{identity[:12]}", RESULT, force)
+    if (folder / PINNED).exists():  # its snapshot has the same rows, and its checkpoints hold positions in its files
+        return SearchJob.model_validate_json((folder / PINNED).read_text(encoding="utf-8"))
     return SearchJob(identity=identity, folder=str(folder), snapshot=snapshot, inputs=_hash(inputs))
 
 

@@ -14,7 +14,7 @@ from pipeline.evaluation.html import render_report
 from pipeline.evaluation.metrics import format_metric
 from pipeline.evaluation.plots import FeatureImportance
 from pipeline.evaluation.record import describe_quality
-from pipeline.jobs.code_version import noted_code, trained_by
+from pipeline.jobs.code_version import LEARNING_VERSION, noted_code, trained_by
 from pipeline.jobs.console import step
 from pipeline.jobs.training.evaluate import (
     EvaluationResult,
@@ -24,6 +24,7 @@ from pipeline.jobs.training.evaluate import (
     evaluate_model,
     pack_model,
 )
+from pipeline.jobs.training.identity import name_test_rows
 from pipeline.jobs.training.job import REGISTERED, TrainingJob
 from pipeline.jobs.training.provenance import RECORD
 from pipeline.jobs.training.rank_spec import SHARDING_PLAN
@@ -225,7 +226,9 @@ def publish(
         "model": model.model_dump() | {"alias": alias},
         "mlflow_run_id": run_id,
         "identity": job.identity,
+        "test_rows": name_test_rows(workspace.warehouse, job.data),
         "git_commit": trained_by(Path(job.folder)).commit,
+        "learning_version": LEARNING_VERSION,
     } | dict(job.notes)
     tracker.log_json(run_id, result, RESULT)
     text = _write_pages(workspace, model.version, run_id)
@@ -260,7 +263,7 @@ def evaluate_again(workspace: Workspace, job: TrainingJob) -> dict[str, Any]:
     assert job.done is not None
     version, run_id = job.done
     tracker, name, log = workspace.tracking, workspace.config.model_name, workspace.console.log
-    log.info("%s version %s is the same training; its evaluation is configured differently now", name, version)
+    log.info("%s version %s is the same training; its evaluation has other settings or rows now", name, version)
     features: tuple[FeatureImportance, ...] = ()
     with ScratchFolder("dlrm-model-") as temporary, workspace.console.progress() as progress:
         model = download_packed(tracker, name, version, Path(temporary))
@@ -276,6 +279,7 @@ def evaluate_again(workspace: Workspace, job: TrainingJob) -> dict[str, Any]:
     tracker.log(run_id, int(result["train"]["steps"]), values)
     _log_report(workspace, report, features, result["train"]["best_step"], run_id)
     result["eval"] = report.numbers | {"undefined": dict(report.overall.undefined)}
+    result["test_rows"] = name_test_rows(workspace.warehouse, job.data)
     result["droppable_features"] = [one.name for one in features if one.droppable]
     tracker.log_json(run_id, result, RESULT)
     text = _write_pages(workspace, version, run_id)

@@ -1,11 +1,20 @@
-"""Names of trainings by what decides their result: the snapshot, the config's semantics, the joined sources."""
+"""Names of trainings by what they learn from: rows, plan and the config's semantics. No snapshot, no layout."""
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pipeline.data.config import PARTS, Part
 from pipeline.data.joined.source import source_identity
 from pipeline.jobs.workspace import Workspace
+from pipeline.preprocessing.dataset import DataSpec
+from storage.warehouse import Warehouse
+
+LEARNED: tuple[Part, ...] = ("train", "valid")
+"""Parts of a split that a training learns from: its rows, and those that stop it."""
+ROWS = ("split", "filter", "sampling")
+"""Keys of a config that select rows. `describe_rows` has what they select."""
 
 
 def semantics(workspace: Workspace, evaluation: bool = False) -> dict[str, Any]:
@@ -22,11 +31,38 @@ def semantics(workspace: Workspace, evaluation: bool = False) -> dict[str, Any]:
     return values | {"joined_contents": found} if found else values
 
 
-def identity(workspace: Workspace, snapshot_id: int) -> str:
-    """Names a training by its inputs: snapshot and semantics."""
-    return digest({"snapshot_id": snapshot_id, "config": semantics(workspace)})
+def describe_rows(
+    warehouse: Warehouse, data: Mapping[Part, DataSpec], parts: Iterable[Part] = PARTS
+) -> dict[str, dict[str, Any]]:
+    """Returns part -> its days with the content of their rows, and which of these rows are taken.
+
+    The same rows in other files or in a later snapshot give the same description.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        if part in data:
+            selection, contents = data[part].selection, warehouse.day_contents(data[part].snapshot)
+            days = {f"{day}": contents[day] for day in selection.days}
+            found[part] = {"days": days, **selection.model_dump(mode="json", exclude={"days"})}
+    return found
 
 
-def digest(values: dict[str, Any]) -> str:
+def identity(workspace: Workspace, rows: Mapping[str, Any], plan_hash: str) -> str:
+    """Names a training by what decides the model that it makes, and by the name of that model.
+
+    Args:
+        rows: Of `describe_rows`, for the parts that it learns from.
+        plan_hash: Of the plan before it is fitted.
+    """
+    config = {key: value for key, value in semantics(workspace).items() if key not in ROWS}
+    return digest({"model": workspace.config.model_name, "rows": rows, "plan": plan_hash, "config": config})
+
+
+def name_test_rows(warehouse: Warehouse, data: Mapping[Part, DataSpec]) -> str:
+    """Returns a hash that identifies the evaluation rows."""
+    return digest(describe_rows(warehouse, data, ["test"]))
+
+
+def digest(values: Mapping[str, Any]) -> str:
     """Hash of JSON values, 32 hexadecimal digits."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]

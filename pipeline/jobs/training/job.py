@@ -1,6 +1,7 @@
 """A pinned training: what it reads, where it writes, and whether it is done. Also its MLflow run."""
 
 import datetime
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.evaluation.config import GateConfig
 from pipeline.extraction.samples import refuse_outcomes
 from pipeline.jobs.code_version import read_commit
+from pipeline.jobs.training.identity import LEARNED, describe_rows
 from pipeline.jobs.training.identity import identity as identity_of
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.dataset import DataSpec, count_rows, fit_plan
@@ -42,6 +44,8 @@ RUN_ID = "mlflow_run_id"
 """File in a run's folder with the id of its MLflow run."""
 REGISTERED = "registered"
 """File in a run's folder once its model is in the registry. A run without it is resumed."""
+SNAPSHOT = "snapshot.json"
+"""File in a run's folder with the snapshot that its checkpoints were trained on. They hold positions in its files."""
 JOB = "job.json"
 """File in a run's folder with the job itself, if config and snapshot alone do not determine it."""
 
@@ -50,10 +54,6 @@ def registered_model(folder: Path) -> str | None:
     """Returns the name of the model that a run's folder was registered as. None: the run is not finished."""
     note = folder / REGISTERED
     return note.read_text(encoding="utf-8").strip().rpartition(" ")[0] if note.exists() else None
-
-
-LEARNED: tuple[Part, ...] = ("train", "valid")
-"""Parts of a split that a training learns from."""
 
 
 class TrainingJob(BaseModel, frozen=True):
@@ -130,8 +130,8 @@ def resolve_job(workspace: Workspace, snapshot_id: int | None, force: bool) -> T
     """
     config = workspace.config
     snapshot, data = resolve_dataset(workspace, snapshot_id)
-    identity = identity_of(workspace, snapshot.snapshot_id)
-    tracker = workspace.tracking
+    warehouse, tracker = workspace.warehouse, workspace.tracking
+    identity = identity_of(workspace, describe_rows(warehouse, data, LEARNED), data["train"].plan.hash)
     versions = [] if force else find_versions(tracker, config.model_name, identity)
     done = next(
         (
@@ -142,6 +142,10 @@ def resolve_job(workspace: Workspace, snapshot_id: int | None, force: bool) -> T
         None,
     )
     folder = workspace.unfinished_folder("runs", f"{config.name}-{identity[:12]}", REGISTERED)
+    begun = None if done else find_begun(warehouse, folder)
+    if begun is not None and begun != snapshot:
+        workspace.console.log.info("resumes on snapshot %s, which has the same rows", begun.snapshot_id)
+        snapshot, data = resolve_dataset(workspace, begun.snapshot_id)
     return make_job(folder, workspace, identity, (snapshot, data), done)
 
 
@@ -154,6 +158,27 @@ def _suffices(workspace: Workspace, version: tuple[int, str]) -> bool:
     if lost:
         workspace.console.log.info("version %s lacks %s quarantined rows, so it is trained again", version[0], lost)
     return not lost
+
+
+def find_begun(warehouse: Warehouse, folder: Path) -> SnapshotRef | None:
+    """Returns the snapshot that an interrupted training began on. None: it left no checkpoint, or the snapshot is gone.
+
+    Files of a later snapshot may hold the same rows in another order, and a checkpoint holds a position in them.
+    """
+    note = folder / SNAPSHOT
+    if not note.exists():
+        return None
+    begun = SnapshotRef.model_validate_json(note.read_text(encoding="utf-8"))
+    return begun if warehouse.table(begun.table).snapshot_by_id(begun.snapshot_id) is not None else None
+
+
+def begin(job: TrainingJob) -> None:
+    """Notes the snapshot of a training in its folder. Removes checkpoints that were trained on another one."""
+    folder, text = Path(job.folder), job.snapshot.model_dump_json()
+    note = folder / SNAPSHOT
+    if note.exists() and note.read_text(encoding="utf-8") != text:  # it has expired
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    write_text(note, text)
 
 
 def make_job(
@@ -174,20 +199,11 @@ def make_job(
     data = {part: spec.model_copy(update={"rows": rows[part]}) for part, spec in data.items()}
     if done is None:
         data = _fit_plan(data, folder, warehouse)
+    learned = describe_rows(warehouse, data, LEARNED)
+    days = {day: text for part in learned.values() for day, text in part["days"].items()}
     return TrainingJob(
-        identity=identity, snapshot=snapshot, folder=str(folder), rows=rows, data=data, done=done,
-        days=_learned_days(warehouse, data),
-    )  # fmt: skip
-
-
-def _learned_days(warehouse: Warehouse, data: Mapping[Part, DataSpec]) -> dict[str, str]:
-    """Returns day -> content of its rows, for the days of training and early stopping."""
-    found: dict[str, str] = {}
-    for part in LEARNED:
-        if part in data:
-            contents = warehouse.day_contents(data[part].snapshot)
-            found |= {f"{day}": contents[day] for day in data[part].selection.days}
-    return found
+        identity=identity, snapshot=snapshot, folder=str(folder), rows=rows, data=data, done=done, days=days
+    )
 
 
 def resolve_dataset(workspace: Workspace, snapshot_id: int | None) -> tuple[SnapshotRef, dict[Part, DataSpec]]:

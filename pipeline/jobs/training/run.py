@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.evaluation.config import EvaluationConfig
-from pipeline.jobs.code_version import read_commit
+from pipeline.jobs.code_version import LEARNING_VERSION, read_commit
 from pipeline.jobs.console import step
 from pipeline.jobs.tables.catalog import warn_of_columns
+from pipeline.jobs.training.identity import name_test_rows
 from pipeline.jobs.training.job import TrainingJob, open_training_run, resolve_job
 from pipeline.jobs.training.train import train
 from pipeline.jobs.workspace import Workspace
@@ -60,17 +61,22 @@ def load_result(workspace: Workspace, job: TrainingJob) -> dict[str, Any]:
     version, run_id = job.done
     log, model = workspace.console.log, workspace.config.model_name
     result = workspace.tracking.load_result(run_id) | {"status": "skipped"}
-    log.info("skipped: %s version %s has the same snapshot and config; force=true trains again", model, version)
-    if result.get("git_commit") != read_commit():
+    log.info("skipped: %s version %s has the same rows and config; force=true trains again", model, version)
+    if result.get("learning_version", LEARNING_VERSION) != LEARNING_VERSION:
+        log.warning("this version of the code would make another model of the same rows; force=true trains it")
+    elif result.get("git_commit") != read_commit():
         log.warning("the code has changed since: that model is of commit %s", result.get("git_commit"))
     return result
 
 
 def has_new_evaluation(workspace: Workspace, job: TrainingJob) -> bool:
-    """Says whether the evaluation of a finished training was configured in another way than the config does."""
+    """Says whether a finished training was evaluated with other settings, or on other rows, than it would be now."""
     assert job.done is not None
-    stored = workspace.tracking.read_json(job.done[1], CONFIG)["evaluation"]
-    return bool(_settings(EvaluationConfig.model_validate(stored)) != _settings(workspace.config.evaluation))
+    run_id, tracker = job.done[1], workspace.tracking
+    stored = tracker.read_json(run_id, CONFIG)["evaluation"]
+    if _settings(EvaluationConfig.model_validate(stored)) != _settings(workspace.config.evaluation):
+        return True
+    return bool(tracker.load_result(run_id).get("test_rows") != name_test_rows(workspace.warehouse, job.data))
 
 
 def _settings(evaluation: EvaluationConfig) -> dict[str, Any]:

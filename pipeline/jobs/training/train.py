@@ -15,7 +15,7 @@ from pipeline.jobs.code_version import note_code, noted_code
 from pipeline.jobs.console import format_rows, step
 from pipeline.jobs.tables.layout import save_read
 from pipeline.jobs.training.events import EventReport
-from pipeline.jobs.training.job import TrainingJob, tag_inputs
+from pipeline.jobs.training.job import TrainingJob, begin, tag_inputs
 from pipeline.jobs.training.provenance import RECORD, make_record
 from pipeline.jobs.training.rank_spec import SERVICE_FOLDER, SHARDING_PLAN, RankSpec
 from pipeline.jobs.workspace import Workspace
@@ -63,6 +63,7 @@ def train_ranks(
     """
     config, tracker, folder, log = workspace.config, workspace.tracking, Path(job.folder), workspace.console.log
     tag_inputs(workspace.warehouse, job.identity, job.snapshot, job.data["train"].joined)
+    begin(job)
     note_changes(workspace, folder)
     spec = make_rank_spec(workspace, job)
     plan = plan_tables(spec) if given is None else given

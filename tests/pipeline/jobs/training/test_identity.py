@@ -1,0 +1,98 @@
+"""A training is named by what it learns from, and an interrupted one is found again by that name."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import load
+from pipeline.jobs.tables.ingest import ingest
+from pipeline.jobs.training.identity import name_test_rows
+from pipeline.jobs.training.job import TrainingJob, begin, resolve_job
+from pipeline.jobs.workspace import Workspace
+from storage.layout.rewrite import rewrite_day
+
+SMALL = {"source.generator.rows_per_day": 100, "source.generator.days": 5}
+FIRST = tuple(datetime.date(2025, 1, day) for day in (6, 7, 8, 9))
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+    ingest(open_(), FIRST)
+    return tmp_path
+
+
+def open_(**keys: Any) -> Workspace:
+    return Workspace(load("configs/smoke.yaml", SMALL | {key.replace("__", "."): keys[key] for key in keys}))
+
+
+def pin(**keys: Any) -> TrainingJob:
+    return resolve_job(open_(**keys), None, force=False)
+
+
+def test_rows_that_are_not_learned_from_do_not_change_the_name(home: Path) -> None:
+    """Another day, the same rows in other files, other evaluation days and settings."""
+    before = pin()
+    ingest(open_(), (datetime.date(2025, 1, 10),))
+    warehouse = open_().warehouse
+    rewrite_day(warehouse, "smoke", FIRST[0], home)
+    assert warehouse.current("smoke") != before.snapshot
+    after = pin()
+    assert (after.identity, after.snapshot) == (before.identity, warehouse.current("smoke"))
+    assert pin(split__days__test=["2025-01-10"], evaluation__slices=["cat_device"]).identity == before.identity
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"split__days__train": ["2025-01-06"]},
+        {"split__days__valid": ["2025-01-09"], "split__days__test": ["2025-01-08"]},
+        {"filter": "num_price > 1"},
+        {"sampling": {"inputs": ["cat_user"], "rate": 0.5}},
+        {"registration__model_name": "other"},
+    ],
+)
+def test_other_rows_or_another_model_are_another_training(home: Path, keys: dict[str, Any]) -> None:
+    assert pin(**keys).identity != pin().identity
+
+
+def test_a_day_that_was_written_again_with_other_rows_is_another_training(home: Path) -> None:
+    before = pin()
+    ingest(open_(source__generator__rows_per_day=101), FIRST[:1], force=True)
+    assert pin().identity != before.identity
+
+
+def test_a_killed_training_resumes_on_its_own_snapshot_after_a_compaction(home: Path) -> None:
+    """A checkpoint holds a position in the files of that snapshot."""
+    killed = pin()
+    begin(killed)
+    rewrite_day(open_().warehouse, "smoke", FIRST[0], home)
+    ingest(open_(), (datetime.date(2025, 1, 10),))
+    resumed = pin()
+    assert (resumed.folder, resumed.snapshot) == (killed.folder, killed.snapshot)
+    assert {spec.snapshot for spec in resumed.data.values()} == {killed.snapshot}
+
+
+def test_checkpoints_of_an_expired_snapshot_are_dropped(home: Path) -> None:
+    job = pin()
+    begin(job)
+    checkpoints = Path(job.folder) / "checkpoints" / "step-0000000005"
+    checkpoints.mkdir(parents=True)
+    begin(job)
+    assert checkpoints.exists()
+    begin(job.model_copy(update={"snapshot": job.snapshot.model_copy(update={"snapshot_id": 7})}))
+    assert not checkpoints.exists()
+
+
+def test_evaluation_rows_have_a_name_of_their_own(home: Path) -> None:
+    def name(**keys: Any) -> str:
+        workspace = open_(**keys)
+        return name_test_rows(workspace.warehouse, pin(**keys).data)
+
+    before = name()
+    rewrite_day(open_().warehouse, "smoke", FIRST[3], home)
+    assert name() == before
+    ingest(open_(source__generator__rows_per_day=101), FIRST[3:], force=True)
+    assert name() != before
