@@ -28,6 +28,7 @@ def connect(
         "threads": threads or min(4, os.cpu_count() or 1),  # each thread needs its share of the memory
         "preserve_insertion_order": True,  # the same files must give the same rows in the same order
         "TimeZone": "UTC",  # otherwise the day of a timestamp with a zone would depend on the machine
+        "arrow_large_buffer_size": True,  # a batch may hold more than 2 GB of text, or 2^31 items of lists
         "enable_progress_bar": False,  # it would print between our own lines
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,

@@ -94,3 +94,8 @@ def test_a_name_is_quoted() -> None:
 
 def test_no_progress_bar_among_the_output(connection: duckdb.DuckDBPyConnection) -> None:
     assert connection.sql("SELECT current_setting('enable_progress_bar')").fetchall() == [(False,)]
+
+
+def test_text_and_lists_of_a_batch_may_exceed_32_bit_offsets(connection: duckdb.DuckDBPyConnection) -> None:
+    schema = connection.sql("SELECT 'a' AS x, [1] AS y, ['b'] AS z").to_arrow_reader(1).schema
+    assert [str(kind).split("<")[0] for kind in schema.types] == ["large_string", "large_list", "large_list"]
