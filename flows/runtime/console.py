@@ -19,10 +19,11 @@ from prefect.artifacts import (
 from prefect.assets import Asset, AssetProperties, materialize
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterEndTime
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName, FlowRunFilter, FlowRunFilterEndTime
 from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run
 
+from flows.runtime.dlrm import FORMER, commands
 from flows.runtime.private import hiding, mask
 from pipeline.config import RunConfig
 from pipeline.config.draft import Draft
@@ -56,12 +57,19 @@ class PrefectConsole(Console):
         return task_of(step, function, args[0])(*args, **kwargs)
 
     def clear_history(self, before: datetime.datetime, dry_run: bool) -> int:
-        """Removes ended flow runs of the Prefect server from its database, with their task runs and logs."""
+        """Removes ended runs of our flows from the Prefect server's database, with their task runs and logs.
+
+        Flows of other names stay, also those of other projects on the same server.
+        """
         times = FlowRunFilterEndTime(before_=before)
+        ours = FlowFilterName(any_=[name.replace("_", "-") for name in [*commands(), *FORMER]])
         count = 0
         with get_client(sync_client=True) as client:
             while runs := client.read_flow_runs(
-                flow_run_filter=FlowRunFilter(end_time=times), limit=PAGE, offset=count if dry_run else 0
+                flow_filter=FlowFilter(name=ours),
+                flow_run_filter=FlowRunFilter(end_time=times),
+                limit=PAGE,
+                offset=count if dry_run else 0,
             ):
                 count += len(runs)
                 for run in [] if dry_run else runs:

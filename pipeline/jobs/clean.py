@@ -149,8 +149,9 @@ def remove_snapshots(workspace: Workspace, dry_run: bool) -> list[Removed]:
     versions = [one for one in list_all_versions(workspace.tracking) if (one.name, one.version) not in retired]
     needed = {version.tags.get(IDENTITY, "")[:12] for version in versions}
     needed |= {_identity(folder) for folder in _folders(workspace, ("runs", "replays", *SEARCHES))}
-    joined = [source.table for source in config.features.joined if source.table is not None]
-    names = [name for name in (*(f"{config.name}{end}" for end in TABLES), *joined) if warehouse.has_table(name)]
+    ours = {f"{config.name}{end}" for end in TABLES}
+    joined = {source.table for source in config.features.joined if source.table is not None}
+    names = [name for name in sorted(ours | joined) if warehouse.has_table(name)]
     tags, snapshots, files, size = list[str](), 0, 0, 0
     with workspace.lock(workspace.ingest_lock):  # an ingest's files belong to no snapshot yet
         for name in names:
@@ -161,6 +162,8 @@ def remove_snapshots(workspace: Workspace, dry_run: bool) -> list[Removed]:
             tags += old
             if not dry_run:
                 drop_tags(warehouse, name, old)
+            if name not in ours:  # a feature source belongs to those who write it
+                continue
             snapshots += expire(warehouse, name, age, dry_run).snapshots
             gone = vacuum(warehouse, name, max(age, longest_write), dry_run)
             files, size = files + gone.files, size + gone.bytes

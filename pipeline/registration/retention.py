@@ -59,12 +59,12 @@ def remove_version(tracker: Tracker, version: ModelVersion) -> None:
 
 
 def list_old_runs(tracker: Tracker, spared: Collection[str], before: datetime.datetime) -> Iterator[Run]:
-    """Yields the ended runs of the experiment from before a moment, deleted ones included.
+    """Yields the ended runs of our commands from before a moment, deleted ones included. Runs of others stay.
 
     Args:
         spared: Ids of runs that stay.
     """
-    query = f"attributes.end_time < {int(before.timestamp() * 1e3)}"
+    query = f"attributes.end_time < {int(before.timestamp() * 1e3)} AND tags.`mlflow.source.name` LIKE 'flows.%'"
     token: str | None = None
     while token != "":
         page = tracker.client.search_runs([tracker.experiment_id], query, ViewType.ALL, PAGE, page_token=token)

@@ -1,14 +1,25 @@
 """What Prefect's pages show of the smoke run, apart from its log."""
 
+import datetime
 import logging
 import socket
+import sqlite3
+from contextlib import closing
 
 import pytest
+from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import (
+    PREFECT_API_DATABASE_CONNECTION_URL,
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    temporary_settings,
+)
+from prefect.states import Completed
 
-from flows.runtime.console import RunPage, model_asset, table_asset
+from flows.runtime.console import PrefectConsole, RunPage, model_asset, table_asset
 from pipeline.config import load
 from pipeline.jobs.console import Progress
 
@@ -62,3 +73,21 @@ def test_the_model_is_derived_from_the_table(smoke):
     made = {event["resource"]["prefect.resource.id"]: event["related"] for event in events}
     assert {"iceberg://dlrm/smoke", "mlflow://models/smoke"} <= made.keys()
     assert "iceberg://dlrm/smoke" in [one["prefect.resource.id"] for one in made["mlflow://models/smoke"]]
+
+
+def test_history_of_our_flows_alone_is_cleared(prefect):
+    """Other projects may use the same server."""
+    database = PREFECT_API_DATABASE_CONNECTION_URL.value().removeprefix("sqlite+aiosqlite:///")
+    with get_client(sync_client=True) as client:
+        runs = {}
+        for name in ("billing", "end-to-end"):
+            runs[name] = client.create_flow_run(Flow(lambda: None, name=name), name=f"old {name}").id
+            client.set_flow_run_state(runs[name], Completed(), force=True)
+        with closing(sqlite3.connect(database, timeout=60)) as connection, connection:  # the server knows only today
+            old = "UPDATE flow_run SET end_time = '2001-01-01 00:00:00.000000' WHERE name LIKE 'old %'"
+            assert connection.execute(old).rowcount == 2
+        before = datetime.datetime(2001, 1, 2, tzinfo=datetime.UTC)
+        assert [PrefectConsole().clear_history(before, dry_run) for dry_run in (True, False, False)] == [1, 1, 0]
+        assert client.read_flow_run(runs["billing"]).name
+        with pytest.raises(ObjectNotFound):
+            client.read_flow_run(runs["end-to-end"])

@@ -47,7 +47,7 @@ def train(workspace: Workspace, number: int, alias: str | None = None, model: st
     folder = workspace.home / "runs" / f"smoke-{identity}-0"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "weights.safetensors").write_bytes(bytes(1_000))
-    run_id = tracker.start(f"training {number}", {}, {}, None)
+    run_id = tracker.start(f"training {number}", {}, {"mlflow.source.name": "flows.train"}, None)
     tracker.log_json(run_id, {"number": number}, "result.json")
     tracker.end(run_id, "FINISHED")
     if not tracker.client.search_registered_models(f"name = '{model}'"):
@@ -90,6 +90,27 @@ def test_everything_that_is_not_kept_goes(home: Path) -> None:
             client.get_run(run_id)
     assert not list((home / "mlflow").rglob("result.json"))
     assert clean(workspace, dry_run=False)["status"] == "skipped"
+
+
+def test_work_of_others_stays(home: Path) -> None:
+    """A run that somebody made in the experiment by hand, and the snapshots of another team's table of features."""
+    source = {"table": "stats", "on": "user"}
+    workspace = open_(features__joined=[source])
+    day = datetime.date(2025, 1, 6)
+    table = pa.table({"day": pa.array([day], pa.date32()), "user": [1]})
+    kept = []
+    for number in range(2):
+        kept.append(workspace.warehouse.replace_days("stats", {day: f"{number}"}, table.schema, table.to_batches(), 1))
+    workspace.warehouse.tag(kept[0], f"train-{0:012}-{kept[0].snapshot_id}")
+    write_day(workspace, 1)
+    client, tracker = workspace.tracking.client, workspace.tracking
+    theirs = client.create_run(tracker.experiment_id).info.run_id
+    client.set_terminated(theirs)
+    clean(workspace, dry_run=False)
+    stats = workspace.warehouse.table("stats")
+    assert [one.snapshot_id for one in stats.snapshots()] == [one.snapshot_id for one in kept]
+    assert set(stats.refs()) == {"main"}, "our own tag goes"
+    assert client.get_run(theirs).info.lifecycle_stage == "active"
 
 
 @pytest.mark.parametrize("model", ["smoke", "weekly"])
