@@ -6,7 +6,7 @@ if __name__ == "__main__":  # before the imports: the command starts servers tha
     command("promote")
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import PositiveInt
 
@@ -21,13 +21,15 @@ def promote(
     overrides: Mapping[str, Any] | None = None,
     version: PositiveInt | None = None,
     reason: str = "by hand",
+    alias: Literal["champion", "reference"] = "champion",
 ) -> dict[str, Any]:
-    """Makes a version the champion, whatever the gate says, and records the move.
+    """Makes a version the champion, whatever the gate says, and records the move. Skips a version that is champion.
 
     Args:
         config: The run's config, or the path of its YAML file.
         overrides: Dotted key -> value; overrides the config.
         version: The version to promote.
         reason: Recorded with the move.
+        alias: reference: pins the version that recurring training compares each day's champion with.
     """
-    return promote_version(open_workspace(load(config, overrides)), version, reason)
+    return promote_version(open_workspace(load(config, overrides)), version, reason, alias)

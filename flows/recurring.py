@@ -1,4 +1,4 @@
-"""Flow: evaluates the champion on a new day, trains it on that day, and replaces it if the result is no worse."""
+"""Flow: judges the newest model on a new day, which no model has seen, and trains the champion on that day."""
 
 if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
     from flows.runtime.cli import command
@@ -26,11 +26,13 @@ def recurring(
     scratch: bool = False,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Evaluates the champion on a day, trains it on that day, and registers the result.
+    """Judges the model of the day before on a whole day, trains the champion on that day, and registers the result.
 
-    Ingests the day if the table lacks it. Without a champion, trains the first one on the config's own split. Trains
-    the champion on all days since its last one, except for the test rows of the split. The gate compares both models
-    on those test rows. Skips a finished day. Without `day`, removes what `retention` does not keep afterwards.
+    Ingests the day if the table lacks it. Without a champion, trains the first one on the config's own split. The gate
+    compares the model of the day before with the champion on all rows of the day, which neither has seen, and promotes
+    it or not. Then the champion is trained on all days since its last one, except for the test rows of the split. The
+    new model is judged when the next day comes. Skips a finished day. Without `day`, removes
+    what `retention` does not keep afterwards.
 
     Args:
         config: The run's config, or the path of its YAML file; its split must be `hash`.

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -97,6 +97,10 @@ class RecurringConfig(Policy, frozen=True, extra="forbid", use_attribute_docstri
     keep_checkpoints: PositiveInt = 7
     """Number of days with kept checkpoints, besides versions with an alias. After a rollback, training can start
     from them."""
+    judge: Literal["next_day", "same_day"] = "next_day"
+    """When the gate judges the model of a day. next_day: when the next day comes, on all rows of that day, which no
+    model has seen. Until then the last judged champion serves. same_day: at once, on the test rows of the day that the
+    new model was trained on. What was special about that day counts as gain."""
     policies: Mapping[str, Policy] = {}
     """Name -> policy, for `flows.backtest` to compare."""
 

@@ -63,6 +63,8 @@ class RunRecord(BaseModel, frozen=True):
             f"Snapshot `{self.result['snapshot_id']}` of table `{self.data['table']}`; "
             f"[MLflow run {self.result['mlflow_run_id'][:8]}]({address}).",
         ]
+        if day := self._render_day():
+            blocks.append(day)
         if self.report.slices:
             cells = [slice_cells(part) for part in self.report.slices]
             names = [name for name in cells[0] if name != "AUC"]
@@ -70,6 +72,22 @@ class RunRecord(BaseModel, frozen=True):
                 one["rows"] += " (few)" if part.small else ""
             blocks.append(markdown_table(names, ([one[name] for name in names] for one in cells)))
         return "\n\n".join(blocks)
+
+    def _render_day(self) -> str | None:
+        """Renders the quality of the versions that scored the whole day. None: the run is not of a day."""
+        if (day := self.result.get("day")) is None:
+            return None
+        judged, reference = self.result.get("judged") or {}, self.result.get("reference") or {}
+        scored = {
+            f"champion, version {self.result['champion']}": self.result.get("champion_eval"),
+            f"challenger, version {judged.get('version')}": judged.get("eval"),
+            f"reference, version {reference.get('version')}": reference.get("eval"),
+        }
+        rows = [
+            [name, *(format_metric(values[key]) for key in IN_MARKDOWN), f"{values['rows']:,}"]
+            for name, values in scored.items() if values is not None
+        ]  # fmt: skip
+        return markdown_table([f"all rows of {day}", *(METRICS[key] for key in IN_MARKDOWN), "rows"], rows)
 
 
 def slice_cells(part: Slice) -> dict[str, str]:
@@ -99,11 +117,16 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([first, "|---" * len(header) + "|", *others])
 
 
+def describe_numbers(values: Mapping[str, Any]) -> str:
+    """Describes metrics by name in one line."""
+    line = f"NE {format_metric(values['ne'])}, AUC {format_metric(values['auc'])}"
+    return f"{line}, calibration {format_metric(values['calibration'])}, {values['rows']:,} rows"
+
+
 def describe_quality(report: EvalReport) -> str:
     """Describes the quality in one line, with the floor where it is known."""
     overall = report.overall
-    line = f"NE {format_metric(overall.ne)}, AUC {format_metric(overall.auc)}"
-    line += f", calibration {format_metric(overall.calibration)}, {overall.rows:,} rows"
+    line = describe_numbers(overall.model_dump())
     if report.learned_share is not None:
         line += f"; floor {format_metric(report.ne_floor)}, {report.learned_share:.1%} of what can be learned"
     undefined = "; ".join(f"{name} undefined: {reason}" for name, reason in overall.undefined.items())

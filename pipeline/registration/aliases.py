@@ -12,7 +12,7 @@ from pipeline.errors import RegistryError
 from pipeline.registration.tracking import Tracker, is_not_found
 from pipeline.registration.versions import FILES
 
-CHAMPION, CHALLENGER = "champion", "challenger"
+CHAMPION, CHALLENGER, REFERENCE = "champion", "challenger", "reference"
 MOVE = "move."
 """Prefix of the tags of a registered model that record moves. The time follows, which makes each tag unique."""
 

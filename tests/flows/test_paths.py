@@ -11,7 +11,7 @@ from flows.report import report
 from flows.train import train
 from pipeline.config import load
 from pipeline.errors import ConfigError, RegistryError, StorageError
-from pipeline.jobs.recurring.day import ChampionVersion, champion_folder, find_start
+from pipeline.jobs.recurring.day import ChampionVersion, find_start, list_aliased_folders
 from pipeline.jobs.training.provenance import fetch_record
 from pipeline.jobs.workspace import Workspace
 
@@ -50,7 +50,7 @@ def test_fault_11_the_champions_folder_must_be_a_run_folder(copied, name):
     (copied / "runs" / "link").symlink_to(copied / "mlflow")
     Workspace(config).tracking.client.set_model_version_tag("smoke", "1", "run_folder", name)
     with pytest.raises(StorageError, match="expected one below"):
-        champion_folder(Workspace(config))
+        list_aliased_folders(Workspace(config))
     champion = ChampionVersion(version=1, trained_to="2025-01-01", scratch_day="2025-01-01", run_folder=name)
     with pytest.raises(StorageError, match="expected one below"):
         find_start(Workspace(config), champion, None)

@@ -14,16 +14,19 @@ from flows.replay import replay
 from pipeline.config import load
 from pipeline.errors import ConfigError, ContractError, RegistryError
 from pipeline.evaluation.series import BacktestResult, DaySums
+from pipeline.jobs.recurring import judge, run
 from pipeline.jobs.recurring.backfill import describe_backfill
 from pipeline.jobs.recurring.backtest import render_table, summarize
 from pipeline.jobs.recurring.day import identity_of_day
+from pipeline.jobs.training.provenance import fetch_record
 from pipeline.jobs.workspace import Workspace
-from pipeline.registration.aliases import find_holder
+from pipeline.registration.aliases import CHALLENGER, CHAMPION, REFERENCE, find_holder, list_moves
 
 CONFIG = "configs/smoke.yaml"
 TOY = {
     "name": "toy_daily",
     "split": {"hash": {"key": ["cat_user", "cat_item"], "shares": {"train": 0.7, "valid": 0.1, "test": 0.2}, "days": ["2025-01-06..2025-01-07"]}},
+    "training.epochs": 4,  # with one, the first model is no better than the mean rate
     "training.world_size": 1,
     "training.threads_per_rank": 1,
     "preprocessing.executor": "inline",
@@ -60,46 +63,69 @@ def tags(config, version):
 
 @pytest.mark.slow
 def test_a_champion_is_trained_day_by_day(filled, monkeypatch, tmp_path):
-    """Days after the first champion: trained, skipped, only evaluated, refused, and trained from scratch."""
+    """Days after the first champion: trained, judged on the next day, skipped, only evaluated, refused."""
     config = load(CONFIG, TOY)
+    tracker = Workspace(config).tracking
     assert (filled["status"], filled["days_written"], filled["days_trained"]) == ("ok", 1, 1)
     first = tags(config, 1)
     assert (first["trained_to"], first["scratch_day"]) == ("2025-01-07", "2025-01-07")
     second = tags(config, 2)
     assert (second["trained_to"], second["scratch_day"], second["trained_from"]) == ("2025-01-08", "2025-01-07", "1")
-    assert filled["model"] == {"name": "toy_daily", "version": 2, "alias": "champion"}
-    assert find_holder(Workspace(config).tracking, "toy_daily") == 2
+    assert filled["model"] == {"name": "toy_daily", "version": 2, "alias": "challenger"}
+    assert [find_holder(tracker, "toy_daily", alias) for alias in (CHAMPION, CHALLENGER, REFERENCE)] == [1, 2, 1]
 
     once_more = recurring(CONFIG, TOY, day="2025-01-08")
-    assert (once_more["status"], once_more["model"], once_more["gate"]["decision"]) == (
-        "skipped",
-        filled["model"],
-        "promote",
-    )
-    assert (
-        once_more["champion_eval"]["rows"]
-        == Workspace(config).warehouse.day_rows(Workspace(config).warehouse.current("toy_daily"))[
-            datetime.date(2025, 1, 8)
-        ]
-    )
+    assert (once_more["status"], once_more["model"]) == ("skipped", filled["model"])
+    assert (once_more["gate"]["decision"], once_more["judged"]) == ("hold", None)
+    assert once_more["gate"]["reason"] == "It is judged on the next day, which no model has seen yet."
+    assert once_more["champion_eval"]["rows"] == day_rows(config, 8)
     assert once_more["train"]["rows"] + once_more["eval"]["rows"] == once_more["champion_eval"]["rows"]
     assert once_more["champion_eval"]["ne"] == filled["series"][0]["champion_ne"]
+    assert once_more["reference"] == {"version": 1, "eval": once_more["champion_eval"]}
     with pytest.raises(
         RegistryError,
-        match=r"version 2: expected a champion that has not seen 2025-01-07 yet, got one trained to 2025-01-08",
+        match=r"version 1: expected a champion that has not seen 2025-01-07 yet, got one trained to 2025-01-07",
     ):
         recurring(CONFIG, TOY, day="2025-01-07")
 
+    folder = config.home_path / "runs" / second["run_folder"]
+    (folder / "registered").unlink()  # as if publishing was interrupted after the version became challenger
+    tracker.client.delete_model_version_tag("toy_daily", "2", "identity")
+    assert recurring(CONFIG, TOY, day="2025-01-08")["status"] == "skipped"
+    assert tags(config, 2)["identity"] == second["identity"]
+
     idle = TOY | {"recurring.every_days": None}
+    for where, what in ((judge, "move_alias"), (run, "prepare_day")):  # killed before, and after, the alias moved
+        with monkeypatch.context() as cut:
+            cut.setattr(where, what, lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                recurring(CONFIG, idle, day="2025-01-09")
+    assert find_holder(tracker, "toy_daily") == 2
     evaluated = recurring(CONFIG, idle, day="2025-01-09")
     assert (evaluated["status"], evaluated["model"]["version"], evaluated["gate"]) == ("ok", 2, None)
     assert evaluated["decision"] == {"training": "none", "reason": "no condition of the policy holds"}
+    assert (evaluated["champion"], evaluated["judged"]["version"]) == (1, 2)
+    verdict = evaluated["judged"]["gate"]
+    assert (verdict["decision"], verdict["champion"]) == ("promote", 1)
+    rows = day_rows(config, 9)
+    assert [evaluated[key]["rows"] for key in ("champion_eval",)] == [rows]
+    assert (evaluated["judged"]["eval"]["rows"], evaluated["reference"]["eval"]["rows"]) == (rows, rows)
+    difference = evaluated["judged"]["eval"]["ne"] - evaluated["champion_eval"]["ne"]
+    assert verdict["difference"]["ne"] == pytest.approx(difference, abs=1e-9)
+    assert f"{rows:,} rows of one day only" in verdict["reason"]
+    assert (tags(config, 2)["gate"], tags(config, 2)["gate_reason"]) == ("promote", verdict["reason"])
+    assert [move.version for move in list_moves(tracker, "toy_daily") if move.alias == CHAMPION] == [1, 2]
+    metrics = tracker.client.get_run(evaluated["mlflow_run_id"]).data.metrics
+    for role, where in (("champion", "champion_eval"), ("challenger", "judged"), ("reference", "reference")):
+        numbers = evaluated[where].get("eval", evaluated[where])
+        assert metrics[f"{role}_ne"] == numbers["ne"]
+    judged = tracker.load_result(tracker.client.get_model_version("toy_daily", "2").run_id)
+    assert (judged["gate"], judged["judged_on"], judged["model"]["alias"]) == (verdict, "2025-01-09", "champion")
     nightly = recurring(CONFIG, idle | {"recurring.closed_after_hours": 0})
     line = {"day": "2025-01-09", "status": "skipped", "model": evaluated["model"]}
     assert nightly == evaluated | {"status": "skipped", "days": [line]}
     assert recurring(CONFIG, idle)["days"] == []  # no later day closes the ninth
 
-    folder = config.home_path / "runs" / second["run_folder"]
     shutil.move(folder / "checkpoints", tmp_path)
     with pytest.raises(
         ContractError, match=r"version 2: expected its checkpoint in .*, got none. Train from scratch: scratch=true."
@@ -107,25 +133,32 @@ def test_a_champion_is_trained_day_by_day(filled, monkeypatch, tmp_path):
         recurring(CONFIG, TOY, day="2025-01-09")
     shutil.move(tmp_path / "checkpoints", folder)
 
-    (folder / "registered").unlink()  # as if publishing was interrupted after the version became champion
-    Workspace(config).tracking.client.delete_model_version_tag("toy_daily", "2", "identity")
-    assert recurring(CONFIG, TOY, day="2025-01-08")["status"] == "skipped"
-    assert tags(config, 2)["identity"] == second["identity"]
     both = backfill(CONFIG, TOY, start="2025-01-08", end="2025-01-09", work="train")
     assert (both["status"], both["days_trained"], both["trainings_skipped"]) == ("ok", 1, 1)
     assert [line["champion_ne"] for line in both["series"]] == [
         filled["series"][0]["champion_ne"],
         evaluated["champion_eval"]["ne"],
     ]
+    assert [line["gate"] for line in both["series"]] == ["hold", "promote"]
     third = tags(config, 3)
     assert (third["trained_to"], third["scratch_day"], third["trained_from"]) == ("2025-01-09", "2025-01-07", "2")
+    seen = fetch_record(tracker, "toy_daily", 3).trained_on
+    assert {day.day for one in seen for day in one.days} == {6, 7, 8, 9}
     with pytest.raises(ContractError, match=r"version 2: expected a training by flows\.train"):
         replay(CONFIG, TOY, version=2)
 
 
+def day_rows(config, number):
+    warehouse = Workspace(config).warehouse
+    return warehouse.day_rows(warehouse.current("toy_daily"))[datetime.date(2025, 1, number)]
+
+
 @pytest.mark.slow
 def test_policies_are_backtested_on_the_same_days(filled, monkeypatch):
-    """A model that is never retrained scores the first new day as the champion did, to the last bits."""
+    """A model that is never retrained scores the first new day as the champion did, to the last bits.
+
+    The model of the first new day is judged on the second one, so the first model serves that day, too.
+    """
     compared = backtest(CONFIG, TOY, end="2025-01-09")
     assert (compared["status"], compared["days"]) == ("ok", 2)
     every, never = (compared["policies"][name] for name in ("every day", "never"))
@@ -147,7 +180,8 @@ def test_policies_are_backtested_on_the_same_days(filled, monkeypatch):
     series = {run.info.run_name: client.get_metric_history(run.info.run_id, "next_day_ne") for run in children}
     assert series["never"][0].value == series["every day"][0].value
     assert series["never"][0].value == pytest.approx(filled["series"][0]["champion_ne"], rel=1e-6)
-    assert series["never"][1].value != series["every day"][1].value
+    assert series["never"][1].value == series["every day"][1].value
+    assert every["ne"] == never["ne"]
     again = backtest(CONFIG, TOY, end="2025-01-09")  # read from files
     assert again["policies"] == compared["policies"]
 

@@ -93,13 +93,14 @@ def list_days_after_first_model(split: SplitConfig, days: Sequence[datetime.date
 
 def describe_day(result: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the summary's entry of a day."""
-    champion = result["champion_eval"]
+    champion, judged = result["champion_eval"] or {}, result.get("judged")
+    gate = judged["gate"] if judged else result["gate"]
     return {
         "day": result["day"],
-        "champion_ne": champion["ne"],
-        "champion_calibration": champion["calibration"],
+        "champion_ne": champion.get("ne"),
+        "champion_calibration": champion.get("calibration"),
         "training": result["decision"]["training"],
-        "gate": result["gate"] and result["gate"]["decision"],
+        "gate": gate and gate["decision"],
         "model": result["model"],
         "mlflow_run_id": result["mlflow_run_id"],
     }

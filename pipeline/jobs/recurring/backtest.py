@@ -76,6 +76,7 @@ def pin_backtest(workspace: Workspace, start: datetime.date | None, end: datetim
             "snapshot": snapshot.snapshot_id, "config": semantics(workspace, evaluation=True),
             "days": [str(day) for day in days],
             "further": config.incremental.model_dump(mode="json"), "new": new.selection.hash_range,
+            "judge": config.recurring.judge,
         },
         sort_keys=True,
     )  # fmt: skip
@@ -91,6 +92,7 @@ def pin_backtest(workspace: Workspace, start: datetime.date | None, end: datetim
         rows={day: rows[day] for day in rows if day <= days[-1]},
         first_days=first_days,
         days=tuple(days),
+        judged_later=config.recurring.judge == "next_day",
     )
     return BacktestJob(folder=folder, spec=spec)
 

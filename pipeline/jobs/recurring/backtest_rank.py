@@ -56,6 +56,8 @@ class BacktestSpec(BaseModel, frozen=True):
     """Days of the first model."""
     days: tuple[datetime.date, ...]
     """Days to replay, in order."""
+    judged_later: bool = True
+    """Whether a model serves only from the day after the one that it is judged on."""
 
     @property
     def training(self) -> TrainConfig:
@@ -79,8 +81,12 @@ class BacktestRank:
         rows = self.train_from_scratch(self.spec.first_days)
         first = Decision(training="scratch", reason="the first model")
         self.emit_day(self.spec.first_days[-1], None, first, rows, time.perf_counter() - began)
-        for day in self.spec.days:
+        serving: LossSums | None = None  # the model that serves the day, which may be older than the newest
+        for day, after in zip(self.spec.days, [*self.spec.days[1:], None], strict=True):
             sums = self.evaluate_day(day)
+            served = serving or sums
+            if self.spec.judged_later and after is not None:
+                serving = self.evaluate_day(after)  # before training: the new model is judged on that day first
             decision = decide(self.spec.policy, self.make_standing(day, sums), day)
             began, rows = time.perf_counter(), 0
             if decision.training == "further":
@@ -90,7 +96,7 @@ class BacktestRank:
                 self.scratch_day = day
             if decision.training != "none":
                 self.trained_to = day
-            self.emit_day(day, sums, decision, rows, time.perf_counter() - began)
+            self.emit_day(day, served, decision, rows, time.perf_counter() - began)
         assert self.trainer is not None
         weights = self.trainer.export_weights()
         if weights is not None:

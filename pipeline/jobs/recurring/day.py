@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.data.config import Part, SplitConfig
+from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, EmptyDatasetError, RegistryError
 from pipeline.evaluation.policy import ChampionStanding, Decision
 from pipeline.jobs.recurring.pending import PendingDays, find_open, find_pending
@@ -17,7 +18,7 @@ from pipeline.jobs.training.job import REGISTERED, TrainingJob, build_specs, fin
 from pipeline.jobs.training.provenance import fetch_record
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.registration.aliases import find_holder, list_aliased
+from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, list_aliased, list_versions
 from pipeline.registration.versions import download_packed, find_versions
 from pipeline.training.state import checkpoint
 from pipeline.transforms.plan.carry_over import Start, carry_over_fit
@@ -73,7 +74,8 @@ class Today(BaseModel, frozen=True):
 def identity_of_day(workspace: Workspace, day: datetime.date) -> str:
     """Returns the identity of a day's work. It depends on day, model and config, not on the champion."""
     config = workspace.config
-    chosen = config.recurring.model_dump(mode="json", exclude={"policies", "keep_checkpoints", "closed_after_hours"})
+    left_out = {"policies", "keep_checkpoints", "closed_after_hours", "judge"}
+    chosen = config.recurring.model_dump(mode="json", exclude=left_out)
     work = {"day": f"{day}", "model": config.model_name, "config": semantics(workspace), "recurring": chosen}
     return digest(work)
 
@@ -160,19 +162,19 @@ def _find_done(workspace: Workspace, identity: str) -> tuple[int | None, str] | 
 
 def has_champion(workspace: Workspace) -> bool:
     """Whether the model has a champion."""
-    return _find_champion(workspace)[0] is not None
+    return _find_version(workspace)[0] is not None
 
 
-def champion_folder(workspace: Workspace) -> Path | None:
-    """Returns the folder of the run that made the champion. None: no champion, or its version does not name one."""
-    tags = _find_champion(workspace)[1]
-    return inside(workspace.home / "runs", tags["run_folder"]) if "run_folder" in tags else None
+def list_aliased_folders(workspace: Workspace) -> list[Path]:
+    """Returns the folders of the runs that made champion and challenger."""
+    found = (_find_version(workspace, alias)[1] for alias in (CHAMPION, CHALLENGER))
+    return [inside(workspace.home / "runs", tags["run_folder"]) for tags in found if "run_folder" in tags]
 
 
-def _find_champion(workspace: Workspace) -> tuple[int | None, Mapping[str, str]]:
-    """Returns version and tags of the champion. (None, {}) if there is none."""
+def _find_version(workspace: Workspace, alias: str = CHAMPION) -> tuple[int | None, Mapping[str, str]]:
+    """Returns version and tags of the champion, or of another alias. (None, {}) if no version has it."""
     tracker, name = workspace.tracking, workspace.config.model_name
-    version = find_holder(tracker, name)
+    version = find_holder(tracker, name, alias)
     return version, {} if version is None else tracker.client.get_model_version(name, str(version)).tags
 
 
@@ -182,10 +184,14 @@ def require_champion(workspace: Workspace) -> ChampionVersion:
     Raises:
         RegistryError: If there is none, or its days are not recorded.
     """
-    version, tags = _find_champion(workspace)
+    version, tags = _find_version(workspace)
     where = f"model '{workspace.config.model_name}'"
     if version is None:
-        raise RegistryError(where, "a champion", "none", "Train the first one: python -m flows.train CONFIG.")
+        remedy = "Train the first one: python -m flows.train CONFIG."
+        if known := list_versions(workspace.tracking, workspace.config.model_name):
+            named = ", ".join(str(number) for number in known)
+            remedy = f"Choose among versions {named}: python -m flows.promote CONFIG version=N."
+        raise RegistryError(where, "a champion", "none", remedy)
     if "trained_to" not in tags:
         raise RegistryError(
             f"{where}, version {version}", "a record of the days it was trained on", "none: an older version",
@@ -274,7 +280,17 @@ def make_day_job(
     if decision.training == "further":
         start = find_start(workspace, today.champion, known)
     job = make_job(folder, workspace, today.identity, (today.snapshot, data))
-    return job.model_copy(update={"start": start, "tags": tags, "notes": dict(notes), "days": {**before, **job.days}})
+    more: dict[str, Any] = {"start": start, "tags": tags, "notes": dict(notes), "days": {**before, **job.days}}
+    more |= {"earlier": () if from_scratch else _list_seen_rows(workspace, today.champion.version)}
+    return job.model_copy(update=more | {"judged_later": workspace.config.recurring.judge == "next_day"})
+
+
+def _list_seen_rows(workspace: Workspace, version: int) -> tuple[Selection, ...]:
+    """Returns the rows that a version was trained on, as its record has them."""
+    try:
+        return fetch_record(workspace.tracking, workspace.config.model_name, version).trained_on
+    except RegistryError:  # it has none
+        return ()
 
 
 def clear_old_runs(workspace: Workspace, day: datetime.date) -> list[str]:

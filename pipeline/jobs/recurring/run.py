@@ -1,29 +1,37 @@
-"""One day of recurring training: evaluate the champion on it, train where the policy says so, let the gate decide."""
+"""One day of recurring training: judge the model of the day before, evaluate the champion, train it if it is due."""
 
 import datetime
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EmptyDatasetError
 from pipeline.evaluation import plots
-from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.policy import Decision, decide
-from pipeline.evaluation.record import describe_quality
+from pipeline.evaluation.record import describe_numbers
 from pipeline.evaluation.series import BacktestResult, DaySums
 from pipeline.jobs.console import step
 from pipeline.jobs.recurring.day import (
     DAY_TAG,
     TRAINING_TAG,
     Today,
-    champion_folder,
     clear_old_runs,
     download_champion,
     find_next_days,
+    list_aliased_folders,
     make_day_job,
     pin_day,
     require_champion,
     select_day_rows,
+)
+from pipeline.jobs.recurring.judge import (
+    DayVerdict,
+    Numbers,
+    choose_reference,
+    evaluate_reference,
+    judge_challenger,
+    list_numbers,
 )
 from pipeline.jobs.recurring.pending import PendingDays
 from pipeline.jobs.tables.catalog import warn_of_columns
@@ -52,7 +60,7 @@ def train_new_days(workspace: Workspace, scratch: bool, force: bool) -> dict[str
         EmptyDatasetError: If no day of the table is closed.
     """
     name, log = workspace.config.name, workspace.console.log
-    settle_champion(workspace)
+    settle_runs(workspace)
     pending = find_next_days(workspace)
     if pending.newest is None:
         raise EmptyDatasetError(f"table '{name}'", "a closed day", "open ones only", "Wait, or name one: day=DAY.")
@@ -100,17 +108,24 @@ def train_day(workspace: Workspace, day: datetime.date, scratch: bool, force: bo
         force: Does the work of a finished day once more.
     """
     with workspace.lock(workspace.training_lock):
-        settle_champion(workspace)
+        settle_runs(workspace)
         today = pin_today(workspace, day, force)
         if today.done is not None:
             return load_result(workspace, today, *today.done)
-        with ScratchFolder("champion-", workspace.home / "tmp") as folder:
-            report, decision, job = prepare_day(workspace, today, scratch, Path(folder, "model"))
-        return _train_or_keep(workspace, today, report, decision.training, job)
+        verdict = None
+        with ScratchFolder("champion-", workspace.home / "tmp") as scratch_folder:
+            folder = Path(scratch_folder)
+            reference = choose_reference(workspace, today)
+            if workspace.config.recurring.judge == "next_day":
+                verdict = judge_challenger(workspace, today, folder / "judged")
+            if verdict is not None and verdict.gate.decision == "promote":
+                today = pin_today(workspace, today.day, force)
+            qualities, decision, job = prepare_day(workspace, today, verdict, reference, scratch, folder / "champion")
+        return _train_or_keep(workspace, today, qualities, decision.training, job)
 
 
 def _train_or_keep(
-    workspace: Workspace, today: Today, report: EvalReport, training: str, job: TrainingJob
+    workspace: Workspace, today: Today, qualities: Mapping[str, Numbers], training: str, job: TrainingJob
 ) -> dict[str, Any]:
     config, version = workspace.config, today.champion.version
     if training != "scratch":
@@ -118,7 +133,7 @@ def _train_or_keep(
     words = {"further": f"incremental from version {version}", "scratch": "from scratch", "none": "evaluated only"}
     tags = {DAY_TAG: f"{today.day}", TRAINING_TAG: training, "mlflow.source.name": "flows.recurring"}
     with open_training_run(workspace, job, f"{today.day} {words[training]}", tags) as run_id:
-        record_champion(workspace, report, run_id)
+        record_day(workspace, qualities, run_id)
         if training == "none":
             return keep_champion(workspace, today, job, run_id)
         trained = train(workspace, job, run_id)
@@ -128,11 +143,11 @@ def _train_or_keep(
     return result
 
 
-def settle_champion(workspace: Workspace) -> None:
-    """Completes the registration of the champion if it was interrupted after the alias moved."""
-    folder = champion_folder(workspace)
-    if folder is not None and (folder / TRAINED).exists() and not (folder / REGISTERED).exists():
-        register_run(workspace, folder.name)
+def settle_runs(workspace: Workspace) -> None:
+    """Completes the registration of champion and challenger if it was interrupted after the alias moved."""
+    for folder in list_aliased_folders(workspace):
+        if (folder / TRAINED).exists() and not (folder / REGISTERED).exists():
+            register_run(workspace, folder.name)
 
 
 @step("pin")
@@ -149,52 +164,71 @@ def pin_today(workspace: Workspace, day: datetime.date, force: bool) -> Today:
 
 @step("evaluate the champion")
 def prepare_day(
-    workspace: Workspace, today: Today, scratch: bool, folder: Path
-) -> tuple[EvalReport, Decision, TrainingJob]:
+    workspace: Workspace, today: Today, verdict: DayVerdict | None, reference: int, scratch: bool, folder: Path
+) -> tuple[dict[str, Numbers], Decision, TrainingJob]:
     """Evaluates the champion on the day, asks the policy, and pins the training it asks for.
 
     Safe to repeat: it only reads, and fits the plan once.
 
     Args:
-        folder: Takes the champion's model.
+        verdict: On the model of an earlier day. The versions in it have scored the day already.
+        reference: Version to compare the line of champions with.
+        folder: Takes the models.
+    Returns:
+        The quality on the day by role, what to do, and the training.
     """
-    config, log = workspace.config, workspace.console.log
+    config, log, version = workspace.config, workspace.console.log, today.champion.version
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
-    model = download_champion(workspace, today.champion, folder)
-    with workspace.console.progress() as progress:
-        report = evaluate_model(workspace, select_day_rows(workspace, today), today.rows, model, progress)
-    log.info("champion on %s: %s", today.day, describe_quality(report))
-    standing = today.make_standing(report.overall.ne, report.overall.calibration)
-    decision = decide(config.recurring, standing, today.day)
+    model, known = download_champion(workspace, today.champion, folder), dict(verdict.quality if verdict else {})
+    if version not in known:
+        with workspace.console.progress() as progress:
+            report = evaluate_model(workspace, select_day_rows(workspace, today), today.rows, model, progress)
+        known[version] = list_numbers(report)
+    if reference not in known and (found := evaluate_reference(workspace, today, reference, folder)) is not None:
+        known[reference] = found
+    roles = {"champion": version if verdict is None else verdict.champion, "reference": reference}
+    roles |= {} if verdict is None else {"challenger": verdict.challenger}
+    qualities = {role: known[number] for role, number in roles.items() if number in known}
+    for role, values in qualities.items():
+        log.info("%s, version %s, on %s: %s", role, roles[role], today.day, describe_numbers(values))
+    decision = decide(
+        config.recurring, today.make_standing(known[version]["ne"], known[version]["calibration"]), today.day
+    )
     if scratch:
         decision = Decision(training="scratch", reason="scratch=true")
     log.info("training: %s, %s", decision.training, decision.reason)
     notes = {
         "day": f"{today.day}",
-        "champion": today.champion.version,
-        "champion_eval": report.numbers | {"undefined": dict(report.overall.undefined)},
+        "champion": roles["champion"],
+        "champion_eval": qualities.get("champion"),
+        "reference": {"version": reference, "eval": qualities.get("reference")},
+        "judged": verdict and {
+            "version": verdict.challenger, "eval": qualities.get("challenger"), "gate": verdict.gate.model_dump()
+        },
         "decision": decision.model_dump(),
-    }
+    }  # fmt: skip
     training = config.training if decision.training == "scratch" else config.incremental
     chosen = workspace.with_config(config.model_copy(update={"training": training}))
     job = make_day_job(chosen, today, decision, plan_of(model), notes)
     if decision.training != "none":
         warn_of_columns(job.data["train"], workspace.warehouse, log)
     write_text(Path(job.folder) / JOB, job.model_dump_json(), mode=0o600)  # it holds the catalog's credentials
-    return report, decision, job
+    return qualities, decision, job
 
 
-@step("record the champion")
-def record_champion(workspace: Workspace, report: EvalReport, run_id: str) -> None:
-    """The champion's quality on the day, and a figure of all days so far -> the MLflow run. Safe to repeat."""
+@step("record the day")
+def record_day(workspace: Workspace, qualities: Mapping[str, Numbers], run_id: str) -> None:
+    """The versions' quality on the day, and a figure of all days so far -> the MLflow run. Safe to repeat."""
     tracker = workspace.tracking
-    tracker.log(run_id, 0, {f"champion_{name}": value for name, value in report.numbers.items()})
+    for role, values in qualities.items():
+        tracker.log(run_id, 0, {f"{role}_{name}": value for name, value in values.items() if name != "undefined"})
     with workspace.best_effort("figure of the next-day NE"):
-        tracker.log_figures(run_id, {"next_day": plots.backtest([_load_series(workspace)], 7)})
+        series = [_load_series(workspace, role) for role in ("champion", "reference")]
+        tracker.log_figures(run_id, {"next_day": plots.backtest([one for one in series if one.days], 7)})
 
 
-def _load_series(workspace: Workspace) -> BacktestResult:
-    """Returns the next-day quality of the champions, read from the runs of the days."""
+def _load_series(workspace: Workspace, role: str) -> BacktestResult:
+    """Returns the quality on each day of the champions or of the reference, read from the runs of the days."""
     tracker = workspace.tracking
     runs = tracker.client.search_runs(
         [tracker.experiment_id],
@@ -206,15 +240,16 @@ def _load_series(workspace: Workspace) -> BacktestResult:
     trained: dict[datetime.date, float] = {}
     for run in reversed(runs):
         metrics, day = run.data.metrics, datetime.date.fromisoformat(run.data.tags[DAY_TAG])
-        trained[day] = trained.get(day, 0.0) + metrics.get("rows_trained", 0.0)
-        if metrics.get("champion_ne") is not None:
-            rows, rate = metrics["champion_rows"], metrics["champion_label_rate"]
+        if role == "champion":
+            trained[day] = trained.get(day, 0.0) + metrics.get("rows_trained", 0.0)
+        if metrics.get(f"{role}_ne") is not None:
+            rows, rate = metrics[f"{role}_rows"], metrics[f"{role}_label_rate"]
             days[day] = DaySums(
-                day=day, rows=rows, loss=metrics["champion_logloss"] * rows, labels=rate * rows,
-                predictions=metrics.get("champion_calibration", 0.0) * rate * rows,
+                day=day, rows=rows, loss=metrics[f"{role}_logloss"] * rows, labels=rate * rows,
+                predictions=metrics.get(f"{role}_calibration", 0.0) * rate * rows,
             )  # fmt: skip
     ordered = tuple(days[day] for day in sorted(days))
-    return BacktestResult(name="champion", days=ordered, rows_trained=trained, seconds=0.0, trainings={})
+    return BacktestResult(name=role, days=ordered, rows_trained=trained, seconds=0.0, trainings={})
 
 
 @step("keep the champion")

@@ -7,20 +7,22 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.registration import aliases
 
 
-def promote_version(workspace: Workspace, version: int | None, reason: str) -> dict[str, Any]:
-    """Makes a version the champion and records the move. Skips a version that is champion.
+def promote_version(
+    workspace: Workspace, version: int | None, reason: str, alias: str = aliases.CHAMPION
+) -> dict[str, Any]:
+    """Makes a version the champion, or gives it another alias, and records the move. Skips one that has the alias.
 
     Raises:
         ConfigError: If no version is named.
     """
     model = workspace.config.model_name
     if version is None:
-        raise ConfigError("argument 'version'", "the version that becomes champion", "none", "Add version=N.")
-    done = aliases.move_alias(workspace.tracking, model, aliases.CHAMPION, version, "person", reason)
+        raise ConfigError("argument 'version'", f"the version that becomes {alias}", "none", "Add version=N.")
+    done = aliases.move_alias(workspace.tracking, model, alias, version, "person", reason)
     if done is None:
-        workspace.console.log.info("skipped: %s version %s is champion already", model, version)
-        return {"status": "skipped", "model": model, "alias": aliases.CHAMPION, "version": version}
-    workspace.console.log.info("%s version %s is champion, version %s was", model, version, done.previous)
+        workspace.console.log.info("skipped: %s version %s is %s already", model, version, alias)
+        return {"status": "skipped", "model": model, "alias": alias, "version": version}
+    workspace.console.log.info("%s version %s is %s, version %s was", model, version, alias, done.previous)
     return {"status": "ok", "model": model} | done.model_dump()
 
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 from pipeline.config.files import ROOT
 from pipeline.evaluation import plots
 from pipeline.evaluation.evaluate import EvalReport
+from pipeline.evaluation.gate import Verdict
 from pipeline.evaluation.html import render_report
 from pipeline.evaluation.metrics import format_metric
 from pipeline.evaluation.plots import FeatureImportance
@@ -105,12 +106,9 @@ def log_quality(
     workspace: Workspace, job: TrainingJob, trained: TrainingResult, evaluation: EvaluationResult, run_id: str
 ) -> None:
     """Quality and plots -> the MLflow run. Safe to repeat: it replaces itself."""
-    tracker, report, gate = workspace.tracking, evaluation.report, evaluation.gate
+    tracker, report = workspace.tracking, evaluation.report
     values = {f"eval_{name}": value for name, value in report.numbers.items()}
     values["rows_trained"] = trained.summary["rows"]
-    if gate.difference is not None:
-        values |= {f"gate_ne_{name}": getattr(gate.difference, name) for name in ("low", "high")}
-        values |= {"gate_ne_difference": gate.difference.ne, "gate_champion_ne": gate.champion_ne}
     tracker.log(run_id, int(trained.summary["steps"]), values)
     tracker.log_json(run_id, describe_data(job), DATA)
     tracker.log_json(run_id, trained.placement, SHARDING_PLAN)
@@ -212,10 +210,7 @@ def publish(
     summary, report = trained.summary, evaluation.report
     done = find_holder(tracker, model.name) == model.version  # by an attempt that was interrupted later
     gate, alias = (evaluation.gate, CHAMPION) if done else apply_verdict(workspace, model.version, evaluation.gate)
-    tags = {"gate": gate.decision, "gate_reason": gate.reason}
-    tracker.tag(run_id, tags)
-    for key, value in tags.items():
-        tracker.client.set_model_version_tag(model.name, str(model.version), key, value)
+    log_verdict(workspace, model.version, run_id, gate, int(summary["steps"]))
     result = {
         "status": "ok",
         "snapshot_id": job.snapshot.snapshot_id,
@@ -231,7 +226,7 @@ def publish(
         "learning_version": LEARNING_VERSION,
     } | dict(job.notes)
     tracker.log_json(run_id, result, RESULT)
-    text = _write_pages(workspace, model.version, run_id)
+    text = write_pages(workspace, model.version, run_id)
     # Last: a version is found by its identity only once everything else is in place.
     tracker.client.set_model_version_tag(model.name, str(model.version), IDENTITY, job.identity)
     write_text(Path(job.folder) / REGISTERED, f"{model.name} {model.version}\n")
@@ -242,7 +237,24 @@ def publish(
     return result
 
 
-def _write_pages(workspace: Workspace, version: int, run_id: str) -> str:
+def log_verdict(workspace: Workspace, version: int, run_id: str, gate: Verdict, at: int) -> None:
+    """Writes the gate's verdict to a version and its MLflow run. Safe to repeat: it replaces itself.
+
+    Args:
+        at: Step of the metrics.
+    """
+    tracker, name = workspace.tracking, workspace.config.model_name
+    if gate.difference is not None:
+        values = {f"gate_ne_{name}": getattr(gate.difference, name) for name in ("low", "high")}
+        values |= {"gate_ne_difference": gate.difference.ne, "gate_champion_ne": gate.champion_ne}
+        tracker.log(run_id, at, values)
+    tags = {"gate": gate.decision, "gate_reason": gate.reason}
+    tracker.tag(run_id, tags)
+    for key, value in tags.items():
+        tracker.client.set_model_version_tag(name, str(version), key, value)
+
+
+def write_pages(workspace: Workspace, version: int, run_id: str) -> str:
     """Writes the version's description and the HTML report from the run's record. Returns the page in markdown."""
     tracker = workspace.tracking
     record = load_record(tracker, run_id)
@@ -282,7 +294,7 @@ def evaluate_again(workspace: Workspace, job: TrainingJob) -> dict[str, Any]:
     result["test_rows"] = name_test_rows(workspace.warehouse, job.data)
     result["droppable_features"] = [one.name for one in features if one.droppable]
     tracker.log_json(run_id, result, RESULT)
-    text = _write_pages(workspace, version, run_id)
+    text = write_pages(workspace, version, run_id)
     config = tracker.read_json(run_id, CONFIG) | {"evaluation": workspace.config.evaluation.model_dump(mode="json")}
     tracker.log_json(run_id, config, CONFIG)
     log.info("evaluation: %s; verdict and alias of %s version %s stay", describe_quality(report), name, version)

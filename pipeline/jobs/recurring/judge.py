@@ -1,0 +1,156 @@
+"""Judges the model of an earlier day: on a whole day that neither it nor the champion has seen."""
+
+import datetime
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from pipeline.evaluation.evaluate import EvalReport
+from pipeline.evaluation.gate import Verdict
+from pipeline.evaluation.metrics import Quality
+from pipeline.jobs.console import step
+from pipeline.jobs.recurring.day import Today, select_day_rows
+from pipeline.jobs.training.evaluate import decide, download_scorer, evaluate_model, score_both
+from pipeline.jobs.training.finish import log_verdict, write_pages
+from pipeline.jobs.workspace import Workspace
+from pipeline.registration.aliases import CHALLENGER, CHAMPION, REFERENCE, find_holder, move_alias
+from pipeline.registration.tracking import RESULT, is_unreachable
+from storage.artifacts import write_text
+
+Numbers = Mapping[str, Any]
+"""Metrics by name."""
+
+
+class DayVerdict(BaseModel, frozen=True):
+    """The gate's decision on a day, with the quality of the versions that scored the whole day."""
+
+    day: datetime.date
+    challenger: int
+    champion: int
+    """The version that served the day."""
+    gate: Verdict
+    quality: Mapping[int, Numbers]
+    contents: str
+    """Names the rows of the day."""
+
+
+@step("judge")
+def judge_challenger(workspace: Workspace, today: Today, folder: Path) -> DayVerdict | None:
+    """Compares the model of an earlier day with the champion on the whole day, and moves the alias.
+
+    Safe to repeat: the verdict is kept in a file before anything is moved. Returns None if there was nothing to judge.
+
+    Args:
+        folder: Takes the models.
+    """
+    note = workspace.home / "judged" / f"{workspace.config.model_name}-{today.day}.json"
+    verdict = DayVerdict.model_validate_json(note.read_text(encoding="utf-8")) if note.exists() else None
+    if verdict is not None and verdict.contents != workspace.warehouse.day_names(today.snapshot)[today.day]:
+        verdict = None  # the day was written again
+    challenger = _find_challenger(workspace, today)
+    if challenger is None:
+        return verdict  # of an interrupted attempt, if any
+    if verdict is None or (verdict.challenger, verdict.champion) != (challenger, today.champion.version):
+        verdict = _judge(workspace, today, challenger, folder)
+        write_text(note, verdict.model_dump_json(indent=1))
+    _carry_out(workspace, verdict)
+    return verdict
+
+
+def _find_challenger(workspace: Workspace, today: Today) -> int | None:
+    """Returns the version of an earlier day that waits for its verdict. None: there is none."""
+    tracker, name, champion = workspace.tracking, workspace.config.model_name, today.champion.version
+    version = find_holder(tracker, name, CHALLENGER)
+    if version is None or version == champion:
+        return None
+    tags = tracker.client.get_model_version(name, str(version)).tags
+    if "day" not in tags or datetime.date.fromisoformat(tags["trained_to"]) >= today.day:
+        return None
+    if tags["trained_from"] not in ("scratch", str(champion)):
+        workspace.console.log.warning(
+            "version %s is not judged: it continues version %s, which is not champion any more",
+            version, tags["trained_from"],
+        )  # fmt: skip
+        return None
+    return version
+
+
+def _judge(workspace: Workspace, today: Today, challenger: int, folder: Path) -> DayVerdict:
+    champion, log = today.champion.version, workspace.console.log
+    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+    spec, columns = select_day_rows(workspace, today), workspace.columns(today.snapshot).names
+    model, read, error = download_scorer(workspace, challenger, columns, folder / "challenger")
+    quality: dict[int, Numbers] = {}
+    if model is None:
+        reason = f"Version {challenger}, the challenger, cannot score these rows: {error}."
+        gate = Verdict(decision="hold", reason=reason, champion=champion)
+    else:
+        spec = spec.model_copy(update={"extra": tuple(dict.fromkeys([*spec.extra, *read]))})
+        with workspace.console.progress() as progress:
+            scored = score_both(workspace, spec, today.rows, model, champion, folder, progress)
+        gate = decide(workspace, scored, champion)
+        quality[challenger] = list_numbers(scored.report)
+        if scored.error is None:
+            quality[champion] = _list_quality(scored.evaluation.champion.quality())
+    log.info("gate: %s version %s on %s. %s", gate.decision, challenger, today.day, gate.reason)
+    contents = workspace.warehouse.day_names(today.snapshot)[today.day]
+    return DayVerdict(
+        day=today.day, challenger=challenger, champion=champion, gate=gate, quality=quality, contents=contents
+    )
+
+
+def _carry_out(workspace: Workspace, verdict: DayVerdict) -> None:
+    """Writes the verdict to the version, its run and its page, and moves the alias last.
+
+    Safe to repeat: it replaces itself. The version is a challenger until all is done.
+    """
+    tracker, name, version, gate = workspace.tracking, workspace.config.model_name, verdict.challenger, verdict.gate
+    alias = {"promote": CHAMPION, "hold": CHALLENGER, "reject": None}[gate.decision]
+    run_id = str(tracker.client.get_model_version(name, str(version)).run_id)
+    result = tracker.load_result(run_id)
+    result |= {"gate": gate.model_dump(), "judged_on": f"{verdict.day}", "model": result["model"] | {"alias": alias}}
+    log_verdict(workspace, version, run_id, gate, int(result["train"]["steps"]))
+    tracker.log_json(run_id, result, RESULT)
+    write_pages(workspace, version, run_id)
+    if alias == CHAMPION:
+        move_alias(tracker, name, CHAMPION, version, "gate", gate.reason)
+    elif alias is None:
+        tracker.client.delete_registered_model_alias(name, CHALLENGER)
+
+
+def list_numbers(report: EvalReport) -> Numbers:
+    """Returns the metrics of a report, and why those that are undefined are."""
+    return report.numbers | {"undefined": dict(report.overall.undefined)}
+
+
+def _list_quality(quality: Quality) -> Numbers:
+    return quality.model_dump(exclude={"undefined"}) | {"undefined": dict(quality.undefined)}
+
+
+def choose_reference(workspace: Workspace, today: Today) -> int:
+    """Returns the version that all days are compared with. If none has the alias, the champion gets it, for good."""
+    name = workspace.config.model_name
+    version = find_holder(workspace.tracking, name, REFERENCE)
+    if version is None:
+        version = today.champion.version
+        move_alias(workspace.tracking, name, REFERENCE, version, "gate", "The first champion of recurring training.")
+    return version
+
+
+def evaluate_reference(workspace: Workspace, today: Today, version: int, folder: Path) -> Numbers | None:
+    """Evaluates the reference on the whole day. None: it cannot score it, for a reason that is logged."""
+    model, _, error = download_scorer(workspace, version, workspace.columns(today.snapshot).names, folder / "reference")
+    if model is not None:
+        try:
+            with workspace.console.progress() as progress:
+                report = evaluate_model(workspace, select_day_rows(workspace, today), today.rows, model, progress)
+            return list_numbers(report)
+        except Exception as problem:  # the reference must not cost the day
+            if is_unreachable(problem):
+                raise
+            error = f"{problem}"
+    workspace.console.log.warning("version %s, the reference, cannot score %s: %s", version, today.day, error)
+    return None
