@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pipeline.preprocessing import wire
@@ -72,7 +73,8 @@ class SimulatedService:
     def __init__(self, world: World, disk: Disk, config: PreprocessingConfig, folder: Path) -> None:
         self.world = world
         make = make_executor(world, disk, self.wake)
-        self.master = Master({ROWS: None}, config, folder, world.note, lambda: world.now, make)  # type: ignore[dict-item]
+        data: Any = {ROWS: SimpleNamespace(rows=sum(len(disk.rows(one)) for one in disk.fragments))}
+        self.master = Master(data, config, folder, world.note, lambda: world.now, make)
         self.master.fragments[ROWS] = list(disk.fragments)
         executor = self.master.executor
         assert isinstance(executor, SimulatedExecutor)

@@ -72,7 +72,7 @@ class Run:
         self.config = PreprocessingConfig(
             workers=draw.choice(["auto", 1, 2, 3]), max_workers=4, split_rows=draw.choice([1, 15, 50]),
             memory_bytes=1 << 20, attempts=draw.choice([1, 2, 3]), lease_seconds=30.0,
-            on_corrupt=draw.choice(["fail", "quarantine"]), restart_limit=draw.choice([2, 16]),
+            on_corrupt=draw.choice(["fail", "quarantine"]), restart_limit=draw.choice([2, 16, 10**6]),
         ).model_copy(update={"memory_bytes": 1 + total * draw.choice([4, 12, 24]) if tight else 1 << 20})  # fmt: skip
         share = draw.choice([1.0, 1.0, 0.5])
         often = {"the whole run is killed": draw.choice([0, 1, 3])}
@@ -83,7 +83,8 @@ class Run:
             if self.world.strikes("a file is damaged"):
                 begin = draw.choice([0.0, draw.uniform(0.0, 20.0)])
                 damaged[one.path, one.row_group] = begin, draw.choice([begin + draw.uniform(1.0, 10.0), 10.0**9])
-        self.disk = Disk(self.world, fragments, damaged, share)
+        endless = {key for key in damaged if draw.random() < 0.3}
+        self.disk = Disk(self.world, fragments, damaged, endless, share)
         self.was_damaged = set(damaged)
         self.trained: list[Trained] = []
         self.checkpoint: str | None = None
@@ -167,6 +168,7 @@ class Run:
             require(self.was_damaged, f"nothing was damaged: {text}")
             self.disk.repair()
         else:
+            self.disk.repair()  # if a file never ended
             known = ("a passing fault", "its process ended", "it was silent for", "it did not start within")
             require(any(part in text for part in known), f"an error without a cause: {text}")
 

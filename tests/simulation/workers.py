@@ -1,7 +1,7 @@
 """Simulated workers: they do the real work on rows that are their own numbers, and die, hang and fail by chance."""
 
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,21 +18,28 @@ from pipeline.preprocessing.worker import Costs, Worker
 from storage.reader import Fragment
 from tests.simulation.world import World, require
 
-FAULTS = ("a worker does not start", "a worker dies at its start", "a worker dies", "a worker hangs", "work fails", "a worker is slow")  # fmt: skip
+FAULTS = ("a worker does not start", "a worker dies at its start", "a worker dies", "a worker hangs", "work fails", "a worker is slow", "a result is late")  # fmt: skip
 
 
 class Disk:
-    """Row groups whose rows are their own numbers. Some cannot be read for a while.
+    """Row groups whose rows are their own numbers. Some cannot be read for a while, and some never end.
 
     Args:
         damaged: (path, row group) -> times from when and until when it cannot be read.
+        endless: Those of the damaged row groups whose reading hangs.
         share: Share of the rows that the filter selects.
     """
 
     def __init__(
-        self, world: World, fragments: Sequence[Fragment], damaged: Mapping[Any, tuple[float, float]], share: float
+        self,
+        world: World,
+        fragments: Sequence[Fragment],
+        damaged: Mapping[Any, tuple[float, float]],
+        endless: Collection[Any],
+        share: float,
     ) -> None:
         self.world, self.fragments, self.damaged, self.share = world, fragments, dict(damaged), share
+        self.endless = endless
         self.first: dict[Any, int] = {}
         count = 0
         for one in fragments:
@@ -48,6 +55,11 @@ class Disk:
     def readable(self, fragment: Fragment) -> bool:
         begin, end = self.damaged.get((fragment.path, fragment.row_group), (0.0, 0.0))
         return not begin <= self.world.now < end
+
+    def hangs(self, work: Split | BatchWork) -> bool:
+        """Whether work never ends."""
+        read = work.fragments if isinstance(work, Split) else ()
+        return any((one.path, one.row_group) in self.endless and not self.readable(one) for one in read)
 
     def repair(self) -> None:
         """Restores all files, as a person would."""
@@ -132,7 +144,7 @@ class SimulatedExecutor(Executor):
         require(not any(memory.freed for memory in inputs), f"work got memory that was freed: {work}")
         arrays = [memory.arrays for memory in inputs]
         seconds = self.world.between(0.05, 1.0)
-        if self.world.strikes("a worker hangs"):
+        if self.disk.hangs(work) or self.world.strikes("a worker hangs"):
             return
         if self.world.strikes("a worker is slow"):
             seconds *= 40.0
@@ -159,7 +171,10 @@ class SimulatedExecutor(Executor):
             if not process.alive or self.closed:
                 return
             event = make()
-            process.heard = max(process.heard, self.world.now + self.world.between(0.0, 0.02))
+            delay = self.world.between(0.0, 0.02)
+            if isinstance(event, WorkDone) and self.world.strikes("a result is late"):
+                delay = self.world.between(0.0, 60.0)  # its worker may be replaced in the meantime
+            process.heard = max(process.heard, self.world.now + delay)
             self.world.later(process.heard - self.world.now, lambda: self._arrive(event))
 
         self.world.later(seconds, send)
