@@ -72,7 +72,7 @@ def train_in_order(workspace: Workspace, days: Sequence[datetime.date]) -> dict[
     with workspace.console.progress("days") as progress:
         for number, day in enumerate(days, 1):
             try:
-                result = recurring(workspace.config, day=day)
+                result = recurring(workspace.config, day=day, from_source=False)  # the days have been written
             except BaseException:
                 workspace.console.log.error("stopped at %s: %s", day, describe_backfill({"days": len(days)} | counts))
                 raise

@@ -13,9 +13,11 @@ from flows.ingest import ingest
 from flows.runtime.flow import flow, open_workspace
 from flows.train import train
 from pipeline.config import RunConfig, load
+from pipeline.errors import EmptyDatasetError
 from pipeline.jobs.clean import clean
 from pipeline.jobs.recurring.day import has_champion, require_hash_split
 from pipeline.jobs.recurring.run import train_day, train_new_days
+from pipeline.jobs.workspace import Workspace
 
 
 @flow("recurring")
@@ -25,14 +27,15 @@ def recurring(
     day: datetime.date | None = None,
     scratch: bool = False,
     force: bool = False,
+    from_source: bool = True,
 ) -> dict[str, Any]:
     """Judges the model of the day before on a whole day, trains the champion on that day, and registers the result.
 
-    Ingests the day if the table lacks it. Without a champion, trains the first one on the config's own split. The gate
-    compares the model of the day before with the champion on all rows of the day, which neither has seen, and promotes
-    it or not. Then the champion is trained on all days since its last one, except for the test rows of the split. The
-    new model is judged when the next day comes. Skips a finished day. Without `day`, removes
-    what `retention` does not keep afterwards.
+    Ingests the day if the table lacks it or has it from other input. Without a champion, trains the first one on the
+    config's own split. The gate compares the model of the day before with the champion on all rows of the day, which
+    neither has seen, and promotes it or not. Then the champion is trained on all days since its last one, except for
+    the test rows of the split. The new model is judged when the next day comes. Skips a finished day. Without `day`,
+    removes what `retention` does not keep afterwards.
 
     Args:
         config: The run's config, or the path of its YAML file; its split must be `hash`.
@@ -41,14 +44,15 @@ def recurring(
             in order. See `recurring.closed_after_hours`.
         scratch: Trains a new model on all days, whatever the policy says.
         force: Repeats a finished day. If the champion has seen that day, roll it back first.
+        from_source: Compares the days with the source first and ingests what differs.
     """
     workspace = open_workspace(load(config, overrides))
     require_hash_split(workspace.config.split)
     champion = has_champion(workspace)
-    if day is None or not champion:
+    if not champion or (from_source and day is None):
         ingest(workspace.config)
-    elif day not in workspace.warehouse.whole_days(workspace.config.name):  # a day is written whole or not at all
-        ingest(workspace.config, day=day)
+    elif from_source and day is not None:
+        ingest_day(workspace, day)
     if not champion:
         train(workspace.config)
     if day is not None:
@@ -57,3 +61,13 @@ def recurring(
     with workspace.best_effort("removing what retention does not keep"):
         clean(workspace, dry_run=False)
     return result
+
+
+def ingest_day(workspace: Workspace, day: datetime.date) -> None:
+    """Ingests a day if its input has changed. A day that the source no longer has stays as the table has it."""
+    try:
+        ingest(workspace.config, day=day)
+    except EmptyDatasetError:
+        if day not in workspace.warehouse.whole_days(workspace.config.name):
+            raise
+        workspace.console.log.info("the source no longer has %s; the table's rows are taken", day)

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.data.config import Part, SplitConfig
+from pipeline.data.day_notes import open_days
 from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, EmptyDatasetError, RegistryError
 from pipeline.evaluation.policy import ChampionStanding, Decision
@@ -91,9 +92,11 @@ def find_next_days(
     """
     config, warehouse = workspace.config, workspace.warehouse
     champion = champion or require_champion(workspace)
-    contents = warehouse.day_contents(snapshot or warehouse.current(config.name))
-    now = datetime.datetime.now(datetime.UTC)
+    snapshot = snapshot or warehouse.current(config.name)
+    contents, now = warehouse.day_contents(snapshot), datetime.datetime.now(datetime.UTC)
     not_closed = find_open(list(contents), config.recurring.closed_after_hours, now)
+    if not config.split.open_days:
+        not_closed |= open_days(warehouse, snapshot)
     return find_pending(contents, champion.days, champion.trained_to, not_closed, config.split)
 
 

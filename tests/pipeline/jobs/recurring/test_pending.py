@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.config import load
 from pipeline.data.config import HashSplit, SplitConfig
+from pipeline.data.day_notes import INGEST, DayNote, InputFiles
 from pipeline.jobs.recurring.day import find_next_days, pin_day
 from pipeline.jobs.recurring.pending import find_pending
 from pipeline.jobs.recurring.run import train_new_days
@@ -28,12 +29,20 @@ def workspace(tmp_path, monkeypatch) -> Workspace:
     return Workspace(load("configs/smoke.yaml", {"name": "mornings", "split": SPLIT}))
 
 
-def write(workspace: Workspace, *days: int, rows: int = 5) -> None:
-    """Writes days with some rows, as an ingest does."""
+def write(workspace: Workspace, *days: int, rows: int = 5, still_open: bool = False) -> None:
+    """Writes days with some rows, as an ingest does.
+
+    Args:
+        still_open: Notes that outcomes may be missing.
+    """
     dates = [january(day) for day in days for _ in range(rows)]
     table = pa.table({"day": pa.array(dates, pa.date32()), "user": list(range(len(dates)))})
     written = {january(day): f"{day} of {rows}" for day in days}
-    workspace.warehouse.replace_days("mornings", written, table.schema, table.to_batches(), table.num_rows)
+    none = InputFiles(count=0, bytes=0, stamps=())
+    note = {INGEST: DayNote(open=still_open, rows=none, outcomes=none).model_dump(mode="json")}
+    workspace.warehouse.replace_days(
+        "mornings", written, table.schema, table.to_batches(), table.num_rows, notes=dict.fromkeys(written, note)
+    )
 
 
 def promote(workspace: Workspace, trained_to: int) -> None:
@@ -75,6 +84,18 @@ def test_missed_days_are_caught_up_in_order(workspace: Workspace) -> None:
     promote(workspace, 2)
     write(workspace, 6, 4, 3, 5)
     assert find_next_days(workspace).closed == (january(3), january(4), january(5))
+
+
+def test_days_wait_for_their_outcomes_unless_told(workspace: Workspace) -> None:
+    write(workspace, 1, 2)
+    promote(workspace, 2)
+    write(workspace, 3, 5, 6)
+    write(workspace, 4, still_open=True)
+    pending = find_next_days(workspace)
+    assert (pending.closed, pending.open) == ((january(3),), (january(4), january(6)))
+    assert pin_day(workspace, january(5), force=False).new_days == (january(3), january(5))
+    told = Workspace(load(workspace.config, {"split.open_days": True}))
+    assert find_next_days(told).closed == (january(3), january(4), january(5))
 
 
 def test_a_day_that_changed_after_it_was_learned_is_new_again(workspace: Workspace) -> None:
