@@ -1,18 +1,22 @@
 """What a flow file takes from here: the decorator and the workspace. Commands that only read do without Prefect."""
 
+import functools
+import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from flows.runtime.environment import quiet_libraries
 from flows.runtime.private import hide_in_logs, remember
 from pipeline.config import RunConfig
 from pipeline.config.draft import Draft
-from pipeline.jobs.console import Console
+from pipeline.jobs.console import Console, one_line
+from pipeline.jobs.transient import is_transient
 from pipeline.jobs.workspace import Workspace
 
 LOGGERS = ("dlrm", "prefect.flow_runs", "prefect.task_runs")
 """What runs log to."""
+WAITS = (60.0, 300.0, 1800.0)
+"""Seconds before a deployed run tries again, by attempt."""
 without_prefect = False
 """Set by the command line before it imports a flow file: flows are plain functions then, and steps plain calls."""
 
@@ -23,7 +27,37 @@ def flow(name: str) -> Callable[[Callable[..., Any]], Any]:
         return lambda function: function
     from flows.runtime.console import PrivateFlow
 
-    return partial(PrivateFlow, name=name)
+    return lambda function: PrivateFlow(try_again(function), name=name)
+
+
+def try_again(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a deployed run repeat its work after a failure that may pass. What is finished is skipped.
+
+    Nobody looks at a deployed run. A command shows the failure at once, and its user decides.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for wait in WAITS:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                if not is_deployed() or not is_transient(error):
+                    raise
+                from flows.runtime.console import PrefectConsole
+
+                PrefectConsole().log.warning("%s This may pass: the run tries again in %.0f s.", one_line(error), wait)
+            time.sleep(wait)
+        return function(*args, **kwargs)
+
+    return run
+
+
+def is_deployed() -> bool:
+    """Whether a worker started this run from a deployment."""
+    from prefect.runtime import deployment
+
+    return deployment.id is not None
 
 
 def open_console(config: RunConfig | Draft) -> Console:

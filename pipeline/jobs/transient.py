@@ -1,0 +1,42 @@
+"""Which failures may pass by themselves: a service that is away, a lock, another writer."""
+
+import errno
+
+from storage.errors import ConflictError
+
+NETWORK = {
+    errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT,
+    errno.EPIPE,
+}  # fmt: skip
+SERVICES = {
+    "requests.exceptions": ("ConnectionError", "Timeout"),
+    "pyiceberg.exceptions": ("ServiceUnavailableError", "ServerError", "CommitStateUnknownException"),
+    "httpx": ("TransportError",),
+}
+"""Module -> exceptions of a service that is away. By name: a command need not have loaded the library."""
+STORE = ("AWS Error", "curlCode", "HTTP status 5", "database is locked", "Connection refused", "timed out")
+"""Parts of messages of object stores and databases, which have no classes of their own for this."""
+
+
+def is_transient(error: BaseException) -> bool:
+    """Tells whether the same work may succeed later without anybody's doing.
+
+    Wrong configs, missing or damaged data, full disks and missing permissions stay as they are.
+
+    Example:
+        >>> is_transient(ConnectionResetError(errno.ECONNRESET, "reset")), is_transient(OSError(errno.ENOSPC, "full"))
+        (True, False)
+    """
+    from pipeline.errors import ContractError, TrackingError
+
+    if isinstance(error, ConflictError | TrackingError | ConnectionError | TimeoutError):
+        return True
+    if isinstance(error, ContractError):
+        return error.__cause__ is not None and is_transient(error.__cause__)
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in NETWORK
+    kinds = {(kind.__module__, kind.__name__) for kind in type(error).__mro__}
+    if any((module, name) in kinds for module, names in SERVICES.items() for name in names):
+        return True
+    is_store = isinstance(error, OSError) or type(error).__module__.startswith(("sqlalchemy", "mlflow", "sqlite3"))
+    return is_store and any(part in str(error) for part in STORE)

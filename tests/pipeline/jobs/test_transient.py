@@ -1,0 +1,79 @@
+"""What may pass by itself is tried again by deployed runs; what will not, is not."""
+
+import errno
+from collections.abc import Callable
+
+import pytest
+import requests
+from pyiceberg.exceptions import ServiceUnavailableError
+from sqlalchemy.exc import OperationalError
+
+from flows.runtime import flow
+from pipeline.errors import ConfigError, DataError, StorageError, TrackingError
+from pipeline.jobs.transient import is_transient
+from storage.errors import ConflictError
+
+WORDS = ("table 't'", "an answer", "none", "Wait.")
+PASSING = [
+    TrackingError(*WORDS),
+    ConflictError(*WORDS),
+    requests.ConnectionError("no route"),
+    requests.ReadTimeout("slow"),
+    ServiceUnavailableError("the catalogue restarts"),
+    OSError("When reading from S3: AWS Error NETWORK_CONNECTION during GetObject"),
+    OperationalError("select 1", {}, Exception("database is locked")),
+    ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
+]
+LASTING = [
+    ConfigError(*WORDS),
+    DataError(*WORDS),
+    StorageError(*WORDS),
+    OSError(errno.ENOSPC, "No space left on device"),
+    PermissionError(errno.EACCES, "denied"),
+    FileNotFoundError(errno.ENOENT, "gone"),
+    ValueError("timed out"),
+]
+
+
+def failing(errors: list[Exception]) -> Callable[[], int]:
+    """Returns work that fails with each of these errors in turn, and then gives the number of attempts."""
+    left = list(errors)
+
+    def work() -> int:
+        if left:
+            raise left.pop(0)
+        return len(errors) + 1
+
+    return work
+
+
+@pytest.fixture
+def deployed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "is_deployed", lambda: True)
+    monkeypatch.setattr(flow, "WAITS", (0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
+def test_a_deployed_run_tries_again_what_may_pass(deployed: None, error: Exception) -> None:
+    assert is_transient(error)
+    assert flow.try_again(failing([error] * 3))() == 4
+    with pytest.raises(type(error)):
+        flow.try_again(failing([error] * 4))()
+
+
+@pytest.mark.parametrize("error", LASTING, ids=lambda error: type(error).__name__)
+def test_what_will_not_pass_ends_a_run_at_once(deployed: None, error: Exception) -> None:
+    assert not is_transient(error)
+    with pytest.raises(type(error)):
+        flow.try_again(failing([error]))()
+
+
+def test_a_command_shows_the_failure_at_once() -> None:
+    with pytest.raises(TrackingError):
+        flow.try_again(failing([TrackingError(*WORDS)]))()
+
+
+def test_an_error_of_ours_passes_if_its_cause_does() -> None:
+    error = DataError(*WORDS)
+    error.__cause__ = ConnectionResetError(errno.ECONNRESET, "reset")
+    assert is_transient(error)
