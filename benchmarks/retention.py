@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="length of a rehearsed day")
     parser.add_argument("--rows", type=int, default=1_000)
     parser.add_argument("--model_bytes", type=int, default=100_000)
+    parser.add_argument("--clean_every", type=int, default=1, help="days from one cleaning to the next")
     parser.add_argument("--keep", action="store_true", help="never cleans, for comparison")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
@@ -101,7 +102,7 @@ def main() -> None:
             began = time.perf_counter()
             commit = rehearse(workspace, number, arguments.rows, arguments.model_bytes)
             cleaned = time.perf_counter()
-            if not arguments.keep:
+            if not arguments.keep and number % arguments.clean_every == 0:
                 clean(workspace, dry_run=False)
             now = time.perf_counter()
             if number % 30 == 0 or number == arguments.days - 1:
