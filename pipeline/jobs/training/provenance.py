@@ -14,6 +14,7 @@ from mlflow.exceptions import MlflowException
 from pydantic import BaseModel
 
 from pipeline.config import RunConfig, load
+from pipeline.data.config import Part
 from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, RegistryError
 from pipeline.jobs.code_version import trained_by
@@ -64,6 +65,10 @@ class Record(BaseModel, frozen=True):
     """All rows that the model has seen, also in the trainings that it continues. Empty: not recorded."""
     day: str | None = None
     """The day, for a training by flows.recurring. It reads other rows than the config's split names."""
+    rows: Mapping[Part, Selection] = {}
+    """Part -> the rows that it has, for a training by flows.recurring."""
+    continues: int | None = None
+    """The version whose training this one continues."""
     days: Mapping[str, str] = {}
     """Day -> content of its rows, for the days that this training and those that it continues have learned from."""
 
@@ -94,6 +99,8 @@ def make_record(workspace: Workspace, job: TrainingJob, placement: ShardingPlan,
         weights_sha256=summary["weights_sha256"],
         trained_on=job.trained_on,
         day=job.tags.get("day"),
+        rows={part: spec.selection for part, spec in job.data.items()} if "day" in job.tags else {},
+        continues=None if job.start is None else int(job.tags["trained_from"]),
         days=job.days,
     )
 

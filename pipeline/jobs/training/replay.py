@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import RunConfig, load
-from pipeline.errors import ConfigError, RegistryError
+from pipeline.errors import ConfigError
 from pipeline.jobs.console import step
-from pipeline.jobs.training.job import TrainingJob, make_job, open_training_run, resolve_dataset
+from pipeline.jobs.training.job import PLAN, TrainingJob, make_job, open_training_run, resolve_dataset
 from pipeline.jobs.training.provenance import (
     RECORD,
     Record,
@@ -20,7 +20,10 @@ from pipeline.jobs.training.provenance import (
 from pipeline.jobs.training.rank import measure_uses, plan_placement
 from pipeline.jobs.training.train import TrainingResult, make_rank_spec, train
 from pipeline.jobs.workspace import Workspace
-from storage.artifacts import write_json
+from pipeline.training.state import checkpoint as store
+from pipeline.transforms.plan.carry_over import Start, carry_over_fit
+from pipeline.transforms.plan.plan import Plan
+from storage.artifacts import inside, write_json
 
 RESULT = "replay.json"
 
@@ -28,27 +31,70 @@ RESULT = "replay.json"
 def replay_version(workspace: Workspace, version: int | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Trains a version again and compares weights and plan.
 
+    A version that continues another one starts from that one's checkpoint. If the checkpoint is gone, that version is
+    replayed first, and so on.
+
     Args:
         overrides: Dotted key -> value. Only keys that do not change what is learned.
     Raises:
         ConfigError: If no version is named, or an override would change what is learned.
-        RegistryError: If the version has no record, or was trained by flows.recurring.
+        RegistryError: If the version, or one that it continues, has no record.
     """
     if version is None:
         raise ConfigError("argument 'version'", "the version to train again", "none", "Add version=N.")
+    missing = _list_missing(workspace, version)
+    checkpoint: Path | None = None
+    kept: list[Path] = []
+    try:
+        for number in missing:
+            workspace.console.log.info("version %s: its checkpoint is gone, so it is replayed first", number)
+            first, folder = _replay(workspace, number, overrides, checkpoint)
+            kept.append(folder / "checkpoints")
+            checkpoint = store.find_served(kept[-1])
+            if not first["equal"]:
+                workspace.console.log.warning("version %s came out differently, and so will what continues it", number)
+        result, folder = _replay(workspace, version, overrides, checkpoint)
+        kept.append(folder / "checkpoints")
+    finally:
+        for one in kept:
+            shutil.rmtree(one, ignore_errors=True)  # the exported weights stay
+    return result | {"replayed_first": missing}
+
+
+def _list_missing(workspace: Workspace, version: int) -> list[int]:
+    """Returns the versions to replay first, the oldest first: those that are continued and have no checkpoint."""
+    found: list[int] = []
+    before = fetch_record(workspace.tracking, workspace.config.model_name, version).continues
+    while before is not None and _find_checkpoint(workspace, before) is None:
+        found.insert(0, before)
+        before = fetch_record(workspace.tracking, workspace.config.model_name, before).continues
+    return found
+
+
+def _find_checkpoint(workspace: Workspace, version: int) -> Path | None:
+    """Returns the checkpoint that a version was exported from. None: it has been removed."""
+    model = workspace.tracking.get_version(workspace.config.model_name, str(version))
+    folder = None if model is None else model.tags.get("run_folder")
+    return None if folder is None else store.find_served(inside(workspace.home / "runs", folder) / "checkpoints")
+
+
+def _replay(
+    workspace: Workspace, version: int, overrides: Mapping[str, Any], checkpoint: Path | None
+) -> tuple[dict[str, Any], Path]:
+    """Trains one version again. Returns the comparison and the folder.
+
+    Args:
+        checkpoint: Where it starts, if it continues a version that was replayed. None: from that version's own.
+    """
     name = workspace.config.model_name
     old = fetch_record(workspace.tracking, name, version)
-    if old.day is not None:
-        raise RegistryError(
-            f"model '{name}', version {version}", "a training by flows.train", f"one of {old.day} by flows.recurring",
-            "It continued another version: roll back to that one, then run flows.recurring day=... force=true.",
-        )  # fmt: skip
     workspace = workspace.with_config(_make_config(old, workspace, overrides))
-    job = pin_replay(workspace, old, f"{name}-{version}")
+    job = pin_replay(workspace, old, f"{name}-{version}", checkpoint)
     tags = {"dlrm.replay_of": f"{name}/{version}", "mlflow.source.name": "flows.replay"}
     with open_training_run(workspace, job, f"replay of {name} version {version}", tags) as run_id:
         trained = train(workspace, job, run_id, old.placement)
-        return compare_records(workspace, job, old, trained, run_id) | {"model": {"name": name, "version": version}}
+        result = compare_records(workspace, job, old, trained, run_id) | {"model": {"name": name, "version": version}}
+    return result, Path(job.folder)
 
 
 def _make_config(old: Record, workspace: Workspace, overrides: Mapping[str, Any]) -> RunConfig:
@@ -60,10 +106,24 @@ def _make_config(old: Record, workspace: Workspace, overrides: Mapping[str, Any]
 
 
 @step("pin")
-def pin_replay(workspace: Workspace, old: Record, name: str) -> TrainingJob:
+def pin_replay(workspace: Workspace, old: Record, name: str, checkpoint: Path | None = None) -> TrainingJob:
     """Pins the recorded training in a folder of its own. Safe to repeat: an interrupted replay is found again."""
     folder = workspace.unfinished_folder("replays", name, RESULT)
-    return make_job(folder, workspace, old.identity, resolve_dataset(workspace, old.snapshot.snapshot_id))
+    snapshot, data = resolve_dataset(workspace, old.snapshot.snapshot_id)
+    if old.rows:
+        data = {part: data[part].model_copy(update={"selection": rows}) for part, rows in old.rows.items()}
+    if old.continues is None:
+        return make_job(folder, workspace, old.identity, (snapshot, data))
+    before = workspace.tracking.get_version(workspace.config.model_name, str(old.continues))
+    start_from = checkpoint or _find_checkpoint(workspace, old.continues)
+    assert before is not None
+    assert start_from is not None  # `replay_version` has made it
+    known = Plan.model_validate(workspace.tracking.read_json(str(before.run_id), PLAN))
+    plan = carry_over_fit(data["train"].plan, known)
+    data = {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
+    job = make_job(folder, workspace, old.identity, (snapshot, data))
+    tags = {"trained_from": f"{old.continues}"}
+    return job.model_copy(update={"start": Start(checkpoint=str(start_from), plan=known), "tags": tags})
 
 
 @step("compare")
@@ -94,5 +154,4 @@ def compare_records(
     tracker.log_file(run_id, folder / RECORD)
     tracker.tag(run_id, {"dlrm.replay_equal": str(equal).lower()})
     write_json(folder / RESULT, result)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # the exported weights stay
     return result
