@@ -68,8 +68,12 @@ def untouched(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def copied(smoke: dict[str, Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the smoke run's registry and warehouse that a test may change."""
-    for folder in ("mlflow", "warehouse"):
-        shutil.copytree(home / folder, tmp_path / folder)
+    """A copy of the smoke run's registry and warehouse that a test may change.
+
+    Artifacts are not copied: the registry names the smoke run's by absolute paths.
+    """
+    shutil.copytree(home / "warehouse", tmp_path / "warehouse")
+    (tmp_path / "mlflow").mkdir()
+    shutil.copy(home / "mlflow" / "mlflow.db", tmp_path / "mlflow")
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     return tmp_path

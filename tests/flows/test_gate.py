@@ -1,5 +1,6 @@
 """The gate decides about a second model, and people promote or roll back afterwards."""
 
+import shutil
 from pathlib import Path
 
 import mlflow
@@ -94,13 +95,14 @@ def test_a_champion_that_cannot_score_the_rows_stays_champion(smoke, home, copie
 def test_a_damaged_champion_neither_judges_nor_scores_nor_serves(smoke, home, copied, command):
     """One bit of the weights in the registry is another one."""
     job, model = the_model(smoke, home)
-    [stored] = (copied / "mlflow").glob("**/artifacts/model/weights.safetensors")
+    tracker = Workspace(load(CONFIG)).tracking
+    first = tracker.client.get_model_version("smoke", "1")
+    [whole] = (home / "mlflow").glob(f"**/{first.source.rpartition('/')[2]}/artifacts")
+    place = shutil.copytree(whole, copied / "damaged")
+    [stored] = place.rglob("weights.safetensors")
     content = bytearray(stored.read_bytes())
     content[-1] ^= 1
     stored.write_bytes(content)
-    place = stored.parents[2]
-    tracker = Workspace(load(CONFIG)).tracking
-    first = tracker.client.get_model_version("smoke", "1")
     tracker.client.create_model_version("smoke", place.as_uri(), first.run_id, tags=first.tags)
     move_alias(tracker, "smoke", CHAMPION, 2, "person", "")
     gate = evaluate.compare_with_champion(Workspace(load(CONFIG)), job, model, lambda *note: None).gate

@@ -1,15 +1,15 @@
 """One epoch without a trainer: its order, its costs compared with the files, and disturbances."""
 
 import hashlib
-import importlib.util
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 from filelock import FileLock
-from prefect.settings import PREFECT_API_URL
 
 from flows.ingest import ingest
 from flows.preprocess import preprocess
@@ -173,14 +172,10 @@ def test_the_order_hash_is_that_of_the_batches(epoch: dict[str, Any], at_home: P
     assert (found["order_hash"] == epoch["order_hash"]) == (not over)
 
 
-@pytest.mark.parametrize(
-    ("executor", "workers"), [("process", 1), ("process", 2), pytest.param("ray", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("executor", "workers"), [("process", 1), ("process", 2)])
 def test_the_order_is_the_same_wherever_workers_run(
     epoch: dict[str, Any], command: Callable[..., Any], home: Path, executor: str, workers: int
 ) -> None:
-    if executor == "ray" and importlib.util.find_spec("ray") is None:
-        pytest.skip("needs Ray: make setup EXTRAS=ray")
     words = [f"preprocessing.executor={executor}", f"preprocessing.workers={workers}"]
     code, result, log = command(preprocess, CONFIG, *words, home=home)
     assert (code, list(result)) == (0, KEYS)
@@ -271,6 +266,7 @@ LONG = {
     "preprocessing.workers": 2,
 }
 """An epoch of 160 splits. It takes seconds."""
+LONG_WORDS = [f"{key}={value}" for key, value in LONG.items()]
 
 
 @pytest.fixture(scope="module")
@@ -283,97 +279,83 @@ def long_home(prefect: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield folder
 
 
-class Command:
-    """`python -m flows.preprocess` in its own process group.
+@pytest.fixture
+def workers(long_home: Path) -> "Workers":
+    return Workers(long_home)
 
-    Args:
-        server: Address of Prefect's server. Without one the command starts one.
-    """
 
-    def __init__(
-        self, home: Path, over: dict[str, Any] | None = None, open_files: int = 4096, server: str | None = None
-    ) -> None:
+class Workers:
+    """The workers of an epoch in a home."""
+
+    def __init__(self, home: Path) -> None:
         self.note = home / "preprocessing" / "smoke" / WORKERS_FILE
         self.note.unlink(missing_ok=True)
-        outside = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
-        if server is not None:
-            outside["PREFECT_API_URL"] = server
-        words = [f"{key}={value}" for key, value in (LONG | (over or {})).items()]
-        self.process = subprocess.Popen(
-            ["prlimit", f"--nofile={open_files}", sys.executable, "-m", "flows.preprocess", CONFIG, *words],
-            cwd=ROOT, env=outside | {"DLRM_HOME": str(home)}, start_new_session=True, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
 
     def pids(self) -> set[int]:
         return set(json.loads(self.note.read_text(encoding="utf-8")).values()) if self.note.exists() else set()
 
-    def new_worker(self, known: set[int]) -> int:
+    def new(self, known: set[int]) -> int:
         """Waits for a worker that is new and ready. The epoch has started by then."""
         end = time.monotonic() + 180
         while not (new := self.pids() - known):
             assert time.monotonic() < end, "no worker came"
-            assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.005)
         return min(new)
 
-    def family(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def ended(self) -> tuple[int, dict[str, Any], str]:
-        """Returns (exit code, result, other output)."""
-        out, err = self.process.communicate(timeout=180)
-        return self.process.returncode, json.loads(out.strip().splitlines()[-1]), err
-
-
-@contextmanager
-def running(command: Command) -> Iterator[Command]:
-    try:
-        yield command
-    finally:
-        if command.process.poll() is None:
-            command.process.kill()
-            command.process.communicate()
-
 
 @pytest.fixture
-def started(long_home: Path) -> Iterator[Command]:
-    with running(Command(long_home)) as command:
-        yield command
+def started(long_home: Path) -> Iterator[subprocess.Popen[str]]:
+    """`python -m flows.preprocess` in its own process group. It starts a Prefect server."""
+    outside = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flows.preprocess", CONFIG, *LONG_WORDS],
+        cwd=ROOT, env=outside | {"DLRM_HOME": str(long_home)}, start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    yield process
+    if process.poll() is None:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
-def test_an_interrupted_epoch_leaves_nothing(started: Command, how: str) -> None:
-    started.new_worker(set())
-    family = started.family()
+def test_an_interrupted_epoch_leaves_nothing(workers: Workers, started: subprocess.Popen[str], how: str) -> None:
+    workers.new(set())
+    family = psutil.Process(started.pid).children(recursive=True)
     assert any(process.name().startswith("dlrm worker") for process in family)
     if how == "Ctrl-C":
-        os.killpg(started.process.pid, signal.SIGINT)  # a terminal signals workers, too
+        os.killpg(started.pid, signal.SIGINT)  # a terminal signals workers, too
     else:
-        started.process.terminate()
-    code, result, log = started.ended()
-    assert (code, result) == (
+        started.terminate()
+    out, log = started.communicate(timeout=180)
+    assert (started.returncode, json.loads(out.strip().splitlines()[-1])) == (
         1,
         {"status": "failed", "error": "interrupted; run the same command again to go on."},
     ), log
     assert log.splitlines().count("error: interrupted; run the same command again to go on.") == 1
     assert "Traceback" not in log
     assert psutil.wait_procs(family, timeout=15)[1] == []
-    assert started.pids() == set()
+    assert workers.pids() == set()
 
 
 @pytest.mark.slow
-def test_killed_workers_do_not_change_the_order(long_home: Path) -> None:
-    seen: set[int] = set()
-    with running(Command(long_home, server=PREFECT_API_URL.value())) as command:
+def test_killed_workers_do_not_change_the_order(
+    long_home: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def kill_two() -> None:
+        seen: set[int] = set()
         for _ in range(2):
-            seen.add(worker := command.new_worker(seen))
+            seen.add(worker := workers.new(seen))
             os.kill(worker, signal.SIGKILL)
-        code, result, log = command.ended()
-    assert code == 0, log
+
+    monkeypatch.setenv("DLRM_HOME", str(long_home))
+    with ThreadPoolExecutor(1) as other:
+        killed = other.submit(kill_two)
+        result = preprocess(config=CONFIG, overrides=LONG)
+        killed.result()
     assert result["restarts"] >= 1
-    assert log.count("replacing worker") == result["restarts"]
+    assert caplog.text.count("replacing worker") == result["restarts"]
     undisturbed = preprocess(config=CONFIG, overrides=LONG | {"preprocessing.workers": 1} | INLINE)
     assert result["order_hash"] == undisturbed["order_hash"]
     assert result["rows"] == undisturbed["rows"] == 80_000
@@ -381,10 +363,15 @@ def test_killed_workers_do_not_change_the_order(long_home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_too_few_open_files_are_named(long_home: Path) -> None:
+def test_too_few_open_files_are_named(long_home: Path, command: Callable[..., Any]) -> None:
     """Each split in memory takes one. Here all 160 are shuffled together."""
-    whole = {"preprocessing.shuffle_window_rows": 100_000}
-    code, result, log = Command(long_home, whole, open_files=100, server=PREFECT_API_URL.value()).ended()
+    words = [*LONG_WORDS, "preprocessing.shuffle_window_rows=100000"]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 70, limits[1]))
+    try:
+        code, result, log = command(preprocess, CONFIG, *words, home=long_home)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert (code, result) == (
         1,
         {
