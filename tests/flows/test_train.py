@@ -476,7 +476,7 @@ def corrupt_home(corrupt_file, tmp_path, monkeypatch):
 def test_fault_5_unreadable_rows_are_quarantined_if_configured(command, corrupt_home):
     home, file = corrupt_home
     with pytest.MonkeyPatch.context() as patch:  # interrupted after the ranks ended
-        patch.setattr("pipeline.jobs.training.run.finish", interrupted)
+        patch.setattr("pipeline.jobs.training.finish.finish", interrupted)
         code, _, first = command(train, CONFIG, *QUARANTINE, "preprocessing.on_corrupt=quarantine", home=home)
     assert code == 1
     code, result, _ = command(train, CONFIG, *QUARANTINE, home=home)
