@@ -369,10 +369,10 @@ class Warehouse:
         """Returns a property of a table, or None if the table does not have it."""
         return self.table(name).properties.get(key)
 
-    def set_property(self, name: str, key: str, value: str) -> None:
-        """Sets a property of a table."""
+    def set_properties(self, name: str, values: Mapping[str, str]) -> None:
+        """Sets properties of a table in one commit."""
         with self._writable(name).transaction() as transaction:
-            transaction.set_properties({key: value})
+            transaction.set_properties(dict(values))
 
     def whole_days(self, name: str) -> set[datetime.date]:
         """Returns the days of the newest snapshot that have all their files in full, from any writer."""

@@ -284,7 +284,7 @@ def test_a_table_of_format_version_3_is_read_and_not_written(warehouse: Warehous
         lambda: write(warehouse, DAY1),
         lambda: warehouse.append("events", rows([]).schema, rows([DAY1]).to_pylist()),
         lambda: warehouse.tag(snapshot, "train"),
-        lambda: warehouse.set_property("events", "a", "b"),
+        lambda: warehouse.set_properties("events", {"a": "b"}),
     ):
         assert refusal(call) == (
             "format of table 'events': expected version 1 or 2 to change it, got 3. "

@@ -26,9 +26,10 @@ def written_columns(warehouse: Warehouse, table: str) -> set[str]:
 
 
 def note_columns(warehouse: Warehouse, table: str, names: Iterable[str]) -> None:
-    """Notes that backfills write columns."""
-    for name in sorted(set(names) - written_columns(warehouse, table)):
-        warehouse.set_property(table, f"{COLUMN}{name}", "1")
+    """Notes that backfills write columns, in one commit."""
+    new = sorted(set(names) - written_columns(warehouse, table))
+    if new:
+        warehouse.set_properties(table, {f"{COLUMN}{name}": "1" for name in new})
 
 
 def require_backfilled(
@@ -56,7 +57,8 @@ def require_backfilled(
     for source in stored:
         read = [name for name in columns if name in written and source.may_add(name)]
         lacking = sorted(day for day in days if not noted.get(day, set()).issuperset(read))
-        lacking = [day for day in lacking if day not in _days_passed(source, warehouse, root, lacking)]
+        passed = _days_passed(source, warehouse, root, lacking)
+        lacking = [day for day in lacking if day not in passed]
         if lacking:
             span = f"{lacking[0]}" if len(lacking) == 1 else f"{len(lacking)} days, the first is {lacking[0]}"
             raise ConfigError(

@@ -12,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.data.joined import backfilled
+from pipeline.data.joined.backfilled import note_columns, require_backfilled, written_columns
 from pipeline.data.joined.reader import open_reader
 from pipeline.data.joined.source import pin_sources
 from pipeline.errors import ConfigError, ContractError, DataError, EmptyDatasetError
@@ -289,3 +291,24 @@ def test_columns_that_were_dropped_or_renamed_since_the_last_commit_stay_so(ware
     after = warehouse.current("t")
     assert set(warehouse.schema(after).names) == {"day", "user", "number", "ids", "at", "score", "liked"}
     assert read(warehouse, after, ["number"])["number"].to_pylist() == numbers
+
+
+def test_many_columns_are_noted_in_one_commit(warehouse):
+    commits = len(warehouse.table("t").metadata.metadata_log)
+    names = {f"c{number}" for number in range(40)}
+    note_columns(warehouse, "t", names)
+    assert len(warehouse.table("t").metadata.metadata_log) == commits + 1
+    assert written_columns(warehouse, "t") == names
+    note_columns(warehouse, "t", names)
+    assert len(warehouse.table("t").metadata.metadata_log) == commits + 1
+
+
+def test_a_feature_source_is_opened_once_for_all_days_that_lack_it(warehouse, tmp_path, monkeypatch):
+    stored = SOURCE.model_copy(update={"stored": True})
+    note_columns(warehouse, "t", ["score"])
+    opened: list[int] = []
+    pin = backfilled.pin_sources
+    monkeypatch.setattr(backfilled, "pin_sources", lambda *given: opened.append(1) or pin(*given))
+    with pytest.raises(ConfigError, match="no backfill of"):
+        require_backfilled([stored], warehouse, warehouse.current("t"), ["score"], DAYS, tmp_path)
+    assert len(opened) == 1

@@ -211,5 +211,5 @@ def test_two_backfills_at_once_keep_the_columns_of_both(tmp_path: Path, monkeypa
     warehouse = other.warehouse
     assert written_columns(warehouse, "beta") == {"score", "weight"}
     monkeypatch.undo()
-    warehouse.set_property("beta", COLUMNS, '["older"]')
+    warehouse.set_properties("beta", {COLUMNS: '["older"]'})
     assert written_columns(warehouse, "beta") == {"older", "score", "weight"}
