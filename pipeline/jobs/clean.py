@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import step
 from pipeline.jobs.workspace import Workspace, exclusive_dir
-from pipeline.registration.aliases import list_aliased
+from pipeline.registration.aliases import list_spared
 from pipeline.registration.retention import (
     list_all_versions,
     list_old_runs,
@@ -85,8 +85,10 @@ def remove_versions(workspace: Workspace, dry_run: bool) -> Removed:
     """Old versions without an alias -> removed. Safe to repeat."""
     retired = _retired(workspace)
     if not dry_run:
+        gone = {(version.name, version.version) for version in retired}
+        others = [one for one in list_all_versions(workspace.tracking) if (one.name, one.version) not in gone]
         for version in retired:
-            remove_version(workspace.tracking, version)
+            remove_version(workspace.tracking, version, others)
     sizes = sum(int(version.tags.get("size_bytes", 0)) for version in retired)
     return _summarize("versions", [f"{one.name} {one.version}" for one in retired], sizes)
 
@@ -95,7 +97,7 @@ def remove_versions(workspace: Workspace, dry_run: bool) -> Removed:
 def remove_folders(workspace: Workspace, dry_run: bool) -> Removed:
     """Folders of old trainings -> removed. Safe to repeat. One that another process works in stays."""
     days, gone, size = workspace.config.retention.runs_days, list[str](), 0
-    served = {version.tags.get("run_folder") for version in list_aliased(workspace.tracking)}
+    served = {version.tags.get("run_folder") for version in list_spared(workspace.tracking)}
     for folder in [] if days is None else _folders(workspace, ("runs", "replays")):
         if folder.name in served or _changed(folder) >= _before(days or 0):
             continue
@@ -178,9 +180,9 @@ def _retired(workspace: Workspace) -> list[ModelVersion]:
     retention, tracker = workspace.config.retention, workspace.tracking
     if retention.versions_days is None:
         return []
-    aliased = {(version.name, version.version) for version in list_aliased(tracker)}
+    spared = {(version.name, version.version) for version in list_spared(tracker)}
     versions = list_all_versions(tracker, workspace.config.model_name)
-    return retired_versions(versions, aliased, retention.versions_kept, _before(retention.versions_days))
+    return retired_versions(versions, spared, retention.versions_kept, _before(retention.versions_days))
 
 
 def _folders(workspace: Workspace, kinds: Iterable[str]) -> Iterator[Path]:

@@ -16,6 +16,9 @@ CHAMPION, CHALLENGER, REFERENCE = "champion", "challenger", "reference"
 MOVE = "move."
 """Prefix of the tags of a registered model that record moves. The time follows, which makes each tag unique."""
 
+ROLLBACKS = 2
+"""Champions before the present one that are kept, with their checkpoints."""
+
 
 class Move(BaseModel, frozen=True):
     """The move of an alias to a version."""
@@ -152,6 +155,21 @@ def list_aliased(tracker: Tracker) -> list[ModelVersion]:
         found += [tracker.client.get_model_version(*one) for one in named]
         token = page.token or ""
     return found
+
+
+def list_spared(tracker: Tracker) -> list[ModelVersion]:
+    """Lists the versions that nothing may remove, with their tags: those with an alias, and `ROLLBACKS` champions
+    of each model that a rollback would go back to.
+    """
+    aliased = list_aliased(tracker)
+    spared = {(version.name, int(version.version)): version for version in aliased}
+    for name in {version.name for version in aliased}:
+        champions = _list_champions(list_moves(tracker, name), find_holder(tracker, name))
+        for number in champions[-1 - ROLLBACKS :]:
+            version = tracker.get_version(name, str(number))
+            if version is not None:
+                spared[name, number] = version
+    return list(spared.values())
 
 
 def _no_version(tracker: Tracker, name: str, version: int) -> RegistryError:

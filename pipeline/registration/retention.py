@@ -28,26 +28,33 @@ def list_all_versions(tracker: Tracker, name: str | None = None) -> list[ModelVe
 
 
 def retired_versions(
-    versions: Sequence[ModelVersion], aliased: Collection[tuple[str, str]], kept: int, before: datetime.datetime
+    versions: Sequence[ModelVersion], spared: Collection[tuple[str, str]], kept: int, before: datetime.datetime
 ) -> list[ModelVersion]:
     """Returns the versions of one model that may go.
 
     Args:
         versions: The oldest first.
-        aliased: (model, version) of those with an alias.
+        spared: (model, version) of those that stay.
         kept: Newest versions that stay at any age.
         before: Later ones stay.
     """
     old = list(versions)[: len(versions) - kept] if len(versions) > kept else []
     limit = before.timestamp() * 1e3
-    return [one for one in old if (one.name, one.version) not in aliased and one.creation_timestamp < limit]
+    return [one for one in old if (one.name, one.version) not in spared and one.creation_timestamp < limit]
 
 
-def remove_version(tracker: Tracker, version: ModelVersion) -> None:
-    """Removes a version and the files that were registered for it. The run that made it stays."""
+def remove_version(tracker: Tracker, version: ModelVersion, others: Sequence[ModelVersion]) -> None:
+    """Removes a version and the files that were registered for it. The run that made it stays.
+
+    Args:
+        others: All other versions. Files that one of them shares stay, such as those of a copy under another name.
+    """
     model_id = (version.source or "").removeprefix("models:/")
-    tracker.client.delete_model_version(version.name, version.version)
-    if model_id.startswith("m-"):
+    shared = any(
+        one.source in (version.source, f"models:/{version.name}/{version.version}") or one.model_id == model_id
+        for one in others
+    )
+    if model_id.startswith("m-") and not shared:  # files first: nobody would look for those of a version that is gone
         with suppress(MlflowException):  # the files went with an interrupted attempt
             place = tracker.client.get_logged_model(model_id).artifact_location
             get_artifact_repository(place, tracking_uri=tracker.uri).delete_artifacts()
@@ -56,6 +63,7 @@ def remove_version(tracker: Tracker, version: ModelVersion) -> None:
         except MlflowException as error:
             if not is_not_found(error):
                 raise
+    tracker.client.delete_model_version(version.name, version.version)
 
 
 def list_old_runs(tracker: Tracker, spared: Collection[str], before: datetime.datetime) -> Iterator[Run]:

@@ -19,7 +19,7 @@ from pipeline.jobs.training.job import REGISTERED, TrainingJob, build_specs, fin
 from pipeline.jobs.training.provenance import fetch_record
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, list_aliased, list_versions
+from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, list_spared, list_versions
 from pipeline.registration.versions import download_packed, find_versions
 from pipeline.training.state import checkpoint
 from pipeline.transforms.plan.carry_over import Start, carry_over_fit
@@ -299,11 +299,11 @@ def _list_seen_rows(workspace: Workspace, version: int) -> tuple[Selection, ...]
 def clear_old_runs(workspace: Workspace, day: datetime.date) -> list[str]:
     """Removes models and checkpoints from the folders of earlier days. Returns the names of these folders.
 
-    Leaves out unfinished runs, runs of other models, the newest `recurring.keep_checkpoints`, and the folder of each
-    version that has an alias.
+    Leaves out unfinished runs, runs of other models, the newest `recurring.keep_checkpoints`, and the folders of
+    versions that have an alias or that a rollback would go back to.
     """
     config, prefix = workspace.config, f"{workspace.config.name}-"
-    served = {version.tags.get("run_folder") for version in list_aliased(workspace.tracking)}
+    served = {version.tags.get("run_folder") for version in list_spared(workspace.tracking)}
     days = (workspace.home / "runs").glob(f"{prefix}????-??-??-*")
     done = [path for path in days if (path / CHECKPOINTS).exists() and registered_model(path) == config.model_name]
     old = [path for path in done if path.name not in served]

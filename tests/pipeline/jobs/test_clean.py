@@ -12,6 +12,7 @@ from mlflow.exceptions import MlflowException
 from pipeline.config import load
 from pipeline.jobs.clean import clean
 from pipeline.jobs.workspace import Workspace
+from pipeline.registration.aliases import CHAMPION, move_alias, rollback
 from storage.reader import SnapshotRef
 
 AT_ONCE = 1e-9
@@ -125,6 +126,34 @@ def test_what_an_alias_of_any_model_names_stays_whole(home: Path, model: str) ->
     assert workspace.tracking.read_json(run_id, "result.json") == {"number": 2}
     assert tags_of(workspace) == {tag}
     assert [path.name for path in (home / "runs").iterdir()] == [folder.name]
+
+
+def test_a_champion_that_lost_its_alias_tonight_stays_for_a_rollback(home: Path) -> None:
+    """Also its folder, which daily training would go on from."""
+    workspace = open_()
+    left = [train(workspace, number) for number in range(1, 6)]
+    for number in (1, 2, 4, 5):
+        move_alias(workspace.tracking, "smoke", CHAMPION, number, "gate", "better")
+    clean(workspace, dry_run=False)
+    assert [folder.exists() for folder, _, _ in left] == [False, True, False, True, True]
+    assert [rollback(workspace.tracking, "smoke").version for _ in range(2)] == [4, 2]
+
+
+def test_files_that_a_copy_of_a_version_shares_stay(home: Path) -> None:
+    workspace = open_()
+    tracker = workspace.tracking
+    model = tracker.client.create_logged_model(tracker.experiment_id, "model")
+    place = Path(model.artifact_location.removeprefix("file://"))
+    place.mkdir(parents=True)
+    (place / "weights").touch()
+    for name in ("smoke", "production"):
+        tracker.client.create_registered_model(name)
+    tracker.client.create_model_version("smoke", f"models:/{model.model_id}", model_id=model.model_id)
+    tracker.client.copy_model_version("models:/smoke/1", "production")
+    write_day(workspace, 1)
+    clean(workspace, dry_run=False)
+    assert not tracker.client.search_model_versions("name = 'smoke'")
+    assert (place / "weights").exists()
 
 
 def test_the_newest_versions_stay_for_a_rollback(home: Path) -> None:
