@@ -1,6 +1,7 @@
 """What a flow file takes from here: the decorator and the workspace. Commands that only read do without Prefect."""
 
 import functools
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,12 +34,15 @@ def flow(name: str) -> Callable[[Callable[..., Any]], Any]:
 def try_again(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a deployed run repeat its work after a failure that may pass. What is finished is skipped.
 
-    Nobody looks at a deployed run. A command shows the failure at once, and its user decides.
+    Nobody looks at a deployed run. A command shows the failure at once, and its user decides. With `force=true` what is
+    finished would be repeated, so such a run is never tried again.
     """
+    signature = inspect.signature(function)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        for wait in WAITS:
+        forced = signature.bind(*args, **kwargs).arguments.get("force", False)
+        for wait in () if forced else WAITS:
             try:
                 return function(*args, **kwargs)
             except Exception as error:

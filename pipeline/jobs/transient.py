@@ -9,12 +9,15 @@ NETWORK = {
     errno.EPIPE,
 }  # fmt: skip
 SERVICES = {
-    "requests.exceptions": ("ConnectionError", "Timeout"),
     "pyiceberg.exceptions": ("ServiceUnavailableError", "ServerError", "CommitStateUnknownException"),
     "httpx": ("TransportError",),
 }
 """Module -> exceptions of a service that is away. By name: a command need not have loaded the library."""
-STORE = ("AWS Error", "curlCode", "HTTP status 5", "database is locked", "Connection refused", "timed out")
+STORE = (
+    "AWS Error SLOW_DOWN", "AWS Error SERVICE_UNAVAILABLE", "AWS Error NETWORK_CONNECTION", "AWS Error THROTTLING",
+    "AWS Error INTERNAL_FAILURE", "AWS Error REQUEST_TIMEOUT", "HTTP status 5",
+    "database is locked", "Connection refused", "timed out",
+)  # fmt: skip
 """Parts of messages of object stores and databases, which have no classes of their own for this."""
 
 
@@ -33,6 +36,8 @@ def is_transient(error: BaseException) -> bool:
         return True
     if isinstance(error, ContractError):
         return error.__cause__ is not None and is_transient(error.__cause__)
+    if _is_request_lost(error):
+        return True
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in NETWORK
     kinds = {(kind.__module__, kind.__name__) for kind in type(error).__mro__}
@@ -40,3 +45,12 @@ def is_transient(error: BaseException) -> bool:
         return True
     is_store = isinstance(error, OSError) or type(error).__module__.startswith(("sqlalchemy", "mlflow", "sqlite3"))
     return is_store and any(part in str(error) for part in STORE)
+
+
+def _is_request_lost(error: BaseException) -> bool:
+    """Whether an error of a request means that the server cannot be reached. MLflow takes long to load."""
+    if not isinstance(error, Exception) or not type(error).__module__.startswith(("mlflow.", "requests.")):
+        return False
+    from pipeline.registration.tracking import is_unreachable
+
+    return is_unreachable(error)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import requests
+from mlflow.exceptions import MlflowException, RestException
 from pyiceberg.exceptions import ServiceUnavailableError
 from sqlalchemy.exc import OperationalError
 
@@ -21,6 +22,11 @@ PASSING = [
     requests.ReadTimeout("slow"),
     ServiceUnavailableError("the catalogue restarts"),
     OSError("When reading from S3: AWS Error NETWORK_CONNECTION during GetObject"),
+    OSError("When reading from S3: AWS Error SLOW_DOWN during GetObject"),
+    OSError("When reading from S3: AWS Error UNKNOWN (HTTP status 503) during GetObject"),
+    MlflowException("API request to http://m/api failed with exception too many 503 error responses"),
+    MlflowException("API request to http://m/api failed with exception Connection reset by peer"),
+    MlflowException("API request to http://m/api failed with exception Name or service not known"),
     OperationalError("select 1", {}, Exception("database is locked")),
     ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
 ]
@@ -32,6 +38,11 @@ LASTING = [
     PermissionError(errno.EACCES, "denied"),
     FileNotFoundError(errno.ENOENT, "gone"),
     ValueError("timed out"),
+    OSError("When reading from S3: AWS Error ACCESS_DENIED during HeadObject operation: No response body."),
+    OSError("When reading from S3: AWS Error NO_SUCH_BUCKET during GetObject"),
+    OSError("When reading from S3: AWS Error UNKNOWN (HTTP status 403) during GetObject"),
+    MlflowException("no such alias"),
+    RestException({"error_code": "PERMISSION_DENIED", "message": "no"}),
 ]
 
 
@@ -66,6 +77,21 @@ def test_what_will_not_pass_ends_a_run_at_once(deployed: None, error: Exception)
     assert not is_transient(error)
     with pytest.raises(type(error)):
         flow.try_again(failing([error]))()
+
+
+def test_a_forced_run_is_not_tried_again_since_it_would_repeat_finished_work(deployed: None) -> None:
+    starts = []
+
+    def work(config: str, force: bool = False) -> None:
+        starts.append(force)
+        raise TrackingError(*WORDS)
+
+    for arguments in ({"force": True}, {"force": False}):
+        with pytest.raises(TrackingError):
+            flow.try_again(work)("demo.yaml", **arguments)
+    with pytest.raises(TrackingError):
+        flow.try_again(work)("demo.yaml", True)
+    assert starts == [True, *[False] * 4, True]
 
 
 def test_a_command_shows_the_failure_at_once() -> None:
