@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from uuid import UUID
 
-from prefect import Flow, get_run_logger, task
+from prefect import Flow, get_run_logger, tags, task
 from prefect.artifacts import (
     create_link_artifact,
     create_markdown_artifact,
@@ -19,7 +19,13 @@ from prefect.artifacts import (
 from prefect.assets import Asset, AssetProperties, materialize
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowFilter, FlowFilterName, FlowRunFilter, FlowRunFilterEndTime
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterEndTime,
+    FlowRunFilterTags,
+)
 from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run
 
@@ -33,6 +39,8 @@ SECONDS_TO_END = 5.0
 """How long to wait at exit for the last progress update to be sent."""
 PAGE = 200
 """Flow runs in one answer of the server."""
+TAG = "dlrm"
+"""Of each of our flow runs. Deployments have it in prefect.yaml."""
 R = TypeVar("R")
 
 
@@ -59,15 +67,16 @@ class PrefectConsole(Console):
     def clear_history(self, before: datetime.datetime, dry_run: bool) -> int:
         """Removes ended runs of our flows from the Prefect server's database, with their task runs and logs.
 
-        Flows of other names stay, also those of other projects on the same server.
+        Ours have our tag and a name of ours. Runs of other projects on the same server stay, also those of a flow with
+        such a name. So do runs from before the tag.
         """
-        times = FlowRunFilterEndTime(before_=before)
+        ended = FlowRunFilter(end_time=FlowRunFilterEndTime(before_=before), tags=FlowRunFilterTags(all_=[TAG]))
         ours = FlowFilterName(any_=[name.replace("_", "-") for name in [*commands(), *FORMER]])
         count = 0
         with get_client(sync_client=True) as client:
             while runs := client.read_flow_runs(
                 flow_filter=FlowFilter(name=ours),
-                flow_run_filter=FlowRunFilter(end_time=times),
+                flow_run_filter=ended,
                 limit=PAGE,
                 offset=count if dry_run else 0,
             ):
@@ -96,6 +105,11 @@ class PrivateFlow(Flow[..., Any]):
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         super().__init__(function, name=name, flow_run_name=flow_run_name)
         self.fn = hiding(function)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Runs the flow, with our tag on its run."""
+        with tags(TAG):
+            return super().__call__(*args, **options)
 
     def serialize_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
         """What Prefect stores and shows."""

@@ -7,6 +7,7 @@ import sqlite3
 from contextlib import closing
 
 import pytest
+import yaml
 from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
@@ -17,10 +18,10 @@ from prefect.settings import (
     PREFECT_CLIENT_MAX_RETRIES,
     temporary_settings,
 )
-from prefect.states import Completed
 
-from flows.runtime.console import PrefectConsole, RunPage, model_asset, table_asset
+from flows.runtime.console import TAG, PrefectConsole, PrivateFlow, RunPage, model_asset, table_asset
 from pipeline.config import load
+from pipeline.config.files import ROOT
 from pipeline.jobs.console import Progress
 
 CONFIG = "configs/smoke.yaml"
@@ -76,18 +77,22 @@ def test_the_model_is_derived_from_the_table(smoke):
 
 
 def test_history_of_our_flows_alone_is_cleared(prefect):
-    """Other projects may use the same server."""
+    """Other projects may use the same server, also with flows of the same names."""
     database = PREFECT_API_DATABASE_CONNECTION_URL.value().removeprefix("sqlite+aiosqlite:///")
+    foreign = [Flow(lambda: None, name=name) for name in ("billing", "train")]
+    ours = PrivateFlow(lambda: None, name="end-to-end")
+    runs = [one(return_state=True).state_details.flow_run_id for one in (*foreign, ours)]
     with get_client(sync_client=True) as client:
-        runs = {}
-        for name in ("billing", "end-to-end"):
-            runs[name] = client.create_flow_run(Flow(lambda: None, name=name), name=f"old {name}").id
-            client.set_flow_run_state(runs[name], Completed(), force=True)
         with closing(sqlite3.connect(database, timeout=60)) as connection, connection:  # the server knows only today
-            old = "UPDATE flow_run SET end_time = '2001-01-01 00:00:00.000000' WHERE name LIKE 'old %'"
-            assert connection.execute(old).rowcount == 2
+            old = "UPDATE flow_run SET end_time = '2001-01-01 00:00:00.000000' WHERE id IN (?, ?, ?)"
+            assert connection.execute(old, [str(run) for run in runs]).rowcount == 3
         before = datetime.datetime(2001, 1, 2, tzinfo=datetime.UTC)
         assert [PrefectConsole().clear_history(before, dry_run) for dry_run in (True, False, False)] == [1, 1, 0]
-        assert client.read_flow_run(runs["billing"]).name
+        assert [client.read_flow_run(run).id for run in runs[:2]] == runs[:2]
         with pytest.raises(ObjectNotFound):
-            client.read_flow_run(runs["end-to-end"])
+            client.read_flow_run(runs[2])
+
+
+def test_runs_of_our_deployments_have_our_tag():
+    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    assert [one["entrypoint"] for one in deployments if TAG not in one["tags"]] == []

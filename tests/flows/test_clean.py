@@ -2,26 +2,20 @@
 
 import datetime
 
-import prefect
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.testing.utilities import prefect_test_harness
 
-from flows.runtime.console import PrefectConsole
-
-
-@prefect.flow
-def daily() -> str:
-    return "done"
+from flows.runtime.console import PrefectConsole, PrivateFlow
 
 
 @pytest.mark.slow
 def test_ended_flow_runs_go_from_the_database() -> None:
     """On a server of its own: other tests look at the runs of the shared one."""
-    console = PrefectConsole()
+    console, features = PrefectConsole(), PrivateFlow(lambda: "done", name="features")
     with prefect_test_harness(server_startup_timeout=120):
         for _ in range(3):
-            daily()
+            features()
         now = datetime.datetime.now(datetime.UTC)
         assert console.clear_history(now - datetime.timedelta(days=1), dry_run=False) == 0
         assert console.clear_history(now, dry_run=True) == 3
