@@ -5,10 +5,12 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pipeline.data.day_notes import DayNote, InputFiles
 from pipeline.data.files import find_files, stamp
 from pipeline.errors import EmptyDatasetError
+from pipeline.extraction.config import SourceConfig
 from pipeline.extraction.join import KEY, LEFT_OUT
 from pipeline.extraction.opening import OpenSource, SourceContext, fingerprint
 from storage.reader import DAY
@@ -40,7 +42,7 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
     `refresh` says so.
     """
     schema = context.schema
-    source = context.source.model_dump(mode="json")
+    source = source_values(context.source)
     lookups = {one: find_files(one.path, context.root, "source.lookups path") for one in context.source.lookups}
     refreshed = [path for one, files in lookups.items() if one.refresh == "past_days" for path in files]
     shared = fingerprint([source, schema.label, schema.weight, _stamps(refreshed), list(order_by)])
@@ -63,6 +65,20 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
         note = DayNote(open=is_open, rows=InputFiles.of(files), outcomes=InputFiles.of(outcomes), lookups=sides)
         days.append(SourceDay(day, count, bad, fingerprint(content)[:16], note))
     return days
+
+
+def source_values(source: SourceConfig) -> dict[str, Any]:
+    """Returns the values of a source's config that identify its days.
+
+    Keys of later versions are left out at their defaults: days of earlier versions keep their identities.
+    """
+    values = source.model_dump(mode="json")
+    if values["date_format"] is None:
+        del values["date_format"]
+    for lookup in values["lookups"]:
+        if lookup["refresh"] == "new_days":
+            del lookup["refresh"]
+    return values
 
 
 def select_days(days: Sequence[SourceDay], only: Iterable[datetime.date]) -> list[SourceDay]:

@@ -2,7 +2,7 @@
 
 import datetime
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -115,6 +115,8 @@ class _Plan:
     """Day -> identity, of the days that the table already has from the same input."""
     changed: list[datetime.date]
     """Days of the same input that another engine has changed in the table."""
+    theirs: Collection[datetime.date]
+    """Days that another engine has changed in the table, whatever their input."""
     held_back: list[SourceDay]
     """Days that an earlier ingest held back, from the same input."""
     stored: Mapping[datetime.date, StoredDay]
@@ -158,6 +160,7 @@ def extract(
         _move_held_back(ingest, passed, broken)
         if not passed and not context.warehouse.has_table(context.table):
             raise _no_table_error(context.table, plan.wanted, [*broken, *plan.held_back])
+        _warn_of_overwritten(ingest, [day.day for day in passed if day.day in plan.theirs])
         _write_days(ingest, passed, intake)
         backfilled = _backfill_days(ingest, plan, passed)
         return _result(ingest, plan, passed, broken, checked).model_copy(update={"backfilled": backfilled})
@@ -172,9 +175,10 @@ def _plan_days(ingest: _Ingest, only: Iterable[datetime.date]) -> _Plan:
     stored = context.warehouse.written_days(context.table)
     written = {} if ingest.force else stored
     held_back = {} if ingest.force else context.warehouse.written_days(held_back_name(context.table))
-    theirs = {} if ingest.force else context.warehouse.changed_days(context.table)
-    changed = [day.day for day in wanted if day.identity == theirs.get(day.day)]
-    known = (written, held_back, theirs)
+    theirs = context.warehouse.changed_days(context.table)
+    same = {} if ingest.force else theirs
+    changed = [day.day for day in wanted if day.identity == same.get(day.day)]
+    known = (written, held_back, same)
     due = [day for day in wanted if all(day.identity != of.get(day.day) for of in known)]
     if rows.join is not None and due:
         rows.join.attribute(rows.view, days_condition(due))
@@ -190,6 +194,7 @@ def _plan_days(ingest: _Ingest, only: Iterable[datetime.date]) -> _Plan:
         refill=plan_refill(joined, context.warehouse, context.root, backfilled, ingest.warn),
         unchanged={day.day: day.identity for day in wanted if day.identity == written.get(day.day)},
         changed=changed,
+        theirs=theirs.keys(),
         held_back=[day for day in wanted if held_back.get(day.day) == day.identity != written.get(day.day)],
         elsewhere=len(stored.keys() - {day.day for day in days}),
     )
@@ -268,6 +273,14 @@ def _move_held_back(ingest: _Ingest, passed: Sequence[SourceDay], broken: Sequen
     if broken:
         write_days(ingest.rows, warehouse, table, broken, ingest.order, held_back_name(table))
     release_days(warehouse, table, [day.day for day in passed])
+
+
+def _warn_of_overwritten(ingest: _Ingest, days: Sequence[datetime.date]) -> None:
+    if days:
+        ingest.warn(
+            f"{len(days)} days that another engine has changed are written again from the source, the first is"
+            f" {days[0]}: the changes of that engine are lost"
+        )
 
 
 def _write_days(ingest: _Ingest, days: Sequence[SourceDay], intake: Intake | None) -> None:

@@ -38,6 +38,7 @@ def ingest(tmp_path: Path, warehouse: Warehouse) -> Ingest:
         only: Iterable[datetime.date] = (),
         into: Warehouse = warehouse,
         force: bool = False,
+        warn: Callable[[str], None] = lambda sentence: None,
         **config: Any,
     ) -> IngestResult:
         groups = {"dense": [{"columns": list(dense)}] if dense else [], "derived": list(derived)}
@@ -45,7 +46,7 @@ def ingest(tmp_path: Path, warehouse: Warehouse) -> Ingest:
         schema = FeatureSchema.model_validate({**groups, "sparse": [{"columns": list(sparse), "transforms": hashed}]})
         settings = SourceConfig.model_validate(source)
         context = SourceContext(settings, schema, into, "events", tmp_path, tmp_path / "logs")
-        return extract(context, IngestConfig(**config), only, force)
+        return extract(context, IngestConfig(**config), only, force, warn=warn)
 
     return run
 

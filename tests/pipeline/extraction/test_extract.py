@@ -15,6 +15,7 @@ from pyiceberg.expressions import EqualTo
 
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction.config import SourceConfig
+from pipeline.extraction.days import source_values
 from storage.config import WarehouseConfig
 from storage.errors import StorageError
 from storage.warehouse import Warehouse
@@ -154,8 +155,24 @@ def test_a_day_that_another_engine_changed_stays_and_is_named(
     table.append(table.scan(EqualTo("day", DAY2.isoformat())).to_arrow())
     put("2.parquet", user=[5, 6], label=[0, 1], date=[DAY2, DAY2])
     assert ingest(BY_DAY).days_held == (DAY2,)  # the source has changed, too, and lacks the other engine's rows
-    assert ingest(BY_DAY, checks={"losses": "off"}, force=True).days_written == (DAY1, DAY2)
+    said: list[str] = []
+    assert ingest(BY_DAY, checks={"losses": "off"}, force=True, warn=said.append).days_written == (DAY1, DAY2)
+    assert said == [
+        "1 days that another engine has changed are written again from the source, the first is 2024-01-02: "
+        "the changes of that engine are lost"
+    ]
     assert stored()["user"].tolist() == [1, 5, 6]
+
+
+def test_days_of_an_earlier_version_keep_their_identities() -> None:
+    """Keys that this version added do not count while they have their defaults."""
+    earlier: dict[str, Any] = {
+        "path": "*.parquet", "format": "auto", "day_column": "date", "day": None, "outcomes": None,
+        "lookups": [{"path": "users.parquet", "on": ["user"]}], "generator": None,
+    }  # fmt: skip
+    given = {"path": "*.parquet", "day_column": "date", "lookups": [{"path": "users.parquet", "on": ["user"]}]}
+    assert source_values(SourceConfig.model_validate(given)) == earlier
+    assert source_values(SourceConfig.model_validate(given | {"date_format": ["%d.%m.%Y"]})) != earlier
 
 
 def test_a_table_that_was_rolled_back_is_written_again(
