@@ -13,8 +13,9 @@ from pipeline.evaluation.gate import Verdict
 from pipeline.evaluation.metrics import Quality
 from pipeline.jobs.console import step
 from pipeline.jobs.recurring.day import Today, select_day_rows
-from pipeline.jobs.training.evaluate import decide, download_scorer, evaluate_model, score_both
+from pipeline.jobs.training.evaluate import decide, download_scorer, evaluate_model, hold_if_overtaken, score_both
 from pipeline.jobs.training.finish import log_verdict, write_pages
+from pipeline.jobs.training.identity import digest
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, REFERENCE, find_holder, move_alias
 from pipeline.registration.tracking import RESULT, is_unreachable
@@ -33,8 +34,8 @@ class DayVerdict(BaseModel, frozen=True):
     """The version that served the day."""
     gate: Verdict
     quality: Mapping[int, Numbers]
-    contents: str
-    """Names the rows of the day."""
+    work: str = ""
+    """Names the rows of the day, the trainings that were compared, and the gate's rule. Empty: not recorded."""
 
 
 @step("judge")
@@ -48,16 +49,29 @@ def judge_challenger(workspace: Workspace, today: Today, folder: Path) -> DayVer
     """
     note = workspace.home / "judged" / f"{workspace.config.model_name}-{today.day}.json"
     verdict = DayVerdict.model_validate_json(note.read_text(encoding="utf-8")) if note.exists() else None
-    if verdict is not None and verdict.contents != workspace.warehouse.day_names(today.snapshot)[today.day]:
-        verdict = None  # the day was written again
+    if verdict is not None and verdict.work != _name_work(workspace, today, verdict.challenger, verdict.champion):
+        verdict = None  # of other rows, of other models with these numbers, or by another rule
     challenger = _find_challenger(workspace, today)
     if challenger is None:
         return verdict  # of an interrupted attempt, if any
     if verdict is None or (verdict.challenger, verdict.champion) != (challenger, today.champion.version):
         verdict = _judge(workspace, today, challenger, folder)
         write_text(note, verdict.model_dump_json(indent=1))
-    _carry_out(workspace, verdict)
-    return verdict
+    return _carry_out(workspace, verdict)
+
+
+def _name_work(workspace: Workspace, today: Today, challenger: int, champion: int) -> str:
+    """Returns a hash of all that a verdict is about. A registry that was made anew counts its versions from 1 again."""
+    tracker, config = workspace.tracking, workspace.config
+    found = [tracker.get_version(config.model_name, str(number)) for number in (challenger, champion)]
+    return digest(
+        {
+            "rows": workspace.warehouse.day_names(today.snapshot)[today.day],
+            "versions": [challenger, champion],
+            "runs": [None if version is None else version.run_id for version in found],
+            "gate": config.gate.model_dump(mode="json"),
+        }
+    )
 
 
 def _find_challenger(workspace: Workspace, today: Today) -> int | None:
@@ -96,19 +110,24 @@ def _judge(workspace: Workspace, today: Today, challenger: int, folder: Path) ->
         if scored.error is None:
             quality[champion] = _list_quality(scored.evaluation.champion.quality())
     log.info("gate: %s version %s on %s. %s", gate.decision, challenger, today.day, gate.reason)
-    contents = workspace.warehouse.day_names(today.snapshot)[today.day]
-    return DayVerdict(
-        day=today.day, challenger=challenger, champion=champion, gate=gate, quality=quality, contents=contents
-    )
+    work = _name_work(workspace, today, challenger, champion)
+    return DayVerdict(day=today.day, challenger=challenger, champion=champion, gate=gate, quality=quality, work=work)
 
 
-def _carry_out(workspace: Workspace, verdict: DayVerdict) -> None:
+def _carry_out(workspace: Workspace, verdict: DayVerdict) -> DayVerdict:
     """Writes the verdict to the version, its run and its page, and moves the alias last.
 
     Safe to repeat: it replaces itself. The version is a challenger until all is done.
+
+    Returns:
+        The verdict, or a hold where a person has moved the champion since.
     """
-    tracker, name, version, gate = workspace.tracking, workspace.config.model_name, verdict.challenger, verdict.gate
-    alias = {"promote": CHAMPION, "hold": CHALLENGER, "reject": None}[gate.decision]
+    tracker, name, version = workspace.tracking, workspace.config.model_name, verdict.challenger
+    present = find_holder(tracker, name, CHAMPION)
+    gate = verdict.gate if present == version else hold_if_overtaken(verdict.gate, present)
+    if gate != verdict.gate:
+        workspace.console.log.warning("gate: %s version %s after all. %s", gate.decision, version, gate.reason)
+    alias = CHAMPION if present == version else {"promote": CHAMPION, "hold": CHALLENGER, "reject": None}[gate.decision]
     run_id = str(tracker.client.get_model_version(name, str(version)).run_id)
     result = tracker.load_result(run_id)
     result |= {"gate": gate.model_dump(), "judged_on": f"{verdict.day}", "model": result["model"] | {"alias": alias}}
@@ -119,6 +138,7 @@ def _carry_out(workspace: Workspace, verdict: DayVerdict) -> None:
         move_alias(tracker, name, CHAMPION, version, "gate", gate.reason)
     elif alias is None:
         tracker.client.delete_registered_model_alias(name, CHALLENGER)
+    return verdict.model_copy(update={"gate": gate})
 
 
 def list_numbers(report: EvalReport) -> Numbers:

@@ -118,7 +118,7 @@ def train_day(workspace: Workspace, day: datetime.date, scratch: bool, force: bo
             reference = choose_reference(workspace, today)
             if workspace.config.recurring.judge == "next_day":
                 verdict = judge_challenger(workspace, today, folder / "judged")
-            if verdict is not None and verdict.gate.decision == "promote":
+            if verdict is not None:  # by the gate or by a person, the champion may be another one now
                 today = pin_today(workspace, today.day, force)
             qualities, decision, job = prepare_day(workspace, today, verdict, reference, scratch, folder / "champion")
         return _train_or_keep(workspace, today, qualities, decision.training, job)

@@ -378,14 +378,22 @@ def _score_portions(
             raise
 
 
+def hold_if_overtaken(verdict: Verdict, present: int | None) -> Verdict:
+    """Returns the verdict, or a hold where it would replace another champion than it has compared with.
+
+    Args:
+        present: The champion now. None: there is none.
+    """
+    if verdict.decision != "promote" or present == verdict.champion:
+        return verdict
+    changed = "The champion was taken away" if present is None else f"Version {present} became champion"
+    return verdict.model_copy(update={"decision": "hold", "reason": f"{changed} meanwhile. {verdict.reason}"})
+
+
 def apply_verdict(workspace: Workspace, version: int, verdict: Verdict) -> tuple[Verdict, str | None]:
     """Carries a verdict out: the verdict, or another where the champion has changed since; the version's alias."""
     tracker, name = workspace.tracking, workspace.config.model_name
-    present = find_holder(tracker, name)
-    if verdict.decision == "promote" and present != verdict.champion:
-        changed = "The champion was taken away" if present is None else f"Version {present} became champion"
-        reason = f"{changed} meanwhile. {verdict.reason}"
-        verdict = verdict.model_copy(update={"decision": "hold", "reason": reason})
+    verdict = hold_if_overtaken(verdict, find_holder(tracker, name))
     if verdict.decision == "reject":
         return verdict, None
     alias = CHAMPION if verdict.decision == "promote" else CHALLENGER
