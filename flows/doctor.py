@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.runtime.access import check_access, find_secret, header
+from flows.runtime.access import VARIABLE, authenticates_otherwise, check_access, find_secret, header, read_setting
 from flows.runtime.environment import set_environment
 from pipeline.errors import ConfigError
 
@@ -196,12 +196,16 @@ def stuck_runs(environment: Mapping[str, str], home: Path, patience_seconds: flo
         return []
     since = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=patience_seconds)
     try:
-        secret = find_secret(address, home)
+        if authenticates_otherwise():
+            return [Check("access to Prefect", True, f"unknown: {address} is asked with a key or headers of your own")]
+        secret = find_secret(address, home) or read_setting(VARIABLE)
         check_access(address, secret)
         server = Server(address, secret)
         taken = server.read_runs("PENDING")
         late = server.read_runs("SCHEDULED", {"expected_start_time": {"before_": since.isoformat()}})
         working = any(worker["status"] == "ONLINE" for worker in server.read_workers()) if late else True
+    except ImportError as error:  # of Prefect, which a profile needs
+        return [Check("access to Prefect", True, f"unknown: {error}")]
     except ConfigError as error:
         return [Check("access to Prefect", False, f"{address} wants authentication", error.remedy)]
     except OSError:

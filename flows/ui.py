@@ -15,12 +15,13 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from flows.runtime.access import LOOPBACK, VARIABLE, protect, read_secret, secret_file, serving
+from flows.runtime.access import HOST, VARIABLE, protect, read_secret, secret_file, serving
 from flows.runtime.environment import keep_private, make_private, set_environment
 from pipeline.errors import ConfigError, ContractError
 from pipeline.process import die_with_parent
 
-HOST = "127.0.0.1"
+NAMES = (HOST, "localhost")
+"""Of the pages, in a browser on this machine."""
 START_SECONDS = 120.0
 STOP_SECONDS = 10.0
 
@@ -74,7 +75,7 @@ def commands(home: Path, prefect_port: int, mlflow_port: int) -> list[tuple[list
         "PREFECT_HOME": str(home / "prefect"),
         "PREFECT_API_DATABASE_CONNECTION_URL": databases["PREFECT_API_DATABASE_CONNECTION_URL"],
         "PREFECT_UI_API_URL": f"http://{HOST}:{prefect_port}/api",
-    } | protect(read_secret(home / "prefect"), *(f"http://{name}:{prefect_port}" for name in LOOPBACK))
+    } | protect(read_secret(home / "prefect"), *(f"http://{name}:{prefect_port}" for name in NAMES))
     serve = ["--host", HOST, "--port"]
     stores = ["--artifacts-destination", str(home / "mlflow" / "artifacts")]
     mlflow = {"MLFLOW_BACKEND_STORE_URI": databases["MLFLOW_BACKEND_STORE_URI"]}  # not an argument: others see those

@@ -17,14 +17,17 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from flows.runtime.environment import keep_private
 from pipeline.errors import ConfigError, ContractError
 
 VARIABLE = "PREFECT_API_AUTH_STRING"
-LOOPBACK = ("127.0.0.1", "localhost")
+OTHERS = ("PREFECT_API_KEY", "PREFECT_CLIENT_CUSTOM_HEADERS")
+"""Settings with which Prefect's client authenticates in another way."""
+HOST = "127.0.0.1"
+"""Where our servers listen. `localhost` may mean ::1, where somebody else can listen."""
 
 
 def make_secret() -> str:
@@ -90,29 +93,51 @@ def _mark(folder: Path, port: int) -> Path:
 
 def server_address() -> str | None:
     """Returns the address of the server that the environment or Prefect's settings name. None: they name none."""
+    address: str | None = read_setting("PREFECT_API_URL")
+    return address
+
+
+def read_setting(name: str) -> Any:
+    """Returns what the environment or Prefect's settings say. None: nothing."""
     if "prefect" not in sys.modules:  # else settings may have changed in this process
         profiles = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser() / "profiles.toml"
-        if not profiles.is_file() or "PREFECT_API_URL" not in profiles.read_text(encoding="utf-8"):
-            return os.environ.get("PREFECT_API_URL") or None
-    from prefect.settings import PREFECT_API_URL  # it knows which profile counts
+        if not profiles.is_file() or name not in profiles.read_text(encoding="utf-8"):
+            return os.environ.get(name) or None
+    import prefect.settings  # it knows which profile counts
 
-    address: str | None = PREFECT_API_URL.value()
-    return address or None
+    return getattr(prefect.settings, name).value() or None
+
+
+def authenticates_otherwise() -> bool:
+    """Whether the user has set another way to authenticate, such as Prefect Cloud's key or a proxy's header."""
+    return any(read_setting(name) for name in OTHERS)
 
 
 def find_secret(address: str, *homes: Path) -> str | None:
     """Returns what to authenticate with at a server: what the user has set, else the secret of a home that serves it.
 
     None for any other server: it must not learn our secret.
+
+    Raises:
+        ConfigError: If the user has set the secret of one of the homes, and the server is not that home's.
     """
-    if VARIABLE in os.environ:
-        return os.environ[VARIABLE]
-    place = urlsplit(address)
-    if place.hostname in LOOPBACK and place.port is not None:
-        for folder in (home / "prefect" for home in homes):
-            if _is_held(_mark(folder, place.port)):
-                return read_secret(folder)
-    return None
+    place, folders = urlsplit(address), [home / "prefect" for home in homes]
+    here = place.hostname == HOST and place.port is not None
+    serving = [folder for folder in folders if here and _is_held(_mark(folder, place.port or 0))]
+    given = os.environ.get(VARIABLE)
+    if given is None:
+        return read_secret(serving[0]) if serving else None
+    if not serving and given in [_read_quietly(folder / "auth") for folder in folders]:
+        remedy = f"Set PREFECT_API_URL as `make ui` prints it, while that runs. For another server, unset {VARIABLE}."
+        raise ConfigError(f"{VARIABLE} for {address}", "a string for that server", "the one of this home", remedy)
+    return given
+
+
+def _read_quietly(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
 
 
 def _is_held(lock: Path) -> bool:
@@ -135,9 +160,13 @@ def header(secret: str | None) -> dict[str, str]:
 def check_access(address: str, secret: str | None) -> None:
     """Asks a server whether it takes the secret. Whatever else is wrong with it shows later.
 
+    Users who authenticate in another way are not asked for a secret.
+
     Raises:
         ConfigError: If it does not.
     """
+    if authenticates_otherwise():
+        return
     request = urllib.request.Request(f"{address.rstrip('/')}/admin/version", headers=header(secret))
     try:
         with urllib.request.urlopen(request, timeout=5):

@@ -2,6 +2,7 @@
 
 import base64
 import http.client
+import http.server
 import json
 import os
 import socket
@@ -9,12 +10,15 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import prefect.settings
 import pytest
+from prefect.settings import temporary_settings
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
@@ -226,13 +230,56 @@ def test_another_server_never_learns_the_secret(tmp_path, monkeypatch):
     with access.serving(folder, 4200):
         secret = access.find_secret("http://127.0.0.1:4200/api", tmp_path)
         assert secret == access.read_secret(folder)
-        for other in ("http://127.0.0.1:4201/api", "http://prefect.example:4200/api", "https://api.prefect.cloud/api"):
+        others = [
+            f"http://{place}/api" for place in ("127.0.0.1:4201", "localhost:4200", "[::1]:4200", "x.example:4200")
+        ]
+        for other in (*others, "https://api.prefect.cloud/api"):
             assert access.find_secret(other, tmp_path) is None
         assert access.find_secret("http://127.0.0.1:4200/api", tmp_path / "another home") is None
         monkeypatch.setenv("PREFECT_API_AUTH_STRING", "mine:own")
         assert access.find_secret("http://prefect.example:4200/api", tmp_path) == "mine:own"
+        monkeypatch.setenv("PREFECT_API_AUTH_STRING", secret)
+        assert access.find_secret("http://127.0.0.1:4200/api", tmp_path) == secret
+        for other in others:
+            with pytest.raises(ConfigError, match="expected a string for that server, got the one of this home"):
+                access.find_secret(other, tmp_path)
         monkeypatch.delenv("PREFECT_API_AUTH_STRING")
     assert access.find_secret("http://127.0.0.1:4200/api", tmp_path) is None, "whoever listens there now"
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    """Answers as a server that wants something else than our authentication string."""
+
+    def do_GET(self) -> None:
+        self.send_response(401)
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("PREFECT_API_KEY", "pnu_1"), ("PREFECT_CLIENT_CUSTOM_HEADERS", '{"X-Proxy": "1"}')]
+)
+@pytest.mark.parametrize("by", ["environment", "settings"])
+def test_who_authenticates_in_another_way_is_not_refused(tmp_path, monkeypatch, name, value, by):
+    with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as server, ExitStack() as stack:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        stack.callback(server.shutdown)
+        address = f"http://127.0.0.1:{server.server_port}/api"
+        with pytest.raises(ConfigError, match="expected its authentication string, got none"):
+            access.check_access(address, None)
+        if by == "environment":
+            monkeypatch.setenv(name, value)
+            modules = {key: module for key, module in sys.modules.items() if key != "prefect"}
+            monkeypatch.setattr(sys, "modules", modules)  # as in a command that has not imported it yet
+            monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+        else:
+            given = json.loads(value) if value.startswith("{") else value
+            stack.enter_context(temporary_settings({getattr(prefect.settings, name): given}))
+        access.check_access(address, None)
+        [check] = doctor.stuck_runs({"PREFECT_API_URL": address}, tmp_path)
+        assert (check.ok, check.found.split(":")[0]) == (True, "unknown")
 
 
 def test_a_secret_of_another_user_is_one_sentence(tmp_path, monkeypatch):
