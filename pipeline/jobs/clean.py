@@ -3,7 +3,7 @@
 import datetime
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ TABLES = ("", "_quarantine", "_held", "_profile", "_features", "_scores")
 """Endings of the tables that belong to a data set."""
 SEARCHES = ("sweeps", "releases", "rehearsals")
 """Folders of work that is kept until it is removed by hand, and whose snapshots are kept with it."""
+TRAININGS = ("runs", "replays")
+KINDS = (*TRAININGS, *SEARCHES)
+RETIRED = "retired.txt"
+"""File below `home`: the identities that `note_retired` has noted."""
 
 
 class Removed(BaseModel, frozen=True):
@@ -55,12 +59,13 @@ def clean(workspace: Workspace, dry_run: bool) -> dict[str, Any]:
         dry_run: Only lists what would go.
     """
     with workspace.lock(workspace.training_lock):
+        retired = note_retired(workspace, dry_run)
         done = [
             remove_versions(workspace, dry_run),
             remove_folders(workspace, dry_run),
             remove_runs(workspace, dry_run),
             remove_leftovers(workspace, dry_run),
-            *remove_snapshots(workspace, dry_run),
+            *remove_snapshots(workspace, retired, dry_run),
         ]
     days = workspace.config.retention.prefect_days
     if days is not None:
@@ -80,6 +85,27 @@ def clean(workspace: Workspace, dry_run: bool) -> dict[str, Any]:
     }
 
 
+@step("note what goes")
+def note_retired(workspace: Workspace, dry_run: bool) -> set[str]:
+    """Returns the identities whose tags may go once nothing of this home needs them. Safe to repeat.
+
+    These are of searches that were here, and of work that a clean of this home has removed or is about to. They are
+    noted first, so the clean after a killed one knows them. Other homes tag snapshots of the same catalog, too.
+    """
+    note = workspace.home / RETIRED
+    known = set(note.read_text(encoding="utf-8").split()) if note.exists() else set()
+    old = set(_old_folders(workspace))
+    going = {version.tags.get(IDENTITY, "")[:12] for version in _retired(workspace)} | {_identity(one) for one in old}
+    kept = _needed(workspace, (one for one in _folders(workspace.home, KINDS) if one not in old))
+    searches = {_identity(folder) for folder in _folders(workspace.home, SEARCHES)}
+    new = (going - kept | searches) - known - {""}
+    if new and not dry_run:
+        workspace.home.mkdir(parents=True, exist_ok=True)
+        with note.open("a", encoding="utf-8") as file:  # in one piece: cleans of other models may write, too
+            file.write("".join(f"{identity}\n" for identity in sorted(new)))
+    return known | new
+
+
 @step("clean versions")
 def remove_versions(workspace: Workspace, dry_run: bool) -> Removed:
     """Old versions without an alias -> removed. Safe to repeat."""
@@ -96,11 +122,8 @@ def remove_versions(workspace: Workspace, dry_run: bool) -> Removed:
 @step("clean runs")
 def remove_folders(workspace: Workspace, dry_run: bool) -> Removed:
     """Folders of old trainings -> removed. Safe to repeat. One that another process works in stays."""
-    days, gone, size = workspace.config.retention.runs_days, list[str](), 0
-    served = {version.tags.get("run_folder") for version in list_spared(workspace.tracking)}
-    for folder in [] if days is None else _folders(workspace, ("runs", "replays")):
-        if folder.name in served or _changed(folder) >= _before(days or 0):
-            continue
+    gone, size = list[str](), 0
+    for folder in _old_folders(workspace):
         size += _size(folder)
         gone.append(folder.name)
         if not dry_run:
@@ -140,32 +163,29 @@ def remove_leftovers(workspace: Workspace, dry_run: bool) -> Removed:
 
 
 @step("clean snapshots")
-def remove_snapshots(workspace: Workspace, dry_run: bool) -> list[Removed]:
-    """Tags of retired trainings, old snapshots and files without one -> removed. Safe to repeat."""
+def remove_snapshots(workspace: Workspace, retired: Collection[str], dry_run: bool) -> list[Removed]:
+    """Tags of retired work, old snapshots and files without one -> removed. Safe to repeat.
+
+    Args:
+        retired: Of `note_retired`. Tags of other identities stay.
+    """
     warehouse, days = workspace.warehouse, workspace.config.retention.snapshots_days
     if days is None:
         return []
     config, age = workspace.config, datetime.timedelta(days=days)
     longest_write = datetime.timedelta(days=config.retention.leftovers_days)
-    retired = {(one.name, one.version) for one in _retired(workspace)}
-    versions = [one for one in list_all_versions(workspace.tracking) if (one.name, one.version) not in retired]
-    needed = {version.tags.get(IDENTITY, "")[:12] for version in versions}
-    needed |= {_identity(folder) for folder in _folders(workspace, ("runs", "replays", *SEARCHES))}
-    ours = {f"{config.name}{end}" for end in TABLES}
-    joined = {source.table for source in config.features.joined if source.table is not None}
-    names = [name for name in sorted(ours | joined) if warehouse.has_table(name)]
+    going = set(retired) - _needed(workspace, _folders(workspace.home, KINDS))
+    names = [name for name in (f"{config.name}{end}" for end in TABLES) if warehouse.has_table(name)]
     tags, snapshots, files, size = list[str](), 0, 0, 0
     with workspace.lock(workspace.ingest_lock):  # an ingest's files belong to no snapshot yet
         for name in names:
             old = [
                 tag for tag, made in list_tags(warehouse, name).items()
-                if (found := TAG.fullmatch(tag)) and found["identity"] not in needed and made < _before(days)
+                if (found := TAG.fullmatch(tag)) and found["identity"] in going and made < _before(days)
             ]  # fmt: skip
             tags += old
             if not dry_run:
                 drop_tags(warehouse, name, old)
-            if name not in ours:  # a feature source belongs to those who write it
-                continue
             snapshots += expire(warehouse, name, age, dry_run).snapshots
             gone = vacuum(warehouse, name, max(age, longest_write), dry_run)
             files, size = files + gone.files, size + gone.bytes
@@ -185,11 +205,27 @@ def _retired(workspace: Workspace) -> list[ModelVersion]:
     return retired_versions(versions, spared, retention.versions_kept, _before(retention.versions_days))
 
 
-def _folders(workspace: Workspace, kinds: Iterable[str]) -> Iterator[Path]:
-    """Yields the folders of the table's work."""
-    prefix = f"{workspace.config.name}-"
+def _old_folders(workspace: Workspace) -> list[Path]:
+    """Returns the folders of the config's trainings that may go."""
+    days = workspace.config.retention.runs_days
+    if days is None:
+        return []
+    served = {version.tags.get("run_folder") for version in list_spared(workspace.tracking)}
+    own = _folders(workspace.home, TRAININGS, f"{workspace.config.name}-")
+    return [folder for folder in own if folder.name not in served and _changed(folder) < _before(days)]
+
+
+def _needed(workspace: Workspace, folders: Iterable[Path]) -> set[str]:
+    """Returns the identities of folders, and of the versions of any model that stay."""
+    retired = {(one.name, one.version) for one in _retired(workspace)}
+    versions = [one for one in list_all_versions(workspace.tracking) if (one.name, one.version) not in retired]
+    return {version.tags.get(IDENTITY, "")[:12] for version in versions} | {_identity(folder) for folder in folders}
+
+
+def _folders(home: Path, kinds: Iterable[str], prefix: str = "") -> Iterator[Path]:
+    """Yields folders of work, of any config: configs may join the tables of others."""
     for kind in kinds:
-        yield from (path for path in sorted((workspace.home / kind).glob(f"{prefix}*")) if path.is_dir())
+        yield from (path for path in sorted((home / kind).glob(f"{prefix}*")) if path.is_dir())
 
 
 def _identity(folder: Path) -> str:

@@ -33,6 +33,11 @@ def open_(**keys: Any) -> Workspace:
     return Workspace(load("configs/smoke.yaml", EVERYTHING | {key.replace("__", "."): keys[key] for key in keys}))
 
 
+def catalog(home: Path) -> dict[str, str]:
+    """A catalog that several homes share."""
+    return {"type": "sql", "uri": f"sqlite:///{home}/catalog.db", "warehouse": f"file://{home}/tables"}
+
+
 def write_day(workspace: Workspace, rows: int) -> SnapshotRef:
     day = datetime.date(2025, 1, 6)
     table = pa.table({"day": pa.array([day] * rows, pa.date32()), "user": list(range(rows))})
@@ -94,7 +99,7 @@ def test_everything_that_is_not_kept_goes(home: Path) -> None:
 
 
 def test_work_of_others_stays(home: Path) -> None:
-    """A run that somebody made in the experiment by hand, and the snapshots of another team's table of features."""
+    """A run that somebody made in the experiment by hand, and another team's table of features with our tag."""
     source = {"table": "stats", "on": "user"}
     workspace = open_(features__joined=[source])
     day = datetime.date(2025, 1, 6)
@@ -102,16 +107,72 @@ def test_work_of_others_stays(home: Path) -> None:
     kept = []
     for number in range(2):
         kept.append(workspace.warehouse.replace_days("stats", {day: f"{number}"}, table.schema, table.to_batches(), 1))
-    workspace.warehouse.tag(kept[0], f"train-{0:012}-{kept[0].snapshot_id}")
-    write_day(workspace, 1)
+    train(workspace, 1)
+    tag = f"train-{1:012}-{kept[0].snapshot_id}"
+    workspace.warehouse.tag(kept[0], tag)
+    write_day(workspace, 2)
     client, tracker = workspace.tracking.client, workspace.tracking
     theirs = client.create_run(tracker.experiment_id).info.run_id
     client.set_terminated(theirs)
     clean(workspace, dry_run=False)
     stats = workspace.warehouse.table("stats")
     assert [one.snapshot_id for one in stats.snapshots()] == [one.snapshot_id for one in kept]
-    assert set(stats.refs()) == {"main"}, "our own tag goes"
+    assert set(stats.refs()) == {"main", tag}
+    assert tags_of(workspace) == set(), "its tag on our own table goes"
     assert client.get_run(theirs).info.lifecycle_stage == "active"
+
+
+def test_the_tags_of_another_home_of_the_catalog_stay(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its versions nor its folders can be seen from here."""
+    monkeypatch.delenv("DLRM_HOME")
+    there = open_(home=f"{home}/theirs", warehouse__catalog=catalog(home))
+    here = open_(home=f"{home}/ours", warehouse__catalog=catalog(home))
+    _, _, theirs = train(there, 1)
+    train(here, 2)
+    write_day(here, 3)
+    result = clean(here, dry_run=False)
+    assert result["removed"]["tags of snapshots"]["count"] == 1
+    assert tags_of(there) == {theirs}
+    clean(there, dry_run=False)
+    assert tags_of(there) == set()
+
+
+def test_the_tag_of_another_config_that_joins_the_table_stays(home: Path) -> None:
+    workspace = open_()
+    folder, _, tag = train(workspace, 1)
+    folder.rename(folder.with_name(folder.name.replace("smoke", "weekly")))
+    write_day(workspace, 2)
+    clean(workspace, dry_run=False)
+    assert tags_of(workspace) == {tag}
+
+
+def test_the_next_clean_drops_the_tags_that_a_killed_one_left(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = open_()
+    train(workspace, 1)
+    write_day(workspace, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.jobs.clean.drop_tags", lambda *_: pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception, match="killed"):
+            clean(workspace, dry_run=False)
+    assert len(tags_of(workspace)) == 1
+    assert not workspace.tracking.client.search_model_versions()
+    clean(workspace, dry_run=False)
+    assert tags_of(workspace) == set()
+
+
+def test_the_tag_of_a_search_goes_after_its_folder(home: Path) -> None:
+    workspace = open_()
+    snapshot = write_day(workspace, 1)
+    tag = f"train-{1:012}-{snapshot.snapshot_id}"
+    workspace.warehouse.tag(snapshot, tag)
+    folder = home / "sweeps" / f"smoke-{1:012}-0"
+    folder.mkdir(parents=True)
+    write_day(workspace, 2)
+    clean(workspace, dry_run=False)
+    assert tags_of(workspace) == {tag}
+    folder.rmdir()
+    clean(workspace, dry_run=False)
+    assert tags_of(workspace) == set()
 
 
 @pytest.mark.parametrize("model", ["smoke", "weekly"])
