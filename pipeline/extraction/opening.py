@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import duckdb
+import pyarrow as pa
 
 from pipeline.data.files import find_files
 from pipeline.data.profile import rows_of
@@ -20,6 +21,7 @@ from pipeline.extraction.join import KEY, LEFT_OUT, REASON, SHOWN, Join
 from pipeline.extraction.samples import GOOD, add_types
 from pipeline.extraction.sources import as_pattern, create_view, find_invalid_utf8, first_line, join_side_tables
 from pipeline.transforms.schema import FeatureSchema
+from storage.arrow import is_list
 from storage.query import connect
 from storage.reader import DAY
 from storage.scratch import ScratchFolder
@@ -111,8 +113,18 @@ def open_source_rows(
             view, columns = join.view, [*columns, KEY, SHOWN, REASON, LEFT_OUT]
         day = source.day or source.day_column
         assert day is not None  # SourceConfig has one of the two
-        samples = add_types(connection, view, context.schema, day, columns, made, numbered)
+        floats = _stored_floats(context.warehouse, context.table)
+        samples = add_types(connection, view, context.schema, day, columns, made, numbered, floats)
         yield OpenSource(connection, samples, files, outcomes, sides, join, unmatched)
+
+
+def _stored_floats(warehouse: Warehouse, table: str) -> set[str]:
+    """Columns that the table has as fractional numbers, or as lists of them."""
+    if not warehouse.has_table(table):
+        return set()
+    fields = warehouse.table(table).schema().as_arrow()
+    items = {field.name: field.type.value_type if is_list(field.type) else field.type for field in fields}
+    return {name for name, kind in items.items() if pa.types.is_floating(kind)}
 
 
 def source_days(context: SourceContext) -> list[datetime.date]:

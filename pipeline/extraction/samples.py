@@ -2,7 +2,7 @@
 
 import datetime
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import duckdb
@@ -38,6 +38,7 @@ def add_types(
     matched: Sequence[str],
     made: Sequence[str],
     numbered: bool,
+    floats: Collection[str] = (),
 ) -> str:
     """Creates a view of the rows as stored, with day, label and the reason why a row is refused. Returns its name.
 
@@ -46,6 +47,7 @@ def add_types(
         matched: Further columns to keep: matches in side tables, and what the log join says of the row.
         made: Columns computed from outcomes; they are no features.
         numbered: Whether the rows have the column ROW.
+        floats: Columns that the table has as fractional numbers. Whole numbers join them as such.
     Raises:
         ConfigError: If the configuration names a column that the rows lack.
         DataError: If a column has a type that cannot be stored, or a row has no day.
@@ -67,10 +69,8 @@ def add_types(
     loose = (
         weight if weight is not None and types[weight] == "VARCHAR" else None
     )  # text that is not a number is refused
-    typed = [
-        f"{_number(name) if name == loose else _cast(name, types[name], name in dense)} AS {quote(name)}"
-        for name in kept
-    ]
+    casts = {name: _cast(name, types[name], name in dense, name in floats) for name in kept if name != loose}
+    typed = [f"{casts.get(name, _number(name))} AS {quote(name)}" for name in kept]
     date = _day(day, types[day]) if isinstance(day, str) else f"DATE '{day}'"
     reasons = [f"WHEN {REASON} IS NOT NULL THEN {REASON}"] if REASON in matched else []
     reasons += [] if made else [_bad_label(schema.label)]  # a label computed from outcomes is never bad
@@ -204,8 +204,12 @@ def _check_text(connection: duckdb.DuckDBPyConnection, view: str, columns: list[
             )  # fmt: skip
 
 
-def _cast(name: str, kind: str, dense: bool) -> str:
-    """SQL of the column as a type that Iceberg stores."""
+def _cast(name: str, kind: str, dense: bool, is_float: bool = False) -> str:
+    """SQL of the column as a type that Iceberg stores.
+
+    Args:
+        is_float: Whether the table has it as fractional numbers.
+    """
     column = quote(name)
     item, lists = (kind[:-2], "[]") if kind.endswith("[]") else (kind, "")
     if dense and kind in ("VARCHAR", _NULLS):
@@ -218,9 +222,12 @@ def _cast(name: str, kind: str, dense: bool) -> str:
         return f"CAST({column} AS {_INTS[item]}{lists})"
     if item == "UBIGINT":  # two's complement: an id keeps all its 64 bits
         return f"list_transform({column}, lambda x: {_wrapped('x')})" if lists else _wrapped(column)
-    if item.startswith("DECIMAL") and item.endswith(",0)") and not dense:  # ids of a database: a DOUBLE rounds them
+    rounded = dense or is_float
+    if item == "HUGEINT" and not rounded:  # ids in text: DuckDB finds no unsigned type in CSV files
+        return _checked_id(name)
+    if item.startswith("DECIMAL") and item.endswith(",0)") and not rounded:  # ids of a database: a DOUBLE rounds them
         return f"CAST({column} AS BIGINT{lists})"
-    if item.startswith("DECIMAL"):
+    if item.startswith("DECIMAL") or item == "HUGEINT":
         return f"CAST({column} AS DOUBLE{lists})"
     if item.startswith("TIMESTAMP"):
         return f"CAST({column} AS {'TIMESTAMPTZ' if 'ZONE' in item else 'TIMESTAMP'}{lists})"
@@ -241,6 +248,15 @@ def _unstorable(name: str, kind: str) -> DataError:
 def _wrapped(value: str) -> str:
     shifted = f"CAST({value} AS HUGEINT) - 18446744073709551616"
     return f"CAST(CASE WHEN {value} > 9223372036854775807 THEN {shifted} ELSE {value} END AS BIGINT)"
+
+
+def _checked_id(name: str) -> str:
+    """SQL of whole numbers as ids of 64 bits. It fails at a number that is none, and names it."""
+    column, shown = quote(name), name.replace("'", "''")
+    fits = f"{column} IS NULL OR {column} BETWEEN 0 AND 18446744073709551615"
+    sentence = f"column ''{shown}'' holds ids beyond 63 bits, and "
+    refuse = f"error('{sentence}' || {column} || ', which is not between 0 and 2^64 - 1')"
+    return f"CASE WHEN {fits} THEN {_wrapped(column)} ELSE {refuse} END"
 
 
 def count_rows(connection: duckdb.DuckDBPyConnection, view: str, condition: str) -> int:

@@ -2,6 +2,7 @@
 
 import datetime
 import decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,37 @@ def test_an_id_of_a_database_beyond_64_bits_is_refused(ingest: Any, put: Any, wa
     assert not warehouse.has_table("events")
     put("rows.parquet", user=[1, 2], label=[0, 1], order_id=ids)
     ingest(FIXED, dense=["order_id"])  # a number may be rounded
+
+
+def test_whole_numbers_in_text_keep_64_bits_as_ids(ingest: Any, stored: Any, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(f"user,label,ad\n1,0,{2**64 - 1}\n2,1,{2**63}\n3,1,7\n")
+    ingest({"path": "rows.csv", "day": "2024-01-01"})
+    assert stored()["ad"].tolist() == [-1, -(2**63), 7]
+
+
+def test_whole_numbers_in_text_are_rounded_if_they_are_dense(ingest: Any, stored: Any, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(f"user,label,size\n1,0,{2**64 - 1}\n2,1,-3\n")
+    ingest({"path": "rows.csv", "day": "2024-01-01"}, dense=["size"])
+    assert stored()["size"].tolist() == [2.0**64, -3.0]
+
+
+@pytest.mark.parametrize("value", [-3, 2**64])
+def test_a_whole_number_in_text_that_is_no_id_is_named(ingest: Any, tmp_path: Path, value: int) -> None:
+    (tmp_path / "rows.csv").write_text(f"user,label,ad\n1,0,{2**64 - 1}\n2,1,{value}\n")
+    with pytest.raises(DataError, match=f"column 'ad' holds ids beyond 63 bits, and {value}, which is not between"):
+        ingest({"path": "rows.csv", "day": "2024-01-01"})
+
+
+def test_a_decimal_column_stays_fractional_in_a_table_that_has_it_so(ingest: Any, stored: Any, put: Any) -> None:
+    put("1.parquet", user=[1], label=[0], date=[DAY1], price=pa.array([1.5]), sizes=pa.array([[0.5]]))
+    ingest({**BY_DAY, "path": "1.parquet"})
+    whole = pa.array([decimal.Decimal(7)], pa.decimal128(10, 0))
+    lists = pa.array([[decimal.Decimal(7)]], pa.list_(pa.decimal128(10, 0)))
+    put("2.parquet", user=[2], label=[1], date=[DAY2], price=whole, sizes=lists, order_id=whole)
+    ingest({**BY_DAY, "path": "2.parquet"})
+    assert stored()["price"].tolist() == [1.5, 7.0]
+    assert [list(one) for one in stored()["sizes"]] == [[0.5], [7.0]]
+    assert stored()["order_id"].tolist()[1] == 7
 
 
 @pytest.mark.parametrize(
