@@ -1,6 +1,7 @@
 """Days from their ingest to what a training reads of them: open ones, and those without back-filled columns."""
 
 import datetime
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -197,14 +198,14 @@ def test_two_backfills_at_once_keep_the_columns_of_both(tmp_path: Path, monkeypa
     ingest_days(workspace(tmp_path), None, False)
     pq.write_table(pa.table({"user": np.arange(10), "weight": np.arange(10)}), tmp_path / "weights.parquet")
     other = workspace(tmp_path, path=f"{tmp_path}/weights.parquet", day_column=None)
-    write, others = Warehouse.set_property, [other]
+    write, others = Warehouse.set_properties, [other]
 
-    def after_another(self: Warehouse, name: str, key: str, value: str) -> None:
+    def after_another(self: Warehouse, name: str, values: Mapping[str, str]) -> None:
         while others:  # another machine is between our reading and our writing
             enrich_days(others.pop(), None, None, False)
-        write(self, name, key, value)
+        write(self, name, values)
 
-    monkeypatch.setattr(Warehouse, "set_property", after_another)
+    monkeypatch.setattr(Warehouse, "set_properties", after_another)
     monkeypatch.setattr(Workspace, "lock", lambda self, work: nullcontext())
     with pytest.raises(ConflictError, match="rows written in the meantime"):
         enrich_days(workspace(tmp_path, stored=False), None, None, False)
