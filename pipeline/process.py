@@ -51,15 +51,20 @@ def kill_process(pid: int, began: int) -> None:
     """
     try:
         handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
+    except OSError:  # it is gone, or an old kernel or a sandbox has no handles
+        handle = None
     try:
-        if process_start(pid) == began:  # the handle keeps naming that process
+        if process_start(pid) != began:
+            return
+        if handle is None:
+            os.kill(pid, signal.SIGKILL)
+        else:  # it keeps naming that process
             signal.pidfd_send_signal(handle, signal.SIGKILL)
     except ProcessLookupError:
         pass
     finally:
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
 
 
 def set_process_name(name: str) -> None:

@@ -1,10 +1,13 @@
 """Our processes end with their parent, and importing the package changes nothing."""
 
+import errno
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from pipeline.process import kill_process, process_start
 
@@ -58,8 +61,16 @@ def test_memory_settings_of_the_user_stay() -> None:
     assert given.split() == ["4096", "8192"]
 
 
-def test_only_the_process_that_was_meant_is_killed() -> None:
-    """Another one may have its id by now."""
+@pytest.mark.parametrize("missing", [None, errno.ENOSYS, errno.EPERM])
+def test_only_the_process_that_was_meant_is_killed(missing: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one may have its id by now. Old kernels and sandboxes have no handles of processes."""
+
+    def refuse(pid: int) -> int:
+        assert missing is not None
+        raise OSError(missing, os.strerror(missing))
+
+    if missing is not None:
+        monkeypatch.setattr(os, "pidfd_open", refuse)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
         began = process_start(child.pid)
         assert began is not None
