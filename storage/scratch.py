@@ -1,19 +1,17 @@
 """Temporary folders that a killed process does not leave for ever: the next process to make one removes them."""
 
-import contextlib
 import fcntl
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 SUFFIX = ".own"
-"""Ending of the folders that are locked by their process."""
+"""Ending of the folders that are locked by their process. They have it only once they are."""
 
 
-class ScratchFolder(tempfile.TemporaryDirectory[str]):
+class ScratchFolder:
     """A temporary folder, deleted at the end or, if its process is killed, when the next one is made beside it.
 
     The process holds the kernel's lock of the folder while it lives, and so do processes that it forked. On a
@@ -22,43 +20,39 @@ class ScratchFolder(tempfile.TemporaryDirectory[str]):
     Args:
         prefix: Start of the folder's name. Folders with this start are cleared.
         parent: None takes the system's folder.
+    Attributes:
+        name: Its path.
     """
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
         place = Path(tempfile.gettempdir() if parent is None else parent)
         place.mkdir(parents=True, exist_ok=True)
-        dead: dict[Path, int] = {}
-        with _locking(place) as can_lock:  # nobody may see a folder between its creation and its lock
-            if can_lock:
-                dead = _lock_dead(place, prefix)
-            super().__init__(SUFFIX if can_lock else "", prefix, place, ignore_cleanup_errors=True)
-            own = _lock(Path(self.name)) if can_lock else None
-        if own is not None:
-            weakref.finalize(self, os.close, own)
-        for folder, lock in dead.items():
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
+        made = Path(tempfile.mkdtemp("", prefix, place))
+        own = _lock(made)
+        if own is not None:  # nobody takes it for a dead one before it is locked
+            made = made.rename(f"{made}{SUFFIX}")
+        self.name = str(made)
+        self._end = weakref.finalize(self, _remove, self.name, own)
+        for folder in place.glob(f"{prefix}*{SUFFIX}"):
+            lock = _lock(folder)
+            if lock is not None:  # no living process holds it
+                _remove(str(folder), lock)
+
+    def __enter__(self) -> str:
+        return self.name
+
+    def __exit__(self, *error: object) -> None:
+        self.cleanup()
+
+    def cleanup(self) -> None:
+        """Deletes the folder."""
+        self._end()
 
 
-@contextlib.contextmanager
-def _locking(place: Path) -> Iterator[bool]:
-    """Lets one process at a time make or clear folders of a place. Yields False if the place has no locks."""
-    descriptor = os.open(place, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        locked = True
-    except OSError:
-        locked = False
-    try:
-        yield locked
-    finally:
-        os.close(descriptor)
-
-
-def _lock_dead(place: Path, prefix: str) -> dict[Path, int]:
-    """Locks the folders that no living process holds. Returns them with their locks."""
-    found = {folder: _lock(folder) for folder in place.glob(f"{prefix}*{SUFFIX}")}
-    return {folder: lock for folder, lock in found.items() if lock is not None}
+def _remove(folder: str, lock: int | None) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if lock is not None:
+        os.close(lock)
 
 
 def _lock(folder: Path) -> int | None:

@@ -1,5 +1,6 @@
 """Temporary folders go with their process, however it ends, and never before."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -69,6 +70,17 @@ def test_the_folder_of_a_forked_process_stays_while_that_lives(tmp_path: Path) -
     assert (theirs / "spill").exists()
     end(killed)
     ScratchFolder("ingest-", tmp_path).cleanup()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_of_the_place_holds_nobody_up(tmp_path: Path) -> None:
+    """Any user of the machine may lock the system's temporary folder."""
+    stranger = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(stranger, fcntl.LOCK_EX)
+    process, theirs = start(tmp_path)
+    assert theirs.parent == tmp_path
+    os.close(stranger)
+    end(process)
     assert list(tmp_path.iterdir()) == []
 
 
