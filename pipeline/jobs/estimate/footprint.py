@@ -93,8 +93,9 @@ def measure_worker_speed(workspace: Workspace, data: DataSpec) -> float:
     """Returns rows per second of one preprocessing worker, measured on the first windows of an epoch."""
     config = workspace.config
     window = min(config.preprocessing.shuffle_window_rows, config.preprocessing.split_rows)
+    whole = config.preprocessing.model_copy(update={"on_corrupt": "fail"})  # nobody would hear of lost rows
     reader = Client(
-        InlineSource({"train": data}, config.preprocessing),
+        InlineSource({"train": data}, whole),
         ("train", data),
         config.training.batch_rows,
         config.seed,

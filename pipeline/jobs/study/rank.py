@@ -293,9 +293,8 @@ def load_batches(task: MeasureTask, rank: int) -> list[Batch]:
         count = max(min(BATCHES, BATCHES_BYTES * world_size // (rows * max(sample, 1))), 4)
         return workload.draw_batches(shape, rows, count, task.seed, rank, world_size)
     assert task.data is not None
-    reader = open_client(
-        task, InlineSource({"train": task.data}, task.preprocessing), "train", task.data, rank, shuffled=True
-    )
+    whole = task.preprocessing.model_copy(update={"on_corrupt": "fail"})  # nobody would hear of lost rows
+    reader = open_client(task, InlineSource({"train": task.data}, whole), "train", task.data, rank, shuffled=True)
     first = itertools.islice(reader.batches(), BATCHES)
     kept = [replace(batch, times=NO_TIMES) for batch in first if batch.global_rows == rows]
     if not kept:

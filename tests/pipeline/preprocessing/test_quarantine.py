@@ -4,6 +4,8 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -11,12 +13,15 @@ import pytest
 from pipeline.config import load
 from pipeline.data.position import Position
 from pipeline.errors import ConfigError, ContractError
+from pipeline.jobs.estimate.footprint import measure_worker_speed
+from pipeline.jobs.study.rank import load_batches
 from pipeline.jobs.training.rank_spec import SERVICE_FOLDER
 from pipeline.jobs.training.train import summarize_preprocessing
 from pipeline.preprocessing.client import Client, InlineSource, ServiceSource
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import read_quarantine
 from pipeline.preprocessing.service import Service
+from pipeline.training.config import TrainConfig
 from tests.pipeline.preprocessing.reference import (
     CONFIG,
     ROOT,
@@ -174,3 +179,16 @@ def test_the_result_counts_what_the_training_lacks_and_nothing_else(tmp_path: Pa
     assert summary == {"executor": "inline", "quarantined_rows": 270}
     listed = json.loads((tmp_path / "preprocessing.json").read_text())["quarantined"]
     assert listed == [kept, lost[1] | {"data": "train"}, valid]
+
+
+def test_a_measurement_fails_where_rows_cannot_be_read(whole: DataSpec) -> None:
+    """Nobody would hear of the lost rows: it has no list of them."""
+    for file in files_of(whole):
+        corrupt(file)
+    training = TrainConfig(world_size=1, batch_rows=20)
+    workspace: Any = SimpleNamespace(config=SimpleNamespace(preprocessing=QUARANTINE, training=training, seed=1))
+    task: Any = SimpleNamespace(preprocessing=QUARANTINE, training=training, seed=1, workload=None, data=whole)
+    with pytest.raises(ContractError, match="expected a whole Parquet file"):
+        load_batches(task, 0)
+    with pytest.raises(ContractError, match="expected a whole Parquet file"):
+        measure_worker_speed(workspace, whole)
