@@ -111,6 +111,7 @@ class Warehouse:
         rows: int,
         notes: Mapping[datetime.date, Any] = MappingProxyType({}),
         made_of: SnapshotRef | None = None,
+        same: Mapping[datetime.date, str] = MappingProxyType({}),
     ) -> SnapshotRef:
         """Replaces whole days of a table in one commit. Creates the table or adds columns as needed.
 
@@ -123,6 +124,7 @@ class Warehouse:
             rows: Expected number of rows, checked before the commit and against the table after it.
             notes: Day -> a JSON value about what is written, for `day_notes`. The next write of the day discards it.
             made_of: The snapshot that the new rows were derived from.
+            same: As in `replace_files`.
         Raises:
             ConflictError: If another writer changed one of these days in the meantime.
             StorageError: If the row counts differ, a row belongs to another day, or a column changed its type.
@@ -144,7 +146,7 @@ class Warehouse:
         table = self._evolve(name, schema)
         if made_of is not None:
             self._refuse_changed(table, made_of, days)
-        reference = self.replace_files(table, days, files, notes=notes)
+        reference = self.replace_files(table, days, files, notes=notes, same=same)
         self._assert_rows(reference, sorted(days), rows)
         return reference
 
@@ -163,7 +165,8 @@ class Warehouse:
             days: As in `replace_days`. An empty identity is not recorded.
             files: Writes the new files. An error it raises aborts the commit.
             notes: As in `replace_days`.
-            same: Day -> its `day_contents`, where the new files hold the same rows as before.
+            same: Day -> its `day_contents`, where the new files hold the same rows as before. They may have columns
+                that the table has never had.
         Raises:
             ConflictError: If another writer changed one of these days in the meantime.
             StorageError: If a file belongs to another day.

@@ -50,6 +50,8 @@ class _Columns:
     """The table's other columns."""
     existing: tuple[str, ...]
     """All columns of the table."""
+    new: bool
+    """Whether the table has never had any of the added columns, so nothing can have read them."""
 
     @property
     def written(self) -> pa.Schema:
@@ -146,13 +148,14 @@ def fillable_columns(
 def _resolve_columns(joined: Sequence[FeatureJoin], warehouse: Warehouse, table: str, root: Path) -> _Columns:
     """Checks the columns against the table: a column that an ingest wrote must not be overwritten."""
     sources = [FeatureSource(pinned, warehouse) for pinned in pin_sources(joined, root, warehouse)]
+    known = {field.name for schema in warehouse.table(table).schemas().values() for field in schema.fields}
     stored = warehouse.table(table).schema().as_arrow()  # a column may be gone, or renamed, since the last commit
     ours = written_columns(warehouse, table)
     added = added_columns(sources, pa.schema([field for field in stored if field.name not in ours]))
     note_columns(warehouse, table, added.names)
     kept = [pa.field(field.name, without_field_ids(field.type)) for field in stored if field.name not in added.names]
     plain = pa.schema([pa.field(field.name, without_field_ids(field.type)) for field in added])
-    return _Columns(sources, plain, pa.schema(kept), tuple(stored.names))
+    return _Columns(sources, plain, pa.schema(kept), tuple(stored.names), known.isdisjoint(added.names))
 
 
 def _plan_days(
@@ -181,7 +184,8 @@ def _write_days(
     sides: Sequence[SourceColumns],
     report: Callable[[int, int], None],
 ) -> None:
-    """Writes the due days, each in one commit."""
+    """Writes the due days, each in one commit. Columns that are new leave the content that models have learned."""
+    contents = warehouse.day_contents(snapshot) if columns.new else {}
     reader = _open_reader(warehouse, snapshot, columns.kept.names)
     identities = warehouse.written_days(snapshot.table)
     done, total = 0, sum(plan.rows[day] for day in plan.due)
@@ -189,7 +193,7 @@ def _write_days(
         batches = _join_rows(reader, day, sides, columns.written, partial(_report_from, report, done, total))
         warehouse.replace_days(
             snapshot.table, {day: identities.get(day, "")}, columns.written, batches, plan.rows[day],
-            {day: plan.notes[day]}, made_of=snapshot,
+            {day: plan.notes[day]}, made_of=snapshot, same=contents,
         )  # fmt: skip
         done += plan.rows[day]
 

@@ -282,6 +282,38 @@ def test_equal_rows_in_another_layout_have_equal_contents(warehouse, tmp_path):
     assert warehouse.day_contents(warehouse.current("t"))[DAYS[0]] != before[DAYS[0]]
 
 
+def test_a_new_column_leaves_what_a_model_has_learned_of_a_day(warehouse):
+    before = warehouse.day_contents(warehouse.current("t"))
+    assert run(warehouse).days_written == tuple(DAYS[:3])
+    assert warehouse.day_contents(warehouse.current("t")) == before
+    expire(warehouse, "t", datetime.timedelta(0))
+    assert warehouse.day_contents(warehouse.current("t")) == before
+    result = run(warehouse, SOURCE.model_copy(update={"prefix": "more_"}))
+    assert (result.days_written, warehouse.day_contents(result.snapshot)) == (tuple(DAYS[:3]), before)
+
+
+def test_other_values_of_a_column_are_another_content_of_their_days(warehouse, tmp_path):
+    """A training may have read the earlier values, or the nulls of a day that no backfill had written."""
+    before = run(warehouse).snapshot
+    save_side(tmp_path, 1, seed=7)
+    save_side(tmp_path, 3)
+    assert run(warehouse).days_written == (DAYS[1], DAYS[3])
+    assert changed(warehouse, before) == [DAYS[1], DAYS[3]]
+
+
+def test_a_column_that_comes_back_is_another_content(warehouse):
+    before = run(warehouse).snapshot
+    with warehouse.table("t").update_schema() as update:
+        update.delete_column("score")
+    run(warehouse)
+    assert changed(warehouse, before) == DAYS[:3]
+
+
+def changed(warehouse: Warehouse, before: SnapshotRef) -> list[datetime.date]:
+    now, then = warehouse.day_contents(warehouse.current("t")), warehouse.day_contents(before)
+    return [day for day in DAYS if now[day] != then[day]]
+
+
 def test_columns_that_were_dropped_or_renamed_since_the_last_commit_stay_so(warehouse):
     numbers = read(warehouse, warehouse.current("t"), ["num"])["num"].to_pylist()
     with warehouse.table("t").update_schema() as update:
