@@ -163,6 +163,15 @@ def _find_done(workspace: Workspace, identity: str) -> tuple[int | None, str] | 
     return None if run is None else (None, run)
 
 
+def is_changed(workspace: Workspace, today: Today, version: int) -> bool:
+    """Whether the day has other rows than a version has learned. False if its days are not recorded."""
+    try:
+        learned = fetch_record(workspace.tracking, workspace.config.model_name, version).days.get(f"{today.day}")
+    except RegistryError:  # it has no record
+        return False
+    return learned not in (None, workspace.warehouse.day_contents(today.snapshot)[today.day])
+
+
 def has_champion(workspace: Workspace) -> bool:
     """Whether the model has a champion."""
     return _find_version(workspace)[0] is not None

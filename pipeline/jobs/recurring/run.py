@@ -19,6 +19,7 @@ from pipeline.jobs.recurring.day import (
     clear_old_runs,
     download_champion,
     find_next_days,
+    is_changed,
     list_aliased_folders,
     make_day_job,
     pin_day,
@@ -271,7 +272,16 @@ def keep_champion(workspace: Workspace, today: Today, job: TrainingJob, run_id: 
 
 @step("load the result")
 def load_result(workspace: Workspace, today: Today, version: int | None, run_id: str) -> dict[str, Any]:
-    """Returns the result of a day that is already done. Safe to repeat: it only reads."""
+    """Returns the result of a day that is already done. Safe to repeat: it only reads.
+
+    It is not `skipped` if the day has changed since a version learned it.
+    """
     what = "no training was due" if version is None else f"version {version} was trained"
+    result = workspace.tracking.load_result(run_id)
+    if version is not None and is_changed(workspace, today, version):
+        workspace.console.log.warning(
+            "%s changed after version %s was trained on it; the next training takes it again", today.day, version
+        )
+        return result | {"status": "ok", "changed_days": [f"{today.day}"]}
     workspace.console.log.info("skipped: %s is done, %s; force=true does it again", today.day, what)
-    return workspace.tracking.load_result(run_id) | {"status": "skipped"}
+    return result | {"status": "skipped"}

@@ -9,11 +9,12 @@ import pytest
 from pipeline.config import load
 from pipeline.data.config import HashSplit, SplitConfig
 from pipeline.data.day_notes import INGEST, DayNote, InputFiles
-from pipeline.jobs.recurring.day import find_next_days, pin_day
+from pipeline.jobs.recurring.day import find_next_days, identity_of_day, pin_day
 from pipeline.jobs.recurring.pending import find_pending
-from pipeline.jobs.recurring.run import train_new_days
+from pipeline.jobs.recurring.run import train_day, train_new_days
 from pipeline.jobs.training.provenance import RECORD, Record
 from pipeline.jobs.workspace import Workspace
+from pipeline.registration.tracking import RESULT
 from storage.layout.rewrite import rewrite_day
 
 SPLIT = {"hash": {"key": "user", "shares": {"train": 0.8, "test": 0.2}, "days": ["2025-01-01..2025-01-02"]}}
@@ -122,6 +123,22 @@ def test_a_run_that_leaves_changed_days_for_later_is_not_skipped(workspace: Work
     write(workspace, 2, rows=9)
     result = train_new_days(workspace, scratch=False, force=False)
     assert (result["status"], result["changed_days"], result["open_days"]) == ("ok", ["2025-01-02"], ["2025-01-04"])
+
+
+def test_a_named_day_that_was_written_again_is_not_skipped(
+    workspace: Workspace, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(workspace, 1, 2, 3)
+    promote(workspace, 3)
+    tracker, name = workspace.tracking, workspace.config.model_name
+    tracker.client.set_model_version_tag(name, "1", "identity", identity_of_day(workspace, january(3)))
+    run_id = str(tracker.client.get_model_version(name, "1").run_id)
+    tracker.log_json(run_id, {"status": "ok", "model": {"version": 1}}, RESULT)
+    assert train_day(workspace, january(3), False, False) == {"status": "skipped", "model": {"version": 1}}
+    write(workspace, 3, rows=9)
+    found = train_day(workspace, january(3), False, False)
+    assert found == {"status": "ok", "model": {"version": 1}, "changed_days": ["2025-01-03"]}
+    assert "2025-01-03 changed after version 1 was trained on it; the next training takes it again" in caplog.text
 
 
 def test_the_same_rows_in_other_files_are_not_new(workspace: Workspace, tmp_path: Path) -> None:
