@@ -19,13 +19,13 @@ def clean(
     overrides: Mapping[str, Any] | None = None,
     dry_run: bool = True,
 ) -> dict[str, Any]:
-    """Removes what the section `retention` no longer keeps, of the config's table, model and experiment.
+    """Removes work of the config's table, model and experiment that is older than the section `retention` allows.
 
     Every version with an alias stays, with its run's folder and the snapshot that it was trained on.
 
     Args:
         config: The run's config, or the path of its YAML file.
         overrides: Dotted key -> value; overrides the config.
-        dry_run: Only lists what would go.
+        dry_run: Only lists what would be removed.
     """
     return remove_old(open_workspace(load(config, overrides)), dry_run)

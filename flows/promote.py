@@ -23,13 +23,13 @@ def promote(
     reason: str = "by hand",
     alias: Literal["champion", "reference"] = "champion",
 ) -> dict[str, Any]:
-    """Makes a version the champion, whatever the gate says, and records the move. Skips a version that is champion.
+    """Makes a version the champion, whatever the gate says, and records the move. Skips it if it is champion already.
 
     Args:
         config: The run's config, or the path of its YAML file.
         overrides: Dotted key -> value; overrides the config.
         version: The version to promote.
         reason: Recorded with the move.
-        alias: reference: pins the version that recurring training compares each day's champion with.
+        alias: `reference` pins the version that recurring training compares each day's champion with.
     """
     return promote_version(open_workspace(load(config, overrides)), version, reason, alias)

@@ -31,17 +31,19 @@ def recurring(
 ) -> dict[str, Any]:
     """Judges the model of the day before on a whole day, trains the champion on that day, and registers the result.
 
-    Ingests the day if the table lacks it or has it from other input. Without a champion, trains the first one on the
-    config's own split. The gate compares the model of the day before with the champion on all rows of the day, which
-    neither has seen, and promotes it or not. Then the champion is trained on all days since its last one, except for
-    the test rows of the split. The new model is judged when the next day comes. Skips a finished day. Without `day`,
-    removes what `retention` does not keep afterwards.
+    Ingests the day if the table lacks it or has it from other input. Without a champion, trains the first model on the
+    config's own split. The model of the day before and the champion score all rows of the day, which neither has seen.
+    The gate decides whether that model becomes champion. Then trains the champion on all days since its last one,
+    except for the test rows of the split. The new model is judged on the next day. Skips a finished day.
+
+    Without `day`, does this for each closed day after the champion's last one, in order. On a table with many past days
+    it trains one model after another. Afterwards it removes what `retention` does not keep.
 
     Args:
         config: The run's config, or the path of its YAML file; its split must be `hash`.
         overrides: Dotted key -> value; overrides the config.
-        day: The day; None ingests all new days of the source and takes each closed day that is new to the champion,
-            in order. See `recurring.closed_after_hours`.
+        day: The day, which may be open; None ingests all new days of the source and takes each closed day. See
+            `recurring.closed_after_hours`.
         scratch: Trains a new model on all days, whatever the policy says.
         force: Repeats a finished day. If the champion has seen that day, roll it back first.
         from_source: Compares the days with the source first and ingests what differs.
@@ -70,4 +72,4 @@ def ingest_day(workspace: Workspace, day: datetime.date) -> None:
     except EmptyDatasetError:
         if day not in workspace.warehouse.whole_days(workspace.config.name):
             raise
-        workspace.console.log.info("the source no longer has %s; the table's rows are taken", day)
+        workspace.console.log.info("the source no longer has %s: uses the table's rows", day)

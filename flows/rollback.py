@@ -17,7 +17,7 @@ from pipeline.jobs.training.champion import roll_back
 def rollback(
     config: RunConfig | str = "configs/demo.yaml", overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Moves the alias `champion` back to the previous champion and records the move. Each call goes one further back.
+    """Moves the alias `champion` back to the previous champion and records the move. Repeated calls go further back.
 
     Args:
         config: The run's config, or the path of its YAML file.

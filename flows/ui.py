@@ -99,7 +99,7 @@ def free_port(name: str, port: int) -> None:
 def start(command: list[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
     """Starts a server in its own process group, to stop its child processes with it.
 
-    The kernel asks it to end when this process ends, however that happens. MLflow's hands that on to its child.
+    The kernel asks it to end when this process ends, for whatever reason. MLflow's server then ends its own child.
     """
     program = str(Path(sys.executable).parent / command[0])
     with log.open("wb") as output:

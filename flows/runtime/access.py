@@ -1,9 +1,9 @@
-"""Who may use a Prefect server that we start: whoever can read its authentication string.
+"""Authentication at the Prefect servers that we start. Whoever can read the authentication string has access.
 
-Loopback alone keeps nobody out: a page in a browser on this machine, and every user of it, reach a port there.
+Loopback alone keeps nobody out. Every user of this machine can reach a port there, and so can a page in a browser.
 
-`python -m flows.runtime.access COMMAND ...` runs a command that authenticates at the server of our own home. Imports
-nothing but the standard library, for flows.doctor.
+`python -m flows.runtime.access COMMAND ...` runs a command that authenticates at the server of our own home. For
+flows.doctor, this module imports only the standard library.
 """
 
 import base64
@@ -36,10 +36,10 @@ def make_secret() -> str:
 
 
 def protect(secret: str, *origins: str) -> dict[str, str]:
-    """Returns the variables of a server that answers only to those who know the secret.
+    """Returns the variables of a server that requires the secret.
 
     Args:
-        origins: Web pages that may ask it from a browser, and who must know the secret, too.
+        origins: Origins of the web pages that may call it from a browser. They must send the secret, too.
     """
     return {
         "PREFECT_SERVER_API_AUTH_STRING": secret,
@@ -49,10 +49,10 @@ def protect(secret: str, *origins: str) -> dict[str, str]:
 
 
 def secret_file(folder: Path) -> Path:
-    """Returns the file that holds the secret of a home's lasting server, made if there is none.
+    """Returns the file with the secret of the home's `make ui` server. Creates it if it is missing.
 
     Args:
-        folder: Of Prefect's data in the home.
+        folder: Folder of Prefect's data in the home.
     """
     path = folder / "auth"
     if not path.exists():
@@ -66,7 +66,7 @@ def secret_file(folder: Path) -> Path:
 
 
 def read_secret(folder: Path) -> str:
-    """Returns the secret of a home's lasting server.
+    """Returns the secret of the home's `make ui` server.
 
     Raises:
         ConfigError: If this user may not read it.
@@ -81,7 +81,7 @@ def read_secret(folder: Path) -> str:
 
 @contextmanager
 def serving(folder: Path, port: int) -> Iterator[None]:
-    """Marks the server of a home on a port of this machine as ours, until the block or the process ends."""
+    """Marks a port of this machine as the home's own server, until the block or the process ends."""
     with _mark(folder, port).open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -92,18 +92,18 @@ def _mark(folder: Path, port: int) -> Path:
 
 
 def server_address() -> str | None:
-    """Returns the address of the server that the environment or Prefect's settings name. None: they name none."""
+    """Returns the address of the Prefect server in the environment or in Prefect's settings, or None."""
     address: str | None = read_setting("PREFECT_API_URL")
     return address
 
 
 def read_setting(name: str) -> Any:
-    """Returns what the environment or Prefect's settings say. None: nothing."""
-    if "prefect" not in sys.modules:  # else settings may have changed in this process
+    """Returns a setting from the environment or from Prefect's settings, or None."""
+    if "prefect" not in sys.modules:  # otherwise settings may have changed in this process
         profiles = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser() / "profiles.toml"
         if not profiles.is_file() or name not in profiles.read_text(encoding="utf-8"):
             return os.environ.get(name) or None
-    import prefect.settings  # it knows which profile counts
+    import prefect.settings  # knows which profile is active
 
     return getattr(prefect.settings, name).value() or None
 
@@ -114,9 +114,9 @@ def authenticates_otherwise() -> bool:
 
 
 def find_secret(address: str, *homes: Path) -> str | None:
-    """Returns what to authenticate with at a server: what the user has set, else the secret of a home that serves it.
+    """Returns the secret for a server: the user's own, or that of the home that runs the server.
 
-    None for any other server: it must not learn our secret.
+    Returns None for any other server, because it must not learn our secret.
 
     Raises:
         ConfigError: If the user has set the secret of one of the homes, and the server is not that home's.
@@ -158,12 +158,12 @@ def header(secret: str | None) -> dict[str, str]:
 
 
 def check_access(address: str, secret: str | None) -> None:
-    """Asks a server whether it takes the secret. Whatever else is wrong with it shows later.
+    """Asks a server whether it accepts the secret. Ignores all other problems of the server.
 
     Users who authenticate in another way are not asked for a secret.
 
     Raises:
-        ConfigError: If it does not.
+        ConfigError: If it does not accept it.
     """
     if authenticates_otherwise():
         return
@@ -173,7 +173,7 @@ def check_access(address: str, secret: str | None) -> None:
             pass
     except urllib.error.HTTPError as error:
         if error.code == 401:
-            remedy = f"Set {VARIABLE}; for a server of `make ui`, to the text of the file that it names."
+            remedy = f"Set {VARIABLE}. For a server of `make ui`, use the text of the file that it names."
             given = "none" if secret is None else "another one"
             raise ConfigError(f"server at {address}", "its authentication string", given, remedy) from None
     except (OSError, ValueError):
@@ -182,10 +182,10 @@ def check_access(address: str, secret: str | None) -> None:
 
 @contextmanager
 def authenticated(address: str, *homes: Path) -> Iterator[None]:
-    """Makes Prefect authenticate at a server, in this process and in those it starts.
+    """Makes Prefect authenticate at a server, in this process and in its child processes.
 
     Raises:
-        ConfigError: If the server does not take what we have.
+        ConfigError: If the server does not accept our secret.
     """
     from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 
@@ -205,7 +205,7 @@ def authenticated(address: str, *homes: Path) -> Iterator[None]:
 
 
 def main(words: Sequence[str]) -> NoReturn:
-    """Becomes the command, with the authentication string in its environment."""
+    """Replaces this process by the command, with the authentication string in its environment."""
     from pipeline.config.files import home_path
 
     keep_private()  # a worker's runs inherit it

@@ -100,7 +100,7 @@ class PrefectConsole(Console):
 
 
 class PrivateFlow(Flow[..., Any]):
-    """A flow whose parameters and errors reach Prefect's database without credentials."""
+    """A flow that keeps credentials in its parameters and errors out of Prefect's database."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         super().__init__(function, name=name, flow_run_name=flow_run_name)

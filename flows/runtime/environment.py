@@ -39,7 +39,7 @@ def set_environment() -> None:
 
 
 def read_umask() -> int:
-    """Returns the permissions that files of a home do not get: by default, all of other users. Teams set DLRM_UMASK."""
+    """Returns the umask for files of a home. By default, other users get no permissions. Teams set DLRM_UMASK."""
     text = os.environ.get("DLRM_UMASK", "077")
     try:
         return int(text, 8) & 0o777
@@ -48,12 +48,12 @@ def read_umask() -> int:
 
 
 def keep_private() -> None:
-    """Makes files and folders of this process, and of those it starts, readable for their owner alone."""
+    """Sets the umask of this process and its child processes: by default, only the owner can read new files."""
     os.umask(read_umask())
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder that only its owner can read, also if it was there before."""
+    """Creates a folder that only its owner can read. Restricts a folder that exists."""
     folder.mkdir(parents=True, exist_ok=True)
     with suppress(PermissionError):  # another user's
         folder.chmod(folder.stat().st_mode & 0o7777 & ~read_umask())

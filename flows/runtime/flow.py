@@ -32,10 +32,10 @@ def flow(name: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def try_again(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a deployed run repeat its work after a failure that may pass. What is finished is skipped.
+    """Makes a deployed run repeat its work after a transient failure. Finished work is skipped.
 
-    Nobody looks at a deployed run. A command shows the failure at once, and its user decides. With `force=true` what is
-    finished would be repeated, so such a run is never tried again.
+    Nobody watches a deployed run. A command shows the failure at once, and its user decides. A run with `force=true` is
+    never tried again, because it would repeat finished work.
     """
     signature = inspect.signature(function)
 
@@ -50,7 +50,7 @@ def try_again(function: Callable[..., Any]) -> Callable[..., Any]:
                     raise
                 from flows.runtime.console import PrefectConsole
 
-                PrefectConsole().log.warning("%s This may pass: the run tries again in %.0f s.", one_line(error), wait)
+                PrefectConsole().log.warning("%s The run tries again in %.0f s.", one_line(error), wait)
             time.sleep(wait)
         return function(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Credentials of a config stay out of Prefect's database and pages: parameters, logs and errors show a mask."""
+"""Masks credentials of a config in parameters, logs and errors, to keep them out of Prefect's database and pages."""
 
 import functools
 import itertools
@@ -14,18 +14,18 @@ from pipeline.config.draft import Draft
 
 MASK = "********"
 KEYS = re.compile(r"passw|pwd|secret|token|credential|key|sas\b", re.IGNORECASE)
-"""Names of catalog properties and of parts of an address that hold something secret."""
+"""Names of catalog properties, or of parameters in an address, that hold a secret."""
 USER = re.compile(r"//[^/@:]*:([^@]+)@")
 QUERY = re.compile(r"[?&]([^=&]+)=([^&]+)")
 SHORTEST = 3
-"""Characters of the shortest credential that is hidden. Shorter ones would hide parts of words."""
+"""Characters of the shortest credential that is hidden. Masks of shorter ones would hit parts of words."""
 R = TypeVar("R")
 known: set[str] = set()
 """Every credential of the configs that this process has opened."""
 
 
 def mask(value: Any, path: tuple[str, ...] = ()) -> Any:
-    """Replaces private values in a config, in overrides, or in what holds them.
+    """Replaces private values in a config, in overrides, or in values that contain them.
 
     Example:
         >>> mask({"config": {"warehouse": {"catalog": {"uri": "x"}}}, "overrides": {"warehouse.catalog.uri": "x"}})
@@ -50,7 +50,7 @@ def remember(config: RunConfig | Draft) -> None:
 
 
 def _in_address(text: str) -> Iterator[str]:
-    """Yields the passwords in an address, as they are written and as they are meant."""
+    """Yields the passwords in an address, both as written and decoded."""
     found = USER.findall(text)
     found += [value for name, value in QUERY.findall(text) if KEYS.search(name)]
     for secret in found:
@@ -65,7 +65,7 @@ def hide(text: str) -> str:
 
 
 def hiding(function: Callable[..., R]) -> Callable[..., R]:
-    """Makes a function raise errors without credentials."""
+    """Wraps a function to raise errors without credentials."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> R:
@@ -91,7 +91,7 @@ def _hidden(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def hide_in_logs(*names: str) -> None:
-    """Hides credentials in what these loggers are given, tracebacks included."""
+    """Hides credentials in all messages and tracebacks of these loggers."""
     for name in names:
         logging.getLogger(name).addFilter(_hide_in_record)
 

@@ -83,7 +83,7 @@ class TemporaryServer:
             "PREFECT__SERVER_EPHEMERAL": "1",
             "PREFECT__SERVER_FINAL": "1",
         }
-        guard = protect(self.secret, f"http://{HOST}:{self.port}")  # it has no pages: nobody asks from a browser
+        guard = protect(self.secret, f"http://{HOST}:{self.port}")  # it serves no pages to browsers
         # A terminal interrupts every process of the command. The server has to live until the flow has reported its
         # end: without an answer Prefect would wait for minutes. A new process inherits what is blocked.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

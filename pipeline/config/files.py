@@ -17,7 +17,7 @@ def home_path(home: str) -> Path:
     """The folder a run writes to: DLRM_HOME if set, else `home`, below the project unless absolute.
 
     Raises:
-        ConfigError: If the path has a character that cuts the addresses of files and databases below it.
+        ConfigError: If the path has # or ?, which cut off the addresses of files and databases below it.
     """
     path = ROOT / Path(os.environ.get("DLRM_HOME") or home).expanduser()
     if "#" in str(path) or "?" in str(path):
@@ -26,7 +26,7 @@ def home_path(home: str) -> Path:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's booleans, true and false alone: `on` is a key of ours. 010 and 1:30 are text, not 8 and 90."""
+    """Loads YAML 1.2: only true and false are booleans, because `on` is a key of ours. 010 and 1:30 are text."""
 
 
 _BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float"))
@@ -74,7 +74,7 @@ def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _problem(error: yaml.YAMLError) -> str:
-    """What is wrong and where, without the line's text: it may hold a password."""
+    """Says what is wrong and where, without the line's text, which may hold a password."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem} in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
     return " ".join(str(error).split())

@@ -4,7 +4,7 @@ from pydantic import BaseModel, NonNegativeInt, PositiveFloat
 
 
 class RetentionConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """How long daily work is kept. Versions with an alias, and the runs that made them, are always kept.
+    """How long daily work is kept. Versions with an alias and their runs are always kept.
 
     None keeps everything of a kind. Ages are in days and may be fractions.
     """
@@ -16,10 +16,10 @@ class RetentionConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     versions_kept: NonNegativeInt = 30
     """Newest versions of a model, kept at any age. A rollback can go back to them."""
     mlflow_days: PositiveFloat | None = 365
-    """MLflow runs that are not of a kept version: metrics, figures and reports."""
+    """MLflow runs without a kept version: metrics, figures and reports."""
     snapshots_days: PositiveFloat | None = 7
-    """Snapshots of the tables that no kept version and no kept run was trained on."""
+    """Snapshots that no kept version and no kept run was trained on."""
     prefect_days: PositiveFloat | None = 30
     """Ended flow runs in Prefect's database."""
     leftovers_days: PositiveFloat = 2
-    """Temporary files of work that was killed. Must be longer than any command takes."""
+    """Temporary files of killed work. Must be longer than any command runs."""

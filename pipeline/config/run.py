@@ -95,12 +95,12 @@ class RecurringConfig(Policy, frozen=True, extra="forbid", use_attribute_docstri
     """Hours from the end of a day (UTC) until it is closed. None: a later day in the table closes it. Without `day=`,
     flows.recurring trains on closed days alone."""
     keep_checkpoints: PositiveInt = 7
-    """Number of days with kept checkpoints, besides versions with an alias. After a rollback, training can start
-    from them."""
+    """Number of newest days with kept checkpoints. Versions with an alias keep theirs, too. After a rollback, training
+    can start from them."""
     judge: Literal["next_day", "same_day"] = "next_day"
-    """When the gate judges the model of a day. next_day: when the next day comes, on all rows of that day, which no
-    model has seen. Until then the last judged champion serves. same_day: at once, on the test rows of the day that the
-    new model was trained on. What was special about that day counts as gain."""
+    """When the gate judges the model of a day. next_day: on all rows of the next day, which no model has seen. Until
+    then the last judged champion serves. same_day: at once, on the test rows of its own day. Effects of that day then
+    count as gain."""
     policies: Mapping[str, Policy] = {}
     """Name -> policy, for `flows.backtest` to compare."""
 

@@ -190,7 +190,7 @@ def test_commands_authenticate_at_the_server_of_their_home_alone(lasting, tmp_pa
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         f"error: server at {address}: expected its authentication string, got none. "
-        "Set PREFECT_API_AUTH_STRING; for a server of `make ui`, to the text of the file that it names."
+        "Set PREFECT_API_AUTH_STRING. For a server of `make ui`, use the text of the file that it names."
     )
     done = run("-m", "flows.deploy", home=tmp_path, PREFECT_API_AUTH_STRING="dlrm:guessed")
     assert "expected its authentication string, got another one" in done.stderr
