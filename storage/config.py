@@ -11,7 +11,7 @@ DAY = "day"
 """The partition column of every table, an Iceberg date."""
 
 PARTS = ("features", "held", "profile", "quarantine", "scores")
-"""Suffixes of the tables beside a table of samples, such as `ads_profile` beside `ads`."""
+"""Suffixes of the tables that belong to a table of samples, such as `ads_profile` to `ads`."""
 
 
 def find_owner(name: str) -> str | None:

@@ -27,8 +27,8 @@ def identities(table: Table, names: Mapping[datetime.date, str]) -> dict[datetim
     """Returns day -> identity of the write that left its files. Days that another engine has changed are left out.
 
     Args:
-        names: Day -> `hash_paths` of its files now. Files of a write have names of their own, so a table that was
-            rolled back shows the earlier write.
+        names: Day -> `hash_paths` of its files now. Each write has its own file names, so a table that was rolled back
+            shows the earlier write.
     """
     return {day: found[IDENTITIES] for day, found in _records_of(table, names).items() if IDENTITIES in found}
 
@@ -55,7 +55,7 @@ def _newest(table: Table, key: str) -> dict[datetime.date, tuple[int, Any]]:
 
 
 def _records_of(table: Table, names: Mapping[datetime.date, str]) -> dict[datetime.date, dict[str, Any]]:
-    """Returns day -> what the write of its present files recorded, by key."""
+    """Returns day -> values by key, as recorded by the write of its present files."""
     nothing = hash_paths([])
     return {
         day: values
@@ -102,7 +102,7 @@ def to_summary(values: Mapping[str, Mapping[datetime.date, Any]]) -> dict[str, s
 def to_properties(table: Table, names: Mapping[datetime.date, str]) -> dict[str, str]:
     """Encodes what snapshots record as table properties, which outlive them.
 
-    Of each day this is the write that left its files, or the last one if another engine has changed the day.
+    For each day, takes the write that left its files, or the last one if another engine has changed the day.
     `names` is as in `identities`.
     """
     kept = {key: _newest(table, key) for key in KEYS}

@@ -1,4 +1,4 @@
-"""Which data files a snapshot has for each day. Refuses files whose day or rows cannot be known."""
+"""Lists the data files of a snapshot by day. Refuses files with an unknown day or unknown rows."""
 
 import datetime
 from collections.abc import Collection, Iterable, Iterator
@@ -36,7 +36,7 @@ class DayFile(NamedTuple):
     deletes: tuple[str, ...]
     """Paths of the files with its row-level deletes."""
     constants: frozenset[int]
-    """Ids of fields whose one value is in the partition, perhaps not in the file. `day` is not among them."""
+    """Ids of fields with one value in the partition, which the file may lack. Without `day`."""
 
 
 def snapshot_at(table: Table, reference: SnapshotRef) -> Snapshot:
@@ -57,8 +57,9 @@ def snapshot_at(table: Table, reference: SnapshotRef) -> Snapshot:
 def schema_at(table: Table, reference: SnapshotRef) -> Schema:
     """Returns the schema of a snapshot. Raises as `snapshot_at`.
 
-    Columns of the newest snapshot that were dropped or renamed since are gone or renamed. One that was added since
-    counts only if it has a default: an ingest adds its columns before it writes, and rows lack them until then.
+    The newest snapshot has the table's present columns, without those that were dropped or renamed after it was
+    written. Of those that were added, it has only columns with a default. An ingest adds its columns before it writes,
+    and until then rows lack them.
     """
     snapshot, now = snapshot_at(table, reference), table.schema()
     then = now if snapshot.schema_id is None else table.schemas()[snapshot.schema_id]
@@ -93,7 +94,7 @@ def data_files(
 
     Args:
         days: Days of the files. None: all.
-        row_filter: Leaves out files that have no row passing it, as far as metadata tells.
+        row_filter: Leaves out files without a matching row, as far as metadata tells.
     Raises:
         StorageError: If the day of a file is not known, or deletes by value apply to it.
     """
@@ -132,7 +133,7 @@ def data_files(
 
 
 def refuse_unreadable(table: Table, found: DayFile) -> None:
-    """Refuses a file whose rows our readers would get wrong.
+    """Refuses a file that our readers would read wrongly.
 
     Raises:
         StorageError: If another engine has deleted some of its rows, or wrote it in another format.
@@ -153,7 +154,7 @@ def refuse_unreadable(table: Table, found: DayFile) -> None:
 
 
 def rewrite_call(table: Table, option: str, value: str) -> str:
-    """Returns the SQL by which Spark rewrites the files of a table."""
+    """Returns the SQL to rewrite the files of a table in Spark."""
     name = ".".join(table.name()[-2:])
     return f"`CALL system.rewrite_data_files(table => '{name}', options => map('{option}', '{value}'))`"
 
@@ -194,7 +195,7 @@ def _find_day(table: str, schema: Schema) -> int:
 
 
 def _find_place(spec: PartitionSpec, day_id: int) -> int | None:
-    """Returns the number of the partition value that is the day, or None if rows of several days may share a file."""
+    """Returns the place of the day in the partition, or None if rows of several days may share a file."""
     for place, field in enumerate(spec.fields):
         if field.source_id == day_id and isinstance(field.transform, IdentityTransform):
             return place

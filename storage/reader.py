@@ -119,7 +119,7 @@ class SnapshotReader:
         return found
 
     def _refuse_constants(self, path: str, lacking: Set[int]) -> None:
-        """Refuses a file without a column that it has only as the value of its partition."""
+        """Refuses a file if only its partition has the value of a column."""
         names = [f"'{name}'" for name, number in self._ids.items() if number in lacking]
         if names:
             raise StorageError(
@@ -131,7 +131,7 @@ class SnapshotReader:
     def stored_columns(self, file: pq.ParquetFile, path: str) -> dict[int, str]:
         """Returns field id -> name of each column in a data file.
 
-        A file that was registered, not written by an Iceberg engine, has no ids. The table maps its names then.
+        A file that no Iceberg engine wrote, but that was registered, has no ids. Then the table maps its names.
 
         Raises:
             StorageError: If the file has no ids and the table no mapping.
@@ -192,7 +192,7 @@ class SnapshotReader:
     def _project(self, part: pa.RecordBatch, names: Mapping[str, str], fragment: Fragment) -> pa.RecordBatch:
         """Filters a part and gives it the table's names and types.
 
-        A column missing from the file has its default value. That of `day` is the partition's, and most have null.
+        A column missing from the file gets its default value, which is mostly null. `day` gets the partition's value.
         """
         arrays = [
             _cast(part.column(names[name]), kind, name, fragment)
@@ -246,7 +246,7 @@ def make_mask(row_filter: BooleanExpression, schema: Schema) -> tuple[pc.Express
 
 
 def _drop_nulls(expression: BooleanExpression) -> BooleanExpression:
-    """Lets `not in` fail for nulls. Arrow's `is_in` has no third value whose opposite could fail, too."""
+    """Lets `not in` fail for nulls. Arrow's `is_in` is false for null, so its opposite would be true."""
     if isinstance(expression, And | Or):
         return type(expression)(_drop_nulls(expression.left), _drop_nulls(expression.right))
     if not isinstance(expression, NotIn):

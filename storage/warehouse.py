@@ -89,7 +89,7 @@ class Warehouse:
             ) from None
 
     def _writable(self, name: str) -> Table:
-        """Loads a table to change it. pyiceberg reads version 3 and cannot write it."""
+        """Loads a table to change it. pyiceberg can read format version 3, but not write it."""
         table = self.table(name)
         if table.format_version > 2:
             raise StorageError(
@@ -198,8 +198,8 @@ class Warehouse:
     ) -> Iterator[None]:
         """Writes files in the block and commits them after it. A change that did not take effect leaves no file.
 
-        If the catalog does not say whether it committed, the files stay: a snapshot may name them, now or later.
-        `vacuum` deletes them if none does.
+        If the catalog does not say whether it committed, the files stay, because a snapshot may name them.
+        If none does, `vacuum` deletes them.
 
         Args:
             expected: What the error says was expected of other writers.
@@ -228,7 +228,7 @@ class Warehouse:
             ) from error  # fmt: skip
 
     def _has_snapshot(self, name: str, snapshot_id: int) -> bool:
-        """Tells whether a snapshot is known to be part of a table. False if the catalog does not answer."""
+        """Tells whether a table is known to have a snapshot. False if the catalog does not answer."""
         try:
             return self.table(name).snapshot_by_id(snapshot_id) is not None
         except Exception:
@@ -415,7 +415,7 @@ class Warehouse:
     def day_rows(self, reference: SnapshotRef) -> dict[datetime.date, int]:
         """Counts the rows of each day at the snapshot, in order of the days, from metadata only.
 
-        Rows that row-level deletes have removed count, too. Reading their day is refused.
+        Also counts rows that row-level deletes have removed. Their day cannot be read.
         """
         files = self.day_files(reference)
         return {day: sum(file.record_count for file in files[day]) for day in files}
@@ -511,12 +511,12 @@ def _check_columns(schema: pa.Schema) -> None:
 
 
 def _refuse_stranger(table: Table, schema: pa.Schema) -> None:
-    """Refuses to write what belongs to a table of samples into a table that somebody made for another purpose."""
+    """Refuses to write features, statistics or scores into a table that somebody made for another purpose."""
     name = table.name()[-1]
     owner, lacking = find_owner(name), [column for column in schema.names if column not in table.schema().column_names]
     if owner is not None and table.properties.get(PART_OF) != owner and lacking:
         raise StorageError(
-            f"table '{name}'", f"the one kept beside table '{owner}'", f"a table without {', '.join(lacking)}",
+            f"table '{name}'", f"the one that belongs to table '{owner}'", f"a table without {', '.join(lacking)}",
             f"Rename table '{name}', or set another name than '{owner}'.",
         )  # fmt: skip
 

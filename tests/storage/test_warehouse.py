@@ -227,7 +227,7 @@ def test_a_table_that_somebody_else_made_is_not_taken_for_one_beside_another(war
     with pytest.raises(StorageError) as error:
         write(warehouse, refused, name="ads_quarantine")
     assert str(error.value) == (
-        "table 'ads_quarantine': expected the one kept beside table 'ads', got a table without reason. "
+        "table 'ads_quarantine': expected the one that belongs to table 'ads', got a table without reason. "
         "Rename table 'ads_quarantine', or set another name than 'ads'."
     )
     assert warehouse.current("ads_quarantine") == theirs
