@@ -29,7 +29,7 @@ from pipeline.process import die_with_parent, set_process_name
 READ_AT_LOAD = ("ARROW_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "NUMBA_", "OMP_", "OPENBLAS_", "PYTHON")
 """Prefixes of variables that libraries read when they are loaded. Processes that differ in one have other servers."""
 READ_LATER = "PYTHONBREAKPOINT"
-"""A variable of these prefixes that is not read at load. Ray sets it in a process that has started Ray."""
+"""A variable with one of these prefixes that is not read at load. Ray sets it in a process that has started Ray."""
 MOST_SERVERS = 4
 """Servers that are kept. One without running processes is stopped where another is needed."""
 ROOT = Path(__file__).resolve().parent.parent

@@ -119,7 +119,7 @@ def build_event(
         kept.pop("alternatives", None)
     values = kept | dict(changes) | {"feature": feature, "state": wanted, "by": by}
     now = datetime.datetime.now(datetime.UTC)
-    if before is not None:  # whose writer's clock may have been ahead
+    if before is not None:  # the clock of its writer may have been ahead
         now = max(now, before.at + datetime.timedelta(microseconds=1))
     return Event.model_validate(values | {"at": now})
 

@@ -109,8 +109,8 @@ class SplitConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     column: ColumnSplit | None = None
     hash: HashSplit | None = None
     open_days: bool = False
-    """Whether open days are used, whose attribution windows were not over at the newest outcome of the log. Their
-    labels may still change. Otherwise a split that names them is refused, and another split leaves them out."""
+    """Whether open days are used. Their attribution windows end after the newest outcome of the log, so their labels
+    may still change. If false, a split that names an open day is refused, and any other split leaves them out."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:

@@ -12,13 +12,13 @@ from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
 
 INGEST = "ingest.input"
-"""Key of the note among a day's notes. No column has such a name; the other keys are back-filled columns."""
+"""Key of the input in a day's note. The other keys are backfilled columns. No column can have this name."""
 MOST_STAMPS = 50
-"""Most files of a kind that are noted by name: each commit reads the notes of all days."""
+"""Most files of a kind that are noted by name, because each commit reads the notes of all days."""
 
 
 class InputFiles(BaseModel, frozen=True):
-    """Files of one kind that a day was made from."""
+    """The input files of one kind of a day."""
 
     count: int
     bytes: int
@@ -41,7 +41,7 @@ class DayNote(BaseModel, frozen=True):
     """The input of one day."""
 
     open: bool = False
-    """Whether an attribution window ended after the newest outcome: outcomes may be missing."""
+    """Whether an attribution window ended after the newest outcome. Outcomes may be missing."""
     rows: InputFiles
     """Files of samples, or of the feature log."""
     outcomes: InputFiles
@@ -51,22 +51,22 @@ class DayNote(BaseModel, frozen=True):
 
 
 def day_notes(warehouse: Warehouse, snapshot: SnapshotRef) -> dict[datetime.date, DayNote]:
-    """Returns day -> what the ingest noted about the rows that the snapshot has of it.
+    """Returns day -> the ingest's note about its rows in the snapshot.
 
-    Days of an earlier version of this code, or of another engine, are left out.
+    Leaves out days that an earlier version of this code or another engine wrote.
     """
     found = _notes(warehouse, snapshot)
     return {day: DayNote.model_validate(note[INGEST]) for day, note in found.items() if INGEST in note}
 
 
 def open_days(warehouse: Warehouse, snapshot: SnapshotRef) -> set[datetime.date]:
-    """Returns the days of a snapshot whose labels may still change: when they were written, an attribution window
-    ended after the newest outcome."""
+    """Returns the open days of a snapshot. When they were written, an attribution window ended after the newest
+    outcome, so their labels may still change."""
     return {day for day, note in day_notes(warehouse, snapshot).items() if note.open}
 
 
 def backfilled_columns(warehouse: Warehouse, snapshot: SnapshotRef) -> dict[datetime.date, set[str]]:
-    """Returns day -> the columns that a backfill has written into the rows that the snapshot has of it."""
+    """Returns day -> the columns that a backfill has written into its rows in the snapshot."""
     return {day: note.keys() - {INGEST} for day, note in _notes(warehouse, snapshot).items()}
 
 

@@ -22,10 +22,10 @@ class Position(BaseModel, frozen=True):
     window: NonNegativeInt = 0
     """Window of the epoch in which the next batch begins."""
     row: NonNegativeInt = 0
-    """Row of that window, in shuffled order, with which it begins."""
+    """First row of the next batch in that window, in shuffled order."""
     lost: tuple[LostRows, ...] = ()
-    """Row groups that were quarantined on the way to this position, in all epochs. The order of the rows of a window
-    depends on them."""
+    """Row groups that were quarantined before this position, in all epochs. The order of a window's rows depends on
+    them."""
 
 
 class Times(BaseModel, frozen=True):

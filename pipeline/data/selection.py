@@ -70,7 +70,7 @@ class Selection(BaseModel, frozen=True):
         if self.sampling is not None:
             keys = [sparse_from_arrow(name, rows.column(name).combine_chunks()) for name in self.sampling.inputs]
             place = None
-            if fragment is not None:  # the same in every copy of the table: not by the file's name
+            if fragment is not None:  # not by the file's name: the same in every copy of the table
                 place = ((fragment.day.toordinal() << 16) + fragment.row_group << 24) + first
             mask &= self.sampling.keep(keys, place=place)
         return rows if mask.all() else rows.filter(pa.array(mask))
@@ -109,7 +109,7 @@ def select(
 
     Args:
         sampling: Samples the train part. Models are evaluated on all rows.
-        open_days: Days whose labels may still change. They are left out unless the split allows them.
+        open_days: Days with labels that may still change. They are left out unless the split allows them.
     Raises:
         ConfigError: If the split names an open day and does not allow it.
         EmptyDatasetError: If a named day is not in the snapshot, or no day is left.
@@ -163,7 +163,7 @@ def _refuse_open(part: Part, days: Sequence[datetime.date]) -> None:
     if days:
         more = f" and {len(days) - 1} more" if len(days) > 1 else ""
         raise ConfigError(
-            f"split, part '{part}'", "days whose attribution windows are over", f"{days[0]}{more}, still open",
+            f"split, part '{part}'", "closed days", f"{days[0]}{more}, still open",
             "Ingest again once the outcome log has grown, name earlier days, or set split.open_days=true.",
         )  # fmt: skip
 

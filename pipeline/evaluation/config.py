@@ -41,8 +41,8 @@ class GateConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     """When a new version replaces the champion."""
 
     resample_by: str | None = None
-    """Unit of resampling: `row`, `day`, or a column such as the user's id. None: day from 5 days on, otherwise row: the
-    interval then is of those days only."""
+    """Unit of resampling: `row`, `day`, or a column such as the user's id. None: `day` from 5 days on, otherwise `row`.
+    With `row`, the interval covers no other days."""
     level: float = Field(0.05, gt=0.0, lt=0.5)
     """Chance that two models of equal quality are called different."""
     rule: Literal["better", "not_worse"] = "better"
@@ -51,8 +51,8 @@ class GateConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     least_gain: NonNegativeFloat = 0.0
     """Share of the champion's NE by which the challenger's NE must be lower, such as 0.001."""
     calibration_low: PositiveFloat = 0.8
-    """A challenger with a lower calibration beyond chance is rejected. If the champion's is too low on the same rows as
-    well, the challenger's must be further off by more than a bound."""
+    """A challenger with a lower calibration beyond chance is rejected. If the champion's is too low on the same rows,
+    too, only a challenger that is further off by more than a bound is rejected."""
     calibration_high: PositiveFloat = 1.25
     """The same for a higher calibration."""
     slice_loss: NonNegativeFloat = 0.01

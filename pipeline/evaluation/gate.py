@@ -15,8 +15,8 @@ from pipeline.evaluation.sums import CalibrationSums, PairedSums
 from storage.config import DAY
 
 FEWEST_UNITS = 5
-"""With fewer units an interval says nothing. From so many days on, days are resampled by default: rows of a day have
-much in common."""
+"""With fewer units, an interval says nothing. From this number of days on, days are resampled by default, because rows
+of a day have much in common."""
 
 
 class Difference(BaseModel, frozen=True):
@@ -80,7 +80,7 @@ def ne_difference(pairs: PairedSums, by_rows: bool, level: float, member: int = 
 
 
 def _margin(squares: float, units: int, level: float) -> float:
-    """Returns half the width of the interval of a sum over units, from the sum of their squared deviations."""
+    """Returns half the width of the interval of a sum over units, given the sum of their squared deviations."""
     return float(stdtrit(units - 1, 1.0 - level / 2.0)) * math.sqrt(units / (units - 1) * squares)  # Student's
 
 
@@ -158,7 +158,7 @@ def compare(evaluation: Evaluation, report: EvalReport, config: GateConfig, vers
 
 
 def judge_first(evaluation: Evaluation, report: EvalReport, config: GateConfig) -> Verdict:
-    """Decides on a model where there has been no champion: it must be better than the mean rate, and calibrated.
+    """Decides on a first model. It must be better than the base rate, and calibrated.
 
     Args:
         evaluation: The sums of this model alone.
@@ -183,7 +183,7 @@ def judge_first(evaluation: Evaluation, report: EvalReport, config: GateConfig) 
 
 
 def _choose_units(evaluation: Evaluation, config: GateConfig) -> tuple[str, int]:
-    """Returns what is resampled, and the number of days if the rows of so few days are (else 0)."""
+    """Returns the unit of resampling, and the number of days if they are too few to be units (else 0)."""
     days = _count_units(evaluation) if evaluation.units == DAY else 0
     by = config.resample_by or (DAY if days >= FEWEST_UNITS else "row")
     return by, days if by == "row" and days < FEWEST_UNITS else 0
@@ -194,10 +194,10 @@ def _count_units(evaluation: Evaluation) -> int:
 
 
 def _calibration_problem(evaluation: Evaluation, by_rows: bool, config: GateConfig, version: int | None) -> str | None:
-    """Returns why the challenger's calibration rules it out: it is out of bounds beyond chance.
+    """Returns why the challenger's calibration is out of bounds beyond chance. None: it is not.
 
-    If the champion is out of bounds as well, the label rate of these rows is another one, and that says nothing about
-    either model. The challenger then has to be further off than the champion, by more than a bound beyond chance.
+    If the champion is out of bounds, too, the rows have an unusual label rate, which says nothing about either model.
+    Then only a challenger that is further off than the champion, by more than a bound beyond chance, is ruled out.
 
     Args:
         version: The champion's. None: there is none.
@@ -250,6 +250,6 @@ def _describe(found: Difference, ne: float, by: str = "", days: int = 0) -> str:
 
 
 def _describe_units(found: Difference, by: str, days: int) -> str:
-    """Says what the interval is over, and that it knows no other days if there are few."""
+    """Names the units of the interval. If the days are few, says that it covers no others."""
     only = f" of {days} {DAY}s only" if days > 1 else f" of one {DAY} only" if days else ""
     return f" over {found.units:,} {by}s{only}" if by else ""

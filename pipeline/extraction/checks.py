@@ -1,4 +1,4 @@
-"""Rules that a day must keep before it is written, by comparison with the days before it and with itself."""
+"""Checks a day before it is written. The rules compare it with the days before it and with its version in the table."""
 
 import datetime
 import fnmatch
@@ -18,7 +18,7 @@ from pipeline.extraction.config import ChecksConfig, Rule, Verdict
 from storage.reader import DAY
 
 Outcome = Literal["stored", "ok", "warn", "quarantine", "fail"]
-"""What happens to a day. stored: it is one of the days that others are compared with."""
+"""What happens to a day. stored: the day is only there for comparison."""
 SEVERITY: tuple[Outcome, ...] = ("fail", "quarantine", "warn")
 NOISE = 38.0
 """Bound of drift times n m / (n + m) for 16 buckets of equally distributed values, kept in 999 of 1,000 cases."""
@@ -96,15 +96,15 @@ def check(
     duplicates: Mapping[datetime.date, int],
     losses: Mapping[datetime.date, Sequence[CheckFinding]] = MappingProxyType({}),
 ) -> tuple[pa.Table, CheckResult]:
-    """Checks each new day against the days before it, and against what it would lose.
+    """Checks each new day against the days before it, and for losses.
 
-    Later days are compared with the table's version of a day that is held back, if it has one.
+    If a day is held back, later days are compared with the table's version of it, if there is one.
 
     Args:
         measured: Statistics of the new days.
         earlier: Stored statistics of other days, and of the new days as the table has them so far.
         duplicates: New day -> rows that repeat the key of another row. A missing day has none.
-        losses: New day -> findings of what it would lose, compared with what the table has of it.
+        losses: New day -> findings of what it would lose, compared with the table's version of it.
     Returns:
         The statistics of the new days with their drift, and the result of the checks.
     """
@@ -126,7 +126,7 @@ def check(
         checked.append(_day(day, worst, new, label, bands))
         findings += found
         drifted.append(table)
-        kept = stored.get(day) if worst == "quarantine" else table  # of a held-back day the table keeps the old rows
+        kept = stored.get(day) if worst == "quarantine" else table  # the table keeps its rows of a held-back day
         if kept is not None:
             tables[day], days[day] = kept, columns_of_day(kept)
     whole = pa.concat_tables([measured.slice(0, 0), *drifted])

@@ -130,8 +130,8 @@ class SideTable(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     on: Names
     """Key columns, in the rows and in the side table; unique in the side table."""
     refresh: Literal["new_days", "past_days"] = "new_days"
-    """Which days get the values of a changed side table. new_days: days that are written anyway; past days keep the
-    values that they were written with. past_days: every day is written again, and reads values of its future."""
+    """Which days get the values of a changed side table. new_days: only days that are written anyway. Past days keep
+    their values. past_days: every day is written again, with values from its future."""
 
 
 class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -144,8 +144,8 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     day_column: str | None = None
     """Column that gives the day (date, timestamp or ISO text)."""
     date_format: Names | None = None
-    """How text in the day column and in the times of both logs is written, such as `%m/%d/%Y`: one or several strptime
-    formats, of which each value takes the first that fits. None: as ISO dates and timestamps."""
+    """Format of text in the day column and in the times of both logs, such as `%m/%d/%Y`. Of several strptime formats,
+    the first that fits a value counts. None: ISO dates and timestamps."""
     day: datetime.date | None = None
     """The day of all rows, if the data has no day column."""
     outcomes: Outcomes | None = None
@@ -198,8 +198,8 @@ class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """
 
     losses: Verdict = "quarantine"
-    """A day that is written again would lose input files, rows, labels of 1, values of a column, or back-filled
-    columns. `force=true` writes it anyway."""
+    """A day that is written again would lose input files, rows, labels of 1, values of a column, or backfilled columns.
+    `force=true` writes it anyway."""
     vanished: Verdict = "warn"
     """A column that had values has none, or is gone."""
     appeared: Verdict = "warn"

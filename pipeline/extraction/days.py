@@ -59,9 +59,9 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
         content: list[object] = [shared, [stamps[file] for file in files]]
         outcomes, is_open = (windows or {}).get(day, ([], False))
         is_open = is_open and context.source.generator is None  # the generator writes all outcomes at once
-        if windows is not None:  # the first row of a repeated impression may lie in the file of another day
+        if windows is not None:  # a repeated impression's first row may lie in another day's file
             content += [[stamps[file] for file in outcomes], str(aside or 0)]
-        content += ["open"] if is_open else []  # a day that closes is written again
+        content += ["open"] if is_open else []  # when the day closes, it is written again
         note = DayNote(open=is_open, rows=InputFiles.of(files), outcomes=InputFiles.of(outcomes), lookups=sides)
         days.append(SourceDay(day, count, bad, fingerprint(content)[:16], note))
     return days

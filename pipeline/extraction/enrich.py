@@ -130,7 +130,7 @@ def fillable_columns(
     days: Collection[datetime.date],
     warn: Callable[[str], None],
 ) -> dict[FeatureJoin, dict[datetime.date, set[str]]]:
-    """Returns feature source -> day -> the columns that a backfill could write into it.
+    """Returns feature source -> day -> the columns that a backfill could write into the day.
 
     Args:
         warn: Called for a source that cannot be read. It is left out.
@@ -141,7 +141,7 @@ def fillable_columns(
             sources = [FeatureSource(pinned, warehouse) for pinned in pin_sources([source], root, warehouse)]
             found[source] = {day: set(of) for day, of in _identities(sources, days, warehouse).items()}
         except ContractError as error:
-            warn(f"columns of features.joined '{source.name}' are not back-filled: {error}")
+            warn(f"columns of features.joined '{source.name}' are not backfilled: {error}")
     return found
 
 

@@ -61,13 +61,13 @@ class IngestResult(BaseModel, frozen=True):
     days_held: tuple[datetime.date, ...] = ()
     """Days that broke a rule. They are held back in a table of their own."""
     days_changed: tuple[datetime.date, ...] = ()
-    """Days of the same input that another engine has changed in the table; they stay as they are."""
+    """Days of the same input that another engine has changed in the table. They stay as they are."""
     days_open: tuple[datetime.date, ...] = ()
-    """Days asked for whose attribution windows were not over at the newest outcome. Their labels may still change."""
+    """Requested days that are open: labels may still change."""
     backfilled: EnrichResult | None = None
     """The columns of feature sources that were written into the days."""
     stale_lookups: Mapping[str, int] = {}
-    """Side table -> days skipped that keep the values it had when they were written."""
+    """Side table -> number of skipped days with earlier values of it."""
     checked: CheckResult = CheckResult()
 
 
@@ -98,7 +98,7 @@ class _Ingest:
 
     @property
     def loss_outcome(self) -> Verdict:
-        """What happens to a day that would lose something."""
+        """Outcome for a day that would lose something."""
         outcome = self.config.checks.losses
         return "warn" if self.force and outcome != "off" else outcome
 
@@ -120,7 +120,7 @@ class _Plan:
     held_back: list[SourceDay]
     """Days that an earlier ingest held back, from the same input."""
     stored: Mapping[datetime.date, StoredDay]
-    """What the table has of the days asked for. Statistics are those of the due days."""
+    """The requested days as the table has them. Only due days have statistics."""
     refill: Refill
     elsewhere: int
     """Days of the table that the source does not have."""
@@ -214,7 +214,7 @@ def _refuse_bad_days(rows: OpenSource, days: Sequence[SourceDay], max_share: flo
 
 
 def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[Intake | None, CheckResult]:
-    """Measures the due days and checks them: against earlier days, and against what the table has of them.
+    """Measures the due days and checks them against earlier days and against their versions in the table.
 
     Returns:
         The statistics, or None if the days were not measured, and the result of the checks.
@@ -333,7 +333,7 @@ def _result(
 
 
 def _count_stale(ingest: _Ingest, days: Sequence[SourceDay]) -> dict[str, int]:
-    """Side table -> days that were written with other values of it."""
+    """Returns side table -> number of days that were written with other values of it."""
     context = ingest.context
     if not context.source.lookups or not days:
         return {}

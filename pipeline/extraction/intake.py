@@ -33,7 +33,7 @@ DAYS_AT_ONCE = 30
 Warn = Callable[[str], None]
 """Called with a sentence for the log."""
 Losses = Callable[[datetime.date, Columns | None], list[CheckFinding]]
-"""Day and statistics of its new rows, if they were measured -> what the day would lose."""
+"""Returns what a day would lose, given the statistics of its new rows, or None if they were not measured."""
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,8 @@ class Join:
     def windows_by_day(self, samples: str) -> dict[datetime.date, tuple[list[str], bool]]:
         """Returns day -> (files of the outcome log that may hold an outcome of its impressions, whether it is open).
 
-        Both follow from the times in the log. A day is open until the newest outcome is as late as the end of the
-        longest window of its last impression. Outcomes from the future are errors and close no day.
+        The times in the log decide both. A day is open until an outcome is as late as the end of the longest window of
+        its last impression. Outcomes from the future are errors and close no day.
 
         Args:
             samples: View of the samples.
@@ -211,7 +211,7 @@ class Join:
             )
 
     def _kind(self, view: str, column: str, kind: str) -> str:
-        """The type of a column. Of text also a value, if possible one that is no ISO time."""
+        """Describes the type of a column. For text, shows a value, if possible one that is not an ISO time."""
         if kind != "VARCHAR":
             return kind
         order = f"ORDER BY regexp_full_match({quote(column)}, '{ISO_DAY}') NULLS LAST LIMIT 1"

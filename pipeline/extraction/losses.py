@@ -1,4 +1,4 @@
-"""Finds what a day would lose if it were written again: its input now, compared with what the table has of it."""
+"""Finds what a day would lose if it were written again. Compares its input now with its version in the table."""
 
 import datetime
 import fnmatch
@@ -15,20 +15,20 @@ from storage.reader import DAY
 from storage.warehouse import Warehouse
 
 Loss = tuple[str, str, str | None]
-"""What was expected, what was found, and the column, if it is about one."""
+"""What was expected, what was found, and the column, or None if the loss is not of a column."""
 NAMED = 3
 """Most missing files that are named."""
 
 
 @dataclass(frozen=True)
 class StoredDay:
-    """What the table has of a day."""
+    """A day as the table has it."""
 
     rows: int
     note: DayNote | None
-    """None: an earlier version of this code wrote it, or another engine."""
+    """None: an earlier version of this code or another engine wrote the day."""
     columns: Columns
-    """Stored statistics. Empty if there are none of these rows."""
+    """Stored statistics of these rows. Empty if there are none."""
     backfilled: frozenset[str]
     """Columns that a backfill has written."""
 
@@ -36,10 +36,10 @@ class StoredDay:
 def read_stored_days(
     warehouse: Warehouse, table: str, days: Collection[datetime.date], due: Collection[datetime.date]
 ) -> dict[datetime.date, StoredDay]:
-    """Reads what the table has of days. Days that it lacks are left out.
+    """Reads days as the table has them. Leaves out days that it lacks.
 
     Args:
-        due: The days of these to read statistics of.
+        due: Days to read statistics of, too.
     """
     if not days or not warehouse.has_table(table) or warehouse.table(table).current_snapshot() is None:
         return {}
@@ -70,15 +70,15 @@ def find_losses(
 ) -> Iterator[Loss]:
     """Yields what a day would lose.
 
-    Rows that are refused do not count as lost: the quarantine table has them, and their share is limited.
+    Quarantined rows do not count as a loss, because the quarantine table has them and their share is limited.
 
     Args:
         new: Statistics of the rows to write. None: they were not measured.
-        refillable: Columns that can be back-filled again.
-        generated: Whether the logs are generated. They lose nothing: their config says what they hold.
+        refillable: Columns that can be backfilled again.
+        generated: Whether the logs are generated. They lose nothing, because the config decides their content.
     """
     for name in sorted(stored.backfilled.difference(refillable)):
-        yield "back-filled values, as in the table", "no feature source for them in features.joined", name
+        yield "backfilled values, as in the table", "no feature source for them in features.joined", name
     if generated:
         return
     if stored.note is not None:
@@ -119,7 +119,7 @@ def _lost_files(kind: str, before: InputFiles, now: InputFiles) -> Iterator[Loss
 def _statistics(
     warehouse: Warehouse, table: str, days: Collection[datetime.date]
 ) -> dict[datetime.date, dict[str, dict[str, Any]]]:
-    """Day -> column -> stored statistics, of the days whose statistics are those of the rows in the table."""
+    """Returns day -> column -> stored statistics, for days with statistics of the rows in the table."""
     name = profile_name(table)
     if not warehouse.has_table(name):
         return {}

@@ -1,4 +1,4 @@
-"""Back-fills the days that an ingest writes, so that they have the columns that trainings read from the table."""
+"""Backfills the days that an ingest writes. Trainings read these columns from the table."""
 
 import datetime
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,12 +12,12 @@ from storage.warehouse import Warehouse
 
 @dataclass(frozen=True)
 class Refill:
-    """The columns that feature sources have for the days of an ingest."""
+    """Columns that feature sources have for the days of an ingest."""
 
     columns: Mapping[FeatureJoin, Mapping[datetime.date, set[str]]]
 
     def columns_of(self, day: datetime.date) -> set[str]:
-        """Returns the columns that can be back-filled into a day."""
+        """Returns the columns that can be backfilled into a day."""
         return {name for days in self.columns.values() for name in days.get(day, ())}
 
 
@@ -28,7 +28,7 @@ def plan_refill(
     backfilled: Mapping[datetime.date, Collection[str]],
     warn: Callable[[str], None],
 ) -> Refill:
-    """Finds what to back-fill: stored columns, and those that a day would lose.
+    """Finds the columns to backfill: stored columns, and columns that a day would lose.
 
     Args:
         backfilled: Day of the ingest -> columns that a backfill has written into the table's version of it.
@@ -50,10 +50,10 @@ def refill_days(
     unchanged: Mapping[datetime.date, Collection[str]],
     report: Callable[[int, int], None],
 ) -> EnrichResult | None:
-    """Back-fills the days written, and those of the others that lack a column. Returns None if there are none.
+    """Backfills the days written, and other days that lack a column. Returns None if there are no such days.
 
     Args:
-        unchanged: Day that was not written -> columns that a backfill has written into it.
+        unchanged: Day that the ingest did not write -> columns that a backfill has written into it.
     """
     days = {day for day in written if refill.columns_of(day)}
     days |= {day for day, names in unchanged.items() if refill.columns_of(day).difference(names)}

@@ -62,7 +62,7 @@ def add_types(
     # Column `day` of the table is the partition. A source column `day` with another meaning is dropped.
     dense = dense_columns(schema, [name for name in names if name != DAY or day == DAY], made)
     _check_text(connection, view, [name for name in dense if types[name] == "VARCHAR"])
-    # A column of untyped nulls or empty lists is left out. Once a file gives its type, these rows still read null.
+    # A column of untyped nulls or empty lists is left out. When a later file gives its type, these rows read null.
     untyped = {name for name in names if types[name].removesuffix("[]") == _NULLS and name not in dense}
     kept = [name for name in names if name not in (schema.label, *untyped) and name.lower() != DAY]
     weight = None if schema.weight in made else schema.weight
@@ -89,7 +89,7 @@ def add_types(
 
 
 def _day(name: str, kind: str) -> str:
-    """SQL of the day that a column gives, or null if it gives none. Python's dates end with the year 9999."""
+    """Returns SQL for the day in a column, or null if it has none. Python's dates end with the year 9999."""
     column, given = quote(name), quote(name)
     if kind == "VARCHAR":  # DuckDB would drop a zone, and read words such as 'epoch'
         given = f"CASE WHEN regexp_full_match({column}, '{ISO_DAY}') THEN left({column}, 10) END"

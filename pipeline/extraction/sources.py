@@ -94,7 +94,7 @@ def find_invalid_utf8(files: Sequence[Path]) -> tuple[Path, str] | None:
 
 
 def as_pattern(path: Path) -> str:
-    """Returns a pattern that matches this file alone: DuckDB takes every name for a pattern."""
+    """Returns a pattern that matches only this file, because DuckDB treats every name as a pattern."""
     return re.sub(r"([\[*?])", r"[\1]", str(path.resolve()))
 
 
@@ -120,7 +120,7 @@ def _relation(
 
 
 def key_family(kind: str) -> str | None:
-    """Returns what a DuckDB type holds as a join key. Only keys of one family are compared; None: not comparable."""
+    """Returns the family of a DuckDB type as a join key. Only keys of one family are compared. None: not comparable."""
     if kind in _INTEGERS or re.fullmatch(r"DECIMAL\(\d+,0\)", kind):
         return "integers"
     if kind == "VARCHAR" or kind.startswith("ENUM"):
@@ -131,10 +131,10 @@ def key_family(kind: str) -> str | None:
 
 
 def check_keys(where: str, key: str, kinds: Mapping[str, str]) -> None:
-    """Refuses keys that DuckDB would round, or convert, to compare them.
+    """Refuses keys that DuckDB would round or convert for a comparison.
 
     Args:
-        kinds: What an error calls a table -> the type of the key in it.
+        kinds: Name of a table, as errors show it -> type of its key.
     Raises:
         ConfigError: If the types differ in kind, or are floats.
     """

@@ -1,4 +1,4 @@
-"""CSV files, and the dates and times in text. DuckDB would guess their format file by file."""
+"""Reads CSV files, and dates and times in text. DuckDB would guess their format file by file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +13,11 @@ FILE = "filename"
 """Column that DuckDB adds: the file of a row."""
 
 _CSV_KINDS = ["BOOLEAN", "BIGINT", "HUGEINT", "DOUBLE", "VARCHAR"]
-"""Types that DuckDB may find in CSV files. It would guess the format of dates file by file, and write times anew."""
+"""Types that DuckDB may find in CSV files. No dates or times: it would guess and change their format."""
 _TIME = r"[ T]([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d+)?)?"
 ISO_DATE = r"\d{4}-\d{2}-\d{2}"
 ISO_DAY = f"{ISO_DATE}({_TIME}([Zz]|[+-]00(:?00)?)?)?"
-"""Text that gives a day: an ISO date or timestamp, without a zone or in UTC. In another zone it may be another day."""
+"""Text with a day: an ISO date or timestamp, without a zone or in UTC. In another zone the day may differ."""
 _ISO = {
     "DATE": ISO_DATE,
     "TIMESTAMP": ISO_DATE + _TIME,
@@ -29,7 +29,7 @@ _ISO = {
 def read_csv(
     connection: duckdb.DuckDBPyConnection, names: list[str], as_text: Sequence[str]
 ) -> duckdb.DuckDBPyRelation:
-    """Reads CSV files. A column's type fits all its values in all files: text may come late."""
+    """Reads CSV files. A column's type fits all its values in all files, because text may come late."""
     options: dict[str, Any] = {"filename": True, "union_by_name": True}
     rows = connection.read_csv(names, **options, sample_size=-1, auto_type_candidates=_CSV_KINDS)  # type: ignore[arg-type]
     found = dict(zip(rows.columns, map(str, rows.types), strict=True))
@@ -41,7 +41,7 @@ def read_csv(
     dialects = {connection.execute(sniff, [name, _CSV_KINDS]).fetchall()[0] for name in names}
     if len(dialects) > 1:
         return connection.read_csv(names, **options, sample_size=-1)  # type: ignore[arg-type]
-    # With the dialect given, a query no longer reads all files to find it.
+    # With a given dialect, a query need not read all files to find it.
     delimiter, *marks, skipped, header = dialects.pop()
     quotes, escape, comment = ("" if mark == "(empty)" else mark for mark in marks)
     return connection.read_csv(
@@ -60,7 +60,7 @@ def convert_iso(rows: duckdb.DuckDBPyRelation, other: Sequence[str]) -> duckdb.D
     """Converts text columns in which every value is an ISO date, or every value an ISO timestamp.
 
     Args:
-        other: Columns to leave.
+        other: Columns to leave as they are.
     """
     kinds = dict(zip(rows.columns, map(str, rows.types), strict=True))
     texts = [name for name, kind in kinds.items() if kind == "VARCHAR" and name not in (FILE, *other)]

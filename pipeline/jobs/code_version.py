@@ -44,7 +44,7 @@ def hash_sources() -> str:
 
 
 def note_code(folder: Path) -> tuple[CodeVersion, ...]:
-    """Notes in a run's folder that the code on the disk trains it from here on. Returns all versions that did."""
+    """Notes in a run's folder that the code on the disk now trains it. Returns all versions that have trained it."""
     known, now = noted_code(folder), read_code()
     if known[-1:] != (now,):
         known = (*known, now)
@@ -59,7 +59,7 @@ def noted_code(folder: Path) -> tuple[CodeVersion, ...]:
 
 
 def trained_by(folder: Path) -> CodeVersion:
-    """Returns the version of the code that trained a run. Of several, each field names all."""
+    """Returns the version of the code that trained a run. If there are several, each field names all of them."""
     known = noted_code(folder) or (read_code(),)
     return CodeVersion(**{name: name_each([getattr(one, name) for one in known]) for name in CodeVersion.model_fields})
 
@@ -70,7 +70,7 @@ def name_each(values: Sequence[str]) -> str:
 
 
 LEARNING_VERSION = 1
-"""Raise it in a change after which the same rows, config and seed make another model. Finished work then says so."""
+"""Raise it when a change makes another model of the same rows, config and seed. Finished work then warns."""
 
 
 def read_commit() -> str:

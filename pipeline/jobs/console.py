@@ -114,7 +114,7 @@ class Console:
         return function(*args, **kwargs)
 
     def clear_history(self, before: datetime.datetime, dry_run: bool) -> int:
-        """Removes the history of commands that ended before a moment. Returns how many.
+        """Removes the history of commands that ended before a moment. Returns their number.
 
         Args:
             dry_run: Only counts them.

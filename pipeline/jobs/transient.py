@@ -1,4 +1,4 @@
-"""Which failures may pass by themselves: a service that is away, a lock, another writer."""
+"""Recognizes transient failures: an unreachable service, a lock, another writer."""
 
 import errno
 
@@ -12,7 +12,7 @@ SERVICES = {
     "pyiceberg.exceptions": ("ServiceUnavailableError", "ServerError", "CommitStateUnknownException"),
     "httpx": ("TransportError",),
 }
-"""Module -> exceptions of a service that is away. By name: a command need not have loaded the library."""
+"""Module -> exceptions of an unreachable service. By name, because a command may not have loaded the library."""
 STORE = (
     "AWS Error SLOW_DOWN", "AWS Error SERVICE_UNAVAILABLE", "AWS Error NETWORK_CONNECTION", "AWS Error THROTTLING",
     "AWS Error INTERNAL_FAILURE", "AWS Error REQUEST_TIMEOUT", "HTTP status 5",
@@ -22,9 +22,9 @@ STORE = (
 
 
 def is_transient(error: BaseException) -> bool:
-    """Tells whether the same work may succeed later without anybody's doing.
+    """Tells whether a failure is transient: the same work may succeed later by itself.
 
-    Wrong configs, missing or damaged data, full disks and missing permissions stay as they are.
+    Wrong configs, missing or damaged data, full disks and missing permissions are not transient.
 
     Example:
         >>> is_transient(ConnectionResetError(errno.ECONNRESET, "reset")), is_transient(OSError(errno.ENOSPC, "full"))

@@ -24,7 +24,7 @@ from storage.scratch import ScratchFolder
 Delivery = tuple[Sequence[BatchNote], Arrays]
 """A group of batches as a worker made it: one note for each batch, and the arrays of all."""
 Deliveries = Generator[Delivery, None, tuple[LostRows, ...]]
-"""Yields the groups of an epoch and returns the row groups that were lost up to its end; see `Position.lost`."""
+"""Yields the groups of an epoch. Returns the row groups that were lost up to its end. See `Position.lost`."""
 
 
 class BatchSource(Protocol):
@@ -38,7 +38,7 @@ class BatchSource(Protocol):
 
 
 class Conversation:
-    """A rank's side of the messages of an epoch. Knows no socket.
+    """A rank's side of the messages of an epoch, without a socket.
 
     Attributes:
         lost: See `Position.lost`. Known at the end.
@@ -50,12 +50,12 @@ class Conversation:
         self.lost: tuple[LostRows, ...] = ()
 
     def open(self) -> list[wire.Message]:
-        """Returns the first messages: the request, and that for the first group of batches."""
+        """Returns the first messages: the request of the epoch and that for the first group of batches."""
         opening = {"open": self.request.model_dump(mode="json"), "rank": self.rank}
         return [opening, {"take": 0, "done": -2, "rows": 0, "waited": 0.0}]
 
     def follow(self, answer: wire.Message, waited: float) -> wire.Message | None:
-        """Returns the request for the next group, to be sent before this one is used. None at the end.
+        """Returns the request for the next group. Send it before you use this group. Returns None at the end.
 
         Args:
             waited: Seconds until the answer came.
@@ -161,7 +161,7 @@ class InlineSource:
         """
         if world_size > 1 and self.master.config.on_corrupt == "quarantine":
             raise ConfigError(
-                "preprocessing.on_corrupt 'quarantine'", "one rank where each rank reads for itself", f"{world_size}",
+                "preprocessing.on_corrupt 'quarantine'", "one rank if each rank reads for itself", f"{world_size}",
                 "Set training.world_size=1, or preprocessing.on_corrupt=fail.",
             )  # fmt: skip
         return (rank,)

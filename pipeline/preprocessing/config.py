@@ -32,8 +32,8 @@ class PreprocessingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_
     attempts: PositiveInt = 3
     """Attempts at a split before it counts as corrupt."""
     on_corrupt: Literal["fail", "quarantine"] = "fail"
-    """`fail` ends the run at a row group that cannot be read, and refuses a checkpoint that lacks rows. `quarantine`
-    skips it, lists it and counts its rows."""
+    """What happens to a row group that cannot be read. `fail` ends the run, and refuses a checkpoint with lost rows.
+    `quarantine` skips the row group, lists it and counts its rows."""
     lease_seconds: PositiveFloat = 120.0
     """A worker that is silent for this long on one split is replaced, and the split is repeated."""
     restart_limit: NonNegativeInt = 16

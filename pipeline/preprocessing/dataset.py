@@ -34,7 +34,7 @@ class DataSpec(BaseModel, frozen=True):
     session: str | None = None
     """Session column: shuffling keeps neighbouring rows with an equal value together."""
     rows: int | None = None
-    """Number of selected rows when they were pinned. Each pass over all of them is held against it. None: unknown."""
+    """Number of selected rows when they were pinned. Each whole pass must read as many. None: unknown."""
     deduplicate: tuple[str, ...] = ()
     """Sparse features that are made and kept once for neighbouring rows of a session while their columns are equal."""
 
@@ -52,10 +52,10 @@ class DataSpec(BaseModel, frozen=True):
 
 
 def hold_rows(read: int, pinned: int | None, data: str) -> None:
-    """Holds the rows of a whole pass against those that were pinned.
+    """Checks that a whole pass read as many rows as were pinned.
 
     Args:
-        data: Which rows, for the error.
+        data: Names the rows in the error.
     Raises:
         DataError: If they differ.
     """

@@ -69,7 +69,7 @@ class Totals:
     peak_rss_mb: dict[int, int] = field(default_factory=dict)
     """By worker."""
     quarantined: list[dict[str, Any]] = field(default_factory=list)
-    """Quarantined row groups, each with its rows and the reason. Each once, also if several streams met it."""
+    """Quarantined row groups with their rows and reasons. Each is listed once, even if several streams met it."""
     ready_at: float | None = None
     """Time on the monotonic clock when the first worker was ready."""
 
@@ -79,7 +79,7 @@ class Totals:
 
     @property
     def quarantined_rows(self) -> int:
-        """Stored rows of the quarantined row groups."""
+        """Number of stored rows in the quarantined row groups."""
         return sum(int(entry["rows"]) for entry in self.quarantined)
 
 
@@ -248,7 +248,7 @@ class Master:
     def _handle_failure(self, item: WorkItem, error: ContractError) -> None:
         """Retries failed work, quarantines its split or raises the error.
 
-        The last attempt reads a split by row group, so only those that cannot be read are quarantined.
+        The last attempt reads a split row group by row group, to quarantine only the unreadable ones.
         """
         stream, attempts = item.stream, self.config.attempts
         if item not in stream.running:

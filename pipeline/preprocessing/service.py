@@ -26,7 +26,7 @@ from pipeline.preprocessing.stream import Request, Stream
 CREDENTIALS = struct.Struct("3i")
 """Content of SO_PEERCRED: process, user and group."""
 SEND_LIMIT = struct.pack("@ll", 5, 0)
-"""Content of SO_SNDTIMEO, seconds and microseconds: who does not read for this long is disconnected."""
+"""Value of SO_SNDTIMEO, seconds and microseconds. A client that does not read for this long is disconnected."""
 
 
 class _Open(BaseModel, frozen=True):
@@ -38,7 +38,7 @@ class _Open(BaseModel, frozen=True):
     @model_validator(mode="after")
     def _check_rank(self) -> Self:
         if self.rank not in self.open.ranks or max(self.open.ranks) >= self.open.world_size:
-            raise ValueError("a rank that is not one of the request's")
+            raise ValueError("a rank that the request does not have")
         return self
 
 
@@ -59,7 +59,7 @@ class Connection:
     """A rank's connection, for one stream."""
 
     channel: Any
-    """Of the transport."""
+    """Belongs to the transport."""
     stream: Stream | None = None
     rank: int = 0
     wanted: int | None = None
@@ -67,7 +67,7 @@ class Connection:
     next: int = 0
     """Number of the group that it may ask for next."""
     refused: bool = False
-    """Whether it sent something that no rank sends. Nothing more is taken from it."""
+    """Whether it sent something that no rank sends. All further messages are ignored."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Incoming:
 
 
 class Desk:
-    """The master's side of the conversations with the ranks. Knows no socket, no thread and no clock.
+    """The master's side of the conversations with the ranks, without sockets, threads or a clock.
 
     Args:
         send: Sends a message with descriptors to a connection. Raises OSError if its other side is gone.
@@ -96,10 +96,10 @@ class Desk:
         self.connections: list[Connection] = []
 
     def turn(self, event: Event | Incoming | None) -> None:
-        """Handles an event, assigns work, and answers ranks whose batches are made.
+        """Handles an event, assigns work, and sends finished batches to the ranks that wait for them.
 
         Args:
-            event: None: nothing happened for a while.
+            event: None if nothing happened for a while.
         """
         master = self.master
         with master.guard():

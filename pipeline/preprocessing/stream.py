@@ -70,11 +70,11 @@ class WorkItem:
 
 @dataclass(eq=False)
 class WindowPart:
-    """A split of a window, and what was read of it."""
+    """A split of a window with its rows."""
 
     split: Split
     memory: Memory | None = None
-    """None: it is not read yet, or it was given up."""
+    """The rows. None: not read yet, or given up."""
     size: int = 0
     """Bytes."""
     rows: int = 0
@@ -200,10 +200,10 @@ class Stream:
         return item
 
     def complete(self, item: WorkItem, memory: Memory, size: int, rows: int, costs: Costs) -> bool:
-        """Takes a result. Returns False for a late one, after another worker's result.
+        """Takes a result. Returns False if another worker's result came first.
 
         Raises:
-            DataError: If it ends a pass over the whole epoch that read other rows than were pinned.
+            DataError: If a pass over the whole epoch ends with more or fewer rows than were pinned.
         """
         if item not in self.running:
             self.free(memory)
@@ -231,7 +231,7 @@ class Stream:
             item.doubled = False
 
     def divide(self, item: WorkItem) -> None:
-        """Replaces a split by its row groups, to find those that cannot be read. They keep its number of failures."""
+        """Replaces a split by its row groups, to find the unreadable ones. They keep the split's number of failures."""
         assert isinstance(item.work, Split)
         assert item.place is not None
         window, part = item.place

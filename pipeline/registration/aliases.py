@@ -67,7 +67,7 @@ def move_alias(
 ) -> Move | None:
     """Moves an alias to a version and records it. Of two concurrent moves the later one counts. Both are recorded.
 
-    Returns None if the version has the alias already. That is no move, and nothing is recorded.
+    Returns None and records nothing if the version already has the alias.
 
     Raises:
         RegistryError: If there is no such version.
@@ -99,7 +99,7 @@ def list_moves(tracker: Tracker, name: str) -> list[Move]:
 
 
 def lost_champion(tracker: Tracker, name: str) -> int | None:
-    """Returns the last champion of a model whose alias is gone. None: it has a champion, or never had one."""
+    """Returns the last champion of a model without one. None: the model has a champion, or never had one."""
     if find_holder(tracker, name) is not None:
         return None
     return next((move.version for move in reversed(list_moves(tracker, name)) if move.alias == CHAMPION), None)
@@ -122,10 +122,10 @@ def rollback(tracker: Tracker, name: str) -> Move:
 
 
 def _list_champions(moves: Sequence[Move], version: int | None) -> list[int]:
-    """Returns the champion and those before it that no rollback has taken back, oldest first.
+    """Returns the champion and the earlier ones that no rollback has taken back, oldest first.
 
     Args:
-        moves: Of all aliases, oldest first.
+        moves: Moves of all aliases, oldest first.
         version: The champion.
     """
     moves = [move for move in moves if move.alias == CHAMPION and move.version != move.previous]

@@ -30,11 +30,11 @@ def list_all_versions(tracker: Tracker, name: str | None = None) -> list[ModelVe
 def retired_versions(
     versions: Sequence[ModelVersion], spared: Collection[tuple[str, str]], kept: int, before: datetime.datetime
 ) -> list[ModelVersion]:
-    """Returns the versions of one model that may go.
+    """Returns the versions of one model that may be removed.
 
     Args:
         versions: The oldest first.
-        spared: (model, version) of those that stay.
+        spared: (model, version) of the versions that stay.
         kept: Newest versions that stay at any age.
         before: Later ones stay.
     """
@@ -67,7 +67,7 @@ def remove_version(tracker: Tracker, version: ModelVersion, others: Sequence[Mod
 
 
 def list_old_runs(tracker: Tracker, spared: Collection[str], before: datetime.datetime) -> Iterator[Run]:
-    """Yields the ended runs of our commands from before a moment, deleted ones included. Runs of others stay.
+    """Yields runs of our commands that ended before a moment, including deleted ones. Leaves out other runs.
 
     Args:
         spared: Ids of runs that stay.
@@ -81,7 +81,7 @@ def list_old_runs(tracker: Tracker, spared: Collection[str], before: datetime.da
 
 
 def remove_run(tracker: Tracker, run: Run) -> None:
-    """Removes a run and its files. A server marks it as deleted, and its `mlflow gc` removes what it keeps of it."""
+    """Removes a run and its files. A server only marks it as deleted. Its `mlflow gc` removes the rest."""
     run_id = run.info.run_id
     if run.info.lifecycle_stage == "active":
         tracker.client.delete_run(run_id)

@@ -42,7 +42,7 @@ def download_packed(tracker: Tracker, name: str, version: int, folder: Path) -> 
     """Downloads the packed model of a version from the registry into a folder.
 
     Raises:
-        RegistryError: If its files are not those that were registered.
+        RegistryError: If its files differ from the registered ones.
     """
     where = f"model '{name}', version {version}"
     hashes = _read_hashes(tracker.client.get_model_version(name, str(version)).tags.get(FILES), where)
@@ -65,7 +65,7 @@ def check_files(where: str, folder: Path, hashes: Mapping[str, str]) -> None:
     """Compares the files of a packed model with their hashes.
 
     Raises:
-        RegistryError: If a file is another one, or absent. Names it.
+        RegistryError: If a file has changed or is missing. Names it.
     """
     for name, digest in hashes.items():
         if not (folder / name).is_file() or _hash_file(folder / name) != digest:

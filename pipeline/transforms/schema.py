@@ -31,8 +31,8 @@ class FeatureJoin(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """Column of the source (date, timestamp or ISO text) with the day of the rows to join. A process then holds only
     the days that it reads. None joins the source to all days."""
     lag_days: NonNegativeInt = 0
-    """How many days before its own day a row reads the source. With 0, an aggregate of a day contains what happens
-    after the row; 1 reads the day before. Needs `day_column`."""
+    """Days between a row and the source's day that it reads. With 0, an aggregate over a day includes what happens
+    after the row. 1 reads the day before. Needs `day_column`."""
     prefix: str = ""
     """Prefix of the names of the added columns."""
     stored: bool = False

@@ -92,7 +92,7 @@ def test_a_version_of_the_code_that_learns_otherwise_says_so(smoke, home, monkey
     monkeypatch.setenv("DLRM_HOME", str(home))
     workspace = Workspace(load(CONFIG))
     job = resolve_job(workspace, None, False)
-    sentence = "this version of the code would make another model of the same rows; force=true trains it"
+    sentence = "this version of the code would make another model from the same rows; force=true trains it"
     assert run.load_result(workspace, job)["learning_version"] == run.LEARNING_VERSION
     assert sentence not in caplog.messages
     monkeypatch.setattr(run, "LEARNING_VERSION", run.LEARNING_VERSION + 1)

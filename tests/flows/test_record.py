@@ -70,6 +70,6 @@ def test_a_run_notes_every_version_of_the_code_that_trains_it(
     assert code_version.trained_by(folder).commit == "a1, a1+, b2"
     assert len(caplog.messages) == 3
     assert caplog.messages[0] == (
-        f"the code has changed: the training began under a1 (sources {noted[0].sources}) and goes on under "
+        f"the code has changed: the training began under a1 (sources {noted[0].sources}) and now uses "
         f"a1+ (sources {noted[1].sources})"
     )

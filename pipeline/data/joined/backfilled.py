@@ -1,4 +1,4 @@
-"""Which columns backfills have written into a table, and whether the days that are read have them."""
+"""Lists the columns that backfills have written into a table, and checks that days have them before they are read."""
 
 import datetime
 import json
@@ -26,7 +26,7 @@ def written_columns(warehouse: Warehouse, table: str) -> set[str]:
 
 
 def note_columns(warehouse: Warehouse, table: str, names: Iterable[str]) -> None:
-    """Notes that backfills write columns, in one commit."""
+    """Notes columns as written by backfills, in one commit."""
     new = sorted(set(names) - written_columns(warehouse, table))
     if new:
         warehouse.set_properties(table, {f"{COLUMN}{name}": "1" for name in new})
@@ -40,9 +40,9 @@ def require_backfilled(
     days: Collection[datetime.date],
     root: Path,
 ) -> None:
-    """Refuses to read stored columns of feature sources from days that no backfill has written them into.
+    """Refuses days without a backfill of the stored columns to read.
 
-    Such values would all be null. They may be null on a day that the feature source has passed without a row.
+    Their values would all be null. That is allowed only on a day without rows in a feature source that has later days.
 
     Args:
         columns: Columns to read.
@@ -62,7 +62,7 @@ def require_backfilled(
         if lacking:
             span = f"{lacking[0]}" if len(lacking) == 1 else f"{len(lacking)} days, the first is {lacking[0]}"
             raise ConfigError(
-                f"features.joined '{source.name}' (stored)", f"{', '.join(read)} back-filled into each day",
+                f"features.joined '{source.name}' (stored)", f"{', '.join(read)} backfilled into each day",
                 f"no backfill of {span}", "Run `python -m flows.enrich` with this config.",
             )  # fmt: skip
 
@@ -70,7 +70,7 @@ def require_backfilled(
 def _days_passed(
     source: FeatureJoin, warehouse: Warehouse, root: Path, days: Collection[datetime.date]
 ) -> set[datetime.date]:
-    """Days without a row in a feature source that has rows of later days. A newer day may still get its rows."""
+    """Returns the days without rows in a feature source that has later days. Newer days may still get their rows."""
     if not days or source.day_column is None:
         return set()
     try:

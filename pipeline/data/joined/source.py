@@ -114,7 +114,7 @@ class FeatureSource:
 
     @property
     def lag(self) -> datetime.timedelta:
-        """From a day of the source to the day whose rows read it."""
+        """Time from a day of the source to the day of the rows that read it."""
         return datetime.timedelta(days=self.source.lag_days)
 
     def _own_days(self) -> dict[datetime.date, str]:

@@ -57,7 +57,7 @@ class BacktestSpec(BaseModel, frozen=True):
     days: tuple[datetime.date, ...]
     """Days to replay, in order."""
     judged_later: bool = True
-    """Whether a model serves only from the day after the one that it is judged on."""
+    """Whether a model is judged on the day after its training, and serves from the day after that."""
 
     @property
     def training(self) -> TrainConfig:

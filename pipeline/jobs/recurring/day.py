@@ -41,7 +41,7 @@ class ChampionVersion(BaseModel, frozen=True):
     scratch_day: datetime.date
     run_folder: str
     days: Mapping[str, str] = {}
-    """Day -> content of its rows, for all days that it has learned from. Empty: not recorded."""
+    """Learned day -> content of its rows. Empty: not recorded."""
 
 
 class Today(BaseModel, frozen=True):
@@ -56,7 +56,7 @@ class Today(BaseModel, frozen=True):
     rows: int
     """Of the day."""
     new_days: tuple[datetime.date, ...]
-    """Days to train on: those after the champion's last one, and those with other rows than it has learned."""
+    """Days to train on: closed days after the champion's last one, changed days, and the day itself."""
     new_rows: int
     scratch_days: tuple[datetime.date, ...]
     """Days of a training from scratch."""
@@ -191,7 +191,7 @@ def _find_version(workspace: Workspace, alias: str = CHAMPION) -> tuple[int | No
 
 
 def require_champion(workspace: Workspace) -> ChampionVersion:
-    """Returns the champion and the days that it has learned.
+    """Returns the champion and its learned days.
 
     Raises:
         RegistryError: If there is none, or its days are not recorded.

@@ -1,4 +1,4 @@
-"""Judges the model of an earlier day: on a whole day that neither it nor the champion has seen."""
+"""Judges the model of an earlier day on a whole day that neither it nor the champion has seen."""
 
 import datetime
 import shutil
@@ -35,17 +35,17 @@ class DayVerdict(BaseModel, frozen=True):
     gate: Verdict
     quality: Mapping[int, Numbers]
     work: str = ""
-    """Names the rows of the day, the trainings that were compared, and the gate's rule. Empty: not recorded."""
+    """Identifies the rows of the day, the compared trainings and the rule of the gate. Empty: not recorded."""
 
 
 @step("judge")
 def judge_challenger(workspace: Workspace, today: Today, folder: Path) -> DayVerdict | None:
     """Compares the model of an earlier day with the champion on the whole day, and moves the alias.
 
-    Safe to repeat: the verdict is kept in a file before anything is moved. Returns None if there was nothing to judge.
+    Safe to repeat: writes the verdict to a file before it moves anything. Returns None if there is nothing to judge.
 
     Args:
-        folder: Takes the models.
+        folder: Holds the downloaded models.
     """
     note = workspace.home / "judged" / f"{workspace.config.model_name}-{today.day}.json"
     verdict = DayVerdict.model_validate_json(note.read_text(encoding="utf-8")) if note.exists() else None
@@ -85,7 +85,7 @@ def _find_challenger(workspace: Workspace, today: Today) -> int | None:
         return None
     if tags["trained_from"] not in ("scratch", str(champion)):
         workspace.console.log.warning(
-            "version %s is not judged: it continues version %s, which is not champion any more",
+            "version %s is not judged: it continues version %s, which is no longer champion",
             version, tags["trained_from"],
         )  # fmt: skip
         return None
@@ -117,10 +117,10 @@ def _judge(workspace: Workspace, today: Today, challenger: int, folder: Path) ->
 def _carry_out(workspace: Workspace, verdict: DayVerdict) -> DayVerdict:
     """Writes the verdict to the version, its run and its page, and moves the alias last.
 
-    Safe to repeat: it replaces itself. The version is a challenger until all is done.
+    Safe to repeat: it replaces itself. The version stays challenger until the alias moves.
 
     Returns:
-        The verdict, or a hold where a person has moved the champion since.
+        The verdict, or a hold if a person has moved the champion since.
     """
     tracker, name, version = workspace.tracking, workspace.config.model_name, verdict.challenger
     present = find_holder(tracker, name, CHAMPION)
@@ -142,7 +142,7 @@ def _carry_out(workspace: Workspace, verdict: DayVerdict) -> DayVerdict:
 
 
 def list_numbers(report: EvalReport) -> Numbers:
-    """Returns the metrics of a report, and why those that are undefined are."""
+    """Returns the metrics of a report, and the reasons of undefined ones."""
     return report.numbers | {"undefined": dict(report.overall.undefined)}
 
 
@@ -151,7 +151,7 @@ def _list_quality(quality: Quality) -> Numbers:
 
 
 def choose_reference(workspace: Workspace, today: Today) -> int:
-    """Returns the version that all days are compared with. If none has the alias, the champion gets it, for good."""
+    """Returns the reference. If no version has the alias, gives it to the champion, for good."""
     name = workspace.config.model_name
     version = find_holder(workspace.tracking, name, REFERENCE)
     if version is None:
@@ -161,14 +161,14 @@ def choose_reference(workspace: Workspace, today: Today) -> int:
 
 
 def evaluate_reference(workspace: Workspace, today: Today, version: int, folder: Path) -> Numbers | None:
-    """Evaluates the reference on the whole day. None: it cannot score it, for a reason that is logged."""
+    """Evaluates the reference on the whole day. Returns None and logs the reason if it cannot score the day."""
     model, _, error = download_scorer(workspace, version, workspace.columns(today.snapshot).names, folder / "reference")
     if model is not None:
         try:
             with workspace.console.progress() as progress:
                 report = evaluate_model(workspace, select_day_rows(workspace, today), today.rows, model, progress)
             return list_numbers(report)
-        except Exception as problem:  # the reference must not cost the day
+        except Exception as problem:  # the day must not fail because of the reference
             if is_unreachable(problem):
                 raise
             error = f"{problem}"

@@ -1,4 +1,4 @@
-"""Which days a champion is to be trained on next: closed days in order, and days whose rows have changed since."""
+"""Finds the days to train a champion on next: closed days in order, and learned days with other rows now."""
 
 import datetime
 from collections.abc import Collection, Mapping, Sequence
@@ -9,14 +9,14 @@ from pipeline.data.config import SplitConfig, day_span
 
 
 class PendingDays(BaseModel, frozen=True):
-    """Days of a table that the champion has not learned as they are now."""
+    """Days of a table that the champion has not learned with their present rows."""
 
     closed: tuple[datetime.date, ...]
-    """Days after those of the champion, in order, up to the first open one."""
+    """Days after the champion's last one, in order, before the first open day."""
     open: tuple[datetime.date, ...]
-    """All days of the table with rows or labels that may still arrive."""
+    """All days of the table that may still get rows or labels."""
     changed: tuple[datetime.date, ...]
-    """Days up to the champion's last one that it learned with other rows, or that arrived later."""
+    """Days up to the champion's last one that it learned with other rows, or not at all because they came late."""
     newest: datetime.date | None
     """The newest closed day of the table."""
 
@@ -28,7 +28,7 @@ def find_pending(
     open_days: Collection[datetime.date],
     split: SplitConfig,
 ) -> PendingDays:
-    """Compares the days of a table with those that a champion was trained on.
+    """Compares the days of a table with a champion's learned days.
 
     Args:
         contents: Day -> content of its rows now.
@@ -82,7 +82,7 @@ def _end_of(day: datetime.date) -> datetime.datetime:
 
 
 def _left_out(split: SplitConfig, day: datetime.date) -> bool:
-    """Whether the config keeps a day out of the first training, which has all days up to the split's last one."""
+    """Whether the split leaves a day out, although it has later days."""
     if split.hash is None or split.hash.last_day is None or day > split.hash.last_day:
         return False
     spans = [day_span(text) for text in split.hash.days]

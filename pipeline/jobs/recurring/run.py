@@ -1,4 +1,4 @@
-"""One day of recurring training: judge the model of the day before, evaluate the champion, train it if it is due."""
+"""One day of recurring training: judges the model of the day before, evaluates the champion, trains it if due."""
 
 import datetime
 import shutil
@@ -52,7 +52,7 @@ SHOWN_DAYS = 400
 
 
 def train_new_days(workspace: Workspace, scratch: bool, force: bool) -> dict[str, Any]:
-    """Does the work of each closed day that is new to the champion, in order.
+    """Does the work of each closed day after the champion's last one, in order.
 
     Args:
         scratch: Trains from scratch on the last of these days.
@@ -66,10 +66,10 @@ def train_new_days(workspace: Workspace, scratch: bool, force: bool) -> dict[str
     if pending.newest is None:
         raise EmptyDatasetError(f"table '{name}'", "a closed day", "open ones only", "Wait, or name one: day=DAY.")
     if pending.open:
-        log.info("open, not trained on yet: %s", ", ".join(map(str, pending.open)))
+        log.info("open days are not trained on yet: %s", ", ".join(map(str, pending.open)))
     if pending.changed:
         log.warning(
-            "%s changed after the champion was trained on them; the next training takes them again",
+            "the champion has learned other rows of %s; the next training uses these days again",
             ", ".join(map(str, pending.changed)),
         )
     if not pending.closed and not force:
@@ -85,12 +85,12 @@ def train_new_days(workspace: Workspace, scratch: bool, force: bool) -> dict[str
 
 @step("report the days")
 def describe_idle(workspace: Workspace, pending: PendingDays) -> dict[str, Any]:
-    """Returns the result where the champion has learned all closed days. Safe to repeat: it only reads.
+    """Returns the result if the champion has learned all closed days. Safe to repeat: it only reads.
 
-    It is not `skipped` while days have changed since the champion learned them.
+    The status is `ok`, not `skipped`, while learned days have changed.
     """
     champion = require_champion(workspace)
-    workspace.console.log.info("the champion has learned all days to %s, the newest closed one", pending.newest)
+    workspace.console.log.info("the champion has learned all days up to %s, the newest closed day", pending.newest)
     return {
         "status": "ok" if pending.changed else "skipped",
         "model": {"name": workspace.config.model_name, "version": champion.version, "alias": "champion"},
@@ -219,7 +219,7 @@ def prepare_day(
 
 @step("record the day")
 def record_day(workspace: Workspace, qualities: Mapping[str, Numbers], run_id: str) -> None:
-    """The versions' quality on the day, and a figure of all days so far -> the MLflow run. Safe to repeat."""
+    """Quality of the versions on the day, and a plot of all days so far -> the MLflow run. Safe to repeat."""
     tracker = workspace.tracking
     for role, values in qualities.items():
         tracker.log(run_id, 0, {f"{role}_{name}": value for name, value in values.items() if name != "undefined"})
@@ -229,7 +229,7 @@ def record_day(workspace: Workspace, qualities: Mapping[str, Numbers], run_id: s
 
 
 def _load_series(workspace: Workspace, role: str) -> BacktestResult:
-    """Returns the quality on each day of the champions or of the reference, read from the runs of the days."""
+    """Returns the quality of the champions, or of the reference, on each day. Reads the days' runs."""
     tracker = workspace.tracking
     runs = tracker.client.search_runs(
         [tracker.experiment_id],

@@ -74,7 +74,7 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
         log.info("skipped: %s days are in the warehouse from the same input", len(result.days_skipped))
     if result.days_changed:
         log.warning(
-            "%s days stay as another engine changed them, the first is %s; force=true writes them from the source",
+            "another engine changed %s days, the first is %s. They stay; force=true writes them from the source",
             len(result.days_changed),
             result.days_changed[0],
         )
@@ -84,16 +84,15 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
         log.warning("%s days broke a rule and are held back in table %s", len(result.days_held), held_back_name(name))
     if result.days_open:
         log.warning(
-            "%s days are open, the first is %s: their labels may still change. An ingest with the outcomes that follow"
-            " closes them",
+            "%s days are open, the first is %s: their labels may still change. Ingest later outcomes to close them",
             len(result.days_open),
             result.days_open[0],
         )
     if result.backfilled is not None:
         declare_columns(workspace, result.backfilled.columns)
-        log.info("back-filled: %s, %s days", ", ".join(result.backfilled.columns), len(result.backfilled.days_written))
+        log.info("backfilled: %s, %s days", ", ".join(result.backfilled.columns), len(result.backfilled.days_written))
     for path, stale in result.stale_lookups.items():
-        log.info("%s days keep the values of an earlier '%s': refresh=past_days would change that", stale, path)
+        log.info("%s days keep the values of an earlier '%s'. Set refresh=past_days to write them again", stale, path)
     for reason, rows in result.quarantined.items():
         log.warning("quarantined: %s rows, %s; see table %s", f"{rows:,}", reason, quarantine_name(name))
     touched = sorted([*result.days_written, *result.days_skipped, *result.days_held, *result.days_changed])
@@ -156,5 +155,5 @@ def declare_columns(workspace: Workspace, columns: Sequence[str]) -> None:
     now, known = datetime.datetime.now(datetime.UTC), newest_events(read_events(warehouse, name))
     for column in columns:
         if column not in known:
-            event = Event(at=now, feature=column, state="beta", by="flows.enrich", reason="back-filled")
+            event = Event(at=now, feature=column, state="beta", by="flows.enrich", reason="backfilled")
             append_event(warehouse, name, event)

@@ -10,7 +10,7 @@ from pipeline.registration import aliases
 def promote_version(
     workspace: Workspace, version: int | None, reason: str, alias: str = aliases.CHAMPION
 ) -> dict[str, Any]:
-    """Makes a version the champion, or gives it another alias, and records the move. Skips one that has the alias.
+    """Gives a version the alias champion, or another one, and records the move. Skips a version that has the alias.
 
     Raises:
         ConfigError: If no version is named.

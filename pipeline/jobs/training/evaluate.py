@@ -69,7 +69,7 @@ class Scored(NamedTuple):
     report: EvalReport
     """Of the model."""
     error: str | None
-    """Why the champion failed. None: it did not, or there was none."""
+    """Why the champion could not score. None: it could, or there is none."""
 
 
 class ChampionScorer:
@@ -196,8 +196,8 @@ def score_both(
         spec, rows: The rows and their number.
         model: Folder of the packed model.
         version: The champion's. None: the model is scored alone.
-        folder: Takes files while rows are scored.
-        exact: The model before its tables were rounded. None: they were not.
+        folder: Holds temporary files.
+        exact: The model before its tables were rounded. None: they were not rounded.
     """
     resampled = workspace.config.gate.resample_by
     fetched, groups = folder / "champion", folder / "groups"
@@ -224,7 +224,7 @@ def score_both(
 
 
 def decide(workspace: Workspace, scored: Scored, version: int) -> Verdict:
-    """Asks the gate, unless the champion, which is this version, could not score the rows."""
+    """Asks the gate. Holds the model if the champion, `version`, could not score the rows."""
     if scored.error is not None:
         reason = f"Version {version}, the champion, cannot score these rows: {scored.error}."
         return Verdict(decision="hold", reason=reason, champion=version)
@@ -232,7 +232,7 @@ def decide(workspace: Workspace, scored: Scored, version: int) -> Verdict:
 
 
 def _find_seen_rows(workspace: Workspace, job: TrainingJob, version: int) -> str | None:
-    """Returns why the champion cannot be compared on the evaluation rows: it may have been trained on some."""
+    """Returns why the champion cannot be compared: it may have seen evaluation rows. None: it can."""
     try:
         record = fetch_record(workspace.tracking, workspace.config.model_name, version)
     except Exception as error:  # it was not trained here, or its record is damaged
@@ -253,7 +253,7 @@ def _find_seen_rows(workspace: Workspace, job: TrainingJob, version: int) -> str
 
 
 def _judge_alone(workspace: Workspace, scored: Scored) -> Verdict:
-    """Decides on a model without a champion. A champion whose alias was taken away is not replaced unasked."""
+    """Decides on a model without a champion. Holds it if somebody has removed the champion's alias."""
     lost = lost_champion(workspace.tracking, workspace.config.model_name)
     if lost is None:
         return judge_first(scored.evaluation, scored.report, workspace.config.gate)

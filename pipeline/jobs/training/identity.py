@@ -1,4 +1,4 @@
-"""Names of trainings by what they learn from: rows, plan and the config's semantics. No snapshot, no layout."""
+"""Identifies a training by what it learns from: rows, plan and the config's semantics, not snapshot or layout."""
 
 import hashlib
 import json
@@ -12,9 +12,9 @@ from pipeline.preprocessing.dataset import DataSpec
 from storage.warehouse import Warehouse
 
 LEARNED: tuple[Part, ...] = ("train", "valid")
-"""Parts of a split that a training learns from: its rows, and those that stop it."""
+"""Parts of a split that a training learns from: `valid` decides when it stops."""
 ROWS = ("split", "filter", "sampling")
-"""Keys of a config that select rows. `describe_rows` has what they select."""
+"""Keys of a config that select rows. `describe_rows` describes the selected rows."""
 
 
 def semantics(workspace: Workspace, evaluation: bool = False) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def semantics(workspace: Workspace, evaluation: bool = False) -> dict[str, Any]:
 def describe_rows(
     warehouse: Warehouse, data: Mapping[Part, DataSpec], parts: Iterable[Part] = PARTS
 ) -> dict[str, dict[str, Any]]:
-    """Returns part -> its days with the content of their rows, and which of these rows are taken.
+    """Returns part -> its days with the content of their rows, and the selection from these rows.
 
     The same rows in other files or in a later snapshot give the same description.
     """
@@ -48,10 +48,10 @@ def describe_rows(
 
 
 def identity(workspace: Workspace, rows: Mapping[str, Any], plan_hash: str) -> str:
-    """Names a training by what decides the model that it makes, and by the name of that model.
+    """Hashes everything that decides the weights of a model, and the model's name.
 
     Args:
-        rows: Of `describe_rows`, for the parts that it learns from.
+        rows: From `describe_rows`, for the parts that the training learns from.
         plan_hash: Of the plan before it is fitted.
     """
     config = {key: value for key, value in semantics(workspace).items() if key not in ROWS}

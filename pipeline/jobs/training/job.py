@@ -45,13 +45,13 @@ RUN_ID = "mlflow_run_id"
 REGISTERED = "registered"
 """File in a run's folder once its model is in the registry. A run without it is resumed."""
 SNAPSHOT = "snapshot.json"
-"""File in a run's folder with the snapshot that its checkpoints were trained on. They hold positions in its files."""
+"""File in a run's folder with the snapshot of its checkpoints, which hold positions in the snapshot's files."""
 JOB = "job.json"
 """File in a run's folder with the job itself, if config and snapshot alone do not determine it."""
 
 
 def registered_model(folder: Path) -> str | None:
-    """Returns the name of the model that a run's folder was registered as. None: the run is not finished."""
+    """Returns the name of the model that a run was registered as. None: the run is not finished."""
     note = folder / REGISTERED
     return note.read_text(encoding="utf-8").strip().rpartition(" ")[0] if note.exists() else None
 
@@ -73,11 +73,11 @@ class TrainingJob(BaseModel, frozen=True):
     notes: Mapping[str, Any] = {}
     """Further entries of the result."""
     days: Mapping[str, str] = {}
-    """Day -> content of its rows, for the days that this training and those before it learn from."""
+    """Learned day -> content of its rows, including the trainings that this one continues."""
     judged_later: bool = False
     """Whether the gate decides on another day, on rows that no model has seen."""
     earlier: tuple[Selection, ...] = ()
-    """Rows that the training it continues was trained on."""
+    """Rows that the continued training was trained on."""
 
     @property
     def plan(self) -> Plan:
@@ -118,8 +118,8 @@ def tag_inputs(warehouse: Warehouse, identity: str, snapshot: SnapshotRef, joine
 def resolve_job(workspace: Workspace, snapshot_id: int | None, force: bool) -> TrainingJob:
     """Pins the training of a config and a snapshot, and checks all that can be wrong with it.
 
-    A version whose files are missing or damaged does not count as done. Nor does one that lacks quarantined rows,
-    unless `preprocessing.on_corrupt` is `quarantine`.
+    A version with missing or damaged files does not count as done. Nor does one with lost rows, unless
+    `preprocessing.on_corrupt` is `quarantine`.
 
     Args:
         snapshot_id: None takes the newest.
@@ -150,7 +150,7 @@ def resolve_job(workspace: Workspace, snapshot_id: int | None, force: bool) -> T
 
 
 def _suffices(workspace: Workspace, version: tuple[int, str]) -> bool:
-    """Whether a version lacks no rows, or may lack some."""
+    """Whether a version has no lost rows, or may have some."""
     if workspace.config.preprocessing.on_corrupt == "quarantine":
         return True
     result = workspace.tracking.load_result(version[1])
@@ -161,9 +161,9 @@ def _suffices(workspace: Workspace, version: tuple[int, str]) -> bool:
 
 
 def find_begun(warehouse: Warehouse, folder: Path) -> SnapshotRef | None:
-    """Returns the snapshot that an interrupted training began on. None: it left no checkpoint, or the snapshot is gone.
+    """Returns the first snapshot of an interrupted training. None: it left no checkpoint, or the snapshot is gone.
 
-    Files of a later snapshot may hold the same rows in another order, and a checkpoint holds a position in them.
+    A checkpoint holds a position in its snapshot's files. A later snapshot may hold the same rows in another order.
     """
     note = folder / SNAPSHOT
     if not note.exists():
@@ -256,7 +256,7 @@ def build_specs(workspace: Workspace, snapshot: SnapshotRef) -> dict[Part, DataS
 
     Raises:
         ConfigError: If the config does not fit the table, the split names an open day, or a day lacks a column that
-            the config reads as back-filled.
+            the config reads as backfilled.
     """
     config = workspace.config
     warehouse, joined = workspace.warehouse, workspace.feature_joins()
@@ -312,7 +312,7 @@ def _list_resample_columns(gate: GateConfig) -> list[str]:
 
 
 def _check_columns(workspace: Workspace, schema: pa.Schema, plan: Plan) -> None:
-    """Refuses columns that are missing, or whose type does not fit what the config reads them for."""
+    """Refuses columns that are missing, or that have a type which the config cannot read."""
     config = workspace.config
     evaluation, weight, session = config.evaluation, config.features.weight, config.preprocessing.session_column
     if config.source.outcomes is not None:

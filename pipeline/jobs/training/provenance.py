@@ -55,7 +55,7 @@ class Record(BaseModel, frozen=True):
     """As used, also if the config leaves it to the machine."""
     device: str
     commit: str
-    """Of the code that trained. If it changed in between, all commits, in order."""
+    """Commit of the code that trained. If it changed in between, all commits in order."""
     sources: str = ""
     """Hash of the source files at the start of the training."""
     lock_hash: str
@@ -66,11 +66,11 @@ class Record(BaseModel, frozen=True):
     day: str | None = None
     """The day, for a training by flows.recurring. It reads other rows than the config's split names."""
     rows: Mapping[Part, Selection] = {}
-    """Part -> the rows that it has, for a training by flows.recurring."""
+    """Part -> its rows, for a training by flows.recurring."""
     continues: int | None = None
-    """The version whose training this one continues."""
+    """The version that this training continues."""
     days: Mapping[str, str] = {}
-    """Day -> content of its rows, for the days that this training and those that it continues have learned from."""
+    """Learned day -> content of its rows, including the trainings that this one continues."""
 
 
 def make_record(workspace: Workspace, job: TrainingJob, placement: ShardingPlan, summary: Mapping[str, Any]) -> Record:

@@ -111,7 +111,7 @@ def main(path: str) -> None:
 
 
 def plan(path: str) -> None:
-    """Makes the sharding plan of a training and writes it beside the spec, or the error for the launcher.
+    """Makes the sharding plan of a training. Writes the plan, or the error, next to the spec for the launcher.
 
     Args:
         path: File with the spec as JSON.

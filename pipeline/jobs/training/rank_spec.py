@@ -1,4 +1,4 @@
-"""What a rank is told. The launcher makes it, so nothing heavy is imported here."""
+"""Input of a rank. The launcher makes it, so this module imports nothing heavy."""
 
 from pydantic import BaseModel
 

@@ -31,8 +31,8 @@ RESULT = "replay.json"
 def replay_version(workspace: Workspace, version: int | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Trains a version again and compares weights and plan.
 
-    A version that continues another one starts from that one's checkpoint. If the checkpoint is gone, that version is
-    replayed first, and so on.
+    A version may continue an earlier one. Its replay starts from the earlier version's checkpoint. If that is gone, the
+    earlier version is replayed first, and so on.
 
     Args:
         overrides: Dotted key -> value. Only keys that do not change what is learned.
@@ -52,7 +52,9 @@ def replay_version(workspace: Workspace, version: int | None, overrides: Mapping
             kept.append(folder / "checkpoints")
             checkpoint = store.find_served(kept[-1])
             if not first["equal"]:
-                workspace.console.log.warning("version %s came out differently, and so will what continues it", number)
+                workspace.console.log.warning(
+                    "the replay of version %s differs, and so will those of the versions that continue it", number
+                )
         result, folder = _replay(workspace, version, overrides, checkpoint)
         kept.append(folder / "checkpoints")
     finally:
@@ -62,7 +64,7 @@ def replay_version(workspace: Workspace, version: int | None, overrides: Mapping
 
 
 def _list_missing(workspace: Workspace, version: int) -> list[int]:
-    """Returns the versions to replay first, the oldest first: those that are continued and have no checkpoint."""
+    """Returns the continued versions without a checkpoint, which must be replayed first. The oldest is first."""
     found: list[int] = []
     before = fetch_record(workspace.tracking, workspace.config.model_name, version).continues
     while before is not None and _find_checkpoint(workspace, before) is None:

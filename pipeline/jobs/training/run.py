@@ -63,14 +63,14 @@ def load_result(workspace: Workspace, job: TrainingJob) -> dict[str, Any]:
     result = workspace.tracking.load_result(run_id) | {"status": "skipped"}
     log.info("skipped: %s version %s has the same rows and config; force=true trains again", model, version)
     if result.get("learning_version", LEARNING_VERSION) != LEARNING_VERSION:
-        log.warning("this version of the code would make another model of the same rows; force=true trains it")
+        log.warning("this version of the code would make another model from the same rows; force=true trains it")
     elif result.get("git_commit") != read_commit():
         log.warning("the code has changed since: that model is of commit %s", result.get("git_commit"))
     return result
 
 
 def has_new_evaluation(workspace: Workspace, job: TrainingJob) -> bool:
-    """Says whether a finished training was evaluated with other settings, or on other rows, than it would be now."""
+    """Whether a finished training would now be evaluated with other settings or on other rows."""
     assert job.done is not None
     run_id, tracker = job.done[1], workspace.tracking
     stored = tracker.read_json(run_id, CONFIG)["evaluation"]

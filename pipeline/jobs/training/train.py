@@ -76,7 +76,7 @@ def train_ranks(
         report = EventReport(journal, progress, _count_rows(config.training, job), log)
 
         def on_event(event: Event) -> None:
-            if event["event"] == "start":  # ranks that start again import the code anew
+            if event["event"] == "start":  # restarted ranks import the code again
                 note_changes(workspace, folder)
             report(event)
             if watch is not None:
@@ -99,11 +99,11 @@ def train_ranks(
 
 
 def note_changes(workspace: Workspace, folder: Path) -> None:
-    """Notes which code trains, and says so if it is another than before."""
+    """Notes the code that trains, and warns if it has changed."""
     before, known = noted_code(folder), note_code(folder)
     if before and before != known:
         names = [f"{one.commit} (sources {one.sources})" for one in (before[-1], known[-1])]
-        workspace.console.log.warning("the code has changed: the training began under %s and goes on under %s", *names)
+        workspace.console.log.warning("the code has changed: the training began under %s and now uses %s", *names)
 
 
 def _count_rows(training: TrainConfig, job: TrainingJob) -> int:
@@ -112,7 +112,7 @@ def _count_rows(training: TrainConfig, job: TrainingJob) -> int:
 
 
 def plan_tables(spec: RankSpec) -> ShardingPlan:
-    """Plans the sharding of the tables in a process of its own. It is made before the ranks start: all use the same.
+    """Plans the sharding of the tables in a separate process, before the ranks start. All ranks use the same plan.
 
     Raises:
         ContractError: If the tables cannot be sharded as the config says.
@@ -183,7 +183,7 @@ def summarize_preprocessing(
 
     Args:
         totals: Of the service. None: each rank read for itself.
-        lost: Row groups that the training rows lack, over all attempts.
+        lost: Row groups that the training has lost, over all attempts.
     """
     quarantined = _list_quarantined(folder / SERVICE_FOLDER, lost)
     summary: dict[str, Any] = {"executor": executor, "quarantined_rows": sum(entry["rows"] for entry in quarantined)}
@@ -197,9 +197,9 @@ def summarize_preprocessing(
 
 
 def _list_quarantined(folder: Path, lost: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the row groups that the training lacks, and those that any validation lacked, with their reasons.
+    """Returns the row groups that the training or any validation has lost, with their reasons.
 
-    The folder's list also has row groups that an attempt lost after its last checkpoint. A later one may read them.
+    The folder's list also has row groups that an attempt lost after its last checkpoint. A later attempt may read them.
     """
     listed = read_quarantine(folder)
     keys = ("epoch", "path", "row_group")

@@ -38,7 +38,7 @@ KILLED_EXIT_CODE = 137
 
 SPEC = "spec.json"
 ANSWER, ERROR = "answer.json", "error.json"
-"""Files beside the spec that a process outside a group leaves."""
+"""Files that `run_alone`'s process writes next to the spec."""
 
 Event = dict[str, Any]
 
@@ -116,11 +116,11 @@ def run_ranks(
 
 
 def run_alone(module: str, word: str, spec: BaseModel, folder: Path, threads: int, root: Path) -> Any:
-    """Runs `python -m module WORD SPEC` as one process outside a group and returns the JSON that it writes.
+    """Runs `python -m module WORD SPEC` as one process without a group. Returns the JSON that it writes.
 
     Args:
-        word: What to do.
-        folder: Holds the spec, the log and what the process leaves. No group uses it meanwhile.
+        word: The task.
+        folder: Holds the spec, the log and the answer. No group may use it meanwhile.
     Raises:
         ContractError: The error that the process raised.
         TrainingError: If it died.

@@ -73,7 +73,7 @@ class TrainingProgress(BaseModel, frozen=True):
         """Returns the progress at the start of the next epoch.
 
         Args:
-            lost: Row groups that were quarantined up to there.
+            lost: Row groups that were quarantined before that.
         """
         return self.model_copy(update={"position": Position(epoch=self.position.epoch + 1, lost=lost)})
 
@@ -81,7 +81,7 @@ class TrainingProgress(BaseModel, frozen=True):
         """Checks that no rows were lost.
 
         Args:
-            folder: Of the checkpoints.
+            folder: Folder of the checkpoints.
         Raises:
             TrainingError: If some were.
         """

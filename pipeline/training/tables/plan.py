@@ -1,4 +1,4 @@
-"""Sharding plans of embedding tables. They are made once, before the ranks start. Nothing heavy is imported here."""
+"""Sharding plans of embedding tables, made once before the ranks start. This module imports nothing heavy."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class TableShard(BaseModel, frozen=True):
 
 
 class TableSharding(BaseModel, frozen=True):
-    """Sharding of a table. The shardings of all tables are a plan, which is made once and is equal on every rank."""
+    """Sharding of a table. A plan has the shardings of all tables. It is made once and is equal on every rank."""
 
     table: str
     rows: int

@@ -110,7 +110,7 @@ class GetLocalHour(Op):
     makes = "sparse"
     kind: Literal["get_local_hour"] = "get_local_hour"
     time_unit: Literal["seconds", "milliseconds", "microseconds"] = "seconds"
-    """Unit of a time that is a number. Timestamps and dates have their own."""
+    """Unit of times that are numbers. Timestamps and dates have their own unit."""
     offset_seconds: int = Field(default=0, ge=-DAY_SECONDS, le=DAY_SECONDS)
     """Local time minus UTC, for all rows: 7200 is UTC+2."""
     offset_unit: Literal["seconds", "minutes", "hours"] | None = None

@@ -140,7 +140,7 @@ class Graph:
         return self._made[output]
 
     def _check_unit(self, op: AnyOp, output: str, column: str) -> None:
-        """Refuses a unit for times that have one: timestamps and dates are read as seconds."""
+        """Refuses a unit for timestamps and dates, which are read as seconds."""
         if isinstance(op, GetLocalHour) and op.time_unit != "seconds" and column in self.table.names:
             kind = self.table.field(column).type
             if pa.types.is_timestamp(kind) or pa.types.is_date(kind):

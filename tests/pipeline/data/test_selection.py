@@ -80,7 +80,7 @@ def test_open_days_are_left_out_unless_they_are_allowed(split: dict[str, Any]) -
 def test_open_days_that_a_split_names_are_refused(split: dict[str, Any]) -> None:
     config = SplitConfig.model_validate(split)
     assert sentence(lambda: select(config, "test", DAYS, None, open_days=set(DAYS[-2:]))) == (
-        "split, part 'test': expected days whose attribution windows are over, got 2025-01-12 and 1 more, still open. "
+        "split, part 'test': expected closed days, got 2025-01-12 and 1 more, still open. "
         "Ingest again once the outcome log has grown, name earlier days, or set split.open_days=true."
     )
     allowed = config.model_copy(update={"open_days": True})

@@ -152,7 +152,7 @@ def test_ranks_that_read_for_themselves_may_not_lose_rows(whole: DataSpec) -> No
     with pytest.raises(ConfigError) as caught:
         next(client(source, whole, rank=1, world_size=2).batches())
     assert str(caught.value) == (
-        "preprocessing.on_corrupt 'quarantine': expected one rank where each rank reads for itself, got 2. "
+        "preprocessing.on_corrupt 'quarantine': expected one rank if each rank reads for itself, got 2. "
         "Set training.world_size=1, or preprocessing.on_corrupt=fail."
     )
 

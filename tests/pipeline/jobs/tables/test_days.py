@@ -1,4 +1,4 @@
-"""Days from their ingest to what a training reads of them: open ones, and those without back-filled columns."""
+"""Days from their ingest to the training: open days, and days without backfilled columns."""
 
 import datetime
 from collections.abc import Mapping
@@ -84,7 +84,7 @@ def test_an_open_day_is_trained_on_only_if_the_config_says_so(tmp_path: Path) ->
         put_day(tmp_path, number)
     result = ingest_days(workspace(tmp_path), None, False)
     assert (result["days_open"], result["by_day"]["2025-03-04"]["open"]) == (["2025-03-04"], True)
-    with pytest.raises(ConfigError, match=r"split, part 'test': expected days whose attribution windows are over"):
+    with pytest.raises(ConfigError, match=r"split, part 'test': expected closed days"):
         resolve_dataset(workspace(tmp_path), None)
     _, data = resolve_dataset(workspace(tmp_path, NAMED | {"open_days": True}), None)
     assert data["test"].selection.days == (DAYS[3],)
@@ -103,7 +103,7 @@ def test_an_open_day_is_trained_on_only_if_the_config_says_so(tmp_path: Path) ->
     assert before["train"].selection.days == tuple(DAYS[:3]), "the day was open in that snapshot"
 
 
-# Back-filled columns
+# Backfilled columns
 
 
 def test_days_that_lack_a_stored_column_are_refused_until_it_is_back_filled(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_days_that_lack_a_stored_column_are_refused_until_it_is_back_filled(tmp_
     with pytest.raises(ConfigError) as error:
         resolve_dataset(stored, None)
     assert str(error.value) == (
-        f"features.joined '{tmp_path}/side/*.parquet' (stored): expected score back-filled into each day, got no "
+        f"features.joined '{tmp_path}/side/*.parquet' (stored): expected score backfilled into each day, got no "
         "backfill of 2 days, the first is 2025-03-03. Run `python -m flows.enrich` with this config."
     )
     enrich_days(stored, None, None, False)
