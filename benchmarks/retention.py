@@ -1,6 +1,6 @@
-"""Disk after a year of daily runs: rehearses days of tiny data through the real functions, and cleans after each.
+"""Disk after a year of daily runs: simulates days of tiny data through the real functions, and cleans after each.
 
-A rehearsed day takes `--seconds`, and `retention` is scaled by it. Each day writes its rows and yesterday's once more,
+A simulated day takes `--seconds`, and `retention` is scaled by it. Each day writes its rows and yesterday's once more,
 tags the snapshot, leaves a run folder, an MLflow run with files and a model version, and moves the champion.
 
     python -m benchmarks.retention --days 365
@@ -32,7 +32,7 @@ KEPT = {
     "snapshots_days": 7,
     "leftovers_days": 2,
 }
-"""Retention in rehearsed days. Shorter than the defaults, so that the level shows early in the year."""
+"""Retention in simulated days. Shorter than the defaults, so that the level shows early in the year."""
 FIRST = datetime.date(2025, 1, 1)
 FOLDERS = ("runs", "mlflow/artifacts", "mlflow/mlflow.db", "warehouse/dlrm", "warehouse/catalog.db")
 
@@ -43,7 +43,7 @@ def write(workspace: Workspace, day: datetime.date, rows: int) -> SnapshotRef:
     return workspace.warehouse.replace_days("year", {day: f"{rows}"}, table.schema, table.to_batches(), rows)
 
 
-def rehearse(workspace: Workspace, number: int, rows: int, model_bytes: int) -> float:
+def simulate(workspace: Workspace, number: int, rows: int, model_bytes: int) -> float:
     """Leaves what one daily run does. Returns the seconds of a commit."""
     day, tracker = FIRST + datetime.timedelta(days=number), workspace.tracking
     identity = f"{number:012x}"
@@ -67,7 +67,7 @@ def rehearse(workspace: Workspace, number: int, rows: int, model_bytes: int) -> 
         client.create_registered_model("year")
     tags = {"identity": identity, "run_folder": folder.name, "snapshot_id": f"{snapshot.snapshot_id}"}
     version = client.create_model_version("year", f"{folder}", run_id, tags=tags)
-    move_alias(tracker, "year", CHAMPION, int(version.version), "gate", "rehearsed")
+    move_alias(tracker, "year", CHAMPION, int(version.version), "gate", "simulated")
     spill = workspace.home / "warehouse" / "tmp" / f"ingest-{number}"  # of a killed ingest
     spill.mkdir(parents=True)
     (spill / "spill").write_bytes(bytes(model_bytes))
@@ -85,10 +85,10 @@ def measure(home: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Rehearses the days and prints a JSON line for every thirtieth."""
+    """Simulates the days and prints a JSON line for every thirtieth."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--days", type=int, default=365)
-    parser.add_argument("--seconds", type=float, default=1.0, help="length of a rehearsed day")
+    parser.add_argument("--seconds", type=float, default=1.0, help="length of a simulated day")
     parser.add_argument("--rows", type=int, default=1_000)
     parser.add_argument("--model_bytes", type=int, default=100_000)
     parser.add_argument("--clean_every", type=int, default=1, help="days from one cleaning to the next")
@@ -100,7 +100,7 @@ def main() -> None:
         workspace = Workspace(load("configs/smoke.yaml", {"name": "year", "home": home, **kept}))
         for number in range(arguments.days):
             began = time.perf_counter()
-            commit = rehearse(workspace, number, arguments.rows, arguments.model_bytes)
+            commit = simulate(workspace, number, arguments.rows, arguments.model_bytes)
             cleaned = time.perf_counter()
             if not arguments.keep and number % arguments.clean_every == 0:
                 clean(workspace, dry_run=False)
