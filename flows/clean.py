@@ -21,7 +21,8 @@ def clean(
 ) -> dict[str, Any]:
     """Removes work of the config's table, model and experiment that is older than the section `retention` allows.
 
-    Every version with an alias stays, with its run's folder and the snapshot that it was trained on.
+    Every version with an alias stays, and so do the two champions before the present one. Their run folders and
+    snapshots stay with them.
 
     Args:
         config: The run's config, or the path of its YAML file.

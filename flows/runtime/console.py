@@ -40,7 +40,7 @@ SECONDS_TO_END = 5.0
 PAGE = 200
 """Flow runs in one answer of the server."""
 TAG = "dlrm"
-"""Of each of our flow runs. Deployments have it in prefect.yaml."""
+"""Tag of all our flow runs. For deployments, prefect.yaml sets it."""
 R = TypeVar("R")
 
 
@@ -67,8 +67,8 @@ class PrefectConsole(Console):
     def clear_history(self, before: datetime.datetime, dry_run: bool) -> int:
         """Removes ended runs of our flows from the Prefect server's database, with their task runs and logs.
 
-        Ours have our tag and a name of ours. Runs of other projects on the same server stay, also those of a flow with
-        such a name. So do runs from before the tag.
+        Our runs have our tag and the name of one of our flows. Other runs on the same server stay, also runs from
+        before the tag and other projects' flows of the same name.
         """
         ended = FlowRunFilter(end_time=FlowRunFilterEndTime(before_=before), tags=FlowRunFilterTags(all_=[TAG]))
         ours = FlowFilterName(any_=[name.replace("_", "-") for name in [*commands(), *FORMER]])

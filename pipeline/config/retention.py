@@ -4,7 +4,7 @@ from pydantic import BaseModel, NonNegativeInt, PositiveFloat
 
 
 class RetentionConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """How long daily work is kept. Versions with an alias and their runs are always kept.
+    """How long daily work is kept. Versions with an alias and the two champions before the present one always stay.
 
     None keeps everything of a kind. Ages are in days and may be fractions.
     """
@@ -14,7 +14,7 @@ class RetentionConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     versions_days: PositiveFloat | None = 90
     """Model versions without an alias, with their files."""
     versions_kept: NonNegativeInt = 30
-    """Newest versions of a model, kept at any age. A rollback can go back to them."""
+    """Newest versions of a model, kept at any age."""
     mlflow_days: PositiveFloat | None = 365
     """MLflow runs without a kept version: metrics, figures and reports."""
     snapshots_days: PositiveFloat | None = 7

@@ -17,7 +17,7 @@ MOVE = "move."
 """Prefix of the tags of a registered model that record moves. The time follows, which makes each tag unique."""
 
 ROLLBACKS = 2
-"""Champions before the present one that are kept, with their checkpoints."""
+"""Number of champions before the present one that are kept, with their checkpoints."""
 
 
 class Move(BaseModel, frozen=True):
@@ -158,8 +158,9 @@ def list_aliased(tracker: Tracker) -> list[ModelVersion]:
 
 
 def list_spared(tracker: Tracker) -> list[ModelVersion]:
-    """Lists the versions that nothing may remove, with their tags: those with an alias, and `ROLLBACKS` champions
-    of each model that a rollback would go back to.
+    """Lists the versions that nothing may remove, with their tags.
+
+    These are all versions with an alias, and the `ROLLBACKS` champions of each model before the present one.
     """
     aliased = list_aliased(tracker)
     spared = {(version.name, int(version.version)): version for version in aliased}

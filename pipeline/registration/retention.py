@@ -54,7 +54,7 @@ def remove_version(tracker: Tracker, version: ModelVersion, others: Sequence[Mod
         one.source in (version.source, f"models:/{version.name}/{version.version}") or one.model_id == model_id
         for one in others
     )
-    if model_id.startswith("m-") and not shared:  # files first: nobody would look for those of a version that is gone
+    if model_id.startswith("m-") and not shared:  # files first: afterwards nobody would look for them
         with suppress(MlflowException):  # the files went with an interrupted attempt
             place = tracker.client.get_logged_model(model_id).artifact_location
             get_artifact_repository(place, tracking_uri=tracker.uri).delete_artifacts()
