@@ -2,10 +2,11 @@
 
 import contextvars
 import datetime
+import inspect
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from uuid import UUID
 
 from prefect import Flow, get_run_logger, tags, task
@@ -28,9 +29,10 @@ from prefect.client.schemas.filters import (
 )
 from prefect.exceptions import MissingContextError
 from prefect.runtime import flow_run
+from prefect.utilities.hashing import file_hash
 
 from flows.runtime.dlrm import FORMER, commands
-from flows.runtime.private import hiding, mask
+from flows.runtime.private import hide, hiding, mask
 from pipeline.config import RunConfig
 from pipeline.config.draft import Draft
 from pipeline.jobs.console import SECONDS_BETWEEN_LINES, Console, Logger, Progress, Step
@@ -87,24 +89,32 @@ class PrefectConsole(Console):
 
     def show_text(self, kind: str, name: str, text: str, description: str = "") -> None:
         """A markdown artifact."""
-        create_markdown_artifact(text, key=artifact_key(kind, name), description=description or None)
+        create_markdown_artifact(hide(text), key=artifact_key(kind, name), description=description or None)
 
     def show_table(self, kind: str, name: str, rows: Sequence[Mapping[str, Any]], description: str) -> None:
         """A table artifact."""
-        shown = [{key: "" if value is None else f"{value}" for key, value in row.items()} for row in rows]
+        shown = [{key: "" if value is None else hide(f"{value}") for key, value in row.items()} for row in rows]
         create_table_artifact(shown, key=artifact_key(kind, name), description=description)
 
     def show_link(self, kind: str, name: str, address: str, text: str, description: str) -> None:
         """A link artifact."""
-        create_link_artifact(address, text, key=artifact_key(kind, name), description=description)
+        create_link_artifact(hide(address), hide(text), key=artifact_key(kind, name), description=description)
 
 
 class PrivateFlow(Flow[..., Any]):
     """A flow that keeps credentials in its parameters and errors out of Prefect's database."""
 
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
-        super().__init__(function, name=name, flow_run_name=flow_run_name)
-        self.fn = hiding(function)
+    def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
+        source = inspect.getsourcefile(inspect.unwrap(fn))  # else Prefect takes the wrapper's file
+        own = {"flow_run_name": flow_run_name, "version": file_hash(source) if source else None}
+        super().__init__(fn, **own | options)
+        self.fn = hiding(fn)
+
+    def with_options(self, **options: Any) -> "PrivateFlow":
+        """A copy with other options, which is private, too. Prefect makes a plain flow."""
+        copy = super().with_options(**options)
+        copy.__class__ = PrivateFlow
+        return cast(PrivateFlow, copy)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Runs the flow, with our tag on its run."""

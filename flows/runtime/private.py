@@ -3,6 +3,7 @@
 import functools
 import itertools
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -13,9 +14,10 @@ from pipeline.config.complaints import PRIVATE
 from pipeline.config.draft import Draft
 
 MASK = "********"
-KEYS = re.compile(r"passw|pwd|secret|token|credential|key|sas\b", re.IGNORECASE)
+KEYS = re.compile(r"passw|pwd|secret|token|credential|key|sas\b|connection-string|authorization", re.IGNORECASE)
 """Names of catalog properties, or of parameters in an address, that hold a secret."""
-USER = re.compile(r"//[^/@:]*:([^@]+)@")
+USER = re.compile(r"(?://[^/@:]*:|https?://(?=[^/@:]+@))([^@]+)@")
+"""A password, or a token without a user."""
 QUERY = re.compile(r"[?&]([^=&]+)=([^&]+)")
 SHORTEST = 3
 """Characters of the shortest credential that is hidden. Masks of shorter ones would hit parts of words."""
@@ -44,7 +46,7 @@ def remember(config: RunConfig | Draft) -> None:
     address = config.registration.tracking_uri if isinstance(config, RunConfig) else None
     properties = config.warehouse.catalog.items()
     found = {value for name, value in properties if KEYS.search(name)}
-    for text in (*(value for _, value in properties), address or ""):
+    for text in (*(value for _, value in properties), address or "", os.environ.get("MLFLOW_TRACKING_URI", "")):
         found.update(_in_address(text))
     known.update(value for value in found if len(value) >= SHORTEST and value not in ("true", "false"))
 

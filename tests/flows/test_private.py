@@ -6,17 +6,21 @@ import sqlite3
 import stat
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.utilities.hashing import file_hash
 
 from flows.end_to_end import end_to_end
 from flows.ingest import ingest
-from flows.runtime import cli, private
+from flows.runtime import cli, console, private
 from flows.runtime.console import PrivateFlow
 from pipeline.config import RunConfig, load
+from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError
+from pipeline.jobs.training.summary import run_address
 
 CONFIG = "configs/smoke.yaml"
 SECRETS = ("hunter2catalog", "hunter2key", "hunter2mlflow")
@@ -130,6 +134,49 @@ def test_an_error_shows_no_credentials_in_the_database(prefect, tmp_path, monkey
     assert private.MASK in state.message
     assert "it opens postgresql://me:********@host/db" in caplog.text
     assert not [secret for secret in SECRETS if secret in state.message + caplog.text]
+
+
+@pytest.mark.parametrize(
+    ("properties", "tracking"),
+    [
+        ({"adls.connection-string": f"AccountName=a;{SECRETS[0]}"}, ""),
+        ({"header.Authorization": f"Bearer {SECRETS[0]}"}, ""),
+        ({"uri": f"https://{SECRETS[0]}@catalog.example/api"}, ""),
+        ({"uri": "https://catalog.example/api"}, f"https://me:{SECRETS[0]}@mlflow.example"),
+    ],
+)
+def test_each_kind_of_credential_is_known(monkeypatch, properties, tracking):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking)
+    private.remember(load(CONFIG, {"warehouse.catalog": properties}))
+    assert SECRETS[0] not in private.hide(f"{properties} {tracking}")
+    assert private.hide("https://catalog.example/api") == "https://catalog.example/api"
+
+
+def test_pages_show_no_credentials(monkeypatch):
+    shown: list[Any] = []
+    for kind in ("markdown", "table", "link"):
+        monkeypatch.setattr(console, f"create_{kind}_artifact", lambda *args, **_: shown.extend(args))
+    private.known.add(SECRETS[0])
+    page = console.PrefectConsole()
+    page.show_text("report", "a", f"see {SECRETS[0]}")
+    page.show_table("rows", "a", [{"place": f"//{SECRETS[0]}@host"}], "rows")
+    page.show_link("mlflow", "a", f"https://me:{SECRETS[0]}@host", SECRETS[0], "run")
+    assert len(shown) == 4
+    assert SECRETS[0] not in str(shown)
+
+
+def test_the_address_of_a_run_holds_no_password(monkeypatch):
+    monkeypatch.delenv("DLRM_MLFLOW_UI", raising=False)
+    tracker: Any = SimpleNamespace(uri=f"https://me:{SECRETS[2]}@mlflow.example", experiment_id="7")
+    assert run_address("abc", tracker) == "https://mlflow.example/#/experiments/7/runs/abc"
+
+
+def test_a_flow_with_other_options_is_private_and_versioned_by_its_own_file():
+    other = ingest.with_options(retries=2)
+    assert (type(other), other.retries, other.name) == (PrivateFlow, 2, "ingest")
+    assert {ingest.version, other.version} == {file_hash(str(ROOT / "flows" / "ingest.py"))}
+    shown = other.serialize_parameters({"overrides": overrides(Path("/nowhere"))})
+    assert shown["overrides"]["registration.tracking_uri"] == private.MASK
 
 
 def test_a_wrong_credential_is_not_repeated():

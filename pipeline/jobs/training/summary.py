@@ -13,7 +13,7 @@ from pipeline.evaluation.record import RunRecord
 from pipeline.jobs.training.rank_spec import SHARDING_PLAN
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, find_holder
-from pipeline.registration.tracking import FEATURES, RESULT, Tracker
+from pipeline.registration.tracking import FEATURES, RESULT, Tracker, redact
 
 if TYPE_CHECKING:
     from pipeline.jobs.training.job import TrainingJob
@@ -73,8 +73,8 @@ def describe_data(job: "TrainingJob") -> dict[str, str]:
 
 
 def run_address(run_id: str, tracker: Tracker) -> str:
-    """Returns where a browser finds an MLflow run."""
-    address = os.environ.get("DLRM_MLFLOW_UI") or (tracker.uri if tracker.uri.startswith("http") else UI)
+    """Returns where a browser finds an MLflow run, without a password."""
+    address = os.environ.get("DLRM_MLFLOW_UI") or (redact(tracker.uri) if tracker.uri.startswith("http") else UI)
     return f"{address}/#/experiments/{tracker.experiment_id}/runs/{run_id}"
 
 
