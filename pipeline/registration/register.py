@@ -27,7 +27,7 @@ from pipeline.registration import scorer
 from pipeline.registration.config import Default, Weights
 from pipeline.registration.request import columns_of
 from pipeline.registration.tracking import Tracker
-from pipeline.registration.versions import FILES, MODEL, PLAN, WEIGHTS, ModelVersion, hash_files
+from pipeline.registration.versions import HASHES, MODEL, PLAN, WEIGHTS, ModelVersion, hash_files
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, write_json, write_text
 
@@ -144,13 +144,14 @@ def register(
     record: dict[str, Any] = json.loads((folder / MODEL).read_text(encoding="utf-8"))
     columns: dict[str, str] = record["columns"]
     frame = raw_frame(probe, columns)
+    hashes = folder.parent / HASHES
+    write_json(hashes, hash_files(folder))
     with mlflow.start_run(run_id=run_id), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about type hints and integer columns, which the signature covers
         info = mlflow.pyfunc.log_model(
             name="model",
             python_model=str(root / "pipeline" / "registration" / "scorer.py"),
-            artifacts={"model": str(folder)},
-            model_config={FILES: hash_files(folder)},
+            artifacts={"model": str(folder), "hashes": str(hashes)},
             code_paths=[str(root / package) for package in ("pipeline", "models", "storage")],
             signature=signature_of(columns),
             metadata={"columns": columns, "defaults": record["defaults"]},

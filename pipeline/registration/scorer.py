@@ -21,7 +21,7 @@ from models.quantised import QuantisedBags
 from pipeline.data.batch import sparse_tensor
 from pipeline.errors import InputError
 from pipeline.registration.request import Rows, table_of
-from pipeline.registration.versions import FILES, MODEL, PLAN, WEIGHTS, check_files
+from pipeline.registration.versions import MODEL, PLAN, WEIGHTS, check_files
 from pipeline.transforms.plan.plan import Plan
 
 BATCH_ROWS = 8_192
@@ -109,7 +109,8 @@ class Scorer(PythonModel):
             RegistryError: If a file of it is not the registered one.
         """
         folder = Path(context.artifacts["model"])
-        check_files("served model", folder, context.model_config[FILES])
+        hashes = json.loads(Path(context.artifacts["hashes"]).read_text(encoding="utf-8"))
+        check_files("served model", folder, hashes)
         self.loaded = LoadedModel(folder)
 
     def predict(

@@ -19,8 +19,9 @@ MODEL, PLAN, WEIGHTS = "model.json", "plan.json", "weights.safetensors"
 IDENTITY = "identity"
 """Tag of a version: the identity of the work it was made from."""
 FILES = "files_sha256"
-"""Tag of a version: names and hashes of the packed files as JSON, to detect later damage. The served model has the same
-in its configuration."""
+"""Tag of a version: names and hashes of the packed files as JSON, to detect later damage."""
+HASHES = "hashes.json"
+"""File with the same, which the served model finds beside its files."""
 
 
 class ModelVersion(BaseModel, frozen=True):
