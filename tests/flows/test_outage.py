@@ -7,6 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ class Server:
         self.folder = folder
         self.address = f"http://127.0.0.1:{self.port}"
         self.running = None
+        self.starter = ThreadPoolExecutor(1)  # the server ends with the thread that started it
 
     def start(self) -> None:
         stores = [
@@ -41,7 +43,8 @@ class Server:
             f"{self.folder}/artifacts",
         ]
         serve = ["--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
-        self.running = ui.start(["mlflow", "server", *serve, *stores], {}, self.folder / "server.log")
+        line = ["mlflow", "server", *serve, *stores]
+        self.running = self.starter.submit(ui.start, line, {}, self.folder / "server.log").result()
         ui.wait_for(self.running, f"{self.address}/health", self.folder / "server.log")
 
     def kill(self) -> None:
