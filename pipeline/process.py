@@ -47,7 +47,7 @@ def kill_process(pid: int, began: int) -> None:
     """Kills a process. Does nothing if it is gone, also if another process has its id by now.
 
     Args:
-        began: What `process_start` said of it.
+        began: What `process_start` returned for it.
     """
     try:
         handle = os.pidfd_open(pid)

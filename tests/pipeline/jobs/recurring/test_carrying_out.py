@@ -1,4 +1,4 @@
-"""What becomes of a day's verdict where the registry has changed since it was made."""
+"""A day's verdict where the registry has changed since it was made."""
 
 import datetime
 from collections.abc import Callable
