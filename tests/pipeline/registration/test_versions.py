@@ -11,7 +11,7 @@ from pipeline.errors import RegistryError
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.scorer import Scorer
 from pipeline.registration.tracking import Tracker
-from pipeline.registration.versions import FILES, MODEL, PLAN, WEIGHTS, download_packed, hash_files
+from pipeline.registration.versions import FILES, HASHES, MODEL, PLAN, WEIGHTS, download_packed, hash_files
 
 CONTENTS = {MODEL: b"{}", PLAN: b"[]", WEIGHTS: bytes(range(256))}
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -75,8 +75,9 @@ def test_a_version_without_hashes_is_refused(registry, tmp_path, tags):
 
 
 def test_the_served_model_compares_its_files_before_it_loads_them(packed):
-    hashes = hash_files(packed)
+    hashes = packed.parent / HASHES
+    hashes.write_text(json.dumps(hash_files(packed)))
     HARMS["a flipped bit"][0](packed)
-    context = PythonModelContext({"model": str(packed)}, {FILES: hashes})
+    context = PythonModelContext({"model": str(packed), "hashes": str(hashes)}, {})
     with pytest.raises(RegistryError, match=r"served model: expected the files that were registered, got another wei"):
         Scorer().load_context(context)
