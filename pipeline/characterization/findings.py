@@ -1,5 +1,6 @@
 """Comparison of a study with the claims of the paper, and a table of all measurements."""
 
+import textwrap
 from collections.abc import Sequence
 from typing import get_args
 
@@ -51,7 +52,8 @@ def render_study(study: StudyResults) -> str:
     ]
     found = evaluate_claims(study)
     rows = [(one.source, one.claim, one.measured, f"**{one.verdict}**") for one in found]
-    text = f"### {study.experiment or study.name}\n\n{', '.join(fact for fact in facts if fact)}\n\n"
+    shown = textwrap.fill(", ".join(fact for fact in facts if fact), 100, break_long_words=False)
+    text = f"### {study.experiment or study.name}\n\n{shown}\n\n"
     if rows:
         text += f"{_verdict_of(found)}\n\n{_table(('paper', 'shape', 'measured here', 'this machine'), rows)}\n"
     return text + render_points(study.results)

@@ -145,6 +145,13 @@ def test_the_page_has_text_and_table():
     assert table[4].startswith("| sparse_features 16 | left out: needs / CUDA here |")
 
 
+def test_the_machine_of_a_study_is_wrapped():
+    versions = {f"library{number}": "1.2.3" for number in range(20)}
+    facts = render_study(study("E1", []).model_copy(update={"versions": versions})).split("\n\n")[1]
+    assert max(map(len, facts.splitlines())) <= 120
+    assert all(f"library{number} 1.2.3," in facts.replace("\n", " ") for number in range(20))
+
+
 def test_power_is_a_column_where_it_is_known():
     assert "samples/s/W" not in render_study(study("E1", [measured({SPARSE: 4}, 2_000.0)]))
     page = render_study(study("E1", [measured({SPARSE: 4}, 2_000.0, watts=80.0), measured({SPARSE: 8}, 1.0)]))
