@@ -22,6 +22,10 @@ SERVE_PORT ?= 5001
 TRAININGS ?= 1
 CHAIN ?=
 SCHEDULES ?= 100000
+# Other commands learn the home from DLRM_HOME, and so find the authentication string of its servers.
+ifneq ($(HOME_FOLDER),$(or $(DLRM_HOME),.dlrm))
+export DLRM_HOME := $(HOME_FOLDER)
+endif
 export DO_NOT_TRACK = 1
 export PREFECT_SERVER_ANALYTICS_ENABLED = false
 export MLFLOW_DISABLE_TELEMETRY = true

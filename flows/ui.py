@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from flows.runtime.access import HOST, VARIABLE, protect, read_secret, secret_file, serving
+from flows.runtime.access import HOST, SERVERS, VARIABLE, protect, read_secret, read_setting, secret_file, serving
 from flows.runtime.environment import keep_private, make_private, set_environment
 from pipeline.errors import ConfigError, ContractError
 from pipeline.process import die_with_parent
@@ -41,11 +41,13 @@ def main(words: list[str]) -> int:
         marked.enter_context(serving(home / "prefect", prefect_port))
         wait_for(servers[0], f"http://{HOST}:{prefect_port}/api/health", home / "ui" / "prefect.log")
         wait_for(servers[1], f"http://{HOST}:{mlflow_port}/health", home / "ui" / "mlflow.log")
-        secret = secret_file(home / "prefect")
-        print(f"Prefect  http://{HOST}:{prefect_port} asks for the text of {secret}", flush=True)
+        own = read_setting(SERVERS)
+        secret = SERVERS if own else f"the text of {secret_file(home / 'prefect')}"
+        print(f"Prefect  http://{HOST}:{prefect_port} asks for {secret}", flush=True)
         print(f"MLflow   http://{HOST}:{mlflow_port}", flush=True)
         print(f"runs of {home}; for deployments: export PREFECT_API_URL=http://{HOST}:{prefect_port}/api", flush=True)
-        print(f'for the command prefect, also: export {VARIABLE}="$(cat {shlex.quote(str(secret))})"', flush=True)
+        value = f"${SERVERS}" if own else f"$(cat {shlex.quote(str(secret_file(home / 'prefect')))})"
+        print(f'for the command prefect, also: export {VARIABLE}="{value}"', flush=True)
         print("Ctrl-C stops both", flush=True)
         while all(server.poll() is None for server in servers):
             time.sleep(0.5)

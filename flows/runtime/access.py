@@ -24,6 +24,8 @@ from flows.runtime.environment import keep_private
 from pipeline.errors import ConfigError, ContractError
 
 VARIABLE = "PREFECT_API_AUTH_STRING"
+SERVERS = "PREFECT_SERVER_API_AUTH_STRING"
+"""The same string, in the settings of a server."""
 OTHERS = ("PREFECT_API_KEY", "PREFECT_CLIENT_CUSTOM_HEADERS")
 """Settings with which Prefect's client authenticates in another way."""
 HOST = "127.0.0.1"
@@ -42,7 +44,7 @@ def protect(secret: str, *origins: str) -> dict[str, str]:
         origins: Origins of the web pages that may call it from a browser. They must send the secret, too.
     """
     return {
-        "PREFECT_SERVER_API_AUTH_STRING": secret,
+        SERVERS: secret,
         "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "true",
         "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": ",".join(origins),
     }
@@ -66,11 +68,14 @@ def secret_file(folder: Path) -> Path:
 
 
 def read_secret(folder: Path) -> str:
-    """Returns the secret of the home's `make ui` server.
+    """Returns the secret of the home's `make ui` server: the user's setting, or that of the home.
 
     Raises:
         ConfigError: If this user may not read it.
     """
+    chosen: str | None = read_setting(SERVERS)
+    if chosen is not None:
+        return chosen
     path = secret_file(folder)
     try:
         return path.read_text(encoding="utf-8").strip()
@@ -210,8 +215,11 @@ def main(words: Sequence[str]) -> NoReturn:
 
     keep_private()  # a worker's runs inherit it
     address = server_address()
+    secret = None
     try:
-        secret = None if address is None else find_secret(address, home_path(".dlrm"))
+        if address is not None:
+            secret = find_secret(address, home_path(".dlrm")) or read_setting(VARIABLE)
+            check_access(address, secret)
     except ContractError as error:
         sys.exit(f"error: {error}")
     os.execvpe(words[0], list(words), os.environ | ({} if secret is None else {VARIABLE: secret}))

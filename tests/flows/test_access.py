@@ -247,6 +247,35 @@ def test_another_server_never_learns_the_secret(tmp_path, monkeypatch):
     assert access.find_secret("http://127.0.0.1:4200/api", tmp_path) is None, "whoever listens there now"
 
 
+def test_the_string_of_a_user_replaces_that_of_the_home(tmp_path, monkeypatch):
+    monkeypatch.delenv("PREFECT_API_AUTH_STRING", raising=False)
+    own = temporary_settings({prefect.settings.PREFECT_SERVER_API_AUTH_STRING: "mine:own"})
+    (tmp_path / "prefect").mkdir()
+    with own, access.serving(tmp_path / "prefect", 4200):
+        _, server, _ = ui.commands(tmp_path, 4200, 5000)[0]
+        assert server["PREFECT_SERVER_API_AUTH_STRING"] == "mine:own"
+        assert access.find_secret("http://127.0.0.1:4200/api", tmp_path) == "mine:own"
+        assert access.find_secret("http://127.0.0.1:4201/api", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "expected"),
+    [
+        ([], {}, ""),
+        ([], {"DLRM_HOME": "/a"}, "/a"),
+        (["HOME_FOLDER=/b"], {}, "/b"),
+        (["HOME_FOLDER=/b"], {"DLRM_HOME": "/a"}, "/b"),
+        (["HOME_FOLDER=.dlrm"], {"DLRM_HOME": "/a"}, ".dlrm"),
+    ],
+)
+def test_every_target_of_make_has_the_home_of_the_servers(given, environment, expected):
+    """A config's `home` counts where nobody has chosen another one."""
+    command = ["make", "--no-print-directory", "--eval", 'probe: ; @echo "$(HOME_FOLDER) $$DLRM_HOME"', "probe", *given]
+    outside = {key: value for key, value in os.environ.items() if key != "DLRM_HOME"} | environment
+    done = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{expected or '.dlrm'} {expected}\n"
+
+
 class Refusing(http.server.BaseHTTPRequestHandler):
     """Answers as a server that wants something else than our authentication string."""
 
@@ -280,6 +309,21 @@ def test_who_authenticates_in_another_way_is_not_refused(tmp_path, monkeypatch, 
         access.check_access(address, None)
         [check] = doctor.stuck_runs({"PREFECT_API_URL": address}, tmp_path)
         assert (check.ok, check.found.split(":")[0]) == (True, "unknown")
+
+
+def test_a_worker_without_the_string_of_its_server_does_not_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+    monkeypatch.delenv("PREFECT_API_AUTH_STRING", raising=False)
+    with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as server, ExitStack() as stack:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        stack.callback(server.shutdown)
+        address = f"http://127.0.0.1:{server.server_port}/api"
+        stack.enter_context(temporary_settings({prefect.settings.PREFECT_API_URL: address}))
+        stack.callback(os.umask, os.umask(0o077))
+        with pytest.raises(
+            SystemExit, match=f"error: server at {address}: expected its authentication string, got none"
+        ):
+            access.main(["false"])
 
 
 def test_a_secret_of_another_user_is_one_sentence(tmp_path, monkeypatch):
