@@ -8,7 +8,7 @@ are imported, and CUDA does not survive a fork. Each process imports for itself 
 
 import errno
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -21,8 +21,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fcntl import F_DUPFD_CLOEXEC, F_GETFL, F_SETFL, F_SETOWN, fcntl
+from importlib.abc import InspectLoader
 from pathlib import Path
-from typing import IO, Any
+from types import CodeType, ModuleType
+from typing import IO, Any, cast
 
 from pipeline.process import die_with_parent, set_process_name
 
@@ -222,11 +224,16 @@ def _forget(server: ForkServer) -> None:
     server.stop()
 
 
-def serve(connection: socket.socket, preload: str) -> dict[str, Any] | None:
-    """Forks on request until the other side is gone. Returns in each fork what it was asked to do."""
+def serve(connection: socket.socket, preload: str) -> tuple[dict[str, Any], CodeType | None] | None:
+    """Forks on request until the other side is gone. Returns in each fork what it was asked to do.
+
+    Also returns the code of the module. None: it is not imported yet.
+    """
+    code = None
     if preload:
         with suppress(Exception):  # the fork imports it again, and its log shows what is wrong
-            getattr(importlib.import_module(preload), "preload", lambda: None)()
+            code, module = _import(preload)
+            getattr(module, "preload", lambda: None)()
     gc.freeze()  # modules never become garbage, so the collector need not search them
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -262,7 +269,14 @@ def serve(connection: socket.socket, preload: str) -> dict[str, Any] | None:
             die_with_parent(server)
             _close([woken, wake, status, *statuses.values()])
             connection.close()
-            return work | {"descriptors": kept}
+            return work | {"descriptors": kept}, code
+
+
+def _import(name: str) -> tuple[CodeType | None, ModuleType]:
+    """Imports a module. Returns its code, too: forks run it, also if the file changes later."""
+    spec = importlib.util.find_spec(name)
+    code = None if spec is None else cast(InspectLoader, spec.loader).get_code(name)
+    return code, importlib.import_module(name)
 
 
 def _report_ended(statuses: dict[int, int]) -> None:
@@ -283,8 +297,12 @@ def _close(descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-def run(module: str, work: Mapping[str, Any]) -> None:
-    """Becomes the process that was asked for."""
+def run(module: str, work: Mapping[str, Any], code: CodeType | None) -> None:
+    """Becomes the process that was asked for.
+
+    Args:
+        code: Of the module. None: it is read from its file now.
+    """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -297,7 +315,12 @@ def run(module: str, work: Mapping[str, Any]) -> None:
     os.environ.update(work["environment"] | numbers)
     set_process_name(work["name"])
     sys.argv[1:] = work["arguments"]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if code is None:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        main.__file__ = sys.argv[0] = code.co_filename
+        exec(code, vars(main))
 
 
 def main(connection: int, alive: int, module: str, preload: str) -> None:
@@ -318,7 +341,7 @@ def main(connection: int, alive: int, module: str, preload: str) -> None:
         work = serve(ours, preload)
     if work is not None:
         os.close(alive)
-        run(module, work)
+        run(module, *work)
 
 
 if __name__ == "__main__":

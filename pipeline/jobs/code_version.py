@@ -3,6 +3,7 @@
 import hashlib
 import subprocess
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter
@@ -12,12 +13,13 @@ from storage.artifacts import write_text
 
 CODE = "code.json"
 """File in a run's folder: the versions of the code that trained it, in order."""
-ROOMS = ("flows", "pipeline", "storage", "models")
-"""Folders with the code that a run may import."""
+UNKNOWN = "unknown"
+ROOMS = ("pipeline", "storage", "models")
+"""Folders with the code that ranks may import. Ray sends these to the machines of a cluster."""
 
 
 class CodeVersion(BaseModel, frozen=True):
-    """A version of the code, as it lies on the disk."""
+    """A version of the code."""
 
     commit: str
     sources: str
@@ -29,8 +31,9 @@ class CodeVersion(BaseModel, frozen=True):
 VERSIONS = TypeAdapter(tuple[CodeVersion, ...])
 
 
+@cache
 def read_code() -> CodeVersion:
-    """Returns the version of the code on the disk."""
+    """Returns the version of the code on the disk at the first call. Call it when the code is imported."""
     return CodeVersion(commit=read_commit(), sources=hash_sources(), lock_hash=hash_lock_file())
 
 
@@ -43,9 +46,9 @@ def hash_sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def note_code(folder: Path) -> tuple[CodeVersion, ...]:
-    """Notes in a run's folder that the code on the disk now trains it. Returns all versions that have trained it."""
-    known, now = noted_code(folder), read_code()
+def note_code(folder: Path, now: CodeVersion) -> tuple[CodeVersion, ...]:
+    """Notes in a run's folder that this code now trains it. Returns all versions that have trained it."""
+    known = noted_code(folder)
     if known[-1:] != (now,):
         known = (*known, now)
         write_text(folder / CODE, VERSIONS.dump_json(known, indent=2).decode())
@@ -59,8 +62,11 @@ def noted_code(folder: Path) -> tuple[CodeVersion, ...]:
 
 
 def trained_by(folder: Path) -> CodeVersion:
-    """Returns the version of the code that trained a run. If there are several, each field names all of them."""
-    known = noted_code(folder) or (read_code(),)
+    """Returns the version of the code that trained a run. If there are several, each field names all of them.
+
+    A field is `unknown` if the run does not say it.
+    """
+    known = noted_code(folder) or (CodeVersion(commit=UNKNOWN, sources=UNKNOWN, lock_hash=UNKNOWN),)
     return CodeVersion(**{name: name_each([getattr(one, name) for one in known]) for name in CodeVersion.model_fields})
 
 
@@ -78,13 +84,13 @@ def read_commit() -> str:
     try:
         return _git("rev-parse", "HEAD")[:12] + ("+" if _git("status", "--porcelain", ":!docs") else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return UNKNOWN
 
 
 def hash_lock_file() -> str:
     """Returns the hash of the dependency lock file; `unknown` without one."""
     path = ROOT / "requirements" / "cpu.lock"
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else "unknown"
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else UNKNOWN
 
 
 def _git(*words: str) -> str:

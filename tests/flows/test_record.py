@@ -1,5 +1,6 @@
 """What a run records about its code."""
 
+import functools
 import logging
 import subprocess
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from pipeline.jobs import code_version
+from pipeline.jobs.code_version import CodeVersion
+from pipeline.jobs.training import rank
 from pipeline.jobs.training.train import note_changes
 
 
@@ -41,35 +44,62 @@ def test_outside_of_git_the_commit_is_unknown(tmp_path: Path, monkeypatch: pytes
     assert code_version.read_commit() == "unknown"
 
 
-def test_a_run_notes_every_version_of_the_code_that_trains_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Uncommitted changes too. Code that nobody imports changes nothing."""
-    root, folder = tmp_path / "root", tmp_path / "run"
-    (root / "pipeline").mkdir(parents=True)
-    (root / "tests").mkdir()
-    folder.mkdir()
-    monkeypatch.setattr(code_version, "ROOT", root)
-    commits = ["a1", "a1+", "a1+", "b2"]
-    monkeypatch.setattr(code_version, "read_commit", lambda: commits[0])
+def note(folder: Path, code: CodeVersion) -> None:
     workspace: Any = SimpleNamespace(console=SimpleNamespace(log=logging.getLogger("test")))
-    (root / "pipeline" / "x.py").write_text("1")
-    note_changes(workspace, folder)
-    (root / "tests" / "test_x.py").write_text("1")
-    note_changes(workspace, folder)
-    assert len(code_version.noted_code(folder)) == 1
-    assert caplog.messages == []
-    for content in ("2", "3", "1"):
-        commits.pop(0)
-        (root / "pipeline" / "x.py").write_text(content)
-        note_changes(workspace, folder)
-    noted = code_version.noted_code(folder)
-    assert len(noted) == 4
-    assert noted[0].sources == noted[3].sources
-    assert len({one.sources for one in noted}) == 3
-    assert code_version.trained_by(folder).commit == "a1, a1+, b2"
+    note_changes(workspace, folder, code)
+
+
+def test_a_run_notes_every_version_of_the_code_that_trains_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Uncommitted changes too."""
+    versions = [("a1", "s1"), ("a1", "s1"), ("a1+", "s2"), ("a1+", "s3"), ("b2", "s1")]
+    codes = [CodeVersion(commit=commit, sources=sources, lock_hash="l") for commit, sources in versions]
+    for code in codes:
+        note(tmp_path, code)
+    assert list(code_version.noted_code(tmp_path)) == codes[1:]
+    assert code_version.trained_by(tmp_path).commit == "a1, a1+, b2"
     assert len(caplog.messages) == 3
     assert caplog.messages[0] == (
-        f"the code has changed: the training began under a1 (sources {noted[0].sources}) and now uses "
-        f"a1+ (sources {noted[1].sources})"
+        "the code has changed: the training began under a1 (sources s1) and now uses a1+ (sources s2)"
     )
+
+
+def test_the_sources_are_those_that_ranks_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of a Ray cluster has no other ones, and a test changes no training."""
+    monkeypatch.setattr(code_version, "ROOT", tmp_path)
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "x.py").write_text("1")
+    found = [code_version.hash_sources()]
+    for room in ("tests", "flows", "pipeline"):
+        (tmp_path / room).mkdir(exist_ok=True)
+        (tmp_path / room / "y.py").write_text("1")
+        found.append(code_version.hash_sources())
+    assert found[0] == found[1] == found[2] != found[3]
+
+
+def test_the_code_of_the_ranks_is_that_which_their_server_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files may have changed since, by an update of the checkout or a commit."""
+    read = functools.cache(code_version.read_code.__wrapped__)
+    monkeypatch.setattr(rank, "read_code", read)
+    monkeypatch.setattr(code_version, "ROOT", tmp_path)
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "x.py").write_text("1")
+    imported = code_version.hash_sources()
+    rank.preload()
+    (tmp_path / "pipeline" / "x.py").write_text("2")
+    assert code_version.hash_sources() != imported
+    assert read().sources == imported
+
+
+@pytest.mark.parametrize(("sources", "commit"), [("here", code_version.read_code().commit), ("other", "unknown")])
+def test_a_machine_without_git_has_the_commit_of_the_same_sources_here(
+    tmp_path: Path, sources: str, commit: str
+) -> None:
+    text = code_version.read_code().sources if sources == "here" else sources
+    note(tmp_path, CodeVersion(commit="unknown", sources=text, lock_hash="unknown"))
+    assert code_version.trained_by(tmp_path).commit == commit
+
+
+def test_a_run_that_does_not_name_its_code_gets_no_other(tmp_path: Path) -> None:
+    assert code_version.trained_by(tmp_path).commit == "unknown"

@@ -181,6 +181,13 @@ print(*(thread.read_text().strip() for thread in Path("/proc/self/task").glob("*
     assert {*done.stdout.split()} - {b"jemalloc_bg_thd"} == {b"python"}, done.stderr.decode()
 
 
+def test_a_fork_runs_the_code_that_the_server_imported(tmp_path: Path, start: Callable[..., ForkedProcess]) -> None:
+    assert start("first").wait(20) == 0
+    (tmp_path / "program.py").write_text("raise ValueError('another program')")
+    assert start("second").wait(20) == 0
+    assert (tmp_path / "log").read_text() == "first\nsecond\n"
+
+
 def test_preparing_twice_starts_one_server(tmp_path: Path, start: Callable[..., ForkedProcess]) -> None:
     for _ in range(2):
         prepare("program", os.environ, tmp_path)

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, TypeAdapter
 
+from pipeline.jobs.code_version import CodeVersion
 from pipeline.jobs.console import Logger, Progress
 from pipeline.registration.journal import Journal
 from pipeline.training.launch.processes import Event
@@ -18,6 +19,8 @@ class Started(BaseModel, frozen=True):
     event: Literal["start"]
     plan: tuple[Mapping[str, Any], ...]
     device: str
+    code: CodeVersion
+    """The code that the ranks run. Their server may have imported it before the files on the disk changed."""
 
 
 class Resumed(BaseModel, frozen=True):

@@ -80,8 +80,9 @@ def finish(workspace: Workspace, job: TrainingJob, trained: TrainingResult, run_
         for path in (folder / RECORD, folder / PREPROCESSING):
             if path.exists():
                 tracker.log_file(run_id, path)
-        if len(noted_code(folder)) > 1:
-            tracker.tag(run_id, {"git_commit": trained_by(folder).commit, "dlrm.code_changed": "true"})
+        if known := noted_code(folder):
+            changed = {"dlrm.code_changed": "true"} if len(known) > 1 else {}
+            tracker.tag(run_id, {"git_commit": trained_by(folder).commit} | changed)
         evaluation = _load_evaluation(folder, trained)
         if evaluation is None:
             evaluation = evaluate(workspace, job, trained)

@@ -29,6 +29,7 @@ from models.config import DLRMConfig
 from models.dlrm import DLRM
 from pipeline.data.batch import Batch
 from pipeline.errors import ContractError, to_wire
+from pipeline.jobs.code_version import read_code
 from pipeline.jobs.training.rank_spec import SERVICE_FOLDER, RankSpec
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
@@ -107,6 +108,7 @@ Spec = TypeVar("Spec", bound=GroupSpec)
 
 def main(path: str) -> None:
     """Trains as one rank of a group."""
+    read_code()  # unless the server of the ranks has
     run_rank(path, RankSpec, train)
 
 
@@ -152,6 +154,7 @@ def join(text: str, emit: Callable[[dict[str, Any]], None]) -> None:
         text: The spec as JSON.
         emit: Takes the events.
     """
+    read_code()
     spec = RankSpec.model_validate_json(text)
     logging.disable(logging.WARNING)
     rank = dist.get_rank()
@@ -196,7 +199,7 @@ def assemble(
     """Builds the trainer with its model, its batches and its validation."""
     world_size = dist.get_world_size()
     model, plan_rows = build_model(spec, world_size, device)
-    emit({"event": "start", "plan": plan_rows, "device": device.type})
+    emit({"event": "start", "plan": plan_rows, "device": device.type, "code": read_code().model_dump()})
     data = {"train": spec.train} | ({"valid": spec.valid} if spec.valid is not None else {})
     source: BatchSource
     if spec.service is not None:
@@ -449,7 +452,8 @@ def open_event_writer() -> Any:
 
 
 def preload() -> None:
-    """Loads what building a model and the first step need."""
+    """Reads the version of the code just imported. Loads what building a model and the first step need."""
+    read_code()
     load_compiler()
     importlib.import_module("torch.distributed.optim")  # TorchRec imports it where a table gets its optimizer
 

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from pipeline.config.files import ROOT
-from pipeline.jobs.code_version import note_code, noted_code
+from pipeline.jobs.code_version import UNKNOWN, CodeVersion, note_code, noted_code, read_code
 from pipeline.jobs.console import format_rows, step
 from pipeline.jobs.tables.layout import save_read
 from pipeline.jobs.training.events import EventReport
@@ -64,7 +64,6 @@ def train_ranks(
     config, tracker, folder, log = workspace.config, workspace.tracking, Path(job.folder), workspace.console.log
     tag_inputs(workspace.warehouse, job.identity, job.snapshot, job.data["train"].joined)
     begin(job)
-    note_changes(workspace, folder)
     spec = make_rank_spec(workspace, job)
     plan = plan_tables(spec) if given is None else given
     rows = describe_plan(plan)
@@ -76,8 +75,8 @@ def train_ranks(
         report = EventReport(journal, progress, _count_rows(config.training, job), log)
 
         def on_event(event: Event) -> None:
-            if event["event"] == "start":  # restarted ranks import the code again
-                note_changes(workspace, folder)
+            if event["event"] == "start":
+                note_changes(workspace, folder, CodeVersion.model_validate(event["code"]))
             report(event)
             if watch is not None:
                 watch(event)
@@ -98,9 +97,14 @@ def train_ranks(
     return trained
 
 
-def note_changes(workspace: Workspace, folder: Path) -> None:
-    """Notes the code that trains, and warns if it has changed."""
-    before, known = noted_code(folder), note_code(folder)
+def note_changes(workspace: Workspace, folder: Path, code: CodeVersion) -> None:
+    """Notes the code that the ranks run, and warns if it has changed.
+
+    Machines of a Ray cluster get the sources alone. If these are the ones here, so are commit and lock file.
+    """
+    if code.commit == UNKNOWN and code.sources == read_code().sources:
+        code = read_code()
+    before, known = noted_code(folder), note_code(folder, code)
     if before and before != known:
         names = [f"{one.commit} (sources {one.sources})" for one in (before[-1], known[-1])]
         workspace.console.log.warning("the code has changed: the training began under %s and now uses %s", *names)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from models.dlrm import DLRM
 from pipeline.data.batch import sparse_tensor
 from pipeline.errors import ContractError, TrainingError
+from pipeline.jobs.code_version import read_code
 from pipeline.jobs.training import rank
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.dataset import DataSpec
@@ -122,6 +123,10 @@ def test_exported_weights_are_the_best_ones(undisturbed: Run) -> None:
 
 def test_two_ranks_equal_one(undisturbed: Run, alone: Run) -> None:
     close(alone, undisturbed)
+
+
+def test_ranks_say_which_code_they_run(alone: Run) -> None:
+    assert alone.events[0]["code"] == read_code().model_dump()
 
 
 @pytest.mark.slow
