@@ -1,12 +1,13 @@
 """What a table's snapshots record about each day: its identity, its feature sources and its content.
 
-Each commit records the days that it writes. Before snapshots expire, their records move to the table's properties.
+Each commit records the days that it writes. Before snapshots expire, their records move to the table's properties: the
+last one of each day, and those of the files that a remaining snapshot has.
 """
 
 import datetime
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from pyiceberg.table import Table
@@ -21,6 +22,9 @@ CONTENTS = "dlrm.contents"
 
 
 KEYS = (IDENTITIES, NOTES, CONTENTS)
+EARLIER = "dlrm.earlier"
+"""Table property: JSON list of [day, sequence number, key -> value]. The records of days as remaining snapshots of
+earlier states have them, such as tagged ones."""
 
 
 def identities(table: Table, names: Mapping[datetime.date, str]) -> dict[datetime.date, str]:
@@ -64,13 +68,20 @@ def _records_of(table: Table, names: Mapping[datetime.date, str]) -> dict[dateti
     }
 
 
-def _records(table: Table) -> list[tuple[datetime.date, int, dict[str, Any]]]:
-    """Returns (day, sequence number, values by key) of all writes that are still recorded, in order of the numbers."""
-    found: dict[tuple[str, int, int], dict[str, Any]] = {}
+def _records(
+    table: Table, snapshots: Iterable[Snapshot] | None = None
+) -> list[tuple[datetime.date, int, dict[str, Any]]]:
+    """Returns (day, sequence number, values by key) of writes that are still recorded, in order of the numbers.
+
+    Args:
+        snapshots: Takes the writes of these snapshots, and those in the table's properties. None: of all snapshots.
+    """
+    earlier = json.loads(table.properties.get(EARLIER, "[]"))
+    found: dict[tuple[str, int, int], dict[str, Any]] = {(day, number, 0): values for day, number, values in earlier}
     for key in KEYS:
         for day, (number, value) in json.loads(table.properties.get(key, "{}")).items():
             found.setdefault((day, number, 0), {})[key] = value
-        for snapshot in table.snapshots():
+        for snapshot in table.snapshots() if snapshots is None else snapshots:
             for day, value in _recorded(snapshot, key).items():
                 found.setdefault((day, snapshot.sequence_number or 0, snapshot.snapshot_id), {})[key] = value
     ordered = sorted(found, key=lambda record: record[1])
@@ -79,15 +90,7 @@ def _records(table: Table) -> list[tuple[datetime.date, int, dict[str, Any]]]:
 
 def row_hashes_by_files(table: Table) -> dict[str, str]:
     """Returns hash of files -> hash that identifies their rows, for all writes that are still recorded."""
-    return dict(_pairs(table))
-
-
-def _pairs(table: Table) -> Iterator[tuple[str, str]]:
-    for _, (files, rows) in json.loads(table.properties.get(CONTENTS, "{}")).values():
-        yield files, rows
-    for snapshot in table.snapshots():
-        for files, rows in _recorded(snapshot, CONTENTS).values():
-            yield files, rows
+    return dict(values[CONTENTS] for _, _, values in _records(table) if CONTENTS in values)
 
 
 def to_summary(values: Mapping[str, Mapping[datetime.date, Any]]) -> dict[str, str]:
@@ -99,11 +102,21 @@ def to_summary(values: Mapping[str, Mapping[datetime.date, Any]]) -> dict[str, s
     return {key: json.dumps({day.isoformat(): of[day] for day in sorted(of)}) for key, of in values.items() if of}
 
 
-def to_properties(table: Table, names: Mapping[datetime.date, str]) -> dict[str, str]:
+def to_properties(
+    table: Table,
+    names: Mapping[datetime.date, str],
+    expiring: Collection[int],
+    read_remaining: Callable[[], Collection[str]],
+) -> dict[str, str]:
     """Encodes what snapshots record as table properties, which outlive them.
 
-    For each day, takes the write that left its files, or the last one if another engine has changed the day.
-    `names` is as in `identities`.
+    For each day, takes the write that left its files, or the last one if another engine has changed the day. Also takes
+    the writes of other files that a remaining snapshot has. They go with the last of these snapshots.
+
+    Args:
+        names: As in `identities`.
+        expiring: Ids of the snapshots that are about to expire.
+        read_remaining: Returns the `hash_paths` of all days in the other snapshots. Called if it matters.
     """
     kept = {key: _newest(table, key) for key in KEYS}
     nothing = hash_paths([])
@@ -111,7 +124,15 @@ def to_properties(table: Table, names: Mapping[datetime.date, str]) -> dict[str,
         if CONTENTS in values and values[CONTENTS][0] == names.get(day, nothing):
             for key, value in values.items():
                 kept[key][day] = (number, value)
-    return to_summary(kept)
+    gone = [snapshot for snapshot in table.snapshots() if snapshot.snapshot_id in expiring]
+    others = [
+        (day, number, values)
+        for day, number, values in _records(table, gone)
+        if CONTENTS in values and any(kept[key].get(day) != (number, value) for key, value in values.items())
+    ]
+    remaining = read_remaining() if others else ()
+    earlier = [(f"{day}", number, values) for day, number, values in others if values[CONTENTS][0] in remaining]
+    return to_summary(kept) | ({EARLIER: json.dumps(earlier)} if earlier or EARLIER in table.properties else {})
 
 
 def hash_paths(paths: Iterable[str]) -> str:

@@ -2,6 +2,8 @@
 
 import datetime
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from pyiceberg.table.update import (
 
 from storage.days import to_properties
 from storage.errors import ConflictError, StorageError
+from storage.files import SnapshotRef
 from storage.warehouse import Warehouse
 
 MAIN = "main"
@@ -87,6 +90,8 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
         if dry_run or not gone:
             return result
         names = warehouse.day_names(warehouse.current(name)) if current else {}
+        kept = [one.snapshot_id for one in table.snapshots() if one.snapshot_id not in gone]
+        properties = to_properties(table, names, gone, partial(_read_names, warehouse, name, kept))
         is_remote = isinstance(table.catalog, RestCatalog)
         local: list[Any] = [] if is_remote else [AssertSameRefs(known=_refs(table.metadata))]
         try:
@@ -98,7 +103,7 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
                     *local,
                 ),
                 (
-                    SetPropertiesUpdate(updates=to_properties(table, names)),
+                    SetPropertiesUpdate(updates=properties),
                     RemoveSnapshotsUpdate(snapshot_ids=sorted(gone)),
                 ),
             )
@@ -109,6 +114,15 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
     raise ConflictError(
         f"table '{name}'", "no concurrent commit", "another writer's commit five times", "Run the command again."
     ) from conflict
+
+
+def _read_names(warehouse: Warehouse, name: str, snapshots: Iterable[int]) -> set[str]:
+    """Returns the hashes of the files' names of all days in some snapshots."""
+    found: set[str] = set()
+    for snapshot in snapshots:
+        with suppress(StorageError):  # nobody can read it
+            found |= {*warehouse.day_names(SnapshotRef(table=name, snapshot_id=snapshot)).values()}
+    return found
 
 
 def list_tags(warehouse: Warehouse, name: str) -> dict[str, datetime.datetime]:

@@ -31,6 +31,9 @@ def test_the_record_has_everything_that_a_training_needs(record, smoke, home):
     assert record.weights_sha256 == smoke["train"]["weights_sha256"]
     assert (record.identity, record.commit) == (smoke["identity"], smoke["git_commit"])
     assert (record.world_size, record.device) == (2, "cpu")
+    assert {part: [f"{day}" for day in rows.days] for part, rows in record.rows.items()} == {
+        "train": ["2025-01-06", "2025-01-07"], "valid": ["2025-01-08"], "test": ["2025-01-09"],
+    }  # fmt: skip
     assert record.threads_per_rank >= 1
     tags = Workspace(config).tracking.client.get_model_version("smoke", "1").tags
     assert (record.plan_hash, record.lock_hash) == (tags["plan_hash"], tags["lock_hash"])

@@ -2,6 +2,7 @@
 
 import datetime
 import itertools
+import json
 import os
 import random
 import subprocess
@@ -17,8 +18,9 @@ from pyiceberg.expressions.visitors import _ManifestEvalVisitor
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
 from storage.config import WarehouseConfig
+from storage.days import EARLIER, identities, notes
 from storage.errors import CorruptFileError, StorageError
-from storage.maintenance import ExpireResult, expire, vacuum
+from storage.maintenance import ExpireResult, drop_tags, expire, vacuum
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
 
@@ -217,6 +219,35 @@ def test_identities_of_days_survive_expiry_in_any_order(warehouse: Warehouse) ->
     assert warehouse.written_days("events") == {DAY1: "d", DAY2: "c"}
     expire(warehouse, "events", NOW)
     assert warehouse.written_days("events") == {DAY1: "d", DAY2: "c"}
+
+
+def test_a_tagged_snapshot_keeps_what_is_known_of_its_days(warehouse: Warehouse) -> None:
+    """Although its days are written again, and the snapshot that wrote them expires."""
+
+    def write_day(note: str, same: dict[datetime.date, str]) -> SnapshotRef:
+        table = rows(DAY1, 3)
+        return warehouse.replace_days(
+            "events", {DAY1: "i"}, table.schema, table.to_batches(), 3, notes={DAY1: note}, same=same
+        )
+
+    def known(snapshot: SnapshotRef) -> list[Any]:
+        table, names = warehouse.table("events"), warehouse.day_names(snapshot)
+        return [identities(table, names), notes(table, names), warehouse.day_contents(snapshot)]
+
+    write_day("open", {DAY1: "content"})
+    other = write(warehouse, rows(DAY2, 3))
+    warehouse.tag(other, "train-a")
+    before = known(other)
+    assert before[1:] == [{DAY1: "open"}, before[2] | {DAY1: "content"}]
+    for number in range(3):
+        write_day(f"closed {number}", {})
+        expire(warehouse, "events", NOW)
+        assert known(other) == before
+    assert known(warehouse.current("events"))[1] == {DAY1: "closed 2"}
+    assert len(json.loads(warehouse.table("events").properties[EARLIER])) == 1
+    drop_tags(warehouse, "events", ["train-a"])
+    expire(warehouse, "events", NOW)
+    assert json.loads(warehouse.table("events").properties[EARLIER]) == []
 
 
 def test_young_snapshots_and_files_stay(warehouse: Warehouse, home: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.data.config import Part, SplitConfig
+from pipeline.data.config import PARTS, Part, SplitConfig
 from pipeline.data.day_notes import open_days
 from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, EmptyDatasetError, RegistryError
@@ -279,8 +279,10 @@ def make_day_job(
     name = f"{workspace.config.name}-{today.day}-{today.identity[:12]}-{digest({'work': work})[:8]}"
     folder = workspace.unfinished_folder("runs", name, REGISTERED)
     begun = find_begun(workspace.warehouse, folder)
-    today = today if begun is None else today.model_copy(update={"snapshot": begun})
     data, start = _select_parts(workspace, today, days), None
+    if begun is not None and begun != today.snapshot:
+        today = today.model_copy(update={"snapshot": begun})
+        data = build_specs(workspace, begun, {part: data[part].selection if part in data else None for part in PARTS})
     before: Mapping[str, str] = {}
     tags = {"day": f"{today.day}", "trained_from": "scratch" if from_scratch else f"{today.champion.version}"}
     if not from_scratch:

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -145,7 +146,8 @@ def resolve_job(workspace: Workspace, snapshot_id: int | None, force: bool) -> T
     begun = None if done else find_begun(warehouse, folder)
     if begun is not None and begun != snapshot:
         workspace.console.log.info("resumes on snapshot %s, which has the same rows", begun.snapshot_id)
-        snapshot, data = resolve_dataset(workspace, begun.snapshot_id)
+        pinned = {part: data[part].selection if part in data else None for part in LEARNED}
+        snapshot, data = resolve_dataset(workspace, begun.snapshot_id, pinned)
     return make_job(folder, workspace, identity, (snapshot, data), done)
 
 
@@ -206,11 +208,14 @@ def make_job(
     )
 
 
-def resolve_dataset(workspace: Workspace, snapshot_id: int | None) -> tuple[SnapshotRef, dict[Part, DataSpec]]:
+def resolve_dataset(
+    workspace: Workspace, snapshot_id: int | None, pinned: Mapping[Part, Selection | None] = MappingProxyType({})
+) -> tuple[SnapshotRef, dict[Part, DataSpec]]:
     """Returns the snapshot and the parts of its split, each with the plan before fitting.
 
     Args:
         snapshot_id: None takes the newest.
+        pinned: As in `build_specs`.
     """
     config = workspace.config
     warehouse = workspace.warehouse
@@ -219,7 +224,7 @@ def resolve_dataset(workspace: Workspace, snapshot_id: int | None) -> tuple[Snap
         snapshot = SnapshotRef(table=config.name, snapshot_id=snapshot_id)
     if config.filter is not None:
         check_filter(config.filter, filter_schema(warehouse, snapshot, workspace.feature_joins()))
-    return snapshot, build_specs(workspace, snapshot)
+    return snapshot, build_specs(workspace, snapshot, pinned)
 
 
 def prepare_rows(workspace: Workspace, snapshot_id: int | None) -> tuple[SnapshotRef, DataSpec, int]:
@@ -251,9 +256,14 @@ def _build_plan(workspace: Workspace, snapshot: SnapshotRef, schema: pa.Schema) 
     return plan
 
 
-def build_specs(workspace: Workspace, snapshot: SnapshotRef) -> dict[Part, DataSpec]:
+def build_specs(
+    workspace: Workspace, snapshot: SnapshotRef, pinned: Mapping[Part, Selection | None] = MappingProxyType({})
+) -> dict[Part, DataSpec]:
     """Returns the parts of a snapshot's split, with the plan for its columns.
 
+    Args:
+        pinned: Part -> its rows, chosen and checked by an earlier run, or None for no rows. It is not checked again
+            whether their days are open and backfilled: the answer may be another one now.
     Raises:
         ConfigError: If the config does not fit the table, the split names an open day, or a day lacks a column that
             the config reads as backfilled.
@@ -267,12 +277,15 @@ def build_specs(workspace: Workspace, snapshot: SnapshotRef) -> dict[Part, DataS
     names = [feature.name for feature in plan.sparse]
     once = resolve(config.preprocessing.deduplicate, names, "preprocessing.deduplicate", "a sparse feature")
     extra = tuple(dict.fromkeys([*config.evaluation.columns, DAY, *_list_resample_columns(config.gate)]))
-    days, not_final = list(warehouse.day_rows(snapshot)), open_days(warehouse, snapshot)
+    chosen = [part for part in PARTS if part not in pinned]
+    days, not_final = list(warehouse.day_rows(snapshot)), open_days(warehouse, snapshot) if chosen else set()
     if not_final and not config.split.open_days:
         workspace.console.log.info("%s open days are left out, the first is %s", len(not_final), min(not_final))
     found: dict[Part, DataSpec] = {}
     for part in PARTS:
-        selection = select(config.split, part, days, config.filter, config.sampling, not_final)
+        selection = pinned.get(part)
+        if part in chosen:
+            selection = select(config.split, part, days, config.filter, config.sampling, not_final)
         if selection is not None:
             found[part] = DataSpec(
                 warehouse=config.warehouse,
@@ -287,8 +300,9 @@ def build_specs(workspace: Workspace, snapshot: SnapshotRef) -> dict[Part, DataS
                 session=session if part == "train" or (part == "valid" and once) else None,
                 deduplicate=() if part == "test" else tuple(once),
             )
-    columns = {name for spec in found.values() for name in spec.columns}
-    read = {day for spec in found.values() for day in spec.selection.days}
+    new = [spec for part, spec in found.items() if part in chosen]
+    columns = {name for spec in new for name in spec.columns}
+    read = {day for spec in new for day in spec.selection.days}
     require_backfilled(config.features.joined, warehouse, snapshot, columns, read, ROOT)
     return found
 

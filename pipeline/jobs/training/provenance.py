@@ -14,7 +14,7 @@ from mlflow.exceptions import MlflowException
 from pydantic import BaseModel
 
 from pipeline.config import RunConfig, load
-from pipeline.data.config import Part
+from pipeline.data.config import PARTS, Part
 from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, RegistryError
 from pipeline.jobs.code_version import trained_by
@@ -66,11 +66,16 @@ class Record(BaseModel, frozen=True):
     day: str | None = None
     """The day, for a training by flows.recurring. It reads other rows than the config's split names."""
     rows: Mapping[Part, Selection] = {}
-    """Part -> its rows, for a training by flows.recurring."""
+    """Part -> its rows. Empty: not recorded, the config's split tells."""
     continues: int | None = None
     """The version that this training continues."""
     days: Mapping[str, str] = {}
     """Learned day -> content of its rows, including the trainings that this one continues."""
+
+    @property
+    def pinned(self) -> dict[Part, Selection | None]:
+        """Part -> its rows, or None for no rows. Empty: not recorded."""
+        return {part: self.rows.get(part) for part in PARTS} if self.rows else {}
 
 
 def make_record(workspace: Workspace, job: TrainingJob, placement: ShardingPlan, summary: Mapping[str, Any]) -> Record:
@@ -99,7 +104,7 @@ def make_record(workspace: Workspace, job: TrainingJob, placement: ShardingPlan,
         weights_sha256=summary["weights_sha256"],
         trained_on=job.trained_on,
         day=job.tags.get("day"),
-        rows={part: spec.selection for part, spec in job.data.items()} if "day" in job.tags else {},
+        rows={part: spec.selection for part, spec in job.data.items()},
         continues=None if job.start is None else int(job.tags["trained_from"]),
         days=job.days,
     )

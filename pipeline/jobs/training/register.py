@@ -50,7 +50,8 @@ def _load_job(workspace: Workspace, folder: Path, record: Record) -> TrainingJob
         return TrainingJob.model_validate_json((folder / JOB).read_text(encoding="utf-8"))
     # A finished training is registered even if a feature has been deprecated since.
     allowed = workspace.with_config(load(workspace.config, {"features.allow_deprecated": True}))
-    return make_job(folder, workspace, record.identity, resolve_dataset(allowed, record.snapshot.snapshot_id))
+    data = resolve_dataset(allowed, record.snapshot.snapshot_id, record.pinned)
+    return make_job(folder, workspace, record.identity, data)
 
 
 def _find_folder(workspace: Workspace, run: str | None) -> Path:

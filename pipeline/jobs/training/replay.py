@@ -111,9 +111,7 @@ def _make_config(old: Record, workspace: Workspace, overrides: Mapping[str, Any]
 def pin_replay(workspace: Workspace, old: Record, name: str, checkpoint: Path | None = None) -> TrainingJob:
     """Pins the recorded training in a folder of its own. Safe to repeat: an interrupted replay is found again."""
     folder = workspace.unfinished_folder("replays", name, RESULT)
-    snapshot, data = resolve_dataset(workspace, old.snapshot.snapshot_id)
-    if old.rows:
-        data = {part: data[part].model_copy(update={"selection": rows}) for part, rows in old.rows.items()}
+    snapshot, data = resolve_dataset(workspace, old.snapshot.snapshot_id, old.pinned)
     if old.continues is None:
         return make_job(folder, workspace, old.identity, (snapshot, data))
     before = workspace.tracking.get_version(workspace.config.model_name, str(old.continues))

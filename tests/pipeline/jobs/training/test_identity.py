@@ -4,12 +4,15 @@ import datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from pipeline.config import load
+from pipeline.data.day_notes import INGEST, DayNote, InputFiles
+from pipeline.errors import ConfigError
 from pipeline.jobs.tables.ingest import ingest
 from pipeline.jobs.training.identity import name_test_rows
-from pipeline.jobs.training.job import TrainingJob, begin, resolve_job
+from pipeline.jobs.training.job import TrainingJob, begin, resolve_dataset, resolve_job
 from pipeline.jobs.workspace import Workspace
 from storage.layout.rewrite import rewrite_day
 
@@ -84,6 +87,25 @@ def test_checkpoints_of_an_expired_snapshot_are_dropped(home: Path) -> None:
     assert checkpoints.exists()
     begin(job.model_copy(update={"snapshot": job.snapshot.model_copy(update={"snapshot_id": 7})}))
     assert not checkpoints.exists()
+
+
+def test_chosen_rows_are_not_chosen_again(home: Path) -> None:
+    """A resumed or replayed training reads its rows, whatever is noted of their days now."""
+    workspace = open_()
+    chosen = {part: spec.selection for part, spec in pin().data.items()}
+    rows = InputFiles(count=0, bytes=0, stamps=())
+    note = {INGEST: DayNote(open=True, rows=rows, outcomes=rows).model_dump(mode="json")}
+    warehouse = workspace.warehouse
+    reader = warehouse.reader(snapshot := warehouse.current("smoke"), warehouse.schema(snapshot).names)
+    table = pa.concat_tables([reader.read(fragment) for fragment in reader.fragments([FIRST[0]])])
+    warehouse.replace_days(
+        "smoke", {FIRST[0]: "i"}, table.schema, table.to_batches(), table.num_rows, notes={FIRST[0]: note}
+    )
+    with pytest.raises(ConfigError, match="open"):
+        resolve_dataset(workspace, None)
+    chosen["train"] = chosen["train"].model_copy(update={"days": FIRST[:1]})
+    _, data = resolve_dataset(workspace, None, {"valid": None, **{part: chosen[part] for part in ("train", "test")}})
+    assert {part: spec.selection for part, spec in data.items()} == {part: chosen[part] for part in ("train", "test")}
 
 
 def test_evaluation_rows_have_a_name_of_their_own(home: Path) -> None:
