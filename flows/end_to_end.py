@@ -12,6 +12,7 @@ from flows.ingest import ingest
 from flows.runtime.flow import flow
 from flows.train import train
 from pipeline.config import RunConfig, load
+from pipeline.jobs.tables.ingest import require_one_config
 
 
 @flow("end-to-end")
@@ -22,6 +23,9 @@ def end_to_end(
 ) -> dict[str, Any]:
     """Ingests the logs, then trains and registers a model version. Skips finished steps.
 
+    Trains on the table's versions of days that the ingest held back, and names them in `held`. Stops before the
+    training if the table has days of an earlier config beside those of this one.
+
     Args:
         config: The run's config, or the path of its YAML file.
         overrides: Dotted key -> value; overrides the config.
@@ -29,5 +33,6 @@ def end_to_end(
     """
     settings = load(config, overrides)
     days = ingest(settings)
+    require_one_config(days)
     model = train(settings, snapshot_id=days["snapshot_id"], force=force)
-    return model | {"ingest": days}
+    return model | {"held": days["held"], "ingest": days}

@@ -17,6 +17,7 @@ from pipeline.errors import EmptyDatasetError
 from pipeline.jobs.clean import clean
 from pipeline.jobs.recurring.day import has_champion, require_hash_split
 from pipeline.jobs.recurring.run import train_day, train_new_days
+from pipeline.jobs.tables.ingest import require_one_config
 from pipeline.jobs.workspace import Workspace
 
 
@@ -51,25 +52,29 @@ def recurring(
     workspace = open_workspace(load(config, overrides))
     require_hash_split(workspace.config.split)
     champion = has_champion(workspace)
+    ingested: Mapping[str, Any] = {}
     if not champion or (from_source and day is None):
-        ingest(workspace.config)
+        ingested = ingest(workspace.config)
     elif from_source and day is not None:
-        ingest_day(workspace, day)
+        ingested = ingest_day(workspace, day)
     if not champion:
+        require_one_config(ingested)
         train(workspace.config)
+    held = {"held": ingested.get("held", [])}
     if day is not None:
-        return train_day(workspace, day, scratch, force)
-    result = train_new_days(workspace, scratch, force)
+        return train_day(workspace, day, scratch, force) | held
+    result = train_new_days(workspace, scratch, force) | held
     with workspace.best_effort("removing what retention does not keep"):
         clean(workspace, dry_run=False)
     return result
 
 
-def ingest_day(workspace: Workspace, day: datetime.date) -> None:
+def ingest_day(workspace: Workspace, day: datetime.date) -> Mapping[str, Any]:
     """Ingests a day if its input has changed. A day that the source no longer has stays as the table has it."""
     try:
-        ingest(workspace.config, day=day)
+        return ingest(workspace.config, day=day)
     except EmptyDatasetError:
         if day not in workspace.warehouse.whole_days(workspace.config.name):
             raise
         workspace.console.log.info("the source no longer has %s: uses the table's rows", day)
+        return {}

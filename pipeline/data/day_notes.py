@@ -48,6 +48,8 @@ class DayNote(BaseModel, frozen=True):
     """Files of the outcome log that may hold outcomes of the day."""
     lookups: Mapping[str, str] = {}
     """Side table -> fingerprint of the stamps of its files."""
+    definition: str = ""
+    """Fingerprint of the config that says what rows and labels are. Empty: not noted."""
 
 
 def day_notes(warehouse: Warehouse, snapshot: SnapshotRef) -> dict[datetime.date, DayNote]:

@@ -54,6 +54,7 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
         f" {'NULL' if windows is None else which} FROM {rows.view} GROUP BY {DAY} ORDER BY {DAY}"
     ).fetchall()
     sides = {one.path: fingerprint(_stamps(files))[:16] for one, files in lookups.items()}
+    definition = fingerprint([_definition(context.source), schema.label, schema.weight])[:16]
     days = []
     for day, count, bad, files, aside in found:
         content: list[object] = [shared, [stamps[file] for file in files]]
@@ -62,7 +63,13 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
         if windows is not None:  # a repeated impression's first row may lie in another day's file
             content += [[stamps[file] for file in outcomes], str(aside or 0)]
         content += ["open"] if is_open else []  # when the day closes, it is written again
-        note = DayNote(open=is_open, rows=InputFiles.of(files), outcomes=InputFiles.of(outcomes), lookups=sides)
+        note = DayNote(
+            open=is_open,
+            rows=InputFiles.of(files),
+            outcomes=InputFiles.of(outcomes),
+            lookups=sides,
+            definition=definition,
+        )
         days.append(SourceDay(day, count, bad, fingerprint(content)[:16], note))
     return days
 
@@ -79,6 +86,13 @@ def source_values(source: SourceConfig) -> dict[str, Any]:
         if lookup["refresh"] == "new_days":
             del lookup["refresh"]
     return values
+
+
+def _definition(source: SourceConfig) -> dict[str, Any]:
+    """Returns the values of a source's config that say what its rows and labels are, wherever they come from."""
+    places: Any = {"outcomes": {"path"}, "lookups": {"__all__": {"path", "refresh"}}}
+    places |= dict.fromkeys(("path", "format", "generator"), True)
+    return source.model_dump(mode="json", exclude_defaults=True, exclude=places)
 
 
 def select_days(days: Sequence[SourceDay], only: Iterable[datetime.date]) -> list[SourceDay]:

@@ -8,7 +8,7 @@ from functools import partial
 
 from pydantic import BaseModel
 
-from pipeline.data.day_notes import day_notes
+from pipeline.data.day_notes import DayNote, day_notes
 from pipeline.errors import DataError, EmptyDatasetError
 from pipeline.extraction.checks import CheckFinding, CheckResult, Columns, DayCheck, worst_outcome
 from pipeline.extraction.config import IngestConfig, Rule, Verdict
@@ -62,6 +62,8 @@ class IngestResult(BaseModel, frozen=True):
     """Days that broke a rule. They are held back in a table of their own."""
     days_changed: tuple[datetime.date, ...] = ()
     """Days of the same input that another engine has changed in the table. They stay as they are."""
+    days_outdated: tuple[datetime.date, ...] = ()
+    """Days of the table whose rows and labels are as an earlier config says."""
     days_open: tuple[datetime.date, ...] = ()
     """Requested days that are open: labels may still change."""
     backfilled: EnrichResult | None = None
@@ -259,8 +261,9 @@ def _find_losses(
     if day not in plan.stored or outcome == "off":
         return []
     generated, config = context.source.generator is not None, ingest.config.checks
-    columns = plan.refill.columns_of(day)
-    lost = find_losses(due[day], plan.stored[day], new, columns, config, context.schema.label, generated)
+    columns, rows = plan.refill.columns_of(day), ingest.rows
+    there = {path.name for path in rows.files}, {path.name for path in rows.outcomes}
+    lost = find_losses(due[day], plan.stored[day], new, columns, config, context.schema.label, generated, there)
     return [
         CheckFinding(day=day, rule="losses", outcome=outcome, column=column, expected=expected, got=got)
         for expected, got, column in lost
@@ -306,8 +309,10 @@ def _result(
 ) -> IngestResult:
     rows, due = ingest.rows, [*passed, *broken]
     touched = {*(day.day for day in [*due, *plan.held_back]), *plan.changed}
+    snapshot, definition = ingest.context.warehouse.current(ingest.context.table), plan.wanted[0].note.definition
+    noted = day_notes(ingest.context.warehouse, snapshot)
     return IngestResult(
-        snapshot=ingest.context.warehouse.current(ingest.context.table),
+        snapshot=snapshot,
         rows=sum(day.kept for day in passed),
         days_written=tuple(day.day for day in passed),
         days_skipped=tuple(day.day for day in plan.wanted if day.day not in touched),
@@ -327,17 +332,14 @@ def _result(
         days_changed=tuple(plan.changed),
         days_held=tuple(sorted(day.day for day in [*broken, *plan.held_back])),
         days_open=tuple(day.day for day in plan.wanted if day.note.open),
-        stale_lookups=_count_stale(ingest, [day for day in plan.wanted if day.day in plan.unchanged]),
+        days_outdated=tuple(sorted(day for day, note in noted.items() if note.definition not in ("", definition))),
+        stale_lookups=_count_stale(noted, [day for day in plan.wanted if day.day in plan.unchanged]),
         checked=checked,
     )
 
 
-def _count_stale(ingest: _Ingest, days: Sequence[SourceDay]) -> dict[str, int]:
+def _count_stale(noted: Mapping[datetime.date, DayNote], days: Sequence[SourceDay]) -> dict[str, int]:
     """Returns side table -> number of days that were written with other values of it."""
-    context = ingest.context
-    if not context.source.lookups or not days:
-        return {}
-    noted = day_notes(context.warehouse, context.warehouse.current(context.table))
     pairs = [(day.note.lookups, noted[day.day].lookups) for day in days if day.day in noted]
     found = Counter(path for now, then in pairs for path in now if then.get(path) != now[path])
     return dict(found)

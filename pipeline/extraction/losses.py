@@ -2,7 +2,7 @@
 
 import datetime
 import fnmatch
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,19 +67,26 @@ def find_losses(
     config: ChecksConfig,
     label: str,
     generated: bool,
+    there: tuple[Collection[str], Collection[str]],
 ) -> Iterator[Loss]:
     """Yields what a day would lose.
 
-    Quarantined rows do not count as a loss, because the quarantine table has them and their share is limited.
+    Quarantined rows do not count as a loss, because the quarantine table has them and their share is limited. If the
+    config has changed what rows and labels are, the two versions are not compared. Files that are gone still count.
 
     Args:
         new: Statistics of the rows to write. None: they were not measured.
         refillable: Columns that can be backfilled again.
         generated: Whether the logs are generated. They lose nothing, because the config decides their content.
+        there: Names of all files of the source, and of its outcome log. Under another config a day may need fewer.
     """
     for name in sorted(stored.backfilled.difference(refillable)):
         yield "backfilled values, as in the table", "no feature source for them in features.joined", name
     if generated:
+        return
+    if stored.note is not None and stored.note.definition not in ("", day.note.definition):
+        yield from _gone_files("", stored.note.rows, there[0])
+        yield from _gone_files("outcome ", stored.note.outcomes, there[1])
         return
     if stored.note is not None:
         yield from _lost_files("", stored.note.rows, day.note.rows)
@@ -108,12 +115,21 @@ def find_losses(
 def _lost_files(kind: str, before: InputFiles, now: InputFiles) -> Iterator[Loss]:
     if now.count < before.count:
         gone = before.names_missing_in(now)
-        names = ", ".join(gone[:NAMED]) + (f" and {len(gone) - NAMED} more" if len(gone) > NAMED else "")
         yield (
             f"{before.count} {kind}files, as when the table got the day",
-            f"{now.count}{f', without {names}' if gone else ''}",
+            f"{now.count}{f', without {_list(gone)}' if gone else ''}",
             None,
         )
+
+
+def _gone_files(kind: str, before: InputFiles, there: Collection[str]) -> Iterator[Loss]:
+    gone = [name for name, _, _ in before.stamps if name not in there]
+    if gone:
+        yield f"the {kind}files that the table got the day from", f"a source without {_list(gone)}", None
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def _statistics(

@@ -9,6 +9,7 @@ import yaml
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
+from flows.end_to_end import end_to_end
 from flows.ingest import ingest
 
 
@@ -19,6 +20,7 @@ def config(tmp_path):
     sizes = [200, 200, 200, 200, 60]
     days = np.repeat([f"2025-01-0{day}" for day in range(1, 6)], sizes)
     rows = pd.DataFrame({"date": days, "user": draw.integers(0, 20, len(days)), "label": np.arange(len(days)) % 2})
+    rows["bought"] = 1 - rows["label"]
     rows.to_parquet(tmp_path / "rows.parquet")
     values = {
         "name": "checked",
@@ -39,7 +41,10 @@ def test_findings_are_in_the_result_on_the_page_and_in_files(command, config, tm
     assert (checks["ok"], checks["quarantine"]) == (4, 1)
     assert [(one["day"], one["rule"], one["got"]) for one in checks["findings"]] == [("2025-01-05", "rows", "60")]
     assert "quarantine: day 2025-01-05, rule rows: expected 100 to 300 as on the 4 days before it, got 60" in log
-    assert "1 days broke a rule and are held back in table checked_held" in log
+    assert (
+        "1 days broke a rule and are held back in table checked_held, the first is 2025-01-05. "
+        "Table checked keeps its versions of them"
+    ) in log
     folder = home / "reports" / "ingest-checked-2025-01-01-2025-01-05"
     assert checks["report"] == str(folder)
     assert (folder / "checks.png").stat().st_size > 10_000
@@ -50,6 +55,22 @@ def test_findings_are_in_the_result_on_the_page_and_in_files(command, config, tm
     assert json.loads(found[-1].data)[0]["rule"] == "rows"
     code, again, _ = command(ingest, config, "ingest.checks.rows=quarantine", home=home)
     assert (again["status"], again["days_held"], again["days_skipped"]) == ("skipped", 1, 4)
+
+
+def test_a_table_of_two_configs_is_not_trained_on_unasked(command, config, tmp_path):
+    home = tmp_path / "home"
+    command(ingest, config, home=home)
+    rows = pd.read_parquet(tmp_path / "rows.parquet")
+    rows[rows["date"] > "2025-01-01"].to_parquet(tmp_path / "rows.parquet")
+    code, result, log = command(end_to_end, config, "features.label=bought", home=home)
+    assert (code, result["error"]) == (
+        1,
+        "table 'checked': expected rows and labels of each day as the config says, got those of an earlier config in "
+        "2025-01-01. Restore the input of these days and run again, write held days as they are now with "
+        "`python -m flows.ingest CONFIG day=DAY force=true`, or train on the table as it is with "
+        "`python -m flows.train`.",
+    )
+    assert "1 days of table checked have the rows and labels of an earlier config, the first is 2025-01-01" in log
 
 
 def test_a_failing_day_ends_the_ingest_and_leaves_a_report(command, config, tmp_path):

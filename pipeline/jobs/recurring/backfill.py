@@ -46,15 +46,17 @@ def write_days_side_by_side(
     config = workspace.config
     size = max(len(days) // (side_by_side * PORTIONS), 1)
     portions = [tuple(days[first : first + size]) for first in range(0, len(days), size)]
-    totals = {"days_written": 0, "days_skipped": 0, "rows": 0, "quarantined_rows": 0}
+    totals = {"days_written": 0, "days_skipped": 0, "days_held": 0, "rows": 0, "quarantined_rows": 0}
     with workspace.lock(workspace.ingest_lock), workspace.console.progress("days") as progress:
 
         def done(found: IngestResult) -> None:
             totals["days_written"] += len(found.days_written)
             totals["days_skipped"] += len(found.days_skipped)
+            totals["days_held"] += len(found.days_held)
             totals["rows"] += found.rows
             totals["quarantined_rows"] += sum(found.quarantined.values())
-            progress("ingest", totals["days_written"] + totals["days_skipped"], len(days))
+            finished = totals["days_written"] + totals["days_skipped"] + totals["days_held"]
+            progress("ingest", finished, len(days))
 
         if not workspace.warehouse.has_table(config.name):  # otherwise two writers would create it
             done(write_days(workspace, portions.pop(0), force, _ignore_progress))
@@ -69,6 +71,8 @@ def write_days_side_by_side(
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
+    if totals["days_held"]:
+        workspace.console.log.warning("%s days broke a rule and are held back", totals["days_held"])
     return totals
 
 

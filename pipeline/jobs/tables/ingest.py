@@ -1,12 +1,13 @@
 """Writes source rows into days of the warehouse, and adds columns of feature sources to them."""
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from pipeline.catalog.events import Event, append_event, newest_events, read_events
 from pipeline.config.files import ROOT
+from pipeline.errors import DataError
 from pipeline.extraction.enrich import EnrichResult
 from pipeline.extraction.enrich import enrich as write_columns
 from pipeline.extraction.extract import IngestResult, extract
@@ -81,7 +82,15 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
     if result.days_elsewhere:
         log.info("%s other days stay in the table: the source does not have them", result.days_elsewhere)
     if result.days_held:
-        log.warning("%s days broke a rule and are held back in table %s", len(result.days_held), held_back_name(name))
+        log.warning(
+            "%s days broke a rule and are held back in table %s, the first is %s. Table %s keeps its versions of them",
+            len(result.days_held), held_back_name(name), result.days_held[0], name,
+        )  # fmt: skip
+    if result.days_outdated:
+        log.warning(
+            "%s days of table %s have the rows and labels of an earlier config, the first is %s",
+            len(result.days_outdated), name, result.days_outdated[0],
+        )  # fmt: skip
     if result.days_open:
         log.warning(
             "%s days are open, the first is %s: their labels may still change. Ingest later outcomes to close them",
@@ -107,6 +116,7 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
         "days_changed": len(result.days_changed),
         "held": [f"{day}" for day in result.days_held],
         "days_backfilled": 0 if result.backfilled is None else len(result.backfilled.days_written),
+        "days_outdated": [f"{day}" for day in result.days_outdated],
         "days_open": [f"{day}" for day in result.days_open],
         "first_day": str(touched[0]),
         "last_day": str(touched[-1]),
@@ -119,6 +129,25 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
         "outcomes": {label: joined.model_dump() for label, joined in result.outcomes.items()},
         "checks": summarize_checks(workspace, result.checked),
     }
+
+
+def require_one_config(ingested: Mapping[str, Any]) -> None:
+    """Refuses a table that has rows and labels of an earlier config beside those of this one.
+
+    Args:
+        ingested: Result of `ingest_days`.
+    Raises:
+        DataError: If some days are of an earlier config.
+    """
+    if days := ingested["days_outdated"]:
+        span = days[0] if len(days) == 1 else f"{len(days)} days, the first is {days[0]}"
+        raise DataError(
+            f"table '{ingested['table']}'", "rows and labels of each day as the config says",
+            f"those of an earlier config in {span}",
+            "Restore the input of these days and run again, write held days as they are now with "
+            "`python -m flows.ingest CONFIG day=DAY force=true`, or train on the table as it is with "
+            "`python -m flows.train`.",
+        )  # fmt: skip
 
 
 def enrich_days(

@@ -140,6 +140,44 @@ def test_a_day_that_grows_or_stays_as_rich_is_written(ingest: Any, put: Any, tmp
     assert ingest(PLAIN, checks={"loss_share": 0.01}, order_by=["user"]).days_written == (DAYS[0],)
 
 
+def test_a_config_with_other_labels_loses_nothing_but_files(ingest: Any, stored: Any, put: Any, tmp_path: Path) -> None:
+    put_logs(put, DAYS[:3])
+    assert ingest(LOGS).days_outdated == ()
+    (tmp_path / "outcomes" / f"{DAYS[0]}.parquet").unlink()
+    shorter = LOGS | {"outcomes": LOGS["outcomes"] | {"window_seconds": 60}}  # type: ignore[operator]
+    result = ingest(shorter)
+    assert (result.days_written, result.days_held) == ((DAYS[1], DAYS[2]), (DAYS[0],))
+    assert losses(result) == [
+        "quarantine 2024-01-01 : the outcome files that the table got the day from, got a source without "
+        "2024-01-01.parquet"
+    ]
+    assert (rate_of(stored, DAYS[0]), rate_of(stored, DAYS[1])) == (0.25, 0.0)
+    assert (result.days_outdated, ingest(shorter).days_outdated) == ((DAYS[0],), (DAYS[0],))
+    assert ingest(shorter, only=[DAYS[0]], force=True).days_outdated == ()
+
+
+def test_the_same_files_elsewhere_may_lose_nothing(ingest: Any, put: Any, tmp_path: Path) -> None:
+    """Paths do not say what rows and labels are."""
+    put_logs(put, DAYS[:3])
+    ingest(LOGS)
+    (tmp_path / "features").rename(tmp_path / "moved")
+    moved = LOGS | {"path": "moved/*.parquet"}
+    assert (ingest(moved).days_written, ingest(moved).days_outdated) == (tuple(DAYS[:3]), ())
+    put_logs(put, DAYS[:1], rows=60)
+    result = ingest(LOGS | {"path": ["moved/2024-01-0[23].parquet", "features/*.parquet"]})
+    assert (result.days_held, losses(result)[0]) == (
+        (DAYS[0],), "quarantine 2024-01-01 : at least 100 rows, as in the table, got 60"
+    )  # fmt: skip
+
+
+def test_a_changed_column_of_days_is_no_loss(ingest: Any, put: Any) -> None:
+    sent, seen = ([pd.Timestamp(DAYS[0])] * count + [pd.Timestamp(DAYS[1])] * (60 - count) for count in (30, 10))
+    put("rows/all.parquet", sent=sent, seen=seen, user=range(60), label=[0, 1] * 30)
+    ingest(PLAIN | {"day_column": "sent"})
+    result = ingest(PLAIN | {"day_column": "seen"})
+    assert (result.days_written, losses(result)) == ((DAYS[0], DAYS[1]), [])
+
+
 def test_refused_rows_are_not_lost(ingest: Any, put: Any) -> None:
     """The quarantine table has them, and their share is limited."""
     put_hours(put, DAYS[0], range(2))
