@@ -50,6 +50,8 @@ class DayNote(BaseModel, frozen=True):
     """Side table -> fingerprint of the stamps of its files."""
     definition: str = ""
     """Fingerprint of the config that says what rows and labels are. Empty: not noted."""
+    refill: tuple[str, ...] = ()
+    """Feature sources whose columns the ingest was to backfill into the day."""
 
 
 def day_notes(warehouse: Warehouse, snapshot: SnapshotRef) -> dict[datetime.date, DayNote]:

@@ -3,7 +3,7 @@
 import datetime
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from pydantic import BaseModel
@@ -32,8 +32,8 @@ from pipeline.extraction.intake import (
     store_profile,
 )
 from pipeline.extraction.join import LabelJoin
-from pipeline.extraction.losses import StoredDay, find_losses, read_stored_days
-from pipeline.extraction.opening import OpenSource, Report, SourceContext, open_source_rows
+from pipeline.extraction.losses import StoredDay, add_statistics, find_losses, read_stored_days
+from pipeline.extraction.opening import OpenSource, Report, SourceContext, fingerprint, open_source_rows
 from pipeline.extraction.refill import Refill, plan_refill, refill_days
 from pipeline.extraction.samples import count_rows, number_columns
 from pipeline.extraction.writing import order_clause, write_days
@@ -120,7 +120,9 @@ class _Plan:
     theirs: Collection[datetime.date]
     """Days that another engine has changed in the table, whatever their input."""
     held_back: list[SourceDay]
-    """Days that an earlier ingest held back, from the same input."""
+    """Days that an earlier ingest held back, from the same input and by the same rules."""
+    held_identities: Mapping[datetime.date, str]
+    """Requested day -> its identity as a held-back day: it changes with the rules, so that the day is checked again."""
     stored: Mapping[datetime.date, StoredDay]
     """The requested days as the table has them. Only due days have statistics."""
     refill: Refill
@@ -159,7 +161,7 @@ def extract(
         checked.raise_failed()
         passed = [day for day in plan.due if day.day not in checked.held_back]
         broken = [day for day in plan.due if day.day in checked.held_back]
-        _move_held_back(ingest, passed, broken)
+        _move_held_back(ingest, plan, broken)
         if not passed and not context.warehouse.has_table(context.table):
             raise _no_table_error(context.table, plan.wanted, [*broken, *plan.held_back])
         _warn_of_overwritten(ingest, [day.day for day in passed if day.day in plan.theirs])
@@ -176,28 +178,34 @@ def _plan_days(ingest: _Ingest, only: Iterable[datetime.date]) -> _Plan:
     _refuse_bad_days(rows, wanted, ingest.config.max_quarantined_share)
     stored = context.warehouse.written_days(context.table)
     written = {} if ingest.force else stored
-    held_back = {} if ingest.force else context.warehouse.written_days(held_back_name(context.table))
+    held = {} if ingest.force else context.warehouse.written_days(held_back_name(context.table))
     theirs = context.warehouse.changed_days(context.table)
     same = {} if ingest.force else theirs
     changed = [day.day for day in wanted if day.identity == same.get(day.day)]
-    known = (written, held_back, same)
-    due = [day for day in wanted if all(day.identity != of.get(day.day) for of in known)]
+    table = read_stored_days(context.warehouse, context.table, [day.day for day in wanted])
+    backfilled = {day.day: table[day.day].backfilled if day.day in table else () for day in wanted}
+    joined = context.schema.joined if isinstance(context.schema, FeatureSchema) else ()
+    refill = plan_refill(joined, context.warehouse, context.root, backfilled, ingest.warn)
+    rules = ingest.config.checks.model_dump(mode="json")
+    refillable = {day.day: sorted(refill.columns_of(day.day)) for day in wanted}
+    held_identities = {day.day: fingerprint([day.identity, rules, refillable[day.day]])[:16] for day in wanted}
+    left = [day for day in wanted if day.identity not in (written.get(day.day), same.get(day.day))]
+    held_back = [day for day in left if held.get(day.day) == held_identities[day.day]]
+    noted = {"refill": tuple(one.name for one in joined if one.stored or one in refill.columns)}
+    due = [replace(day, note=day.note.model_copy(update=noted)) for day in left if day not in held_back]
     if rows.join is not None and due:
         rows.join.attribute(rows.view, days_condition(due))
         due = [day for day in count_left_out(rows, due) if day.kept or day.day in stored]
-    every, some = [day.day for day in wanted], [day.day for day in due]
-    table = read_stored_days(context.warehouse, context.table, every, some)
-    backfilled = {day.day: table[day.day].backfilled if day.day in table else () for day in wanted}
-    joined = context.schema.joined if isinstance(context.schema, FeatureSchema) else ()
     return _Plan(
         wanted=wanted,
         due=due,
-        stored=table,
-        refill=plan_refill(joined, context.warehouse, context.root, backfilled, ingest.warn),
+        stored=add_statistics(context.warehouse, context.table, table, [day.day for day in due]),
+        refill=refill,
         unchanged={day.day: day.identity for day in wanted if day.identity == written.get(day.day)},
         changed=changed,
         theirs=theirs.keys(),
-        held_back=[day for day in wanted if held_back.get(day.day) == day.identity != written.get(day.day)],
+        held_back=held_back,
+        held_identities=held_identities,
         elsewhere=len(stored.keys() - {day.day for day in days}),
     )
 
@@ -270,12 +278,14 @@ def _find_losses(
     ]
 
 
-def _move_held_back(ingest: _Ingest, passed: Sequence[SourceDay], broken: Sequence[SourceDay]) -> None:
-    """Writes the days that broke a rule into the table of held-back days; days that passed leave it."""
+def _move_held_back(ingest: _Ingest, plan: _Plan, broken: Sequence[SourceDay]) -> None:
+    """Writes the days that broke a rule into the table of held-back days; all others leave it."""
     warehouse, table = ingest.context.warehouse, ingest.context.table
     if broken:
-        write_days(ingest.rows, warehouse, table, broken, ingest.order, held_back_name(table))
-    release_days(warehouse, table, [day.day for day in passed])
+        held = [replace(day, identity=plan.held_identities[day.day]) for day in broken]
+        write_days(ingest.rows, warehouse, table, held, ingest.order, held_back_name(table))
+    stay = {day.day for day in [*broken, *plan.held_back]}
+    release_days(warehouse, table, [day.day for day in plan.wanted if day.day not in stay])
 
 
 def _warn_of_overwritten(ingest: _Ingest, days: Sequence[datetime.date]) -> None:
@@ -299,7 +309,7 @@ def _write_days(ingest: _Ingest, days: Sequence[SourceDay], intake: Intake | Non
 
 def _backfill_days(ingest: _Ingest, plan: _Plan, passed: Sequence[SourceDay]) -> EnrichResult | None:
     context, written = ingest.context, [day.day for day in passed]
-    others = {day: plan.stored[day].backfilled for day in plan.unchanged if day in plan.stored}
+    others = {day: plan.stored[day] for day in plan.unchanged if day in plan.stored}
     report = partial(ingest.report, "enrich")
     return refill_days(plan.refill, context.warehouse, context.table, context.root, written, others, report)
 
@@ -351,7 +361,7 @@ def _no_table_error(table: str, days: Sequence[SourceDay], held_back: Sequence[S
         return EmptyDatasetError(
             f"table '{table}'", "a day that keeps the rules of ingest.checks",
             f"{len(held_back)} day(s), all held back in table '{held_back_name(table)}'",
-            "Correct the source, or relax the rule and run again with force=true.",
+            "Correct the source, or relax the rule and run again.",
         )  # fmt: skip
     return EmptyDatasetError(
         f"{len(days)} day(s) of the source", "rows to keep", "only negatives that downsampling leaves out",

@@ -3,7 +3,7 @@
 import datetime
 import fnmatch
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.data.day_notes import DayNote, InputFiles, backfilled_columns, day_notes
@@ -34,29 +34,32 @@ class StoredDay:
 
 
 def read_stored_days(
-    warehouse: Warehouse, table: str, days: Collection[datetime.date], due: Collection[datetime.date]
+    warehouse: Warehouse, table: str, days: Collection[datetime.date]
 ) -> dict[datetime.date, StoredDay]:
-    """Reads days as the table has them. Leaves out days that it lacks.
-
-    Args:
-        due: Days to read statistics of, too.
-    """
+    """Reads days as the table has them, without statistics. Leaves out days that it lacks."""
     if not days or not warehouse.has_table(table) or warehouse.table(table).current_snapshot() is None:
         return {}
     snapshot = warehouse.current(table)
     rows = warehouse.day_rows(snapshot)
     notes, backfilled = day_notes(warehouse, snapshot), backfilled_columns(warehouse, snapshot)
-    statistics = _statistics(warehouse, table, [day for day in due if day in rows])
     return {
         day: StoredDay(
             rows=rows[day],
             note=notes.get(day),
-            columns=statistics.get(day, {}),
+            columns={},
             backfilled=frozenset(backfilled.get(day, ())),
         )
         for day in days
         if rows.get(day)
     }
+
+
+def add_statistics(
+    warehouse: Warehouse, table: str, stored: Mapping[datetime.date, StoredDay], due: Collection[datetime.date]
+) -> dict[datetime.date, StoredDay]:
+    """Returns the stored days, with the statistics of those that are due."""
+    found = _statistics(warehouse, table, [day for day in due if day in stored])
+    return {day: replace(one, columns=found.get(day, {})) for day, one in stored.items()}
 
 
 def find_losses(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.extraction.enrich import EnrichResult, enrich, fillable_columns
+from pipeline.extraction.losses import StoredDay
 from pipeline.transforms.schema import FeatureJoin
 from storage.warehouse import Warehouse
 
@@ -16,9 +17,10 @@ class Refill:
 
     columns: Mapping[FeatureJoin, Mapping[datetime.date, set[str]]]
 
-    def columns_of(self, day: datetime.date) -> set[str]:
-        """Returns the columns that can be backfilled into a day."""
-        return {name for days in self.columns.values() for name in days.get(day, ())}
+    def columns_of(self, day: datetime.date, sources: Collection[str] | None = None) -> set[str]:
+        """Returns the columns that can be backfilled into a day, from all feature sources or from those named."""
+        of = [days for one, days in self.columns.items() if sources is None or one.name in sources]
+        return {name for days in of for name in days.get(day, ())}
 
 
 def plan_refill(
@@ -47,16 +49,20 @@ def refill_days(
     table: str,
     root: Path,
     written: Collection[datetime.date],
-    unchanged: Mapping[datetime.date, Collection[str]],
+    unchanged: Mapping[datetime.date, StoredDay],
     report: Callable[[int, int], None],
 ) -> EnrichResult | None:
-    """Backfills the days written, and other days that lack a column. Returns None if there are no such days.
+    """Backfills the days written, and others that an earlier ingest was to backfill but could not.
+
+    Days from before a feature source was stored are left to `flows.enrich`. Returns None if nothing is to be done.
 
     Args:
-        unchanged: Day that the ingest did not write -> columns that a backfill has written into it.
+        unchanged: Days that the ingest did not write.
     """
     days = {day for day in written if refill.columns_of(day)}
-    days |= {day for day, names in unchanged.items() if refill.columns_of(day).difference(names)}
+    for day, stored in unchanged.items():
+        if stored.note is not None and refill.columns_of(day, stored.note.refill).difference(stored.backfilled):
+            days.add(day)
     if not days:
         return None
     return enrich(list(refill.columns), warehouse, table, root, report=report, only=days)

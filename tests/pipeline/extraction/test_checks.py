@@ -215,7 +215,9 @@ def test_a_day_that_fails_is_not_written_and_the_sentence_says_why(
     assert ingest(source(), checks={"rows": "fail"}).rows == 6_000
 
 
-def test_a_quarantined_day_is_held_back_until_forced(ingest: Any, source: Any, warehouse: Warehouse) -> None:
+def test_a_quarantined_day_is_held_back_until_the_rule_is_relaxed(
+    ingest: Any, source: Any, warehouse: Warehouse
+) -> None:
     changed = source(BREAKS["rows"][0])
     first = ingest(changed, checks={"rows": "quarantine"})
     assert (first.days_held, first.rows, first.days_written) == ((LAST,), 5_000, tuple(DAYS[:-1]))
@@ -224,10 +226,14 @@ def test_a_quarantined_day_is_held_back_until_forced(ingest: Any, source: Any, w
     again = ingest(changed, checks={"rows": "quarantine"})
     assert (again.days_held, again.days_written, again.days_skipped) == ((LAST,), (), tuple(DAYS[:-1]))
     assert again.snapshot == first.snapshot
-    relaxed = ingest(changed, checks={"rows": "warn"})
-    assert (relaxed.days_held, relaxed.days_written) == ((LAST,), ()), "only force lets it in"
-    let_in = ingest(changed, checks={"rows": "warn"}, force=True)
-    assert (let_in.days_held, let_in.rows) == ((), 5_450)
+    forced = ingest(changed, checks={"rows": "quarantine"}, force=True)
+    assert forced.days_held == (LAST,), "force admits days that lose something, not other broken rules"
+    held = warehouse.current("events_held")
+    stricter = ingest(changed, checks={"rows": "quarantine", "drift": "quarantine"})
+    assert (stricter.days_held, stricter.days_written) == ((LAST,), ()), "it is checked again"
+    assert warehouse.current("events_held") != held
+    let_in = ingest(changed, checks={"rows": "warn"})
+    assert (let_in.days_held, let_in.days_written, let_in.rows) == ((), (LAST,), 450)
     assert (days_of(warehouse)[LAST], days_of(warehouse, "events_held")) == (450, {})
 
 
@@ -259,7 +265,7 @@ def test_where_no_day_passes_there_is_no_table(ingest: Any, source: Any) -> None
         ingest(source(), checks={"duplicates": "quarantine", "key": "label"})
     assert str(error.value) == (
         "table 'events': expected a day that keeps the rules of ingest.checks, got 6 day(s), all held back in "
-        "table 'events_held'. Correct the source, or relax the rule and run again with force=true."
+        "table 'events_held'. Correct the source, or relax the rule and run again."
     )
 
 

@@ -178,6 +178,35 @@ def test_a_changed_column_of_days_is_no_loss(ingest: Any, put: Any) -> None:
     assert (result.days_written, losses(result)) == ((DAYS[0], DAYS[1]), [])
 
 
+def test_a_day_whose_input_is_restored_leaves_the_held_ones(
+    ingest: Any, stored: Any, put: Any, warehouse: Warehouse, tmp_path: Path
+) -> None:
+    put_hours(put, DAYS[0], range(2))
+    put_hours(put, DAYS[1], range(2))
+    ingest(PLAIN)
+    away = tmp_path / f"{DAYS[0]}-01.parquet"
+    (tmp_path / "rows" / away.name).rename(away)
+    assert (ingest(PLAIN).days_held, len(stored("events_held"))) == ((DAYS[0],), 50)
+    away.rename(tmp_path / "rows" / away.name)
+    restored = ingest(PLAIN)
+    assert (restored.days_written, restored.days_held, restored.days_skipped) == ((), (), tuple(DAYS[:2]))
+    assert len(stored("events_held")) == 0
+
+
+def test_a_day_that_was_held_is_checked_again_by_other_rules_alone(
+    ingest: Any, put: Any, warehouse: Warehouse, tmp_path: Path
+) -> None:
+    put_hours(put, DAYS[0], range(4))
+    ingest(PLAIN)
+    (tmp_path / "rows" / f"{DAYS[0]}-03.parquet").unlink()
+    put_hours(put, DAYS[0], range(4, 5))
+    put(f"rows/{DAYS[0]}-04.parquet", date=[DAYS[0]] * 40, user=list(range(40)), label=[int(i % 5 == 0) for i in range(40)])  # fmt: skip
+    assert ingest(PLAIN).days_held == (DAYS[0],)
+    held = warehouse.current("events_held")
+    assert (ingest(PLAIN).days_held, warehouse.current("events_held")) == ((DAYS[0],), held), "nothing has changed"
+    assert ingest(PLAIN, checks={"loss_share": 0.1}).days_written == (DAYS[0],)
+
+
 def test_refused_rows_are_not_lost(ingest: Any, put: Any) -> None:
     """The quarantine table has them, and their share is limited."""
     put_hours(put, DAYS[0], range(2))

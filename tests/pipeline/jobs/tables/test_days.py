@@ -151,6 +151,35 @@ def test_an_ingest_back_fills_the_days_it_writes(tmp_path: Path) -> None:
     assert open_days(stored.warehouse, before) == {DAYS[2]}, "a backfill keeps the day's note"
 
 
+def test_an_ingest_leaves_days_from_before_the_source_was_stored_to_enrich(tmp_path: Path) -> None:
+    for number in range(3):
+        put_day(tmp_path, number)
+    ingest_days(workspace(tmp_path), None, False)
+    stored = workspace(tmp_path, stored=True)
+    enrich_days(stored, DAYS[2], None, False)
+    put_day(tmp_path, 3, side=False)
+    late = ingest_days(stored, None, False)
+    assert (late["days_written"], late["days_backfilled"]) == (2, 1), "day 3 is new, and day 2 has closed"
+    assert scores(stored.warehouse) == {DAYS[0]: {None}, DAYS[1]: {None}, DAYS[2]: {2.0}, DAYS[3]: {None}}
+    side = pa.table({"day": [DAYS[3]] * 10, "user": np.arange(10), "score": np.arange(10) + 300.0})
+    pq.write_table(side, tmp_path / "side" / f"{DAYS[3]}.parquet")
+    again = ingest_days(stored, None, False)
+    assert (again["days_written"], again["days_backfilled"]) == (0, 1), "day 3 was to be backfilled"
+    assert scores(stored.warehouse) == {DAYS[0]: {None}, DAYS[1]: {None}, DAYS[2]: {2.0}, DAYS[3]: {3.0}}
+
+
+def test_a_held_day_is_written_once_the_config_names_its_feature_source(tmp_path: Path) -> None:
+    put_day(tmp_path, 0)
+    plain, joined = workspace(tmp_path), workspace(tmp_path, stored=False)
+    ingest_days(plain, None, False)
+    enrich_days(joined, None, None, False)
+    put_day(tmp_path, 0, rows=42)
+    assert [ingest_days(plain, None, False)["held"] for _ in range(2)] == [["2025-03-01"]] * 2
+    found = ingest_days(joined, None, False)
+    assert (found["days_written"], found["days_backfilled"], found["held"]) == (1, 1, [])
+    assert plain.warehouse.day_rows(plain.warehouse.current("beta_held")) == {}
+
+
 def test_a_day_that_would_lose_back_filled_columns_is_held(tmp_path: Path) -> None:
     for number in range(2):
         put_day(tmp_path, number)
