@@ -13,7 +13,7 @@ from pyiceberg.expressions import BooleanExpression
 from pipeline.data.files import fingerprint
 from pipeline.data.filters import check_filter
 from pipeline.data.joined.reader import Reader, filter_schema, joined_schema, open_reader, without_field_ids
-from pipeline.data.joined.source import PinnedSource, source_identity
+from pipeline.data.joined.source import PinnedSource, contents_by_day
 from pipeline.data.selection import Selection, days_between
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.scoring.config import PROBABILITY, VERSION, ScoringConfig
@@ -92,8 +92,8 @@ def plan_scoring(
         check_filter(row_filter, filter_schema(warehouse, source, joined))
     days = days_between(warehouse.day_rows(source), start, end, "days to score")
     present = warehouse.day_contents(source)
-    shared = [config.keep, row_filter, *(source_identity(pinned, warehouse) for pinned in joined)]
-    identities = {day: fingerprint([model, present[day], *shared]) for day in days}
+    shared, sides = [config.keep, row_filter], [contents_by_day(pinned, warehouse, days) for pinned in joined]
+    identities = {day: fingerprint([model, present[day], *shared, *(side[day] for side in sides)]) for day in days}
     stored = warehouse.written_days(table)
     stale = [day for day in days if force or stored.get(day) != identities[day]]
     rows = _count_rows(warehouse, source, row_filter, {day: days[day] for day in stale}, joined)

@@ -1,7 +1,7 @@
 """Feature sources: files or warehouse tables with columns to join to rows, read a day at a time."""
 
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,19 @@ def source_identity(pinned: PinnedSource, warehouse: Warehouse) -> str:
         return fingerprint(pinned.stamps)
     days = warehouse.day_contents(pinned.snapshot)
     return fingerprint({f"{day}": days[day] for day in days})
+
+
+def contents_by_day(
+    pinned: PinnedSource, warehouse: Warehouse, days: Iterable[datetime.date]
+) -> dict[datetime.date, str]:
+    """Returns day -> a hash that changes with the rows of a source that may join to the day's rows.
+
+    Without a `day_column` these are all rows of the source. Of files, it changes with each file that has such a row.
+    """
+    if pinned.source.day_column is None:
+        return dict.fromkeys(days, source_identity(pinned, warehouse))
+    found = FeatureSource(pinned, warehouse).days()
+    return {day: found.get(day, "") for day in days}
 
 
 class FeatureSource:

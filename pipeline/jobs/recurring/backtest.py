@@ -23,7 +23,7 @@ from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import step
 from pipeline.jobs.recurring.backtest_rank import BacktestSpec
 from pipeline.jobs.recurring.day import exclude_test_rows, require_hash_split
-from pipeline.jobs.training.identity import semantics
+from pipeline.jobs.training.identity import describe_joined, semantics
 from pipeline.jobs.training.job import TrainingJob, resolve_dataset
 from pipeline.jobs.training.train import make_rank_spec
 from pipeline.jobs.workspace import Workspace, exclusive_dir
@@ -74,6 +74,7 @@ def pin_backtest(workspace: Workspace, start: datetime.date | None, end: datetim
     settings = json.dumps(
         {
             "snapshot": snapshot.snapshot_id, "config": semantics(workspace, evaluation=True),
+            **describe_joined(workspace.warehouse, workspace.feature_joins(), [*first_days, *days]),
             "days": [str(day) for day in days],
             "further": config.incremental.model_dump(mode="json"), "new": new.selection.hash_range,
             "judge": config.recurring.judge,

@@ -14,7 +14,7 @@ from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, EmptyDatasetError, RegistryError
 from pipeline.evaluation.policy import ChampionStanding, Decision
 from pipeline.jobs.recurring.pending import PendingDays, find_open, find_pending
-from pipeline.jobs.training.identity import digest, semantics
+from pipeline.jobs.training.identity import describe_joined, digest, semantics
 from pipeline.jobs.training.job import REGISTERED, TrainingJob, build_specs, find_begun, make_job, registered_model
 from pipeline.jobs.training.provenance import fetch_record
 from pipeline.jobs.workspace import Workspace
@@ -73,12 +73,17 @@ class Today(BaseModel, frozen=True):
 
 
 def identity_of_day(workspace: Workspace, day: datetime.date) -> str:
-    """Returns the identity of a day's work. It depends on day, model and config, not on the champion."""
+    """Returns the identity of a day's work. It depends on day, model and config, not on the champion.
+
+    Of a feature source with days it depends on the rows that join to the day. Those of another source may change each
+    day, and finished days are not trained again then.
+    """
     config = workspace.config
     left_out = {"policies", "keep_checkpoints", "closed_after_hours", "judge"}
     chosen = config.recurring.model_dump(mode="json", exclude=left_out)
     work = {"day": f"{day}", "model": config.model_name, "config": semantics(workspace), "recurring": chosen}
-    return digest(work)
+    dated = [pinned for pinned in workspace.feature_joins() if pinned.source.day_column is not None]
+    return digest(work | describe_joined(workspace.warehouse, dated, [day]))
 
 
 def find_next_days(
@@ -276,7 +281,8 @@ def make_day_job(
     # Another champion, other rows or another kind of training must not resume from these checkpoints.
     contents = workspace.warehouse.day_contents(today.snapshot)
     work = [decision.training, today.champion.version, *(contents[day] for day in (*days, today.day))]
-    name = f"{workspace.config.name}-{today.day}-{today.identity[:12]}-{digest({'work': work})[:8]}"
+    joined = describe_joined(workspace.warehouse, workspace.feature_joins(), (*days, today.day))
+    name = f"{workspace.config.name}-{today.day}-{today.identity[:12]}-{digest({'work': work} | joined)[:8]}"
     folder = workspace.unfinished_folder("runs", name, REGISTERED)
     begun = find_begun(workspace.warehouse, folder)
     data, start = _select_parts(workspace, today, days), None

@@ -19,7 +19,7 @@ from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import Console
 from pipeline.jobs.study.points import make_point_config
 from pipeline.jobs.study.quality import check_point_sweep
-from pipeline.jobs.training.identity import semantics
+from pipeline.jobs.training.identity import describe_joined, semantics
 from pipeline.jobs.training.job import open_run, resolve_dataset
 from pipeline.jobs.training.provenance import read_versions
 from pipeline.jobs.training.rank import takes_cuda
@@ -86,13 +86,16 @@ def pin_study(workspace: Workspace, snapshot_id: int | None, force: bool) -> Stu
     found = list_points(config.characterize)
     check = check_point_sweep if config.characterize.measure == "quality" else make_point_config
     configs = [check(config, point) for point in found]
+    joined: dict[str, Any] = {}
     if config.characterize.workload is None:
-        snapshot_id = resolve_dataset(workspace.with_config(configs[0]), snapshot_id)[0].snapshot_id
+        snapshot, data = resolve_dataset(workspace.with_config(configs[0]), snapshot_id)
+        snapshot_id, read = snapshot.snapshot_id, data["train"]
+        joined = describe_joined(workspace.warehouse, read.joined, read.selection.days)
     inputs = {
         "study": config.characterize.model_dump(mode="json"), "config": semantics(workspace, evaluation=True),
         "snapshot_id": snapshot_id, "sweep": config.sweep.model_dump(mode="json"),
         "threads": config.training.threads_per_rank,
-        "machine": [read_processor_name(), len(os.sched_getaffinity(0))],
+        "machine": [read_processor_name(), len(os.sched_getaffinity(0))], **joined,
     }  # fmt: skip
     identity = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
     folder = workspace.latest_folder("characterize", f"{config.name}-{identity[:12]}", RESULT, force)

@@ -1,12 +1,13 @@
 """Identifies a training by what it learns from: rows, plan and the config's semantics, not snapshot or layout."""
 
+import datetime
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from pipeline.data.config import PARTS, Part
-from pipeline.data.joined.source import source_identity
+from pipeline.data.joined.source import PinnedSource, contents_by_day
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from storage.warehouse import Warehouse
@@ -18,7 +19,7 @@ ROWS = ("split", "filter", "sampling")
 
 
 def semantics(workspace: Workspace, evaluation: bool = False) -> dict[str, Any]:
-    """Returns the config's semantics, and what its joined feature sources hold now.
+    """Returns the config's semantics.
 
     Args:
         evaluation: Adds what the evaluation rows are read for: for work with a result that compares evaluations.
@@ -27,8 +28,7 @@ def semantics(workspace: Workspace, evaluation: bool = False) -> dict[str, Any]:
     values = config.semantics()
     if evaluation:
         values["evaluation"] = config.evaluation.model_dump(include={"slices", "group_by", "true_probability"})
-    found = [source_identity(pinned, workspace.warehouse) for pinned in workspace.feature_joins()]
-    return values | {"joined_contents": found} if found else values
+    return values
 
 
 def describe_rows(
@@ -36,15 +36,25 @@ def describe_rows(
 ) -> dict[str, dict[str, Any]]:
     """Returns part -> its days with the content of their rows, and the selection from these rows.
 
-    The same rows in other files or in a later snapshot give the same description.
+    The content includes the rows of feature sources that may join to a day. The same rows in other files or in a later
+    snapshot give the same description.
     """
     found: dict[str, dict[str, Any]] = {}
     for part in parts:
         if part in data:
             selection, contents = data[part].selection, warehouse.day_contents(data[part].snapshot)
             days = {f"{day}": contents[day] for day in selection.days}
-            found[part] = {"days": days, **selection.model_dump(mode="json", exclude={"days"})}
+            joined = describe_joined(warehouse, data[part].joined, selection.days)
+            found[part] = {"days": days, **selection.model_dump(mode="json", exclude={"days"}), **joined}
     return found
+
+
+def describe_joined(
+    warehouse: Warehouse, joined: Iterable[PinnedSource], days: Collection[datetime.date]
+) -> dict[str, Any]:
+    """Returns the content of feature sources that rows of some days can read. Empty without sources."""
+    found = [contents_by_day(pinned, warehouse, days) for pinned in joined]
+    return {"joined": [{f"{day}": contents[day] for day in days} for contents in found]} if found else {}
 
 
 def identity(workspace: Workspace, rows: Mapping[str, Any], plan_hash: str) -> str:

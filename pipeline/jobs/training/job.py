@@ -201,8 +201,8 @@ def make_job(
     data = {part: spec.model_copy(update={"rows": rows[part]}) for part, spec in data.items()}
     if done is None:
         data = _fit_plan(data, folder, warehouse)
-    learned = describe_rows(warehouse, data, LEARNED)
-    days = {day: text for part in learned.values() for day, text in part["days"].items()}
+    contents = warehouse.day_contents(snapshot)
+    days = {f"{day}": contents[day] for part in LEARNED if part in data for day in data[part].selection.days}
     return TrainingJob(
         identity=identity, snapshot=snapshot, folder=str(folder), rows=rows, data=data, done=done, days=days
     )

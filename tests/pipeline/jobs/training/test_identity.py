@@ -10,6 +10,7 @@ import pytest
 from pipeline.config import load
 from pipeline.data.day_notes import INGEST, DayNote, InputFiles
 from pipeline.errors import ConfigError
+from pipeline.jobs.recurring.day import identity_of_day
 from pipeline.jobs.tables.ingest import ingest
 from pipeline.jobs.training.identity import name_test_rows
 from pipeline.jobs.training.job import TrainingJob, begin, resolve_dataset, resolve_job
@@ -87,6 +88,43 @@ def test_checkpoints_of_an_expired_snapshot_are_dropped(home: Path) -> None:
     assert checkpoints.exists()
     begin(job.model_copy(update={"snapshot": job.snapshot.model_copy(update={"snapshot_id": 7})}))
     assert not checkpoints.exists()
+
+
+def write_side(day: datetime.date, value: float) -> None:
+    rows = pa.table({"day": pa.array([day], pa.date32()), "cat_user": pa.array([1]), "score": [value]})
+    open_().warehouse.replace_days("side", {day: f"{value}"}, rows.schema, rows.to_batches(), 1)
+
+
+def describe_joined_training() -> list[str]:
+    """Returns the names of the training, its evaluation rows and a day's work."""
+    workspace = open_(features__joined=[{"table": "side", "on": "cat_user", "day_column": "day"}])
+    job = resolve_job(workspace, None, force=False)
+    return [job.identity, name_test_rows(workspace.warehouse, job.data), identity_of_day(workspace, FIRST[1])]
+
+
+def test_days_of_a_feature_source_that_are_not_read_change_no_name(home: Path) -> None:
+    """The source gets a day each day. Finished work must not be done again."""
+    for day in FIRST:
+        write_side(day, 0.5)
+    before = describe_joined_training()
+    write_side(datetime.date(2025, 1, 10), 0.5)
+    assert describe_joined_training() == before
+    write_side(FIRST[3], 0.7)
+    evaluated = describe_joined_training()
+    assert [one == other for one, other in zip(evaluated, before, strict=True)] == [True, False, True]
+    write_side(FIRST[1], 0.7)
+    learned = describe_joined_training()
+    assert [one == other for one, other in zip(learned, evaluated, strict=True)] == [False, True, False]
+
+
+def test_the_work_of_a_day_is_the_same_when_a_source_without_days_changes(home: Path) -> None:
+    """Any row may read any of its rows, so it would be done again every night."""
+    write_side(FIRST[0], 0.5)
+    workspace = open_(features__joined=[{"table": "side", "on": "cat_user"}])
+    before = [identity_of_day(workspace, FIRST[1]), resolve_job(workspace, None, force=False).identity]
+    write_side(FIRST[0], 0.7)
+    assert identity_of_day(workspace, FIRST[1]) == before[0]
+    assert resolve_job(workspace, None, force=False).identity != before[1]
 
 
 def test_chosen_rows_are_not_chosen_again(home: Path) -> None:
