@@ -62,17 +62,21 @@ def inside(root: Path, name: str) -> Path:
 
 
 def seal_folder(temporary: Path, path: Path) -> None:
-    """Moves a finished folder to its final name. An older folder there is replaced and never seen half deleted."""
+    """Moves a finished folder to its final name. An older folder there is replaced and never seen half deleted.
+
+    After that, a power failure does not take it back.
+    """
     for file in temporary.rglob("*"):
         if file.is_file():
             _sync(file)
-    if not path.exists():
-        temporary.replace(path)
-        return
-    older = _temporary_name(path)
-    path.replace(older)
+    _sync(temporary)
+    older = _temporary_name(path) if path.exists() else None
+    if older is not None:
+        path.replace(older)
     temporary.replace(path)
-    shutil.rmtree(older)
+    _sync(path.parent)
+    if older is not None:
+        shutil.rmtree(older)
 
 
 def sha256(path: Path) -> str:
@@ -87,5 +91,9 @@ def _temporary_name(path: Path) -> Path:
 
 
 def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    """Waits until a file's content, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

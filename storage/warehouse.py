@@ -13,7 +13,7 @@ import pyarrow as pa
 from pyiceberg.catalog import Catalog, load_catalog
 from pyiceberg.exceptions import CommitFailedException, NoSuchTableError, TableAlreadyExistsError, ValidationException
 from pyiceberg.expressions import BooleanExpression
-from pyiceberg.io import FileIO, InputFile, OutputFile
+from pyiceberg.io import PY_IO_IMPL, FileIO, InputFile, OutputFile
 from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table, Transaction
 from pyiceberg.table.snapshots import Operation, Snapshot
@@ -64,6 +64,8 @@ class Warehouse:
             self.home.mkdir(parents=True, exist_ok=True)
             folder = self.home.resolve()
             properties = {"type": "sql", "uri": f"sqlite:///{folder}/catalog.db", "warehouse": f"file://{folder}"}
+        if properties.get("warehouse", "").startswith(("file:", "/")):
+            properties = {PY_IO_IMPL: "storage.durable.DurableFileIO", **properties}
         catalog = load_catalog("dlrm", **properties)
         catalog.create_namespace_if_not_exists(self.config.namespace)
         return catalog

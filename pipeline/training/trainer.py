@@ -368,7 +368,7 @@ class Trainer:
 
         def sealed() -> None:
             if name is None:
-                checkpoint.prune(self.folder, self.config.keep_checkpoints)
+                checkpoint.prune(self.folder, self.config.keep_checkpoints, folder)
                 self.emit(event)
 
         self.checkpointer.save(folder, self.state(), self.progress.model_dump(), self.identity, sealed)
@@ -447,7 +447,10 @@ class Trainer:
         self.progress = TrainingProgress.model_validate(checkpoint.read_progress(folder))
 
     def finish(self) -> None:
-        """Saves the training as finished, so the same command does not continue it. Then loads the best model."""
+        """Saves the training as finished, so the same command does not continue it. Then loads the best model.
+
+        It may be one of an earlier attempt, saved after the checkpoint that this attempt resumed from.
+        """
         if not self.progress.finished:
             if self.progress.validated_step != self.progress.steps:
                 self.validate()
@@ -458,7 +461,10 @@ class Trainer:
         if final.best_step is not None:
             checkpoint.verify(self.folder / BEST)
             self.load(self.folder / BEST)
-            self.progress = final
+            if not self.keeps_lost:
+                self.progress.require_rows(self.folder)
+            best = self.progress.model_dump(include={"best_step", "best_ne"})
+            self.progress = final.model_copy(update=best)
         elif self.average is not None and final.averaged:
             self.average.apply()
 

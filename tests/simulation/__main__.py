@@ -1,5 +1,11 @@
-"""python -m tests.simulation [first=0] [schedules=1000] [processes=N], or seed=N to repeat one and print its trace."""
+"""python -m tests.simulation [side=NAME] [first=0] [schedules=1000] [processes=N], or side=NAME seed=N to repeat one.
 
+The sides are preprocessing, checkpoints, tables and registry. Without `side`, each has its share of the schedules.
+Repeating one prints its trace.
+"""
+
+import importlib
+import logging
 import os
 import sys
 import time
@@ -8,51 +14,66 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from tests.simulation.preprocessing import play
+SHARES = {"preprocessing": 0.7, "checkpoints": 0.2, "tables": 0.1}
+"""A schedule of the storage side takes longer, because it writes real files."""
+Found = tuple[Counter[str], set[Any], list[tuple[int, str]], Counter[str]]
 
 
-def attempt(seeds: range) -> tuple[Counter[str], set[Any], list[tuple[int, str]], Counter[str]]:
+def play(side: str, seed: int) -> Any:
+    """Plays one schedule."""
+    logging.disable(logging.WARNING)  # libraries warn of the faults
+    return importlib.import_module(f"tests.simulation.{side}").play(seed)
+
+
+def attempt(side: str, seeds: range) -> Found:
     """Plays some schedules. Returns faults, states, failures and sums."""
     faults, states, failures, sums = Counter[str](), set[Any](), list[tuple[int, str]](), Counter[str]()
     for seed in seeds:
         try:
-            found = play(seed)
+            found = play(side, seed)
         except Exception as error:
             failures.append((seed, f"{type(error).__name__}: {error}"))
             continue
         faults += found.faults
         states |= found.states
-        sums += Counter({"schedules": 1, "lost rows": found.lost_rows, "runs again": found.reruns})
+        sums += found.sums
     return faults, states, failures, sums
 
 
+def explore(side: str, first: int, count: int, pool: ProcessPoolExecutor) -> bool:
+    """Plays schedules of one side and reports what they did. Returns whether one failed."""
+    faults, states, failures, sums = Counter[str](), set[Any](), list[tuple[int, str]](), Counter[str]()
+    begun, size = time.monotonic(), 50 if side == "preprocessing" else 10
+    parts = [range(at, min(at + size, first + count)) for at in range(first, first + count, size)]
+    for part in pool.map(attempt, [side] * len(parts), parts):
+        faults += part[0]
+        states |= part[1]
+        failures += part[2]
+        sums += part[3]
+    seconds = time.monotonic() - begun
+    print(f"{side}: {count} schedules in {seconds:.0f} s, {len(states)} states, {dict(sums)}")
+    for kind, times in faults.most_common():
+        print(f"  {times:8} {kind}")
+    for seed, text in failures:
+        print(f"FAILED {text}\n  repeat it: python -m tests.simulation side={side} seed={seed}")
+    sys.stdout.flush()
+    return bool(failures)
+
+
 def main(words: list[str]) -> int:
-    """Plays schedules and reports what they did."""
-    given = {key: int(value) for key, value in (word.split("=") for word in words)}
+    """Plays schedules, or repeats one."""
+    given = dict(word.split("=") for word in words)
     if "seed" in given:
         try:
-            print("\n".join(play(given["seed"]).trace))
+            print("\n".join(play(given.get("side", "preprocessing"), int(given["seed"])).trace))
         except Exception:
             traceback.print_exc()
             return 1
         return 0
-    first, count = given.get("first", 0), given.get("schedules", 1000)
-    faults, states, failures, sums = Counter[str](), set[Any](), list[tuple[int, str]](), Counter[str]()
-    begun = time.monotonic()
-    with ProcessPoolExecutor(given.get("processes", len(os.sched_getaffinity(0)))) as pool:
-        for part in pool.map(
-            attempt, [range(at, min(at + 50, first + count)) for at in range(first, first + count, 50)]
-        ):
-            faults += part[0]
-            states |= part[1]
-            failures += part[2]
-            sums += part[3]
-    print(f"{count} schedules in {time.monotonic() - begun:.0f} s, {len(states)} states, {dict(sums)}")
-    for kind, times in faults.most_common():
-        print(f"  {times:8} {kind}")
-    for seed, text in failures:
-        print(f"FAILED {text}\n  repeat it: python -m tests.simulation seed={seed}")
-    return bool(failures)
+    first, count = int(given.get("first", 0)), int(given.get("schedules", 1000))
+    shares = {given["side"]: 1.0} if "side" in given else SHARES
+    with ProcessPoolExecutor(int(given.get("processes", len(os.sched_getaffinity(0))))) as pool:
+        return max(explore(side, first, max(1, round(share * count)), pool) for side, share in shares.items())
 
 
 if __name__ == "__main__":

@@ -48,6 +48,11 @@ class Outcome:
     reruns: int
     trace: list[str]
 
+    @property
+    def sums(self) -> Counter[str]:
+        """What can be added over schedules."""
+        return Counter({"lost rows": self.lost_rows, "runs again": self.reruns})
+
 
 class Run:
     """A training from its first command to its end."""

@@ -62,6 +62,26 @@ def test_a_folder_replaces_the_older_one_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
 
 
+def test_a_power_failure_does_not_take_back_a_finished_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are synced before it gets its name, and its name before the caller goes on."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_sync(descriptor: int) -> None:
+        done.append("sync " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def note_rename(old: Path, new: Path) -> None:
+        done.append(f"rename {Path(new).name}")
+        replace(old, new)
+
+    folder_of(tmp_path / "new", shard="1")
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "replace", note_rename)
+    seal_folder(tmp_path / "new", tmp_path / "step")
+    assert done == ["sync shard", "sync new", "rename step", f"sync {tmp_path.name}"]
+
+
 def test_the_old_folder_is_never_seen_half_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seal_folder(folder_of(tmp_path / "new", shard="old"), tmp_path / "step")
     removed = artifacts.shutil.rmtree

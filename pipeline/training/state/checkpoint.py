@@ -31,6 +31,8 @@ BEST = "best"
 """Name of the checkpoint with the lowest validation NE."""
 PROGRESS = "progress.json"
 STEP = re.compile(r"^step-(\d{10})$")
+REPLACED = re.compile(r"^\.(.+)\.[0-9a-f]{32}\.tmp$")
+"""What `seal_folder` calls a folder until another has its name."""
 LOWER = "Lower the learning rates; the last good checkpoint is kept."
 
 Identity = Mapping[str, str]
@@ -379,16 +381,35 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted(folder for folder in root.glob("step-*") if STEP.match(folder.name))
 
 
-def prune(root: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints."""
-    for folder in list_checkpoints(root)[:-keep]:
-        shutil.rmtree(folder, ignore_errors=True)
+def prune(root: Path, keep: int, newest: Path) -> None:
+    """Removes all but `keep` checkpoints: the newest one and those before it.
+
+    Args:
+        newest: The one just saved. Those of later steps are damaged: training would have resumed from them.
+    """
+    folders = list_checkpoints(root)
+    kept = [folder for folder in folders if folder.name <= newest.name][-keep:]
+    for folder in folders:
+        if folder not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_partial(root: Path) -> None:
-    """Removes the leftovers of interrupted saves."""
+    """Removes the leftovers of interrupted saves. Puts back a checkpoint that one of them was replacing."""
     for folder in root.glob(".*.tmp"):
-        shutil.rmtree(folder, ignore_errors=True)
+        name = REPLACED.match(folder.name)
+        if name is not None and not (root / name[1]).exists() and _is_whole(folder):
+            folder.rename(root / name[1])
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        verify(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 def full_state(tensors: dict[str, Any]) -> dict[str, torch.Tensor] | None:

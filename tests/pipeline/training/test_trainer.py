@@ -258,6 +258,41 @@ def test_early_stopping_restores_the_best_weights(make_trainer: Maker, tmp_path:
     assert nes == pytest.approx([0.9, 0.7, 0.71, 0.7])
 
 
+def test_the_best_model_of_an_attempt_that_ended_counts_with_its_own_step(
+    make_trainer: Maker, train_client: Client
+) -> None:
+    """The next attempt may train differently from its checkpoint on, for example because other rows are lost."""
+    settings = {"validate_every_steps": 2, "checkpoint_every_steps": 3, "max_steps": 7}
+    seen: list[dict[str, torch.Tensor]] = []
+    first, _ = make_trainer(scripted([0.9, 0.5], seen), cut_after(train_client, 5), **settings)
+    with pytest.raises(Cut):
+        first.train()
+    second, _ = make_trainer(scripted([0.95, 0.95, 0.95]), **settings)
+    progress = second.train()
+    assert (progress.best_step, progress.best_ne) == (4, pytest.approx(0.5))
+    assert same(weights_of(second), seen[1])
+
+
+def test_a_best_model_that_lacks_rows_is_taken_only_if_that_is_accepted(
+    make_trainer: Maker, train_client: Client
+) -> None:
+    """An attempt that lost rows after its last checkpoint has left it, and the next one has lost none."""
+    settings = {"validate_every_steps": 2, "checkpoint_every_steps": 3, "max_steps": 7}
+
+    def batches(position: Position) -> Iterator[Batch]:
+        for batch in cut_after(train_client, 5)(position):
+            known = LOST if batch.position.batches == 4 else ()
+            yield replace(batch, position=batch.position.model_copy(update={"lost": known}))
+
+    first, _ = make_trainer(scripted([0.9, 0.5]), batches, **settings)
+    with pytest.raises(Cut):
+        first.train()
+    second, _ = make_trainer(scripted([0.95, 0.95, 0.95]), **settings)
+    second.keeps_lost = False
+    with pytest.raises(TrainingError, match="a training without 90 rows that were quarantined"):
+        second.train()
+
+
 def test_validates_after_each_epoch_by_default(make_trainer: Maker) -> None:
     trainer, events = make_trainer(scripted([0.9, 0.8, 0.85]), epochs=3, batch_rows=700)
     progress = trainer.train()

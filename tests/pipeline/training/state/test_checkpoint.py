@@ -1,5 +1,6 @@
 """Damaged checkpoints are skipped, foreign ones are refused by name, and none ever runs code."""
 
+import errno
 import json
 import os
 import pickle
@@ -129,8 +130,14 @@ def test_temporary_and_foreign_folders_do_not_disturb(root: Path) -> None:
 
 def test_pruning_keeps_the_newest(root: Path) -> None:
     (root / "best").mkdir()
-    checkpoint.prune(root, keep=2)
+    checkpoint.prune(root, 2, root / "step-0000000010")
     assert sorted(path.name for path in root.iterdir()) == ["best", "step-0000000002", "step-0000000010"]
+
+
+def test_pruning_keeps_the_one_just_saved_and_no_damaged_one_of_a_later_step(root: Path) -> None:
+    """A training that could not resume from step 10 has saved step 2."""
+    checkpoint.prune(root, 1, root / "step-0000000002")
+    assert [path.name for path in root.iterdir()] == ["step-0000000002"]
 
 
 def test_no_folder_no_checkpoint(tmp_path: Path) -> None:
@@ -330,6 +337,25 @@ def test_a_checkpoint_is_described(root: Path) -> None:
     entry = checkpoint.describe(folder)
     assert (entry["state"], entry["step"], entry["valid_ne"]) == ("damaged", 11, None)
     assert "__0_0.distcp" in entry["error"]
+
+
+def test_a_checkpoint_that_was_being_replaced_comes_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a training that keeps one checkpoint would start again from nothing."""
+    folder, replace = root / "step-0000000010", Path.replace
+
+    def fail(old: Path, new: Path) -> Path:
+        if old.name == f".{folder.name}.tmp":
+            raise OSError(errno.EIO, "Input/output error")
+        return replace(old, new)
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(checkpoint.CheckpointError):
+        checkpoint.save(folder, tensors(2), PROGRESS)
+    assert checkpoint.list_checkpoints(root)[-1] != folder
+    checkpoint.remove_partial(root)
+    assert checkpoint.find_latest(root) == folder
+    assert checkpoint.export(folder)["half"].equal(tensors(10)["model/half"])
+    assert not list(root.glob(".*"))
 
 
 def test_fault_20_leftovers_of_interrupted_saves_are_removed(root: Path) -> None:
