@@ -32,7 +32,7 @@ from pipeline.training.state import checkpoint
 from pipeline.training.state.async_checkpoint import AsyncCheckpointer
 from pipeline.training.state.averaging import WeightAverage
 from pipeline.training.state.checkpoint import BEST, LOWER, CheckpointError, Identity, local_parts
-from pipeline.training.state.progress import LossSums, TrainingProgress
+from pipeline.training.state.progress import LossSums, TrainingProgress, load_progress
 from pipeline.training.tables.cached import drop_cache
 from pipeline.training.tables.prefetch import InputDistPrefetcher, with_next
 
@@ -406,7 +406,7 @@ class Trainer:
         tensors = {name.replace("model/", served, 1): tensor for name, tensor in own.items()}
         checkpoint.load(folder, tensors, self.identity, optional=("model/", "average/"))
         drop_cache(self.model)
-        before = TrainingProgress.model_validate(checkpoint.read_progress(folder))
+        before = load_progress(folder)
         self.progress = TrainingProgress(steps_before=before.steps_before + before.steps)
 
     def take_over(self, other: "Trainer") -> None:
@@ -444,7 +444,7 @@ class Trainer:
             self.make_dense_state()
         checkpoint.load(folder, self.state(), self.identity)
         drop_cache(self.model)
-        self.progress = TrainingProgress.model_validate(checkpoint.read_progress(folder))
+        self.progress = load_progress(folder)
 
     def finish(self) -> None:
         """Saves the training as finished, so the same command does not continue it. Then loads the best model.

@@ -50,6 +50,7 @@ def export_checkpoint(workspace: Workspace, run: str | None, which: Which) -> di
     from safetensors.torch import save_file
 
     from pipeline.training.state import checkpoint as store
+    from pipeline.training.state.progress import load_progress
 
     folders = _folders(workspace, run)
     fitting = [folder for folder in folders if _matches(folder, which)]
@@ -67,7 +68,7 @@ def export_checkpoint(workspace: Workspace, run: str | None, which: Which) -> di
         "action": "export",
         "run": folder.parents[1].name,
         "checkpoint": folder.name,
-        "step": store.read_progress(folder)["steps"],
+        "step": load_progress(folder).steps,
         "path": str(path),
         "tensors": len(weights),
         "bytes": path.stat().st_size,

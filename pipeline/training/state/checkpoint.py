@@ -9,7 +9,8 @@ import math
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def verify(folder: Path) -> None:
     """
     try:
         manifest = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         raise _damaged(folder, "a readable manifest", "none") from None
     present = {path.name for path in folder.iterdir()} - {MANIFEST}
     if linked := sorted(path.name for path in folder.iterdir() if path.is_symlink()):
@@ -197,7 +198,13 @@ def read_progress(folder: Path) -> dict[str, Any]:
 
 
 def _notes(folder: Path, part: str) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((folder / PROGRESS).read_text(encoding="utf-8")).get(part, {})
+    try:
+        notes = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        notes = None
+    if not isinstance(notes, dict) or not isinstance(notes.get(part, {}), dict):
+        raise _damaged(folder, f"the {part} in {PROGRESS}", "other content")
+    values: dict[str, Any] = notes.get(part, {})
     return values
 
 
@@ -225,10 +232,20 @@ def load(
             continue
         expected = f"shape {wanted[name]}" if name in wanted else "no such tensor"
         raise _unfit(folder, f"tensor '{name}'", expected, f"{stored.get(name, 'no such tensor')}")
-    try:
+    with _reading(folder):
         dcp.load(tensors, storage_reader=_SafeReader(str(folder)))  # type: ignore[attr-defined]
-    except CheckpointException as error:  # a BaseException, which callers do not catch
-        reason = f"{next(iter(error.failures.values()))[0]}".split("\n")[0].rstrip(".")
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Turns every error about shards into one of ours."""
+    try:
+        yield
+    except ContractError:
+        raise
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException, which callers do not catch
+        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = f"{first}".split("\n")[0].rstrip(".") or type(first).__name__
         raise CheckpointError(
             f"checkpoint '{folder.name}'", "readable shards", reason, "Do not use this checkpoint."
         ) from None
@@ -280,14 +297,19 @@ def served_prefix(folder: Path) -> str:
 
 
 def read_whole(folder: Path, *prefixes: str) -> dict[str, torch.Tensor]:
-    """Returns the whole tensors of a verified checkpoint with one of the prefixes. Needs only this process."""
-    metadata = _SafeReader(str(folder)).read_metadata()
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefixes)
-    }
-    dcp.load(tensors, storage_reader=_SafeReader(str(folder)), no_dist=True)  # type: ignore[attr-defined]
+    """Returns the whole tensors of a verified checkpoint with one of the prefixes. Needs only this process.
+
+    Raises:
+        CheckpointError: If they cannot be read.
+    """
+    with _reading(folder):
+        metadata = _SafeReader(str(folder)).read_metadata()
+        tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and name.startswith(prefixes)
+        }
+        dcp.load(tensors, storage_reader=_SafeReader(str(folder)), no_dist=True)  # type: ignore[attr-defined]
     return tensors
 
 
@@ -337,12 +359,13 @@ def describe(folder: Path) -> dict[str, Any]:
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Returns name -> shape of the tensors in a checkpoint."""
-    metadata = _SafeReader(str(folder)).read_metadata()
-    return {
-        name: tuple(entry.size)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    with _reading(folder):
+        metadata = _SafeReader(str(folder)).read_metadata()
+        return {
+            name: tuple(entry.size)
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
 
 
 def find_latest(root: Path, damaged: Callable[[CheckpointError], None] = lambda error: None) -> Path | None:

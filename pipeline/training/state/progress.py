@@ -3,11 +3,12 @@
 import math
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from pipeline.data.batch import Batch
 from pipeline.data.position import LostRows, Position
 from pipeline.errors import TrainingError
+from pipeline.training.state import checkpoint
 
 
 class LossSums(BaseModel, frozen=True):
@@ -101,3 +102,19 @@ class TrainingProgress(BaseModel, frozen=True):
         return self.model_copy(
             update={"steps": self.steps + 1, "rows": self.rows + batch.global_rows, "position": batch.position}
         )
+
+
+def load_progress(folder: Path) -> TrainingProgress:
+    """Returns the progress saved with a verified checkpoint.
+
+    Raises:
+        CheckpointError: If it is not that of a training.
+    """
+    try:
+        return TrainingProgress.model_validate(checkpoint.read_progress(folder))
+    except ValidationError as error:
+        key = ".".join(map(str, error.errors()[0]["loc"]))
+        raise checkpoint.CheckpointError(
+            f"checkpoint '{folder.name}', key '{key}' of {checkpoint.PROGRESS}", "the progress of a training",
+            "another value", "Use another checkpoint.",
+        ) from None  # fmt: skip

@@ -18,6 +18,7 @@ from pipeline.errors import TrainingError
 from pipeline.training.state import checkpoint
 from pipeline.training.state.async_checkpoint import AsyncCheckpointer
 from pipeline.training.state.checkpoint import CheckpointError
+from pipeline.training.state.progress import load_progress
 from storage.artifacts import sha256
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -72,6 +73,38 @@ def test_saving_again_replaces(root: Path) -> None:
     checkpoint.load(folder, found)
     assert checkpoint.describe(folder)["state"] == "verified"
     assert found["model/top.weight"].equal(tensors(77)["model/top.weight"])
+
+
+PROGRESS_NOTES: list[bytes] = [
+    b"{",
+    b"\xff",
+    b"[]",
+    b'{"progress": 5}',
+    b'{"progress": {"steps": "many"}}',
+    b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("notes", PROGRESS_NOTES, ids=lambda notes: notes[:40].decode(errors="replace"))
+def test_a_forged_progress_is_refused(notes: bytes, root: Path) -> None:
+    folder = root / "step-0000000010"
+    (folder / checkpoint.PROGRESS).write_bytes(notes)
+    seal(folder)
+    checkpoint.verify(folder)
+    with pytest.raises(CheckpointError, match=r"^checkpoint 'step-0000000010'.*progress"):
+        load_progress(folder)
+
+
+@pytest.mark.parametrize("size", [-1, 2**62])
+def test_forged_shapes_are_refused(size: int, root: Path) -> None:
+    folder = root / "step-0000000010"
+    with (folder / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    metadata.state_dict_metadata["model/count"].size = torch.Size([size])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    seal(folder)
+    with pytest.raises(CheckpointError, match=r"^checkpoint 'step-0000000010'"):
+        checkpoint.export(folder)
 
 
 def flip_a_bit(folder: Path) -> None:
