@@ -3,6 +3,9 @@
 import difflib
 from collections.abc import Sequence
 
+LONGEST_PART = 2_000
+"""Characters of each part of a message."""
+
 
 class ContractError(Exception):
     """Something is not as required. The message is one sentence and a remedy.
@@ -22,7 +25,8 @@ class ContractError(Exception):
         self.where, self.expected, self.actual, self.remedy = where, expected, actual, remedy
 
     def __str__(self) -> str:
-        return f"{self.where}: expected {self.expected}, got {self.actual}. {self.remedy}"
+        where, expected, actual, remedy = map(_show, (self.where, self.expected, self.actual, self.remedy))
+        return f"{where}: expected {expected}, got {actual}. {remedy}"
 
 
 class StorageError(ContractError):
@@ -43,6 +47,15 @@ class UnknownCommitError(StorageError):
 
 class CorruptFileError(StorageError):
     """A data file of a snapshot is unreadable."""
+
+
+def _show(text: str) -> str:
+    """Escapes what a terminal or a log cannot show, and leaves out the middle of a long text."""
+    if len(text) > LONGEST_PART:
+        text = f"{text[: LONGEST_PART // 2]} ... {text[-LONGEST_PART // 2 :]}"
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def closest_names(name: str, known: Sequence[str]) -> str:

@@ -25,6 +25,12 @@ def home_path(home: str) -> Path:
     return path
 
 
+MOST_VALUES = 1_000_000
+"""Values in a YAML text. A few lines of aliases may stand for billions."""
+MOST_LEVELS = 100
+"""Levels of lists and mappings inside each other."""
+
+
 class _Loader(yaml.SafeLoader):
     """Loads YAML 1.2: only true and false are booleans, because `on` is a key of ours. 010 and 1:30 are text."""
 
@@ -43,23 +49,58 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def parse_yaml(text: str) -> Any:
-    """A YAML text's value, by the safe loader."""
-    return yaml.load(text, _Loader)
+    """A YAML text's value, by the safe loader.
+
+    Raises:
+        yaml.YAMLError: If the text is not YAML, or stands for more values than a config may have.
+    """
+    try:
+        value = yaml.load(text, _Loader)
+        if _count(value, {}, 0) > MOST_VALUES:
+            raise yaml.YAMLError(f"aliases that stand for more than {MOST_VALUES:,} values")
+    except yaml.YAMLError:
+        raise
+    except RecursionError:
+        raise yaml.YAMLError(f"more than {MOST_LEVELS} levels of values inside values") from None
+    except Exception as error:  # a tag with the wrong text raises almost any exception
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from None
+    return value
+
+
+def _count(value: Any, known: dict[int, int], level: int) -> int:
+    """Counts values. Those behind an alias count at each use."""
+    if isinstance(value, str):
+        value.encode()  # raises for half a surrogate pair
+    if not isinstance(value, dict | list):
+        return 1
+    if level > MOST_LEVELS:
+        raise RecursionError
+    if id(value) in known:
+        if not known[id(value)]:
+            raise yaml.YAMLError("a value inside itself")
+        return known[id(value)]
+    known[id(value)] = 0  # while its content is counted
+    content = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    known[id(value)] = 1 + sum(_count(one, known, level + 1) for one in content)
+    return known[id(value)]
 
 
 def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A config file's content, over that of its `base` if it names one; `${NAME:-default}` is replaced."""
-    full = (
-        path if path.is_absolute() else next((p for p in (Path.cwd() / path, ROOT / path) if p.exists()), ROOT / path)
-    )
-    if full.resolve() in above:
-        raise ConfigError(f"config '{path}'", "a `base` that ends somewhere", "a circle", "Remove one `base`.")
     try:
-        values = parse_yaml(full.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
+        places = [path] if path.is_absolute() else [Path.cwd() / path, ROOT / path]
+        full = next((place for place in places if place.exists()), places[-1])
+        if full.resolve() in above:
+            raise ConfigError(f"config '{path}'", "a `base` that ends somewhere", "a circle", "Remove one `base`.")
+        if not full.is_file():  # a device may have no end
+            raise OSError
+        text = full.read_text(encoding="utf-8")
+    except (OSError, ValueError):  # ValueError: not UTF-8, or a null character in the path
         raise ConfigError(
             f"config '{path}'", "a readable YAML file", "none", "Correct the path; examples are in configs/."
         ) from None
+    try:
+        values = parse_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"config '{path}'", "valid YAML", _problem(error), "Mind indentation and colons.") from None
     if not isinstance(values, dict):

@@ -296,7 +296,7 @@ def test_one_sentence_for_a_bad_value(values: dict[str, Any], said: str) -> None
         ),
         (
             {"name": "a\n"},
-            "name: expected letters, digits and _, ^[A-Za-z_][A-Za-z0-9_]{0,127}$, got 'a\n'. Rename it.",
+            "name: expected letters, digits and _, ^[A-Za-z_][A-Za-z0-9_]{0,127}$, got 'a\\n'. Rename it.",
         ),
         (
             {"filter": "1=1; drop table x"},
@@ -353,6 +353,45 @@ def test_files_that_are_not_a_config_are_refused(content: bytes | None, said: st
     if content is not None:
         path.write_bytes(content)
     assert sentence(path) == f"config '{path}': {said}"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("seed: 2024-02-30", "day is out of range for month"),
+        ("seed: " + "9" * 5_000, "Exceeds the limit"),
+        ("name: !!timestamp now", "AttributeError"),
+        ("name: " + "[" * 100_000, "values inside values"),
+        ("name: " + "[" * 200 + "]" * 200, "values inside values"),
+        ("a: &a [*a]", "a value inside itself"),
+        ("a: &a {b: *a}", "a value inside itself"),
+        ('name: "\\ud800"', "surrogates not allowed"),
+        ("\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40))]), "aliases"),
+    ],
+    ids=["date", "digits", "tag", "deep", "half as deep", "circle", "circle of keys", "half a character", "bomb"],
+)
+def test_yaml_that_no_config_has_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    said = sentence(path)
+    assert said.startswith(f"config '{path}': expected valid YAML, got ")
+    assert reason in said
+    assert said.endswith("Mind indentation and colons.")
+
+
+@pytest.mark.parametrize("base", ["/dev/zero", ".", "a\0b", "x" * 5_000])
+def test_a_base_that_is_no_file_is_refused(base: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(f"base: {yaml.safe_dump(base)}")
+    assert sentence(path).endswith(
+        "expected a readable YAML file, got none. Correct the path; examples are in configs/."
+    )
+
+
+def test_an_alias_may_be_used_many_times(tmp_path: Path) -> None:
+    path = tmp_path / "good.yaml"
+    path.write_text("one: &one {a: [1, 2]}\n" + "".join(f"other{n}: *one\n" for n in range(1_000)))
+    assert read_yaml(path)["other999"] == {"a": [1, 2]}
 
 
 def test_other_files_that_are_not_a_config_are_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from flows.estimate import estimate
 from pipeline.characterization import calibration_points
 from pipeline.characterization.estimate import RankMachine, derive_shape, estimate_checkpoint_bytes
 from pipeline.config import load
+from pipeline.errors import ConfigError
 from pipeline.jobs.estimate import calibration, footprint
 from pipeline.jobs.workspace import Workspace
 from storage.errors import StorageError
@@ -71,6 +72,14 @@ def test_an_invalid_machine_description_is_refused(text, sentence, tmp_path):
     with pytest.raises(Exception, match="machine") as raised:
         footprint.load_machine(str(path))
     assert str(raised.value) == f"machine '{path}', {sentence}"
+
+
+@pytest.mark.parametrize("content", [b"a: [", b"\xff", b"[1]", b"\0"])
+def test_a_machine_description_that_is_no_yaml_mapping_is_refused(content, tmp_path):
+    path = tmp_path / "machine.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"config '{path}': expected "):
+        footprint.load_machine(str(path))
 
 
 def test_the_example_of_a_machine_description_is_valid():

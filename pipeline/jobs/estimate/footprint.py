@@ -25,7 +25,7 @@ from pipeline.characterization.estimate import (
     has_room,
 )
 from pipeline.characterization.results import Load
-from pipeline.config.files import ROOT, parse_yaml
+from pipeline.config.files import read_yaml
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import step
 from pipeline.jobs.training.job import prepare_rows
@@ -116,12 +116,8 @@ def load_machine(path: str) -> DescribedMachine:
     Raises:
         ConfigError: If the file is wrong. Names the key.
     """
-    full = Path(path) if Path(path).is_absolute() else ROOT / path
     try:
-        return DescribedMachine.model_validate(parse_yaml(full.read_text(encoding="utf-8")))
-    except OSError:
-        remedy = "Correct the path; an example is configs/machines/epyc_9654.yaml."
-        raise ConfigError(f"machine '{path}'", "a readable YAML file", "none", remedy) from None
+        return DescribedMachine.model_validate(read_yaml(Path(path)))
     except ValidationError as error:
         first = error.errors()[0]
         key, reason = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Input should be ")
