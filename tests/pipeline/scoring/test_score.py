@@ -12,9 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from pipeline.data.joined.source import pin_sources
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.scoring.config import ScoringConfig
 from pipeline.scoring.score import ScoringResult, ScoringWork, plan_scoring, score
+from pipeline.transforms.schema import FeatureJoin
 from storage.config import WarehouseConfig
 from storage.errors import StorageError
 from storage.reader import SnapshotRef
@@ -146,6 +148,23 @@ def test_finished_days_are_skipped_until_rows_model_columns_or_filter_change(war
     assert stored(warehouse) == wanted(make_day(0), make_day(1, 500), make_day(2))
     run(warehouse, model="m 2", version=2)
     assert stored(warehouse) == wanted(make_day(0), make_day(1, 500), make_day(2), version=2)
+
+
+def test_a_new_day_of_a_feature_source_leaves_finished_days(warehouse):
+    def plan_joined():
+        joined = pin_sources([FeatureJoin(table="side", on="row", day_column="day")], Path(), warehouse)
+        return plan_scoring(ScoringConfig(), warehouse, warehouse.current("t"), None, "m", joined=joined)
+
+    def put_side(day, value):
+        rows = pa.table({"day": pa.array([day], pa.date32()), "row": [1], "extra": [value]})
+        warehouse.replace_days("side", {day: "same"}, rows.schema, rows.to_batches(), 1)
+
+    put_side(DAYS[0], 0.5)
+    score(ScoringConfig(), warehouse, plan_joined(), Model(), 1)
+    put_side(DAYS[-1] + datetime.timedelta(days=1), 0.5)
+    assert plan_joined().done == DAYS
+    put_side(DAYS[1], 0.5)
+    assert tuple(plan_joined().todo) == DAYS[1:2]
 
 
 def test_a_failure_leaves_whole_days_and_the_next_run_does_the_rest(warehouse):
