@@ -4,7 +4,8 @@ from pydantic import BaseModel, NonNegativeInt, PositiveFloat
 
 
 class RetentionConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """How long daily work is kept. Versions with an alias and the two champions before the present one always stay.
+    """How long daily work is kept. Versions with an alias and the two champions before the present one always stay,
+    and so does the version that each of them continues.
 
     None keeps everything of a kind. Ages are in days and may be fractions.
     """

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from pipeline.errors import RegistryError
 from pipeline.registration.tracking import Tracker, is_not_found
-from pipeline.registration.versions import FILES
+from pipeline.registration.versions import FILES, TRAINED_FROM
 
 CHAMPION, CHALLENGER, REFERENCE = "champion", "challenger", "reference"
 MOVE = "move."
@@ -160,7 +160,8 @@ def list_aliased(tracker: Tracker) -> list[ModelVersion]:
 def list_spared(tracker: Tracker) -> list[ModelVersion]:
     """Lists the versions that nothing may remove, with their tags.
 
-    These are all versions with an alias, and the `ROLLBACKS` champions of each model before the present one.
+    These are all versions with an alias, and the `ROLLBACKS` champions of each model before the present one. Also the
+    version that each of these continues: a replay starts from its checkpoint.
     """
     aliased = list_aliased(tracker)
     spared = {(version.name, int(version.version)): version for version in aliased}
@@ -170,6 +171,11 @@ def list_spared(tracker: Tracker) -> list[ModelVersion]:
             version = tracker.get_version(name, str(number))
             if version is not None:
                 spared[name, number] = version
+    for (name, _), version in list(spared.items()):
+        continued = version.tags.get(TRAINED_FROM, "")
+        before = tracker.get_version(name, continued) if continued.isdecimal() else None
+        if before is not None:
+            spared[name, int(before.version)] = before
     return list(spared.values())
 
 

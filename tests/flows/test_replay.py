@@ -8,7 +8,7 @@ from flows.replay import replay
 from pipeline.config import load
 from pipeline.errors import ConfigError, RegistryError, StorageError
 from pipeline.jobs.training.provenance import RECORD, fetch_record, list_differences, override_recorded, restore_config
-from pipeline.jobs.training.replay import pin_replay
+from pipeline.jobs.training.replay import pin_replay, replay_version
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import list_moves, list_versions
 
@@ -124,6 +124,27 @@ def test_an_expired_snapshot_is_named(record):
     assert str(error.value) == (
         "snapshot 7 of table 'smoke': expected a snapshot of the table, got none of that id. "
         "It may have expired. Use the current snapshot."
+    )
+
+
+def test_a_replay_names_the_version_that_is_gone(record, tmp_path, monkeypatch):
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+    workspace = Workspace(load(CONFIG))
+    tracker = workspace.tracking
+    tracker.client.create_registered_model("smoke")
+    for continues in (None, 1, 2):
+        run_id = tracker.start("a day", {}, {}, None)
+        tracker.log_json(run_id, record.model_copy(update={"continues": continues}).model_dump(mode="json"), RECORD)
+        tags = {"record": f"runs:/{run_id}/{RECORD}", "run_folder": "cleared"}
+        tracker.client.create_model_version("smoke", "somewhere", run_id, tags=tags)
+    tracker.client.delete_model_version("smoke", "1")
+    with pytest.raises(RegistryError) as error:
+        replay_version(workspace, 3, {})
+    assert str(error.value) == (
+        "replay of model 'smoke', version 3: expected the versions that it continues, back to one with a checkpoint or "
+        "from scratch, got no record of version 1. Retention has removed it, so this version cannot be replayed. Name "
+        "a later one. To keep more: retention.runs_days, retention.versions_days, or recurring.scratch_every_days "
+        "below them."
     )
 
 

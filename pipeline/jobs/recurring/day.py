@@ -20,7 +20,7 @@ from pipeline.jobs.training.provenance import fetch_record
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, list_spared, list_versions
-from pipeline.registration.versions import download_packed, find_versions
+from pipeline.registration.versions import TRAINED_FROM, download_packed, find_versions
 from pipeline.training.state import checkpoint
 from pipeline.transforms.plan.carry_over import Start, carry_over_fit
 from pipeline.transforms.plan.plan import Plan
@@ -290,7 +290,7 @@ def make_day_job(
         today = today.model_copy(update={"snapshot": begun})
         data = build_specs(workspace, begun, {part: data[part].selection if part in data else None for part in PARTS})
     before: Mapping[str, str] = {}
-    tags = {"day": f"{today.day}", "trained_from": "scratch" if from_scratch else f"{today.champion.version}"}
+    tags = {"day": f"{today.day}", TRAINED_FROM: "scratch" if from_scratch else f"{today.champion.version}"}
     if not from_scratch:
         plan = carry_over_fit(data["train"].plan, known)
         data = {"train": exclude_test_rows(data), "test": data["test"]}

@@ -19,6 +19,7 @@ from pipeline.jobs.training.identity import digest
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, REFERENCE, find_holder, move_alias
 from pipeline.registration.tracking import RESULT, is_unreachable
+from pipeline.registration.versions import TRAINED_FROM
 from storage.artifacts import write_text
 
 Numbers = Mapping[str, Any]
@@ -83,10 +84,10 @@ def _find_challenger(workspace: Workspace, today: Today) -> int | None:
     tags = tracker.client.get_model_version(name, str(version)).tags
     if "day" not in tags or datetime.date.fromisoformat(tags["trained_to"]) >= today.day:
         return None
-    if tags["trained_from"] not in ("scratch", str(champion)):
+    if tags[TRAINED_FROM] not in ("scratch", str(champion)):
         workspace.console.log.warning(
             "version %s is not judged: it continues version %s, which is no longer champion",
-            version, tags["trained_from"],
+            version, tags[TRAINED_FROM],
         )  # fmt: skip
         return None
     return version

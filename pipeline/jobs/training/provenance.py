@@ -21,6 +21,7 @@ from pipeline.jobs.code_version import trained_by
 from pipeline.jobs.training.job import TrainingJob, train_tag
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.tracking import Tracker, is_not_found
+from pipeline.registration.versions import TRAINED_FROM
 from pipeline.training.launch.processes import resolve_threads
 from pipeline.training.tables.plan import ShardingPlan
 from storage.reader import SnapshotRef
@@ -105,7 +106,7 @@ def make_record(workspace: Workspace, job: TrainingJob, placement: ShardingPlan,
         trained_on=job.trained_on,
         day=job.tags.get("day"),
         rows={part: spec.selection for part, spec in job.data.items()},
-        continues=None if job.start is None else int(job.tags["trained_from"]),
+        continues=None if job.start is None else int(job.tags[TRAINED_FROM]),
         days=job.days,
     )
 

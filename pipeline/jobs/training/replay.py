@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import RunConfig, load
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, RegistryError
 from pipeline.jobs.console import step
 from pipeline.jobs.training.job import PLAN, TrainingJob, make_job, open_training_run, resolve_dataset
 from pipeline.jobs.training.provenance import (
@@ -20,6 +20,7 @@ from pipeline.jobs.training.provenance import (
 from pipeline.jobs.training.rank import measure_uses, plan_placement
 from pipeline.jobs.training.train import TrainingResult, make_rank_spec, train
 from pipeline.jobs.workspace import Workspace
+from pipeline.registration.versions import TRAINED_FROM
 from pipeline.training.state import checkpoint as store
 from pipeline.transforms.plan.carry_over import Start, carry_over_fit
 from pipeline.transforms.plan.plan import Plan
@@ -38,7 +39,7 @@ def replay_version(workspace: Workspace, version: int | None, overrides: Mapping
         overrides: Dotted key -> value. Only keys that do not change what is learned.
     Raises:
         ConfigError: If no version is named, or an override would change what is learned.
-        RegistryError: If the version, or one that it continues, has no record.
+        RegistryError: If the version has no record, or one that it continues has been removed.
     """
     if version is None:
         raise ConfigError("argument 'version'", "the version to train again", "none", "Add version=N.")
@@ -69,7 +70,16 @@ def _list_missing(workspace: Workspace, version: int) -> list[int]:
     before = fetch_record(workspace.tracking, workspace.config.model_name, version).continues
     while before is not None and _find_checkpoint(workspace, before) is None:
         found.insert(0, before)
-        before = fetch_record(workspace.tracking, workspace.config.model_name, before).continues
+        try:
+            before = fetch_record(workspace.tracking, workspace.config.model_name, before).continues
+        except RegistryError as error:
+            raise RegistryError(
+                f"replay of model '{workspace.config.model_name}', version {version}",
+                "the versions that it continues, back to one with a checkpoint or from scratch",
+                f"no record of version {before}",
+                "Retention has removed it, so this version cannot be replayed. Name a later one. To keep more: "
+                "retention.runs_days, retention.versions_days, or recurring.scratch_every_days below them.",
+            ) from error
     return found
 
 
@@ -122,7 +132,7 @@ def pin_replay(workspace: Workspace, old: Record, name: str, checkpoint: Path | 
     plan = carry_over_fit(data["train"].plan, known)
     data = {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
     job = make_job(folder, workspace, old.identity, (snapshot, data))
-    tags = {"trained_from": f"{old.continues}"}
+    tags = {TRAINED_FROM: f"{old.continues}"}
     return job.model_copy(update={"start": Start(checkpoint=str(start_from), plan=known), "tags": tags})
 
 

@@ -15,6 +15,7 @@ from pipeline.registration.aliases import (
     choose_version,
     find_holder,
     list_moves,
+    list_spared,
     lost_champion,
     move_alias,
     rollback,
@@ -114,6 +115,17 @@ def test_promoting_the_champion_again_is_no_move(tracker, name):
     assert move_alias(tracker, name, CHAMPION, 3, "person", "to be sure") is None
     assert list_moves(tracker, name) == moves
     assert [rollback(tracker, name).version for _ in range(2)] == [2, 1]
+
+
+def test_what_serves_is_kept_with_the_version_that_it_continues(tracker, name):
+    """But not with the whole line before it."""
+    for version in range(2, COUNT + 1):
+        tracker.client.set_model_version_tag(name, str(version), "trained_from", str(version - 1))
+    tracker.client.set_model_version_tag(name, "1", "trained_from", "scratch")
+    move_alias(tracker, name, CHAMPION, 4, "gate", "the first")
+    assert {int(one.version) for one in list_spared(tracker) if one.name == name} == {3, 4}
+    tracker.client.delete_model_version(name, "3")
+    assert {int(one.version) for one in list_spared(tracker) if one.name == name} == {4}
 
 
 def test_a_rollback_changes_the_champion_also_where_it_was_once_recorded_as_its_own_predecessor(tracker, name):
