@@ -10,7 +10,12 @@ from typing import Any, Literal
 import pyarrow.fs as fs
 from pydantic import BaseModel
 from pyiceberg.catalog.rest import RestCatalog
-from pyiceberg.exceptions import CommitFailedException
+from pyiceberg.exceptions import (
+    CommitFailedException,
+    NoSuchIcebergTableError,
+    NoSuchTableError,
+    ValidationError,
+)
 from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
@@ -183,6 +188,8 @@ def _refuse_shared_location(warehouse: Warehouse, table: Table) -> None:
     for namespace in warehouse.catalog.list_namespaces():
         for identifier in warehouse.catalog.list_tables(namespace):
             other = _load(warehouse, identifier)
+            if other is None:
+                continue
             there = f"{other.location().rstrip('/')}/"
             if other.name() != table.name() and (there.startswith(place) or place.startswith(there)):
                 raise StorageError(
@@ -191,15 +198,23 @@ def _refuse_shared_location(warehouse: Warehouse, table: Table) -> None:
                 )  # fmt: skip
 
 
-def _load(warehouse: Warehouse, identifier: tuple[str, ...]) -> Table:
+def _load(warehouse: Warehouse, identifier: tuple[str, ...]) -> Table | None:
+    """Loads a table of the catalog. Returns None if it was dropped meanwhile.
+
+    Raises:
+        StorageError: If its metadata is damaged, gone or of another format. Other errors of the catalog and its store
+            are raised as they are.
+    """
     try:
         return warehouse.catalog.load_table(identifier)
-    except Exception as error:
+    except (FileNotFoundError, ValueError, ValidationError, NoSuchIcebergTableError) as error:
         raise StorageError(
             f"table '{'.'.join(identifier)}'", "to be readable, since its files may be below the location to clean",
             f"{type(error).__name__}: {error}".split("\n")[0].rstrip("."),
-            "Move it to another catalog, or drop it with the engine that made it.",
+            "Move it to another catalog, or repair it with the engine that made it.",
         ) from error  # fmt: skip
+    except NoSuchTableError:
+        return None
 
 
 def _referenced_paths(table: Table) -> Collection[str]:

@@ -33,10 +33,10 @@ def rows(day: datetime.date, count: int, first: int = 0) -> pa.Table:
     return pa.table({"day": pa.array([day] * count, pa.date32()), "id": pa.array(range(first, first + count))})
 
 
-def write(warehouse: Warehouse, *tables: pa.Table, identity: str = "i") -> SnapshotRef:
+def write(warehouse: Warehouse, *tables: pa.Table, identity: str = "i", name: str = "events") -> SnapshotRef:
     table = pa.concat_tables(tables)
     days = dict.fromkeys(table["day"].to_pylist(), identity)
-    return warehouse.replace_days("events", days, table.schema, table.to_batches(max_chunksize=5), table.num_rows)
+    return warehouse.replace_days(name, days, table.schema, table.to_batches(max_chunksize=5), table.num_rows)
 
 
 def ids(warehouse: Warehouse, snapshot: SnapshotRef | None = None) -> list[int]:
@@ -278,9 +278,40 @@ def test_a_table_that_cannot_be_loaded_is_named_before_anything_is_deleted(wareh
     assert str(error.value) == (
         "table 'dlrm.other': expected to be readable, since its files may be below the location to clean, "
         "got ValidationError: 1 validation error for TableMetadataWrapper. "
-        "Move it to another catalog, or drop it with the engine that made it."
+        "Move it to another catalog, or repair it with the engine that made it."
     )
     assert on_disk(home) == before
+    metadata.unlink()
+    with pytest.raises(StorageError, match=r"table 'dlrm\.other': expected to be readable"):
+        vacuum(warehouse, "events", NOW, dry_run=False)
+
+
+def test_a_table_that_is_dropped_meanwhile_does_not_stop_a_vacuum(
+    warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(warehouse, rows(DAY1, 3))
+    write(warehouse, rows(DAY1, 3), name="other")
+    listed = warehouse.catalog.list_tables("dlrm")
+    monkeypatch.setattr(warehouse.catalog, "list_tables", lambda _: listed)
+    warehouse.catalog.drop_table(("dlrm", "other"))
+    assert vacuum(warehouse, "events", NOW, dry_run=False).files == 0
+
+
+def test_an_unreachable_store_of_another_table_is_not_taken_for_a_damaged_table(
+    warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(warehouse, rows(DAY1, 3))
+    write(warehouse, rows(DAY1, 3), name="other")
+    load = warehouse.catalog.load_table
+
+    def refuse(identifier: tuple[str, ...]) -> Any:
+        if identifier[-1] == "other":
+            raise PermissionError("Access denied")
+        return load(identifier)
+
+    monkeypatch.setattr(warehouse.catalog, "load_table", refuse)
+    with pytest.raises(PermissionError, match="Access denied"):
+        vacuum(warehouse, "events", NOW, dry_run=False)
 
 
 def test_a_link_out_of_the_table_is_refused(warehouse: Warehouse, home: Path, tmp_path: Path) -> None:
