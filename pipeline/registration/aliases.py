@@ -52,9 +52,7 @@ def choose_version(tracker: Tracker, name: str, version: int | None) -> tuple[in
     """
     number = find_holder(tracker, name) if version is None else version
     if number is None:
-        raise RegistryError(
-            f"model '{name}'", "a champion", "none", "Train a model first, or name a version: version=N."
-        )
+        raise no_champion(tracker, name, "Or score with one of them: version=N.")
     found = tracker.get_version(name, str(number))
     if found is None:
         raise _no_version(tracker, name, number)
@@ -177,6 +175,19 @@ def list_spared(tracker: Tracker) -> list[ModelVersion]:
         if before is not None:
             spared[name, int(before.version)] = before
     return list(spared.values())
+
+
+def no_champion(tracker: Tracker, name: str, otherwise: str = "") -> RegistryError:
+    """Returns the error that a model has no champion.
+
+    Args:
+        otherwise: What else can be done with a version.
+    """
+    remedy = "Train the first one: python -m flows.train CONFIG."
+    if known := list_versions(tracker, name):
+        named = ", ".join(str(number) for number in known)
+        remedy = f"Choose among versions {named}: python -m flows.promote CONFIG version=N. {otherwise}".rstrip()
+    return RegistryError(f"model '{name}'", "a champion", "none", remedy)
 
 
 def _no_version(tracker: Tracker, name: str, version: int) -> RegistryError:

@@ -148,6 +148,23 @@ def test_a_champion_is_not_compared_on_rows_that_it_was_trained_on(smoke, home, 
     assert gate.difference is not None
 
 
+def test_no_champion_scores_for_a_model_that_is_judged_later(smoke, home, copied, monkeypatch):
+    job, model = the_model(smoke, home)
+    loaded, load_model = set(), LoadedModel.__init__
+
+    def note(self, folder):
+        loaded.add(folder)
+        load_model(self, folder)
+
+    monkeypatch.setattr(LoadedModel, "__init__", note)
+    later = job.model_copy(update={"judged_later": True})
+    found = evaluate.compare_with_champion(Workspace(load(CONFIG)), later, model, lambda *note: None)
+    assert (found.gate.decision, found.gate.champion) == ("hold", None)
+    assert found.gate.reason == "It is judged on the next day, which no model has seen yet."
+    assert found.report.overall.rows == 5_000
+    assert loaded == {model}
+
+
 def test_leftovers_of_a_killed_attempt_are_not_counted(smoke, home, copied):
     config = load(CONFIG, {"evaluation.group_by": "cat_user"})
     job, model = resolve_job(Workspace(config), None, False), the_model(smoke, home)[1]

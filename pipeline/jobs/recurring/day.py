@@ -19,7 +19,7 @@ from pipeline.jobs.training.job import REGISTERED, TrainingJob, build_specs, fin
 from pipeline.jobs.training.provenance import fetch_record
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, list_spared, list_versions
+from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, list_spared, no_champion
 from pipeline.registration.versions import TRAINED_FROM, download_packed, find_versions
 from pipeline.training.state import checkpoint
 from pipeline.transforms.plan.carry_over import Start, carry_over_fit
@@ -204,11 +204,7 @@ def require_champion(workspace: Workspace) -> ChampionVersion:
     version, tags = _find_version(workspace)
     where = f"model '{workspace.config.model_name}'"
     if version is None:
-        remedy = "Train the first one: python -m flows.train CONFIG."
-        if known := list_versions(workspace.tracking, workspace.config.model_name):
-            named = ", ".join(str(number) for number in known)
-            remedy = f"Choose among versions {named}: python -m flows.promote CONFIG version=N."
-        raise RegistryError(where, "a champion", "none", remedy)
+        raise no_champion(workspace.tracking, workspace.config.model_name)
     if "trained_to" not in tags:
         raise RegistryError(
             f"{where}, version {version}", "a record of the days it was trained on", "none: an older version",

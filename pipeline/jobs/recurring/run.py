@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mlflow.entities import Run
+
 from pipeline.errors import EmptyDatasetError
 from pipeline.evaluation import plots
 from pipeline.evaluation.policy import Decision, decide
@@ -224,22 +226,15 @@ def record_day(workspace: Workspace, qualities: Mapping[str, Numbers], run_id: s
     for role, values in qualities.items():
         tracker.log(run_id, 0, {f"{role}_{name}": value for name, value in values.items() if name != "undefined"})
     with workspace.best_effort("figure of the next-day NE"):
-        series = [_load_series(workspace, role) for role in ("champion", "reference")]
+        series = [load_series(workspace, role) for role in ("champion", "reference")]
         tracker.log_figures(run_id, {"next_day": plots.backtest([one for one in series if one.days], 7)})
 
 
-def _load_series(workspace: Workspace, role: str) -> BacktestResult:
+def load_series(workspace: Workspace, role: str) -> BacktestResult:
     """Returns the quality of the champions, or of the reference, on each day. Reads the days' runs."""
-    tracker = workspace.tracking
-    runs = tracker.client.search_runs(
-        [tracker.experiment_id],
-        f"tags.`{DAY_TAG}` LIKE '%'",
-        max_results=SHOWN_DAYS,
-        order_by=[f"tags.`{DAY_TAG}` DESC"],
-    )
     days: dict[datetime.date, DaySums] = {}
     trained: dict[datetime.date, float] = {}
-    for run in reversed(runs):
+    for run in reversed(_list_day_runs(workspace)):
         metrics, day = run.data.metrics, datetime.date.fromisoformat(run.data.tags[DAY_TAG])
         if role == "champion":
             trained[day] = trained.get(day, 0.0) + metrics.get("rows_trained", 0.0)
@@ -251,6 +246,20 @@ def _load_series(workspace: Workspace, role: str) -> BacktestResult:
             )  # fmt: skip
     ordered = tuple(days[day] for day in sorted(days))
     return BacktestResult(name=role, days=ordered, rows_trained=trained, seconds=0.0, trainings={})
+
+
+def _list_day_runs(workspace: Workspace) -> list[Run]:
+    """Returns the runs of the model's last days, the newest first. Other models may share the experiment."""
+    tracker, config = workspace.tracking, workspace.config
+    found: list[Run] = []
+    token: str | None = None
+    while len(found) < SHOWN_DAYS and token != "":
+        query, order = f"tags.`{DAY_TAG}` LIKE '%'", [f"tags.`{DAY_TAG}` DESC"]
+        page = tracker.client.search_runs([tracker.experiment_id], query, order_by=order, page_token=token)
+        models = (run.data.params.get("registration.model_name", config.name) for run in page)
+        found += [run for run, model in zip(page, models, strict=True) if model == config.model_name]
+        token = page.token or ""
+    return found[:SHOWN_DAYS]
 
 
 @step("keep the champion")

@@ -157,15 +157,14 @@ def compare_with_champion(
 ) -> EvaluationResult:
     """Scores the evaluation rows, raw as a caller would send them, with the new model and with the champion.
 
+    The champion scores only rows that it has not seen, and none for a model that is judged on another day.
+
     Args:
         model: Folder of the packed model.
         exact: The same before its tables were rounded, to tell what that costs.
     """
-    version, spec, rows = (
-        find_holder(workspace.tracking, workspace.config.model_name),
-        job.data["test"],
-        job.rows["test"],
-    )
+    version = None if job.judged_later else find_holder(workspace.tracking, workspace.config.model_name)
+    spec, rows = job.data["test"], job.rows["test"]
     seen = None if version is None else _find_seen_rows(workspace, job, version)
     known = version if seen is None else None
     scored = score_both(workspace, spec, rows, model, known, Path(job.folder), progress, exact)

@@ -70,8 +70,11 @@ def test_the_champion_scores_unless_a_version_is_named(tracker, name):
     with pytest.raises(RegistryError) as caught:
         choose_version(tracker, name, None)
     assert str(caught.value) == (
-        f"model '{name}': expected a champion, got none. Train a model first, or name a version: version=N."
+        f"model '{name}': expected a champion, got none. Choose among versions 1, 2, 3, 4: python -m flows.promote "
+        "CONFIG version=N. Or score with one of them: version=N."
     )
+    with pytest.raises(RegistryError, match=r"Train the first one: python -m flows\.train CONFIG"):
+        choose_version(tracker, "none of this name", None)
     move_alias(tracker, name, CHAMPION, 2, "gate", "")
     assert choose_version(tracker, name, None) == choose_version(tracker, name, 2)
     assert choose_version(tracker, name, None)[0] == 2

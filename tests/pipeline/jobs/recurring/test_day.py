@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.config import load
 from pipeline.jobs.recurring.day import clear_old_runs, identity_of_day
+from pipeline.jobs.recurring.run import load_series
 from pipeline.jobs.training.checkpoints import list_checkpoints
 from pipeline.jobs.workspace import Workspace
 
@@ -72,6 +73,19 @@ def test_clearing_leaves_the_days_of_another_model_alone(make: Make) -> None:
 def test_two_models_of_one_table_have_work_of_their_own(make: Make) -> None:
     assert identity_of_day(make("weekly"), LAST) != identity_of_day(make("daily"), LAST)
     assert identity_of_day(make("daily"), LAST) == identity_of_day(make("daily"), LAST)
+
+
+def test_the_figure_of_a_model_has_no_days_of_another(make: Make) -> None:
+    """They share the table, and so the experiment."""
+    weekly, daily = make("weekly"), make("daily")
+    for workspace, ne in ((weekly, 0.5), (daily, 0.9)):
+        tags = {"dlrm.day": f"{LAST}"}
+        run_id = workspace.tracking.start("a day", workspace.config.flat(), tags, None)
+        values = {"ne": ne, "rows": 10.0, "label_rate": 0.5, "logloss": ne, "calibration": 1.0}
+        workspace.tracking.log(run_id, 0, {f"champion_{name}": value for name, value in values.items()})
+    for workspace, ne in ((weekly, 0.5), (daily, 0.9)):
+        (day,) = load_series(workspace, "champion").days
+        assert (day.day, day.loss) == (LAST, 10.0 * ne)
 
 
 def test_checkpoints_of_daily_runs_are_listed(make: Make) -> None:
