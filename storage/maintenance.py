@@ -72,6 +72,27 @@ class VacuumResult(BaseModel, frozen=True):
     """Whether files were only counted."""
 
 
+def find_expired(
+    warehouse: Warehouse, name: str, older_than: datetime.timedelta, without: Collection[str] = ()
+) -> set[int]:
+    """Returns the ids of the snapshots that `expire` would remove.
+
+    Args:
+        without: Tags that count as dropped.
+    """
+    table = warehouse.table(name)
+    return _old_snapshots(table, older_than) - _needed_snapshots(table, without)
+
+
+def _old_snapshots(table: Table, older_than: datetime.timedelta) -> set[int]:
+    limit = (datetime.datetime.now(datetime.UTC) - older_than).timestamp() * 1_000
+    return {snapshot.snapshot_id for snapshot in table.snapshots() if snapshot.timestamp_ms <= limit}
+
+
+def _needed_snapshots(table: Table, without: Collection[str] = ()) -> set[int]:
+    return {reference.snapshot_id for tag, reference in table.refs().items() if tag not in without}
+
+
 def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_run: bool = False) -> ExpireResult:
     """Removes old snapshots from a table's history. Their files stay until `vacuum`.
 
@@ -82,9 +103,7 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
     """
     for _ in range(5):
         table = warehouse.table(name)
-        limit = (datetime.datetime.now(datetime.UTC) - older_than).timestamp() * 1_000
-        old = {snapshot.snapshot_id for snapshot in table.snapshots() if snapshot.timestamp_ms <= limit}
-        needed = {reference.snapshot_id for reference in table.refs().values()}
+        old, needed = _old_snapshots(table, older_than), _needed_snapshots(table)
         gone = old - needed
         current = table.current_snapshot()
         result = ExpireResult(
@@ -156,12 +175,20 @@ def _refs(metadata: TableMetadata) -> frozenset[tuple[str, int]]:
     return frozenset((name, reference.snapshot_id) for name, reference in metadata.refs.items())
 
 
-def vacuum(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_run: bool = True) -> VacuumResult:
+def vacuum(
+    warehouse: Warehouse,
+    name: str,
+    older_than: datetime.timedelta,
+    dry_run: bool = True,
+    without: Collection[int] = (),
+) -> VacuumResult:
     """Deletes old files below the table's location that no snapshot references.
 
     These are files of killed writers, of replaced days after their snapshots expired, and old metadata. A writer's
     files belong to no snapshot until its commit, so `older_than` must be longer than any write takes.
 
+    Args:
+        without: Snapshots that count as expired in a dry run.
     Raises:
         StorageError: If the files cannot be listed, one of them is outside the table's location, or another table of
             the catalog shares that location.
@@ -170,7 +197,7 @@ def vacuum(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
     _refuse_shared_location(warehouse, table)
     limit = datetime.datetime.now(datetime.UTC) - older_than
     found = list(_list_files(table))  # before the table is loaded, which then references what was committed meanwhile
-    referenced = _referenced_paths(warehouse.table(name))
+    referenced = _referenced_paths(warehouse.table(name), without if dry_run else ())
     orphans = [file for file in found if file.path not in referenced]
     old = [file for file in orphans if file.mtime <= limit]
     result = VacuumResult(
@@ -217,13 +244,13 @@ def _load(warehouse: Warehouse, identifier: tuple[str, ...]) -> Table | None:
         return None
 
 
-def _referenced_paths(table: Table) -> Collection[str]:
-    """Returns the paths of all files that the table's metadata and snapshots reference."""
+def _referenced_paths(table: Table, without: Collection[int]) -> Collection[str]:
+    """Returns the paths of all files that the table's metadata and its snapshots, except for some, reference."""
     io, metadata = table.io, table.metadata
     paths = {table.metadata_location, *(entry.metadata_file for entry in metadata.metadata_log)}
     paths |= {entry.statistics_path for entry in (*metadata.statistics, *metadata.partition_statistics)}
     seen: set[str] = set()
-    for snapshot in table.snapshots():
+    for snapshot in (one for one in table.snapshots() if one.snapshot_id not in without):
         paths.add(snapshot.manifest_list)
         for manifest in snapshot.manifests(io):
             if manifest.manifest_path not in seen:

@@ -11,11 +11,12 @@ class RetentionConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     """
 
     runs_days: PositiveFloat | None = 30
-    """Folders below `home`/runs and `home`/replays: checkpoints, weights and logs. Counted from the last change."""
+    """Folders below `home`/runs and `home`/replays: checkpoints, weights and logs. Counted from the last change. Also
+    the verdicts below `home`/judged."""
     versions_days: PositiveFloat | None = 90
-    """Model versions without an alias, with their files."""
+    """Model versions without an alias, with their files. Also records of moves that no rollback needs."""
     versions_kept: NonNegativeInt = 30
-    """Newest versions of a model, kept at any age."""
+    """Newest versions of a model, and newest moves of its aliases, kept at any age."""
     mlflow_days: PositiveFloat | None = 365
     """MLflow runs without a kept version: metrics, figures and reports."""
     snapshots_days: PositiveFloat | None = 7

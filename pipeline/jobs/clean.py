@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import step
 from pipeline.jobs.workspace import Workspace, exclusive_dir
-from pipeline.registration.aliases import list_spared
+from pipeline.registration.aliases import list_old_moves, list_spared
 from pipeline.registration.retention import (
     list_all_versions,
     list_old_runs,
@@ -22,7 +22,7 @@ from pipeline.registration.retention import (
     retired_versions,
 )
 from pipeline.registration.versions import IDENTITY
-from storage.maintenance import drop_tags, expire, list_tags, vacuum
+from storage.maintenance import drop_tags, expire, find_expired, list_tags, vacuum
 
 SHOWN = 20
 """Most names of a kind in the result."""
@@ -62,7 +62,9 @@ def clean(workspace: Workspace, dry_run: bool) -> dict[str, Any]:
         retired = note_retired(workspace, dry_run)
         done = [
             remove_versions(workspace, dry_run),
+            remove_moves(workspace, dry_run),
             remove_folders(workspace, dry_run),
+            remove_verdicts(workspace, dry_run),
             remove_runs(workspace, dry_run),
             remove_leftovers(workspace, dry_run),
             *remove_snapshots(workspace, retired, dry_run),
@@ -119,6 +121,32 @@ def remove_versions(workspace: Workspace, dry_run: bool) -> Removed:
     return _summarize("versions", [f"{one.name} {one.version}" for one in retired], sizes)
 
 
+@step("clean moves")
+def remove_moves(workspace: Workspace, dry_run: bool) -> Removed:
+    """Records of old moves of the model's aliases -> removed. Safe to repeat. Those that rollbacks need stay."""
+    retention, tracker, name = workspace.config.retention, workspace.tracking, workspace.config.model_name
+    if retention.versions_days is None:
+        return _summarize("moves of aliases", [])
+    old = list_old_moves(tracker, name, retention.versions_kept, _before(retention.versions_days))
+    if not dry_run:
+        for tag in old:
+            tracker.client.delete_registered_model_tag(name, tag)
+    return _summarize("moves of aliases", old)
+
+
+@step("clean verdicts")
+def remove_verdicts(workspace: Workspace, dry_run: bool) -> Removed:
+    """Notes of old verdicts on the model's days -> removed. Safe to repeat."""
+    days, pattern = workspace.config.retention.runs_days, f"{workspace.config.model_name}-????-??-??.json"
+    found = [] if days is None else sorted((workspace.home / "judged").glob(pattern))
+    old = [path for path in found if days is not None and _changed(path) < _before(days)]
+    size = sum(map(_size, old))
+    if not dry_run:
+        for path in old:
+            _remove(path)
+    return _summarize("verdicts", [path.name for path in old], size)
+
+
 @step("clean runs")
 def remove_folders(workspace: Workspace, dry_run: bool) -> Removed:
     """Folders of old trainings -> removed. Safe to repeat. One that another process works in stays."""
@@ -139,7 +167,7 @@ def remove_folders(workspace: Workspace, dry_run: bool) -> Removed:
 def remove_runs(workspace: Workspace, dry_run: bool) -> Removed:
     """Old MLflow runs -> removed, those of kept versions excepted. Safe to repeat."""
     days, tracker = workspace.config.retention.mlflow_days, workspace.tracking
-    spared = {str(version.run_id) for version in list_all_versions(tracker)}
+    spared = {str(version.run_id) for version in _kept_versions(workspace)}
     old = [] if days is None else list(list_old_runs(tracker, spared, _before(days)))
     places = [Path(run.info.artifact_uri.removeprefix("file://")) for run in old]
     size = sum(_size(place.parent) for place in places if place.is_absolute() and place.exists())
@@ -174,7 +202,9 @@ def remove_snapshots(workspace: Workspace, retired: Collection[str], dry_run: bo
         return []
     config, age = workspace.config, datetime.timedelta(days=days)
     longest_write = datetime.timedelta(days=config.retention.leftovers_days)
-    going = set(retired) - _needed(workspace, _folders(workspace.home, KINDS))
+    gone = set(_old_folders(workspace)) if dry_run else set()  # the others have been removed, or are in use
+    left = (folder for folder in _folders(workspace.home, KINDS) if folder not in gone)
+    going = set(retired) - _needed(workspace, left)
     names = [name for name in (f"{config.name}{end}" for end in TABLES) if warehouse.has_table(name)]
     tags, snapshots, files, size = list[str](), 0, 0, 0
     with workspace.lock(workspace.ingest_lock):  # an ingest's files belong to no snapshot yet
@@ -186,9 +216,10 @@ def remove_snapshots(workspace: Workspace, retired: Collection[str], dry_run: bo
             tags += old
             if not dry_run:
                 drop_tags(warehouse, name, old)
-            snapshots += expire(warehouse, name, age, dry_run).snapshots
-            gone = vacuum(warehouse, name, max(age, longest_write), dry_run)
-            files, size = files + gone.files, size + gone.bytes
+            expired = find_expired(warehouse, name, age, old) if dry_run else set()
+            snapshots += len(expired) if dry_run else expire(warehouse, name, age).snapshots
+            removed = vacuum(warehouse, name, max(age, longest_write), dry_run, expired)
+            files, size = files + removed.files, size + removed.bytes
     return [
         _summarize("tags of snapshots", tags),
         Removed(kind="snapshots", count=snapshots, bytes=0, names=()),
@@ -217,9 +248,14 @@ def _old_folders(workspace: Workspace) -> list[Path]:
 
 def _needed(workspace: Workspace, folders: Iterable[Path]) -> set[str]:
     """Returns the identities of folders, and of the versions of any model that stay."""
+    identities = {version.tags.get(IDENTITY, "")[:12] for version in _kept_versions(workspace)}
+    return identities | {_identity(folder) for folder in folders}
+
+
+def _kept_versions(workspace: Workspace) -> list[ModelVersion]:
+    """Returns the versions of any model that stay."""
     retired = {(one.name, one.version) for one in _retired(workspace)}
-    versions = [one for one in list_all_versions(workspace.tracking) if (one.name, one.version) not in retired]
-    return {version.tags.get(IDENTITY, "")[:12] for version in versions} | {_identity(folder) for folder in folders}
+    return [one for one in list_all_versions(workspace.tracking) if (one.name, one.version) not in retired]
 
 
 def _folders(home: Path, kinds: Iterable[str], prefix: str = "") -> Iterator[Path]:

@@ -15,6 +15,7 @@ from pipeline.registration.versions import FILES, TRAINED_FROM
 CHAMPION, CHALLENGER, REFERENCE = "champion", "challenger", "reference"
 MOVE = "move."
 """Prefix of the tags of a registered model that record moves. The time follows, which makes each tag unique."""
+TIME = "%Y-%m-%dT%H-%M-%S.%fZ"
 
 ROLLBACKS = 2
 """Number of champions before the present one that are kept, with their checkpoints."""
@@ -75,7 +76,7 @@ def move_alias(
         raise _no_version(tracker, name, version)
     done = None
     if previous != version:
-        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H-%M-%S.%fZ")
+        now = datetime.datetime.now(datetime.UTC).strftime(TIME)
         done = Move(time=now, alias=alias, version=version, previous=previous, by=by, reason=reason)
         # The record comes first. If the process dies in between, the alias stays, and a rollback skips the record.
         tracker.client.set_registered_model_tag(name, MOVE + now, done.model_dump_json())
@@ -94,6 +95,21 @@ def list_moves(tracker: Tracker, name: str) -> list[Move]:
             raise
         return []
     return [Move.model_validate_json(tags[key]) for key in sorted(tags) if key.startswith(MOVE)]
+
+
+def list_old_moves(tracker: Tracker, name: str, kept: int, before: datetime.datetime) -> list[str]:
+    """Lists the tags of old moves, oldest first. Moves that lead to the champions that rollbacks go back to stay.
+
+    Args:
+        kept: Newest moves that stay at any age.
+        before: Later ones stay.
+    """
+    moves, holder, limit = list_moves(tracker, name), find_holder(tracker, name), before.strftime(TIME)
+    champions = _list_champions(moves, holder)[-1 - ROLLBACKS :]
+    old = min(sum(move.time < limit for move in moves), len(moves) - kept)
+    while old > 0 and _list_champions(moves[old:], holder)[-1 - ROLLBACKS :] != champions:
+        old -= 1
+    return [MOVE + move.time for move in moves[: max(old, 0)]]
 
 
 def lost_champion(tracker: Tracker, name: str) -> int | None:

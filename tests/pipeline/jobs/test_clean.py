@@ -12,7 +12,7 @@ from mlflow.exceptions import MlflowException
 from pipeline.config import load
 from pipeline.jobs.clean import clean
 from pipeline.jobs.workspace import Workspace
-from pipeline.registration.aliases import CHAMPION, move_alias, rollback
+from pipeline.registration.aliases import CHALLENGER, CHAMPION, list_moves, list_spared, move_alias, rollback
 from storage.reader import SnapshotRef
 
 AT_ONCE = 1e-9
@@ -81,6 +81,61 @@ def test_a_dry_run_lists_and_removes_nothing(home: Path) -> None:
     assert result["bytes"] >= 2_000
     assert all(folder.exists() for folder, _, _ in left)
     assert tags_of(workspace) == {tag for _, _, tag in left}
+
+
+def test_a_dry_run_counts_what_a_real_one_removes(home: Path) -> None:
+    workspace = open_(retention__leftovers_days=AT_ONCE)
+    for number in (1, 2, 3):
+        train(workspace, number, "champion" if number == 2 else None)
+    write_day(workspace, 4)
+    verdict = home / "judged" / "smoke-2025-01-06.json"
+    verdict.parent.mkdir()
+    verdict.write_text("{}")
+    for path in [*(home / "warehouse").rglob("*"), verdict]:
+        os.utime(path, (1e9, 1e9))
+    counts = [
+        {kind: one["count"] for kind, one in clean(workspace, dry_run=dry_run)["removed"].items()}
+        for dry_run in (True, False)
+    ]
+    assert counts[0] == counts[1]
+    assert (counts[0]["tags of snapshots"], counts[0]["snapshots"], counts[0]["verdicts"]) == (2, 2, 1)
+    assert counts[0]["files without a snapshot"] >= 2
+    assert not verdict.exists()
+
+
+def test_verdicts_of_other_models_and_young_ones_stay(home: Path) -> None:
+    notes = [home / "judged" / f"{name}-2025-01-06.json" for name in ("smoke", "smoke-2", "other")]
+    notes[0].parent.mkdir()
+    for note in notes:
+        note.write_text("{}")
+    for note in notes[1:]:
+        os.utime(note, (1e9, 1e9))
+    clean(open_(), dry_run=False)
+    assert all(note.exists() for note in notes)
+
+
+def test_moves_of_aliases_go_but_those_that_rollbacks_need(home: Path) -> None:
+    workspace = open_()
+    tracker = workspace.tracking
+    for number in range(1, 7):
+        train(workspace, number)
+    for number in range(1, 6):
+        move_alias(tracker, "smoke", CHALLENGER, number + 1, "gate", "new")
+        move_alias(tracker, "smoke", CHAMPION, number, "gate", "better")
+    rollback(tracker, "smoke")  # to 4
+    before = list_moves(tracker, "smoke")
+    spared = {version.version for version in list_spared(tracker)}
+    assert (
+        clean(open_(retention__versions_kept=len(before) - 2), dry_run=False)["removed"]["moves of aliases"]["count"]
+        == 2
+    )
+    assert clean(open_(retention__versions_days=None), dry_run=False)["removed"]["moves of aliases"]["count"] == 0
+    assert list_moves(tracker, "smoke") == before[2:]
+    clean(workspace, dry_run=False)
+    left = list_moves(tracker, "smoke")
+    assert 0 < len(left) < len(before) - 2
+    assert {version.version for version in list_spared(tracker)} == spared
+    assert [rollback(tracker, "smoke").version for _ in range(2)] == [3, 2]
 
 
 def test_everything_that_is_not_kept_goes(home: Path) -> None:
