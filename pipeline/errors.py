@@ -12,6 +12,7 @@ from storage.errors import (
 )
 
 __all__ = [
+    "AccessError",
     "ColumnError",
     "ConfigError",
     "ConflictError",
@@ -62,9 +63,14 @@ class TrackingError(ContractError):
     """MLflow's server or database is unreachable."""
 
 
+class AccessError(TrackingError):
+    """MLflow's server, or a proxy before it, refuses access."""
+
+
 _CLASSES: dict[str, type[ContractError]] = {
     kind.__name__: kind
     for kind in (
+        AccessError,
         ColumnError,
         ConfigError,
         ConflictError,

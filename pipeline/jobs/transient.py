@@ -30,8 +30,10 @@ def is_transient(error: BaseException) -> bool:
         >>> is_transient(ConnectionResetError(errno.ECONNRESET, "reset")), is_transient(OSError(errno.ENOSPC, "full"))
         (True, False)
     """
-    from pipeline.errors import ContractError, TrackingError
+    from pipeline.errors import AccessError, ContractError, TrackingError
 
+    if isinstance(error, AccessError):
+        return False
     if isinstance(error, ConflictError | TrackingError | ConnectionError | TimeoutError):
         return True
     if isinstance(error, ContractError):
@@ -48,9 +50,9 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _is_request_lost(error: BaseException) -> bool:
-    """Whether an error of a request means that the server cannot be reached. MLflow takes long to load."""
+    """Whether an error of a request means that the server cannot be reached at present. MLflow takes long to load."""
     if not isinstance(error, Exception) or not type(error).__module__.startswith(("mlflow.", "requests.")):
         return False
-    from pipeline.registration.tracking import is_unreachable
+    from pipeline.registration.tracking import is_denied, is_unreachable
 
-    return is_unreachable(error)
+    return is_unreachable(error) and not is_denied(error)

@@ -22,7 +22,7 @@ from mlflow.exceptions import MlflowException, RestException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 
-from pipeline.errors import RegistryError, TrackingError
+from pipeline.errors import AccessError, RegistryError, TrackingError
 from pipeline.registration.config import RegistrationConfig
 
 if TYPE_CHECKING:
@@ -36,6 +36,12 @@ STOP_SECONDS = 15.0
 """How long the end of a run waits for requests on their way."""
 LOCK_SECONDS = 60
 """How long to wait for a database file that another process has locked."""
+BUSY, REFUSED = (408, 425, 429), (401, 403, 407)
+"""HTTP status of an answer that may be another one later, and of one that refuses access."""
+DENIED = re.compile(
+    r"^API request to endpoint \S+ failed with error code 40[137]\b|Tunnel connection failed: 40[137]\b"
+)
+"""Finds the refusal of a server or of a proxy in the text of an error."""
 SAME_START_SECONDS = 1.0
 """Two readings of one process's start time differ by less than this."""
 RESULT, CONFIG, FEATURES = "result.json", "config.json", "features.json"
@@ -244,11 +250,30 @@ def _lives(tags: Mapping[str, str]) -> bool:
 
 
 def is_unreachable(error: Exception) -> bool:
-    """Whether an error means that MLflow's server or database cannot be reached at present."""
+    """Whether an error means that MLflow's server or database cannot be reached at present, or refuses access."""
+    if is_denied(error):
+        return True
+    if isinstance(error, requests.HTTPError) and error.response is not None:
+        return error.response.status_code in BUSY or error.response.status_code >= 500
     if isinstance(error, MlflowException):
         silent = not isinstance(error, RestException) and str(error).startswith("API request to")
         return silent or error.error_code == "TEMPORARILY_UNAVAILABLE"
     return isinstance(error, requests.ConnectionError | requests.Timeout)
+
+
+def is_denied(error: Exception) -> bool:
+    """Whether MLflow's server, or a proxy before it, refuses access. That does not pass by itself.
+
+    Example:
+        >>> is_denied(MlflowException("API request to endpoint /api failed with error code 403 != 200."))
+        True
+    """
+    if isinstance(error, RestException):
+        return error.error_code in ("PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED")
+    if isinstance(error, requests.HTTPError) and error.response is not None:
+        return error.response.status_code in REFUSED
+    asked = isinstance(error, MlflowException | requests.ConnectionError)
+    return asked and DENIED.search(str(error)) is not None
 
 
 def is_disk_error(error: Exception) -> bool:
@@ -281,16 +306,21 @@ def reporting_unreachable(remedy: str) -> Iterator[None]:
     """Raises one clear error if MLflow cannot be reached in the block.
 
     Raises:
-        TrackingError: Names the address, without a password, and the remedy.
+        TrackingError: Names the address, without a password, and the remedy. `AccessError` if access is refused.
     """
     try:
         yield
+    except AccessError:
+        raise
     except TrackingError as error:
         raise TrackingError(error.where, error.expected, error.actual, remedy) from None
     except (MlflowException, requests.RequestException) as error:
         if not is_unreachable(error):
             raise
         address = redact(mlflow.get_tracking_uri())
+        if is_denied(error):
+            credentials = "Check MLflow's credentials, such as MLFLOW_TRACKING_TOKEN, and the proxy's."
+            raise AccessError(f"MLflow at {address}", "access", "a refusal", f"{credentials} {remedy}") from None
         reason = "a locked database" if "locked" in str(error) else "none"
         raise TrackingError(
             f"MLflow at {address}", "an answer", reason, remedy

@@ -10,12 +10,23 @@ from pyiceberg.exceptions import ServiceUnavailableError
 from sqlalchemy.exc import OperationalError
 
 from flows.runtime import flow
-from pipeline.errors import ConfigError, DataError, StorageError, TrackingError
+from pipeline.errors import AccessError, ConfigError, DataError, StorageError, TrackingError
 from pipeline.jobs.transient import is_transient
 from storage.errors import ConflictError
 
 WORDS = ("table 't'", "an answer", "none", "Wait.")
+
+
+def answered(status: int) -> requests.HTTPError:
+    response = requests.Response()
+    response.status_code = status
+    return requests.HTTPError(f"{status}", response=response)
+
+
 PASSING = [
+    answered(503),
+    answered(429),
+    MlflowException("API request to endpoint /api/2.0/x failed with error code 502 != 200. Response body: '<html>'"),
     TrackingError(*WORDS),
     ConflictError(*WORDS),
     requests.ConnectionError("no route"),
@@ -42,6 +53,12 @@ LASTING = [
     OSError("When reading from S3: AWS Error NO_SUCH_BUCKET during GetObject"),
     OSError("When reading from S3: AWS Error UNKNOWN (HTTP status 403) during GetObject"),
     MlflowException("no such alias"),
+    AccessError(*WORDS),
+    MlflowException("API request to endpoint /api/2.0/x failed with error code 403 != 200. Response body: '<html>'"),
+    MlflowException("API request to http://m/api failed with exception Tunnel connection failed: 403 Forbidden"),
+    requests.ConnectionError("Unable to connect to proxy: Tunnel connection failed: 407 Proxy Authentication Required"),
+    answered(403),
+    answered(404),
     RestException({"error_code": "PERMISSION_DENIED", "message": "no"}),
 ]
 

@@ -12,7 +12,7 @@ import pytest
 from mlflow.exceptions import MlflowException, RestException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 
-from pipeline.errors import TrackingError
+from pipeline.errors import AccessError, TrackingError
 from pipeline.registration import tracking
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.tracking import Tracker, is_unreachable, reporting_unreachable
@@ -98,6 +98,24 @@ def test_only_silence_counts_as_unreachable(error, away):
     assert is_unreachable(error) == away
     with pytest.raises(TrackingError if away else type(error)), reporting_unreachable("Wait."):
         raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MlflowException("API request to endpoint /api failed with error code 403 != 200. Response body: '<html>'"),
+        RestException({"error_code": "PERMISSION_DENIED", "message": "no"}),
+    ],
+)
+def test_a_refusal_is_no_answer_about_the_registry(error):
+    """Nothing may conclude from it that a version does not exist."""
+    assert is_unreachable(error)
+    with pytest.raises(AccessError) as caught, reporting_unreachable("Wait."):
+        raise error
+    assert f"{caught.value}".endswith(
+        "expected access, got a refusal. Check MLflow's credentials, such as MLFLOW_TRACKING_TOKEN, and the proxy's. "
+        "Wait."
+    )
 
 
 @pytest.mark.timeout(60)
