@@ -48,6 +48,8 @@ class ChampionStanding(BaseModel, frozen=True):
     ne: float | None
     """On the day; None: undefined."""
     calibration: float | None
+    rewritten_days: int = 0
+    """Learned days that have other rows now, if they are most of them. 0 otherwise."""
 
 
 class Decision(BaseModel, frozen=True):
@@ -59,6 +61,9 @@ class Decision(BaseModel, frozen=True):
 
 def decide(policy: Policy, standing: ChampionStanding, day: datetime.date) -> Decision:
     """Decides what to do on a day.
+
+    If most learned days have changed, a training that is due is from scratch. An incremental one would take as long,
+    and learn most rows twice.
 
     Example:
         >>> day = datetime.date(2013, 1, 31)
@@ -83,6 +88,9 @@ def decide(policy: Policy, standing: ChampionStanding, day: datetime.date) -> De
         ),
     ]
     found = [reason for holds, reason in reasons if holds]
+    if found and standing.rewritten_days:
+        days = f"{standing.rewritten_days} days, most of those that the champion has learned"
+        return Decision(training="scratch", reason=f"{days}, have other rows now")
     if found:
         return Decision(training="further", reason=found[0])
     return Decision(training="none", reason="no condition of the policy holds")

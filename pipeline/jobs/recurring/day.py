@@ -58,6 +58,8 @@ class Today(BaseModel, frozen=True):
     new_days: tuple[datetime.date, ...]
     """Days to train on: closed days after the champion's last one, changed days, and the day itself."""
     new_rows: int
+    rewritten_days: int
+    """Learned days that have changed, if they are most of them. 0 otherwise."""
     scratch_days: tuple[datetime.date, ...]
     """Days of a training from scratch."""
 
@@ -67,6 +69,7 @@ class Today(BaseModel, frozen=True):
             trained_to=self.champion.trained_to,
             scratch_day=self.champion.scratch_day,
             new_rows=self.new_rows,
+            rewritten_days=self.rewritten_days,
             ne=ne,
             calibration=calibration,
         )
@@ -145,6 +148,7 @@ def pin_day(workspace: Workspace, day: datetime.date, force: bool) -> Today:
         rows=rows[day],
         new_days=new,
         new_rows=sum(rows[other] for other in new),
+        rewritten_days=len(pending.changed) if pending.rewritten else 0,
         scratch_days=upto if window is None else upto[-window:],
     )
 

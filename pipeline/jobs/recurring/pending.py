@@ -7,6 +7,9 @@ from pydantic import BaseModel
 
 from pipeline.data.config import SplitConfig, day_span
 
+FEW_DAYS = 30
+"""Up to so many changed days are trained on again incrementally, however few days the champion has learned."""
+
 
 class PendingDays(BaseModel, frozen=True):
     """Days of a table that the champion has not learned with their present rows."""
@@ -19,6 +22,8 @@ class PendingDays(BaseModel, frozen=True):
     """Days up to the champion's last one that it learned with other rows, or not at all because they came late."""
     newest: datetime.date | None
     """The newest closed day of the table."""
+    rewritten: bool = False
+    """Whether most of the learned days have changed, and more than a few."""
 
 
 def find_pending(
@@ -54,7 +59,21 @@ def find_pending(
     ]  # fmt: skip
     still_open = tuple(sorted(day for day in contents if day in open_days))
     newest = max(contents.keys() - set(still_open), default=None)
-    return PendingDays(closed=tuple(new[:first_open]), open=still_open, changed=tuple(changed), newest=newest)
+    rewritten = len(changed) > max(FEW_DAYS, len(learned) / 2)
+    closed = tuple(new[:first_open])
+    return PendingDays(closed=closed, open=still_open, changed=tuple(changed), newest=newest, rewritten=rewritten)
+
+
+def list_days(days: Sequence[datetime.date]) -> str:
+    """Lists days for a log line: each of them, or the number and the ends of many.
+
+    Example:
+        >>> list_days([datetime.date(2025, 1, day) for day in (1, 2)])
+        '2025-01-01, 2025-01-02'
+        >>> list_days([datetime.date(2025, 1, day) for day in range(1, 15)])
+        '14 days, from 2025-01-01 to 2025-01-14'
+    """
+    return ", ".join(map(str, days)) if len(days) <= 10 else f"{len(days)} days, from {days[0]} to {days[-1]}"
 
 
 def find_open(

@@ -36,7 +36,7 @@ from pipeline.jobs.recurring.judge import (
     judge_challenger,
     list_numbers,
 )
-from pipeline.jobs.recurring.pending import PendingDays
+from pipeline.jobs.recurring.pending import PendingDays, list_days
 from pipeline.jobs.tables.catalog import warn_of_columns
 from pipeline.jobs.training.evaluate import evaluate_model
 from pipeline.jobs.training.finish import finish
@@ -68,11 +68,12 @@ def train_new_days(workspace: Workspace, scratch: bool, force: bool) -> dict[str
     if pending.newest is None:
         raise EmptyDatasetError(f"table '{name}'", "a closed day", "open ones only", "Wait, or name one: day=DAY.")
     if pending.open:
-        log.info("open days are not trained on yet: %s", ", ".join(map(str, pending.open)))
+        log.info("open days are not trained on yet: %s", list_days(pending.open))
     if pending.changed:
         log.warning(
-            "the champion has learned other rows of %s; the next training uses these days again",
-            ", ".join(map(str, pending.changed)),
+            "the champion has learned other rows of %s; the next training %s",
+            list_days(pending.changed),
+            "is from scratch" if pending.rewritten else "uses these days again",
         )
     if not pending.closed and not force:
         return describe_idle(workspace, pending)

@@ -9,7 +9,9 @@ import pytest
 from pipeline.config import load
 from pipeline.data.config import HashSplit, SplitConfig
 from pipeline.data.day_notes import INGEST, DayNote, InputFiles
-from pipeline.jobs.recurring.day import find_next_days, identity_of_day, pin_day
+from pipeline.evaluation.policy import Policy, decide
+from pipeline.jobs.recurring import pending
+from pipeline.jobs.recurring.day import Today, find_next_days, identity_of_day, pin_day
 from pipeline.jobs.recurring.pending import find_pending
 from pipeline.jobs.recurring.run import train_day, train_new_days
 from pipeline.jobs.training.provenance import RECORD, Record
@@ -64,6 +66,10 @@ def promote(workspace: Workspace, trained_to: int) -> None:
     tracker.client.set_registered_model_alias(name, "champion", version)
 
 
+def training_of(today: Today) -> str:
+    return decide(Policy(), today.make_standing(0.9, 1.0), today.day).training
+
+
 def test_every_row_of_every_day_is_trained_on_though_mornings_see_part_of_a_day(workspace: Workspace) -> None:
     """At 05:00 the table has a tenth of the running day. The next morning it has all of it."""
     write(workspace, 1, rows=40)
@@ -72,9 +78,9 @@ def test_every_row_of_every_day_is_trained_on_though_mornings_see_part_of_a_day(
     for morning in (3, 4, 5):
         write(workspace, morning - 1, rows=40)
         write(workspace, morning, rows=4)
-        pending = find_next_days(workspace)
-        assert (pending.open, pending.changed) == ((january(morning),), ())
-        for day in pending.closed:
+        found = find_next_days(workspace)
+        assert (found.open, found.changed) == ((january(morning),), ())
+        for day in found.closed:
             trained[day.day] = pin_day(workspace, day, force=False).new_rows
             promote(workspace, day.day)
     assert trained == {2: 40, 3: 40, 4: 40}
@@ -92,8 +98,8 @@ def test_days_wait_for_their_outcomes_unless_told(workspace: Workspace) -> None:
     promote(workspace, 2)
     write(workspace, 3, 5, 6)
     write(workspace, 4, still_open=True)
-    pending = find_next_days(workspace)
-    assert (pending.closed, pending.open) == ((january(3),), (january(4), january(6)))
+    found = find_next_days(workspace)
+    assert (found.closed, found.open) == ((january(3),), (january(4), january(6)))
     assert pin_day(workspace, january(5), force=False).new_days == (january(3), january(5))
     told = Workspace(load(workspace.config, {"split.open_days": True}))
     assert find_next_days(told).closed == (january(3), january(4), january(5))
@@ -107,6 +113,33 @@ def test_a_day_that_changed_after_it_was_learned_is_new_again(workspace: Workspa
     assert find_next_days(workspace).changed == (january(3),)
     today = pin_day(workspace, january(5), force=False)
     assert (today.new_days, today.new_rows) == ((january(3), january(5)), 14)
+
+
+def test_a_history_that_was_rewritten_is_learned_once_from_scratch(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending, "FEW_DAYS", 1)
+    write(workspace, 1, 2, 3, 4)
+    promote(workspace, 4)
+    write(workspace, 2, 3, rows=9)
+    write(workspace, 5, 6)
+    half = pin_day(workspace, january(5), force=False)
+    assert (half.rewritten_days, training_of(half)) == (0, "further")
+    write(workspace, 1, rows=9)
+    most = pin_day(workspace, january(5), force=False)
+    assert (most.rewritten_days, training_of(most)) == (3, "scratch")
+    assert most.scratch_days == tuple(january(day) for day in range(1, 6))
+    quiet = decide(Policy(every_days=None), most.make_standing(0.9, 1.0), january(5))
+    assert quiet.training == "none", "the policy asks for no training"
+
+
+@pytest.mark.parametrize(("learned", "changed", "rewritten"), [(40, 30, False), (40, 31, True), (1_000, 500, False)])
+def test_a_few_changed_days_are_no_rewritten_history(learned: int, changed: int, rewritten: bool) -> None:
+    days = [january(1) + datetime.timedelta(days=number) for number in range(learned)]
+    now = {day: "other" if number < changed else "same" for number, day in enumerate(days)}
+    split = SplitConfig(hash=HashSplit(key="user", shares={"train": 0.8, "test": 0.2}))
+    found = find_pending(now, {f"{day}": "same" for day in days}, days[-1], [], split)
+    assert (len(found.changed), found.rewritten) == (changed, rewritten)
 
 
 def test_a_day_that_arrives_late_is_new(workspace: Workspace) -> None:
