@@ -14,7 +14,7 @@ from pipeline.registration.versions import FILES, TRAINED_FROM
 
 CHAMPION, CHALLENGER, REFERENCE = "champion", "challenger", "reference"
 MOVE = "move."
-"""Prefix of the tags of a registered model that record moves. The time follows, which makes each tag unique."""
+"""Prefix of the tags of a registered model that record moves. The time follows: their order is that of the moves."""
 TIME = "%Y-%m-%dT%H-%M-%S.%fZ"
 
 ROLLBACKS = 2
@@ -76,7 +76,7 @@ def move_alias(
         raise _no_version(tracker, name, version)
     done = None
     if previous != version:
-        now = datetime.datetime.now(datetime.UTC).strftime(TIME)
+        now = _next_time(list_moves(tracker, name))
         done = Move(time=now, alias=alias, version=version, previous=previous, by=by, reason=reason)
         # The record comes first. If the process dies in between, the alias stays, and a rollback skips the record.
         tracker.client.set_registered_model_tag(name, MOVE + now, done.model_dump_json())
@@ -84,6 +84,15 @@ def move_alias(
     if alias == CHAMPION and find_holder(tracker, name, CHALLENGER) == version:
         tracker.client.delete_registered_model_alias(name, CHALLENGER)
     return done
+
+
+def _next_time(moves: Sequence[Move]) -> str:
+    """Returns the time of a new move: now, or just after the last one if the clock was ahead then."""
+    now = datetime.datetime.now(datetime.UTC).strftime(TIME)
+    if moves and moves[-1].time >= now:
+        last = datetime.datetime.strptime(moves[-1].time, TIME)
+        now = (last + datetime.timedelta(microseconds=1)).strftime(TIME)
+    return now
 
 
 def list_moves(tracker: Tracker, name: str) -> list[Move]:

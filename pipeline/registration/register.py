@@ -26,7 +26,7 @@ from pipeline.errors import RegistryError
 from pipeline.registration import scorer
 from pipeline.registration.config import Default, Weights
 from pipeline.registration.request import columns_of
-from pipeline.registration.tracking import Tracker
+from pipeline.registration.tracking import Tracker, is_unreachable
 from pipeline.registration.versions import HASHES, MODEL, PLAN, WEIGHTS, ModelVersion, hash_files
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, write_json, write_text
@@ -58,7 +58,8 @@ def pack(
         form: int8 rounds the tables to bytes.
         defaults: Values of columns that a request lacks.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # a killed attempt may have left a part of the weights
+    folder.mkdir(parents=True)
     with atomic_file(folder / WEIGHTS) as temporary:
         if form == "int8":
             save_file(quantise_tables(load_file(weights)), temporary)
@@ -161,8 +162,11 @@ def register(
         loaded = mlflow.pyfunc.load_model(info.model_uri)
         actual = loaded.predict(frame)["probability"].to_numpy()
     check_probabilities(run_id, actual, expected, tolerance)
-    with suppress(MlflowException):
+    try:
         tracker.client.create_registered_model(name)
+    except MlflowException as error:  # it exists
+        if is_unreachable(error):
+            raise
     version = tracker.client.create_model_version(name, info.model_uri, run_id, tags=dict(tags), model_id=info.model_id)
     return ModelVersion(name=name, version=int(version.version), alias=None)
 

@@ -14,7 +14,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-SHARES = {"preprocessing": 0.7, "checkpoints": 0.2, "tables": 0.1}
+SHARES = {"preprocessing": 0.65, "checkpoints": 0.15, "registry": 0.15, "tables": 0.05}
 """A schedule of the storage side takes longer, because it writes real files."""
 Found = tuple[Counter[str], set[Any], list[tuple[int, str]], Counter[str]]
 

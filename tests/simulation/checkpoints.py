@@ -92,6 +92,8 @@ class SmallTrainer(Trainer):
         label = name or f"step-{self.progress.steps:010d}"
         written = self.progress.steps, tuple(self.weights.tolist())
         self.run.truth.begun.setdefault(label, []).append(written)
+        if label in self.run.rotten:
+            self.run.rotten[label] = False
         super().save(name)
 
     def load(self, folder: Path) -> None:
@@ -118,7 +120,8 @@ class Run:
         self.disk = Disk(self.world, root / "disk")
         self.folder = self.disk.root / "checkpoints"
         self.truth = Truth()
-        self.rotten: set[str] = set()
+        self.rotten: dict[str, bool] = {}
+        """Damaged checkpoint -> whether that is sure. A save that did not end may have replaced it."""
         self.variant = self.attempts = self.most_hidden = 0
         self.states: set[Any] = set()
 
@@ -158,7 +161,7 @@ class Run:
             def complete() -> None:
                 if not self.disk.dead:
                     self.truth.sealed.setdefault(folder.name, []).append(written)
-                    self.rotten.discard(folder.name)
+                    self.rotten.pop(folder.name, None)
                     self.forget(folder.name)
                     self.world.note(f"{folder.name} is complete")
                 sealed()
@@ -199,7 +202,7 @@ class Run:
             self.variant += 1
         steps = [path for path in sorted(self.folder.glob("step-*")) if path.is_dir()]
         if steps and self.world.strikes(ROT):
-            self.rotten.add(steps[-1].name)
+            self.rotten[steps[-1].name] = True
             self.disk.rot(self.world.random.choice(sorted(path for path in steps[-1].iterdir() if path.stat().st_size)))
 
     # -- what must hold -----------------------------------------------------------------------------------------------
@@ -209,7 +212,7 @@ class Run:
         saved = self.truth.sealed.get(name, [])
         allowed = saved[-1:] + [one for one in self.truth.begun.get(name, [])[-1:] if one not in saved]
         require(found in allowed, f"{name} was loaded as {found}, and was saved as {allowed}")
-        require(name not in self.rotten, f"{name} is damaged and was loaded")
+        require(not self.rotten.get(name), f"{name} is damaged and was loaded")
         if STEP.match(name):
             newer = [other for other in self.truth.sealed if STEP.match(other) and other > name]
             newer = [other for other in newer if other not in self.rotten]
@@ -231,7 +234,8 @@ class Run:
         require(final.best_step is not None and served.name == BEST, "the best model is not served")
         found = checkpoint.read_progress(served)["steps"], tuple(checkpoint.export(served)["weights"].tolist())
         require(found == (trainer.progress.best_step, tuple(trainer.weights.tolist())), f"{found} is served")
-        require(found == self.truth.sealed[BEST][-1], f"{found} is served, not {self.truth.sealed[BEST]}")
+        saved = [*self.truth.sealed.get(BEST, [])[-1:], self.truth.begun[BEST][-1]]
+        require(found in saved, f"{found} is served, not one of {saved}")
         kept = [path.name for path in checkpoint.list_checkpoints(self.folder)]
         most = self.config.keep_checkpoints + 1  # one that the last save could not remove any more
         require(len(kept) <= most, f"{kept} are kept")

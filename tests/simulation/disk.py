@@ -77,7 +77,7 @@ class Disk:
                 self.full -= 1
                 self.world.note(f"no space at {kind} of {self.name(path)}")
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-        if kind != "delete" and self.world.strikes(ERROR):
+        if kind not in ("delete", "request") and self.world.strikes(ERROR):
             self.world.note(f"error at {kind} of {self.name(path)}")
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation import checkpoints, tables
+from tests.simulation import checkpoints, registry, tables
 from tests.simulation.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +40,12 @@ def test_every_committed_row_is_there_once_and_nothing_needed_goes(part: int) ->
     assert len(struck) > 7
 
 
+def test_a_training_is_registered_once_and_an_alias_names_a_whole_version() -> None:
+    """Whatever is killed or away, whoever else promotes, and however wrong the clock is."""
+    struck = play_all("registry", registry.play, range(150))
+    assert struck.keys() == set(registry.FAULTS)
+
+
 def test_a_seed_repeats_its_schedule() -> None:
     """In another process, too."""
     command = [sys.executable, "-m", "tests.simulation", "side=tables", "seed=7"]
@@ -47,4 +53,5 @@ def test_a_seed_repeats_its_schedule() -> None:
     trace = tables.play(7).trace
     assert len(trace) > 2
     assert printed.splitlines() == trace
-    assert checkpoints.play(7).trace == checkpoints.play(7).trace
+    for side in (checkpoints, registry):
+        assert side.play(7).trace == side.play(7).trace

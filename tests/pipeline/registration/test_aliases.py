@@ -1,12 +1,15 @@
 """Moves of aliases and their records, one after another and two at once."""
 
+import datetime
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from mlflow.exceptions import MlflowException
 
 from pipeline.errors import RegistryError
+from pipeline.registration import aliases
 from pipeline.registration.aliases import (
     CHALLENGER,
     CHAMPION,
@@ -113,6 +116,20 @@ def test_rolling_back_goes_back_step_by_step(tracker, name):
     assert rollback(tracker, name).version == 1
 
 
+def test_rollbacks_go_back_whatever_the_clock_says(tracker, name, monkeypatch):
+    """The clock was ahead by a month when version 2 was promoted, and stands still from then on."""
+    now = datetime.datetime(2025, 6, 1, tzinfo=datetime.UTC)
+    times = iter([now, now + datetime.timedelta(days=30), now, now, now, now, now])
+    clock = SimpleNamespace(now=lambda zone: next(times), strptime=datetime.datetime.strptime)
+    monkeypatch.setattr(
+        aliases, "datetime", SimpleNamespace(datetime=clock, UTC=datetime.UTC, timedelta=datetime.timedelta)
+    )
+    for version in (1, 2, 3, 4):
+        move_alias(tracker, name, CHAMPION, version, "gate", "")
+    assert [move.version for move in list_moves(tracker, name)] == [1, 2, 3, 4]
+    assert [rollback(tracker, name).version for _ in range(3)] == [3, 2, 1]
+
+
 def test_promoting_the_champion_again_is_no_move(tracker, name):
     moves = [move_alias(tracker, name, CHAMPION, version, "gate", "") for version in (1, 2, 3)]
     assert move_alias(tracker, name, CHAMPION, 3, "person", "to be sure") is None
@@ -134,7 +151,7 @@ def test_what_serves_is_kept_with_the_version_that_it_continues(tracker, name):
 def test_a_rollback_changes_the_champion_also_where_it_was_once_recorded_as_its_own_predecessor(tracker, name):
     for version in (1, 2, 3):
         move_alias(tracker, name, CHAMPION, version, "gate", "")
-    again = Move(time="2999", alias=CHAMPION, version=3, previous=3, by="person", reason="")
+    again = Move(time="2999-01-01T00-00-00.000000Z", alias=CHAMPION, version=3, previous=3, by="person", reason="")
     tracker.client.set_registered_model_tag(name, MOVE + again.time, again.model_dump_json())
     assert rollback(tracker, name).version == 2
 

@@ -55,6 +55,16 @@ def folders(tmp_path, exported):
     return {form: pack(tmp_path / form, weights, plan, config, RAW.schema, form) for form in ("fp32", "int8")}
 
 
+def test_a_packed_model_has_no_files_of_a_killed_attempt(tmp_path, exported):
+    """All files of the folder are registered."""
+    config = DLRMConfig(embedding_width=64, bottom_mlp=(4,), top_mlp=(8,))
+    weights, plan = exported(SCHEMA, RAW.schema, config)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / ".weights.safetensors.0a1b.tmp").write_bytes(b"half")
+    folder = pack(tmp_path / "model", weights, plan, config, RAW.schema)
+    assert sorted(path.name for path in folder.iterdir()) == ["model.json", "plan.json", "weights.safetensors"]
+
+
 def test_int8_tables_score_like_the_rounded_weights(folders):
     """The reference holds the rounded numbers as float32 in the model that trains."""
     int8, reference = LoadedModel(folders["int8"]), LoadedModel(folders["fp32"])
