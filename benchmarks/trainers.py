@@ -45,8 +45,8 @@ from models.dlrm import DLRM
 from pipeline.data.batch import Batch
 from pipeline.data.position import Position
 from pipeline.forkserver import start_process
+from pipeline.process import LIBRARY_ENVIRONMENT
 from pipeline.training.config import TrainConfig
-from pipeline.training.launch.processes import RANK_ENVIRONMENT
 from pipeline.training.tables.model import shard_model
 from pipeline.training.tables.prefetch import with_next
 from pipeline.training.trainer import Trainer
@@ -302,7 +302,7 @@ def run_in_processes(contestant: str, shape: str, ranks: int, threads: int, step
     with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as folder:
         processes, logs = [], [Path(folder, f"rank-{rank}.log") for rank in range(ranks)]
         for rank, path in enumerate(logs):
-            environment = os.environ | RANK_ENVIRONMENT | {
+            environment = os.environ | LIBRARY_ENVIRONMENT | {
                 "OMP_NUM_THREADS": str(threads), "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "DLRM_MEETING": f"{folder}/store",
             }  # fmt: skip

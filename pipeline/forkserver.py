@@ -1,4 +1,4 @@
-"""Starts processes of one module by forking a server that has imported it: the imports are paid once, not per process.
+"""Starts processes of a module by forking a server that has imported it: the imports are paid once, not per process.
 
 A rank spends five seconds of CPU on imports, a fork milliseconds. The server has imported libraries and used none, so
 there are no threads and no state that a fork could break. It ends when the process that started it ends, and its forks
@@ -6,8 +6,8 @@ end with it. Where the machine has CUDA devices, the server imports nothing: som
 are imported, and CUDA does not survive a fork. Each process imports for itself there.
 """
 
+import atexit
 import errno
-import gc
 import importlib.util
 import json
 import os
@@ -26,17 +26,20 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import IO, Any, cast
 
-from pipeline.process import die_with_parent, set_process_name
+from pipeline.process import die_with_parent, loading, set_process_name
 
 READ_AT_LOAD = ("ARROW_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "NUMBA_", "OMP_", "OPENBLAS_", "PYTHON")
-"""Prefixes of variables that libraries read when they are loaded. Processes that differ in one have other servers."""
+"""Prefixes of variables that libraries read when they are loaded."""
 READ_LATER = "PYTHONBREAKPOINT"
 """A variable with one of these prefixes that is not read at load. Ray sets it in a process that has started Ray."""
 MOST_SERVERS = 4
 """Servers that are kept. One without running processes is stopped where another is needed."""
 ROOT = Path(__file__).resolve().parent.parent
 
-Key = tuple[str, Path, tuple[tuple[str, str], ...]]
+Key = tuple[Path, tuple[tuple[str, str], ...]]
+"""Working directory and variables that are read at load: processes that differ in them have other servers."""
+Codes = dict[str, CodeType | None]
+"""Module -> its code as it was imported."""
 
 
 class ForkedProcess:
@@ -90,17 +93,18 @@ class ForkedProcess:
 class ForkServer:
     """The server's side in the process that started it."""
 
-    def __init__(self, module: str, root: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, modules: Sequence[str], root: Path, environment: Mapping[str, str]) -> None:
+        self.modules, self.key = set(modules), _key(root, environment)
         self.running: list[ForkedProcess] = []
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         read_end, self.alive = os.pipe()
         path = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-        preload = "" if any(Path("/dev").glob("nvidia[0-9]*")) else module
+        preload = () if any(Path("/dev").glob("nvidia[0-9]*")) else modules
         try:
             with theirs:
                 descriptors = (theirs.fileno(), read_end)
                 self.process = subprocess.Popen(
-                    [sys.executable, "-W", "ignore", "-m", __spec__.name, *map(str, descriptors), module, preload],
+                    [sys.executable, "-W", "ignore", "-m", __spec__.name, *map(str, descriptors), *preload],
                     env={**environment, "PYTHONPATH": path}, cwd=root, pass_fds=descriptors,
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 )  # fmt: skip
@@ -111,17 +115,14 @@ class ForkServer:
         finally:
             os.close(read_end)
 
-    def fork(
-        self, name: str, arguments: Sequence[str], environment: Mapping[str, str], log: int, given: Mapping[str, int]
-    ) -> ForkedProcess:
+    def fork(self, request: Mapping[str, Any], log: int, given: Mapping[str, int]) -> ForkedProcess:
         """Forks a process. See `start_process`."""
         status, theirs = os.pipe()
-        request = os.memfd_create("dlrm-request")  # an environment may be larger than a message
+        text = os.memfd_create("dlrm-request")  # an environment may be larger than a message
         try:
-            text = {"name": name, "arguments": list(arguments), "environment": dict(environment), "given": list(given)}
-            with os.fdopen(os.dup(request), "w") as file:
-                json.dump(text, file)
-            socket.send_fds(self.connection, [b"fork"], [request, theirs, log, *given.values()])
+            with os.fdopen(os.dup(text), "w") as file:
+                json.dump({**request, "given": list(given)}, file)
+            socket.send_fds(self.connection, [b"fork"], [text, theirs, log, *given.values()])
             answer = json.loads(self.connection.recv(1 << 12) or b"null")
             if answer is None:
                 raise ConnectionResetError("the fork server ended")
@@ -131,7 +132,7 @@ class ForkServer:
             os.close(status)
             raise
         finally:
-            os.close(request)
+            os.close(text)
             os.close(theirs)
         process = ForkedProcess(answer["pid"], status)
         self.running.append(process)
@@ -150,7 +151,7 @@ class ForkServer:
         self.process.wait()
 
 
-_servers: dict[Key, ForkServer] = {}
+_servers: list[ForkServer] = []
 _lock = threading.Lock()
 
 
@@ -178,11 +179,12 @@ def start_process(
     Raises:
         OSError: If there is no memory or process id left.
     """
+    request = {"module": module, "name": name, "arguments": list(arguments), "environment": dict(environment)}
     with _lock:
         for _ in range(2):
-            server = _server(module, root, environment)
+            server = _server([module], root, environment)
             try:
-                return server.fork(name, arguments, environment, log.fileno(), given or {})
+                return server.fork(request, log.fileno(), given or {})
             except (BrokenPipeError, ConnectionResetError):
                 _forget(server)
             except OSError:  # it has answered
@@ -193,48 +195,61 @@ def start_process(
         raise ChildProcessError(errno.ECHILD, f"the server that starts {module} was killed twice")
 
 
-def prepare(module: str, environment: Mapping[str, str], root: Path = ROOT) -> None:
-    """Starts the server of a module, which imports it while the caller does other things."""
+def prepare(modules: Mapping[str, Mapping[str, str]], root: Path = ROOT) -> None:
+    """Starts servers, which import the modules while the caller does other things.
+
+    Args:
+        modules: Module -> all variables of its processes. Modules whose variables allow it share a server.
+    """
+    shared: dict[Key, list[str]] = {}
+    for module, environment in modules.items():
+        shared.setdefault(_key(root, environment), []).append(module)
     with _lock:
-        _server(module, root, environment)
+        for together in shared.values():
+            _server(together, root, modules[together[0]])
 
 
 def stop_servers() -> None:
     """Ends all servers and what they forked."""
     with _lock:
-        for server in list(_servers.values()):
+        for server in list(_servers):
             _forget(server)
 
 
-def _server(module: str, root: Path, environment: Mapping[str, str]) -> ForkServer:
-    loaded = {name: value for name, value in environment.items() if name.startswith(READ_AT_LOAD)}
-    loaded.pop(READ_LATER, None)
-    key = (module, root, tuple(sorted(loaded.items())))
-    if key not in _servers:
-        idle = [server for server in _servers.values() if server.is_idle()]
-        for server in idle[: max(len(_servers) + 1 - MOST_SERVERS, 0)]:
-            _forget(server)
-        _servers[key] = ForkServer(module, root, environment)
-    return _servers[key]
+def _key(root: Path, environment: Mapping[str, str]) -> Key:
+    read = {name: value for name, value in environment.items() if name.startswith(READ_AT_LOAD)}
+    read.pop(READ_LATER, None)
+    return root, tuple(sorted(read.items()))
+
+
+def _server(modules: Sequence[str], root: Path, environment: Mapping[str, str]) -> ForkServer:
+    key = _key(root, environment)
+    for server in _servers:
+        if server.key == key and server.modules.issuperset(modules):
+            return server
+    idle = [server for server in _servers if server.is_idle()]
+    for server in idle[: max(len(_servers) + 1 - MOST_SERVERS, 0)]:
+        _forget(server)
+    _servers.append(ForkServer(modules, root, environment))
+    return _servers[-1]
 
 
 def _forget(server: ForkServer) -> None:
-    for key in [key for key, one in _servers.items() if one is server]:
-        del _servers[key]
+    _servers.remove(server)
     server.stop()
 
 
-def serve(connection: socket.socket, preload: str) -> tuple[dict[str, Any], CodeType | None] | None:
+def serve(connection: socket.socket, modules: Sequence[str]) -> tuple[dict[str, Any], Codes] | None:
     """Forks on request until the other side is gone. Returns in each fork what it was asked to do.
 
-    Also returns the code of the module. None: it is not imported yet.
+    Also returns the code of each module that is imported.
     """
-    code = None
-    if preload:
-        with suppress(Exception):  # the fork imports it again, and its log shows what is wrong
-            code, module = _import(preload)
-            getattr(module, "preload", lambda: None)()
-    gc.freeze()  # modules never become garbage, so the collector need not search them
+    code: Codes = {}
+    with loading():
+        for name in modules:
+            with suppress(Exception):  # the fork imports it again, and its log shows what is wrong
+                code[name], module = _import(name)
+                getattr(module, "preload", lambda: None)()
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -297,11 +312,11 @@ def _close(descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-def run(module: str, work: Mapping[str, Any], code: CodeType | None) -> None:
+def run(work: Mapping[str, Any], codes: Codes) -> None:
     """Becomes the process that was asked for.
 
     Args:
-        code: Of the module. None: it is read from its file now.
+        codes: Of the imported modules. That of another one is read from its file now.
     """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -315,34 +330,50 @@ def run(module: str, work: Mapping[str, Any], code: CodeType | None) -> None:
     os.environ.update(work["environment"] | numbers)
     set_process_name(work["name"])
     sys.argv[1:] = work["arguments"]
+    code = codes.get(work["module"])
     if code is None:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        runpy.run_module(work["module"], run_name="__main__", alter_sys=True)
     else:
         main = sys.modules["__main__"] = ModuleType("__main__")
         main.__file__ = sys.argv[0] = code.co_filename
         exec(code, vars(main))
 
 
-def main(connection: int, alive: int, module: str, preload: str) -> None:
-    """Serves, and runs the module in each fork.
+def leave(codes: Sequence[int]) -> None:
+    """Ends this process without the teardown of its modules, which takes seconds once PyTorch is loaded."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(codes[0] if codes else 1)
+
+
+def main(connection: int, alive: int, modules: Sequence[str]) -> None:
+    """Serves, and runs a module in each fork.
 
     Args:
         connection: Descriptor of the socket that requests come from.
         alive: Descriptor of a pipe that nobody writes to. The kernel sends SIGIO, which ends this process, when its
             other end is closed: also in the middle of an import.
-        preload: Module to import before the first fork; empty: none.
+        modules: What to import before the first fork.
     """
+    codes: list[int] = []
+    atexit.register(leave, codes)  # registered first, so it runs last
     fcntl(alive, F_SETOWN, os.getpid())
     fcntl(alive, F_SETFL, fcntl(alive, F_GETFL) | os.O_ASYNC)
     if select.select([alive], [], [], 0)[0]:  # the parent ended before the request
         return
     with socket.socket(fileno=fcntl(connection, F_DUPFD_CLOEXEC, 3)) as ours:
         os.close(connection)
-        work = serve(ours, preload)
-    if work is not None:
-        os.close(alive)
-        run(module, *work)
+        work = serve(ours, modules)
+    if work is None:
+        return
+    os.close(alive)
+    try:
+        run(*work)
+        codes.append(0)
+    except SystemExit as left:
+        codes.append(left.code if isinstance(left.code, int) else int(left.code is not None))
+        raise
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

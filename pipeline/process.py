@@ -1,9 +1,12 @@
 """How our processes start and end: with memory kept for reuse, and never outliving their parent."""
 
 import ctypes
+import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 KEPT_MEMORY = {
@@ -15,8 +18,34 @@ cleared when it is allocated again, which took a third of a transform and of a s
 256 MiB, such as gradients of whole tables, are returned: small allocations in their place would make memory grow.
 Values that the user has set stay."""
 
-ONE_THREAD = {**dict.fromkeys(("OMP_NUM_THREADS", "ARROW_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"), **KEPT_MEMORY}
-"""Environment of processes that share the cores by their number: one thread each."""
+LIBRARY_ENVIRONMENT = {
+    # Spins of a waiting OpenMP thread before it yields its core, some tenths of a millisecond. This is longer than the
+    # gap between layers and shorter than the table kernel. With OpenMP's default of 300,000, that kernel's threads
+    # would find no free core.
+    "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "20000"),
+    **KEPT_MEMORY,
+}
+"""Variables that libraries read when a rank or a worker loads them."""
+
+
+def limit_threads(threads: int) -> dict[str, str]:
+    """Returns the variables of a rank or worker that has so many threads. One fork server starts all with the same."""
+    count = dict.fromkeys(("OMP_NUM_THREADS", "ARROW_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    return count | LIBRARY_ENVIRONMENT | {"PYTHONUNBUFFERED": "1"}
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Pauses the garbage collector while a process imports its modules, a quarter of whose time it would take.
+
+    Modules never become garbage, so the collector does not search them afterwards either.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:

@@ -34,6 +34,7 @@ from pipeline.config.files import home_path, parse_yaml
 from pipeline.config.keys import closest_key
 from pipeline.errors import ConfigError, ContractError
 from pipeline.jobs.warm_up import start_fork_servers
+from pipeline.process import loading
 
 USAGE = "Usage: python -m flows.{name} CONFIG.yaml [key=value ...] [--debug]"
 PLAIN: dict[str, tuple[str, ...]] = {
@@ -156,8 +157,10 @@ def import_flow(name: str, plain: bool) -> Any:
         logging.basicConfig(level=logging.WARNING, format=style, datefmt="%H:%M:%S")
         log.setLevel(logging.INFO)
     else:
-        importlib.import_module("prefect.main")  # first: it sets logging up, as fbgemm_gpu does where nobody has
-    return getattr(importlib.import_module(f"flows.{name}"), name)
+        with loading():
+            importlib.import_module("prefect.main")  # first: it sets logging up, as fbgemm_gpu does where nobody has
+    with loading():
+        return getattr(importlib.import_module(f"flows.{name}"), name)
 
 
 def is_plain(name: str, parameters: Mapping[str, Any]) -> bool:

@@ -3,13 +3,15 @@
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 from flows.runtime.access import make_secret, protect
@@ -17,13 +19,23 @@ from pipeline.errors import ConfigError
 from pipeline.process import die_with_parent
 
 HOST = "127.0.0.1"
+ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120.0
 STOP_SECONDS = 5.0
 """Time for the server to write what it holds. Then it is killed."""
+PROGRAM = """
+from pipeline.process import loading
+with loading():
+    import prefect.server.api.server, uvicorn
+uvicorn.main()
+"""
 
 
 class TemporaryServer:
     """A Prefect server over the database of one `home`, which starts while the command imports its libraries.
+
+    Prefect takes a second to find that the database has its tables already. The file `tables` says for which version
+    of Prefect and of its tables a server has found that before.
 
     Args:
         folder: Folder of Prefect's data. The server's log lies there.
@@ -31,6 +43,7 @@ class TemporaryServer:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, folder / "server.log"
+        self.tables = folder / "tables"
         self.secret = make_secret()
         self.process = self._start()
 
@@ -54,6 +67,7 @@ class TemporaryServer:
         limit, starts = time.monotonic() + START_SECONDS, 1
         while time.monotonic() < limit:
             with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(f"{self.address}/health", timeout=5):
+                self.tables.write_text(self._read_versions())
                 return
             if self.process.poll() is not None:
                 if starts == 2:
@@ -72,17 +86,31 @@ class TemporaryServer:
             self.process.kill()
             self.process.wait()
 
+    def _read_versions(self) -> str:
+        """Returns the versions of Prefect and of the tables in its database. One that is new has no tables."""
+        path, tables = self.folder / "prefect.db", []
+        if path.exists():
+            with closing(sqlite3.connect(path)) as database, suppress(sqlite3.Error):
+                tables = database.execute("SELECT version_num FROM alembic_version").fetchall()
+        return f"{version('prefect')} {tables}"
+
     def _start(self) -> subprocess.Popen[bytes]:
         with socket.socket() as probe:
             probe.bind((HOST, 0))
             self.port = probe.getsockname()[1]
-        program = ["uvicorn", "--factory", "prefect.server.api.server:create_app", "--lifespan", "on"]
-        options = ["--host", HOST, "--port", str(self.port), "--log-level", "error"]
+        options = ["--factory", "prefect.server.api.server:create_app", "--lifespan", "on"]
+        options += ["--host", HOST, "--port", str(self.port), "--log-level", "error"]
         temporary = {
             "PREFECT_UI_ENABLED": "0",
             "PREFECT__SERVER_EPHEMERAL": "1",
             "PREFECT__SERVER_FINAL": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
+        if self.tables.exists() and self.tables.read_text() == self._read_versions():
+            temporary |= {
+                "PREFECT_API_DATABASE_MIGRATE_ON_START": "false",
+                "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",
+            }
         guard = protect(self.secret, f"http://{HOST}:{self.port}")  # it serves no pages to browsers
         # A terminal interrupts every process of the command. The server has to live until the flow has reported its
         # end: without an answer Prefect would wait for minutes. A new process inherits what is blocked.
@@ -90,7 +118,7 @@ class TemporaryServer:
         try:
             with self.log.open("wb") as log:
                 return subprocess.Popen(
-                    [sys.executable, "-m", *program, *options], env=os.environ | self.settings | temporary | guard,
+                    [sys.executable, "-c", PROGRAM, *options], env=os.environ | self.settings | temporary | guard,
                     stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                     preexec_fn=partial(die_with_parent, os.getpid()),
                 )  # fmt: skip

@@ -4,15 +4,16 @@ import os
 
 from pipeline.config import RunConfig
 from pipeline.forkserver import prepare
-from pipeline.process import ONE_THREAD
+from pipeline.process import limit_threads
 from pipeline.training.launch.processes import rank_environment, resolve_threads
 
 
 def start_fork_servers(config: RunConfig) -> None:
-    """Starts the servers of a training, which import what ranks and workers need."""
-    training = config.training
+    """Starts the servers of a training, which import what ranks and workers need: one if they may share it."""
+    training, modules = config.training, {}
     if training.launcher == "processes":
         threads = resolve_threads(training.threads_per_rank, training.world_size)
-        prepare("pipeline.jobs.training.rank", rank_environment(threads))
+        modules["pipeline.jobs.training.rank"] = rank_environment(threads)
     if config.preprocessing.executor == "process":
-        prepare("pipeline.preprocessing.executors", os.environ | ONE_THREAD)
+        modules["pipeline.preprocessing.executors"] = os.environ | limit_threads(1)
+    prepare(modules)

@@ -1,5 +1,6 @@
 """Real servers on loopback: the UI command, and a deployment run by a worker."""
 
+import base64
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ import pytest
 
 from flows import ui
 from flows.runtime import access
+from flows.runtime.server import TemporaryServer
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +82,25 @@ def answers(address: str) -> bool:
 def environment(home: Path, **more: str) -> dict[str, str]:
     keep = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_TRACKING"))}
     return keep | {"DLRM_HOME": str(home), "PREFECT_HOME": str(home / "prefect"), "DO_NOT_TRACK": "1"} | more
+
+
+def test_a_temporary_server_makes_tables_where_its_database_lacks_them(tmp_path: Path) -> None:
+    made = []
+    for _ in range(3):
+        server = TemporaryServer(tmp_path)
+        try:
+            server.wait()
+            made.append("PREFECT_API_DATABASE_MIGRATE_ON_START" not in psutil.Process(server.process.pid).environ())
+            secret = base64.b64encode(server.secret.encode()).decode()
+            url, headers = f"{server.address}/block_types/slug/secret", {"Authorization": f"Basic {secret}"}
+            with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as answer:
+                assert json.load(answer)["name"] == "Secret"
+        finally:
+            server.stop()
+        if len(made) == 2:
+            for path in tmp_path.glob("prefect.db*"):
+                path.unlink()
+    assert made == [True, False, True]
 
 
 def test_ui_starts_both_servers_and_stops_them(tmp_path):

@@ -12,7 +12,9 @@ import psutil
 import pytest
 
 from pipeline import forkserver
+from pipeline.config import load
 from pipeline.forkserver import ForkedProcess, prepare, start_process, stop_servers
+from pipeline.jobs.warm_up import start_fork_servers
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -46,7 +48,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         with (tmp_path / "log").open("ab") as log:
             return start_process("program", "a program", [argument], os.environ | more, tmp_path, log, given)
 
-    monkeypatch.setattr(forkserver, "_servers", {})
+    monkeypatch.setattr(forkserver, "_servers", [])
     yield start
     stop_servers()
 
@@ -142,7 +144,7 @@ import os, sys
 from pathlib import Path
 from pipeline.forkserver import prepare, start_process
 if sys.argv[1] == "prepare":
-    prepare("slow", dict(os.environ), Path.cwd())
+    prepare({"slow": dict(os.environ)}, Path.cwd())
 else:
     start_process("slow", "slow", [], dict(os.environ), Path.cwd(), open("log", "wb"))
 print("ready", flush=True)
@@ -190,5 +192,38 @@ def test_a_fork_runs_the_code_that_the_server_imported(tmp_path: Path, start: Ca
 
 def test_preparing_twice_starts_one_server(tmp_path: Path, start: Callable[..., ForkedProcess]) -> None:
     for _ in range(2):
-        prepare("program", os.environ, tmp_path)
+        prepare({"program": os.environ}, tmp_path)
     assert len(forkserver._servers) == 1
+
+
+def test_modules_whose_libraries_load_alike_share_a_server(start: Callable[..., ForkedProcess], tmp_path: Path) -> None:
+    (tmp_path / "another.py").write_text(PROGRAM.replace("imported", "another"))
+    prepare({"program": os.environ, "another": os.environ, "third": os.environ | {"OMP_NUM_THREADS": "7"}}, tmp_path)
+    assert [server.modules for server in forkserver._servers] == [{"program", "another"}, {"third"}]
+    with (tmp_path / "log").open("ab") as log:
+        assert start_process("another", "another", ["leave"], os.environ, tmp_path, log).wait(20) == 3
+    assert ((tmp_path / "imported").read_text(), (tmp_path / "another").read_text()) == ("x", "xx")
+
+
+def test_ranks_and_workers_of_one_thread_share_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, ...]] = []
+    monkeypatch.setattr(forkserver, "_servers", [])
+    monkeypatch.setattr(forkserver, "_server", lambda modules, *rest: started.append(tuple(modules)))
+    for threads in (1, 2):
+        config = load(ROOT / "configs/smoke.yaml", {"training.threads_per_rank": threads})
+        start_fork_servers(config)
+    rank, worker = "pipeline.jobs.training.rank", "pipeline.preprocessing.executors"
+    assert started == [(rank, worker), (rank,), (worker,)]
+
+
+def test_what_a_process_leaves_to_do_at_its_end_is_done(start: Callable[..., ForkedProcess], tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(
+        "import atexit, sys, threading, time\n"
+        "if __name__ == '__main__':\n"
+        "    atexit.register(print, 'at exit', end='')\n"
+        "    threading.Thread(target=lambda: (time.sleep(0.1), print('thread, ', end=''))).start()\n"
+        "    sys.exit('no luck')\n"
+    )
+    with (tmp_path / "log").open("wb") as log:
+        assert start_process("late", "late", [], os.environ, tmp_path, log).wait(20) == 1
+    assert (tmp_path / "log").read_text() == "no luck\nthread, at exit"

@@ -18,19 +18,11 @@ from pydantic import BaseModel
 
 from pipeline.errors import TrainingError, from_wire
 from pipeline.forkserver import ForkedProcess, start_process
-from pipeline.process import KEPT_MEMORY
+from pipeline.process import limit_threads
 from pipeline.training.launch.heartbeat import WAITING
 from storage.artifacts import write_text
 
 POLL_SECONDS = 0.2
-RANK_ENVIRONMENT = {
-    # Spins of a waiting OpenMP thread before it yields its core, some tenths of a millisecond. This is longer than the
-    # gap between layers and shorter than the table kernel. With OpenMP's default of 300,000, that kernel's threads
-    # would find no free core.
-    "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "20000"),
-    **KEPT_MEMORY,
-}
-"""Environment variables that libraries read when a rank starts."""
 GRACE_SECONDS = 5.0
 """Time between SIGTERM and SIGKILL."""
 KILLED_EXIT_CODE = 137
@@ -263,11 +255,9 @@ def _lines(read_end: int) -> "queue.Queue[str | None]":
 def rank_environment(threads: int) -> dict[str, str]:
     """Returns the variables that all ranks of a group have, this process's own among them."""
     environment = os.environ | {
-        "OMP_NUM_THREADS": str(threads),
-        **RANK_ENVIRONMENT,
+        **limit_threads(threads),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "PYTHONUNBUFFERED": "1",
     }
     environment.pop("DLRM_EVENTS_FD", None)
     return environment

@@ -16,9 +16,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.errors import ConfigError, ContractError, TrainingError, from_wire, to_wire
+from pipeline.process import LIBRARY_ENVIRONMENT
 from pipeline.training.launch.processes import (
     POLL_SECONDS,
-    RANK_ENVIRONMENT,
     Event,
     Limits,
     RankGroup,
@@ -185,7 +185,7 @@ def _cluster(address: str | None, processors: int, root: Path) -> Iterator[None]
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))  # else Ray stores one in the user's home
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    variables = RANK_ENVIRONMENT | {"PYTHONWARNINGS": "ignore"}
+    variables = LIBRARY_ENVIRONMENT | {"PYTHONWARNINGS": "ignore"}
     temporary = ScratchFolder("dlrm-ray-")
     try:
         if address is not None:

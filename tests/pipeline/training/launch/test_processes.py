@@ -91,10 +91,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         limit = Limits(**{"deadline_seconds": 60, **limits})
         return run_ranks("toy", Spec(does=list(does)), tmp_path / "run", len(does), 1, limit, on_event, tmp_path)
 
-    monkeypatch.setattr(forkserver, "_servers", {})
+    monkeypatch.setattr(forkserver, "_servers", [])
     before, others = open_files(), set(psutil.Process().children())
     yield start
-    assert [server.running for server in forkserver._servers.values() if not server.is_idle()] == []
+    assert [server.running for server in forkserver._servers if not server.is_idle()] == []
     stop_servers()
     assert set(psutil.Process().children()) <= others
     eventually(lambda: open_files() == before)  # the reading thread closes its end by itself
