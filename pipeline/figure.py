@@ -1,5 +1,8 @@
 """The common style of our figures."""
 
+import io
+
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -20,3 +23,15 @@ def plain_figure(title: str, x: str, y: str, height: float = 4.2) -> tuple[Figur
     axes.set_ylabel(y)
     axes.grid(alpha=0.25)
     return figure, axes
+
+
+def to_svg(figure: Figure) -> str:
+    """Draws a figure as SVG, with text as text.
+
+    Example:
+        >>> to_svg(plain_figure("Learning curve", "step", "NE")[0]).rstrip().endswith("</svg>")
+        True
+    """
+    with io.StringIO() as file, rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+        return file.getvalue()

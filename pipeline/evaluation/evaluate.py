@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Self
 
 import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel
-from scipy.special import ndtri  # type: ignore[import-untyped]
 
 from pipeline.errors import EmptyDatasetError
 from pipeline.evaluation.config import EvaluationConfig
@@ -227,7 +227,7 @@ class Evaluation:
             quality, error = sliced.metrics.quality(member), sliced.metrics.ne_error(member)
             low = high = None
             if quality.ne is not None and error is not None:
-                margin = float(ndtri(1.0 - config.level / 2.0)) * error
+                margin = NormalDist().inv_cdf(1.0 - config.level / 2.0) * error
                 low, high = quality.ne - margin, quality.ne + margin
             small = quality.rows < config.small_slice_rows
             yield Slice(column=column, value=value, quality=quality, ne_low=low, ne_high=high, small=small)

@@ -1,18 +1,14 @@
 """The report of a run, or of two side by side, as one self-contained HTML file."""
 
-import base64
-import io
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 
-from pipeline.evaluation import plots
 from pipeline.evaluation.metrics import format_interval, format_metric
-from pipeline.evaluation.record import METRICS, RunRecord, slice_cells
+from pipeline.evaluation.record import METRICS, PLOTS, RunRecord, slice_cells
 
 MOST_FEATURES = 40
 """Features in the table of a report. The rest is only counted."""
@@ -62,41 +58,26 @@ def _notes(records: Sequence[RunRecord]) -> Iterable[str]:
 
 
 def _sections(records: Sequence[RunRecord]) -> Iterable[dict[str, Any]]:
-    def drawn(
-        name: str, draw: Callable[[RunRecord], Figure], wanted: Callable[[RunRecord], Any]
-    ) -> list[dict[str, str]]:
+    def drawn(*names: str) -> list[dict[str, str]]:
         return [
-            {"name": f"{name}, {record.title}", "data": _svg(draw(record)),
+            {"name": f"{PLOTS[name]}, {record.title}", "data": b64encode(record.plots[name].encode()).decode(),
              "caption": record.title if len(records) > 1 else ""}
-            for record in records if wanted(record)
+            for name in names for record in records if name in record.plots
         ]  # fmt: skip
 
-    yield _section("Learning", figures=[
-        *drawn("Learning curve", lambda r: plots.learning_curve(
-            r.curves, r.result["train"]["best_step"], r.report.overall.ne, r.report.ne_floor), lambda r: True),
-        *drawn("Waiting for batches", lambda r: plots.stall_timeline(r.curves),
-               lambda r: r.curves.get("stall_fraction_window")),
-    ])  # fmt: skip
-    yield _section("Calibration and ranking", figures=[
-        *drawn("Calibration", lambda r: plots.calibration(r.report), lambda r: True),
-        *drawn("ROC", lambda r: plots.roc(r.report), lambda r: r.report.roc),
-        *drawn("Precision and recall", lambda r: plots.precision_recall(r.report), lambda r: r.report.precision_recall),
-    ])  # fmt: skip
+    yield _section("Learning", figures=drawn("learning_curve", "stall_timeline"))
+    yield _section("Calibration and ranking", figures=drawn("calibration", "roc", "precision_recall"))
     yield _section(
         "Slices", "Intervals treat rows as independent. Slices with few rows are pale.",
-        [_slices(record) for record in records if record.report.slices],
-        drawn("NE by slice", lambda r: plots.slices(r.report), lambda r: r.report.slices),
+        [_slices(record) for record in records if record.report.slices], drawn("slices"),
     )  # fmt: skip
     yield _section(
         "Features",
         "NE lost when a feature's values are permuted among the rows of a batch, on a sample of the rows.",
         [_features(record) for record in records if record.features],
-        drawn("Feature importance", lambda r: plots.importance(r.features), lambda r: r.features),
-    )  # fmt: skip
-    yield _section("Sharding plan", figures=drawn(
-        "Tables by rank", lambda r: plots.sharding_plan(r.sharding_plan, r.result["train"]["world_size"]),
-        lambda r: r.sharding_plan,
-    ))  # fmt: skip
+        drawn("importance"),
+    )
+    yield _section("Sharding plan", figures=drawn("placement"))
     yield _section("Data", tables=[_across(records, lambda record: record.data)])
     parameters = [record.parameters.items() for record in records]
     shared = set(parameters[0]).intersection(*parameters[1:]) if len(records) > 1 else set()
@@ -152,10 +133,3 @@ def _percent(value: float | None) -> str:
 
 def _difference(first: float | None, second: float | None) -> str:
     return "–" if first is None or second is None else f"{second - first:+.4f}"
-
-
-def _svg(figure: Figure) -> str:
-    """Encodes a plot as SVG for the page. Text stays text."""
-    with io.BytesIO() as file, rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure.savefig(file, format="svg", metadata={"Date": None})
-        return base64.b64encode(file.getvalue()).decode("ascii")

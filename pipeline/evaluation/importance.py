@@ -9,7 +9,7 @@ import torch
 
 from pipeline.evaluation.gate import ne_difference
 from pipeline.evaluation.metrics import Floats, losses
-from pipeline.evaluation.plots import FeatureImportance
+from pipeline.evaluation.record import FeatureImportance
 from pipeline.evaluation.sums import PairedSums
 from pipeline.transforms.column import Column
 from pipeline.transforms.plan.plan import Plan

@@ -6,41 +6,49 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
-from pydantic import BaseModel
 
 from pipeline.evaluation.evaluate import EvalReport
+from pipeline.evaluation.record import Curve, FeatureImportance
 from pipeline.evaluation.series import BacktestResult, trailing
 from pipeline.figure import plain_figure
 
-
-class FeatureImportance(BaseModel, frozen=True):
-    """One feature on a sample of the evaluation rows."""
-
-    name: str
-    kind: str
-    """dense or sparse."""
-    ne_loss: float | None
-    """Rise of NE when the feature's values are permuted among the rows of a batch."""
-    low: float | None
-    high: float | None
-    coverage: float
-    """Share of rows that have a value."""
-    mean_length: float | None
-    """Ids per row, including rows without any. None: a dense feature."""
-    truncated: float | None
-    """Share of ids that the transforms drop."""
-    collisions: float | None
-    """1 - used rows of the table / distinct ids, in the sample. None: not hashed."""
-    droppable: bool
-    """Whether even the upper bound of its NE loss is too small to matter."""
-
-
-Curve = Sequence[tuple[int, float]]
 LABELS = {
     "train_ne_window": "training, rows since the last point",
     "train_ne_progressive": "training, all rows on first sight",
     "valid_ne": "validation",
 }
+
+
+def draw_run(
+    curves: Mapping[str, Curve],
+    best_step: int | None,
+    report: EvalReport,
+    features: Sequence[FeatureImportance],
+    plan: Sequence[Mapping[str, Any]],
+    world_size: int,
+) -> dict[str, Figure]:
+    """Draws all plots of a run that have something to show: name -> plot. See `record.PLOTS`.
+
+    Args:
+        plan: Rows of the sharding plan.
+    """
+    found = {
+        "learning_curve": learning_curve(curves, best_step, report.overall.ne, report.ne_floor),
+        "calibration": calibration(report),
+    }
+    if curves.get("stall_fraction_window"):
+        found["stall_timeline"] = stall_timeline(curves)
+    if report.roc:
+        found["roc"] = roc(report)
+    if report.precision_recall:
+        found["precision_recall"] = precision_recall(report)
+    if report.slices:
+        found["slices"] = slices(report)
+    if features:
+        found["importance"] = importance(features)
+    if plan:
+        found["placement"] = sharding_plan(plan, world_size)
+    return found
 
 
 def learning_curve(

@@ -7,7 +7,6 @@ from pydantic import BaseModel
 
 from pipeline.evaluation.evaluate import EvalReport, Slice
 from pipeline.evaluation.metrics import format_interval, format_metric
-from pipeline.evaluation.plots import Curve, FeatureImportance
 
 METRICS = {
     "ne": "NE",
@@ -22,6 +21,41 @@ METRICS = {
 IN_MARKDOWN = ("ne", "logloss", "auc", "calibration", "ece")
 """Metrics of the markdown page."""
 
+PLOTS = {
+    "learning_curve": "Learning curve",
+    "stall_timeline": "Waiting for batches",
+    "calibration": "Calibration",
+    "roc": "ROC",
+    "precision_recall": "Precision and recall",
+    "slices": "NE by slice",
+    "importance": "Feature importance",
+    "placement": "Tables by rank",
+}
+"""Name of a run's plot -> title. A plot without anything to show is missing."""
+Curve = Sequence[tuple[int, float]]
+
+
+class FeatureImportance(BaseModel, frozen=True):
+    """One feature on a sample of the evaluation rows."""
+
+    name: str
+    kind: str
+    """dense or sparse."""
+    ne_loss: float | None
+    """Rise of NE when the feature's values are permuted among the rows of a batch."""
+    low: float | None
+    high: float | None
+    coverage: float
+    """Share of rows that have a value."""
+    mean_length: float | None
+    """Ids per row, including rows without any. None: a dense feature."""
+    truncated: float | None
+    """Share of ids that the transforms drop."""
+    collisions: float | None
+    """1 - used rows of the table / distinct ids, in the sample. None: not hashed."""
+    droppable: bool
+    """Whether even the upper bound of its NE loss is too small to matter."""
+
 
 class RunRecord(BaseModel, frozen=True):
     """The facts of a finished run that its pages show."""
@@ -31,8 +65,8 @@ class RunRecord(BaseModel, frozen=True):
     """The run's result line."""
     report: EvalReport
     features: tuple[FeatureImportance, ...]
-    curves: Mapping[str, Curve]
-    sharding_plan: tuple[Mapping[str, Any], ...]
+    plots: Mapping[str, str]
+    """Name of a plot -> SVG."""
     parameters: Mapping[str, str]
     data: Mapping[str, str]
     """Description of the training data."""

@@ -45,7 +45,9 @@ DENIED = re.compile(
 SAME_START_SECONDS = 1.0
 """Two readings of one process's start time differ by less than this."""
 RESULT, CONFIG, FEATURES = "result.json", "config.json", "features.json"
-"""Artifacts of a run: its result line, its config with the latest evaluation's settings, the importance of features."""
+SHARDING_PLAN = "sharding_plan.json"
+"""Artifacts of a run: its result line, its config with the latest evaluation's settings, the importance of features,
+and its tables by rank."""
 ENVIRONMENT_LOCK = threading.Lock()
 """MLflow keeps its address in the environment. Only one of several parallel trainings may read it at a time."""
 KIND = {"mlflow.experimentKind": "custom_model_development"}
@@ -133,9 +135,17 @@ class Tracker:
         }
 
     def log_figures(self, run_id: str, figures: Mapping[str, "Figure"]) -> None:
-        """Logs plots as PNG under `plots/`."""
+        """Logs plots as SVG under `plots/`."""
+        from pipeline.figure import to_svg  # imports matplotlib, which commands that only read do not need
+
         for name, figure in figures.items():
-            self.client.log_figure(run_id, figure, f"plots/{name}.png")
+            self.client.log_text(run_id, to_svg(figure), f"plots/{name}.svg")
+
+    def load_figures(self, run_id: str, names: Iterable[str]) -> dict[str, str]:
+        """Returns the plots that a run has as SVG, by name."""
+        there = {item.path for item in self.client.list_artifacts(run_id, "plots")}
+        paths = {name: f"plots/{name}.svg" for name in names if f"plots/{name}.svg" in there}
+        return {name: mlflow.artifacts.load_text(f"runs:/{run_id}/{path}") for name, path in paths.items()}
 
     def log_json(self, run_id: str, value: Any, path: str) -> None:
         """Logs a JSON file as an artifact."""

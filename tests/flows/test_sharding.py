@@ -57,7 +57,7 @@ def test_the_run_has_a_table_and_a_plot(result: dict[str, Any], home: Path, monk
     monkeypatch.setenv("DLRM_HOME", str(home))
     client = Workspace(load("configs/smoke.yaml")).tracking.client
     names = {item.path for folder in (None, "plots") for item in client.list_artifacts(result["mlflow_run_id"], folder)}
-    assert {"placements.json", "plots/placements.png"} <= names
+    assert {"placements.json", "plots/placements.svg"} <= names
     assert client.get_run(result["mlflow_run_id"]).info.status == "FINISHED"
     assert not (home / "placement" / "smoke" / "run").exists()
 
@@ -70,7 +70,7 @@ def test_a_training_keeps_its_plan(smoke: dict[str, Any], home: Path, monkeypatc
         for folder in (None, "plots")
         for item in tracker.client.list_artifacts(smoke["mlflow_run_id"], folder)
     }
-    assert {"sharding_plan.json", "plots/placement.png"} <= names
+    assert {"sharding_plan.json", "plots/placement.svg"} <= names
     assert len(smoke["train"]["table_bytes"]) == len(smoke["train"]["step_milliseconds"]) == 2
 
 

@@ -249,7 +249,7 @@ def test_fault_35_a_killed_sweep_resumes_and_finds_the_same_best(smoke, command,
     assert not list(folder.glob("trials/*/checkpoints"))
     assert tracker.client.get_run(result["mlflow_run_id"]).info.status == "FINISHED"
     plots = {item.path for item in tracker.client.list_artifacts(result["mlflow_run_id"], "plots")}
-    assert plots == {f"plots/{name}.png" for name in ("history", "importance", "parallel_coordinates")}
+    assert plots == {f"plots/{name}.svg" for name in ("history", "importance", "parallel_coordinates")}
     assert load(result["config_path"]) == load(load(CONFIG, LIGHT | {"training.checkpoint_every_steps": 5}), result["best"]["params"] | {"sweep": {}})  # fmt: skip
     identity = folder.name.split("-")[1]
     tags = [tag for tag in Workspace(load(CONFIG)).warehouse.table("smoke").refs() if identity in tag]

@@ -118,7 +118,7 @@ def test_mlflow_holds_the_run(smoke, at_home):
     named = (
         "calibration", "importance", "learning_curve", "placement", "precision_recall", "roc", "slices", "stall_timeline",
     )  # fmt: skip
-    assert plots == {f"plots/{name}.png" for name in named}
+    assert plots == {f"plots/{name}.svg" for name in named}
 
 
 def test_mlflow_has_the_time_of_each_preprocessing_part(smoke, at_home):

@@ -21,8 +21,7 @@ from pipeline.evaluation.evaluate import EvalReport, Evaluation, OrderedMerge, S
 from pipeline.evaluation.gate import Verdict, compare, judge_first
 from pipeline.evaluation.importance import ImportanceEstimator
 from pipeline.evaluation.metrics import Floats
-from pipeline.evaluation.plots import FeatureImportance
-from pipeline.evaluation.record import describe_quality
+from pipeline.evaluation.record import FeatureImportance, describe_quality
 from pipeline.jobs.console import Progress, one_line, step
 from pipeline.jobs.training.job import TrainingJob
 from pipeline.jobs.training.provenance import fetch_record

@@ -1,20 +1,18 @@
 """Finishes a training: evaluation, registry and report, at once or later by `flows.register`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from pipeline.config.files import ROOT
-from pipeline.evaluation import plots
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.gate import Verdict
 from pipeline.evaluation.html import render_report
 from pipeline.evaluation.metrics import format_metric
-from pipeline.evaluation.plots import FeatureImportance
-from pipeline.evaluation.record import describe_quality
+from pipeline.evaluation.record import FeatureImportance, describe_quality
 from pipeline.jobs.code_version import LEARNING_VERSION, noted_code, trained_by
 from pipeline.jobs.console import step
 from pipeline.jobs.training.evaluate import (
@@ -28,14 +26,12 @@ from pipeline.jobs.training.evaluate import (
 from pipeline.jobs.training.identity import name_test_rows
 from pipeline.jobs.training.job import REGISTERED, TrainingJob
 from pipeline.jobs.training.provenance import RECORD
-from pipeline.jobs.training.rank_spec import SHARDING_PLAN
 from pipeline.jobs.training.summary import (
-    CURVES,
     DATA,
     PAGE,
     REPORT,
-    STALL_CURVES,
     describe_data,
+    draw_figures,
     load_record,
     run_address,
 )
@@ -47,7 +43,7 @@ from pipeline.registration.journal import Journal
 from pipeline.registration.register import ROUGH_TOLERANCE, TOLERANCE, check_probabilities
 from pipeline.registration.register import register as put_into_registry
 from pipeline.registration.scorer import LoadedModel, plan_of
-from pipeline.registration.tracking import CONFIG, FEATURES, RESULT, reporting_unreachable
+from pipeline.registration.tracking import CONFIG, FEATURES, RESULT, SHARDING_PLAN, reporting_unreachable
 from pipeline.registration.versions import (
     FILES,
     IDENTITY,
@@ -113,32 +109,21 @@ def log_quality(
     tracker.log(run_id, int(trained.summary["steps"]), values)
     tracker.log_json(run_id, describe_data(job), DATA)
     tracker.log_json(run_id, trained.placement, SHARDING_PLAN)
-    with workspace.best_effort("figure of the sharding plan"):
-        figure = plots.sharding_plan(trained.placement, workspace.config.training.world_size)
-        tracker.log_figures(run_id, {"placement": figure})
-    _log_report(workspace, report, evaluation.features, trained.summary["best_step"], run_id)
+    _log_report(workspace, report, evaluation.features, trained.summary, run_id)
 
 
 def _log_report(
-    workspace: Workspace, report: EvalReport, features: Sequence[FeatureImportance], best: int | None, run_id: str
+    workspace: Workspace,
+    report: EvalReport,
+    features: Sequence[FeatureImportance],
+    train: Mapping[str, Any],
+    run_id: str,
 ) -> None:
     tracker = workspace.tracking
     tracker.log_json(run_id, report.model_dump(mode="json"), REPORT)
     tracker.log_json(run_id, [one.model_dump() for one in features], FEATURES)
     with workspace.best_effort("figures"):
-        curves = tracker.load_curves(run_id, [*CURVES, *STALL_CURVES])
-        figures = {
-            "learning_curve": plots.learning_curve(curves, best, report.overall.ne, report.ne_floor),
-            "stall_timeline": plots.stall_timeline(curves),
-            "calibration": plots.calibration(report),
-            "roc": plots.roc(report),
-            "precision_recall": plots.precision_recall(report),
-        }
-        if report.slices:
-            figures["slices"] = plots.slices(report)
-        if features:
-            figures["importance"] = plots.importance(features)
-        tracker.log_figures(run_id, figures)
+        tracker.log_figures(run_id, draw_figures(tracker, run_id, train, report, features))
 
 
 @step("register", makes="model", reads="table")
@@ -290,7 +275,7 @@ def evaluate_again(workspace: Workspace, job: TrainingJob) -> dict[str, Any]:
     result = tracker.load_result(run_id)
     values = {f"eval_{key}": value for key, value in report.numbers.items()}
     tracker.log(run_id, int(result["train"]["steps"]), values)
-    _log_report(workspace, report, features, result["train"]["best_step"], run_id)
+    _log_report(workspace, report, features, result["train"], run_id)
     result["eval"] = report.numbers | {"undefined": dict(report.overall.undefined)}
     result["test_rows"] = name_test_rows(workspace.warehouse, job.data)
     result["droppable_features"] = [one.name for one in features if one.droppable]

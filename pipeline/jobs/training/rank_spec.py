@@ -12,8 +12,6 @@ from pipeline.transforms.plan.plan import Plan
 
 SERVICE_FOLDER = "preprocessing"
 """Folder in a run's folder for the logs of the preprocessing and its list of quarantined rows."""
-SHARDING_PLAN = "sharding_plan.json"
-"""Artifact of a run: the sharding plan of its tables."""
 
 
 class RankSpec(BaseModel, frozen=True):

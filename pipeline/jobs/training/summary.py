@@ -1,6 +1,7 @@
 """The record of a run, read from MLflow, and its report as a file."""
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -8,14 +9,14 @@ from pydantic import ValidationError
 from pipeline.errors import ConfigError, RegistryError
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.html import render_report
-from pipeline.evaluation.plots import FeatureImportance
-from pipeline.evaluation.record import RunRecord
-from pipeline.jobs.training.rank_spec import SHARDING_PLAN
+from pipeline.evaluation.record import PLOTS, FeatureImportance, RunRecord
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, find_holder
-from pipeline.registration.tracking import FEATURES, RESULT, Tracker, redact
+from pipeline.registration.tracking import FEATURES, RESULT, SHARDING_PLAN, Tracker, redact
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from pipeline.jobs.training.job import TrainingJob
 from storage.artifacts import inside, write_text
 
@@ -47,16 +48,41 @@ def _read(tracker: Tracker, run_id: str) -> RunRecord:
     result = tracker.read_json(run_id, RESULT)
     run = tracker.client.get_run(run_id)
     model = result["model"]
+    report = EvalReport.model_validate(tracker.read_json(run_id, REPORT))
+    features = tuple(FeatureImportance.model_validate(one) for one in tracker.read_json(run_id, FEATURES))
+    plots = tracker.load_figures(run_id, PLOTS)
+    if not plots:
+        from pipeline.figure import to_svg
+
+        figures = draw_figures(tracker, run_id, result["train"], report, features)
+        plots = {name: to_svg(figure) for name, figure in figures.items()}
     return RunRecord(
         title=f"{model['name']} version {model['version']}",
         result=result,
-        report=EvalReport.model_validate(tracker.read_json(run_id, REPORT)),
-        features=tuple(FeatureImportance.model_validate(one) for one in tracker.read_json(run_id, FEATURES)),
-        curves=tracker.load_curves(run_id, [*CURVES, *STALL_CURVES]),
-        sharding_plan=tuple(tracker.read_json(run_id, SHARDING_PLAN)),
+        report=report,
+        features=features,
+        plots=plots,
         parameters=dict(run.data.params),
         data=tracker.read_json(run_id, DATA),
     )
+
+
+def draw_figures(
+    tracker: Tracker,
+    run_id: str,
+    train: Mapping[str, Any],
+    report: EvalReport,
+    features: Sequence[FeatureImportance],
+) -> dict[str, "Figure"]:
+    """Draws the plots of a run, by name.
+
+    Args:
+        train: What the ranks report.
+    """
+    from pipeline.evaluation.plots import draw_run  # imports matplotlib, which reports of drawn runs do not need
+
+    curves, plan = tracker.load_curves(run_id, [*CURVES, *STALL_CURVES]), tracker.read_json(run_id, SHARDING_PLAN)
+    return draw_run(curves, train["best_step"], report, features, plan, train["world_size"])
 
 
 def describe_data(job: "TrainingJob") -> dict[str, str]:

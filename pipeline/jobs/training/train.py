@@ -4,8 +4,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
@@ -17,12 +19,13 @@ from pipeline.jobs.tables.layout import save_read
 from pipeline.jobs.training.events import EventReport
 from pipeline.jobs.training.job import TrainingJob, begin, tag_inputs
 from pipeline.jobs.training.provenance import RECORD, make_record
-from pipeline.jobs.training.rank_spec import SERVICE_FOLDER, SHARDING_PLAN, RankSpec
+from pipeline.jobs.training.rank_spec import SERVICE_FOLDER, RankSpec
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import WORKERS_FILE, Totals, read_quarantine
 from pipeline.preprocessing.service import Service
 from pipeline.registration.journal import Journal
+from pipeline.registration.tracking import SHARDING_PLAN
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import Event, Limits, resolve_threads, run_alone, run_ranks
 from pipeline.training.launch.ray_train import run_ranks_on_ray
@@ -77,6 +80,8 @@ def train_ranks(
         def on_event(event: Event) -> None:
             if event["event"] == "start":
                 note_changes(workspace, folder, CodeVersion.model_validate(event["code"]))
+            if event["event"] == "metrics":  # the ranks have begun to train
+                load_finish()
             report(event)
             if watch is not None:
                 watch(event)
@@ -95,6 +100,12 @@ def train_ranks(
     write_text(folder / RECORD, make_record(workspace, job, plan, summary).model_dump_json(indent=2))
     write_text(folder / TRAINED, trained.model_dump_json())
     return trained
+
+
+@cache
+def load_finish() -> None:
+    """Imports what evaluates and registers, which takes seconds, while the ranks train."""
+    Thread(target=import_module, args=["pipeline.jobs.training.finish"], name="imports", daemon=True).start()
 
 
 def note_changes(workspace: Workspace, folder: Path, code: CodeVersion) -> None:

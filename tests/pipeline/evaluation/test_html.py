@@ -11,8 +11,9 @@ import pytest
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import ScoredRows
 from pipeline.evaluation.html import render_report
-from pipeline.evaluation.plots import FeatureImportance
-from pipeline.evaluation.record import RunRecord
+from pipeline.evaluation.plots import draw_run
+from pipeline.evaluation.record import FeatureImportance, RunRecord
+from pipeline.figure import to_svg
 from tests.quality import evaluate
 
 TRAIN = {
@@ -32,10 +33,12 @@ def record(title, shift, **parameters):
         truncated=None, collisions=None, droppable=False,
     )  # fmt: skip
     gate = {"decision": "hold", "reason": "It may be chance.", "champion_ne": 0.8123}
+    curves = {"valid_ne": [(6, 0.9), (12, 0.85)]}
+    drawn = draw_run(curves, 12, report, [feature], [], 2)
     return RunRecord(
-        title=title, report=report, features=(feature,), sharding_plan=(), parameters={"seed": "1"} | parameters,
+        title=title, report=report, features=(feature,), parameters={"seed": "1"} | parameters,
         result={"gate": gate, "train": TRAIN, "git_commit": "abc", "snapshot_id": 7, "mlflow_run_id": "f" * 32},
-        curves={"valid_ne": [(6, 0.9), (12, 0.85)]}, data={"table": "ads", "train rows": "6,000 of 2 days"},
+        plots={name: to_svg(figure) for name, figure in drawn.items()}, data={"table": "ads", "train rows": "6,000 of 2 days"},
     )  # fmt: skip
 
 
