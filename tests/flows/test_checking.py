@@ -59,18 +59,18 @@ def test_findings_are_in_the_result_on_the_page_and_in_files(command, config, tm
 
 def test_a_table_of_two_configs_is_not_trained_on_unasked(command, config, tmp_path):
     home = tmp_path / "home"
-    command(ingest, config, home=home)
+    command(ingest, config, "name=mixed", home=home)
     rows = pd.read_parquet(tmp_path / "rows.parquet")
     rows[rows["date"] > "2025-01-01"].to_parquet(tmp_path / "rows.parquet")
-    code, result, log = command(end_to_end, config, "features.label=bought", home=home)
+    code, result, log = command(end_to_end, config, "name=mixed", "features.label=bought", home=home)
     assert (code, result["error"]) == (
         1,
-        "table 'checked': expected rows and labels of each day as the config says, got those of an earlier config in "
+        "table 'mixed': expected rows and labels of each day as the config says, got those of an earlier config in "
         "2025-01-01. Restore the input of these days and run again, write held days as they are now with "
         "`python -m flows.ingest CONFIG day=DAY force=true`, or train on the table as it is with "
         "`python -m flows.train`.",
     )
-    assert "1 days of table checked have the rows and labels of an earlier config, the first is 2025-01-01" in log
+    assert "1 days of table mixed have the rows and labels of an earlier config, the first is 2025-01-01" in log
 
 
 def test_a_failing_day_ends_the_ingest_and_leaves_a_report(command, config, tmp_path):
