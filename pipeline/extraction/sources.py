@@ -63,9 +63,10 @@ def create_view(
         if formats and parsed:
             rows = parse_times(rows, parsed, formats)
         rows.create_view(name)
-    except duckdb.Error as error:
+    except (duckdb.Error, RuntimeError) as error:
+        reason = first_line(error) if isinstance(error, duckdb.Error) else "names of columns that are not UTF-8"
         raise DataError(
-            f"files of {where}, first '{files[0].name}'", f"readable files, format '{form}'", first_line(error),
+            f"files of {where}, first '{files[0].name}'", f"readable files, format '{form}'", reason,
             "Set source.format, or correct the files." if where == "source.path" else "Correct the files.",
         ) from error  # fmt: skip
 

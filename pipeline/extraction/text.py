@@ -15,6 +15,8 @@ FILE = "filename"
 _CSV_KINDS = ["BOOLEAN", "BIGINT", "HUGEINT", "DOUBLE", "VARCHAR"]
 """Types that DuckDB may find in CSV files. No dates or times: it would guess and change their format."""
 _TIME = r"[ T]([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d+)?)?"
+TESTS_AT_ONCE = 150
+"""DuckDB's memory for a query grows with the square of its tests."""
 ISO_DATE = r"\d{4}-\d{2}-\d{2}"
 ISO_DAY = f"{ISO_DATE}({_TIME}([Zz]|[+-]00(:?00)?)?)?"
 """Text with a day: an ISO date or timestamp, without a zone or in UTC. In another zone the day may differ."""
@@ -67,7 +69,8 @@ def convert_iso(rows: duckdb.DuckDBPyRelation, other: Sequence[str]) -> duckdb.D
     tried = [(name, kind) for name in texts for kind in _ISO]
     for sample in (rows.limit(1_000), rows):  # most columns need no second look
         tests = [f"bool_and({_is_iso(quote(name), kind)}) FILTER ({quote(name)} IS NOT NULL)" for name, kind in tried]
-        passed = sample.aggregate(", ".join(tests)).fetchall()[0] if tests else ()
+        parts = [", ".join(tests[at : at + TESTS_AT_ONCE]) for at in range(0, len(tests), TESTS_AT_ONCE)]
+        passed = [one for part in parts for one in sample.aggregate(part).fetchall()[0]]
         tried = [one for one, good in zip(tried, passed, strict=True) if good or (good is None and sample is not rows)]
     casts = [f"CAST({quote(name)} AS {kind}) AS {quote(name)}" for name, kind in tried]
     return rows.select(f"* REPLACE ({', '.join(casts)})") if casts else rows

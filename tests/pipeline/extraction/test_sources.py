@@ -8,10 +8,12 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.extraction.sources import CRITEO_COLUMNS
+from pipeline.extraction.sources import CRITEO_COLUMNS, create_view
+from storage.query import column_types, connect
 
 DAY = datetime.date(2024, 1, 1)
 FRAME = pd.DataFrame(
@@ -368,3 +370,28 @@ def test_keys_of_one_kind_match_exactly(ingest: Any, put: Any, stored: Any, keys
     ingest({"path": "rows.parquet", "day": "2024-01-01", "lookups": [{"path": "side.parquet", "on": ["key"]}]})
     assert stored()["age"].tolist()[0] == 10
     assert len(stored()) == 2
+
+
+def test_a_wide_file_of_text_takes_little_memory(tmp_path: Path) -> None:
+    """DuckDB's memory for one query over all columns grew with their square."""
+    columns = {f"c{number}": ["x", "2024-01-01"] for number in range(250)}
+    save(pd.DataFrame(columns | {"day": ["2024-01-01"] * 2}), tmp_path / "wide.csv")
+    with connect([tmp_path / "wide.csv"], tmp_path, "512MB") as connection:
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+        before = _peak_bytes()
+        create_view(connection, "wide", [tmp_path / "wide.csv"], "csv")
+        assert column_types(connection, "wide")["day"] == "DATE"
+    assert _peak_bytes() - before < 200 << 20
+
+
+def _peak_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+def test_names_of_columns_that_are_not_utf8_are_refused(tmp_path: Path, ingest: Any) -> None:
+    pq.write_table(pa.table({"word": [1], "label": [0]}), tmp_path / "a.parquet", store_schema=False)
+    content = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(content.replace(b"word", b"w\xffrd"))
+    with pytest.raises(DataError, match=r"got names of columns that are not UTF-8\. Set source\.format"):
+        ingest({"path": "a.parquet", "day": "2024-01-01"})
