@@ -1,6 +1,6 @@
 """The errors that stages raise."""
 
-from collections.abc import Sequence
+from typing import Any
 
 from storage.errors import (
     ConflictError,
@@ -100,12 +100,14 @@ def to_wire(error: ContractError) -> list[str]:
     return [name, error.where, error.expected, error.actual, error.remedy]
 
 
-def from_wire(values: Sequence[str]) -> ContractError:
-    """Decodes what `to_wire` encoded. The caller raises the error.
+def from_wire(values: Any) -> ContractError:
+    """Decodes what `to_wire` encoded. The caller raises the error. A damaged one becomes an error that says so.
 
     Example:
         >>> from_wire(["DataError", "source", "rows", "none", "Add files."])
         DataError('source', 'rows', 'none', 'Add files.')
     """
-    name, where, expected, actual, remedy = values
-    return _CLASSES[name](where, expected, actual, remedy)
+    match values:
+        case [str() as name, str() as where, str() as expected, str() as actual, str() as remedy] if name in _CLASSES:
+            return _CLASSES[name](where, expected, actual, remedy)
+    return ContractError("error of another process", "five texts", f"{values!r:.200}", "See the logs of its run.")

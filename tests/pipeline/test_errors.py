@@ -33,3 +33,10 @@ def test_a_class_of_the_same_name_elsewhere_is_not_ours() -> None:
     other = type("ColumnError", (StorageError,), {})
     assert type(from_wire(to_wire(other(*PARTS)))) is StorageError
     assert type(from_wire(to_wire(ColumnError(*PARTS)))) is ColumnError
+
+
+@pytest.mark.parametrize(
+    "values", [[], None, "DataError", {"a": 1}, ["Foreign", "a", "b", "c", "d"], ["DataError", "a", "b", 3, "d"]]
+)
+def test_a_damaged_error_of_another_process_is_an_error(values):
+    assert str(from_wire(values)).startswith("error of another process: expected five texts, got ")
