@@ -6,7 +6,7 @@ from typing import Literal
 
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import RegistryError
 from pipeline.registration.tracking import Tracker, is_not_found
@@ -96,14 +96,26 @@ def _next_time(moves: Sequence[Move]) -> str:
 
 
 def list_moves(tracker: Tracker, name: str) -> list[Move]:
-    """Lists all moves of a model's aliases, oldest first."""
+    """Lists all moves of a model's aliases, oldest first.
+
+    Raises:
+        RegistryError: If the record of a move is damaged.
+    """
     try:
         tags = tracker.client.get_registered_model(name).tags
     except MlflowException as error:
         if not is_not_found(error):  # an unreachable MLflow does not mean that there were no moves
             raise
         return []
-    return [Move.model_validate_json(tags[key]) for key in sorted(tags) if key.startswith(MOVE)]
+    return [_read_move(name, key, tags[key]) for key in sorted(tags) if key.startswith(MOVE)]
+
+
+def _read_move(name: str, key: str, text: str) -> Move:
+    try:
+        return Move.model_validate_json(text)
+    except ValidationError:
+        where = f"tag '{key}' of model '{name}'"
+        raise RegistryError(where, "the record of a move", "other text", "Remove the tag.") from None
 
 
 def list_old_moves(tracker: Tracker, name: str, kept: int, before: datetime.datetime) -> list[str]:

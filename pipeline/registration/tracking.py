@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlflow
 import psutil
@@ -21,6 +21,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException, RestException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
+from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import AccessError, RegistryError, TrackingError
 from pipeline.registration.config import RegistrationConfig
@@ -50,6 +51,7 @@ SHARDING_PLAN = "sharding_plan.json"
 and its tables by rank."""
 ENVIRONMENT_LOCK = threading.Lock()
 """MLflow keeps its address in the environment. Only one of several parallel trainings may read it at a time."""
+M = TypeVar("M", bound=BaseModel)
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 """Makes MLflow open the experiment in its view for trainings, not for prompts."""
 
@@ -209,18 +211,37 @@ class Tracker:
         return str(runs[0].info.run_id) if runs else None
 
     def load_result(self, run_id: str) -> dict[str, Any]:
-        """Loads the result line of a finished run."""
-        record: dict[str, Any] = self.read_json(run_id, RESULT)
+        """Loads the result line of a finished run.
+
+        Raises:
+            RegistryError: If the run has none.
+        """
+        record = self.read_json(run_id, RESULT)
+        if not isinstance(record, dict):
+            raise _damaged(run_id, RESULT)
         return record
+
+    def read_record(self, run_id: str, path: str, kind: type[M]) -> M:
+        """Reads a record that `log_json` wrote.
+
+        Raises:
+            RegistryError: If the run has no such file, or the file holds something else.
+        """
+        try:
+            return kind.model_validate(self.read_json(run_id, path))
+        except ValidationError as error:
+            raise _damaged(run_id, path, ".".join(map(str, error.errors()[0]["loc"]))) from None
 
     def read_json(self, run_id: str, path: str) -> Any:
         """Reads what `log_json` wrote.
 
         Raises:
-            RegistryError: If the run has no such file.
+            RegistryError: If the run has no such file, or the file is no JSON.
         """
         try:
             return json.loads(mlflow.artifacts.load_text(f"runs:/{run_id}/{path}"))
+        except (ValueError, RecursionError):
+            raise _damaged(run_id, path) from None
         except (MlflowException, OSError) as error:
             if is_unreachable(error) or is_disk_error(error):
                 raise
@@ -240,6 +261,11 @@ class Tracker:
     def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Sets tags of a run."""
         self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+
+def _damaged(run_id: str, path: str, key: str = "") -> RegistryError:
+    where = f"{path} of MLflow run '{run_id}'" + (f", key '{key}'" if key else "")
+    return RegistryError(where, "what a training has logged", "other content", "Train again with force=true.")
 
 
 def embedded_uri(home: Path) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 from mlflow.entities import Run as MlflowRun
 from mlflow.exceptions import MlflowException
-from pydantic import ValidationError
 
 from pipeline.catalog.usage import ColumnImportance, Run, Usage, Version, importance_by_column
 from pipeline.errors import RegistryError
@@ -65,14 +64,9 @@ class _Plans:
         if key is None:
             return None
         if self.known.get(key) is None:
-            self.known[key] = _read(partial(self._fetch, str(run.info.run_id)))
+            # None also for a plan of an older version of this code, or of other software.
+            self.known[key] = _read(partial(self.tracker.read_record, str(run.info.run_id), PLAN, Plan))
         return self.known[key]
-
-    def _fetch(self, run_id: str) -> Plan | None:
-        try:
-            return Plan.model_validate(self.tracker.read_json(run_id, PLAN))
-        except ValidationError:  # of an older version of this code, or of other software
-            return None
 
 
 def _load_runs(tracker: Tracker) -> list[MlflowRun]:

@@ -270,7 +270,7 @@ def evaluate_again(workspace: Workspace, job: TrainingJob) -> dict[str, Any]:
         with workspace.best_effort("importance of the features"):
             fitted = job.model_copy(update={"data": {**job.data, "test": test}})
             features = estimate_importance(workspace, fitted, model, progress)
-    before = EvalReport.model_validate(tracker.read_json(run_id, REPORT))
+    before = tracker.read_record(run_id, REPORT, EvalReport)
     report = report.model_copy(update={"ne_exact": before.ne_exact})  # the exact weights are not in the registry
     result = tracker.load_result(run_id)
     values = {f"eval_{key}": value for key, value in report.numbers.items()}

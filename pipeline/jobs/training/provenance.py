@@ -11,7 +11,7 @@ from typing import Any
 
 import mlflow
 from mlflow.exceptions import MlflowException
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from pipeline.config import RunConfig, load
 from pipeline.data.config import PARTS, Part
@@ -150,7 +150,14 @@ def fetch_record(tracker: Tracker, name: str, version: int) -> Record:
         raise RegistryError(where, f"a record at {PLACE.pattern}", f"'{place}'", "Do not trust this version.")
     with ScratchFolder("dlrm-record-") as folder:
         path = mlflow.artifacts.download_artifacts(place, dst_path=folder, tracking_uri=tracker.uri)
-        return Record.model_validate_json(Path(path).read_text(encoding="utf-8"))
+        try:
+            return Record.model_validate_json(Path(path).read_bytes())
+        except ValidationError as error:
+            key = ".".join(map(str, error.errors()[0]["loc"]))
+            raise RegistryError(
+                f"{RECORD} of {where}", "a record of its training", f"other content at '{key}'",
+                "Train another version.",
+            ) from None  # fmt: skip
 
 
 def restore_config(record: Record, workspace: Workspace) -> RunConfig:

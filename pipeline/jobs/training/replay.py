@@ -128,7 +128,7 @@ def pin_replay(workspace: Workspace, old: Record, name: str, checkpoint: Path | 
     start_from = checkpoint or _find_checkpoint(workspace, old.continues)
     assert before is not None
     assert start_from is not None  # `replay_version` has made it
-    known = Plan.model_validate(workspace.tracking.read_json(str(before.run_id), PLAN))
+    known = workspace.tracking.read_record(str(before.run_id), PLAN, Plan)
     plan = carry_over_fit(data["train"].plan, known)
     data = {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
     job = make_job(folder, workspace, old.identity, (snapshot, data))

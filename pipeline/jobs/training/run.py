@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.jobs.code_version import LEARNING_VERSION, read_commit
 from pipeline.jobs.console import step
@@ -11,7 +13,7 @@ from pipeline.jobs.training.identity import name_test_rows
 from pipeline.jobs.training.job import TrainingJob, open_training_run, resolve_job
 from pipeline.jobs.training.train import train
 from pipeline.jobs.workspace import Workspace
-from pipeline.registration.tracking import CONFIG
+from pipeline.registration.tracking import CONFIG, Tracker
 
 
 def train_version(
@@ -69,12 +71,26 @@ def load_result(workspace: Workspace, job: TrainingJob) -> dict[str, Any]:
     return result
 
 
+class _Stored(BaseModel, frozen=True):
+    """What is read of the config that a run has logged."""
+
+    evaluation: EvaluationConfig
+
+
+def read_evaluation(tracker: Tracker, run_id: str) -> EvaluationConfig:
+    """Reads the settings of the latest evaluation of a run.
+
+    Raises:
+        RegistryError: If the run has none.
+    """
+    return tracker.read_record(run_id, CONFIG, _Stored).evaluation
+
+
 def has_new_evaluation(workspace: Workspace, job: TrainingJob) -> bool:
     """Whether a finished training would now be evaluated with other settings or on other rows."""
     assert job.done is not None
     run_id, tracker = job.done[1], workspace.tracking
-    stored = tracker.read_json(run_id, CONFIG)["evaluation"]
-    if _settings(EvaluationConfig.model_validate(stored)) != _settings(workspace.config.evaluation):
+    if _settings(read_evaluation(tracker, run_id)) != _settings(workspace.config.evaluation):
         return True
     return bool(tracker.load_result(run_id).get("test_rows") != name_test_rows(workspace.warehouse, job.data))
 

@@ -42,6 +42,10 @@ def load_record(tracker: Tracker, run_id: str) -> RunRecord:
         raise RegistryError(
             f"MLflow run '{run_id}'", "a report of this version of the code", f"one without {missing}", "Train again."
         ) from None
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise RegistryError(
+            f"MLflow run '{run_id}'", "what a training has logged", "other content", "Train again with force=true."
+        ) from None
 
 
 def _read(tracker: Tracker, run_id: str) -> RunRecord:

@@ -243,3 +243,11 @@ def test_fault_31_two_promotions_at_once_leave_one_champion(tracker, name):
         thread.join()
     assert find_holder(tracker, name) in (2, 3)
     assert sorted(one.version for one in list_moves(tracker, name)) == [1, 2, 3]
+
+
+def test_a_damaged_record_of_a_move_is_named(tracker, name):
+    """Left out, a rollback would go to another version."""
+    move_alias(tracker, name, CHAMPION, 1, "person", "first")
+    tracker.client.set_registered_model_tag(name, f"{MOVE}2", "{")
+    with pytest.raises(RegistryError, match=f"tag '{MOVE}2' of model '{name}': expected the record of a move"):
+        list_moves(tracker, name)

@@ -7,12 +7,14 @@ import sys
 import threading
 from pathlib import Path
 
+import mlflow
 import psutil
 import pytest
 from mlflow.exceptions import MlflowException, RestException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
+from pydantic import BaseModel
 
-from pipeline.errors import AccessError, TrackingError
+from pipeline.errors import AccessError, RegistryError, TrackingError
 from pipeline.registration import tracking
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.tracking import Tracker, is_unreachable, reporting_unreachable
@@ -129,3 +131,20 @@ def test_fault_29_a_run_ends_although_system_metrics_cannot_be_sent(tracker, mon
         pass
     back.set()
     assert tracker.client.get_run(run_id).info.status == "FINISHED"
+
+
+class Logged(BaseModel):
+    steps: int
+
+
+def test_a_damaged_artifact_of_a_run_is_refused(tracker, tmp_path):
+    mlflow.set_tracking_uri(tracker.uri)
+    run_id = tracker.start("damaged", {}, {}, None)
+    for content in (b"{", b"[" * 100_000, b"[1]", b'{"steps": "many"}', b"\xff\xfe{}"):
+        (tmp_path / "result.json").write_bytes(content)
+        tracker.log_file(run_id, tmp_path / "result.json")
+        with pytest.raises(RegistryError, match=run_id):
+            tracker.read_record(run_id, "result.json", Logged)
+        if content != b'{"steps": "many"}':
+            with pytest.raises(RegistryError, match=run_id):
+                tracker.load_result(run_id)
