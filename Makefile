@@ -22,6 +22,7 @@ SERVE_PORT ?= 5001
 TRAININGS ?= 1
 CHAIN ?=
 SCHEDULES ?= 100000
+MINUTES ?= 10
 # Other commands learn the home from DLRM_HOME, and so find the authentication string of its servers.
 ifneq ($(HOME_FOLDER),$(or $(DLRM_HOME),.dlrm))
 export DLRM_HOME := $(HOME_FOLDER)
@@ -34,7 +35,7 @@ export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs paper test test-slow test-all test-gpu simulate lint check ui serve worker deploy doctor lock clean
+.PHONY: help setup demo docs paper test test-slow test-all test-gpu simulate fuzz lint check ui serve worker deploy doctor lock clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | column -t -s@
@@ -95,6 +96,9 @@ test-gpu: setup  ## run the tests that need CUDA devices, and the trainer's test
 
 simulate: setup  ## look for broken promises in SCHEDULES simulated schedules of faults
 	@$(RUN) -m tests.simulation schedules=$(SCHEDULES)
+
+fuzz: setup  ## give damaged files and messages to all readers for MINUTES minutes
+	@$(RUN) -m tests.fuzz minutes=$(MINUTES)
 
 lint: setup  ## run ruff and mypy
 	@$(RUN) -m ruff check .

@@ -1,0 +1,65 @@
+"""Damaged messages of sockets and pipes."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from pipeline.errors import ContractError, TrainingError, from_wire, to_wire
+from pipeline.preprocessing import wire
+from tests.fuzz.harness import Case, require
+from tests.fuzz.mutate import mutate_bytes, mutate_json, mutate_value, odd_value
+
+MESSAGE = {"take": 3, "done": 1, "rows": 512, "waited": 0.25, "shapes": {"dense": ["float32", [2, 3]]}}
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def wire_bytes(folder: Path) -> Iterator[Case]:
+    """Bytes of the preprocessing service's sockets. Whatever arrives, no descriptor stays open."""
+
+    def case(random: Random) -> None:
+        open_before = _descriptors()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with ours, theirs:
+            body = mutate_json(random, MESSAGE)[:60_000]
+            size = random.choice([len(body)] * 6 + [0, 1, len(body) - 1, len(body) + 1, 1 << 30, 1 << 63])
+            count = random.choice([0, 0, 0, 1, 2, 7, 1 << 20])
+            head = wire.HEADER.pack(max(size, 0), count)
+            given = [os.open("/dev/null", os.O_RDONLY) for _ in range(random.choice([0, min(count, 7), 3]))]
+            theirs.settimeout(5)
+            theirs.sendall(head if random.random() < 0.9 else mutate_bytes(random, head)[:100])
+            if given:
+                socket.send_fds(theirs, [b"\0"], given)
+            wire.close(given)
+            theirs.sendall(body)
+            theirs.shutdown(socket.SHUT_WR)
+            ours.settimeout(5)
+            received = wire.receive(ours)
+            if received is not None:
+                message, descriptors = received
+                require(isinstance(message, dict), "no message")
+                wire.close(descriptors)
+        require(_descriptors() == open_before, "descriptors stay open")
+        if received is None:
+            raise ContractError("message", "a whole one", "another", "Send it again.")
+
+    yield case
+
+
+@contextmanager
+def errors(folder: Path) -> Iterator[Case]:
+    """Errors of other processes."""
+    error = to_wire(TrainingError("rank 1", "a number", "none", "Lower it."))
+
+    def case(random: Random) -> None:
+        found: Any = from_wire(odd_value(random) if random.random() < 0.3 else mutate_value(random, error))
+        str(found)
+
+    yield case

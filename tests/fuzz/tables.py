@@ -1,0 +1,198 @@
+"""Damaged tables: the files of a source, its side tables, and data files of the warehouse."""
+
+import datetime
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from pipeline.extraction.config import IngestConfig, SourceConfig
+from pipeline.extraction.extract import extract
+from pipeline.extraction.opening import SourceContext, open_samples
+from pipeline.transforms.schema import FeatureSchema
+from storage.config import WarehouseConfig
+from storage.reader import SnapshotReader
+from storage.warehouse import Warehouse
+from tests.fuzz.harness import Case, require
+from tests.fuzz.mutate import mutate_bytes
+
+ROWS = 40
+HASHED = [{"kind": "sigrid_hash", "size": 100}]
+FEATURES = FeatureSchema.model_validate(
+    {
+        "dense": [{"columns": ["age", "price"], "transforms": [{"kind": "fill_null"}]}],
+        "sparse": [{"columns": ["user", "country"], "transforms": HASHED}],
+    }
+)
+
+
+def rows(lists: bool) -> pa.Table:
+    """Rows of three days with nulls, big ids, text of all kinds and, if wanted, lists."""
+    numbers = range(ROWS)
+    words = ["DE", None, 'Å, "land"', "", "line\nbreak", "O'Neil"]
+    columns: dict[str, Any] = {
+        "day": [f"2024-01-0{1 + number % 3}" for number in numbers],
+        "label": [number % 2 for number in numbers],
+        "age": [None if number % 7 == 0 else number for number in numbers],
+        "price": [number / 3 for number in numbers],
+        "user": [2**62 + number % 5 for number in numbers],
+        "country": [words[number % len(words)] for number in numbers],
+        "since": [datetime.datetime(2024, 1, 1, number % 24) for number in numbers],
+    }
+    if lists:
+        columns["items"] = [list(range(number % 4)) for number in numbers]
+    return pa.table(columns)
+
+
+def _read_source(folder: Path, source: dict[str, Any], home: Path) -> None:
+    warehouse = Warehouse(WarehouseConfig(), home)
+    config = SourceConfig.model_validate(source)
+    context = SourceContext(config, FEATURES, warehouse, "events", folder, home / "logs")
+    with open_samples(context) as (connection, view):
+        connection.sql(f'SELECT * FROM "{view}"').to_arrow_table().validate(full=True)
+
+
+@contextmanager
+def csv(folder: Path) -> Iterator[Case]:
+    """CSV files of a source."""
+    pyarrow.csv.write_csv(rows(lists=False), folder / "whole.csv")
+    plain = b"day;label;age;price;user;country\n2024-01-01;1;3;0.5;7;DE\n2024-01-02;0;;1e3;8;\n"
+    examples = [(folder / "whole.csv").read_bytes(), plain, plain.replace(b";", b"\t").replace(b"\n", b"\r\n")]
+
+    def case(random: Random) -> None:
+        (folder / "rows.csv").write_bytes(mutate_bytes(random, random.choice(examples)))
+        source = {"path": "rows.csv", "day_column": "day"}
+        if random.random() < 0.2:
+            source["date_format"] = random.choice(["%Y-%m-%d", "%d.%m.%Y", "%q", "", "%"])
+        _read_source(folder, source, folder / "home")
+
+    yield case
+
+
+def _parquet_examples(folder: Path, **options: Any) -> list[bytes]:
+    found = []
+    for number, more in enumerate(
+        ({}, {"use_dictionary": False, "compression": "none"}, {"compression": "zstd", "row_group_size": 16})
+    ):
+        pq.write_table(rows(lists=True), folder / f"example{number}.parquet", **more, **options)
+        found.append((folder / f"example{number}.parquet").read_bytes())
+        (folder / f"example{number}.parquet").unlink()
+    return found
+
+
+def _mutate_footer(random: Random, content: bytes) -> bytes:
+    """Damages the footer and keeps its length."""
+    size = int.from_bytes(content[-8:-4], "little")
+    footer = bytearray(content[-8 - size : -8])
+    for _ in range(random.choice([1, 1, 2, 5])):
+        footer[random.randrange(size)] = random.choice([0, 255, 127, random.randrange(256)])
+    return content[: -8 - size] + bytes(footer) + content[-8:]
+
+
+def _mutate_parquet(random: Random, content: bytes) -> bytes:
+    return _mutate_footer(random, content) if random.random() < 0.3 else mutate_bytes(random, content)
+
+
+@contextmanager
+def parquet(folder: Path) -> Iterator[Case]:
+    """Parquet files of a source."""
+    examples = _parquet_examples(folder)
+
+    def case(random: Random) -> None:
+        (folder / "rows.parquet").write_bytes(_mutate_parquet(random, random.choice(examples)))
+        _read_source(folder, {"path": "rows.parquet", "day_column": "day"}, folder / "home")
+
+    yield case
+
+
+@contextmanager
+def side_table(folder: Path) -> Iterator[Case]:
+    """Side tables, as CSV or Parquet."""
+    pq.write_table(rows(lists=True), folder / "rows.parquet")
+    side = pa.table(
+        {
+            "user": [2**62 + number for number in range(5)],
+            "city": ["a", "b", None, "d", "ä"],
+            "size": [1, 2, None, 4, 5],
+        }
+    )
+    pq.write_table(side, folder / "side.parquet")
+    pyarrow.csv.write_csv(side, folder / "side.csv")
+    examples = {name: (folder / name).read_bytes() for name in ("side.parquet", "side.csv")}
+
+    def case(random: Random) -> None:
+        name = random.choice(list(examples))
+        damaged = _mutate_parquet if name == "side.parquet" else mutate_bytes
+        (folder / name).write_bytes(damaged(random, examples[name]))
+        lookups = [{"path": name, "on": ["user"]}]
+        _read_source(folder, {"path": "rows.parquet", "day_column": "day", "lookups": lookups}, folder / "home")
+
+    yield case
+
+
+def _ingest(folder: Path) -> tuple[Warehouse, Any]:
+    pq.write_table(rows(lists=True), folder / "rows.parquet")
+    warehouse = Warehouse(WarehouseConfig(), folder / "home")
+    source = SourceConfig.model_validate({"path": "rows.parquet", "day_column": "day"})
+    context = SourceContext(source, FEATURES, warehouse, "events", folder, folder / "logs")
+    return warehouse, extract(context, IngestConfig()).snapshot
+
+
+@contextmanager
+def data_file(folder: Path) -> Iterator[Case]:
+    """Data files of the warehouse. They have checksums, so what is read must be what was written."""
+    warehouse, snapshot = _ingest(folder)
+    table = warehouse.table("events")
+    names = warehouse.schema(snapshot).names
+
+    def read() -> list[pa.Table]:
+        reader = SnapshotReader(table, snapshot, names, None)
+        return [reader.read(fragment) for fragment in reader.fragments()]
+
+    written = read()
+    paths = sorted((folder / "home").rglob("*-checked.parquet"))
+    require(len(paths) >= 3, "the table has no files with checksums")
+
+    def case(random: Random) -> None:
+        path = random.choice(paths)
+        content = path.read_bytes()
+        try:
+            path.write_bytes(_mutate_parquet(random, content))
+            require(_equal(read(), written), "other rows than were written")
+        finally:
+            path.write_bytes(content)
+
+    yield case
+
+
+def _equal(found: Sequence[pa.Table], expected: Sequence[pa.Table]) -> bool:
+    return len(found) == len(expected) and all(one.equals(other) for one, other in zip(found, expected, strict=True))
+
+
+@contextmanager
+def ingest(folder: Path) -> Iterator[Case]:
+    """Whole ingests of damaged files. A refused ingest leaves no rows."""
+    pyarrow.csv.write_csv(rows(lists=False), folder / "whole.csv")
+    examples = {"rows.csv": [(folder / "whole.csv").read_bytes()], "rows.parquet": _parquet_examples(folder)}
+
+    def case(random: Random) -> None:
+        name = random.choice(list(examples))
+        damage = mutate_bytes if name == "rows.csv" else _mutate_parquet
+        (folder / name).write_bytes(damage(random, random.choice(examples[name])))
+        warehouse = Warehouse(WarehouseConfig(), folder / "fresh")
+        source = SourceConfig.model_validate({"path": name, "day_column": "day"})
+        context = SourceContext(source, FEATURES, warehouse, "events", folder, folder / "logs")
+        try:
+            result = extract(context, IngestConfig(max_quarantined_share=1.0))
+            reader = SnapshotReader(warehouse.table("events"), result.snapshot, [], None)
+            require(sum(one.rows for one in reader.fragments()) == result.rows, "other rows than were counted")
+        finally:
+            shutil.rmtree(folder / "fresh", ignore_errors=True)
+
+    yield case

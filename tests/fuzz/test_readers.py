@@ -1,0 +1,28 @@
+"""Some damaged inputs of each kind. `make fuzz` plays many more."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.harness import play_many
+from tests.fuzz.inputs import INPUTS
+
+CASES = {
+    "csv": 12,
+    "ingest": 4,
+    "parquet": 15,
+    "side table": 12,
+    "data file": 40,
+    "forged checkpoint": 25,
+    "config": 40,
+    "overrides": 40,
+}
+"""Cases of the slower inputs."""
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_a_reader_returns_a_right_value_or_refuses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DLRM_HOME", raising=False)
+    cases = CASES.get(name, 60)
+    found = play_many(name, INPUTS[name], tmp_path / "fuzz", range(cases))
+    assert found["read"] + found["refused"] == cases
