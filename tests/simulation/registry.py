@@ -254,6 +254,8 @@ class Run:
             require(not self.champions or holder == str(self.champions[-1]), f"version {holder} is champion")
         named = Counter(one.tags[IDENTITY] for one in self.server.versions.values() if IDENTITY in one.tags)
         require(max(named.values(), default=1) == 1, f"a training has several versions: {named}")
+        made = Counter(one.run_id for one in self.server.versions.values())
+        require(made.total() - len(made) <= self.server.doubled, f"a run was registered again: {made}")
         running = sum(run.info.status == "RUNNING" for run in self.server.runs.values())
         self.states.add((len(self.server.versions), len(self.champions), running, len(self.server.models)))
 

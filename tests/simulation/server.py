@@ -42,7 +42,8 @@ class Server:
         self.files: dict[tuple[str, str], str] = {}
         """(run, path) -> text."""
         self.numbers = itertools.count(1)
-        self.calls = 0
+        self.calls = self.doubled = 0
+        """Requests so far, and versions that exist twice because their request came twice."""
 
     def call(self, name: str, work: Callable[[], Any]) -> Any:
         """Lets a request pass the network."""
@@ -56,6 +57,7 @@ class Server:
         found = work()
         if self.world.strikes(TWICE):  # the client repeats it when the connection breaks
             self.world.note(f"at {name}")
+            self.doubled += name == "create_model_version"
             found = work()
         if self.world.strikes(LOST):
             self.world.note(f"at {name}")
