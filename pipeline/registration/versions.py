@@ -56,7 +56,7 @@ def download_packed(tracker: Tracker, name: str, version: int, folder: Path) -> 
 
 
 def _read_hashes(tag: str | None, where: str) -> dict[str, str]:
-    with suppress(ValueError):  # invalid JSON
+    with suppress(ValueError, RecursionError):  # invalid JSON
         found = json.loads(tag or "null")
         if isinstance(found, dict) and set(found) == {MODEL, PLAN, WEIGHTS}:
             return found

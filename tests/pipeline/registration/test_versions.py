@@ -63,7 +63,9 @@ def test_a_damaged_version_is_refused(registry, packed, tmp_path, harm):
     )
 
 
-@pytest.mark.parametrize("tags", [{}, {FILES: "{"}, {FILES: "null"}, {FILES: '{"plan.json": "0"}'}])
+@pytest.mark.parametrize(
+    "tags", [{}, {FILES: "{"}, {FILES: "null"}, {FILES: "[" * 4_000}, {FILES: '{"plan.json": "0"}'}]
+)
 def test_a_version_without_hashes_is_refused(registry, tmp_path, tags):
     tracker, version = registry(tags)
     with pytest.raises(RegistryError) as caught:
