@@ -139,6 +139,8 @@ def run(
             stack.enter_context(prefect_settings(server))
         elif address is not None:
             stack.enter_context(authenticated(address, home_path(config.home), home_path(".dlrm")))
+        elif plain:  # most of its time is imports, also those in functions
+            stack.enter_context(loading())
         result: Result = flow(config=config, **parameters)
     return result
 
