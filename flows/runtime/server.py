@@ -104,6 +104,7 @@ class TemporaryServer:
             "PREFECT_UI_ENABLED": "0",
             "PREFECT__SERVER_EPHEMERAL": "1",
             "PREFECT__SERVER_FINAL": "1",
+            "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",  # automations are for the lasting server
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         if self.tables.exists() and self.tables.read_text() == self._read_versions():

@@ -10,6 +10,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pipeline.evaluation.metrics import format_interval, format_metric
 from pipeline.evaluation.record import METRICS, PLOTS, RunRecord, slice_cells
 
+LESS_IS_BETTER = {"NE", "NE, recalibrated", "log loss", "ECE"}
+MORE_IS_BETTER = {"AUC", "PR-AUC", "GAUC"}
 MOST_FEATURES = 40
 """Features in the table of a report. The rest is only counted."""
 
@@ -30,7 +32,7 @@ def render_report(records: Sequence[RunRecord]) -> str:
 
 
 def _quality(records: Sequence[RunRecord]) -> dict[str, Any]:
-    """Builds the table of metrics by run, with the difference of the second to the first."""
+    """Builds the table of metrics by run, with the difference of the first to the one it is compared with."""
     reports = [record.report for record in records]
     compared = {name: [getattr(report.overall, key) for report in reports] for key, name in METRICS.items()}
     if any(report.ne_floor is not None for report in reports):
@@ -39,7 +41,7 @@ def _quality(records: Sequence[RunRecord]) -> dict[str, Any]:
         compared["GAUC"] = [report.grouped.gauc if report.grouped else None for report in reports]
     two = len(records) == 2
     rows = [
-        _row(name, *map(format_metric, values), *([_difference(*values)] if two else []))
+        _row(name, *map(format_metric, values), *([_difference(*values)] if two else []), tone=_tone(name, *values))
         for name, values in compared.items()
     ]
     champions = [record.result["gate"].get("champion_ne") for record in records]
@@ -123,8 +125,18 @@ def _features(record: RunRecord) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _row(*cells: str, few: bool = False) -> dict[str, Any]:
-    return {"cells": cells, "few": few}
+def _row(*cells: str, few: bool = False, tone: str = "") -> dict[str, Any]:
+    return {"cells": cells, "few": few, "tone": tone}
+
+
+def _tone(name: str, *values: float | None) -> str:
+    """Says whether the first of two runs is better or worse. Empty: neither, or there is only one."""
+    if name not in LESS_IS_BETTER | MORE_IS_BETTER or len(values) != 2:
+        return ""
+    shown = _difference(*values)
+    if not shown.strip("+-–0."):
+        return ""
+    return "better" if shown.startswith("-") == (name in LESS_IS_BETTER) else "worse"
 
 
 def _percent(value: float | None) -> str:
@@ -132,4 +144,4 @@ def _percent(value: float | None) -> str:
 
 
 def _difference(first: float | None, second: float | None) -> str:
-    return "–" if first is None or second is None else f"{second - first:+.4f}"
+    return "–" if first is None or second is None else f"{first - second:+.4f}"

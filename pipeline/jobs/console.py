@@ -65,9 +65,10 @@ class Progress:
         if self.logger is None:
             return
         if self.terminal:
-            bar = self.bars.setdefault(
-                what, tqdm(total=total, desc=f"{what:>9}", unit=f" {self.unit}", unit_scale=True, dynamic_ncols=True)
-            )
+            if what not in self.bars:  # each new bar is a line on the terminal
+                shape = {"unit": f" {self.unit}", "unit_scale": True, "dynamic_ncols": True}
+                self.bars[what] = tqdm(total=total, desc=f"{what:>9}", **shape)
+            bar = self.bars[what]
             bar.set_postfix_str(note, refresh=False)
             bar.update(done - bar.n)
             return

@@ -179,7 +179,7 @@ class Tracker:
             yield
         except BaseException as error:
             with suppress(MlflowException):  # the first error matters more than an unreachable MLflow
-                self.end(run_id, "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED")
+                self.end(run_id, "FAILED" if isinstance(error, Exception) else "KILLED")
             raise
         finally:
             ending = threading.Thread(target=monitor.finish, daemon=True)  # it waits for a request on its way

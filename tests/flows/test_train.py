@@ -204,7 +204,9 @@ def test_a_new_slice_evaluates_again_and_trains_nothing(smoke, command, copied, 
     report = tracker.read_json(result["mlflow_run_id"], "report.json")
     assert {one["column"] for one in report["slices"]} == {"cat_country"}
     assert tracker.load_result(result["mlflow_run_id"])["status"] == "ok"
-    assert "cat_country" in tracker.client.get_model_version("smoke", "1").description
+    description = tracker.client.get_model_version("smoke", "1").description
+    assert "cat_country" in description
+    assert tracker.client.get_run(result["mlflow_run_id"]).data.tags["mlflow.note.content"] == description
     code, again, _ = command(train, CONFIG, slices, home=copied)
     assert (code, again["status"], again["eval"]) == (0, "skipped", result["eval"])
 

@@ -247,6 +247,7 @@ def write_pages(workspace: Workspace, version: int, run_id: str) -> str:
     text = record.render_markdown(run_address(run_id, tracker))
     short = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS].rpartition("\n")[0]
     tracker.client.update_model_version(workspace.config.model_name, str(version), description=short)
+    tracker.tag(run_id, {"mlflow.note.content": short})
     with workspace.best_effort(PAGE):
         tracker.client.log_text(run_id, render_report([record]), PAGE)
     return text

@@ -101,11 +101,15 @@ def test_values_do_not_become_markup(one):
 
 def test_two_runs_stand_side_by_side(one):
     other = record("ads version 4", 0.2, colour="red")
-    page = Page(render_report([one, other]))
+    page = Page(text := render_report([one, other]))
     assert ["", "ads version 3", "ads version 4", "difference"] in page.rows
-    apart = other.report.overall.ne - one.report.overall.ne
+    apart = one.report.overall.ne - other.report.overall.ne
+    assert apart < 0
     row = next(row for row in page.rows if row and row[0] == "NE")
     assert row[1:] == [f"{one.report.overall.ne:.4f}", f"{other.report.overall.ne:.4f}", f"{apart:+.4f}"]
+    assert f'<td class="number better">{apart:+.4f}</td>' in text
+    assert 'class="number worse"' not in text
+    assert 'class="number worse"' in render_report([other, one])
     assert ["colour", "–", "red"] in page.rows
     assert not any(row[0] == "seed" for row in page.rows if row)
     assert len(page.sources) == 2 * len(Page(render_report([one])).sources)
