@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import AccessError, RegistryError, TrackingError
 from pipeline.registration.config import RegistrationConfig
+from storage.scratch import ScratchFolder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -147,7 +148,7 @@ class Tracker:
         """Returns the plots that a run has as SVG, by name."""
         there = {item.path for item in self.client.list_artifacts(run_id, "plots")}
         paths = {name: f"plots/{name}.svg" for name in names if f"plots/{name}.svg" in there}
-        return {name: mlflow.artifacts.load_text(f"runs:/{run_id}/{path}") for name, path in paths.items()}
+        return {name: self._read_text(run_id, path) for name, path in paths.items()}
 
     def log_json(self, run_id: str, value: Any, path: str) -> None:
         """Logs a JSON file as an artifact."""
@@ -239,7 +240,7 @@ class Tracker:
             RegistryError: If the run has no such file, or the file is no JSON.
         """
         try:
-            return json.loads(mlflow.artifacts.load_text(f"runs:/{run_id}/{path}"))
+            return json.loads(self._read_text(run_id, path))
         except (ValueError, RecursionError):
             raise _damaged(run_id, path) from None
         except (MlflowException, OSError) as error:
@@ -248,6 +249,10 @@ class Tracker:
             raise RegistryError(
                 f"MLflow run '{run_id}'", f"one with {path}", "none", "Name a run of a finished training."
             ) from None
+
+    def _read_text(self, run_id: str, path: str) -> str:
+        with ScratchFolder("dlrm-artifact-") as folder:  # MLflow's load_text asks the server of the whole process
+            return Path(self.client.download_artifacts(run_id, path, str(folder))).read_text(encoding="utf-8")
 
     def get_version(self, name: str, version: str) -> ModelVersion | None:
         """Returns MLflow's record of a model version. None: there is none."""

@@ -16,8 +16,9 @@ from flows.ingest import ingest
 from flows.score import score
 from flows.train import train
 from pipeline.catalog.events import read_events
-from pipeline.config import load
-from pipeline.jobs.training.identity import identity
+from pipeline.config import RunConfig, load
+from pipeline.data.joined.source import pin_sources
+from pipeline.jobs.training.identity import describe_joined, identity
 from pipeline.jobs.workspace import Workspace
 from storage.warehouse import Warehouse, WarehouseConfig
 
@@ -96,18 +97,23 @@ def test_a_joined_feature_and_the_same_one_backfilled_train_the_same_model(confi
 
 def test_a_changed_feature_source_is_another_training(config, monkeypatch, tmp_path):
     monkeypatch.setenv("DLRM_HOME", str(tmp_path / "home"))
+
+    def named(settings: RunConfig) -> str:
+        workspace = Workspace(settings)
+        read = [one for one in settings.features.joined if not one.stored]
+        pinned = pin_sources(read, tmp_path, workspace.warehouse)
+        return identity(workspace, {"train": describe_joined(workspace.warehouse, pinned, DAYS[:2])}, "plan")
+
     settings = load(config)
-    before, side = identity(Workspace(settings), {}, "plan"), tmp_path / "side" / "0.parquet"
-    assert identity(Workspace(load(config)), {}, "plan") == before
-    os.utime(side, ns=(1, 1))
-    assert identity(Workspace(settings), {}, "plan") != before
+    before = named(settings)
+    assert named(load(config)) == before
+    os.utime(tmp_path / "side" / "3.parquet", ns=(1, 1))  # of a day that no row of the training can read
+    assert named(settings) == before
+    os.utime(tmp_path / "side" / "0.parquet", ns=(1, 1))
+    assert named(settings) != before
     stored = load(config, {"features.joined.0.stored": True})
     without = load(config, {"features.joined": []})
-    assert (
-        identity(Workspace(stored), {}, "plan")
-        == identity(Workspace(without), {}, "plan")
-        != identity(Workspace(settings), {}, "plan")
-    )
+    assert named(stored) == named(without) != named(settings)
 
 
 def test_the_feature_is_not_in_the_table_until_it_is_written(config, command, tmp_path):

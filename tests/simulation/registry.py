@@ -313,8 +313,8 @@ def simulated(run: Run) -> Iterator[None]:
         for owner, name, value in (
             (register, "mlflow", library), (register, "_requirements", list), (tracking, "os", own),
             (tracking, "_lives", lambda tags: tags["dlrm.pid"] == str(process())),
-            (tracking, "SystemMetricsMonitor", Monitor), (mlflow.artifacts, "load_text", run.server.load_text),
-            (mlflow.artifacts, "download_artifacts", run.server.download_artifacts), (aliases, "datetime", moment),
+            (tracking, "SystemMetricsMonitor", Monitor),
+            (mlflow.artifacts, "download_artifacts", run.server.download_model), (aliases, "datetime", moment),
             (clean, "datetime", moment), (retention, "get_artifact_repository", repository),
             (finish, "evaluate", run.evaluate), (finish, "log_quality", lambda *_: None), (finish, "_choose_form", run.pack),
             (finish, "_read_first_rows", lambda *_: pa.table({"x": [1.0]})), (finish, "Worker", lambda *_: None),

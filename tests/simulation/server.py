@@ -184,13 +184,13 @@ class Server:
 
     # -- files --------------------------------------------------------------------------------------------------------
 
-    def _load_text(self, address: str) -> str:
-        _, run_id, path = address.removeprefix("runs:").split("/", 2)
+    def _download_artifacts(self, run_id: str, path: str, folder: str) -> str:
         if (run_id, path) not in self.files:
             raise MlflowException("no such file", RESOURCE_DOES_NOT_EXIST)
-        return self.files[run_id, path]
+        (Path(folder) / Path(path).name).write_text(self.files[run_id, path], encoding="utf-8")
+        return str(Path(folder) / Path(path).name)
 
-    def _download_artifacts(self, address: str, dst_path: str, tracking_uri: str) -> None:
+    def _download_model(self, address: str, dst_path: str, tracking_uri: str) -> None:
         _, name, number = address.removeprefix("models:").split("/")
         folder = Path(dst_path) / "artifacts" / "model"
         folder.mkdir(parents=True, exist_ok=True)

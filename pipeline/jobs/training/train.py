@@ -1,6 +1,7 @@
 """Trains a pinned job: starts the preprocessing service and the ranks, and writes what they leave."""
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,6 +35,9 @@ from storage.artifacts import write_json, write_text
 
 TRAINED, PREPROCESSING = "trained.json", "preprocessing.json"
 """Files in a run's folder: the result of the ranks, and the cost of preprocessing."""
+
+LOAD_AFTER_SECONDS = 10.0
+"""In a shorter training, imports beside it would delay what it reports."""
 
 
 class TrainingResult(BaseModel, frozen=True):
@@ -75,12 +79,13 @@ def train_ranks(
     spec = spec.model_copy(update={"placement": plan})
     journal = Journal(tracker, run_id, folder, log.warning)
     with workspace.console.progress() as progress, journal, open_service(workspace, job) as service:
+        began = time.monotonic()
         report = EventReport(journal, progress, _count_rows(config.training, job), log)
 
         def on_event(event: Event) -> None:
             if event["event"] == "start":
                 note_changes(workspace, folder, CodeVersion.model_validate(event["code"]))
-            if event["event"] == "metrics":  # the ranks have begun to train
+            if event["event"] == "metrics" and time.monotonic() - began > LOAD_AFTER_SECONDS:
                 load_finish()
             report(event)
             if watch is not None:

@@ -7,7 +7,6 @@ import sys
 import threading
 from pathlib import Path
 
-import mlflow
 import psutil
 import pytest
 from mlflow.exceptions import MlflowException, RestException
@@ -138,7 +137,6 @@ class Logged(BaseModel):
 
 
 def test_a_damaged_artifact_of_a_run_is_refused(tracker, tmp_path):
-    mlflow.set_tracking_uri(tracker.uri)
     run_id = tracker.start("damaged", {}, {}, None)
     for content in (b"{", b"[" * 100_000, b"[1]", b'{"steps": "many"}', b"\xff\xfe{}"):
         (tmp_path / "result.json").write_bytes(content)

@@ -48,7 +48,15 @@ def register(workspace: Workspace, versions: int) -> None:
 def judge_day(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, gate: str, meanwhile: Scoring) -> Verdict | None:
     """Judges version 2 on the day with champion 1. Scoring does something else, and leads to a decision of the gate."""
     champion = ChampionVersion(version=1, trained_to=BEFORE, scratch_day=BEFORE, run_folder="-")
-    fields = {"new_days": (), "new_rows": 0, "scratch_days": (), "done": None, "identity": "-", "rows": 1}
+    fields = {
+        "new_days": (),
+        "new_rows": 0,
+        "scratch_days": (),
+        "done": None,
+        "identity": "-",
+        "rows": 1,
+        "rewritten_days": 0,
+    }
     today = Today(day=DAY, champion=champion, snapshot=workspace.warehouse.current("toy"), **fields)
 
     def score(*_: object) -> DayVerdict:
