@@ -66,8 +66,8 @@ class Progress:
             return
         if self.terminal:
             if what not in self.bars:  # each new bar is a line on the terminal
-                shape = {"unit": f" {self.unit}", "unit_scale": True, "dynamic_ncols": True}
-                self.bars[what] = tqdm(total=total, desc=f"{what:>9}", **shape)
+                unit = f" {self.unit}"
+                self.bars[what] = tqdm(total=total, desc=f"{what:>9}", unit=unit, unit_scale=True, dynamic_ncols=True)
             bar = self.bars[what]
             bar.set_postfix_str(note, refresh=False)
             bar.update(done - bar.n)
