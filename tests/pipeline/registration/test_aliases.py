@@ -251,3 +251,4 @@ def test_a_damaged_record_of_a_move_is_named(tracker, name):
     tracker.client.set_registered_model_tag(name, f"{MOVE}2", "{")
     with pytest.raises(RegistryError, match=f"tag '{MOVE}2' of model '{name}': expected the record of a move"):
         list_moves(tracker, name)
+    tracker.client.delete_registered_model_tag(name, f"{MOVE}2")  # other tests list the moves of all models
