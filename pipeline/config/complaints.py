@@ -19,10 +19,11 @@ def explain(where: str, error: ValidationError, root: type[BaseModel]) -> Config
     more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
         known = _known_keys(first["loc"][:-1], root)
-        close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
-        remedy = (
-            f"Did you mean '{close[0]}'?" if close else f"Known here: {', '.join(known)}." if known else "Remove it."
-        )
+        given = str(first["loc"][-1])
+        close = difflib.get_close_matches(given, known)
+        alike = [name for name in close if _likeness(given, name) == _likeness(given, close[0])]
+        shown = " or ".join(f"'{name}'" for name in alike)
+        remedy = f"Did you mean {shown}?" if close else f"Known here: {', '.join(known)}." if known else "Remove it."
         return ConfigError(f"{where}, key '{key}'", "a known key", f"'{first['loc'][-1]}'{more}", remedy)
     if first["type"] == "missing":
         return ConfigError(f"{where}, key '{key}'", "a value", f"none{more}", "Add the key.")
@@ -47,6 +48,10 @@ def explain(where: str, error: ValidationError, root: type[BaseModel]) -> Config
     words = [problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ") for problem in choices]
     given = "another value" if _is_private(first["loc"]) else f"{first['input']!r:.80}"
     return ConfigError(f"{where}, key '{key}'", " or ".join(words), f"{given}{more}", "Correct the value.")
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, other, one).ratio()
 
 
 def _is_private(path: tuple[int | str, ...]) -> bool:

@@ -12,7 +12,7 @@ from pyiceberg.expressions import And, BooleanExpression, EqualTo
 from pipeline.data.config import PARTS, HashSplit, Part, SplitConfig, day_span
 from pipeline.data.filters import parse_filter
 from pipeline.errors import ConfigError, EmptyDatasetError
-from pipeline.transforms.column import sparse_from_arrow
+from pipeline.transforms.column import from_arrow, sparse_from_arrow
 from pipeline.transforms.kernels import hashing
 from pipeline.transforms.kernels.row_hashes import row_hashes
 from pipeline.transforms.ops.sampling import Sampling
@@ -80,21 +80,25 @@ def hash_steps(*keys: pa.Array) -> npt.NDArray[np.int64]:
     """Hashes each row's key to a stable value in [0, HASH_STEPS). A null in a single key column gives 0.
 
     Args:
-        keys: Columns of equal length. Several are hashed as one sequence.
+        keys: Columns of equal length. Several are hashed as one sequence, in which a fraction or a time is a number.
     Raises:
         ConfigError: If a column is nested.
     """
     for key in keys:
         if pa.types.is_nested(key.type):
             raise ConfigError("split.hash.key", "an integer or text column", f"{key.type}", "Name another column.")
-    columns = [sparse_from_arrow("split.hash.key", key) for key in keys]
-    if len(columns) > 1:
+    columns = [from_arrow("split.hash.key", key, "dense" if _is_number(key.type) else "sparse") for key in keys]
+    if len(columns) > 1 or columns[0].offsets is None:
         return (row_hashes(columns, 1) >> np.uint64(64 - HASH_BITS)).astype(np.int64)
     (column,) = columns
     assert column.offsets is not None
     steps = np.zeros(len(column), np.int64)
     steps[np.diff(column.offsets) > 0] = hashing.sigrid_hash(column.values, 1, HASH_STEPS)
     return steps
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_floating(kind) or pa.types.is_timestamp(kind) or pa.types.is_decimal(kind)
 
 
 def select(

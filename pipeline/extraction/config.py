@@ -146,8 +146,14 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     date_format: Names | None = None
     """Format of text in the day column and in the times of both logs, such as `%m/%d/%Y`. Of several strptime formats,
     the first that fits a value counts. None: ISO dates and timestamps."""
+    day_unit: Literal["seconds", "milliseconds", "microseconds"] | None = None
+    """Unit of a day column that holds numbers: the time since 1970-01-01 in UTC. None: it holds dates or text."""
     day: datetime.date | None = None
     """The day of all rows, if the data has no day column."""
+    rename: Mapping[str, str] = {}
+    """Column of the files or side tables -> its name everywhere else. A name takes letters, digits and _."""
+    positive: bool | int | float | str | None = None
+    """Value of the label that counts as 1, such as `yes`; every other value counts as 0. None: labels are 0 or 1."""
     outcomes: Outcomes | None = None
     """The log that labels the feature log. None: rows already have their label."""
     lookups: tuple[SideTable, ...] = ()
@@ -165,6 +171,21 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
             raise ConfigError("source", "`outcomes` together with `generator`", "none", "Add `outcomes: {}`.")
         if self.generator is None and self.outcomes is not None and self.outcomes.path is None:
             raise ConfigError("source.outcomes", "`path` of the outcome log", "none", "Add it.")
+        if self.outcomes is not None and self.positive is not None:
+            raise ConfigError("source.positive", "a label in the rows", "`outcomes`, which make it", "Leave out one.")
+        if self.day_unit is not None and self.day_column is None:
+            raise ConfigError("source.day_unit", "`day_column` with it", "none", "Name the column of the time.")
+        return self
+
+    @model_validator(mode="after")
+    def _new_names_fit(self) -> Self:
+        for old, new in self.rename.items():
+            if not NAME.fullmatch(new) or new.startswith("__"):
+                raise ConfigError(
+                    f"source.rename '{old}'", "a name of letters, digits and _", f"'{new}'", "Choose another name."
+                )
+        if len(set(self.rename.values())) < len(self.rename):
+            raise ConfigError("source.rename", "a different name for each column", "a repeated one", "Change one.")
         return self
 
     def check_label(self, label: str, weight: str | None) -> None:

@@ -80,8 +80,9 @@ def source_values(source: SourceConfig) -> dict[str, Any]:
     Keys of later versions are left out at their defaults: days of earlier versions keep their identities.
     """
     values = source.model_dump(mode="json")
-    if values["date_format"] is None:
-        del values["date_format"]
+    for key in ("date_format", "day_unit", "rename", "positive"):
+        if values[key] is None or values[key] == {}:
+            del values[key]
     for lookup in values["lookups"]:
         if lookup["refresh"] == "new_days":
             del lookup["refresh"]

@@ -56,6 +56,22 @@ class SourceContext:
 
 
 @dataclass(frozen=True)
+class RawSource:
+    """Rows as the files have them."""
+
+    connection: duckdb.DuckDBPyConnection
+    view: str
+    files: list[Path]
+    """Files of the samples, or of the feature log."""
+    outcomes: list[Path]
+    """Files of the outcome log."""
+    lookups: list[Path]
+    """Files of the side tables."""
+    numbered: bool
+    """Whether the rows have the column ROW."""
+
+
+@dataclass(frozen=True)
 class OpenSource:
     """An open source, ready for queries."""
 
@@ -96,6 +112,29 @@ def open_source_rows(
         DataError: If values have the wrong type, or cannot be read while the source is open.
     """
     source, label, made = context.source, context.schema.label, context.outcome_columns
+    with open_raw_rows(context, report, numbered) as raw:
+        connection, view = raw.connection, raw.view
+        unmatched = [(lookup.path, f"__matched_{i}") for i, lookup in enumerate(source.lookups)]
+        join, columns = None, [column for _, column in unmatched]
+        if source.outcomes is not None:
+            join = Join(connection, view, source.outcomes, raw.outcomes, label, source.date_format or ())
+            join.mark_repeated()
+            view, columns = join.view, [*columns, KEY, SHOWN, REASON, LEFT_OUT]
+        floats = _stored_floats(context.warehouse, context.table)
+        samples = add_types(connection, view, context.schema, source, columns, made, raw.numbered, floats)
+        yield OpenSource(connection, samples, raw.files, raw.outcomes, raw.lookups, join, unmatched)
+
+
+@contextmanager
+def open_raw_rows(
+    context: SourceContext, report: Report = lambda what, done, total: None, numbered: bool = False
+) -> Iterator[RawSource]:
+    """Opens the rows of a source as its files have them, side tables joined.
+
+    Args:
+        numbered: Whether the order of the rows is needed even if nothing is joined.
+    """
+    source = context.source
     files, outcomes = _find_files(context, report)
     lookups = [(lookup, find_files(lookup.path, context.root, "source.lookups path")) for lookup in source.lookups]
     sides = [path for _, paths in lookups for path in paths]
@@ -103,19 +142,9 @@ def open_source_rows(
         numbered = bool(lookups or source.outcomes or numbered)
         times = [source.day_column or "", *([source.outcomes.feature_time] if source.outcomes else [])]
         formats = source.date_format or ()
-        create_view(connection, "source", files, source.format, numbered=numbered, times=times, formats=formats)
-        view = join_side_tables(connection, "source", lookups) if lookups else "source"
-        unmatched = [(lookup.path, f"__matched_{i}") for i, lookup in enumerate(source.lookups)]
-        join, columns = None, [column for _, column in unmatched]
-        if source.outcomes is not None:
-            join = Join(connection, view, source.outcomes, outcomes, label, formats)
-            join.mark_repeated()
-            view, columns = join.view, [*columns, KEY, SHOWN, REASON, LEFT_OUT]
-        day = source.day or source.day_column
-        assert day is not None  # SourceConfig has one of the two
-        floats = _stored_floats(context.warehouse, context.table)
-        samples = add_types(connection, view, context.schema, day, columns, made, numbered, floats)
-        yield OpenSource(connection, samples, files, outcomes, sides, join, unmatched)
+        create_view(connection, "source", files, source.format, "source.path", numbered, times, formats, source.rename)
+        view = join_side_tables(connection, "source", lookups, source.rename) if lookups else "source"
+        yield RawSource(connection, view, files, outcomes, sides, numbered)
 
 
 def _stored_floats(warehouse: Warehouse, table: str) -> set[str]:

@@ -1,15 +1,16 @@
 """The typed and labelled view of the rows to write."""
 
-import datetime
 import fnmatch
+import json
+import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import duckdb
 
-from pipeline.data.columns import LEAST_WEIGHT, MOST_WEIGHT
+from pipeline.data.columns import LEAST_WEIGHT, MOST_WEIGHT, NAME
 from pipeline.errors import ConfigError, DataError
-from pipeline.extraction.config import LabelColumns
+from pipeline.extraction.config import LabelColumns, SourceConfig
 from pipeline.extraction.join import LEFT_OUT, REASON
 from pipeline.extraction.sources import ROW
 from pipeline.extraction.text import FILE, ISO_DAY
@@ -27,6 +28,10 @@ _INTS = {
 _NULLS = '"NULL"'
 GOOD = f"__reason IS NULL AND NOT {LEFT_OUT}"
 """SQL condition on rows of the typed view to write."""
+DAY_UNITS = {"seconds": 86_400, "milliseconds": 86_400_000, "microseconds": 86_400_000_000}
+"""Unit of `source.day_unit` -> how many make a day."""
+FARTHEST_DAY = 1_000_000
+"""Days from 1970 within which a number counts as a time."""
 _KEPT = ("BOOLEAN", "INTEGER", "BIGINT", "FLOAT", "DOUBLE", "VARCHAR", "DATE")
 
 
@@ -34,7 +39,7 @@ def add_types(
     connection: duckdb.DuckDBPyConnection,
     view: str,
     schema: FeatureSchema | LabelColumns,
-    day: str | datetime.date,
+    source: SourceConfig,
     matched: Sequence[str],
     made: Sequence[str],
     numbered: bool,
@@ -43,7 +48,6 @@ def add_types(
     """Creates a view of the rows as stored, with day, label and the reason why a row is refused. Returns its name.
 
     Args:
-        day: Column that gives the day, or the one day of all rows.
         matched: Further columns to keep: matches in side tables, and what the log join says of the row.
         made: Columns computed from outcomes; they are no features.
         numbered: Whether the rows have the column ROW.
@@ -52,7 +56,7 @@ def add_types(
         ConfigError: If the configuration names a column that the rows lack.
         DataError: If a column has a type that cannot be stored, or a row has no day.
     """
-    types = column_types(connection, view)
+    types, day = column_types(connection, view), source.day or source.day_column
     names = [name for name in types if name not in (FILE, ROW) and not name.startswith("__")]
     resolve([schema.label], names, "features.label")
     if schema.weight is not None:
@@ -65,49 +69,92 @@ def add_types(
     # A column of untyped nulls or empty lists is left out. When a later file gives its type, these rows read null.
     untyped = {name for name in names if types[name].removesuffix("[]") == _NULLS and name not in dense}
     kept = [name for name in names if name not in (schema.label, *untyped) and name.lower() != DAY]
+    if isinstance(schema, FeatureSchema):
+        _check_names(sorted(name for name in kept if not NAME.fullmatch(name)))
     weight = None if schema.weight in made else schema.weight
     loose = (
         weight if weight is not None and types[weight] == "VARCHAR" else None
     )  # text that is not a number is refused
     casts = {name: _cast(name, types[name], name in dense, name in floats) for name in kept if name != loose}
     typed = [f"{casts.get(name, _number(name))} AS {quote(name)}" for name in kept]
-    date = _day(day, types[day]) if isinstance(day, str) else f"DATE '{day}'"
+    date = _day(day, types[day], source.day_unit) if isinstance(day, str) else f"DATE '{day}'"
+    outcome = _label(schema.label, source.positive)
     reasons = [f"WHEN {REASON} IS NOT NULL THEN {REASON}"] if REASON in matched else []
-    reasons += [] if made else [_bad_label(schema.label)]  # a label computed from outcomes is never bad
+    reasons += [] if made else [_bad_label(schema.label, outcome)]  # a label computed from outcomes is never bad
     reasons += [] if weight is None else [_bad_weight(weight)]
     reason = f"CASE {' '.join(reasons)} END" if reasons else "CAST(NULL AS VARCHAR)"
     label = quote(schema.label)
     matched = matched if LEFT_OUT in matched else [*matched, f"false AS {LEFT_OUT}"]
     connection.execute(
         f"CREATE VIEW samples AS SELECT {', '.join([*typed, *matched])}, {date} AS {DAY}, {label} AS __raw_label,"
-        f" TRY_CAST({_number(schema.label)} AS INTEGER) AS {label}, {reason} AS __reason, {FILE} AS __file,"
+        f" TRY_CAST({outcome} AS INTEGER) AS {label}, {reason} AS __reason, {FILE} AS __file,"
         f" {ROW if numbered else 0} AS __row FROM {view}"
     )
     if isinstance(day, str):
-        _check_days(connection, view, day, count_rows(connection, "samples", f"{DAY} IS NULL"), date)
+        _check_days(connection, view, day, types[day], count_rows(connection, "samples", f"{DAY} IS NULL"), date)
     return "samples"
 
 
-def _day(name: str, kind: str) -> str:
+def _check_names(refused: Sequence[str]) -> None:
+    """Refuses names that a table cannot have, all at once."""
+    if refused:
+        example = json.dumps({name: plain_name(name) for name in refused[:3]})
+        raise ConfigError(
+            "columns of the source", "names of letters, digits and _", ", ".join(f"'{name}'" for name in refused),
+            f"Give them other names: source.rename={example}.",
+        )  # fmt: skip
+
+
+def plain_name(name: str) -> str:
+    """Returns a name with _ for whatever a table's column may not have.
+
+    Example:
+        >>> plain_name("hours-per-week"), plain_name("2nd floor")
+        ('hours_per_week', '_2nd_floor')
+    """
+    plain = re.sub(r"\W", "_", name, flags=re.ASCII)[:120]
+    return plain if NAME.fullmatch(plain) else f"_{plain}"
+
+
+def _day(name: str, kind: str, unit: str | None) -> str:
     """Returns SQL for the day in a column, or null if it has none. Python's dates end with the year 9999."""
     column, given = quote(name), quote(name)
+    if unit is not None:
+        given = f"DATE '1970-01-01' + TRY_CAST(floor({_number(name)} / {DAY_UNITS[unit]}) AS INTEGER)"
+        return f"CASE WHEN abs({_number(name)}) < {FARTHEST_DAY * DAY_UNITS[unit]} THEN {given} END"
     if kind == "VARCHAR":  # DuckDB would drop a zone, and read words such as 'epoch'
         given = f"CASE WHEN regexp_full_match({column}, '{ISO_DAY}') THEN left({column}, 10) END"
     date = f"TRY_CAST({given} AS DATE)"
     return f"CASE WHEN {date} BETWEEN DATE '0001-01-01' AND DATE '9999-12-31' THEN {date} END"
 
 
-def _check_days(connection: duckdb.DuckDBPyConnection, view: str, day: str, undated: int, date: str) -> None:
+def guess_unit(largest: float) -> str:
+    """Returns the unit that puts a time since 1970 into our days.
+
+    Example:
+        >>> guess_unit(1_700_000_000), guess_unit(1_700_000_000_000)
+        ('seconds', 'milliseconds')
+    """
+    return next((unit for unit, days in DAY_UNITS.items() if largest < FARTHEST_DAY * days / 10), "microseconds")
+
+
+def _check_days(connection: duckdb.DuckDBPyConnection, view: str, day: str, kind: str, undated: int, date: str) -> None:
     """Refuses rows without a day, and names one."""
-    if undated:
-        query = f"SELECT CAST({quote(day)} AS VARCHAR), {FILE} FROM {view} WHERE {date} IS NULL ORDER BY 1 LIMIT 1"
-        value, file = connection.sql(query).fetchall()[0]
-        found = "null" if value is None else f"'{value}'"
-        raise DataError(
-            f"source.day_column '{day}'", "a date in every row",
-            f"no date in {undated} rows, such as {found} in '{Path(file).name}'",
-            "Write ISO dates, times in UTC, or set source.date_format; or filter those rows out.",
-        )  # fmt: skip
+    if not undated:
+        return
+    query = f"SELECT CAST({quote(day)} AS VARCHAR), {FILE} FROM {view} WHERE {date} IS NULL ORDER BY 1 LIMIT 1"
+    value, file = connection.sql(query).fetchall()[0]
+    found = "null" if value is None else f"'{value}'"
+    remedy = "Write ISO dates, times in UTC, or set source.date_format; or filter those rows out."
+    if re.match(r"U?(TINY|SMALL|BIG|HUGE)?INT|DOUBLE|FLOAT|DECIMAL", kind):
+        largest = connection.sql(f"SELECT max(abs({_number(day)})) FROM {view}").fetchall()[0][0]
+        remedy = (
+            f"If they are times since 1970, set source.day_unit={guess_unit(largest or 0.0)}; else write ISO dates."
+        )
+    raise DataError(
+        f"source.day_column '{day}'", "a date in every row",
+        f"no date in {undated} rows, such as {found} in '{Path(file).name}'", remedy,
+    )  # fmt: skip
 
 
 def _number(name: str) -> str:
@@ -115,8 +162,24 @@ def _number(name: str) -> str:
     return f"TRY_CAST({quote(name)} AS DOUBLE)"
 
 
-def _bad_label(name: str) -> str:
-    label = _number(name)
+def _label(name: str, positive: bool | int | float | str | None) -> str:
+    """SQL of the label as a number, or null if it is none.
+
+    Args:
+        positive: `source.positive`.
+    """
+    if positive is None:
+        return _number(name)
+    text = f"CAST({quote(name)} AS VARCHAR)"
+    if isinstance(positive, bool):
+        chosen = f"lower({text}) = '{str(positive).lower()}'"
+    else:
+        shown = str(positive).replace("'", "''")
+        chosen = f"({text} = '{shown}' OR {_number(name)} = TRY_CAST('{shown}' AS DOUBLE))"
+    return f"CASE WHEN {quote(name)} IS NOT NULL THEN CASE WHEN {chosen} THEN 1 ELSE 0 END END"
+
+
+def _bad_label(name: str, label: str) -> str:
     return (
         f"WHEN {quote(name)} IS NULL THEN 'label is null' WHEN {label} IS NULL THEN 'label is not a number'"
         f" WHEN {label} NOT IN (0, 1) THEN 'label is not 0 or 1'"

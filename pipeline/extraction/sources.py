@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import duckdb
 import pyarrow as pa
@@ -40,6 +41,7 @@ def create_view(
     numbered: bool = False,
     times: Sequence[str] = (),
     formats: Sequence[str] = (),
+    rename: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Creates one view of all files. A column that a file lacks is null in its rows.
 
@@ -48,6 +50,7 @@ def create_view(
         numbered: Whether to add the column ROW.
         times: Columns with a day or time.
         formats: `source.date_format`, to read text in these columns.
+        rename: `source.rename`. Columns that the files lack are passed over. The other names here are new ones.
     Raises:
         ConfigError: If there is no such format.
         DataError: If a file cannot be read in its format, or a time has none of the formats.
@@ -56,7 +59,9 @@ def create_view(
     if form == "auto":
         form = "csv" if any(CSV.search(path.name) for path in files) else "parquet"
     try:
-        rows = _relation(connection, names, form, numbered, times if formats else ())
+        old = {new: given for given, new in rename.items()}
+        as_text = [old.get(time, time) for time in times] if formats else ()
+        rows = _rename(_relation(connection, names, form, numbered, as_text), rename, where)
         parsed = [
             time for time, kind in zip(rows.columns, rows.types, strict=True) if time in times and kind == "VARCHAR"
         ]
@@ -69,6 +74,18 @@ def create_view(
             f"files of {where}, first '{files[0].name}'", f"readable files, format '{form}'", reason,
             "Set source.format, or correct the files." if where == "source.path" else "Correct the files.",
         ) from error  # fmt: skip
+
+
+def _rename(rows: duckdb.DuckDBPyRelation, rename: Mapping[str, str], where: str) -> duckdb.DuckDBPyRelation:
+    """Gives columns their new names. Refuses a name that another column has."""
+    found = {old: new for old, new in rename.items() if old in rows.columns}
+    taken = [new for new in found.values() if new in rows.columns and new not in found]
+    if taken:
+        raise ConfigError(
+            f"source.rename, files of {where}", "names that no column has", f"'{taken[0]}'", "Choose another name."
+        )
+    pairs = ", ".join(f"{quote(old)} AS {quote(new)}" for old, new in found.items())
+    return rows.select(f"* RENAME ({pairs})") if found else rows
 
 
 def first_line(error: Exception) -> str:
@@ -151,9 +168,15 @@ def check_keys(where: str, key: str, kinds: Mapping[str, str]) -> None:
 
 
 def join_side_tables(
-    connection: duckdb.DuckDBPyConnection, source: str, lookups: Sequence[tuple[SideTable, list[Path]]]
+    connection: duckdb.DuckDBPyConnection,
+    source: str,
+    lookups: Sequence[tuple[SideTable, list[Path]]],
+    rename: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Creates a view of the source with the columns of every side table, and returns its name.
+
+    Args:
+        rename: `source.rename`.
 
     Raises:
         ConfigError: If a key column is missing or of another kind, or two tables have the same column.
@@ -163,7 +186,7 @@ def join_side_tables(
     selected, joins = ["s.*"], []
     for i, (lookup, files) in enumerate(lookups):
         view = f"lookup_{i}"
-        create_view(connection, view, files, "auto", f"source.lookups '{lookup.path}'")
+        create_view(connection, view, files, "auto", f"source.lookups '{lookup.path}'", rename=rename)
         own = {name: kind for name, kind in column_types(connection, view).items() if name != FILE}
         _check_side_table(connection, lookup, view, columns, own)
         key = ", ".join(quote(name) for name in lookup.on)

@@ -119,14 +119,17 @@ def dense_from_arrow(name: str, array: pa.Array) -> Column:
 
 
 def sparse_from_arrow(name: str, array: pa.Array) -> Column:
-    """Reads ids: integers or strings, one per row or a list of them.
+    """Reads ids: integers, strings or whole floats, one per row or a list of them.
 
-    Strings become 64-bit FNV-1a hashes of their UTF-8 bytes: equal strings are equal ids in every run and on every
-    machine. Null rows become empty lists. Nulls inside lists are dropped.
+    A float is the id of its whole number: pandas stores integers as floats if one is missing. Strings become 64-bit
+    FNV-1a hashes of their UTF-8 bytes: equal strings are equal ids in every run and on every machine. Null rows become
+    empty lists. Nulls inside lists are dropped.
 
     Raises:
-        DataError: If the column holds neither integers nor strings.
+        DataError: If the column holds neither integers nor strings, or a float with a fraction.
     """
+    if pa.types.is_floating(array.type):
+        array = _whole(name, array)
     if is_list(array.type):
         offsets, items = _lists(array)
         if items.null_count:
@@ -137,6 +140,20 @@ def sparse_from_arrow(name: str, array: pa.Array) -> Column:
     if array.null_count:
         return Column(_ids(name, array.drop_null()), hashing.offsets_of(_valid(array)))
     return Column(_ids(name, array), np.arange(len(array) + 1))
+
+
+def _whole(name: str, array: pa.Array) -> pa.Array:
+    """Returns floats as integers; NaN becomes null."""
+    array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
+    try:
+        return array.cast(pa.int64())
+    except pa.ArrowInvalid:
+        values = array.drop_null().to_numpy(zero_copy_only=False)
+        odd = values[~(np.abs(values) <= 2.0**53) | (values != np.floor(values))]
+        raise DataError(
+            f"column '{name}'", "ids: whole numbers", f"{odd[0]:g}" if len(odd) else f"{array.type}",
+            "Add a bucketize op, or move it to features.dense.",
+        ) from None  # fmt: skip
 
 
 def scores_from_arrow(name: str, array: pa.Array) -> Column:

@@ -219,6 +219,11 @@ TOP = "name, home, seed, source, ingest, warehouse, features, filter, split, pre
             MINIMAL | {"training": {"epoch": 2}},
             "key 'training.epoch': expected a known key, got 'epoch'. Did you mean 'epochs'?",
         ),
+        (
+            MINIMAL | {"training": {"learning_rate": 2}},
+            "key 'training.learning_rate': expected a known key, got 'learning_rate'. "
+            "Did you mean 'table_learning_rate' or 'dense_learning_rate'?",
+        ),
         (MINIMAL | {"sead": 2}, "key 'sead': expected a known key, got 'sead'. Did you mean 'seed'?"),
         (MINIMAL | {"split": {"hsh": 1}}, "key 'split.hsh': expected a known key, got 'hsh'. Did you mean 'hash'?"),
         (

@@ -259,7 +259,8 @@ def _check_type(column: str, kind: pa.DataType, use: Kind) -> None:
             f"{kind}",
             "Move it to features.sparse, or convert the column.",
         )
-    if use == "sparse" and not (pa.types.is_integer(value) or text or pa.types.is_boolean(value)):
+    whole = not listed and pa.types.is_floating(value)  # may hold ids; a fraction is refused when it is read
+    if use == "sparse" and not (pa.types.is_integer(value) or text or pa.types.is_boolean(value) or whole):
         raise ColumnError(
             f"column '{column}'",
             "integers or strings for a sparse feature",

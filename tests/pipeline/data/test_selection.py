@@ -364,6 +364,19 @@ def test_parts_without_days_are_refused(split: dict[str, Any], days: list[dateti
     assert sentence(lambda: chosen(split, "test", days), EmptyDatasetError) == said
 
 
+def test_fractions_and_times_are_keys_too() -> None:
+    """So a table without ids can be split row by row."""
+    values = np.random.default_rng(7).normal(size=20_000)
+    rows = pa.table({"x": values, "at": pa.array(values * 1e9).cast(pa.int64(), safe=False).cast(pa.timestamp("us"))})
+    for key in (["x"], ["x", "at"], ["at"]):
+        split = {"hash": {"key": key, "shares": {"train": 0.75, "test": 0.25}}}
+        train, test = (chosen(split, part).keep(rows) for part in ("train", "test"))
+        assert train.num_rows + test.num_rows == 20_000
+        assert test.num_rows == pytest.approx(5_000, rel=0.05)
+        again = chosen(split, "test").keep(rows.slice(5_000))
+        assert again["x"].to_pylist() == [x for x in test["x"].to_pylist() if x in set(values[5_000:])]
+
+
 def test_a_key_is_one_value() -> None:
     assert sentence(lambda: hash_steps(pa.array([["a"]]))).replace("element:", "item:") == (
         "split.hash.key: expected an integer or text column, got list<item: string>. Name another column."

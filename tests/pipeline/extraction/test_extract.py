@@ -326,9 +326,31 @@ def test_a_column_that_changes_its_kind_between_days(ingest: Any, put: Any, ware
 
 def test_a_column_name_that_the_warehouse_does_not_take(ingest: Any, put: Any, warehouse: Warehouse) -> None:
     put("rows.parquet", **{"user": [1], "label": [0], 'a"b': [1]})
-    with pytest.raises(StorageError, match=r"""^name 'a"b': expected a name that matches"""):
-        ingest(FIXED)
+    put("more.parquet", **{"user": [1], "label": [0], "hours-per-week": [40]})
+    with pytest.raises(ConfigError) as error:
+        ingest({"path": ["rows.parquet", "more.parquet"], "day": "2024-01-01"})
+    assert str(error.value) == (
+        """columns of the source: expected names of letters, digits and _, got 'a"b', 'hours-per-week'. """
+        """Give them other names: source.rename={"a\\"b": "a_b", "hours-per-week": "hours_per_week"}."""
+    )
     assert not warehouse.has_table("events")
+
+
+def test_renamed_columns_have_their_new_names_everywhere(ingest: Any, stored: Any, put: Any) -> None:
+    put("rows.parquet", **{"user id": [1, 2], "to buy?": [0, 1], "the-day": [DAY1, DAY2], "own": [5, 6]})
+    put("users.parquet", **{"user id": [1, 2], "home town": ["a", "b"]})
+    names = {"user id": "user", "to buy?": "label", "the-day": "date", "home town": "town"}
+    source = {"path": "rows.parquet", "day_column": "date", "rename": names}
+    ingest(source | {"lookups": [{"path": "users.parquet", "on": ["user"]}]}, sparse=["user", "town"])
+    frame = stored()
+    assert set(frame.columns) == {"user", "label", "date", "own", "town", "day"}
+    assert frame[["user", "label", "town", "own"]].to_numpy().tolist() == [[1, 0, "a", 5], [2, 1, "b", 6]]
+    with pytest.raises(
+        ConfigError, match=r"source.rename, files of source.path: expected names that no column has, got 'own'"
+    ):
+        ingest(source | {"rename": names | {"user id": "own"}})
+    with pytest.raises(ConfigError, match=r"source.rename 'own': expected a name of letters, digits and _"):
+        ingest(source | {"rename": {"own": "o-n"}})
 
 
 # The configuration

@@ -30,6 +30,43 @@ def test_bad_numbers_as_labels(ingest: Any, stored: Any, put: Any) -> None:
     assert stored()["label"].tolist() == [0, 1, 0]
 
 
+LABELS: dict[str, tuple[Any, list[Any], list[int]]] = {
+    "words": ("yes", ["no", "yes", "yes", None, "maybe"], [0, 1, 1, 0]),
+    "true in text": (True, ["False", "true", "True", None, "F"], [0, 1, 1, 0]),
+    "false": (False, [True, False, False, None, True], [0, 1, 1, 0]),
+    "minus one": (1, [-1, 1, 1, None, -1], [0, 1, 1, 0]),
+    "fractions": (1, [2.0, 1.0, 1.0, None, 2.0], [0, 1, 1, 0]),
+    "a quote": (">50'K", ["<=50", ">50'K", ">50'K", None, ""], [0, 1, 1, 0]),
+}
+
+
+@pytest.mark.parametrize("case", LABELS)
+def test_one_value_of_the_label_may_count_as_1(case: str, ingest: Any, stored: Any, put: Any) -> None:
+    positive, values, expected = LABELS[case]
+    put("rows.parquet", user=list(range(5)), label=pa.array(values))
+    result = ingest(FIXED | {"positive": positive}, max_quarantined_share=0.9)
+    assert dict(result.quarantined) == {"label is null": 1}
+    assert stored()["label"].tolist() == expected
+
+
+UNITS = {"seconds": 1, "milliseconds": 1_000, "microseconds": 1_000_000}
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_numbers_may_give_the_day_if_their_unit_is_named(unit: str, ingest: Any, stored: Any, put: Any) -> None:
+    moments = [int(pd.Timestamp(text).timestamp() * UNITS[unit]) for text in ("2024-01-01 23:59:59", "2024-01-02")]
+    put("rows.parquet", user=[1, 2], label=[0, 1], at=moments)
+    with pytest.raises(DataError) as error:
+        ingest({"path": "rows.parquet", "day_column": "at"})
+    assert str(error.value) == (
+        f"source.day_column 'at': expected a date in every row, got no date in 2 rows, such as '{moments[0]}' in "
+        f"'rows.parquet'. "
+        f"If they are times since 1970, set source.day_unit={unit}; else write ISO dates."
+    )
+    ingest({"path": "rows.parquet", "day_column": "at", "day_unit": unit})
+    assert stored()["day"].tolist() == [DAY1, DAY2]
+
+
 def test_missing_columns_are_named_with_the_closest(ingest: Any, put: Any) -> None:
     put("rows.parquet", user=[1], price=[1.0], lable=[0])
     closest = "expected a column of the table, got none of that name. Closest: {}. Correct the name."

@@ -144,7 +144,7 @@ def test_a_row_without_a_session_is_alone(once: DataSpec) -> None:
 
 
 def test_sessions_of_another_kind_are_refused(once: DataSpec) -> None:
-    with pytest.raises(DataError, match="column 'session': expected integers, strings or lists of them"):
+    with pytest.raises(DataError, match=r"column 'session': expected ids: whole numbers, got 0.5"):
         Worker(once).sessions(pa.table({"session": [0.5]}))
 
 

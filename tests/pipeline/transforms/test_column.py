@@ -150,6 +150,17 @@ def test_scores_keep_the_positions_of_their_ids(outer: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", [pa.float64(), pa.float32()], ids=str)
+def test_whole_floats_are_the_ids_of_their_integers(kind: pa.DataType) -> None:
+    """As pandas writes integers of which one is missing."""
+    floats = sparse_from_arrow("user", pa.array([7.0, None, float("nan"), -3.0], kind))
+    whole = sparse_from_arrow("user", pa.array([7, None, None, -3]))
+    assert lists_of(floats) == lists_of(whole) == [[7], [], [], [-3]]
+    assert lists_of(sparse_from_arrow("user", pa.array([9.0, 8.0], kind).slice(1))) == [[8]]
+    with pytest.raises(DataError, match="expected ids: whole numbers, got inf"):
+        sparse_from_arrow("user", pa.array([1.0, float("inf")], kind))
+
+
 def test_lists_without_nulls_share_memory_with_arrow() -> None:
     array = pa.array([[5], [1, 2], [3]]).slice(1)
     column = sparse_from_arrow("x", array)
@@ -194,9 +205,8 @@ def test_take_slice_and_concatenate_of_numbers() -> None:
         ),
         (
             sparse_from_arrow,
-            pa.array([1.5]),
-            "column 'age': expected integers, strings or lists of them, got double. Add a bucketize op, or "
-            "convert the column.",
+            pa.array([1.0, None, 1.5]),
+            "column 'age': expected ids: whole numbers, got 1.5. Add a bucketize op, or move it to features.dense.",
         ),
     ],
 )

@@ -174,9 +174,9 @@ def test_integers_may_be_scores() -> None:
             "Name another input, or insert an op.",
         ),
         (
-            [{**CROSS, "inputs": ["country", "price"]}],
+            [{**CROSS, "inputs": ["country", "when"]}],
             hashed("country_x_items"),
-            "column 'price': expected integers or strings for a sparse feature, got double. "
+            "column 'when': expected integers or strings for a sparse feature, got timestamp[us]. "
             "Add a bucketize op, or convert the column.",
         ),
         (

@@ -220,12 +220,6 @@ def refused(dense: Any = (), sparse: Any = ({"columns": "user", "transforms": [H
             "End its transforms with sigrid_hash, bucketize or clamp.",
         ),
         (
-            "price",
-            [HASH],
-            "column 'price': expected integers or strings for a sparse feature, got double. "
-            "Add a bucketize op, or convert the column.",
-        ),
-        (
             "when",
             [HASH],
             "column 'when': expected integers or strings for a sparse feature, got timestamp[us]. "
