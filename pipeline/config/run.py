@@ -29,7 +29,7 @@ from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.registration.config import RegistrationConfig
 from pipeline.scoring.config import ScoringConfig
 from pipeline.search.config import ReleaseConfig, SweepConfig
-from pipeline.training.config import TrainConfig
+from pipeline.training.config import SPANS, TrainConfig
 from pipeline.transforms.ops.sampling import Sampling
 from pipeline.transforms.schema import FeatureSchema
 from storage.config import NAME, PARTS, WarehouseConfig, find_owner
@@ -76,11 +76,9 @@ def _filter(text: str) -> str:
 INCREMENTAL = {
     "epochs": 1,
     "max_steps": None,
-    "validate_every_steps": None,
     "patience": None,
-    "average_from_step": None,
     "warmup_steps": 0,
-    "decay_steps": None,
+    **{key: None for pair in SPANS.items() for key in pair if key != "warmup_steps"},
 }
 """Differences of incremental training from training from scratch. `recurring.training` overrides them."""
 
@@ -209,6 +207,9 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         values = self.model_dump(mode="json", exclude=elsewhere)
         for section, keys in EXECUTION_KEYS.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
+        for span in SPANS:
+            if values["training"][span] is None:
+                del values["training"][span]  # as in trainings from before this key
         features = {key: value for key, value in values["features"].items() if key != "allow_deprecated"}
         joined = [source for source in features["joined"] if not source["stored"]]
         features["joined"] = [{key: of[key] for key in of if key != "lag_days" or of[key]} for of in joined]

@@ -1,5 +1,6 @@
 """TrainConfig: how long, how fast and how often to train, and how to shard the embedding tables."""
 
+import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal, Self
@@ -22,6 +23,13 @@ COLUMN_SHARDING = {"column_wise", "table_column_wise", "grid_shard"}
 ROW_SHARDING = {"row_wise", "table_row_wise", "grid_shard"}
 """Sharding types that cut the rows of a table: a bag's vectors come from several ranks and are added up."""
 TableMemory = Literal["device", "uvm", "uvm_caching"]
+SPANS = {
+    "warmup": "warmup_steps",
+    "decay": "decay_steps",
+    "validate_every": "validate_every_steps",
+    "average_from": "average_from_step",
+}
+"""Span in epochs -> the same span in steps."""
 Precision = Literal["fp32", "fp16", "bf16"]
 
 
@@ -63,7 +71,7 @@ def requested_sharding_type(sharding: Sharding, table: str) -> str:
 
 
 class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Training. Sizes are rows of the global batch, spans are steps (updates)."""
+    """Training. Sizes are rows of the global batch, spans are steps (updates) or epochs."""
 
     world_size: PositiveInt = 2
     """Number of ranks, one process each."""
@@ -140,12 +148,20 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     decay_floor: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of the learning rates left after the decay."""
     log_every_steps: PositiveInt = 50
+    warmup: PositiveFloat | None = None
+    """In place of `warmup_steps`, in epochs: 0.5 is half of the first."""
+    decay: PositiveFloat | None = None
+    """In place of `decay_steps`, in epochs."""
     validate_every_steps: PositiveInt | None = None
     """None validates after each epoch."""
+    validate_every: PositiveFloat | None = None
+    """In place of `validate_every_steps`, in epochs: 0.25 validates four times in each."""
     patience: PositiveInt | None = None
     """Stops training after this many validations without a better NE. None: no early stopping."""
     average_from_step: PositiveInt | None = None
     """Averages the weights from this step on; validation and export use the mean. None: the last weights."""
+    average_from: PositiveFloat | None = None
+    """In place of `average_from_step`, in epochs: 0.5 averages from the middle of the first."""
     average_every_steps: PositiveInt = 16
     """Steps between two samples of the mean."""
     checkpoint_every_steps: PositiveInt | None = 1_000
@@ -167,6 +183,17 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     preprocessing does not count while preprocessing makes progress. None: waits without limit."""
     deadline_seconds: PositiveInt | None = None
     """Fails the training after this long, restarts included. None: no limit."""
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> Self:
+        for share, steps in SPANS.items():
+            if getattr(self, share) is not None and getattr(self, steps):
+                raise ConfigError(
+                    f"training.{share}", f"{share} or {steps}", "both", "Leave out one: they are the same span."
+                )
+        if self.decay is not None and self.decay <= (self.warmup or 0.0):
+            raise ConfigError("training.decay", f"more than warmup={self.warmup}", f"{self.decay}", "Raise decay.")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -222,6 +249,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
             "on_nonfinite": (self.on_nonfinite == "stop", "stop, since ranks do not agree on a batch to leave out"),
             "checkpoint_every_seconds": (self.checkpoint_every_seconds is None, "none, since ranks meet by steps"),
             "average_from_step": (self.average_from_step is None, "none, since weights never belong to one step"),
+            "average_from": (self.average_from is None, "none, since weights never belong to one step"),
         }
         for key, (fits, expected) in rules.items():
             if not fits:
@@ -229,6 +257,32 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
                     f"training.{key} with sync={self.sync}", expected, f"{getattr(self, key)}",
                     "Change it, or set sync: synchronous.",
                 )  # fmt: skip
+
+    @property
+    def averages(self) -> bool:
+        """Whether the weights are averaged."""
+        return self.average_from_step is not None or self.average_from is not None
+
+    @property
+    def counts_epochs(self) -> bool:
+        """Whether a span is given in epochs."""
+        return any(getattr(self, share) is not None for share in SPANS)
+
+    def in_steps(self, rows: int) -> "TrainConfig":
+        """Returns the config with all spans in steps.
+
+        Args:
+            rows: Training rows of an epoch.
+        Example:
+            >>> TrainConfig(average_from=0.5, validate_every=0.01, batch_rows=100).in_steps(1_050).average_from_step
+            6
+        """
+        steps = math.ceil(rows / self.batch_rows)
+        given = {name: getattr(self, name) for name in SPANS if getattr(self, name) is not None}
+        found = {SPANS[name]: max(1, round(span * steps)) for name, span in given.items()}
+        if "decay_steps" in found:
+            found["decay_steps"] = max(found["decay_steps"], found.get("warmup_steps", self.warmup_steps) + 1)
+        return TrainConfig.model_validate({**self.model_dump(), **dict.fromkeys(given), **found}) if given else self
 
     @property
     def for_sharding(self) -> "TrainConfig":

@@ -213,7 +213,7 @@ def make_memory_setup(training: TrainConfig) -> MemorySetup:
     """Returns the settings that decide what a training keeps in addition to its weights."""
     return MemorySetup(
         table_optimizer=training.table_optimizer, table_precision=training.table_precision,
-        dense_optimizer=training.dense_optimizer, average=training.average_from_step is not None,
+        dense_optimizer=training.dense_optimizer, average=training.averages,
         background=training.checkpoint_async,
     )  # fmt: skip
 

@@ -50,7 +50,9 @@ BATCHES_BYTES = 1 << 30
 LEAST_REPEATS = 3
 SPLIT_STEPS = 5
 """Steps whose time is split into phases."""
-KEEP_NOTHING = {"checkpoint_every_steps": None, "checkpoint_every_seconds": None, "average_from_step": None}
+KEEP_NOTHING = dict.fromkeys(
+    ("checkpoint_every_steps", "checkpoint_every_seconds", "average_from_step", "average_from")
+)
 REFUSALS = (ContractError, MemoryError, ValueError, RuntimeError)
 """Errors of a point that cannot be measured. The next point may succeed."""
 

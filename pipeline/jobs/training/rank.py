@@ -33,7 +33,7 @@ from pipeline.jobs.code_version import read_code
 from pipeline.jobs.training.rank_spec import SERVICE_FOLDER, RankSpec
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
-from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.dataset import DataSpec, count_rows
 from pipeline.preprocessing.worker import Worker
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
@@ -61,6 +61,7 @@ from pipeline.transforms.kernels.jit import load_compiler
 from pipeline.transforms.plan.carry_over import Start, unchanged_features
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, write_json, write_text
+from storage.warehouse import Warehouse
 
 PROBE_ROWS = 256
 """Rows whose probabilities the trainer writes. The registered model must reproduce them."""
@@ -193,6 +194,16 @@ def train(
     )
 
 
+def count_steps(spec: RankSpec) -> TrainConfig:
+    """Returns the settings with all spans in steps."""
+    if not spec.training.counts_epochs:
+        return spec.training
+    rows = spec.train.rows
+    if rows is None:
+        rows = count_rows(spec.train, Warehouse(spec.train.warehouse, Path(spec.train.home)))
+    return spec.training.in_steps(rows)
+
+
 def assemble(
     spec: RankSpec, rank: int, device: torch.device, emit: Callable[[dict[str, Any]], None], heartbeat: Heartbeat
 ) -> Trainer:
@@ -216,10 +227,11 @@ def assemble(
         def validate(model: DistributedModelParallel) -> LossSums:
             return evaluate_sums(model, heartbeat.track(validation(), "validating"), device, spec.training)
 
-    kind = Trainer if spec.training.sync == "synchronous" else AsyncTrainer
+    training = count_steps(spec)
+    kind = Trainer if training.sync == "synchronous" else AsyncTrainer
     return kind(
         model,
-        spec.training,
+        training,
         lambda position: heartbeat.track(reader.batches(position), "training"),
         validate,
         Path(spec.folder) / "checkpoints",

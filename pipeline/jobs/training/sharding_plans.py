@@ -69,7 +69,7 @@ def compare_plans(
     training = config.training.model_copy(
         update={
             "max_steps": steps, "epochs": math.ceil(steps * batch / rows) + 1, "log_every_steps": 1, "patience": None,
-            "checkpoint_every_steps": None, "average_from_step": None,
+            "checkpoint_every_steps": None, "average_from_step": None, "average_from": None,
         }
     )  # fmt: skip
     window = min(config.preprocessing.shuffle_window_rows, steps * batch)

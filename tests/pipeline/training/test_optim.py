@@ -117,3 +117,29 @@ def test_blocks_of_a_large_table_differ() -> None:
     first, second = (_block(0, "t", block, 4, 2, 1.0) for block in (0, 1))
     assert not np.array_equal(first, second)
     assert np.array_equal(_block(0, "t", 0, INIT_BLOCK_ROWS, 2, 1.0)[:4], first)  # a short block is a prefix
+
+
+def test_spans_in_epochs_are_those_steps() -> None:
+    """1,000 rows in batches of 64 are 16 steps an epoch, the last with 40 rows."""
+    config = TrainConfig(batch_rows=64, warmup=0.25, decay=3, validate_every=0.5, average_from=1.5)
+    steps = TrainConfig(
+        batch_rows=64, warmup_steps=4, decay_steps=48, validate_every_steps=8, average_from_step=24
+    )  # fmt: skip
+    assert config.in_steps(1_000) == steps
+    assert steps.in_steps(1_000) is steps
+    assert TrainConfig(validate_every=1e-9).in_steps(10).validate_every_steps == 1
+    assert [one.averages for one in (config, steps, TrainConfig())] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"average_from": 1, "average_from_step": 5}, "training.average_from: expected average_from or average_from_step, got both"),
+        ({"warmup": 1, "warmup_steps": 5}, "training.warmup: expected warmup or warmup_steps, got both"),
+        ({"warmup": 1, "decay": 0.5}, "training.decay: expected more than warmup=1.0, got 0.5"),
+    ],
+)  # fmt: skip
+def test_a_span_has_one_unit(given: dict[str, float], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig.model_validate(given)
+    assert str(caught.value).startswith(said)
