@@ -6,6 +6,8 @@ from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, Positiv
 
 from pipeline.errors import ConfigError
 
+BaselineName = Literal["rate", "logistic", "boosting"]
+
 
 class EvaluationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """How a model is evaluated."""
@@ -27,6 +29,9 @@ class EvaluationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     estimated."""
     droppable_ne_loss: PositiveFloat = 0.0005
     """A feature could be dropped if the upper bound of its NE loss is below this."""
+    baselines: tuple[BaselineName, ...] = ()
+    """Simple models to compare with on the same rows, through the same transforms. rate: the mean label of the training
+    rows. logistic: logistic regression. boosting: gradient boosting. They train on at most 200,000 rows."""
     workers: PositiveInt = 1
     """Processes that score the evaluation rows. The metrics have the same bits for any number of them."""
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from pipeline.evaluation.baselines import Baseline, describe_comparison
 from pipeline.evaluation.evaluate import EvalReport, Slice
 from pipeline.evaluation.metrics import format_interval, format_metric
 
@@ -72,6 +73,12 @@ class RunRecord(BaseModel, frozen=True):
     """Description of the training data."""
 
     @property
+    def comparison(self) -> str | None:
+        """One sentence on whether the model beats the baselines. None: there are none."""
+        baselines = [Baseline.model_validate(one) for one in self.result.get("baselines", [])]
+        return describe_comparison(self.report.overall, baselines)
+
+    @property
     def effort(self) -> str:
         """One sentence on what the training took."""
         train = self.result["train"]
@@ -88,9 +95,11 @@ class RunRecord(BaseModel, frozen=True):
         """
         overall, gate, floor = self.report.overall, self.result["gate"], self.report.ne_floor
         empty = [""] * len(IN_MARKDOWN)
+        first = [self.comparison] if self.comparison else []
         rows = [["evaluation", *(format_metric(getattr(overall, key)) for key in IN_MARKDOWN), f"{overall.rows:,}"]]
         rows += [] if floor is None else [["floor", format_metric(floor), *empty]]
         blocks = [
+            *first,
             markdown_table(["", *(METRICS[key] for key in IN_MARKDOWN), "rows"], rows),
             f"**{gate['decision']}**: {gate['reason']}",
             self.effort,

@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import torch
 from pydantic import BaseModel
@@ -16,6 +17,14 @@ from pydantic import BaseModel
 from pipeline.data.joined.reader import joined_schema
 from pipeline.data.selection import share_rows
 from pipeline.errors import ConfigError
+from pipeline.evaluation.baselines import (
+    Baseline,
+    Examples,
+    compare_baselines,
+    describe_comparison,
+    loses,
+    sample_step,
+)
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import EvalReport, Evaluation, OrderedMerge, ScoredRows
 from pipeline.evaluation.gate import Verdict, compare, judge_first
@@ -54,6 +63,9 @@ class EvaluationResult(BaseModel, frozen=True):
     """Hash of the weights that were evaluated."""
     features: tuple[FeatureImportance, ...] = ()
     """The most important first. Empty if importance was not estimated."""
+
+    baselines: tuple[Baseline, ...] = ()
+    """Simple models on the same rows."""
 
     @property
     def droppable(self) -> list[str]:
@@ -318,6 +330,47 @@ def estimate_importance(
     return tuple(estimator.estimate())
 
 
+def train_baselines(
+    workspace: Workspace, job: TrainingJob, model: Path, progress: Progress
+) -> tuple[Baseline, ...]:  # fmt: skip
+    """Trains simple models on the training rows, thinned to a bound, and evaluates them on the evaluation rows."""
+    names = workspace.config.evaluation.baselines
+    if not names:
+        return ()
+    plan = plan_of(model)
+    step = sample_step(job.rows["train"], len(plan.features))
+    train, test = (Worker(job.data[part], workspace.warehouse) for part in ("train", "test"))
+
+    def read(worker: Worker, every: int) -> Iterator[Examples]:
+        first = 0
+        for fragment in worker.fragments():
+            rows = worker.read_selected(fragment)
+            kept = rows.take(np.arange(-first % every, rows.num_rows, every)) if every > 1 else rows
+            first += rows.num_rows
+            labels, weights = read_outcomes(worker, kept, fragment)
+            transformed = plan.apply(kept)
+            yield Examples.of(transformed.dense, transformed.sparse, labels, weights)
+
+    def read_test() -> Iterator[Examples]:
+        done, total = 0, job.rows["test"]
+        for part in read(test, 1):
+            done += len(part)
+            progress("baselines", done, total)
+            yield part
+
+    return tuple(
+        compare_baselines(names, Examples.concatenate(list(read(train, step))), read_test, workspace.config.seed)
+    )
+
+
+def report_baselines(workspace: Workspace, report: EvalReport, baselines: Sequence[Baseline]) -> None:
+    """Logs how the model compares, as a warning if it loses."""
+    sentence = describe_comparison(report.overall, baselines)
+    if sentence is not None:
+        log = workspace.console.log
+        (log.warning if loses(report.overall, baselines) else log.info)("%s", sentence)
+
+
 def download_scorer(
     workspace: Workspace, version: int | None, known: Iterable[str], folder: Path
 ) -> tuple[Path | None, list[str], str | None]:
@@ -410,8 +463,10 @@ def evaluate(workspace: Workspace, job: TrainingJob, trained: TrainingResult) ->
         result = compare_with_champion(workspace, job, model, progress, exact)
         with workspace.best_effort("importance of the features"):
             result = result.model_copy(update={"features": estimate_importance(workspace, job, model, progress)})
+        result = result.model_copy(update={"baselines": train_baselines(workspace, job, model, progress)})
     result = result.model_copy(update={"weights_sha256": trained.summary["weights_sha256"]})
     logger.info("evaluation: %s", describe_quality(result.report))
+    report_baselines(workspace, result.report, result.baselines)
     logger.info("gate: %s. %s", result.gate.decision, result.gate.reason)
     if result.features:
         logger.info("most important features: %s", ", ".join(feature.name for feature in result.features[:5]))

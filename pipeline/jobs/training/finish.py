@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.config.files import ROOT
+from pipeline.evaluation.baselines import Baseline
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.gate import Verdict
 from pipeline.evaluation.html import render_report
@@ -22,6 +23,8 @@ from pipeline.jobs.training.evaluate import (
     evaluate,
     evaluate_model,
     pack_model,
+    report_baselines,
+    train_baselines,
 )
 from pipeline.jobs.training.identity import name_test_rows
 from pipeline.jobs.training.job import REGISTERED, TrainingJob
@@ -105,11 +108,17 @@ def log_quality(
     """Quality and plots -> the MLflow run. Safe to repeat: it replaces itself."""
     tracker, report = workspace.tracking, evaluation.report
     values = {f"eval_{name}": value for name, value in report.numbers.items()}
+    values |= baseline_metrics(evaluation.baselines)
     values["rows_trained"] = trained.summary["rows"]
     tracker.log(run_id, int(trained.summary["steps"]), values)
     tracker.log_json(run_id, describe_data(job), DATA)
     tracker.log_json(run_id, trained.placement, SHARDING_PLAN)
     _log_report(workspace, report, evaluation.features, trained.summary, run_id)
+
+
+def baseline_metrics(baselines: Sequence[Baseline]) -> dict[str, float | None]:
+    """Returns the metrics of baselines by name."""
+    return {f"eval_{one.name}_{key}": getattr(one, key) for one in baselines for key in ("ne", "auc")}
 
 
 def _log_report(
@@ -202,6 +211,7 @@ def publish(
         "snapshot_id": job.snapshot.snapshot_id,
         "train": {key: value for key, value in summary.items() if key != "event"},
         "eval": report.numbers | {"undefined": dict(report.overall.undefined)},
+        "baselines": [one.model_dump() for one in evaluation.baselines],
         "droppable_features": evaluation.droppable,
         "gate": gate.model_dump(),
         "model": model.model_dump() | {"alias": alias},
@@ -271,13 +281,16 @@ def evaluate_again(workspace: Workspace, job: TrainingJob) -> dict[str, Any]:
         with workspace.best_effort("importance of the features"):
             fitted = job.model_copy(update={"data": {**job.data, "test": test}})
             features = estimate_importance(workspace, fitted, model, progress)
+        baselines = train_baselines(workspace, job, model, progress)
+    report_baselines(workspace, report, baselines)
     before = tracker.read_record(run_id, REPORT, EvalReport)
     report = report.model_copy(update={"ne_exact": before.ne_exact})  # the exact weights are not in the registry
     result = tracker.load_result(run_id)
     values = {f"eval_{key}": value for key, value in report.numbers.items()}
-    tracker.log(run_id, int(result["train"]["steps"]), values)
+    tracker.log(run_id, int(result["train"]["steps"]), values | baseline_metrics(baselines))
     _log_report(workspace, report, features, result["train"], run_id)
     result["eval"] = report.numbers | {"undefined": dict(report.overall.undefined)}
+    result["baselines"] = [one.model_dump() for one in baselines]
     result["test_rows"] = name_test_rows(workspace.warehouse, job.data)
     result["droppable_features"] = [one.name for one in features if one.droppable]
     tracker.log_json(run_id, result, RESULT)

@@ -1,0 +1,208 @@
+"""Simple models on the same rows, to tell whether the trained one is worth its effort."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+
+from pipeline.errors import ConfigError
+from pipeline.evaluation.config import BaselineName
+from pipeline.evaluation.metrics import Floats, Quality, format_metric
+from pipeline.evaluation.sums import MetricSums
+from pipeline.transforms.column import Column
+
+MOST_ROWS = 200_000
+"""Most training rows of a baseline. More are thinned evenly."""
+MOST_CELLS = 20_000_000
+"""Most values, rows times features, in memory."""
+FEW_IDS = 200
+"""Features with up to this many ids are categories of boosting, of which scikit-learn takes 255."""
+NAMES: dict[BaselineName, str] = {
+    "rate": "the mean rate",
+    "logistic": "logistic regression",
+    "boosting": "gradient boosting",
+}
+
+
+class Baseline(BaseModel, frozen=True):
+    """Quality of a simple model on the evaluation rows."""
+
+    name: BaselineName
+    ne: float | None
+    auc: float | None
+    logloss: float | None
+    rows: int
+    """Training rows."""
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Transformed rows as plain arrays.
+
+    Shapes:
+        dense: float32 [N, D]. ids: int64 [N, F], the first id of each list or -1. labels: float64 [N]. weights:
+        float64 [N]; None: 1 for all.
+    """
+
+    dense: np.ndarray
+    ids: np.ndarray
+    labels: Floats
+    weights: Floats | None = None
+
+    @staticmethod
+    def of(dense: np.ndarray, sparse: Sequence[Column], labels: Floats, weights: Floats | None) -> "Examples":
+        """Returns rows of a plan."""
+        ids = np.full((len(dense), len(sparse)), -1, np.int64)
+        for number, column in enumerate(sparse):
+            assert column.offsets is not None
+            starts, held = column.offsets[:-1], np.diff(column.offsets) > 0
+            ids[held, number] = column.values[starts[held]]
+        return Examples(dense, ids, labels, weights)
+
+    @staticmethod
+    def concatenate(parts: Sequence["Examples"]) -> "Examples":
+        """Returns the rows of all parts."""
+        weights = None if parts[0].weights is None else np.concatenate([one.weights for one in parts])  # type: ignore[misc]
+        return Examples(
+            np.concatenate([one.dense for one in parts]),
+            np.concatenate([one.ids for one in parts]),
+            np.concatenate([one.labels for one in parts]),
+            weights,
+        )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def sample_step(rows: int, features: int) -> int:
+    """Returns n where every nth training row is taken.
+
+    Example:
+        >>> sample_step(1_000, 30), sample_step(1_000_000, 30), sample_step(1_000_000, 1_000)
+        (1, 5, 50)
+    """
+    return max(1, -(-rows // max(1, min(MOST_ROWS, MOST_CELLS // max(1, features)))))
+
+
+def compare_baselines(
+    names: Sequence[BaselineName], train: Examples, test: Callable[[], Iterable[Examples]], seed: int
+) -> list[Baseline]:
+    """Trains simple models and evaluates them.
+
+    Args:
+        train: Training rows, in memory.
+        test: Reads the evaluation rows part by part.
+    Raises:
+        ConfigError: If scikit-learn is asked for and absent.
+    """
+    fitted: list[tuple[BaselineName, Callable[[Examples], Floats], float]] = []
+    for name in names:
+        began = time.monotonic()
+        fitted.append((name, FITS[name](train, seed), time.monotonic() - began))
+    sums = [MetricSums() for _ in fitted]
+    for part in filter(len, test()):
+        for (_, predict, _), one in zip(fitted, sums, strict=True):
+            one.add(part.labels, predict(part), weights=part.weights)
+    found = []
+    for (name, _, seconds), one in zip(fitted, sums, strict=True):
+        quality = one.quality()
+        numbers = {key: getattr(quality, key) for key in ("ne", "auc", "logloss")}
+        found.append(Baseline(name=name, **numbers, rows=len(train), seconds=seconds))
+    return found
+
+
+def describe_comparison(quality: Quality, baselines: Sequence[Baseline]) -> str | None:
+    """Says in a sentence whether a model beats the best baseline, and by how much. None: there is nothing to compare.
+
+    Example:
+        >>> from pipeline.evaluation.metrics import Quality
+        >>> boosting = Baseline(name="boosting", ne=0.9, auc=0.7, logloss=0.5, rows=10, seconds=1.0)
+        >>> describe_comparison(Quality.model_construct(ne=0.81, auc=0.75), [boosting])
+        'Better than gradient boosting: NE 0.8100 against 0.9000, 10.0 % lower; AUC 0.7500 against 0.7000.'
+    """
+    known = [one for one in baselines if one.ne is not None]
+    if not known or quality.ne is None:
+        return None
+    best = min(known, key=lambda one: one.ne or 0.0)
+    assert best.ne is not None
+    change = quality.ne / best.ne - 1.0
+    word = "Better" if change < 0.0 else "Worse"
+    line = f"{word} than {NAMES[best.name]}: NE {format_metric(quality.ne)} against {format_metric(best.ne)}, "
+    line += f"{abs(change):.1%} {'lower' if change < 0.0 else 'higher'}".replace("%", " %")
+    return f"{line}; AUC {format_metric(quality.auc)} against {format_metric(best.auc)}."
+
+
+def loses(quality: Quality, baselines: Sequence[Baseline]) -> bool:
+    """Whether a baseline has a lower NE."""
+    return any(one.ne is not None and quality.ne is not None and one.ne <= quality.ne for one in baselines)
+
+
+def _fit_rate(train: Examples, seed: int) -> Callable[[Examples], Floats]:
+    rate = float(np.average(train.labels, weights=train.weights))
+    return lambda rows: np.full(len(rows), rate)
+
+
+def _fit_logistic(train: Examples, seed: int) -> Callable[[Examples], Floats]:
+    """Numbers as they are, each id as a column of its own."""
+    from scipy.sparse import csr_matrix, hstack
+
+    models = _sklearn("linear_model")
+    preprocessing = _sklearn("preprocessing")
+    encoder = preprocessing.OneHotEncoder(handle_unknown="ignore", dtype=np.float32).fit(train.ids)
+
+    def features(rows: Examples) -> Any:
+        return hstack([csr_matrix(rows.dense), encoder.transform(rows.ids)], format="csr")
+
+    model = models.LogisticRegression(C=1.0, max_iter=200)
+    model.fit(features(train), train.labels, sample_weight=train.weights)
+    return lambda rows: model.predict_proba(features(rows))[:, 1]
+
+
+def _fit_boosting(train: Examples, seed: int) -> Callable[[Examples], Floats]:
+    """Numbers as they are, few ids as categories, many as the mean label of their other training rows."""
+    preprocessing, ensemble = _sklearn("preprocessing"), _sklearn("ensemble")
+    many = [number for number in range(train.ids.shape[1]) if len(np.unique(train.ids[:, number])) > FEW_IDS]
+    few = [number for number in range(train.ids.shape[1]) if number not in many]
+    means = preprocessing.TargetEncoder(target_type="binary", random_state=seed) if many else None
+    codes = preprocessing.OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1) if few else None
+
+    def features(rows: Examples, fit: bool) -> np.ndarray:
+        parts = [rows.dense]
+        if means is not None:
+            ids = rows.ids[:, many]
+            parts.append(means.fit_transform(ids, rows.labels) if fit else means.transform(ids))
+        if codes is not None:
+            ids = rows.ids[:, few]
+            parts.append(codes.fit_transform(ids) if fit else codes.transform(ids))
+        return np.concatenate(parts, axis=1, dtype=np.float32)
+
+    columns = features(train, fit=True)
+    model = ensemble.HistGradientBoostingClassifier(
+        max_iter=500, learning_rate=0.1, early_stopping=True, n_iter_no_change=10, random_state=seed,
+        categorical_features=list(range(columns.shape[1] - len(few), columns.shape[1])) or None,
+    )  # fmt: skip
+    model.fit(columns, train.labels, sample_weight=train.weights)
+    return lambda rows: model.predict_proba(features(rows, fit=False))[:, 1]
+
+
+def _sklearn(module: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(f"sklearn.{module}")
+    except ImportError:
+        raise ConfigError(
+            "evaluation.baselines", "rate alone without scikit-learn", "logistic or boosting",
+            "Install scikit-learn, or leave them out.",
+        ) from None  # fmt: skip
+
+
+FITS: dict[BaselineName, Callable[[Examples, int], Callable[[Examples], Floats]]] = {
+    "rate": _fit_rate,
+    "logistic": _fit_logistic,
+    "boosting": _fit_boosting,
+}
