@@ -8,12 +8,13 @@ from pydantic import AfterValidator, BaseModel, create_model, model_validator
 
 from pipeline.config.files import home_path
 from pipeline.config.run import RunConfig, check_name, read_values, validate
+from pipeline.data.config import SplitConfig
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.extraction.config import LabelColumns, SourceConfig
 from storage.config import WarehouseConfig
 
 COLUMN_SECTIONS = ("features", "split", "sweep", "release", "recurring")
-"""Sections that name columns or build on them. A draft keeps only the label columns."""
+"""Sections that name columns or build on them. A draft keeps only the label columns, and the split as a proposal."""
 
 
 class Draft(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -25,6 +26,8 @@ class Draft(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tru
     warehouse: WarehouseConfig = WarehouseConfig()
     features: LabelColumns = LabelColumns()
     evaluation: EvaluationConfig = EvaluationConfig()
+    split: SplitConfig | None = None
+    """The config's own split, which a suggestion keeps if it fits the rows."""
 
     @model_validator(mode="after")
     def _label_is_known(self) -> Self:
@@ -61,6 +64,7 @@ def load_draft(
     """
     where, values = read_values(config, overrides)
     given = values.get("features") or {}
+    split = values.get("split")
     labels = {key: given[key] for key in ("label", "weight") if given.get(key)}
     values = {key: value for key, value in values.items() if key not in COLUMN_SECTIONS}
-    return validate(_FullDraft, where, values | {"features": labels})
+    return validate(_FullDraft, where, values | {"features": labels, "split": split})

@@ -3,13 +3,14 @@
 import fnmatch
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pipeline.data.columns import NAME
 from pipeline.errors import ConfigError
 from pipeline.suggestion.facts import ColumnFacts, TableFacts
+from pipeline.suggestion.shape import Shape, choose_shape
+from pipeline.suggestion.splits import ChosenSplit
 from storage.reader import DAY
 
 LARGEST_TABLE = 1 << 22
@@ -22,22 +23,66 @@ ROWS_AN_ID = 5
 """An id with fewer rows has too few to learn from."""
 LEAK = 0.95
 """A column with a higher correlation with the label counts as a leak."""
+CALENDAR = 0.98
+"""A column with a higher correlation with the day only says which day it is."""
+ROUGH = 6.0
+"""Whole numbers are ids if neighbours differ in their label rate by more deviations than this."""
+MOST_BUCKETED = 60
+"""More numbers get no table each."""
+SCALES = {"seconds": 1.0, "milliseconds": 1e3, "microseconds": 1e6}
 LEAK_NAMES = ("*probability*", "true_*", "label_*", "*_label", "target", "prediction", "pctr", "pcvr")
 ID_NAME = re.compile(r"(^|_)(id|cat|code|type|category|user|item|hash|key)($|_|\d)|id$", re.IGNORECASE)
+TIME_NAME = re.compile(
+    r"(^|_)(time|timestamp|ts|at|date|datetime|created|updated)($|_)|time$|timestamp$", re.IGNORECASE
+)
 COUNT_NAME = re.compile(
     r"(^|_)(num|n|int|count|cnt|age|days|hours|price|amount|total|sum|score)($|_|\d)", re.IGNORECASE
 )
 
 
 @dataclass(frozen=True)
+class Feature:
+    """One feature that a column becomes."""
+
+    use: Literal["dense", "sparse"]
+    column: str
+    """The column, or the derived one."""
+    transforms: tuple[Mapping[str, Any], ...] = ()
+    name: str = ""
+    """Name of the feature, if it is not the column's."""
+    list_of_ids: bool = False
+    derived: Mapping[str, Any] | None = None
+    """Op that makes the derived column."""
+
+
+@dataclass(frozen=True)
 class Choice:
-    """How a column is used."""
+    """How a column is used. A column may become several features, the main one first, or none."""
 
     fact: ColumnFacts
-    use: Literal["dense", "sparse", "ignored"]
     why: str
-    transforms: tuple[Mapping[str, Any], ...] = ()
-    list_of_ids: bool = False
+    features: tuple[Feature, ...] = ()
+
+    @property
+    def use(self) -> Literal["dense", "sparse", "ignored"]:
+        """Use of the main feature."""
+        return self.features[0].use if self.features else "ignored"
+
+    @property
+    def transforms(self) -> tuple[Mapping[str, Any], ...]:
+        """Transforms of the main feature."""
+        return self.features[0].transforms if self.features else ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Features with equal settings."""
+
+    names: tuple[str, ...]
+    """Columns, or patterns that match exactly them."""
+    feature: Feature
+    """One of them."""
+    choices: tuple[Choice, ...]
 
 
 @dataclass(frozen=True)
@@ -46,60 +91,113 @@ class Suggestion:
 
     label: str
     choices: tuple[Choice, ...]
-    split: Mapping[str, Any]
-    split_why: str
-    embedding_width: int
-    width_why: str
-    batch_rows: int
-    groups: tuple[tuple[tuple[str, ...], tuple[Choice, ...]], ...]
-    """(names or patterns, the columns they match), dense ones first."""
+    split: ChosenSplit
+    shape: Shape
+    groups: tuple[Group, ...]
+    """Dense ones first."""
 
     def of(self, use: str) -> list[Choice]:
         """Returns the columns of one use."""
         return [choice for choice in self.choices if choice.use == use]
 
+    @property
+    def derived(self) -> list[Mapping[str, Any]]:
+        """Ops of derived columns."""
+        return [one.derived for choice in self.choices for one in choice.features if one.derived is not None]
 
-def suggest(observed: TableFacts, label: str, not_features: Mapping[str, str] | None = None) -> Suggestion:
-    """Suggests features, split and sizes for a table.
+
+def suggest(
+    observed: TableFacts, label: str, split: ChosenSplit, not_features: Mapping[str, str] | None = None
+) -> Suggestion:
+    """Suggests features and sizes for a table.
 
     Args:
         not_features: Column -> why it is not a feature, if that is known.
     Raises:
-        ConfigError: If no column can be an id, or the label is constant.
+        ConfigError: If there is no column to learn from.
     """
-    known = {fact.name: fact for fact in observed.facts}
-    if label not in known or known[label].distinct < 2:
-        got = "a constant" if label in known else f"columns {', '.join(list(known)[:8])}"
-        raise ConfigError(f"label '{label}'", "a column of 0 and 1", got, "Name another: label=COLUMN.")
-    choices = [choose(fact, not_features) for fact in observed.facts if fact.name not in (label, DAY)]
-    sparse = [choice for choice in choices if choice.use == "sparse"]
-    if not sparse:
+    apart = dict(not_features or {}) | ({split.column: "the part of each row"} if split.column else {})
+    names = [fact.name for fact in observed.facts]
+    choices = [choose(fact, apart, split.by_time) for fact in observed.facts if fact.name not in (label, DAY)]
+    choices = _with_buckets(choices, split.train_rows, {*names, DAY})
+    tables = [one for choice in choices for one in choice.features if one.use == "sparse"]
+    if not tables:
         numbers = sum(choice.use == "dense" for choice in choices)
         raise ConfigError(
-            "suggestion", "a column of ids, text or lists of ids", f"{numbers} columns of numbers alone",
-            "Add one, or bucketize a number in features.sparse by hand.",
-        )  # fmt: skip
-    split, split_why = _split(observed, sparse)
-    width, width_why = _width(sparse)
-    batch = min(4_096, max(256, 1 << round(math.log2(max(1, observed.rows / 40)))))
-    groups = _groups(choices, [*known, DAY])
-    return Suggestion(label, tuple(choices), split, split_why, width, width_why, batch, groups)
+            "suggestion", "a column to learn from", f"{numbers} usable of {len(choices)}", "Add columns to the rows."
+        )
+    shape = choose_shape(choices_facts(choices), split.train_rows, split.validates)
+    return Suggestion(label, tuple(choices), split, shape, _groups(choices, [*names, DAY]))
 
 
-def choose(fact: ColumnFacts, not_features: Mapping[str, str] | None = None) -> Choice:
-    """Chooses how one column is used."""
-    reason = _ignored(fact, not_features or {})
+def choices_facts(choices: Sequence[Choice]) -> list[ColumnFacts]:
+    """Returns the columns that become ids or text."""
+    return [choice.fact for choice in choices if choice.use == "sparse"]
+
+
+def _with_buckets(choices: Sequence[Choice], rows: int, taken: Collection[str]) -> list[Choice]:
+    """Adds to each number its intervals as ids: tables learn steps and bends that a straight line cannot."""
+    numbers = [choice for choice in choices if choice.use == "dense"]
+    if len(numbers) > MOST_BUCKETED:
+        return list(choices)
+    quantiles = 16 if rows < 10_000 else 32 if rows < 1_000_000 else 64
+    step = {"kind": "bucketize", "quantiles": quantiles}
+    return [
+        replace(
+            choice,
+            features=(*choice.features, Feature("sparse", choice.fact.name, (step,), name="{column}_bucket")),
+        )
+        if choice.use == "dense" and choice.fact.distinct > 2 and f"{choice.fact.name}_bucket" not in taken
+        else choice
+        for choice in choices
+    ]
+
+
+def choose(fact: ColumnFacts, not_features: Mapping[str, str] | None = None, by_time: bool = False) -> Choice:
+    """Chooses how one column is used.
+
+    Args:
+        by_time: Whether test rows are later than training rows.
+    """
+    unit = _time_unit(fact)
+    reason = _ignored(fact, not_features or {}, unit is not None)
+    if reason is None and by_time and unit is None and abs(fact.by_day or 0.0) > CALENDAR:
+        reason = f"follows the day (correlation {fact.by_day:.3f}): test days have values that no training day has"
     if reason is not None:
-        return Choice(fact, "ignored", reason)
-    if fact.kind == "number" or (fact.kind == "id" and not _is_category(fact)):
-        return _dense(fact)
+        return Choice(fact, reason)
+    if unit is not None:
+        return _time(fact, unit, by_time)
+    if fact.kind == "number" or fact.kind == "id":
+        return _sparse(fact) if is_category(fact) else _dense(fact)
     return _sparse(fact)
 
 
-def _ignored(fact: ColumnFacts, not_features: Mapping[str, str]) -> str | None:
+def _time_unit(fact: ColumnFacts) -> str | None:
+    """Returns the unit of a time. Empty: the column's type has it. None: it is no time."""
+    if fact.type.startswith("TIMESTAMP") and not fact.type.endswith("]"):
+        return ""
+    low, high = fact.minimum or 0.0, fact.maximum or 0.0
+    if fact.kind not in ("id", "number") or not TIME_NAME.search(fact.name) or fact.distinct < 3:
+        return None
+    return next((unit for unit, scale in SCALES.items() if 1e8 * scale < low <= high < 4.2e9 * scale), None)
+
+
+def _time(fact: ColumnFacts, unit: str, by_time: bool) -> Choice:
+    """Uses a time as its hour, and as a number where test rows are not later than training rows."""
+    name = f"{fact.name}_hour"
+    op = {"kind": "get_local_hour", "inputs": [fact.name], "output": name} | ({"time_unit": unit} if unit else {})
+    features: list[Feature] = [] if fact.hours == 1 else [Feature("sparse", name, derived=op)]
+    if not by_time and fact.present:
+        steps: tuple[Mapping[str, Any], ...] = ({"kind": "standardise"}, {"kind": "fill_null"})
+        features.append(Feature("dense", fact.name, steps))
+    if not features:
+        return Choice(fact, "a time of day that never changes; its date is later in test rows than in training rows")
+    kept = "" if not by_time else "; its date is left out: test rows are later than training rows"
+    return Choice(fact, f"a time: its hour in UTC (time_zone changes it){kept}", tuple(features))
+
+
+def _ignored(fact: ColumnFacts, not_features: Mapping[str, str], is_time: bool) -> str | None:
     """Why a column is not a feature. None: it is one."""
-    if not NAME.fullmatch(fact.name):
-        return "the warehouse does not accept this name; rename it"
     if fact.name in not_features or fact.present == 0:
         return not_features.get(fact.name, "no values")
     if any(fnmatch.fnmatchcase(fact.name.lower(), pattern) for pattern in LEAK_NAMES):
@@ -107,11 +205,18 @@ def _ignored(fact: ColumnFacts, not_features: Mapping[str, str]) -> str | None:
     for what, value in (("its values", fact.correlation), ("having a value", fact.presence)):
         if value is not None and abs(value) > LEAK:
             return f"leaks the label: correlation of {what} with it {value:.3f}"
+    if is_time:
+        return None
     if fact.kind == "other":
-        return "lists of numbers" if fact.max_length else "a time; get_local_hour under `derived` turns it into hours"
+        return "a date" if fact.type == "DATE" else "lists of numbers"
     if fact.distinct <= 1 and fact.kind != "ids":
         return "constant: one distinct value"
-    ids = fact.kind == "text" or (fact.kind == "id" and _is_category(fact))
+    ids = fact.kind == "text" or (fact.kind in ("id", "number") and is_category(fact))
+    if ids and 0.5 < fact.readable < 1.0 and fact.distinct > FEW_IDS:
+        return (
+            f"{fact.readable:.0%} of its values are numbers, others are text such as '{fact.word}': "
+            "clean them, and it becomes a number"
+        )
     if ids and fact.present > 100 and fact.distinct * ROWS_AN_ID > fact.present:
         return (
             f"about {max(1.0, fact.present / fact.distinct):.1f} rows an id: it identifies rows, too few to learn from"
@@ -119,18 +224,24 @@ def _ignored(fact: ColumnFacts, not_features: Mapping[str, str]) -> str | None:
     return None
 
 
-def _is_category(fact: ColumnFacts) -> bool:
-    """Whether integers are ids, judging by the name, else by their distribution."""
-    if fact.type == "BOOLEAN" or ID_NAME.search(fact.name):
+def is_category(fact: ColumnFacts) -> bool:
+    """Whether whole numbers are ids, judging by the name, else by their values and how the label depends on them."""
+    if fact.type == "BOOLEAN":
+        return True
+    if fact.kind == "number" and not fact.whole:
+        return False
+    if ID_NAME.search(fact.name):
         return True
     low, high = fact.minimum or 0.0, fact.maximum or 0.0
-    if high - low > 2**31 or fact.distinct <= 2:
+    span = high - low + 1
+    if COUNT_NAME.search(fact.name) or low < 0 or (fact.kind == "number" and fact.distinct <= FEW_IDS):
+        return fact.kind == "id" and fact.distinct <= 2
+    if span > 2**31 or fact.distinct <= FEW_IDS:
         return True
-    if COUNT_NAME.search(fact.name) or low < 0:
-        return False
-    if fact.distinct <= FEW_IDS:
-        return True
-    return fact.distinct > 1_000 and fact.distinct > 0.5 * (high - low + 1)  # ids are assigned consecutively
+    encoded = low <= 1 and fact.distinct > 0.9 * span and fact.distinct <= 10_000  # LabelEncoder counts from 0
+    even = abs((fact.mean or 0.0) - (low + high) / 2) < 0.1 * span  # most counts have a long tail
+    consecutive = fact.distinct > 1_000 and fact.distinct > 0.5 * span and even
+    return encoded or consecutive or (fact.roughness or 0.0) > ROUGH
 
 
 def _dense(fact: ColumnFacts) -> Choice:
@@ -145,7 +256,7 @@ def _dense(fact: ColumnFacts) -> Choice:
     elif deviation > 0 and max(high - mean, mean - low) > 10 * deviation:
         ops = [*ops, {"kind": "clamp", "low": -5, "high": 5}]
         why = f"far outliers: {span}"
-    return Choice(fact, "dense", why, (*ops, {"kind": "fill_null"}))
+    return Choice(fact, why, (Feature("dense", fact.name, (*ops, {"kind": "fill_null"})),))
 
 
 def _sparse(fact: ColumnFacts) -> Choice:
@@ -155,10 +266,11 @@ def _sparse(fact: ColumnFacts) -> Choice:
     why = f"about {fact.distinct:,} ids{capped}, {share}"
     hashed = {"kind": "sigrid_hash", "size": size}
     if fact.kind != "ids":
-        return Choice(fact, "sparse", why, (hashed,))
+        return Choice(fact, why, (Feature("sparse", fact.name, (hashed,)),))
     limit = first_ids(fact.p99_length or 1)
     lengths = f"lists of {fact.mean_length or 0:.1f} ids, 99 % up to {fact.p99_length}, longest {fact.max_length}"
-    return Choice(fact, "sparse", f"{why}, {lengths}", ({"kind": "first_x", "limit": limit}, hashed), True)
+    steps = ({"kind": "first_x", "limit": limit}, hashed)
+    return Choice(fact, f"{why}, {lengths}", (Feature("sparse", fact.name, steps, list_of_ids=True),))
 
 
 def table_rows(distinct: int) -> int:
@@ -182,42 +294,23 @@ def first_ids(length: int) -> int:
     return length if length <= 10 else 5 * math.ceil(length / 5)
 
 
-def _width(sparse: Sequence[Choice]) -> tuple[int, str]:
-    most = max(choice.fact.distinct for choice in sparse)
-    width = 8 if most <= 2_000 else 16 if most <= 200_000 else 32
-    rows = sum(choice.transforms[-1]["size"] for choice in sparse)
-    return (
-        width,
-        f"the largest column has about {most:,} ids; {rows:,} rows of tables, {rows * width * 4 / 2**20:,.1f} MiB",
-    )
-
-
-def _split(observed: TableFacts, used: Sequence[Choice]) -> tuple[dict[str, Any], str]:
-    days = [day for day, _ in observed.days]
-    if len(days) >= 2:
-        *train, last = days
-        valid: dict[str, Any] = {}
-        why = f"{len(days)} days: the last one tests"
-        if len(train) >= 2:
-            *train, before = train
-            valid, why = {"valid": [str(before)]}, f"{why}, the one before it validates"
-        return {"days": {"train": [f"{train[0]}..{train[-1]}"], **valid, "test": [str(last)]}}, why
-    keys = [choice for choice in used if choice.fact.kind in ("id", "text") and choice.fact.coverage > 0.99]
-    if not keys:
-        raise ConfigError("suggestion", "two days, or a column of ids in every row", "neither", "Name day_column=.")
-    key = max(keys, key=lambda choice: choice.fact.distinct).fact
-    shares = {"train": 0.8, "valid": 0.1, "test": 0.1}
-    return {"hash": {"key": key.name, "shares": shares}}, f"one day: rows of one {key.name} stay together"
-
-
-def _groups(choices: Sequence[Choice], names: Sequence[str]) -> tuple[tuple[tuple[str, ...], tuple[Choice, ...]], ...]:
-    """Groups columns with equal settings, by pattern if one matches exactly them."""
-    alike: dict[str, list[Choice]] = {}
+def _groups(choices: Sequence[Choice], names: Sequence[str]) -> tuple[Group, ...]:
+    """Groups features with equal settings, by pattern if one matches exactly their columns."""
+    alike: dict[str, list[tuple[Feature, Choice]]] = {}
     for use in ("dense", "sparse"):
         for choice in choices:
-            if choice.use == use:
-                alike.setdefault(f"{use} {choice.list_of_ids} {choice.transforms}", []).append(choice)
-    return tuple((tuple(patterns([one.fact.name for one in group], names)), tuple(group)) for group in alike.values())
+            for one in choice.features:
+                if one.use == use:
+                    key = f"{use} {one.list_of_ids} {one.name} {one.transforms}"
+                    alike.setdefault(key, []).append((one, choice))
+    return tuple(
+        Group(
+            tuple(patterns([one.column for one, _ in group], names)),
+            group[0][0],
+            tuple(choice for _, choice in group),
+        )
+        for group in alike.values()
+    )
 
 
 def patterns(wanted: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -1,11 +1,13 @@
-"""Facts that a suggestion is based on: column statistics over all days, and correlations with the label."""
+"""Facts that a suggestion is based on: column statistics over all days, and how columns, label and days relate."""
 
 import datetime
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import duckdb
+import numpy as np
 
 from pipeline.data.profile import Rows, measure_columns
 from storage.query import quote
@@ -14,7 +16,11 @@ from storage.reader import DAY
 ALL = datetime.date(1970, 1, 1)
 """The day given to all rows when they are measured together."""
 AT_A_TIME = 200
-"""How many columns are correlated with the label in one pass."""
+"""How many columns are looked at in one pass."""
+FEW_VALUES = 4
+"""Text columns with up to this many values are counted by value."""
+MOST_CODES = 1 << 16
+"""Whole numbers with more values are not tested for roughness."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,21 @@ class ColumnFacts:
     """Correlation of the values with the label. None: no numbers, or constant."""
     presence: float | None = None
     """Correlation of having a value with the label."""
+    by_day: float | None = None
+    """Correlation of the values with the day."""
+    whole: bool = False
+    """Whether all its floats are whole numbers."""
+    readable: float = 0.0
+    """Share of its text values that read as numbers."""
+    word: str | None = None
+    """A text value that does not."""
+    hours: int = 0
+    """Number of different hours in a column of times."""
+    roughness: float | None = None
+    """By how many deviations the label rate differs between neighbouring whole numbers. A count has about 0, a code
+    more. None: not tested."""
+    values: Mapping[str, tuple[int, int]] | None = None
+    """Value -> (rows, rows with label 1), of text with few values."""
 
     @property
     def coverage(self) -> float:
@@ -47,17 +68,31 @@ class ColumnFacts:
 
 
 @dataclass(frozen=True)
+class DayFacts:
+    """One day."""
+
+    day: datetime.date
+    rows: int
+    positives: int
+
+
+@dataclass(frozen=True)
 class TableFacts:
     """Facts about all columns of a table or source."""
 
     facts: tuple[ColumnFacts, ...]
-    days: tuple[tuple[datetime.date, int], ...]
-    """Days and their rows, in order."""
+    days: tuple[DayFacts, ...]
+    """In order."""
 
     @property
     def rows(self) -> int:
         """Rows of all days."""
-        return sum(rows for _, rows in self.days)
+        return sum(day.rows for day in self.days)
+
+    @property
+    def positives(self) -> int:
+        """Rows with label 1."""
+        return sum(day.positives for day in self.days)
 
 
 def observe(
@@ -77,45 +112,132 @@ def observe(
     total = {ALL: sum(days.values())}
     as_one = f"SELECT * REPLACE (DATE '{ALL}' AS {DAY}) FROM"
     measured = measure_columns(connection, lambda names: f"({as_one} {rows(names)})", columns, total, {label})
-    pairs = correlate(connection, rows, columns, label)
     found = {row["column"]: row for row in measured.to_pylist()}
+    looks = look_closer(connection, rows, columns, label)
+    facts = [_fact(found[name], kind, looks.get(name, {})) for name, kind in columns.items()]
     return TableFacts(
-        facts=tuple(_fact(found[name], kind, *pairs.get(name, (None, None))) for name, kind in columns.items()),
-        days=tuple(sorted(days.items())),
+        facts=tuple(_with_values(connection, rows, fact, label) for fact in facts),
+        days=tuple(_count_days(connection, rows, label)),
     )
 
 
-def _fact(row: Mapping[str, Any], kind: str, correlation: float | None, presence: float | None) -> ColumnFacts:
+def _count_days(connection: duckdb.DuckDBPyConnection, rows: Rows, label: str) -> list[DayFacts]:
+    query = f"SELECT {DAY}, count(*), coalesce(sum({quote(label)}), 0) FROM {rows([label])} GROUP BY {DAY} ORDER BY 1"
+    return [DayFacts(day, count, int(positives)) for day, count, positives in connection.sql(query).fetchall()]
+
+
+def _fact(row: Mapping[str, Any], kind: str, look: Mapping[str, Any]) -> ColumnFacts:
     shared = {key: row[key] for key in ColumnFacts.__dataclass_fields__ if row.get(key) is not None}
-    return ColumnFacts(**shared, name=row["column"], type=kind, correlation=correlation, presence=presence)
+    return ColumnFacts(**shared, name=row["column"], type=kind, **look)
 
 
-def correlate(
+def look_closer(
     connection: duckdb.DuckDBPyConnection, rows: Rows, types: Mapping[str, str], label: str
-) -> dict[str, tuple[float | None, float | None]]:
-    """Returns column -> correlation with the label of its values, and of having a value."""
+) -> dict[str, dict[str, Any]]:
+    """Returns column -> facts that relate it to the label and the day, and say what its values look like."""
     names = [name for name in types if name not in (label, DAY)]
-    found: dict[str, tuple[float | None, float | None]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for start in range(0, len(names), AT_A_TIME):
         part = names[start : start + AT_A_TIME]
-        pairs = [
-            f"{{'value': {_value(name, types[name], label)}, 'presence': {_presence(name, label)}}}" for name in part
-        ]
-        (row,) = connection.sql(f"SELECT {', '.join(pairs)} FROM {rows([label, *part])}").fetchall()
-        found |= {name: (_number(one["value"]), _number(one["presence"])) for name, one in zip(part, row, strict=True)}
+        looks = [_look(name, types[name], label) for name in part]
+        structs = ["{" + ", ".join(f"'{key}': {value}" for key, value in look.items()) + "}" for look in looks]
+        (row,) = connection.sql(f"SELECT {', '.join(structs)} FROM {rows([label, *part])}").fetchall()
+        for name, one in zip(part, row, strict=True):
+            known = {key: value for key, value in one.items() if value is not None and value == value}
+            found[name] = {key: value for key, value in known.items() if key != "present"}
+            if "readable" in found[name]:
+                found[name]["readable"] = one["readable"] / max(1, one["present"])
     return found
 
 
-def _value(name: str, kind: str, label: str) -> str:
-    if kind.endswith("[]") or kind.startswith(("TIMESTAMP", "DATE")):
-        return "NULL"
-    value = f"TRY_CAST({quote(name)} AS DOUBLE)"
-    return f"corr(CASE WHEN abs({value}) < 1e100 THEN {value} END, {quote(label)})"
+def _look(name: str, kind: str, label: str) -> dict[str, str]:
+    """Returns fact -> its aggregate in SQL."""
+    column, outcome = quote(name), quote(label)
+    look = {"presence": f"corr(CAST({column} IS NOT NULL AS INTEGER), {outcome})"}
+    if kind.endswith("]"):
+        return look
+    if kind.startswith(("TIMESTAMP", "DATE")):
+        look["by_day"] = f"corr(epoch({column}), epoch({DAY}))"
+        return look | ({} if kind == "DATE" else {"hours": f"count(DISTINCT hour({column}))"})
+    value = f"TRY_CAST({column} AS DOUBLE)"
+    finite = f"CASE WHEN abs({value}) < 1e100 THEN {value} END"
+    look |= {"correlation": f"corr({finite}, {outcome})", "by_day": f"corr({finite}, epoch({DAY}))"}
+    if kind in ("FLOAT", "DOUBLE"):
+        look["whole"] = f"coalesce(bool_and(abs({value}) < 9e15 AND {value} = floor({value})) FILTER ({value} = {value}"
+        look["whole"] += f" AND NOT isnan({value})), false)"
+    if kind == "VARCHAR":
+        look |= {"present": f"count({column})", "readable": f"count({value})"}
+        look["word"] = f"min({column}) FILTER ({value} IS NULL)"
+    return look
 
 
-def _presence(name: str, label: str) -> str:
-    return f"corr(CAST({quote(name)} IS NOT NULL AS INTEGER), {quote(label)})"
+def _with_values(connection: duckdb.DuckDBPyConnection, rows: Rows, fact: ColumnFacts, label: str) -> ColumnFacts:
+    """Adds what needs the rows of each value: its counts, or how rough the label rate is."""
+    if fact.name == label:
+        return fact
+    grouped = f"SELECT {quote(fact.name)}, count(*), coalesce(sum({quote(label)}), 0)"
+    grouped = f"{grouped} FROM {{}} WHERE {quote(fact.name)} IS NOT NULL GROUP BY 1 ORDER BY 1"
+    if fact.kind == "text" and 2 <= fact.distinct <= FEW_VALUES:
+        found = connection.sql(grouped.format(rows([label, fact.name]))).fetchall()
+        return replace(fact, values={value: (count, int(positives)) for value, count, positives in found})
+    if (fact.kind == "id" or fact.whole) and fact.type != "BOOLEAN" and 12 <= fact.distinct <= MOST_CODES:
+        counts = connection.sql(grouped.format(rows([label, fact.name]))).fetchnumpy()
+        _, number, positives = counts.values()
+        return replace(fact, roughness=measure_roughness(np.asarray(number, float), np.asarray(positives, float)))
+    return fact
 
 
-def _number(value: float | None) -> float | None:
-    return None if value is None or value != value else value
+def measure_roughness(rows: np.ndarray, positives: np.ndarray) -> float:
+    """Returns how much the label rates of neighbouring values differ, in standard deviations of what chance gives.
+
+    Neighbours are the values of one of up to 64 bins. The statistic is Pearson's chi-squared.
+
+    Shapes:
+        rows, positives: float64 [V], of the values in their order.
+    """
+    bins = np.arange(len(rows)) * min(64, len(rows) // 3) // len(rows)
+    total, hits = np.bincount(bins, rows), np.bincount(bins, positives)
+    rate = (hits / total)[bins]
+    mixed = (rate > 0.0) & (rate < 1.0)
+    freedom = int(mixed.sum()) - len(np.unique(bins[mixed]))
+    if freedom < 1:
+        return 0.0
+    surprise = (positives - rows * rate)[mixed] ** 2 / (rows * rate * (1.0 - rate))[mixed]
+    # With few rows a value the statistic scatters more than 2 a degree of freedom.
+    scatter = 2.0 + float(np.mean((1.0 - 6.0 * rate * (1.0 - rate))[mixed] / (rows * rate * (1.0 - rate))[mixed]))
+    return float((surprise.sum() - freedom) / math.sqrt(max(scatter, 1.0) * freedom))
+
+
+def find_row_key(
+    connection: duckdb.DuckDBPyConnection, rows: Rows, observed: TableFacts, apart: Sequence[str]
+) -> tuple[tuple[str, ...], float]:
+    """Returns the columns that tell rows apart, and the largest share of rows that are equal in them.
+
+    A column that names rows is taken alone. Otherwise columns are added, those with most values first, until nearly all
+    rows differ or another column changes nothing.
+
+    Args:
+        apart: Columns that are left out, such as the label.
+    """
+    usable = [one for one in observed.facts if one.name not in apart and one.present and _is_hashable(one)]
+    usable.sort(key=lambda one: (-one.distinct, one.kind == "number"))
+    named = [one for one in usable if one.distinct >= 0.9 * observed.rows and one.coverage > 0.99]
+    names = [one.name for one in (named[:1] or usable[:MOST_KEYS])]
+    if not names:
+        return (), 1.0
+    prefixes = [names[: i + 1] for i in range(len(names))]
+    counts = ", ".join(f"approx_count_distinct(row({', '.join(map(quote, prefix))}))" for prefix in prefixes)
+    distinct = [int(count) for count in connection.sql(f"SELECT {counts} FROM {rows(names)}").fetchall()[0]]
+    enough = min(0.9 * observed.rows, 0.98 * max(distinct))
+    key = next(prefix for prefix, count in zip(prefixes, distinct, strict=True) if count >= enough)
+    listed = ", ".join(map(quote, key))
+    query = f"SELECT max(n) FROM (SELECT count(*) AS n FROM {rows(key)} GROUP BY {listed})"
+    return tuple(key), connection.sql(query).fetchall()[0][0] / max(1, observed.rows)
+
+
+MOST_KEYS = 8
+"""Most columns of a key that tells rows apart."""
+
+
+def _is_hashable(fact: ColumnFacts) -> bool:
+    return fact.kind in ("id", "text", "number") or fact.type.startswith("TIMESTAMP")

@@ -1,20 +1,28 @@
 """Renders a suggestion as a config file, with the reason of each choice as a comment."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
-from pipeline.suggestion.choose import Choice, Suggestion
+from pipeline.suggestion.choose import Choice, Group, Suggestion
 
 HEAD = """# {name}: suggested by `python -m flows.suggest` from {rows:,} rows of {days} days{source}.
 # Every choice has its reason next to it. Change what you know better.
 """
+FIRST = ("name", "home", "seed", "source", "ingest", "warehouse")
+"""Sections before those that depend on the data. All others follow them."""
 
 
 def render_config(
-    suggestion: Suggestion, kept: Mapping[str, Any], rows: int, days: int, source: str, weight: str | None = None
+    suggestion: Suggestion,
+    kept: Mapping[str, Any],
+    rows: int,
+    days: int,
+    source: str,
+    weight: str | None = None,
+    notes: Sequence[str] = (),
 ) -> str:
     """Renders the whole file.
 
@@ -22,52 +30,101 @@ def render_config(
         kept: Sections to take over from the config. Its keys of `model` and `training` win over the suggested ones.
         source: Description of what was measured.
         weight: Column of the rows' weights.
+        notes: What else was found, for the head of the file.
     """
-    others = {key: value for key, value in kept.items() if key not in ("features", "split", "model", "training")}
-    model = {"embedding_width": suggestion.embedding_width, **kept.get("model", {})}
-    training = {"batch_rows": suggestion.batch_rows, **kept.get("training", {})}
+    shape, split = suggestion.shape, suggestion.split
+    made = ("features", "split", "model", "training", "evaluation")
+    others = {key: value for key, value in kept.items() if key not in made}
+    last = {key: value for key, value in others.items() if key not in FIRST}
+    evaluation = {"baselines": ["rate", "boosting"], **kept.get("evaluation", {})}
     parts = [
-        HEAD.format(name=kept["name"], rows=rows, days=days, source=f", {source}"),
-        yaml.safe_dump(others, sort_keys=False, allow_unicode=True),
+        HEAD.format(name=kept["name"], rows=rows, days=days, source=f", {source}") + "".join(map(_note, notes)),
+        _dump({key: others[key] for key in FIRST if key in others}),
         _features(suggestion, weight),
-        f"split: # {suggestion.split_why}\n{_inner(suggestion.split)}",
-        f"model: # {suggestion.width_why}\n{_inner(model)}",
-        f"training:\n{_inner(training)}",
+        f"split: # {split.why}\n{_inner(split.config)}",
+        f"model: # {shape.model_why}\n{_inner({**shape.model, **kept.get('model', {})})}",
+        f"training: # {shape.training_why}\n{_inner({**shape.training, **kept.get('training', {})})}",
+        f"evaluation: # every model is compared with these on the same rows\n{_inner(evaluation)}",
+        *([_dump(last)] if last else []),
+        "# What to try next:\n" + "".join(_note(text) for text in _next_steps(suggestion)),
     ]
     return "\n".join(parts)
+
+
+def _next_steps(suggestion: Suggestion) -> list[str]:
+    """Returns what may make the model better, the most promising first."""
+    steps = ["search the values above on the validation rows: python -m flows.suggest ... trials=12"]
+    if suggestion.split.by_time:
+        steps.append("new days come: flows.recurring trains on each, flows.backtest shows what that would have brought")
+    ids = [choice.fact.name for choice in suggestion.of("sparse") if choice.fact.kind != "ids"]
+    if len(ids) >= 2:
+        steps.append(
+            f"cross two columns under features.derived: {{kind: cartesian, inputs: [{ids[0]}, {ids[1]}], ...}}"
+        )
+    steps.append(
+        "a larger training.table_weight_decay if the validation NE rises early, a smaller one if it never does"
+    )
+    return steps
 
 
 def _features(suggestion: Suggestion, weight: str | None) -> str:
     lines = ["features:", f"  label: {_text(suggestion.label)}"]
     lines += [f"  weight: {_text(weight)}"] if weight else []
+    lines += ["  derived:"] if suggestion.derived else []
+    lines += [f"    - {{{_pairs(op)}}}" for op in suggestion.derived]
     for use, title in (("dense", "numbers"), ("sparse", "ids, text, or lists of them")):
-        groups = [(names, group) for names, group in suggestion.groups if group[0].use == use]
+        groups = [group for group in suggestion.groups if group.feature.use == use]
         lines += [f"  {use}: # {title}"] if groups else []
-        for names, group in groups:
-            lines += _group(names, group)
+        for group in groups:
+            lines += _group(group)
     ignored = suggestion.of("ignored")
     lines += ["  # Left out:"] if ignored else []
     lines += [f"  #   {_comment(choice)}" for choice in ignored]
     return "\n".join(lines) + "\n"
 
 
-def _group(names: tuple[str, ...], group: tuple[Choice, ...]) -> list[str]:
-    reasons = [f"    # {_comment(choice)}" for choice in group]
-    lines = [*reasons, f"    - columns: [{', '.join(map(_text, names))}]"]
-    lines += ["      pooling: mean"] if group[0].list_of_ids else []
-    ops = [", ".join(f"{key}: {value}" for key, value in op.items()) for op in group[0].transforms]
-    return [*lines, f"      transforms: [{', '.join(f'{{{op}}}' for op in ops)}]"]
+def _group(group: Group) -> list[str]:
+    feature = group.feature
+    if feature.name:  # a second form of numbers, whose reasons are given with the first
+        lines = ["    # the same numbers as intervals of about equally many rows, each with a vector of its own"]
+    else:
+        lines = [f"    # {_comment(choice)}" for choice in group.choices]
+    lines += [f"    - columns: [{', '.join(map(_text, group.names))}]"]
+    lines += [f"      name: {_text(feature.name)}"] if feature.name else []
+    lines += ["      pooling: mean"] if feature.list_of_ids else []
+    steps = ", ".join(f"{{{_pairs(op)}}}" for op in feature.transforms)
+    return [*lines, *([f"      transforms: [{steps}]"] if steps else [])]
+
+
+def _pairs(op: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}: {_value(value)}" for key, value in op.items())
+
+
+def _value(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, list) else str(value)
 
 
 def _comment(choice: Choice) -> str:
-    """Column and reason on one line, even if the name has line breaks."""
-    return " ".join(f"{choice.fact.name}: {choice.why}".split())
+    return _one_line(f"{choice.fact.name}: {choice.why}")
+
+
+def _note(text: str) -> str:
+    return f"# - {_one_line(text)}\n"
+
+
+def _one_line(text: str) -> str:
+    """Text on one line, even if a name has line breaks."""
+    return " ".join(text.split())
 
 
 def _text(name: str) -> str:
     return json.dumps(name)
 
 
+def _dump(sections: Mapping[str, Any]) -> str:
+    text: str = yaml.safe_dump(dict(sections), sort_keys=False, allow_unicode=True)
+    return text
+
+
 def _inner(section: Mapping[str, Any]) -> str:
-    text: str = yaml.safe_dump(dict(section), sort_keys=False)
-    return "".join(f"  {line}\n" for line in text.splitlines())
+    return "".join(f"  {line}\n" for line in _dump(section).splitlines())

@@ -1,21 +1,32 @@
 """Looks at a table or a source and writes a complete config for it."""
 
+import datetime
+import json
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import duckdb
+
 from pipeline.config import load
 from pipeline.config.draft import Draft, load_draft
 from pipeline.config.files import ROOT
-from pipeline.data.profile import rows_of, stored_rows, types_of
-from pipeline.errors import ConfigError
-from pipeline.extraction.opening import SourceContext, open_samples
+from pipeline.data.columns import NAME
+from pipeline.data.profile import Rows, rows_of, stored_rows, types_of
+from pipeline.errors import ConfigError, DataError
+from pipeline.extraction.opening import SourceContext, open_raw_rows, open_source_rows
+from pipeline.extraction.samples import guess_unit, plain_name
+from pipeline.extraction.sources import ROW, key_family
+from pipeline.extraction.text import FILE
 from pipeline.jobs.console import Console, step
 from pipeline.suggestion.choose import Suggestion, suggest
-from pipeline.suggestion.facts import TableFacts, observe
+from pipeline.suggestion.facts import TableFacts, find_row_key, observe
+from pipeline.suggestion.splits import ChosenSplit, choose_split
 from pipeline.suggestion.write import render_config
+from pipeline.transforms.schema import unknown_column
 from storage.artifacts import write_text
 from storage.query import column_types, connect, quote
 from storage.reader import DAY
@@ -25,6 +36,10 @@ from storage.warehouse import Warehouse
 ONE_DAY = "2000-01-01"
 """Day of all rows of `path` if no column gives one."""
 MEMORY = "512MB"
+FEW_BAD = 0.01
+"""Share of labels other than 0 and 1 that is left to the quarantine."""
+POSITIVE = ("1", "1.0", "true", "t", "yes", "y", "positive", "pos", "click", "clicked")
+"""Values of a label that count as 1 if the other value is not one of them."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +63,9 @@ def given_source(draft: Draft, path: str | None, label: str | None, day_column: 
     """
     changes: dict[str, Any] = {}
     if path is not None:
-        changes["source"] = {"path": path, "day": None if day_column else ONE_DAY}
+        kept = draft.source.model_dump(mode="json", exclude_defaults=True) if draft.source is not None else {}
+        kept = {key: value for key, value in kept.items() if key in ("format", "date_format", "rename", "positive")}
+        changes |= {"source": {**kept, "path": path, "day": None if day_column else ONE_DAY}, "split": None}
     elif draft.source is None:
         raise ConfigError("suggest", "a config with a source, or path=FILES", "neither", "Name one of them.")
     else:
@@ -60,8 +77,24 @@ def given_source(draft: Draft, path: str | None, label: str | None, day_column: 
     return load_draft(draft.model_dump(mode="json") | changes)
 
 
-def look(job: DraftJob, files: bool) -> tuple[TableFacts, str]:
-    """Statistics of the table, or of the source where there is no such table, and what was looked at, in words.
+@dataclass(frozen=True)
+class Look:
+    """What was seen, and the split that fits it."""
+
+    observed: TableFacts
+    split: ChosenSplit
+    source: str
+    """What was looked at, in words."""
+    notes: tuple[str, ...] = ()
+    """What a person should know about the rows."""
+
+    def with_note(self, note: str) -> "Look":
+        """Returns the same with another note."""
+        return replace(self, notes=(*self.notes, note))
+
+
+def look(job: DraftJob, files: bool) -> Look:
+    """Looks at the table, or at the source where there is no such table.
 
     Args:
         files: Looks at the source even if there is a table.
@@ -75,60 +108,191 @@ def look(job: DraftJob, files: bool) -> tuple[TableFacts, str]:
             days = warehouse.day_rows(snapshot)
             types = types_of(connection, warehouse.reader(snapshot, warehouse.schema(snapshot).names).empty())
             rows = stored_rows(connection, warehouse, snapshot, days)
-            return observe(connection, rows, types, days, label), f"table {draft.name}"
-        assert draft.source is not None  # given_source refuses a draft without one
-        logs = draft.home_path / "logs"
-        context = SourceContext(draft.source, draft.features, warehouse, draft.name, ROOT, logs)
-        connection, view = stack.enter_context(open_samples(context))
-        days = rows_of(connection, view)
-        types = column_types(connection, view)
-        return observe(connection, lambda names: quote(view), types, days, label), "files of the source"
+            return _look(draft, connection, rows, types, days, f"table {draft.name}")
+        opened = stack.enter_context(open_source_rows(make_context(job)))
+        if opened.join is not None:
+            opened.join.attribute(opened.view, f"{DAY} IS NOT NULL")
+        connection, good = opened.connection, opened.create_good_view("true")
+        counted = f"SELECT __reason, count(*) FROM {opened.view} WHERE __reason IS NOT NULL GROUP BY 1 ORDER BY 2 DESC"
+        refused = connection.sql(counted).fetchall()
+        days = rows_of(connection, good)
+        if not days:
+            got = ", ".join(f"{reason} in {count:,} rows" for reason, count in refused) or "no rows"
+            raise DataError(f"label '{label}'", "rows with 0 or 1", got, "Correct the files, or set source.positive.")
+        notes = tuple(f"{count:,} rows are left out: {reason}" for reason, count in refused)
+        types = column_types(connection, good)
+        return _look(draft, connection, lambda names: quote(good), types, days, "files of the source", notes)
 
 
-def write(draft: Draft, observed: TableFacts, source: str) -> tuple[Path, Suggestion]:
-    """The suggested config, as a file below `home` that every flow takes."""
-    apart: dict[str, str] = {}
-    if draft.evaluation.true_probability:
-        apart[draft.evaluation.true_probability] = "the true probability (evaluation.true_probability)"
-    if draft.features.weight:
-        apart[draft.features.weight] = "the rows' weight"
-    if draft.source is not None and draft.source.day_column:
-        apart[draft.source.day_column] = f"gives the column {DAY}"
-    suggestion = suggest(observed, draft.features.label, apart)
-    text = render_config(suggestion, draft.sections(), observed.rows, len(observed.days), source, draft.features.weight)
-    path = draft.home_path / "suggested" / f"{draft.name}.yaml"
-    write_text(path, text, 0o600)  # the catalog's properties may hold a password
-    load(path)
-    return path, suggestion
+def _look(
+    draft: Draft,
+    connection: duckdb.DuckDBPyConnection,
+    rows: Rows,
+    types: Mapping[str, str],
+    days: Mapping[datetime.date, int],
+    source: str,
+    notes: tuple[str, ...] = (),
+) -> Look:
+    label = draft.features.label
+    if label not in types:
+        raise unknown_column("features.label", label, list(types))
+    observed = observe(connection, rows, types, days, label)
+    if not 0 < observed.positives < observed.rows:
+        raise ConfigError(
+            f"label '{label}'", "rows with 0 and rows with 1", "a constant", "Name another: label=COLUMN."
+        )
+    apart = [label, *([draft.features.weight] if draft.features.weight else [])]
+    split = choose_split(observed, draft.split, lambda: find_row_key(connection, rows, observed, apart))
+    return Look(observed, split, source, notes)
+
+
+def make_context(job: DraftJob) -> SourceContext:
+    """Returns the draft's source with all that reading it needs."""
+    assert job.draft.source is not None  # given_source refuses a draft without one
+    logs = job.draft.home_path / "logs"
+    return SourceContext(job.draft.source, job.draft.features, job.warehouse, job.draft.name, ROOT, logs)
+
+
+def adapt_source(job: DraftJob) -> tuple[DraftJob, list[str]]:
+    """Adds what the files need to be read: plain names of columns, the label's positive value, the unit of the day.
+
+    Returns:
+        The draft with these keys, and a sentence for each.
+    Raises:
+        ConfigError: If the label has two values and none is known to mean yes.
+    """
+    draft, source, label = job.draft, job.draft.source, job.draft.features.label
+    assert source is not None
+    keys: dict[str, Any] = {}
+    notes: list[str] = []
+    with open_raw_rows(make_context(job)) as raw:
+        types = column_types(raw.connection, raw.view)
+        names = [name for name in types if name not in (FILE, ROW) and not name.startswith("__")]
+        odd = {name: plain_name(name) for name in names if not NAME.fullmatch(name)}
+        odd = {name: new for name, new in odd.items() if new not in names}
+        if odd:
+            keys["rename"] = {**source.rename, **odd}
+            listed = ", ".join(f"'{name}' to {new}" for name, new in odd.items())
+            notes.append(f"source.rename gives columns names that a table takes: {listed}")
+        day = source.day_column
+        if day in types and source.day_unit is None and key_family(types[day]) == "integers":
+            query = f"SELECT max(abs({quote(day)})) FROM {quote(raw.view)}"
+            keys["day_unit"] = guess_unit(float(raw.connection.sql(query).fetchall()[0][0] or 0))
+            notes.append(f"source.day_unit: '{day}' holds {keys['day_unit']} since 1970")
+        if source.outcomes is None and source.positive is None and label in types:
+            column = quote(label)
+            values = f"SELECT CAST({column} AS VARCHAR), count(*) FROM {quote(raw.view)} WHERE {column} IS NOT NULL"
+            found = dict(raw.connection.sql(f"{values} GROUP BY 1 ORDER BY 2 DESC LIMIT 20").fetchall())
+            other = sum(rows for value, rows in found.items() if _number(value) not in (0.0, 1.0))
+            if not {0.0, 1.0} <= {_number(value) for value in found} or other > FEW_BAD * sum(found.values()):
+                keys["positive"] = _find_positive(label, found)
+                notes.append(
+                    f"source.positive: '{keys['positive']}' counts as 1, "
+                    + " and ".join(f"'{value}'" for value in found if value != keys["positive"]) + " as 0"
+                )  # fmt: skip
+    if not keys:
+        return job, notes
+    label = keys.get("rename", {}).get(label, label)
+    if day in keys.get("rename", {}):
+        keys["day_column"] = keys["rename"][day]
+    changed = draft.model_dump(mode="json") | {"source": source.model_dump(mode="json") | keys}
+    changed["features"] = {**changed["features"], "label": label}
+    return DraftJob(load_draft(changed), job.console), notes
+
+
+def _find_positive(label: str, counts: Mapping[str, int]) -> str:
+    """Returns the one of a label's two values that means yes."""
+    known = [value for value in counts if value.strip().casefold() in POSITIVE]
+    if len(counts) == 2 and len(known) == 1:
+        return known[0]
+    listed = ", ".join(f"'{value}' in {rows:,} rows" for value, rows in list(counts.items())[:5])
+    more = " and others" if len(counts) > 5 else ""
+    rare = min(counts, key=lambda value: counts[value])
+    raise ConfigError(
+        f"label '{label}'", "0 and 1", f"{listed}{more}",
+        f"Name the value that counts as 1: source.positive={json.dumps(rare)}; all others count as 0.",
+    )  # fmt: skip
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float({"true": "1", "false": "0"}.get(text, text))
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Written:
+    """A suggested config in its file."""
+
+    job: DraftJob
+    """With what the files need to be read."""
+    seen: Look
+    suggestion: Suggestion
+    path: Path
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the result of the command."""
+        return {
+            "status": "ok",
+            "config_path": str(self.path),
+            "looked_at": self.seen.source,
+            "rows": self.seen.observed.rows,
+            "days": len(self.seen.observed.days),
+            **{use: len(self.suggestion.of(use)) for use in ("dense", "sparse", "ignored")},
+            "split": self.suggestion.split.config,
+            "notes": list(self.seen.notes),
+            "columns": [
+                {
+                    "column": choice.fact.name,
+                    "use": choice.use,
+                    "why": choice.why,
+                    "transforms": list(choice.transforms),
+                    "distinct": choice.fact.distinct,
+                    "coverage": round(choice.fact.coverage, 4),
+                }
+                for choice in self.suggestion.choices
+            ],
+        }
 
 
 @step("suggest")
-def write_suggestion(job: DraftJob, files: bool) -> dict[str, Any]:
-    """Rows -> a config. Safe to repeat: it replaces its file."""
-    observed, source = look(job, files)
-    path, suggestion = write(job.draft, observed, source)
-    logger = job.console.log
-    counts = {use: len(suggestion.of(use)) for use in ("dense", "sparse", "ignored")}
+def write_suggestion(job: DraftJob, files: bool) -> Written:
+    """Rows -> a config. Safe to repeat: it replaces its file.
+
+    Args:
+        files: Looks at the source even if there is a table.
+    """
+    notes: list[str] = []
+    if files or not job.warehouse.has_table(job.draft.name):
+        job, notes = adapt_source(job)
+    seen = look(job, files)
+    written = write(job, replace(seen, notes=(*notes, *seen.notes)))
+    logger, suggestion = job.console.log, written.suggestion
+    for note in written.seen.notes:
+        logger.info("%s", note)
     for choice in suggestion.of("ignored"):
         logger.info("left out: %s: %s", choice.fact.name, choice.why)
-    logger.info("%s dense, %s sparse, %s left out: %s", *counts.values(), path)
-    return {
-        "status": "ok",
-        "config_path": str(path),
-        "looked_at": source,
-        "rows": observed.rows,
-        "days": len(observed.days),
-        **counts,
-        "embedding_width": suggestion.embedding_width,
-        "columns": [
-            {
-                "column": choice.fact.name,
-                "use": choice.use,
-                "why": choice.why,
-                "transforms": list(choice.transforms),
-                "distinct": choice.fact.distinct,
-                "coverage": round(choice.fact.coverage, 4),
-            }
-            for choice in suggestion.choices
-        ],
-    }
+    logger.info("split: %s", suggestion.split.why)
+    counts = [len(suggestion.of(use)) for use in ("dense", "sparse", "ignored")]
+    logger.info("%s dense, %s sparse, %s left out: %s", *counts, written.path)
+    return written
+
+
+def write(job: DraftJob, seen: Look) -> Written:
+    """Writes the suggested config as a file below `home` that every flow takes."""
+    draft, label, weight = job.draft, job.draft.features.label, job.draft.features.weight
+    apart: dict[str, str] = {}
+    if draft.evaluation.true_probability:
+        apart[draft.evaluation.true_probability] = "the true probability (evaluation.true_probability)"
+    if weight:
+        apart[weight] = "the rows' weight"
+    if draft.source is not None and draft.source.day_column and seen.split.by_time:
+        apart[draft.source.day_column] = f"gives the column {DAY}"
+    suggestion = suggest(seen.observed, label, seen.split, apart)
+    rows, days = seen.observed.rows, len(seen.observed.days)
+    text = render_config(suggestion, draft.sections(), rows, days, seen.source, weight, seen.notes)
+    path = draft.home_path / "suggested" / f"{draft.name}.yaml"
+    write_text(path, text, 0o600)  # the catalog's properties may hold a password
+    load(path)
+    return Written(job, seen, suggestion, path)

@@ -10,14 +10,12 @@ import pytest
 import yaml
 
 from pipeline.data.config import SplitConfig
-from pipeline.data.profile import rows_of, types_of
 from pipeline.errors import ConfigError
-from pipeline.suggestion.choose import Suggestion, patterns, suggest
-from pipeline.suggestion.facts import TableFacts, observe
+from pipeline.suggestion.choose import Suggestion, patterns
 from pipeline.suggestion.write import render_config
 from pipeline.transforms.schema import FeatureSchema
-from storage.query import connect
 from storage.reader import DAY
+from tests.pipeline.suggestion.observing import suggest_for
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]
 
@@ -54,17 +52,9 @@ def table(rows: int = 4_000, days: int = 4) -> pa.Table:
     )
 
 
-def observe_table(rows: pa.Table, folder: Path) -> TableFacts:
-    with connect([], folder / "tmp", "512MB") as connection:
-        connection.register("rows", rows)
-        types = types_of(connection, rows)
-        return observe(connection, lambda names: "rows", types, rows_of(connection, "rows"), "label")
-
-
 @pytest.fixture(scope="module")
 def suggestion(tmp_path_factory: pytest.TempPathFactory) -> Suggestion:
-    observed = observe_table(table(), tmp_path_factory.mktemp("suggest"))
-    return suggest(observed, "label", {"weight": "the rows' weight"})
+    return suggest_for(table(), tmp_path_factory.mktemp("suggest"), {"weight": "the rows' weight"})
 
 
 def test_each_column_has_its_use_and_the_reason(suggestion: Suggestion) -> None:
@@ -72,7 +62,7 @@ def test_each_column_has_its_use_and_the_reason(suggestion: Suggestion) -> None:
     assert {name for name in uses if uses[name] == "dense"} == {"num_a", "num_b", "spiky", "views"}
     assert {name for name in uses if uses[name] == "sparse"} == {"cat_user", "cat_device", "country", "flag", "hour", "list_items"}  # fmt: skip
     why = {choice.fact.name: choice.why for choice in suggestion.of("ignored")}
-    assert why.pop("at") == "a time; get_local_hour under `derived` turns it into hours"
+    assert why.pop("at").startswith("a time of day that never changes")
     assert why.pop("always") == "constant: one distinct value"
     assert why.pop("never") == "no values"
     assert why.pop("true_probability") == "leaks the label, judging by its name"
@@ -95,7 +85,7 @@ def test_numbers_come_from_the_measurement(suggestion: Suggestion) -> None:
     assert [op["kind"] for op in ops["views"]] == ["log", "standardise", "fill_null"]
     assert [op["kind"] for op in ops["num_b"]] == ["standardise", "fill_null"]
     assert [op["kind"] for op in ops["spiky"]] == ["standardise", "clamp", "fill_null"]
-    assert suggestion.embedding_width == 16
+    assert suggestion.shape.model["embedding_width"] == 16
 
 
 def test_the_file_holds_sections_that_are_valid(suggestion: Suggestion) -> None:
@@ -105,21 +95,16 @@ def test_the_file_holds_sections_that_are_valid(suggestion: Suggestion) -> None:
     values: Any = yaml.safe_load(text)
     features = FeatureSchema.model_validate(values["features"])
     assert features.sparse[0].columns == ("cat_*",)
-    assert features.sparse[-1].pooling == "mean"
+    assert [group.pooling for group in features.sparse if "list_items" in group.columns] == ["mean"]
     assert ("num_*",) in [group.columns for group in features.dense]
     split = SplitConfig.model_validate(values["split"])
     assert split.days is not None
     assert (split.days.train, split.days.valid, split.days.test) == (("2025-03-01..2025-03-02",), ("2025-03-03",), ("2025-03-04",))  # fmt: skip
-    assert values["training"] == {"batch_rows": 256, "epochs": 2}
+    assert values["training"]["epochs"] == 2, "the config's own keys win"
+    buckets = next(group for group in features.sparse if group.name == "{column}_bucket")
+    assert set(buckets.columns) == {"num_*", "views", "spiky"}
     assert "# cat_user: about " in text
     assert "#   never: no values" in text
-
-
-def test_one_day_is_split_by_the_key_with_most_values(tmp_path: Path) -> None:
-    found = suggest(observe_table(table(days=1), tmp_path), "label")
-    assert found.split["hash"]["key"] in ("cat_user", "cat_device")
-    two = suggest(observe_table(table(days=2), tmp_path), "label")
-    assert two.split == {"days": {"train": ["2025-03-01..2025-03-01"], "test": ["2025-03-02"]}}
 
 
 def test_patterns_match_the_wanted_names_and_nothing_else() -> None:
@@ -127,9 +112,67 @@ def test_patterns_match_the_wanted_names_and_nothing_else() -> None:
     assert patterns(["a_1", "a_2", "b_1", "c"], names) == ["a_*", "b_1", "c"]
 
 
-def test_what_cannot_be_suggested(tmp_path: Path) -> None:
+def uses(rows: pa.Table, folder: Path) -> dict[str, str]:
+    return {choice.fact.name: choice.use for choice in suggest_for(rows, folder).choices}
+
+
+def test_codes_in_number_columns_are_ids(tmp_path: Path) -> None:
+    """Label-encoded text, codes with gaps that the label depends on, and ids that pandas made floats."""
+    draw, rows = np.random.default_rng(9), table(20_000)
+    city = draw.integers(0, 230, 20_000)
+    flight = draw.choice(np.sort(draw.choice(9_000, 400, replace=False)), 20_000)
+    offset = dict(zip(range(9_000), draw.normal(scale=1.5, size=9_000), strict=True))
+    label = draw.random(20_000) < 1 / (1 + np.exp(-np.array([offset[code] for code in flight])))
+    user = np.where(draw.random(20_000) < 0.1, np.nan, draw.integers(0, 2_000, 20_000).astype(float))
+    amount = draw.gamma(2.0, 150.0, 20_000).astype(np.int64)
+    rows = pa.table(
+        {
+            DAY: rows[DAY],
+            "label": label.astype(np.int64),
+            "city": city,
+            "flight": flight,
+            "user_id": pa.array(user, from_pandas=True),
+            "spent": amount,
+            "rating": draw.normal(size=20_000),
+        }
+    )
+    found = uses(rows, tmp_path)
+    assert found == {"city": "sparse", "flight": "sparse", "user_id": "sparse", "spent": "dense", "rating": "dense"}
+
+
+def test_times_become_hours_and_no_number_that_only_grows(tmp_path: Path) -> None:
     rows = table()
-    with pytest.raises(ConfigError, match=r"label 'missing': expected a column of 0 and 1, got columns"):
-        suggest(observe_table(rows, tmp_path), "missing")
-    with pytest.raises(ConfigError, match=r"suggestion: expected a column of ids, text or lists of ids, got 1 columns"):
-        suggest(observe_table(rows.select([DAY, "label", "num_a"]), tmp_path), "label")
+    seconds = [int(day.strftime("%s")) + 60 * (i % 1_440) for i, day in enumerate(rows[DAY].to_pylist())]
+    times = pa.array([value * 1_000_000 for value in seconds], pa.timestamp("us"))
+    rows = rows.append_column("seen", times).append_column("event_time", pa.array(seconds))
+    rows = rows.append_column("month", pa.array([day.day for day in rows[DAY].to_pylist()]))
+    made = suggest_for(rows, tmp_path)
+    assert {op["output"]: op.get("time_unit") for op in made.derived} == {"seen_hour": None, "event_time_hour": "seconds"}  # fmt: skip
+    assert not [group for group in made.groups if group.feature.use == "dense" and set(group.names) & {"seen", "event_time"}]  # fmt: skip
+    (month,) = [choice for choice in made.choices if choice.fact.name == "month"]
+    assert (month.use, month.why.startswith("follows the day (correlation 1.000)")) == ("ignored", True)
+    alone = suggest_for(rows.set_column(0, DAY, pa.array([DAYS[0]] * rows.num_rows)), tmp_path)
+    dense = {name for group in alone.groups if group.feature.use == "dense" for name in group.names}
+    assert {"seen", "event_time"} <= dense, "rows of all times are in all parts"
+
+
+def test_numbers_with_words_among_them_are_told(tmp_path: Path) -> None:
+    prices = [f"{i * 0.37:.2f}" if i % 7 else "unknown" for i in range(4_000)]
+    (price,) = [one for one in suggest_for(table().append_column("price", pa.array(prices)), tmp_path).choices if one.fact.name == "price"]  # fmt: skip
+    assert price.why == (
+        "86% of its values are numbers, others are text such as 'unknown': clean them, and it becomes a number"
+    )
+
+
+def test_numbers_alone_are_enough(tmp_path: Path) -> None:
+    made = suggest_for(table().select([DAY, "label", "num_a"]), tmp_path)
+    assert [(group.feature.use, group.names) for group in made.groups] == [
+        ("dense", ("num_a",)),
+        ("sparse", ("num_a",)),
+    ]
+
+
+def test_what_cannot_be_suggested(tmp_path: Path) -> None:
+    rows = table().select([DAY, "label", "impression_id"])
+    with pytest.raises(ConfigError, match=r"suggestion: expected a column to learn from, got 0 usable of 1"):
+        suggest_for(rows, tmp_path)
