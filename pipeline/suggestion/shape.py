@@ -33,16 +33,17 @@ def choose_shape(ids: Sequence[ColumnFacts], rows: int, validates: bool) -> Shap
         "bottom_mlp": [64],
         "top_mlp": [128, 64],
         "interaction": "dcn",
-        "dropout": 0.2,
+        "dropout": 0.3,
         "embedding_init": 0.01,
     }
     training: dict[str, Any] = {
         "batch_rows": batch,
         "epochs": 20 if validates else 3,
-        **({"patience": 3} if validates else {}),
+        **({"validate_every": 0.25, "patience": 6} if validates else {}),
+        "average_from": 0.5,
         "table_optimizer": "adam",
-        "table_learning_rate": 2e-3,
-        "table_weight_decay": 1e-5,
+        "table_learning_rate": 8e-3,
+        "table_weight_decay": 1e-3,
         "dense_learning_rate": 1e-3,
         "dense_weight_decay": 1e-5,
     }

@@ -35,6 +35,7 @@ def render_config(
     shape, split = suggestion.shape, suggestion.split
     made = ("features", "split", "model", "training", "evaluation")
     others = {key: value for key, value in kept.items() if key not in made}
+    path = f"{kept.get('home', '.dlrm')}/suggested/{kept['name']}.yaml"
     last = {key: value for key, value in others.items() if key not in FIRST}
     evaluation = {"baselines": ["rate", "boosting"], **kept.get("evaluation", {})}
     parts = [
@@ -46,14 +47,14 @@ def render_config(
         f"training: # {shape.training_why}\n{_inner({**shape.training, **kept.get('training', {})})}",
         f"evaluation: # every model is compared with these on the same rows\n{_inner(evaluation)}",
         *([_dump(last)] if last else []),
-        "# What to try next:\n" + "".join(_note(text) for text in _next_steps(suggestion)),
+        "# What to try next:\n" + "".join(_note(text) for text in _next_steps(suggestion, path)),
     ]
     return "\n".join(parts)
 
 
-def _next_steps(suggestion: Suggestion) -> list[str]:
+def _next_steps(suggestion: Suggestion, path: str) -> list[str]:
     """Returns what may make the model better, the most promising first."""
-    steps = ["search the values above on the validation rows: python -m flows.suggest ... trials=12"]
+    steps = [f"search these values on the validation rows: python -m flows.suggest {path} trials=12"]
     if suggestion.split.by_time:
         steps.append("new days come: flows.recurring trains on each, flows.backtest shows what that would have brought")
     ids = [choice.fact.name for choice in suggestion.of("sparse") if choice.fact.kind != "ids"]

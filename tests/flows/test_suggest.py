@@ -68,6 +68,45 @@ def run(command, *words, home):
         return command(suggest, *words, home=home)
 
 
+def test_odd_files_are_read_by_what_the_file_of_the_suggestion_says(command, tmp_path):
+    """Names with blanks, a label in words, a day in seconds, numbers with words among them."""
+    lines = [f"{i % 40},{'yes' if i % 3 else 'no'},{1736121600 + i * 900},{i}.5,Kiel" for i in range(300)]
+    lines += [f"{i},,1736121600,unknown,Ulm" for i in range(5)]
+    (tmp_path / "odd.csv").write_text("\n".join(["user id,to buy?,clock,price-now,city", *lines]) + "\n")
+    words = ("name=odd", f"path={tmp_path}/odd.csv", "label=to buy?", "day_column=clock")
+    code, result, printed = run(command, *words, home=tmp_path / "home")
+    assert code == 0, result
+    config = load(result["config_path"])
+    assert (config.source.positive, config.source.day_unit, config.features.label) == ("yes", "seconds", "to_buy_")
+    assert config.source.rename == {"user id": "user_id", "to buy?": "to_buy_", "price-now": "price_now"}
+    assert (result["rows"], result["days"]) == (300, 4)
+    assert "5 rows are left out: label is null" in printed
+    why = {row["column"]: row["why"] for row in result["columns"]}
+    assert "others are text such as 'unknown'" in why["price_now"]
+    (tmp_path / "three.csv").write_text("user,label\n" + "\n".join(f"{i},{'abc'[i % 3]}" for i in range(90)))
+    code, result, _ = run(command, "name=three", f"path={tmp_path}/three.csv", home=tmp_path / "home")
+    assert result["error"] == (
+        "label 'label': expected 0 and 1, got 'a' in 30 rows, 'b' in 30 rows, 'c' in 30 rows. "
+        'Name the value that counts as 1: source.positive="a"; all others count as 0.'
+    )
+
+
+@pytest.mark.slow
+def test_trials_put_the_best_values_into_the_file(command, tmp_path):
+    rows = pd.DataFrame({"user": [i % 40 for i in range(900)], "age": [float(i * i % 1_000) for i in range(900)]})
+    rows["label"] = ((rows.index % 40) * 7 % 11 < 4).astype(int)
+    rows.to_parquet(tmp_path / "rows.parquet")
+    words = ("name=own", f"path={tmp_path}/rows.parquet", "trials=2", "training.world_size=1", "training.epochs=2")
+    code, result, printed = run(command, *words, home=tmp_path / "home")
+    assert (code, sum(result["sweep"]["trials"].values())) == (0, 2), printed
+    config = load(result["config_path"]).model_dump()
+    for key, value in result["sweep"]["best"]["params"].items():
+        section, name = key.split(".")
+        assert config[section][name] == pytest.approx(value)
+    assert config["training"]["epochs"] == 2
+    assert any(note.startswith("model and training: the best of 2 trials, NE ") for note in result["notes"])
+
+
 @pytest.mark.slow
 def test_a_suggested_config_trains_unchanged(copied, smoke, tmp_path):
     """From the smoke run's table: no worse than the config that was written by hand."""
@@ -78,5 +117,7 @@ def test_a_suggested_config_trains_unchanged(copied, smoke, tmp_path):
     assert all(use == "sparse" for name, use in uses.items() if name.startswith(("cat_", "list_")))
     assert all(use == "dense" for name, use in uses.items() if name.startswith("num_"))
     result = train(config=found["config_path"])
+    assert {one["name"] for one in result["baselines"]} == {"rate", "boosting"}
+    assert result["eval"]["ne"] < min(one["ne"] for one in result["baselines"]) + 0.02
     assert result["eval"]["ne"] < 1.0, "better than the base rate"
     assert result["eval"]["ne"] < smoke["eval"]["ne"] + 0.02

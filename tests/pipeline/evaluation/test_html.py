@@ -125,3 +125,13 @@ def test_the_markdown_page_shows_the_same_figures(one):
     assert "Snapshot `7` of table `ads`; [MLflow run ffffffff](http://mlflow/run)." in text
     assert "| slice | rows | label rate | NE | interval | calibration |" in text
     assert "| country = B | 50 (few) |" in text
+
+
+def test_a_report_begins_with_what_simple_models_do(one):
+    boosting = {"name": "boosting", "ne": 0.5, "auc": 0.9, "logloss": 0.3, "rows": 9, "seconds": 1.0}
+    compared = one.model_copy(update={"result": {**one.result, "baselines": [boosting]}})
+    first = f"Worse than gradient boosting: NE {one.report.overall.ne:.4f} against 0.5000"
+    page = render_report([compared])
+    assert page.index(first) < page.index("It may be chance.")
+    assert compared.render_markdown("http://x").startswith(first)
+    assert "gradient boosting" not in render_report([one])
