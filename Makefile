@@ -114,10 +114,10 @@ serve: setup  ## serve the champion of MODEL over HTTP on loopback, port SERVE_P
 	@PATH="$(abspath $(VENV))/bin:$$PATH" MLFLOW_TRACKING_URI="$${MLFLOW_TRACKING_URI:-sqlite:///$(HOME_FOLDER)/mlflow/mlflow.db}" \
 		$(VENV)/bin/mlflow models serve -m "models:/$(MODEL)@champion" --env-manager local --host 127.0.0.1 --port $(SERVE_PORT)
 
-deploy: setup  ## set up the server at PREFECT_API_URL; CHAIN=true trains after each ingest
+deploy: setup  ## set up the server of `make ui`, or that at PREFECT_API_URL; CHAIN=true trains after each ingest
 	@$(RUN) -m flows.deploy $(if $(CHAIN),chain=$(CHAIN)) trainings=$(TRAININGS)
 
-worker: setup  ## run a worker for the deployments of the server at PREFECT_API_URL
+worker: setup  ## run a worker for the deployments of the server of `make ui`, or of that at PREFECT_API_URL
 	@$(RUN) -m flows.runtime.access $(VENV)/bin/prefect worker start --pool dlrm
 
 doctor: setup  ## check this installation

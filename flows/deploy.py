@@ -15,14 +15,14 @@ from typing import Any
 import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, DeploymentFilterTags
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState, RunDeployment
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import PREFECT_API_URL
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
-from flows.runtime.access import authenticated
+from flows.runtime.access import authenticated, require_server
 from flows.runtime.environment import set_environment
 from pipeline.config.files import ROOT, home_path
 from pipeline.errors import ConfigError, ContractError
@@ -32,6 +32,8 @@ QUEUES = {"default": "everything but trainings", "training": "flows that train, 
 """Queue of the pool -> description of its runs."""
 HANDED = ("Pending", "Submitting", "InfrastructurePending")
 """States of a run that a worker has taken and not started."""
+FORMER = "on-demand"
+"""What earlier versions called the deployments that have their flow's name now."""
 ENDED = ("Completed", "Failed", "Cancelled", "Crashed")
 WAITING = ("Scheduled", "Late", "AwaitingRetry", "AwaitingConcurrencySlot", "Paused", "Suspended")
 """States of a run that has ended, or that no worker is meant to hold."""
@@ -124,19 +126,18 @@ def _same(*names: str) -> dict[str, Any]:
 
 
 def deploy(settings: Settings) -> list[str]:
-    """Creates or updates everything on the server at PREFECT_API_URL. Returns a line for each thing done.
+    """Creates or updates everything on the server at PREFECT_API_URL, or on that of this home.
+
+    Returns:
+        A line for each thing done.
 
     Raises:
-        ConfigError: If PREFECT_API_URL is not set, its server takes no authentication of ours, or Prefect refuses the
-            deployments.
+        ConfigError: If there is no server, it takes no authentication of ours, or Prefect refuses the deployments.
     """
-    address = PREFECT_API_URL.value()
-    if not address:
-        remedy = "Start one with `make ui` and export PREFECT_API_URL=http://127.0.0.1:4200/api"
-        raise ConfigError("PREFECT_API_URL", "the address of a running server", "none", remedy)
-    with authenticated(address, home_path(".dlrm")), get_client(sync_client=True) as client:
+    home = home_path(".dlrm")
+    with authenticated(require_server(home), home), get_client(sync_client=True) as client:
         done = [_pool(client), *(_queue(client, name, settings) for name in QUEUES)]
-        done += _deployments()
+        done += [*_deployments(), *_remove_former(client)]
         training = client.read_deployment_by_name("train/after-ingest").id
         done += [_automation(client, one, settings) for one in automations(settings, training)]
     return done
@@ -172,6 +173,15 @@ def _deployments() -> list[str]:
         reason = " ".join((done.stderr + done.stdout).split())[-500:]
         raise ConfigError("prefect.yaml", "deployments that Prefect accepts", reason, "Correct it, then deploy again.")
     return [f"deployments of {ROOT / 'prefect.yaml'}"]
+
+
+def _remove_former(client: SyncPrefectClient) -> list[str]:
+    """Removes the deployments that are called after their flows now. Their runs stay. One with a schedule stays."""
+    named = DeploymentFilter(name=DeploymentFilterName(any_=[FORMER]), tags=DeploymentFilterTags(all_=[POOL]))
+    found = [one for one in client.read_deployments(deployment_filter=named) if not one.schedules]
+    for one in found:
+        client.delete_deployment(one.id)
+    return [f"removed {len(found)} deployments of the former name {FORMER}"] if found else []
 
 
 def _automation(client: SyncPrefectClient, wanted: AutomationCore, settings: Settings) -> str:

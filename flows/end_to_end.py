@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from flows.ingest import ingest
-from flows.runtime.flow import flow
+from flows.runtime.flow import flow, open_workspace
 from flows.train import train
 from pipeline.config import RunConfig, load
+from pipeline.jobs.outcome import show_outcome
 from pipeline.jobs.tables.ingest import require_one_config
 
 
@@ -35,4 +36,5 @@ def end_to_end(
     days = ingest(settings)
     require_one_config(days)
     model = train(settings, snapshot_id=days["snapshot_id"], force=force)
+    show_outcome(open_workspace(settings), model)
     return model | {"held": days["held"], "ingest": days}

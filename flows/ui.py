@@ -1,6 +1,7 @@
 """Runs a Prefect server and an MLflow UI on loopback over the data of one `home`. Ctrl-C stops both."""
 
 import contextlib
+import difflib
 import os
 import shlex
 import signal
@@ -10,14 +11,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from flows.runtime.access import HOST, SERVERS, VARIABLE, protect, read_secret, read_setting, secret_file, serving
 from flows.runtime.environment import keep_private, make_private, set_environment
+from flows.runtime.server import require_known_tables
 from pipeline.errors import ConfigError, ContractError
+from pipeline.jobs.outcome import MLFLOW_ADDRESS
 from pipeline.process import die_with_parent
 
 NAMES = (HOST, "localhost")
@@ -28,13 +31,13 @@ STOP_SECONDS = 10.0
 
 def main(words: list[str]) -> int:
     """Starts both servers and waits until one ends or a signal arrives."""
-    options = dict(word.split("=", 1) for word in words if "=" in word)
     home = Path(next((word for word in words if "=" not in word), os.environ.get("DLRM_HOME", ".dlrm"))).resolve()
-    prefect_port, mlflow_port = int(options.get("prefect_port", 4200)), int(options.get("mlflow_port", 5000))
     signal.signal(signal.SIGTERM, _interrupted)
     servers: list[subprocess.Popen[bytes]] = []
     marked = contextlib.ExitStack()
     try:
+        prefect_port, mlflow_port = read_ports(words)
+        require_known_tables(home / "prefect")
         for name, port in (("Prefect", prefect_port), ("MLflow", mlflow_port)):
             free_port(name, port)
         servers = [start(*command) for command in commands(home, prefect_port, mlflow_port)]
@@ -44,8 +47,11 @@ def main(words: list[str]) -> int:
         own = read_setting(SERVERS)
         secret = SERVERS if own else f"the text of {secret_file(home / 'prefect')}"
         print(f"Prefect  http://{HOST}:{prefect_port} asks for {secret}", flush=True)
-        print(f"MLflow   http://{HOST}:{mlflow_port}", flush=True)
-        print(f"runs of {home}; for deployments: export PREFECT_API_URL=http://{HOST}:{prefect_port}/api", flush=True)
+        address = f"http://{HOST}:{mlflow_port}"
+        (home / "ui" / MLFLOW_ADDRESS).write_text(f"{address}\n", encoding="utf-8")  # links of runs lead there
+        print(f"MLflow   {address}/#/experiments has the runs, {address}/#/models the models", flush=True)
+        print(f"runs of {home}; its commands, `make deploy` and `make worker` find this server", flush=True)
+        print(f"for other homes: export PREFECT_API_URL=http://{HOST}:{prefect_port}/api", flush=True)
         value = f"${SERVERS}" if own else f"$(cat {shlex.quote(str(secret_file(home / 'prefect')))})"
         print(f'for the command prefect, also: export {VARIABLE}="{value}"', flush=True)
         print("Ctrl-C stops both", flush=True)
@@ -58,9 +64,36 @@ def main(words: list[str]) -> int:
     except ContractError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        remedy = "Name another home: make ui HOME_FOLDER=PATH."
+        where = f"home '{home}'"
+        print(f"error: {where}: expected files that can be written, got '{error.strerror}'. {remedy}", file=sys.stderr)
+        return 1
     finally:
         stop(servers)
         marked.close()
+
+
+def read_ports(words: Sequence[str]) -> tuple[int, int]:
+    """Reads the ports of Prefect and MLflow from the words of the command line.
+
+    Raises:
+        ConfigError: If a word is no known option, or its value is no port.
+
+    Example:
+        >>> read_ports([".dlrm", "mlflow_port=5300"])
+        (4200, 5300)
+    """
+    ports = {"prefect_port": 4200, "mlflow_port": 5000}
+    for key, text in (word.split("=", 1) for word in words if "=" in word):
+        if key not in ports:
+            close = difflib.get_close_matches(key, ports, n=1)
+            remedy = f"Did you mean {close[0]}?" if close else "Correct it."
+            raise ConfigError(f"argument '{key}'", f"one of {', '.join(ports)}", f"'{key}'", remedy)
+        if not text.isdecimal() or not 0 < int(text) < 65_536:
+            raise ConfigError(f"argument '{key}'", "a port from 1 to 65535", f"'{text}'", "Correct it.")
+        ports[key] = int(text)
+    return ports["prefect_port"], ports["mlflow_port"]
 
 
 def commands(home: Path, prefect_port: int, mlflow_port: int) -> list[tuple[list[str], dict[str, str], Path]]:

@@ -28,6 +28,7 @@ SERVERS = "PREFECT_SERVER_API_AUTH_STRING"
 """The same string, in the settings of a server."""
 OTHERS = ("PREFECT_API_KEY", "PREFECT_CLIENT_CUSTOM_HEADERS")
 """Settings with which Prefect's client authenticates in another way."""
+ANSWER_SECONDS = 5.0
 HOST = "127.0.0.1"
 """Where our servers listen. `localhost` may mean ::1, where somebody else can listen."""
 
@@ -92,8 +93,43 @@ def serving(folder: Path, port: int) -> Iterator[None]:
         yield
 
 
-def _mark(folder: Path, port: int) -> Path:
+def _mark(folder: Path, port: int | str) -> Path:
     return folder / f"server-{socket.gethostname()}-{port}.lock"
+
+
+def find_own_server(home: Path) -> str | None:
+    """Returns the address of the Prefect server that `make ui` runs for a home on this machine. None: it runs none."""
+    for lock in (home / "prefect").glob(_mark(Path(), "*").name):
+        address = f"http://{HOST}:{lock.stem.rpartition('-')[2]}/api"
+        if _is_held(lock) and answers(address):
+            return address
+    return None
+
+
+def answers(address: str) -> bool:
+    """Whether a server listens at the address of an API."""
+    try:
+        with urllib.request.urlopen(f"{address.rstrip('/')}/health", timeout=ANSWER_SECONDS):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except OSError as error:  # a busy server is one, too
+        return isinstance(getattr(error, "reason", error), TimeoutError)
+    except ValueError:
+        return False
+
+
+def require_server(*homes: Path) -> str:
+    """Returns the address of the server to use: the one in the environment, or that of one of the homes.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    address = server_address() or next(filter(None, map(find_own_server, homes)), None)
+    if address is None:
+        remedy = "Start one with `make ui`, or name another one's: export PREFECT_API_URL=http://HOST:PORT/api."
+        raise ConfigError("PREFECT_API_URL", "the address of a running server", "none", remedy)
+    return address
 
 
 def server_address() -> str | None:
@@ -187,26 +223,35 @@ def check_access(address: str, secret: str | None) -> None:
 
 @contextmanager
 def authenticated(address: str, *homes: Path) -> Iterator[None]:
-    """Makes Prefect authenticate at a server, in this process and in its child processes.
+    """Makes Prefect use a server and authenticate there, in this process and in its child processes.
 
     Raises:
-        ConfigError: If the server does not accept our secret.
+        ConfigError: If the server does not run, or does not accept our secret.
     """
-    from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     secret = find_secret(address, *homes) or PREFECT_API_AUTH_STRING.value()  # a profile may have it, too
-    check_access(address, secret)
-    if secret is None:
-        yield
-        return
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = secret
+    _check_server(address, secret)
+    wanted = {"PREFECT_API_URL": address} | ({} if secret is None else {VARIABLE: secret})
+    settings = {PREFECT_API_URL: address} | ({} if secret is None else {PREFECT_API_AUTH_STRING: secret})
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
-        with temporary_settings({PREFECT_API_AUTH_STRING: secret}):
+        with temporary_settings(settings):
             yield
     finally:
-        if before is None:
-            del os.environ[VARIABLE]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _check_server(address: str, secret: str | None) -> None:
+    if not authenticates_otherwise() and not answers(address):
+        remedy = "Start it, as with `make ui`, or unset PREFECT_API_URL: commands then find or start one of their home."
+        raise ConfigError(f"PREFECT_API_URL {address}", "a running Prefect server", "no answer", remedy)
+    check_access(address, secret)
 
 
 def main(words: Sequence[str]) -> NoReturn:
@@ -214,15 +259,15 @@ def main(words: Sequence[str]) -> NoReturn:
     from pipeline.config.files import home_path
 
     keep_private()  # a worker's runs inherit it
-    address = server_address()
-    secret = None
+    home = home_path(".dlrm")
     try:
-        if address is not None:
-            secret = find_secret(address, home_path(".dlrm")) or read_setting(VARIABLE)
-            check_access(address, secret)
+        address = require_server(home)
+        secret = find_secret(address, home) or read_setting(VARIABLE)
+        _check_server(address, secret)
     except ContractError as error:
         sys.exit(f"error: {error}")
-    os.execvpe(words[0], list(words), os.environ | ({} if secret is None else {VARIABLE: secret}))
+    own = {"PREFECT_API_URL": address} | ({} if secret is None else {VARIABLE: secret})
+    os.execvpe(words[0], list(words), os.environ | own)
 
 
 if __name__ == "__main__":

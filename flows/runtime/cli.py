@@ -11,8 +11,11 @@ import inspect
 import json
 import logging
 import os
+import re
+import shutil
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +26,7 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from flows.runtime.access import authenticated, server_address
+from flows.runtime.access import authenticated, find_own_server, server_address
 from flows.runtime.dlrm import describe, parameters_of, say
 from flows.runtime.environment import keep_private, make_private, set_environment
 from flows.runtime.private import hide, remember
@@ -48,6 +51,11 @@ PLAIN: dict[str, tuple[str, ...]] = {
 """Commands that run without Prefect unless a server is named, by their actions: they read, or move an alias."""
 TRAINING = ("train", "end_to_end", "recurring", "backfill", "replay", "sweep", "release")
 """Commands that start ranks."""
+FAILED = re.compile(
+    r"failed: |Task run failed with|Encountered exception during execution|Finished in state (Failed|Cancelled)"
+)
+"""Beginnings of Prefect's lines about a failure."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 Result = dict[str, Any]
 log = logging.getLogger("dlrm")
 
@@ -73,6 +81,7 @@ def command(
     # DuckDB prints a page about leaks in it.
     atexit.register(lambda: os._exit(codes[0] if codes else 1))
     codes.append(main(name, words, read, without_config))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the end of the servers takes a moment, and the result stands
     sys.exit(codes[0])
 
 
@@ -94,7 +103,9 @@ def main(
     try:
         result = run(flow, [word for word in words if word != "--debug"], read, without_config, debug)
     except KeyboardInterrupt:
-        result = {"status": "failed", "error": "interrupted; run the same command again to go on."}
+        ending = sys.modules.get("flows.runtime.ending")
+        how = "cancelled at the Prefect server" if ending is not None and ending.cancelled.is_set() else "interrupted"
+        result = {"status": "failed", "error": f"{how}; run the same command again to go on."}
     except Exception as error:  # whatever went wrong, the caller gets one sentence and a result line
         if debug:
             print(hide(traceback.format_exc()), file=sys.stderr)
@@ -124,6 +135,8 @@ def run(
     remember(config)
     address = server_address()
     plain = isinstance(flow, str) and is_plain(name, parameters) and address is None
+    if address is None and not plain:
+        address = find_own_server(home_path(config.home))
     server = None if plain or address is not None else start_server(config)
     if isinstance(flow, str):
         if name in TRAINING and isinstance(config, RunConfig):
@@ -139,6 +152,9 @@ def run(
             stack.enter_context(prefect_settings(server))
         elif address is not None:
             stack.enter_context(authenticated(address, home_path(config.home), home_path(".dlrm")))
+            from flows.runtime import ending
+
+            ending.others_can_cancel = True
         elif plain:  # most of its time is imports, also those in functions
             stack.enter_context(loading())
         result: Result = flow(config=config, **parameters)
@@ -278,20 +294,38 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         return f"parameter '{'.'.join(map(str, first['loc']))}': {first['msg']}, got {first['input']!r:.80}."
+    if isinstance(error, OSError) and (error.errno in FULL or "No space left" in str(error)):
+        return _describe_full_disk(error)
+    if isinstance(error, PermissionError) and error.filename is not None:
+        remedy = "Let its owner give it to you, or set DLRM_HOME to a folder of your own."
+        return f"'{error.filename}': expected permission to use it, got none. {remedy}"
     line, *others = [text.strip(" -") for text in str(error).splitlines() if text.strip()] or ["no message"]
     line += f" {'; '.join(others)}" if line.endswith(":") else ""
     return f"{type(error).__name__}: {line} (--debug shows more)"
 
 
+def _describe_full_disk(error: OSError) -> str:
+    """Says which disk is full: of those of the file, the home and temporary files, the one with the least space."""
+    given = [Path(str(error.filename)).parent] if error.filename else []
+    folders = [path for path in (*given, home_path(".dlrm"), Path(tempfile.gettempdir())) if path.exists()]
+    folder = min(folders, key=lambda path: shutil.disk_usage(path).free)
+    free, total = (getattr(shutil.disk_usage(folder), name) / 2**20 for name in ("free", "total"))
+    remedy = "Free some, for which flows.clean lists what can go, or set DLRM_HOME or TMPDIR to another disk."
+    return f"disk of '{folder}': expected free space, got {free:,.0f} MiB of {total:,.0f}. {remedy}"
+
+
 def hide_tracebacks() -> None:
-    """Takes tracebacks out of Prefect's log: the error's sentence says what to do."""
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).addFilter(_without_traceback)
+    """Takes failures and tracebacks out of what Prefect prints: the last line says what to do. Its pages have them."""
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_is_no_failure)
 
 
-def _without_traceback(record: logging.LogRecord) -> bool:
+def _is_no_failure(record: logging.LogRecord) -> bool:
+    """Whether a record is no line of Prefect about the failure of a task or a flow, of which it writes four."""
+    if not record.name.startswith(("prefect.flow_runs", "prefect.task_runs")):
+        return True
     record.exc_info, record.exc_text = None, None
-    return True
+    return FAILED.match(str(record.msg)) is None
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:

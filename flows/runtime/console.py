@@ -27,11 +27,13 @@ from prefect.client.schemas.filters import (
     FlowRunFilterEndTime,
     FlowRunFilterTags,
 )
-from prefect.exceptions import MissingContextError
+from prefect.context import FlowRunContext
+from prefect.exceptions import CancelledRun, MissingContextError
 from prefect.runtime import flow_run
 from prefect.utilities.hashing import file_hash
 
 from flows.runtime.dlrm import FORMER, commands
+from flows.runtime.ending import interruptible, reporting, resume_interrupt
 from flows.runtime.private import hide, hiding, mask
 from pipeline.config import RunConfig
 from pipeline.config.draft import Draft
@@ -39,6 +41,7 @@ from pipeline.jobs.console import SECONDS_BETWEEN_LINES, Console, Logger, Progre
 
 SECONDS_TO_END = 5.0
 """How long to wait at exit for the last progress update to be sent."""
+LONGEST_NAME = 120
 PAGE = 200
 """Flow runs in one answer of the server."""
 TAG = "dlrm"
@@ -64,7 +67,7 @@ class PrefectConsole(Console):
 
     def run(self, step: Step, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Runs a step as a task. Prefect's cache stays out: the warehouse and the registry know what is done."""
-        return task_of(step, function, args[0])(*args, **kwargs)
+        return resume_interrupt(task_of(step, function, args[0])(*args, **kwargs))
 
     def clear_history(self, before: datetime.datetime, dry_run: bool) -> int:
         """Removes ended runs of our flows from the Prefect server's database, with their task runs and logs.
@@ -108,7 +111,7 @@ class PrivateFlow(Flow[..., Any]):
         source = inspect.getsourcefile(inspect.unwrap(fn))  # else Prefect takes the wrapper's file
         own = {"flow_run_name": flow_run_name, "version": file_hash(source) if source else None}
         super().__init__(fn, **own | options)
-        self.fn = hiding(fn)
+        self.fn = reporting(hiding(fn))
 
     def with_options(self, **options: Any) -> "PrivateFlow":
         """A copy with other options, which is private, too. Prefect makes a plain flow."""
@@ -117,9 +120,12 @@ class PrivateFlow(Flow[..., Any]):
         return cast(PrivateFlow, copy)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Runs the flow, with our tag on its run."""
-        with tags(TAG):
-            return super().__call__(*args, **options)
+        """Runs the flow, with our tag on its run. An interrupt ends the run and those around it."""
+        try:
+            with tags(TAG):
+                return super().__call__(*args, **options)
+        except CancelledRun:
+            raise KeyboardInterrupt from None
 
     def serialize_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
         """What Prefect stores and shows."""
@@ -131,18 +137,26 @@ def task_of(step: Step, function: Callable[..., Any], holder: Any) -> Any:
     """A step as a Prefect task. Steps that make something materialize an asset."""
     options: dict[str, Any] = {"cache_policy": NO_CACHE, "task_run_name": step.name}
     if step.makes is None:
-        return task(hiding(function), **options)
+        return task(interruptible(hiding(function)), **options)
     config = holder.config
     asset = table_asset(config) if step.makes == "table" else model_asset(config)
     inputs: list[str | Asset] | None = [table_asset(config)] if step.reads == "table" else None
-    return materialize(asset, by="dlrm-pipeline", asset_deps=inputs, **options)(hiding(function))
+    return materialize(asset, by="dlrm-pipeline", asset_deps=inputs, **options)(interruptible(hiding(function)))
 
 
 def flow_run_name() -> str:
-    """Name of a Prefect run: the flow and its config."""
-    config = flow_run.parameters.get("config", "")
+    """Name of a Prefect run: the flow, its config, and what was given besides. The end adds what came of it."""
+    given = dict(flow_run.parameters)
+    config = given.pop("config", "")
     name = config.name if isinstance(config, RunConfig | Draft) else str(config)
-    return f"{flow_run.flow_name} {name.removeprefix('configs/').removesuffix('.yaml')}"
+    overrides = mask({"overrides": given.pop("overrides", None) or {}})["overrides"]
+    context = FlowRunContext.get()
+    signature = {} if context is None or context.flow is None else inspect.signature(context.flow.fn).parameters
+    usual = {key: parameter.default for key, parameter in signature.items()}
+    words = [f"{key.rpartition('.')[2]}={value}" for key, value in overrides.items()]
+    words += [f"{key}={value}" for key, value in given.items() if value != usual.get(key) and key != "snapshot_id"]
+    shown = [f"{flow_run.flow_name} {name.removeprefix('configs/').removesuffix('.yaml')}", *words]
+    return hide(" ".join(shown))[:LONGEST_NAME]
 
 
 class RunPage:

@@ -2,15 +2,21 @@
 
 import functools
 import inspect
+import logging
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from flows.runtime.environment import quiet_libraries
-from flows.runtime.private import hide_in_logs, remember
-from pipeline.config import RunConfig
+from flows.runtime.private import hide, hide_in_logs, remember
+from pipeline.config import RunConfig, load
 from pipeline.config.draft import Draft
+from pipeline.config.files import home_path
+from pipeline.errors import ConfigError, ContractError
 from pipeline.jobs.console import Console, one_line
+from pipeline.jobs.notify import Notifier, describe_failure, find_stale, list_messages, read_settings
 from pipeline.jobs.transient import is_transient
 from pipeline.jobs.workspace import Workspace
 
@@ -18,6 +24,8 @@ LOGGERS = ("dlrm", "prefect.flow_runs", "prefect.task_runs")
 """What runs log to."""
 WAITS = (60.0, 300.0, 1800.0)
 """Seconds before a deployed run tries again, by attempt."""
+MAKING = ("ingest", "train", "end-to-end", "recurring", "score")
+"""Flows after which the age of the champion is looked at."""
 without_prefect = False
 """Set by the command line before it imports a flow file: flows are plain functions then, and steps plain calls."""
 
@@ -28,7 +36,7 @@ def flow(name: str) -> Callable[[Callable[..., Any]], Any]:
         return lambda function: function
     from flows.runtime.console import PrivateFlow
 
-    return lambda function: PrivateFlow(try_again(function), name=name)
+    return lambda function: PrivateFlow(telling(name, try_again(function)), name=name)
 
 
 def try_again(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,6 +63,64 @@ def try_again(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return run
+
+
+def telling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a run tell people what came of it, as `home/notify.yaml` says, unless somebody watches it at a terminal.
+
+    A run inside another one leaves that to the outer one.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from prefect.runtime import flow_run
+
+        watched = sys.stderr.isatty() and not is_deployed()
+        if watched or flow_run.parent_flow_run_id is not None:
+            return function(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:
+            tell_of_failure(name, given.arguments, error)
+            raise
+        tell_of_result(name, given.arguments, result)
+        return result
+
+    return run
+
+
+def tell_of_failure(name: str, given: Mapping[str, Any], error: Exception) -> None:
+    """Tells people that a run has failed."""
+    config = given.get("config", "")
+    with suppress(ConfigError):  # a home of that name cannot be
+        home = config.home_path if isinstance(config, RunConfig) else home_path(".dlrm")
+        with suppress(ContractError):
+            home = load(config, given.get("overrides")).home_path
+        shown = config.name if isinstance(config, RunConfig | Draft) else str(config)
+        text = str(error) if isinstance(error, ContractError) else one_line(error)
+        Notifier(home, logging.getLogger("dlrm").warning).tell([describe_failure(name, shown, hide(text))])
+
+
+def tell_of_result(name: str, given: Mapping[str, Any], result: Any) -> None:
+    """Tells people of held days, rejected models, and of a champion that is stale or badly calibrated."""
+    warn = logging.getLogger("dlrm").warning
+    try:
+        config = given["config"]
+        if isinstance(config, Draft) or not isinstance(result, Mapping):
+            return
+        config = load(config, given.get("overrides"))
+        settings = read_settings(config.home_path)
+        if settings is None:
+            return
+        gate = config.gate
+        messages = [*list_messages(name, config.name, result, (gate.calibration_low, gate.calibration_high))]
+        stale = find_stale(Workspace(config), settings.stale_days) if name in MAKING else None
+        Notifier(config.home_path, warn).tell([*messages, *([stale] if stale else [])])
+    except Exception as error:  # the run has its own result
+        warn("nobody was told: %s", hide(one_line(error)))
 
 
 def is_deployed() -> bool:

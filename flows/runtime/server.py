@@ -12,6 +12,7 @@ import urllib.request
 from contextlib import closing, suppress
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from flows.runtime.access import make_secret, protect
@@ -31,6 +32,37 @@ uvicorn.main()
 """
 
 
+def require_known_tables(folder: Path) -> None:
+    """Refuses the database of a newer Prefect. Its server would need minutes to fail.
+
+    Args:
+        folder: Of Prefect's data in a home.
+    Raises:
+        ConfigError: If this version of Prefect does not know the tables.
+    """
+    found = find_spec("prefect")
+    assert found is not None
+    assert found.origin is not None
+    known = Path(found.origin).parent / "server" / "database" / "_migrations" / "versions" / "sqlite"
+    for (number,) in _read_tables(folder):
+        if not any(f'revision = "{number}"' in path.read_text(encoding="utf-8") for path in known.glob("*.py")):
+            raise ConfigError(
+                f"'{folder / 'prefect.db'}'", f"a database of Prefect {version('prefect')} or earlier",
+                "one of a later version",
+                "Install that version, or move the file away: it has the history of runs, but no data and no models.",
+            )  # fmt: skip
+
+
+def _read_tables(folder: Path) -> list[tuple[str]]:
+    """Returns the versions of the tables in Prefect's database. One that is new or damaged has none."""
+    path = folder / "prefect.db"
+    if not path.exists():
+        return []
+    with closing(sqlite3.connect(path)) as database, suppress(sqlite3.Error):
+        return database.execute("SELECT version_num FROM alembic_version").fetchall()
+    return []
+
+
 class TemporaryServer:
     """A Prefect server over the database of one `home`, which starts while the command imports its libraries.
 
@@ -45,6 +77,7 @@ class TemporaryServer:
         self.folder, self.log = folder, folder / "server.log"
         self.tables = folder / "tables"
         self.secret = make_secret()
+        require_known_tables(folder)
         self.process = self._start()
 
     @property
@@ -75,7 +108,9 @@ class TemporaryServer:
                 self.process, starts = self._start(), 2
             time.sleep(0.05)
         self.stop()
-        raise ConfigError(f"temporary Prefect server at {self.address}", "an answer", "none", f"See {self.log}.")
+        text = self.log.read_text(encoding="utf-8", errors="replace").strip()
+        last = text.splitlines()[-1][:300] if text else "none"
+        raise ConfigError(f"temporary Prefect server at {self.address}", "an answer", last, f"See {self.log}.")
 
     def stop(self) -> None:
         """Ends the server."""
@@ -88,11 +123,7 @@ class TemporaryServer:
 
     def _read_versions(self) -> str:
         """Returns the versions of Prefect and of the tables in its database. One that is new has no tables."""
-        path, tables = self.folder / "prefect.db", []
-        if path.exists():
-            with closing(sqlite3.connect(path)) as database, suppress(sqlite3.Error):
-                tables = database.execute("SELECT version_num FROM alembic_version").fetchall()
-        return f"{version('prefect')} {tables}"
+        return f"{version('prefect')} {_read_tables(self.folder)}"
 
     def _start(self) -> subprocess.Popen[bytes]:
         with socket.socket() as probe:

@@ -230,6 +230,12 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         return dict(_flattened(values | self.model_dump(mode="json", include={"training", "model"})))
 
 
+def default_settings() -> dict[str, str]:
+    """Returns dotted key -> default, as text, of the settings that `RunConfig.flat` always has."""
+    values = {"training": TrainConfig().model_dump(mode="json"), "model": DLRMConfig().model_dump(mode="json")}
+    return {key: str(value) for key, value in _flattened(values)}
+
+
 def load(config: "str | Path | RunConfig | Mapping[str, Any]", overrides: Mapping[str, Any] | None = None) -> RunConfig:
     """Returns the checked config of a YAML file (or its content), with dotted keys put over it.
 

@@ -75,6 +75,9 @@ class EvalReport(BaseModel, frozen=True):
     """GAUC, if a column to group by is configured."""
     notes: Mapping[str, str] = {}
     """Slice column -> why it has no slices."""
+    ne_low: float | None = None
+    """Bounds of the interval of NE over all rows, as independent draws. None: undefined, or of an earlier version."""
+    ne_high: float | None = None
 
     @property
     def rounding_cost(self) -> float | None:
@@ -206,7 +209,10 @@ class Evaluation:
         by_log_odds = self.model.by_log_odds[0]
         roc, precision_recall = ([], []) if overall.auc is None else curves(by_log_odds)
         too_many = f"more than {MOST_VALUES:,} values"
+        low, high = self._bounds(overall.ne, self.model.ne_error())
         return EvalReport(
+            ne_low=low,
+            ne_high=high,
             overall=overall,
             slices=tuple(found for column in self.slices for found in self._slices(column)),
             calibration=tuple(equal_bins(by_log_odds, self.model.predicted[0])),
@@ -218,17 +224,21 @@ class Evaluation:
             notes={column: too_many for column, sliced in self.slices.items() if sliced.members.codes is None},
         )
 
+    def _bounds(self, ne: float | None, error: float | None) -> tuple[float | None, float | None]:
+        """Returns the interval of an NE with this standard error."""
+        if ne is None or error is None:
+            return None, None
+        margin = NormalDist().inv_cdf(1.0 - self.config.level / 2.0) * error
+        return ne - margin, ne + margin
+
     def _slices(self, column: str) -> Iterable[Slice]:
         """Yields the most frequent values, in the order of their names where equally frequent."""
         sliced, config = self.slices[column], self.config
         rows = sliced.metrics.rows
         ranked = sorted((sliced.members.codes or {}).items(), key=lambda item: (-rows[item[1]], item[0]))
         for value, member in ranked[: config.slice_values]:
-            quality, error = sliced.metrics.quality(member), sliced.metrics.ne_error(member)
-            low = high = None
-            if quality.ne is not None and error is not None:
-                margin = NormalDist().inv_cdf(1.0 - config.level / 2.0) * error
-                low, high = quality.ne - margin, quality.ne + margin
+            quality = sliced.metrics.quality(member)
+            low, high = self._bounds(quality.ne, sliced.metrics.ne_error(member))
             small = quality.rows < config.small_slice_rows
             yield Slice(column=column, value=value, quality=quality, ne_low=low, ne_high=high, small=small)
 

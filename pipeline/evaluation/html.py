@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipeline.evaluation.metrics import format_interval, format_metric
-from pipeline.evaluation.record import METRICS, PLOTS, RunRecord, slice_cells
+from pipeline.evaluation.record import FLOOR, METRICS, PLOTS, RunRecord, slice_cells
 
 LESS_IS_BETTER = {"NE", "NE, recalibrated", "log loss", "ECE"}
 MORE_IS_BETTER = {"AUC", "PR-AUC", "GAUC"}
@@ -20,11 +20,10 @@ def render_report(records: Sequence[RunRecord]) -> str:
     """Renders the report as HTML. For two runs, tables have a column for each and plots stand side by side."""
     folder = Path(__file__).parent
     environment = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined)
-    commits = (f"commit {one.result['git_commit']}, snapshot {one.result['snapshot_id']}" for one in records)
     return environment.get_template("report.html").render(
         title=" and ".join(record.title for record in records),
-        subtitle="; ".join(dict.fromkeys(commits)),
         records=records,
+        better=_say_which_is_better(records),
         quality=_quality(records),
         notes=list(_notes(records)),
         sections=[section for section in _sections(records) if section["tables"] or section["figures"]],
@@ -36,7 +35,7 @@ def _quality(records: Sequence[RunRecord]) -> dict[str, Any]:
     reports = [record.report for record in records]
     compared = {name: [getattr(report.overall, key) for report in reports] for key, name in METRICS.items()}
     if any(report.ne_floor is not None for report in reports):
-        compared["NE of the true probabilities"] = [report.ne_floor for report in reports]
+        compared[FLOOR] = [report.ne_floor for report in reports]
     if any(report.grouped for report in reports):
         compared["GAUC"] = [report.grouped.gauc if report.grouped else None for report in reports]
     two = len(records) == 2
@@ -44,11 +43,41 @@ def _quality(records: Sequence[RunRecord]) -> dict[str, Any]:
         _row(name, *map(format_metric, values), *([_difference(*values)] if two else []), tone=_tone(name, *values))
         for name, values in compared.items()
     ]
+    if any(report.ne_low is not None for report in reports):
+        intervals = [format_interval(report.ne_low, report.ne_high) for report in reports]
+        rows.insert(1, _row("interval of NE", *intervals, *([_interval_between(records)] if two else [])))
     champions = [record.result["gate"].get("champion_ne") for record in records]
     if any(champion is not None for champion in champions):
         rows.append(_row("NE of the champion at the time", *map(format_metric, champions), *([""] if two else [])))
     rows.append(_row("rows", *(f"{report.overall.rows:,}" for report in reports), *([""] if two else [])))
     return {"header": ["", *(record.title for record in records), *(["difference"] if two else [])], "rows": rows}
+
+
+def _interval_between(records: Sequence[RunRecord]) -> str:
+    """Returns the interval of the difference between two runs, if the gate has compared just these. Else nothing."""
+    first, second = records
+    for one, other, sign in ((first, second, 1.0), (second, first, -1.0)):
+        gate, model = one.result["gate"] or {}, other.result.get("model") or {}
+        if gate.get("difference") and gate.get("champion") == model.get("version"):
+            low, high = sorted(sign * gate["difference"][bound] for bound in ("low", "high"))
+            return f"{low:+.4f} to {high:+.4f}"
+    return ""
+
+
+def _say_which_is_better(records: Sequence[RunRecord]) -> str:
+    """Returns a sentence on two runs."""
+    if len(records) != 2:
+        return ""
+    nes = [record.report.overall.ne for record in records]
+    if nes[0] is None or nes[1] is None:
+        return "NE of one of the runs is undefined."
+    if _difference(*nes).strip("+-0.") == "":
+        return "Both have the same NE."
+    better, worse = sorted(records, key=lambda record: record.report.overall.ne or 0.0)
+    interval = _interval_between(records)
+    size = f"by {abs(nes[0] - nes[1]):.4f}"
+    chance = f", difference {interval}" if interval else ""
+    return f"{better.title} has the lower NE, which is better: {size} below {worse.title}{chance}."
 
 
 def _notes(records: Sequence[RunRecord]) -> Iterable[str]:
@@ -62,13 +91,20 @@ def _notes(records: Sequence[RunRecord]) -> Iterable[str]:
 def _sections(records: Sequence[RunRecord]) -> Iterable[dict[str, Any]]:
     def drawn(*names: str) -> list[dict[str, str]]:
         return [
-            {"name": f"{PLOTS[name]}, {record.title}", "data": b64encode(record.plots[name].encode()).decode(),
-             "caption": record.title if len(records) > 1 else ""}
+            _image(f"{PLOTS[name]}, {record.title}", record.plots[name], record.title if len(records) > 1 else "")
             for name in names for record in records if name in record.plots
         ]  # fmt: skip
 
-    yield _section("Learning", figures=drawn("learning_curve", "stall_timeline"))
-    yield _section("Calibration and ranking", figures=drawn("calibration", "roc", "precision_recall"))
+    together = _overlay(records)
+
+    def overlaid(*names: str) -> list[dict[str, str]]:
+        return [
+            figure for name in names
+            for figure in ([_image(PLOTS[name], together[name], "")] if name in together else drawn(name))
+        ]  # fmt: skip
+
+    yield _section("Learning", figures=overlaid("learning_curve", "stall_timeline"))
+    yield _section("Calibration and ranking", figures=overlaid("calibration", "roc", "precision_recall"))
     yield _section(
         "Slices", "Intervals treat rows as independent. Slices with few rows are pale.",
         [_slices(record) for record in records if record.report.slices], drawn("slices"),
@@ -84,8 +120,31 @@ def _sections(records: Sequence[RunRecord]) -> Iterable[dict[str, Any]]:
     parameters = [record.parameters.items() for record in records]
     shared = set(parameters[0]).intersection(*parameters[1:]) if len(records) > 1 else set()
     config = _across(records, lambda record: dict(record.parameters.items() - shared))
-    title = "Config, where it differs" if len(records) > 1 else "Config"
-    yield _section(title, tables=[config] if config["rows"] else [])
+    if len(records) > 1 or records[0].chosen is None:
+        title = "Config, where it differs" if len(records) > 1 else "Config"
+        yield _section(title, tables=[config] if config["rows"] else [])
+        return
+    usual = [row for row in config["rows"] if row["cells"][0] not in records[0].chosen]
+    config["rows"] = [row for row in config["rows"] if row["cells"][0] in records[0].chosen]
+    folded = {"header": config["header"], "rows": usual, "title": f"{len(usual)} settings with their defaults"}
+    yield _section("Config", tables=[config, folded | {"folded": True}] if usual else [config])
+
+
+def _overlay(records: Sequence[RunRecord]) -> dict[str, str]:
+    """Returns the plots of two runs on the same axes as SVG. Of runs without what they need, none."""
+    if len(records) != 2:
+        return {}
+    from pipeline.evaluation.plots import compare_curves, compare_reports  # imports matplotlib
+    from pipeline.figure import to_svg
+
+    figures = compare_reports({record.title: record.report for record in records})
+    if all(record.curves for record in records):
+        figures["learning_curve"] = compare_curves({record.title: record.curves for record in records})
+    return {name: to_svg(figure) for name, figure in figures.items()}
+
+
+def _image(name: str, svg: str, caption: str) -> dict[str, str]:
+    return {"name": name, "data": b64encode(svg.encode()).decode(), "caption": caption}
 
 
 def _section(

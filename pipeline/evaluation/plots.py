@@ -1,17 +1,23 @@
 """The plots of a run."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from pipeline.evaluation.evaluate import EvalReport
-from pipeline.evaluation.record import Curve, FeatureImportance
+from pipeline.evaluation.record import FLOOR, PLOTS, Curve, FeatureImportance, name_slice
 from pipeline.evaluation.series import BacktestResult, trailing
 from pipeline.figure import plain_figure
 
+SHOWN_SHARE = 0.95
+"""Share of a curve's points, from the lowest, that sets its scale."""
+COLOURS = ("tab:blue", "tab:orange")
+"""Of runs on the same axes."""
 LABELS = {
     "train_ne_window": "training, rows since the last point",
     "train_ne_progressive": "training, all rows on first sight",
@@ -55,25 +61,86 @@ def learning_curve(
     curves: Mapping[str, Curve], best_step: int | None, final_ne: float | None, floor: float | None
 ) -> Figure:
     """Plots NE against the training step."""
-    figure, axes = plain_figure("Learning curve", "step", "normalized entropy")
+    figure, axes = plain_figure(PLOTS["learning_curve"], "step", "normalized entropy")
     for name, label in LABELS.items():
         if points := curves.get(name):
             marker = "o" if name == "valid_ne" else None
             axes.plot(*zip(*points, strict=True), label=label, marker=marker, linewidth=1.3)
     if best_step is not None:
         axes.axvline(best_step, color="grey", linestyle=":", linewidth=1, label="best checkpoint")
-    for value, label, color in ((final_ne, "evaluation rows", "tab:red"), (floor, "floor", "black")):
+    for value, label, color in ((final_ne, "evaluation rows", "tab:red"), (floor, FLOOR, "black")):
         if value is not None:
             axes.axhline(value, color=color, linestyle="--", linewidth=1, label=f"{label}: {value:.4f}")
-    axes.legend(fontsize=8)
+    _limit(axes, [point for name in LABELS for point in curves.get(name, ())], [final_ne, floor])
+    figure.legend(loc="outside lower center", fontsize=8, ncols=2)
     return figure
+
+
+def _limit(axes: Axes, points: Sequence[tuple[int, float]], others: Sequence[float | None]) -> None:
+    """Cuts the first points off, if they are so high that the rest of a curve would be flat."""
+    values = sorted(value for _, value in points)
+    shown = [value for value in (*values[: math.ceil(SHOWN_SHARE * len(values))], *others) if value is not None]
+    if values and max(shown) > min(shown):
+        margin = 0.08 * (max(shown) - min(shown))
+        axes.set_ylim(min(shown) - margin, max(shown) + margin)
+
+
+def compare_curves(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
+    """Plots the learning curves of several runs on the same axes.
+
+    Args:
+        curves: Run -> name of a metric -> points.
+    """
+    figure, axes = plain_figure(PLOTS["learning_curve"], "step", "normalized entropy")
+    for (run, found), colour in zip(curves.items(), COLOURS, strict=False):
+        for name, style in (("train_ne_window", "--"), ("valid_ne", "o-")):
+            if points := found.get(name):
+                label = f"{run}, {LABELS[name]}"
+                axes.plot(*zip(*points, strict=True), style, color=colour, label=label, linewidth=1.3, markersize=4)
+    shown = [point for found in curves.values() for name in LABELS for point in found.get(name, ())]
+    _limit(axes, shown, [])
+    figure.legend(loc="outside lower center", fontsize=8, ncols=1)
+    return figure
+
+
+def compare_reports(reports: Mapping[str, EvalReport]) -> dict[str, Figure]:
+    """Plots calibration, ROC and precision of several runs, each on the same axes: name -> plot."""
+    points: dict[str, Mapping[str, Sequence[tuple[float, float]]]] = {
+        "calibration": {
+            run: [(one.predicted, one.observed) for one in report.calibration] for run, report in reports.items()
+        },
+        "roc": {run: report.roc for run, report in reports.items()},
+        "precision_recall": {run: report.precision_recall for run, report in reports.items()},
+    }
+    axis_names = {
+        "calibration": ("predicted probability", "observed rate"),
+        "roc": ("false positive rate", "true positive rate"),
+        "precision_recall": ("recall", "precision"),
+    }
+    found = {}
+    for name, by_run in points.items():
+        if not all(by_run.values()):
+            continue
+        figure, axes = plain_figure(PLOTS[name], *axis_names[name])
+        for (run, line), colour in zip(by_run.items(), COLOURS, strict=False):
+            axes.plot(*zip(*line, strict=True), color=colour, label=run, linewidth=1.3)
+        limit = (
+            1.0 if name != "calibration" else 1.05 * max(max(*one, 1e-3) for line in by_run.values() for one in line)
+        )
+        if name != "precision_recall":
+            axes.plot([0, limit], [0, limit], color="grey", linestyle=":", linewidth=1)
+        axes.set_xlim(0, limit)
+        axes.set_ylim(0, limit)
+        axes.legend(fontsize=8)
+        found[name] = figure
+    return found
 
 
 def stall_timeline(curves: Mapping[str, Curve]) -> Figure:
     """Plots the share of time that training waited for batches, and the seconds per stage of a batch, by step."""
     figure = Figure(figsize=(6.4, 4.8), layout="constrained", dpi=110)
     above, below = figure.subplots(2, sharex=True)
-    above.set_title("Waiting for batches", fontsize=11)
+    above.set_title(PLOTS["stall_timeline"], fontsize=11)
     stalls = curves.get("stall_fraction_window", ())
     if stalls:
         steps, shares = zip(*stalls, strict=True)
@@ -130,7 +197,7 @@ def backtest(policies: Sequence[BacktestResult], span: int) -> Figure:
 
 def calibration(report: EvalReport) -> Figure:
     """Plots the observed rate against the predicted probability, in bins of equally many rows."""
-    figure, axes = plain_figure("Calibration on the evaluation rows", "predicted probability", "observed rate")
+    figure, axes = plain_figure(PLOTS["calibration"], "predicted probability", "observed rate")
     predicted = [bin_.predicted for bin_ in report.calibration]
     observed = [bin_.observed for bin_ in report.calibration]
     limit = 1.05 * max([*predicted, *observed, 1e-3])
@@ -145,7 +212,7 @@ def calibration(report: EvalReport) -> Figure:
 
 def roc(report: EvalReport) -> Figure:
     """Plots the true against the false positive rate."""
-    figure, axes = plain_figure("ROC on the evaluation rows", "false positive rate", "true positive rate")
+    figure, axes = plain_figure(PLOTS["roc"], "false positive rate", "true positive rate")
     axes.plot([0, 1], [0, 1], color="grey", linestyle=":", linewidth=1)
     if report.roc:
         axes.plot(*zip(*report.roc, strict=True), linewidth=1.3, label=f"AUC {report.overall.auc:.4f}")
@@ -155,7 +222,7 @@ def roc(report: EvalReport) -> Figure:
 
 def precision_recall(report: EvalReport) -> Figure:
     """Plots precision against recall."""
-    figure, axes = plain_figure("Precision and recall on the evaluation rows", "recall", "precision")
+    figure, axes = plain_figure(PLOTS["precision_recall"], "recall", "precision")
     if report.precision_recall:
         label = f"PR-AUC {report.overall.pr_auc:.4f}"
         axes.plot(*zip(*report.precision_recall, strict=True), linewidth=1.3, label=label)
@@ -171,8 +238,8 @@ def precision_recall(report: EvalReport) -> Figure:
 def slices(report: EvalReport) -> Figure:
     """Plots NE of each slice with its interval, and the overall NE. Slices with few rows are pale."""
     shown = [part for part in report.slices if part.quality.ne is not None]
-    figure, axes = plain_figure("NE by slice", "normalized entropy", "", height=max(2.5, 0.25 * len(shown) + 1.0))
-    names = [f"{part.column} = {part.value}".replace("$", r"\$") for part in shown]  # no formula
+    figure, axes = plain_figure(PLOTS["slices"], "normalized entropy", "", height=max(2.5, 0.25 * len(shown) + 1.0))
+    names = [name_slice(part).replace("$", r"\$") for part in shown]  # no formula
     middles = [part.quality.ne or 0.0 for part in shown]
     bounds = [(part.ne_low or ne, part.ne_high or ne) for part, ne in zip(shown, middles, strict=True)]
     colours = ["lightsteelblue" if part.small else "tab:blue" for part in shown]
@@ -193,7 +260,7 @@ MOST_BARS = 30
 def importance(features: Sequence[FeatureImportance]) -> Figure:
     """Plots the NE loss of the most important features, with its interval."""
     largest = [feature for feature in features if feature.ne_loss is not None][:MOST_BARS]
-    title = "Feature importance" + (f", the first {MOST_BARS} of {len(features)}" if len(features) > MOST_BARS else "")
+    title = PLOTS["importance"] + (f", the first {MOST_BARS} of {len(features)}" if len(features) > MOST_BARS else "")
     figure, axes = plain_figure(title, "NE lost without the feature", "", height=max(2.5, 0.22 * len(largest) + 1.0))
     names = [feature.name for feature in largest]
     colours = ["lightsteelblue" if feature.droppable else "tab:blue" for feature in largest]
@@ -230,7 +297,7 @@ def sharding_plan(rows: Sequence[Mapping[str, Any]], world_size: int) -> Figure:
         axes.set_xticks(range(world_size))
         axes.set_xlabel("rank")
         axes.set_ylabel(label)
-    figure.suptitle("Tables by rank, as planned", fontsize=11)
+    figure.suptitle(PLOTS["placement"], fontsize=11)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     return figure
 

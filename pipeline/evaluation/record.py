@@ -23,16 +23,20 @@ IN_MARKDOWN = ("ne", "logloss", "auc", "calibration", "ece")
 """Metrics of the markdown page."""
 
 PLOTS = {
-    "learning_curve": "Learning curve",
-    "stall_timeline": "Waiting for batches",
-    "calibration": "Calibration",
-    "roc": "ROC",
-    "precision_recall": "Precision and recall",
-    "slices": "NE by slice",
-    "importance": "Feature importance",
-    "placement": "Tables by rank",
+    "learning_curve": "Learning curve: NE falls while the model learns",
+    "stall_timeline": "Waiting for batches: red is time without training",
+    "calibration": "Calibration: on the dotted line, predictions are right",
+    "roc": "ROC: the nearer to the upper left, the better",
+    "precision_recall": "Precision and recall: the nearer to the upper right, the better",
+    "slices": "NE by slice: right of the red line, it is worse than on all rows",
+    "importance": "Feature importance: NE lost without the feature",
+    "placement": "Tables by rank: columns of one height share the work well",
 }
-"""Name of a run's plot -> title. A plot without anything to show is missing."""
+"""Name of a run's plot -> title, which says what to see. A plot without anything to show is missing."""
+FLOOR = "NE floor"
+"""What pages call the NE of the true probabilities."""
+LONGEST_NUMBER = 8
+"""Digits of a slice value that are shown in full. Longer ones are ids, which nobody reads."""
 Curve = Sequence[tuple[int, float]]
 
 
@@ -71,6 +75,14 @@ class RunRecord(BaseModel, frozen=True):
     parameters: Mapping[str, str]
     data: Mapping[str, str]
     """Description of the training data."""
+    curves: Mapping[str, Curve] = {}
+    """Name of a metric -> its points. Empty: not loaded."""
+    chosen: tuple[str, ...] | None = None
+    """Parameters that differ from their defaults. None: unknown."""
+    about: Mapping[str, str] = {}
+    """What else a reader asks first, such as the date."""
+    address: str = ""
+    """Where a browser finds the MLflow run."""
 
     @property
     def comparison(self) -> str | None:
@@ -97,11 +109,11 @@ class RunRecord(BaseModel, frozen=True):
         empty = [""] * len(IN_MARKDOWN)
         first = [self.comparison] if self.comparison else []
         rows = [["evaluation", *(format_metric(getattr(overall, key)) for key in IN_MARKDOWN), f"{overall.rows:,}"]]
-        rows += [] if floor is None else [["floor", format_metric(floor), *empty]]
+        rows += [] if floor is None else [[FLOOR, format_metric(floor), *empty]]
         blocks = [
+            f"**{gate['decision']}**, NE {format_metric(overall.ne)} on {overall.rows:,} rows: {gate['reason']}",
             *first,
             markdown_table(["", *(METRICS[key] for key in IN_MARKDOWN), "rows"], rows),
-            f"**{gate['decision']}**: {gate['reason']}",
             self.effort,
             f"Snapshot `{self.result['snapshot_id']}` of table `{self.data['table']}`; "
             f"[MLflow run {self.result['mlflow_run_id'][:8]}]({address}).",
@@ -133,11 +145,23 @@ class RunRecord(BaseModel, frozen=True):
         return markdown_table([f"all rows of {day}", *(METRICS[key] for key in IN_MARKDOWN), "rows"], rows)
 
 
+def name_slice(part: Slice) -> str:
+    """Returns a slice's name. Of long ids it has the last digits alone.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> name_slice(SimpleNamespace(column="device", value="5939125632530599147"))
+        'device = id ...599147'
+    """
+    long = part.value.lstrip("-").isdecimal() and len(part.value) > LONGEST_NUMBER
+    return f"{part.column} = {f'id ...{part.value[-6:]}' if long else part.value}"
+
+
 def slice_cells(part: Slice) -> dict[str, str]:
     """Returns column -> cell of a slice in a table of slices."""
     quality = part.quality
     return {
-        "slice": f"{part.column} = {part.value}",
+        "slice": name_slice(part),
         "rows": f"{quality.rows:,}",
         "label rate": format_metric(quality.label_rate),
         "NE": format_metric(quality.ne),
@@ -171,6 +195,6 @@ def describe_quality(report: EvalReport) -> str:
     overall = report.overall
     line = describe_numbers(overall.model_dump())
     if report.learned_share is not None:
-        line += f"; floor {format_metric(report.ne_floor)}, {report.learned_share:.1%} of what can be learned"
+        line += f"; {FLOOR} {format_metric(report.ne_floor)}, {report.learned_share:.1%} of what can be learned"
     undefined = "; ".join(f"{name} undefined: {reason}" for name, reason in overall.undefined.items())
     return f"{line}; {undefined}" if undefined else line

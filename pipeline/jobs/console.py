@@ -16,6 +16,10 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 5.0
+"""Shortest time between two log lines about the same work."""
+LONGEST_SILENCE = 600.0
+QUIETER = 0.25
+"""Share of the time since the beginning after which another line is due, so that long work writes few lines."""
 Logger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,7 +36,9 @@ class ProgressPage(Protocol):
 
 
 class Progress:
-    """Progress of long work: a bar on a terminal or a log line every few seconds, and a bar on the run's page.
+    """Progress of long work: a bar on a terminal or log lines, and a bar on the run's page.
+
+    Lines come after each tenth of the work and ever more rarely, at least every ten minutes.
 
     Args:
         logger: Takes the lines if there is no terminal. None: the page alone.
@@ -44,8 +50,10 @@ class Progress:
         self.logger, self.unit, self.page = logger, unit, page
         self.terminal = sys.stderr.isatty()
         self.bars: dict[str, tqdm[Any]] = {}
-        self.logged: dict[str, float] = {}
-        self.started: dict[str, float] = {}
+        self.began: dict[str, tuple[float, int]] = {}
+        """Kind of work -> when it began, and how much was done then."""
+        self.logged: dict[str, tuple[float, int]] = {}
+        """Kind of work -> when it was logged last, and tenths that were done then."""
 
     def __enter__(self) -> Self:
         return self
@@ -73,13 +81,21 @@ class Progress:
             bar.update(done - bar.n)
             return
         now = time.monotonic()
-        began = self.started.setdefault(what, now)
-        if done >= total or now - self.logged.get(what, began) >= SECONDS_BETWEEN_LINES:
-            self.logged[what] = now
-            speed = f", {done / (now - began):,.0f} {self.unit}/s" if done > now - began > 0.5 else ""
-            self.logger.info(
-                "%s: %s of %s %s%s%s", what, f"{done:,}", f"{total:,}", self.unit, speed, f", {note}" if note else ""
-            )
+        began, before = self.began.setdefault(what, (now, done))
+        logged, tenths = self.logged.setdefault(what, (began, 10 * done // max(total, 1)))
+        silence = now - logged
+        longest = min(max(SECONDS_BETWEEN_LINES, QUIETER * (now - began)), LONGEST_SILENCE)
+        new_tenth = silence >= SECONDS_BETWEEN_LINES and 10 * done // max(total, 1) > tenths
+        if done >= total or silence >= longest or new_tenth:
+            self.logged[what] = (now, 10 * done // max(total, 1))
+            parts = [f"{done:,} of {total:,} {self.unit}"]
+            if done - before > now - began > 0.5:
+                speed = (done - before) / (now - began)
+                parts.append(f"{speed:,.0f} {self.unit}/s")
+                parts += [f"{tqdm.format_interval((total - done) / speed)} to go"] if done < total else []
+            parts += [note] if note else []
+            share = f"{100 * done // total} %, " if 0 < done < total else ""
+            self.logger.info("%s: %s%s", what, share, ", ".join(parts))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """The servers that fork ranks and workers, started before they are needed. Nothing heavy is imported here."""
 
 import os
+from pathlib import Path
 
 from pipeline.config import RunConfig
+from pipeline.config.files import ROOT
 from pipeline.forkserver import prepare
 from pipeline.process import limit_threads
 from pipeline.training.launch.processes import rank_environment, resolve_threads
@@ -17,3 +19,10 @@ def start_fork_servers(config: RunConfig) -> None:
     if config.preprocessing.executor == "process":
         modules["pipeline.preprocessing.executors"] = os.environ | limit_threads(1)
     prepare(modules)
+
+
+def kernels_are_compiled() -> bool:
+    """Whether numba has compiled the kernels of the tables on this machine before, as far as its cache shows."""
+    folder = os.environ.get("NUMBA_CACHE_DIR")
+    places = ROOT / "pipeline" / "training" / "tables" / "__pycache__" if folder is None else Path(folder)
+    return next(places.rglob("kernels.*.nbi"), None) is not None

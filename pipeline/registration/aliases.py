@@ -1,7 +1,7 @@
 """Champion and challenger: aliases of versions. Every move is recorded with its time, reason and previous version."""
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from mlflow.entities.model_registry import ModelVersion
@@ -13,8 +13,15 @@ from pipeline.registration.tracking import Tracker, is_not_found
 from pipeline.registration.versions import FILES, TRAINED_FROM
 
 CHAMPION, CHALLENGER, REFERENCE = "champion", "challenger", "reference"
-MOVE = "move."
-"""Prefix of the tags of a registered model that record moves. The time follows: their order is that of the moves."""
+MOVE, FORMER_MOVE = "mlflow.dlrm.move.", "move."
+"""Prefix of the tags of a registered model that record moves, and that of earlier versions. The time follows.
+
+MLflow's pages hide tags that begin with `mlflow.`. The model's description shows the moves to people. Each move has a
+tag of its own, so that two at once are both recorded.
+"""
+PREFIXES = (MOVE, FORMER_MOVE)
+SHOWN_MOVES = 10
+"""Moves in the description of a model."""
 TIME = "%Y-%m-%dT%H-%M-%S.%fZ"
 
 ROLLBACKS = 2
@@ -83,7 +90,29 @@ def move_alias(
         tracker.client.set_registered_model_alias(name, alias, str(version))
     if alias == CHAMPION and find_holder(tracker, name, CHALLENGER) == version:
         tracker.client.delete_registered_model_alias(name, CHALLENGER)
+    if done is not None:
+        tracker.client.update_registered_model(name, describe_model(tracker, name))
     return done
+
+
+def describe_model(tracker: Tracker, name: str) -> str:
+    """Returns markdown for a model's page: which version serves since when and why, and the last moves."""
+    moves, version = list_moves(tracker, name), find_holder(tracker, name)
+    made = next((one for one in reversed(moves) if (one.alias, one.version) == (CHAMPION, version)), None)
+    text = "No version is champion." if version is None else f"Version {version} is champion."
+    if made is not None:
+        text = f"Version {version} is champion since {_show_time(made)}, by the {made.by}: {made.reason}"
+    challenger = find_holder(tracker, name, CHALLENGER)
+    lines = [text if challenger is None else f"{text} Challenger: version {challenger}.", ""]
+    lines += ["| moved at | alias | to version | before | by | reason |", "|---|---|---|---|---|---|"]
+    for one in moves[: -SHOWN_MOVES - 1 : -1]:
+        cells = (_show_time(one), one.alias, one.version, one.previous or "none", one.by, one.reason)
+        lines.append(f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def _show_time(move: Move) -> str:
+    return f"{datetime.datetime.strptime(move.time, TIME):%Y-%m-%d %H:%M} UTC"
 
 
 def _next_time(moves: Sequence[Move]) -> str:
@@ -107,7 +136,13 @@ def list_moves(tracker: Tracker, name: str) -> list[Move]:
         if not is_not_found(error):  # an unreachable MLflow does not mean that there were no moves
             raise
         return []
-    return [_read_move(name, key, tags[key]) for key in sorted(tags) if key.startswith(MOVE)]
+    return [_read_move(name, key, tags[key]) for key in _list_keys(tags)]
+
+
+def _list_keys(tags: Mapping[str, str]) -> list[str]:
+    """Returns the tags that record moves, oldest first."""
+    times = {key.removeprefix(MOVE).removeprefix(FORMER_MOVE): key for key in tags if key.startswith(PREFIXES)}
+    return [times[time] for time in sorted(times)]
 
 
 def _read_move(name: str, key: str, text: str) -> Move:
@@ -130,7 +165,7 @@ def list_old_moves(tracker: Tracker, name: str, kept: int, before: datetime.date
     old = min(sum(move.time < limit for move in moves), len(moves) - kept)
     while old > 0 and _list_champions(moves[old:], holder)[-1 - ROLLBACKS :] != champions:
         old -= 1
-    return [MOVE + move.time for move in moves[: max(old, 0)]]
+    return _list_keys(tracker.client.get_registered_model(name).tags)[: max(old, 0)] if old > 0 else []
 
 
 def lost_champion(tracker: Tracker, name: str) -> int | None:

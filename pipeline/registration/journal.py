@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from mlflow.entities import Metric
 
+from pipeline.registration.sections import in_section
 from pipeline.registration.tracking import STOP_SECONDS, Tracker, redact
 from storage.artifacts import write_json
 
@@ -103,7 +104,10 @@ class Journal:
                     break  # incomplete: it is being written
                 end += len(line)
                 point: dict[str, Any] = json.loads(line)
-                batch += [Metric(key, value, point["time"], point["step"]) for key, value in point["metrics"].items()]
+                batch += [
+                    Metric(in_section(name), value, point["time"], point["step"])
+                    for name, value in point["metrics"].items()
+                ]
                 if len(batch) >= BATCH_METRICS:
                     yield batch, end
                     batch = []

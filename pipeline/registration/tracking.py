@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import AccessError, RegistryError, TrackingError
 from pipeline.registration.config import RegistrationConfig
+from pipeline.registration.sections import in_section
 from storage.scratch import ScratchFolder
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ DENIED = re.compile(
 """Finds the refusal of a server or of a proxy in the text of an error."""
 SAME_START_SECONDS = 1.0
 """Two readings of one process's start time differ by less than this."""
+OUTDATED = "out-of-date database schema"
+"""Part of MLflow's error about tables of an earlier or later version."""
 RESULT, CONFIG, FEATURES = "result.json", "config.json", "features.json"
 SHARDING_PLAN = "sharding_plan.json"
 """Artifacts of a run: its result line, its config with the latest evaluation's settings, the importance of features,
@@ -81,7 +84,19 @@ class Tracker:
         self.client = MlflowClient(tracking_uri=self.uri)
         self.experiment = experiment
         with reporting_unreachable("Start it, or name another: registration.tracking_uri or MLFLOW_TRACKING_URI."):
-            self.experiment_id = self._experiment(experiment, home)
+            try:
+                self.experiment_id = self._experiment(experiment, home)
+            except MlflowException as error:
+                if OUTDATED not in str(error):
+                    raise
+                where, upgrade = (
+                    f"MLflow's database {redact(self.uri)}",
+                    f"mlflow db upgrade '{self.uri.split('?')[0]}'",
+                )
+                remedy = (
+                    f"Copy it, then run: .venv/bin/{upgrade if self.uri.startswith('sqlite') else 'mlflow db upgrade'}"
+                )
+                raise RegistryError(where, "the tables of this MLflow", "those of another version", remedy) from None
 
     def _experiment(self, name: str, home: Path) -> str:
         found = self.client.get_experiment_by_name(name)
@@ -115,27 +130,33 @@ class Tracker:
         """Logs final metrics of a run. Skips undefined ones and those already logged with the same value."""
         now = mlflow.utils.time.get_current_time_millis()
         known = self.client.get_run(run_id).data.metrics
-        new = {key: float(value) for key, value in metrics.items() if value is not None and known.get(key) != value}
+        named = {in_section(name): value for name, value in metrics.items() if value is not None}
+        new = {key: float(value) for key, value in named.items() if known.get(key) != value}
         self.client.log_batch(run_id, metrics=[Metric(key, value, now, step) for key, value in new.items()])
 
     def log_points(self, run_id: str, points: Sequence[tuple[int, Mapping[str, float | None]]]) -> None:
         """Logs metrics of several steps of a run. Skips undefined ones."""
         now = mlflow.utils.time.get_current_time_millis()
         metrics = [
-            Metric(key, float(value), now, step)
+            Metric(in_section(name), float(value), now, step)
             for step, values in points
-            for key, value in values.items()
+            for name, value in values.items()
             if value is not None
         ]
         for start in range(0, len(metrics), 1_000):  # MLflow's limit per request
             self.client.log_batch(run_id, metrics=metrics[start : start + 1_000])
 
     def load_curves(self, run_id: str, names: Iterable[str]) -> dict[str, list[tuple[int, float]]]:
-        """Returns logged metrics as (step, value) points. Of a step logged twice, the last value counts."""
-        history = {name: self.client.get_metric_history(run_id, name) for name in names}
-        return {
-            name: sorted({metric.step: metric.value for metric in points}.items()) for name, points in history.items()
-        }
+        """Returns logged metrics by plain name as (step, value) points. Of a step logged twice, the last value counts.
+
+        A run that an earlier version of the code began has points under the plain name, too.
+        """
+        known, curves = self.client.get_run(run_id).data.metrics, {}
+        for name in names:
+            keys = [key for key in (name, in_section(name)) if key in known]
+            points = [point for key in keys for point in self.client.get_metric_history(run_id, key)]
+            curves[name] = sorted({point.step: point.value for point in points}.items())
+        return curves
 
     def log_figures(self, run_id: str, figures: Mapping[str, "Figure"]) -> None:
         """Logs plots as SVG under `plots/`."""

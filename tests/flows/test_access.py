@@ -25,7 +25,7 @@ from websockets.sync.client import connect
 from flows import doctor, ui
 from flows.runtime import access
 from flows.runtime.environment import make_private
-from flows.runtime.server import TemporaryServer
+from flows.runtime.server import TemporaryServer, require_known_tables
 from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError
 
@@ -331,3 +331,60 @@ def test_a_secret_of_another_user_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(PermissionError))
     with pytest.raises(ConfigError, match="expected a readable file, got another user's"):
         access.read_secret(tmp_path)
+
+
+def test_the_server_of_a_home_is_found_while_it_runs(tmp_path, monkeypatch):
+    """`make deploy`, `make worker` and commands then need no PREFECT_API_URL."""
+    (tmp_path / "prefect").mkdir()
+    monkeypatch.setattr(access, "server_address", lambda: None)
+    with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as server, ExitStack() as stack:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        stack.callback(server.shutdown)
+        address = f"http://127.0.0.1:{server.server_port}/api"
+        with access.serving(tmp_path / "prefect", server.server_port):
+            assert access.find_own_server(tmp_path) == address
+            assert access.require_server(tmp_path) == address
+            assert access.find_own_server(tmp_path / "another home") is None
+        assert access.find_own_server(tmp_path) is None, "whoever listens there now"
+    with access.serving(tmp_path / "prefect", server.server_port):
+        assert access.find_own_server(tmp_path) is None, "it does not answer yet"
+    with pytest.raises(ConfigError, match="PREFECT_API_URL: expected the address of a running server, got none"):
+        access.require_server(tmp_path)
+
+
+def test_a_server_that_does_not_run_is_one_sentence_with_a_remedy(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{probe.getsockname()[1]}/api"
+    with pytest.raises(ConfigError) as refused, access.authenticated(address, tmp_path):
+        pass
+    assert str(refused.value) == (
+        f"PREFECT_API_URL {address}: expected a running Prefect server, got no answer. Start it, as with `make ui`, "
+        "or unset PREFECT_API_URL: commands then find or start one of their home."
+    )
+
+
+def test_the_database_of_a_newer_prefect_is_refused_at_once(tmp_path):
+    """Its server would start for two minutes and write 2,000 lines."""
+    require_known_tables(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "prefect.db")) as database, database:
+        database.execute("CREATE TABLE alembic_version (version_num TEXT)")
+        database.execute("INSERT INTO alembic_version VALUES ('f416ea180ae1')")
+    require_known_tables(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "prefect.db")) as database, database:
+        database.execute("UPDATE alembic_version SET version_num = 'ffffffffffff'")
+    with pytest.raises(ConfigError, match=r"got one of a later version\. Install that version, or move"):
+        TemporaryServer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("prefectport=1", "argument 'prefectport': expected one of prefect_port, mlflow_port, got 'prefectport'. Did you mean prefect_port?"),
+        ("prefect_port=abc", "argument 'prefect_port': expected a port from 1 to 65535, got 'abc'. Correct it."),
+    ],
+)  # fmt: skip
+def test_a_wrong_word_of_the_ui_is_refused(word, said):
+    with pytest.raises(ConfigError) as refused:
+        ui.read_ports([word])
+    assert str(refused.value) == said

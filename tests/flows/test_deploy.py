@@ -71,5 +71,5 @@ def test_without_a_server_it_says_what_to_do(capsys, monkeypatch):
         assert deploy.main([]) == 1
     assert (
         capsys.readouterr().err
-        == "error: PREFECT_API_URL: expected the address of a running server, got none. Start one with `make ui` and export PREFECT_API_URL=http://127.0.0.1:4200/api\n"
+        == "error: PREFECT_API_URL: expected the address of a running server, got none. Start one with `make ui`, or name another one's: export PREFECT_API_URL=http://HOST:PORT/api.\n"
     )

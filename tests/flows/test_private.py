@@ -20,7 +20,7 @@ from flows.runtime.console import PrivateFlow
 from pipeline.config import RunConfig, load
 from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError
-from pipeline.jobs.training.summary import run_address
+from pipeline.jobs.outcome import run_address
 
 CONFIG = "configs/smoke.yaml"
 SECRETS = ("hunter2catalog", "hunter2key", "hunter2mlflow")
@@ -165,10 +165,21 @@ def test_pages_show_no_credentials(monkeypatch):
     assert SECRETS[0] not in str(shown)
 
 
-def test_the_address_of_a_run_holds_no_password(monkeypatch):
+def test_the_address_of_a_run_holds_no_password(monkeypatch, tmp_path):
     monkeypatch.delenv("DLRM_MLFLOW_UI", raising=False)
     tracker: Any = SimpleNamespace(uri=f"https://me:{SECRETS[2]}@mlflow.example", experiment_id="7")
-    assert run_address("abc", tracker) == "https://mlflow.example/#/experiments/7/runs/abc"
+    workspace: Any = SimpleNamespace(tracking=tracker, home=tmp_path)
+    assert run_address(workspace, "abc") == "https://mlflow.example/#/experiments/7/runs/abc"
+
+
+def test_links_lead_to_where_the_ui_of_the_home_shows_mlflow(monkeypatch, tmp_path):
+    monkeypatch.delenv("DLRM_MLFLOW_UI", raising=False)
+    tracker: Any = SimpleNamespace(uri="sqlite:///mlflow.db", experiment_id="7")
+    workspace: Any = SimpleNamespace(tracking=tracker, home=tmp_path)
+    assert run_address(workspace, "abc").startswith("http://127.0.0.1:5000/#/")
+    (tmp_path / "ui").mkdir()
+    (tmp_path / "ui" / "mlflow_address").write_text("http://127.0.0.1:5310\n")
+    assert run_address(workspace, "abc") == "http://127.0.0.1:5310/#/experiments/7/runs/abc"
 
 
 def test_a_flow_with_other_options_is_private_and_versioned_by_its_own_file():

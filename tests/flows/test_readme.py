@@ -20,6 +20,7 @@ from flows.reference import commands
 from flows.runtime.cli import parse
 from pipeline.config import RunConfig, load
 from pipeline.config.files import parse_yaml
+from pipeline.jobs.notify import NotifyConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -132,6 +133,9 @@ def test_configs_are_valid(block: str, own_data: Path, tmp_path: Path) -> None:
     values = parse_yaml(block)
     if values.keys() & OTHER_YAML:
         return
+    if "webhook_variable" in values:
+        NotifyConfig.model_validate(values)
+        return
     assert values.keys() <= RunConfig.model_fields.keys()
     if "name" not in values:
         values["base"] = str(own_data if "source" in values else ROOT / "configs" / "smoke.yaml")
@@ -228,7 +232,7 @@ def test_deployments_named_are_declared() -> None:
 
 def test_every_flow_but_recurring_runs_on_demand() -> None:
     flows = {name.replace("_", "-") for name, command in commands().items() if isinstance(command, Flow)}
-    assert {f"{flow}/on-demand" for flow in flows - {"recurring"}} <= declared()
+    assert {f"{flow}/{flow}" for flow in flows - {"recurring"}} <= declared()
 
 
 def test_pages_name_existing_actions() -> None:

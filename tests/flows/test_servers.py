@@ -260,7 +260,7 @@ SMOKE, LONG = (
 
 def test_fault_25_a_zombie_is_found_its_slot_is_freed_and_the_next_run_starts(deployed):
     """Worker and flow are killed. Fault 24: a run that is cancelled then leaves no process."""
-    pending = deployed.order("ingest/on-demand")
+    pending = deployed.order("ingest/ingest")
     deployed.ask(f"/flow_runs/{pending}/set_state", {"state": {"type": "PENDING"}})  # as a dead worker leaves it
     checkpoints = lambda: set(deployed.folder.glob("runs/smoke-*/checkpoints/step-*"))  # noqa: E731
     before = checkpoints()
@@ -291,10 +291,10 @@ def test_fault_25_a_zombie_is_found_its_slot_is_freed_and_the_next_run_starts(de
     [{"force": "maybe"}, {"config": {"name": "a", "seed": "x"}}, {"config": {"training": {"epochs": 0}}}, {"config": {"colour": 1}}],
 )  # fmt: skip
 def test_fault_27_parameters_of_a_wrong_kind_range_or_name_make_no_run(deployed, parameters):
-    before = len(deployed.runs("train/on-demand"))
+    before = len(deployed.runs("train/train"))
     with pytest.raises(urllib.error.HTTPError, match="409"):
-        deployed.order("train/on-demand", **parameters)
-    assert len(deployed.runs("train/on-demand")) == before
+        deployed.order("train/train", **parameters)
+    assert len(deployed.runs("train/train")) == before
 
 
 def test_fault_26_an_ingest_and_the_training_it_starts_outlive_the_server(deployed):
@@ -303,8 +303,8 @@ def test_fault_26_an_ingest_and_the_training_it_starts_outlive_the_server(deploy
     Fault 27: wrong overrides end a run before it does anything.
     """
     with deployed.worker():
-        bad = deployed.order("ingest/on-demand", config=SMOKE, overrides={"training.epochs": "two"})
-        ingest = deployed.order("ingest/on-demand", config=SMOKE)
+        bad = deployed.order("ingest/ingest", config=SMOKE, overrides={"training.epochs": "two"})
+        ingest = deployed.order("ingest/ingest", config=SMOKE)
         until(lambda: deployed.state(ingest) == "COMPLETED")
         [train] = until(lambda: deployed.runs("train/after-ingest"))
         assert train["parameters"] == {"config": SMOKE, "overrides": {}}

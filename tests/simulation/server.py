@@ -150,6 +150,9 @@ class Server:
     def _set_registered_model_tag(self, name: str, key: str, value: str) -> None:
         self._get_registered_model(name).tags[key] = value
 
+    def _update_registered_model(self, name: str, description: str) -> None:
+        self._get_registered_model(name).description = description
+
     def _set_registered_model_alias(self, name: str, alias: str, version: str) -> None:
         self._get_model_version(name, version)
         model = self._get_registered_model(name)

@@ -45,6 +45,7 @@ from pipeline.jobs.training.register import register_run
 from pipeline.jobs.training.train import TRAINED, train
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.scorer import plan_of
+from pipeline.registration.sections import find_metric
 from pipeline.registration.tracking import RESULT
 from storage.artifacts import write_text
 from storage.scratch import ScratchFolder
@@ -238,13 +239,15 @@ def load_series(workspace: Workspace, role: str) -> BacktestResult:
     for run in reversed(_list_day_runs(workspace)):
         metrics, day = run.data.metrics, datetime.date.fromisoformat(run.data.tags[DAY_TAG])
         if role == "champion":
-            trained[day] = trained.get(day, 0.0) + metrics.get("rows_trained", 0.0)
-        if metrics.get(f"{role}_ne") is not None:
-            rows, rate = metrics[f"{role}_rows"], metrics[f"{role}_label_rate"]
+            trained[day] = trained.get(day, 0.0) + (find_metric(metrics, "rows_trained") or 0.0)
+        if find_metric(metrics, f"{role}_ne") is not None:
+            rows, rate, loss, calibration = (
+                find_metric(metrics, f"{role}_{name}") or 0.0
+                for name in ("rows", "label_rate", "logloss", "calibration")
+            )
             days[day] = DaySums(
-                day=day, rows=rows, loss=metrics[f"{role}_logloss"] * rows, labels=rate * rows,
-                predictions=metrics.get(f"{role}_calibration", 0.0) * rate * rows,
-            )  # fmt: skip
+                day=day, rows=rows, loss=loss * rows, labels=rate * rows, predictions=calibration * rate * rows
+            )
     ordered = tuple(days[day] for day in sorted(days))
     return BacktestResult(name=role, days=ordered, rows_trained=trained, seconds=0.0, trainings={})
 

@@ -10,6 +10,8 @@ from pipeline.jobs.console import Logger, Progress
 from pipeline.registration.journal import Journal
 from pipeline.training.launch.processes import Event
 
+WORSE_VALIDATIONS, WORSE_SHARE = 5, 0.01
+"""After so many validations without a better one, an NE that is worse by this share is a warning."""
 SHOWN_METRICS = {"train_ne_window": "NE", "valid_ne": "valid NE"}
 
 
@@ -91,6 +93,10 @@ class EventReport:
         self.journal, self.progress, self.total, self.log = journal, progress, total, log
         self.plan: tuple[Mapping[str, Any], ...] = ()
         self.notes: dict[str, str] = {}
+        self.best: tuple[float, int] | None = None
+        """Best NE of the validation rows, and its step."""
+        self.worse = 0
+        """Validations since then."""
 
     def __call__(self, event: Event) -> None:
         """Reports one event."""
@@ -116,7 +122,21 @@ class EventReport:
                 self.log.warning("%s; ranks restart from step %s, restart %s of %s", reason, step, number, limit)
             case Measured(step=step, rows=rows, metrics=metrics):
                 self.journal.log(step, metrics)
+                if metrics.get("valid_ne") is not None:
+                    self._warn_of_rise(step, metrics["valid_ne"])
                 self._show(rows, metrics)
+
+    def _warn_of_rise(self, step: int, ne: float) -> None:
+        """Warns once if the NE of the validation rows keeps being worse than its best."""
+        if self.best is None or ne < self.best[0]:
+            self.best, self.worse = (ne, step), 0
+            return
+        self.worse += 1
+        if self.worse == WORSE_VALIDATIONS and ne > (1.0 + WORSE_SHARE) * self.best[0]:
+            self.log.warning(
+                "valid NE is %.4f after %s validations without a better one; the best was %.4f at step %s, and that "
+                "model is kept. training.patience ends a training that gets worse", ne, self.worse, *self.best,
+            )  # fmt: skip
 
     def _show(self, rows: int, metrics: Mapping[str, Any]) -> None:
         for key, label in SHOWN_METRICS.items():

@@ -16,6 +16,7 @@ from pipeline.evaluation.metrics import format_metric
 from pipeline.evaluation.record import FeatureImportance, describe_quality
 from pipeline.jobs.code_version import LEARNING_VERSION, noted_code, trained_by
 from pipeline.jobs.console import step
+from pipeline.jobs.outcome import DECIDED, run_address
 from pipeline.jobs.training.evaluate import (
     EvaluationResult,
     apply_verdict,
@@ -27,7 +28,7 @@ from pipeline.jobs.training.evaluate import (
     train_baselines,
 )
 from pipeline.jobs.training.identity import name_test_rows
-from pipeline.jobs.training.job import REGISTERED, TrainingJob
+from pipeline.jobs.training.job import ABOUT, REGISTERED, TrainingJob
 from pipeline.jobs.training.provenance import RECORD
 from pipeline.jobs.training.summary import (
     DATA,
@@ -36,7 +37,6 @@ from pipeline.jobs.training.summary import (
     describe_data,
     draw_figures,
     load_record,
-    run_address,
 )
 from pipeline.jobs.training.train import PREPROCESSING, TrainingResult
 from pipeline.jobs.workspace import Workspace
@@ -46,6 +46,7 @@ from pipeline.registration.journal import Journal
 from pipeline.registration.register import ROUGH_TOLERANCE, TOLERANCE, check_probabilities
 from pipeline.registration.register import register as put_into_registry
 from pipeline.registration.scorer import LoadedModel, plan_of
+from pipeline.registration.sections import find_metric
 from pipeline.registration.tracking import CONFIG, FEATURES, RESULT, SHARDING_PLAN, reporting_unreachable
 from pipeline.registration.versions import (
     FILES,
@@ -234,18 +235,21 @@ def publish(
 
 
 def log_verdict(workspace: Workspace, version: int, run_id: str, gate: Verdict, at: int) -> None:
-    """Writes the gate's verdict to a version and its MLflow run. Safe to repeat: it replaces itself.
+    """Writes the gate's verdict to a version and its MLflow run, and names the run after it. Safe to repeat.
 
     Args:
         at: Step of the metrics.
     """
     tracker, name = workspace.tracking, workspace.config.model_name
+    run = tracker.client.get_run(run_id)
+    about, ne = run.data.tags.get(ABOUT, run.info.run_name), find_metric(run.data.metrics, "eval_ne")
+    shown = f"v{version} {DECIDED[gate.decision]}{'' if ne is None else f' NE {ne:.4f}'}, {about}"
     if gate.difference is not None:
         values = {f"gate_ne_{name}": getattr(gate.difference, name) for name in ("low", "high")}
         values |= {"gate_ne_difference": gate.difference.ne, "gate_champion_ne": gate.champion_ne}
         tracker.log(run_id, at, values)
     tags = {"gate": gate.decision, "gate_reason": gate.reason}
-    tracker.tag(run_id, tags)
+    tracker.tag(run_id, {"mlflow.runName": shown, ABOUT: about, "version": str(version)} | tags)
     for key, value in tags.items():
         tracker.client.set_model_version_tag(name, str(version), key, value)
 
@@ -253,8 +257,9 @@ def log_verdict(workspace: Workspace, version: int, run_id: str, gate: Verdict, 
 def write_pages(workspace: Workspace, version: int, run_id: str) -> str:
     """Writes the version's description and the HTML report from the run's record. Returns the page in markdown."""
     tracker = workspace.tracking
-    record = load_record(tracker, run_id)
-    text = record.render_markdown(run_address(run_id, tracker))
+    address = run_address(workspace, run_id)
+    record = load_record(tracker, run_id).model_copy(update={"address": address})
+    text = record.render_markdown(address)
     short = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS].rpartition("\n")[0]
     tracker.client.update_model_version(workspace.config.model_name, str(version), description=short)
     tracker.tag(run_id, {"mlflow.note.content": short})
@@ -321,6 +326,6 @@ def show_result(workspace: Workspace, version: str, text: str, run_id: str) -> N
     """
     console, name = workspace.console, workspace.config.name
     console.show_text("report", name, f"# {version}\n\n{text}", version)
-    address = run_address(run_id, workspace.tracking)
+    address = run_address(workspace, run_id)
     console.show_link("mlflow", name, address, f"MLflow run {run_id[:8]}", f"{version} in MLflow")
     console.show_link("html-report", name, f"{address}/artifacts/{PAGE}", PAGE, f"{version}: the full report")

@@ -41,6 +41,8 @@ from storage.warehouse import Warehouse
 
 PLAN = "plan.json"
 """File in a run's folder, and artifact of its MLflow run: the fitted preprocessing plan."""
+ABOUT = "dlrm.about"
+"""Tag of an MLflow run: what is special about it. Its name begins with the version and the verdict once it has some."""
 RUN_ID = "mlflow_run_id"
 """File in a run's folder with the id of its MLflow run."""
 REGISTERED = "registered"
@@ -377,6 +379,13 @@ def _fit_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Warehouse) ->
     return {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
 
 
+def describe_span(job: TrainingJob, part: Part) -> str:
+    """Returns the rows and days of a part in words."""
+    days = job.data[part].selection.days
+    span = f"{min(days)} to {max(days)}" if len(days) > 1 else f"{days[0]}"
+    return f"{job.rows[part]:,} of {len(days)} days, {span}"
+
+
 @contextmanager
 def open_training_run(
     workspace: Workspace, job: TrainingJob, name: str | None = None, more: Mapping[str, str] | None = None
@@ -389,12 +398,16 @@ def open_training_run(
     """
     config = workspace.config
     if name is None:
-        kind, size = f"{config.model.interaction} E{config.model.embedding_width}", f"B{config.training.batch_rows}"
-        name = f"{kind} {size} W{config.training.world_size} seed {config.seed}"
+        model, training = config.model, config.training
+        size = f"E{model.embedding_width} B{training.batch_rows} W{training.world_size}"
+        rates = f"{training.table_learning_rate:g}/{training.dense_learning_rate:g}"
+        name = f"{model.interaction} {size}, epochs {training.epochs}, rates {rates}, seed {config.seed}"
     tags = {
         "mlflow.runName": name,
+        ABOUT: name,
         IDENTITY: job.identity,
         "snapshot_id": str(job.snapshot.snapshot_id),
+        "data": describe_span(job, "train"),
         "plan_hash": job.plan.hash,
         "git_commit": read_commit(),
         "mlflow.source.name": "flows.train",

@@ -7,6 +7,7 @@ from pipeline.config import load
 from pipeline.errors import ConfigError
 from pipeline.jobs.training.finish import finish
 from pipeline.jobs.training.job import (
+    ABOUT,
     JOB,
     REGISTERED,
     RUN_ID,
@@ -40,7 +41,8 @@ def register_run(workspace: Workspace, run: str | None) -> dict[str, Any]:
     job = _load_job(workspace, folder, record)
     trained = TrainingResult.model_validate_json((folder / TRAINED).read_text(encoding="utf-8"))
     trained = trained.model_copy(update={"weights": str(folder / "weights.safetensors")})
-    name = workspace.tracking.client.get_run(run_id).info.run_name
+    known = workspace.tracking.client.get_run(run_id)
+    name = known.data.tags.get(ABOUT, known.info.run_name)
     with open_training_run(workspace, job, name) as run_id:
         return finish(workspace, job, trained, run_id)
 

@@ -1,18 +1,22 @@
 """The record of a run, read from MLflow, and its report as a file."""
 
-import os
+import datetime
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mlflow.entities import Run
 from pydantic import ValidationError
 
+from pipeline.config.run import default_settings
 from pipeline.errors import ConfigError, RegistryError
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.html import render_report
-from pipeline.evaluation.record import PLOTS, FeatureImportance, RunRecord
+from pipeline.evaluation.record import PLOTS, Curve, FeatureImportance, RunRecord
+from pipeline.jobs.outcome import run_address
+from pipeline.jobs.training.job import describe_span
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, find_holder
-from pipeline.registration.tracking import FEATURES, RESULT, SHARDING_PLAN, Tracker, redact
+from pipeline.registration.tracking import FEATURES, RESULT, SHARDING_PLAN, Tracker
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,8 +29,6 @@ STALL_CURVES = ("stall_fraction_window", "batch_extract_seconds", "batch_transfo
 REPORT, DATA = "report.json", "data.json"
 """Artifacts of a run."""
 PAGE = "report.html"
-UI = "http://127.0.0.1:5000"
-"""Where `make ui` shows MLflow."""
 
 
 def load_record(tracker: Tracker, run_id: str) -> RunRecord:
@@ -53,12 +55,13 @@ def _read(tracker: Tracker, run_id: str) -> RunRecord:
     run = tracker.client.get_run(run_id)
     model = result["model"]
     report = EvalReport.model_validate(tracker.read_json(run_id, REPORT))
+    curves = tracker.load_curves(run_id, [*CURVES, *STALL_CURVES])
     features = tuple(FeatureImportance.model_validate(one) for one in tracker.read_json(run_id, FEATURES))
-    plots = tracker.load_figures(run_id, PLOTS)
+    plots, usual = tracker.load_figures(run_id, PLOTS), default_settings()
     if not plots:
         from pipeline.figure import to_svg
 
-        figures = draw_figures(tracker, run_id, result["train"], report, features)
+        figures = draw_figures(tracker, run_id, result["train"], report, features, curves)
         plots = {name: to_svg(figure) for name, figure in figures.items()}
     return RunRecord(
         title=f"{model['name']} version {model['version']}",
@@ -68,7 +71,18 @@ def _read(tracker: Tracker, run_id: str) -> RunRecord:
         plots=plots,
         parameters=dict(run.data.params),
         data=tracker.read_json(run_id, DATA),
+        curves=curves,
+        chosen=tuple(key for key, value in run.data.params.items() if usual.get(key) != value),
+        about=_describe_run(run, tracker.experiment),
     )
+
+
+def _describe_run(run: Run, config: str) -> dict[str, str]:
+    """Returns what a reader asks first: which config, when, for how long."""
+    began = datetime.datetime.fromtimestamp(run.info.start_time / 1e3, datetime.UTC)
+    found = {"config": config, "begun": f"{began:%Y-%m-%d %H:%M} UTC"}
+    end = run.info.end_time or 1e3 * datetime.datetime.now(datetime.UTC).timestamp()  # it is about to end
+    return found | {"duration": f"{datetime.timedelta(seconds=round((end - run.info.start_time) / 1e3))}"}
 
 
 def draw_figures(
@@ -77,35 +91,29 @@ def draw_figures(
     train: Mapping[str, Any],
     report: EvalReport,
     features: Sequence[FeatureImportance],
+    curves: Mapping[str, Curve] | None = None,
 ) -> dict[str, "Figure"]:
     """Draws the plots of a run, by name.
 
     Args:
         train: What the ranks report.
+        curves: Metrics of the training. None: they are read.
     """
     from pipeline.evaluation.plots import draw_run  # imports matplotlib, which reports of drawn runs do not need
 
-    curves, plan = tracker.load_curves(run_id, [*CURVES, *STALL_CURVES]), tracker.read_json(run_id, SHARDING_PLAN)
-    return draw_run(curves, train["best_step"], report, features, plan, train["world_size"])
+    plan = tracker.read_json(run_id, SHARDING_PLAN)
+    found = curves if curves is not None else tracker.load_curves(run_id, [*CURVES, *STALL_CURVES])
+    return draw_run(found, train["best_step"], report, features, plan, train["world_size"])
 
 
 def describe_data(job: "TrainingJob") -> dict[str, str]:
     """Describes what a training reads."""
     found = {"table": job.snapshot.table, "snapshot": str(job.snapshot.snapshot_id)}
-    for part, rows in job.rows.items():
-        days = job.data[part].selection.days
-        span = f"{min(days)} to {max(days)}" if len(days) > 1 else f"{days[0]}"
-        found[f"{part} rows"] = f"{rows:,} of {len(days)} days, {span}"
+    found |= {f"{part} rows": describe_span(job, part) for part in job.rows}
     tables = {feature.table: feature.rows for feature in job.plan.sparse}
     found["features"] = f"{len(job.plan.dense)} dense, {len(job.plan.sparse)} sparse"
     found["embedding tables"] = f"{len(tables)}, {sum(tables.values()):,} rows"
     return found
-
-
-def run_address(run_id: str, tracker: Tracker) -> str:
-    """Returns where a browser finds an MLflow run, without a password."""
-    address = os.environ.get("DLRM_MLFLOW_UI") or (redact(tracker.uri) if tracker.uri.startswith("http") else UI)
-    return f"{address}/#/experiments/{tracker.experiment_id}/runs/{run_id}"
 
 
 def write_report(workspace: Workspace, run: str | int | None, against: str | int | None) -> dict[str, Any]:
@@ -120,7 +128,11 @@ def write_report(workspace: Workspace, run: str | int | None, against: str | int
     runs = [_run_id(tracker, name, one) for one in asked]
     path = inside(workspace.home / "reports", f"{name}-{'-'.join(str(one) for one in asked)}.html")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, render_report([load_record(tracker, run) for run in runs]))
+    records = [load_record(tracker, run) for run in runs]
+    linked = [
+        one.model_copy(update={"address": run_address(workspace, run)}) for one, run in zip(records, runs, strict=True)
+    ]
+    write_text(path, render_report(linked))
     workspace.console.log.info("%s: %s", PAGE, path)
     return {"status": "ok", "path": str(path), "runs": runs}
 

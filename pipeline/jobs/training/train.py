@@ -21,6 +21,7 @@ from pipeline.jobs.training.events import EventReport
 from pipeline.jobs.training.job import TrainingJob, begin, tag_inputs
 from pipeline.jobs.training.provenance import RECORD, make_record
 from pipeline.jobs.training.rank_spec import SERVICE_FOLDER, RankSpec
+from pipeline.jobs.warm_up import kernels_are_compiled
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import WORKERS_FILE, Totals, read_quarantine
@@ -36,6 +37,7 @@ from storage.artifacts import write_json, write_text
 TRAINED, PREPROCESSING = "trained.json", "preprocessing.json"
 """Files in a run's folder: the result of the ranks, and the cost of preprocessing."""
 
+COMPILING = "; their first step on this machine compiles kernels, which takes about half a minute once"
 LOAD_AFTER_SECONDS = 10.0
 """In a shorter training, imports beside it would delay what it reports."""
 
@@ -91,6 +93,7 @@ def train_ranks(
             if watch is not None:
                 watch(event)
 
+        log.info("starting %s ranks%s", config.training.world_size, "" if kernels_are_compiled() else COMPILING)
         summary = _launch(workspace, spec, folder, service, on_event, watch)
     totals = None if service is None else service.totals
     lost = summary.pop("lost")

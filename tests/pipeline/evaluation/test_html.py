@@ -39,6 +39,8 @@ def record(title, shift, **parameters):
         title=title, report=report, features=(feature,), parameters={"seed": "1"} | parameters,
         result={"gate": gate, "train": TRAIN, "git_commit": "abc", "snapshot_id": 7, "mlflow_run_id": "f" * 32},
         plots={name: to_svg(figure) for name, figure in drawn.items()}, data={"table": "ads", "train rows": "6,000 of 2 days"},
+        curves=curves, chosen=("colour",), about={"config": "ads", "begun": "2026-01-02 03:04 UTC", "duration": "0:05:00"},
+        address="http://127.0.0.1:5000/#/experiments/1/runs/f",
     )  # fmt: skip
 
 
@@ -47,12 +49,13 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.rows, self.sources, self.tags, self.cell = [], [], [], None
+        self.rows, self.sources, self.links, self.tags, self.cell = [], [], [], [], None
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        self.sources += [value for name, value in attributes if name in ("src", "href")]
+        self.sources += [value for name, value in attributes if name == "src" or (name == "href" and tag != "a")]
+        self.links += [value for name, value in attributes if name == "href" and tag == "a"]
         if tag == "tr":
             self.rows.append([])
         self.cell = "" if tag in ("td", "th") else self.cell
@@ -80,6 +83,20 @@ def test_a_report_shows_its_values(one):
     assert ["seed", "1"] in page.rows
     assert "It may be chance." in text
     assert "1,234 rows/s, 25.0% of the time waiting for data" in text
+    assert "config ads, begun 2026-01-02 03:04 UTC, duration 0:05:00, commit abc" in text
+    assert page.links == [one.address]
+    low, high = one.report.ne_low, one.report.ne_high
+    assert low < one.report.overall.ne < high
+    assert ["interval of NE", f"{low:.4f} to {high:.4f}"] in page.rows
+
+
+def test_chosen_settings_come_first_and_the_defaults_are_folded():
+    page = Page(text := render_report([record("ads version 3", 0.0, colour="red")]))
+    before, folded = text.split("<details>")
+    assert "<td>colour</td>" in before
+    assert "<td>seed</td>" not in before
+    assert "1 settings with their defaults" in folded
+    assert ["seed", "1"] in page.rows
 
 
 def test_it_needs_nothing_from_outside(one):
@@ -112,15 +129,33 @@ def test_two_runs_stand_side_by_side(one):
     assert 'class="number worse"' in render_report([other, one])
     assert ["colour", "–", "red"] in page.rows
     assert not any(row[0] == "seed" for row in page.rows if row)
-    assert len(page.sources) == 2 * len(Page(render_report([one])).sources)
+    together = ("learning_curve", "calibration", "roc", "precision_recall")
+    single, alone = len(one.plots), len([name for name in one.plots if name not in together])
+    assert len(page.sources) == len(together) + 2 * alone < 2 * single
+    assert f"ads version 3 has the lower NE, which is better: by {-apart:.4f} below ads version 4." in text
+
+
+def test_the_interval_of_a_difference_is_that_of_the_gate(one):
+    """The sign is that of the first run less the second, whichever of them was the champion."""
+    champion, other = (record(f"ads version {number}", 0.2 * number) for number in (0, 1))
+    found = {"ne": 0.05, "low": 0.04, "high": 0.06, "units": 9}
+    gate = other.result["gate"] | {"champion": 3, "difference": found}
+    champion = champion.model_copy(update={"result": champion.result | {"model": {"version": 3}}})
+    other = other.model_copy(update={"result": other.result | {"gate": gate, "model": {"version": 4}}})
+    for records, shown in (((other, champion), "+0.0400 to +0.0600"), ((champion, other), "-0.0600 to -0.0400")):
+        text = render_report(records)
+        assert next(row for row in Page(text).rows if row and row[0] == "interval of NE")[-1] == shown
+        assert "ads version 0 has the lower NE, which is better: by" in text
+        assert f", difference {shown}." in text
 
 
 def test_the_markdown_page_shows_the_same_figures(one):
     text = one.render_markdown("http://mlflow/run")
     overall = one.report.overall
-    assert text.startswith("|  | NE | log loss | AUC | calibration | ECE | rows |\n|---|---|---|---|---|---|---|\n")
+    assert text.startswith(
+        f"**hold**, NE {overall.ne:.4f} on 2,000 rows: It may be chance.\n\n|  | NE | log loss | AUC |"
+    )
     assert f"| evaluation | {overall.ne:.4f} | {overall.logloss:.4f} |" in text
-    assert "**hold**: It may be chance." in text
     assert "1,234 rows/s, 25.0% of the time waiting for data" in text
     assert "Snapshot `7` of table `ads`; [MLflow run ffffffff](http://mlflow/run)." in text
     assert "| slice | rows | label rate | NE | interval | calibration |" in text

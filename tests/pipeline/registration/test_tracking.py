@@ -2,13 +2,16 @@
 
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
+from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException, RestException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 from pydantic import BaseModel
@@ -62,13 +65,35 @@ def test_a_process_that_nobody_has_waited_for_is_dead(tracker):
         assert tracker.reap() == [run_id]
 
 
+def test_a_database_of_another_mlflow_is_named_with_the_command_that_upgrades_it(tracker, tmp_path):
+    source = sqlite3.connect(tracker.uri.removeprefix("sqlite:///").partition("?")[0])
+    with closing(source), closing(sqlite3.connect(tmp_path / "old.db")) as copy, copy:
+        source.backup(copy)
+        copy.execute("UPDATE alembic_version SET version_num = '728d730b5ebd'")
+    with pytest.raises(RegistryError) as refused:
+        Tracker(RegistrationConfig(tracking_uri=f"sqlite:///{tmp_path}/old.db"), tmp_path, "tracking")
+    assert "expected the tables of this MLflow, got those of another version. Copy it, then run: " in str(refused.value)
+    assert str(refused.value).endswith(f".venv/bin/mlflow db upgrade 'sqlite:///{tmp_path}/old.db'")
+
+
 def test_existing_values_are_not_logged_again(tracker):
     run_id = tracker.start("run", {}, {}, None)
     tracker.log(run_id, 20, {"eval_ne": 0.9, "undefined": None})
     tracker.log(run_id, 20, {"eval_ne": 0.9, "eval_auc": 0.7})
-    points = tracker.client.get_metric_history(run_id, "eval_ne")
+    points = tracker.client.get_metric_history(run_id, "eval/ne")
     assert [(point.step, point.value) for point in points] == [(20, 0.9)]
-    assert tracker.client.get_run(run_id).data.metrics == {"eval_ne": 0.9, "eval_auc": 0.7}
+    assert tracker.client.get_run(run_id).data.metrics == {"eval/ne": 0.9, "eval/auc": 0.7}
+
+
+def test_curves_of_a_run_of_an_earlier_version_are_read(tracker):
+    """It may have been resumed by this version, so that a curve has points under both names."""
+    run_id = tracker.start("resumed", {}, {}, None)
+    tracker.client.log_batch(run_id, metrics=[Metric("valid_ne", 0.9, 0, 5), Metric("valid_ne", 0.8, 0, 10)])
+    tracker.log_points(run_id, [(10, {"valid_ne": 0.8}), (15, {"valid_ne": 0.7})])
+    assert tracker.load_curves(run_id, ["valid_ne", "train_ne_window"]) == {
+        "valid_ne": [(5, 0.9), (10, 0.8), (15, 0.7)],
+        "train_ne_window": [],
+    }
 
 
 def test_fault_29_a_server_that_is_down_is_named_without_its_password(tmp_path: Path, monkeypatch):

@@ -1,0 +1,151 @@
+"""People are told what needs one of them: once a cause, with the remedy, and never at the expense of the run."""
+
+import datetime
+import http.server
+import json
+import socketserver
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.jobs import notify
+from pipeline.jobs.notify import Message, Notifier, describe_failure, describe_stale, list_messages, read_settings
+
+BOUNDS = (0.95, 1.05)
+MESSAGE = describe_failure("end-to-end", "configs/demo.yaml", "home: expected a folder, got none. Make one.")
+
+
+@contextmanager
+def listening(handler: Any, server: Any) -> Iterator[int]:
+    with server(("127.0.0.1", 0), handler) as found:
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield found.server_address[1]
+        found.shutdown()
+
+
+def write(home: Path, **settings: Any) -> None:
+    (home / "notify.yaml").write_text(json.dumps(settings))
+
+
+def said_by(home: Path, *messages: Message) -> tuple[int, list[str]]:
+    said: list[str] = []
+    return Notifier(home, said.append).tell(messages), said
+
+
+def test_a_webhook_gets_each_cause_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[Any] = []
+
+    class Hook(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    other = MESSAGE.model_copy(update={"cause": "another"})
+    write(tmp_path, webhook_variable="TEST_HOOK")
+    with listening(Hook, http.server.HTTPServer) as port:
+        monkeypatch.setenv("TEST_HOOK", f"http://127.0.0.1:{port}/secret")
+        assert [said_by(tmp_path, one) for one in (MESSAGE, MESSAGE, other)] == [(1, []), (0, []), (1, [])]
+        monkeypatch.setattr(notify, "AGAIN", {"failure": datetime.timedelta(0)})
+        assert said_by(tmp_path, MESSAGE) == (1, []), "a failure that lasts is told again the next night"
+    assert [one["text"].splitlines()[0] for one in got] == ["*end-to-end configs/demo.yaml failed*"] * 3
+    assert "home: expected a folder, got none. Make one." in got[0]["text"]
+    assert "python -m flows.end_to_end configs/demo.yaml" in got[0]["text"]
+
+
+def test_a_receiver_that_is_away_breaks_nothing_and_its_secret_is_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, webhook_variable="TEST_HOOK")
+    monkeypatch.setenv("TEST_HOOK", "http://127.0.0.1:9/secret")
+    sent, [said] = said_by(tmp_path, MESSAGE)
+    assert sent == 0
+    assert said.startswith("the webhook in TEST_HOOK did not take the message 'end-to-end configs/demo.yaml failed': ")
+    assert "secret" not in said
+    monkeypatch.delenv("TEST_HOOK")
+    assert said_by(tmp_path, MESSAGE)[1] == [
+        "the webhook in TEST_HOOK did not take the message 'end-to-end configs/demo.yaml failed': KeyError"
+    ]
+
+
+def test_a_command_gets_the_message(tmp_path: Path) -> None:
+    code = f"import os, sys; open({str(tmp_path / 'got')!r}, 'w').write(os.environ['DLRM_SUBJECT'] + sys.stdin.read())"
+    write(tmp_path, command=[sys.executable, "-c", code])
+    assert said_by(tmp_path, MESSAGE) == (1, [])
+    assert (tmp_path / "got").read_text() == f"{MESSAGE.subject}{MESSAGE.subject}\n\n{MESSAGE.text}\n"
+
+
+def test_a_mail_is_sent(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    class Mailbox(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            self.wfile.write(b"220 here\r\n")
+            taking, special = False, {"DATA": b"354 go on\r\n", "QUIT": b"221 bye\r\n"}
+            for raw in self.rfile:
+                line = raw.decode().rstrip("\r\n")
+                lines.append(line)
+                if not taking or line == ".":
+                    self.wfile.write(special.get(line.upper(), b"250 fine\r\n"))
+                    taking = line.upper() == "DATA"
+
+    with listening(Mailbox, socketserver.TCPServer) as port:
+        write(tmp_path, mail={"to": ["ops@example.org"], "sender": "dlrm@example.org", "port": port})
+        assert said_by(tmp_path, MESSAGE) == (1, [])
+    assert {f"Subject: {MESSAGE.subject}", "To: ops@example.org"} <= set(lines)
+
+
+def test_only_what_is_asked_for_is_told(tmp_path: Path) -> None:
+    write(tmp_path, command=["true"], on=["rejection"])
+    assert said_by(tmp_path, MESSAGE) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"webhok": "X"}, "key 'webhok'"),
+        ({"on": ["everything"]}, "key 'on.0'"),
+        ({"mail": {"to": ["a"]}}, "key 'mail.sender'"),
+    ],
+)
+def test_wrong_settings_are_named_and_break_no_run(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    write(tmp_path, **settings)
+    with pytest.raises(ConfigError, match=said):
+        read_settings(tmp_path)
+    assert said in said_by(tmp_path, MESSAGE)[1][0]
+
+
+def kinds(result: dict[str, Any]) -> list[str]:
+    return [one.kind for one in list_messages("recurring", "demo", {"status": "ok"} | result, BOUNDS)]
+
+
+def test_what_a_result_says_to_people() -> None:
+    rejected, held = {"decision": "reject", "reason": "NE is higher."}, {"decision": "hold", "reason": "By chance."}
+    day: dict[str, Any] = {"day": "2025-01-03", "champion": 3, "model": {"version": 4}}
+    assert kinds(day | {"champion_eval": {"calibration": 1.01}, "gate": held}) == []
+    assert kinds(day | {"champion_eval": {"calibration": 1.21}, "gate": None}) == ["calibration"]
+    assert kinds(day | {"judged": {"version": 3, "gate": rejected}, "gate": held}) == ["rejection"]
+    assert kinds({"model": {"version": 4}, "gate": rejected, "ingest": {"held": ["2025-01-03"]}}) == [
+        "held",
+        "rejection",
+    ]
+    assert kinds({"status": "skipped", "model": {"version": 4}, "gate": rejected}) == [], "it was told before"
+    [message] = list_messages("ingest", "demo", {"status": "ok", "held": ["2025-01-03"]}, BOUNDS)
+    assert "python -m flows.ingest CONFIG day=2025-01-03 force=true" in message.text
+
+
+def test_a_champion_behind_its_table_is_stale() -> None:
+    trained, newest = datetime.date(2025, 1, 1), datetime.date(2025, 1, 8)
+    assert describe_stale("demo", 3, trained, newest, 8) is None
+    message = describe_stale("demo", 3, trained, newest, 7)
+    assert message is not None
+    assert message.subject == "demo: the champion is 7 days behind its table"
