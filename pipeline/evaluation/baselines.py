@@ -167,7 +167,8 @@ def _fit_boosting(train: Examples, seed: int) -> Callable[[Examples], Floats]:
     preprocessing, ensemble = _sklearn("preprocessing"), _sklearn("ensemble")
     many = [number for number in range(train.ids.shape[1]) if len(np.unique(train.ids[:, number])) > FEW_IDS]
     few = [number for number in range(train.ids.shape[1]) if number not in many]
-    means = preprocessing.TargetEncoder(target_type="binary", random_state=seed) if many else None
+    folds = _sklearn("model_selection").StratifiedKFold(5, shuffle=True, random_state=seed)
+    means = preprocessing.TargetEncoder(target_type="binary", cv=folds) if many else None
     codes = preprocessing.OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1) if few else None
 
     def features(rows: Examples, fit: bool) -> np.ndarray:

@@ -25,6 +25,8 @@ LEAK = 0.95
 """A column with a higher correlation with the label counts as a leak."""
 CALENDAR = 0.98
 """A column with a higher correlation with the day only says which day it is."""
+OWN_DAYS = 1.5
+"""Ids that occur on fewer days on average are those of a day."""
 ROUGH = 6.0
 """Whole numbers are ids if neighbours differ in their label rate by more deviations than this."""
 MOST_BUCKETED = 60
@@ -118,7 +120,7 @@ def suggest(
     """
     apart = dict(not_features or {}) | ({split.column: "the part of each row"} if split.column else {})
     names = [fact.name for fact in observed.facts]
-    choices = [choose(fact, apart, split.by_time) for fact in observed.facts if fact.name not in (label, DAY)]
+    choices = [choose(fact, split, apart) for fact in observed.facts if fact.name not in (label, DAY)]
     choices = _with_buckets(choices, split.train_rows, {*names, DAY})
     tables = [one for choice in choices for one in choice.features if one.use == "sparse"]
     if not tables:
@@ -153,23 +155,27 @@ def _with_buckets(choices: Sequence[Choice], rows: int, taken: Collection[str]) 
     ]
 
 
-def choose(fact: ColumnFacts, not_features: Mapping[str, str] | None = None, by_time: bool = False) -> Choice:
-    """Chooses how one column is used.
-
-    Args:
-        by_time: Whether test rows are later than training rows.
-    """
+def choose(fact: ColumnFacts, split: ChosenSplit, not_features: Mapping[str, str] | None = None) -> Choice:
+    """Chooses how one column is used."""
     unit = _time_unit(fact)
     reason = _ignored(fact, not_features or {}, unit is not None)
-    if reason is None and by_time and unit is None and abs(fact.by_day or 0.0) > CALENDAR:
+    if reason is None and split.by_time and unit is None and abs(fact.by_day or 0.0) > CALENDAR:
         reason = f"follows the day (correlation {fact.by_day:.3f}): test days have values that no training day has"
+    if reason is None and split.by_days and unit is None and _is_of_one_day(fact):
+        reason = f"a value occurs on {fact.days_a_value:.1f} days: test days have values that no training day has"
     if reason is not None:
         return Choice(fact, reason)
     if unit is not None:
-        return _time(fact, unit, by_time)
-    if fact.kind == "number" or fact.kind == "id":
-        return _sparse(fact) if is_category(fact) else _dense(fact)
-    return _sparse(fact)
+        return _time(fact, unit, split.by_time)
+    if fact.kind not in ("number", "id"):
+        return _sparse(fact)
+    if not is_category(fact):
+        return _dense(fact)
+    ids, number = _sparse(fact), _dense(fact)
+    if _is_named_id(fact) or fact.distinct <= FEW_IDS:
+        return ids
+    second = replace(number.features[0], name="{column}_number")
+    return replace(ids, why=f"{ids.why}; also a number, {number.why}", features=(*ids.features, second))
 
 
 def _time_unit(fact: ColumnFacts) -> str | None:
@@ -205,6 +211,8 @@ def _ignored(fact: ColumnFacts, not_features: Mapping[str, str], is_time: bool) 
     for what, value in (("its values", fact.correlation), ("having a value", fact.presence)):
         if value is not None and abs(value) > LEAK:
             return f"leaks the label: correlation of {what} with it {value:.3f}"
+    if fact.purity is not None and fact.purity > LEAK and fact.distinct > 1:
+        return f"leaks the label: its values alone give {fact.purity:.1%} of the rarer label"
     if is_time:
         return None
     if fact.kind == "other":
@@ -224,13 +232,21 @@ def _ignored(fact: ColumnFacts, not_features: Mapping[str, str], is_time: bool) 
     return None
 
 
+def _is_of_one_day(fact: ColumnFacts) -> bool:
+    """Whether a column of ids has other values each day."""
+    ids = fact.kind == "text" or (fact.kind in ("id", "number") and is_category(fact))
+    return ids and fact.days_a_value is not None and fact.days_a_value < OWN_DAYS
+
+
+def _is_named_id(fact: ColumnFacts) -> bool:
+    return fact.type == "BOOLEAN" or ID_NAME.search(fact.name) is not None
+
+
 def is_category(fact: ColumnFacts) -> bool:
     """Whether whole numbers are ids, judging by the name, else by their values and how the label depends on them."""
-    if fact.type == "BOOLEAN":
-        return True
     if fact.kind == "number" and not fact.whole:
         return False
-    if ID_NAME.search(fact.name):
+    if _is_named_id(fact):
         return True
     low, high = fact.minimum or 0.0, fact.maximum or 0.0
     span = high - low + 1

@@ -2,12 +2,15 @@
 
 import datetime
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import duckdb
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.data.profile import Rows, measure_columns
 from storage.query import quote
@@ -21,6 +24,13 @@ FEW_VALUES = 4
 """Text columns with up to this many values are counted by value."""
 MOST_CODES = 1 << 16
 """Whole numbers with more values are not tested for roughness."""
+FEWEST_CODES = 12
+"""Nor are those with fewer."""
+FEW_PURE = 64
+"""Columns with up to this many values are tested for purity."""
+GROUPED_AT_A_TIME = 30
+"""How many columns are grouped in one pass."""
+Counts = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,8 @@ class ColumnFacts:
     """Correlation of having a value with the label."""
     by_day: float | None = None
     """Correlation of the values with the day."""
+    days_a_value: float | None = None
+    """On how many days a value occurs, on average."""
     whole: bool = False
     """Whether all its floats are whole numbers."""
     readable: float = 0.0
@@ -58,6 +70,8 @@ class ColumnFacts:
     roughness: float | None = None
     """By how many deviations the label rate differs between neighbouring whole numbers. A count has about 0, a code
     more. None: not tested."""
+    purity: float | None = None
+    """Share of the rarer label's rows that the most frequent label of each value gets right. None: many values."""
     values: Mapping[str, tuple[int, int]] | None = None
     """Value -> (rows, rows with label 1), of text with few values."""
 
@@ -116,7 +130,7 @@ def observe(
     looks = look_closer(connection, rows, columns, label)
     facts = [_fact(found[name], kind, looks.get(name, {})) for name, kind in columns.items()]
     return TableFacts(
-        facts=tuple(_with_values(connection, rows, fact, label) for fact in facts),
+        facts=tuple(_with_values(connection, rows, facts, label)),
         days=tuple(_count_days(connection, rows, label)),
     )
 
@@ -156,6 +170,8 @@ def _look(name: str, kind: str, label: str) -> dict[str, str]:
     look = {"presence": f"corr(CAST({column} IS NOT NULL AS INTEGER), {outcome})"}
     if kind.endswith("]"):
         return look
+    pairs = f"approx_count_distinct(row({column}, {DAY})) FILTER ({column} IS NOT NULL)"
+    look["days_a_value"] = f"{pairs} / greatest(1, approx_count_distinct({column}))"
     if kind.startswith(("TIMESTAMP", "DATE")):
         look["by_day"] = f"corr(epoch({column}), epoch({DAY}))"
         return look | ({} if kind == "DATE" else {"hours": f"count(DISTINCT hour({column}))"})
@@ -171,23 +187,52 @@ def _look(name: str, kind: str, label: str) -> dict[str, str]:
     return look
 
 
-def _with_values(connection: duckdb.DuckDBPyConnection, rows: Rows, fact: ColumnFacts, label: str) -> ColumnFacts:
-    """Adds what needs the rows of each value: its counts, or how rough the label rate is."""
-    if fact.name == label:
-        return fact
-    grouped = f"SELECT {quote(fact.name)}, count(*), coalesce(sum({quote(label)}), 0)"
-    grouped = f"{grouped} FROM {{}} WHERE {quote(fact.name)} IS NOT NULL GROUP BY 1 ORDER BY 1"
-    if fact.kind == "text" and 2 <= fact.distinct <= FEW_VALUES:
-        found = connection.sql(grouped.format(rows([label, fact.name]))).fetchall()
-        return replace(fact, values={value: (count, int(positives)) for value, count, positives in found})
-    if (fact.kind == "id" or fact.whole) and fact.type != "BOOLEAN" and 12 <= fact.distinct <= MOST_CODES:
-        counts = connection.sql(grouped.format(rows([label, fact.name]))).fetchnumpy()
-        _, number, positives = counts.values()
-        return replace(fact, roughness=measure_roughness(np.asarray(number, float), np.asarray(positives, float)))
-    return fact
+def count_values(
+    connection: duckdb.DuckDBPyConnection, rows: Rows, names: Sequence[str], label: str
+) -> Iterator[tuple[str, list[Any], Counts, Counts]]:
+    """Yields the name of each column, its values in order, their rows, and their rows with label 1."""
+    for start in range(0, len(names), GROUPED_AT_A_TIME):
+        part = names[start : start + GROUPED_AT_A_TIME]
+        listed = ", ".join(map(quote, part))
+        sets = ", ".join(f"({quote(name)})" for name in part)
+        query = f"SELECT {listed}, count(*), coalesce(sum({quote(label)}), 0), grouping({listed})"
+        found = connection.sql(f"{query} FROM {rows([label, *part])} GROUP BY GROUPING SETS ({sets})").to_arrow_table()
+        *columns, number, positives, group = found.columns
+        for at, (name, column) in enumerate(zip(part, columns, strict=True)):
+            own = pc.equal(group, (1 << len(part)) - 1 - (1 << (len(part) - 1 - at)))
+            table = pa.table({"value": column, "rows": number, "positives": positives.cast(pa.float64())})
+            table = table.filter(pc.and_(own, pc.is_valid(column))).sort_by("value")
+            yield (
+                name,
+                table["value"].to_pylist(),
+                *(table[key].to_numpy().astype(float) for key in ("rows", "positives")),
+            )
 
 
-def measure_roughness(rows: np.ndarray, positives: np.ndarray) -> float:
+def _with_values(
+    connection: duckdb.DuckDBPyConnection, rows: Rows, facts: Sequence[ColumnFacts], label: str
+) -> list[ColumnFacts]:
+    """Adds what needs the rows of each value: the counts of few values, purity, and roughness."""
+    kinds = {fact.name: fact for fact in facts if fact.name != label and (fact.kind in ("id", "text") or fact.whole)}
+    names = [
+        name for name, fact in kinds.items() if 2 <= fact.distinct <= (FEW_PURE if fact.kind == "text" else MOST_CODES)
+    ]
+    added: dict[str, dict[str, Any]] = {}
+    for name, values, number, positives in count_values(connection, rows, names, label):
+        fact, more = kinds[name], added.setdefault(name, {})
+        if fact.kind == "text" and len(values) <= FEW_VALUES:
+            more["values"] = {
+                value: (int(count), int(hits)) for value, count, hits in zip(values, number, positives, strict=True)
+            }
+        if len(values) <= FEW_PURE:
+            rarer = min(positives.sum(), number.sum() - positives.sum())
+            more["purity"] = float(1.0 - np.minimum(positives, number - positives).sum() / rarer) if rarer else None
+        if fact.kind != "text" and len(values) >= FEWEST_CODES:
+            more["roughness"] = measure_roughness(number, positives)
+    return [replace(fact, **added.get(fact.name, {})) for fact in facts]
+
+
+def measure_roughness(rows: Counts, positives: Counts) -> float:
     """Returns how much the label rates of neighbouring values differ, in standard deviations of what chance gives.
 
     Neighbours are the values of one of up to 64 bins. The statistic is Pearson's chi-squared.

@@ -34,7 +34,7 @@ def choose_shape(ids: Sequence[ColumnFacts], rows: int, validates: bool) -> Shap
         "top_mlp": [128, 64],
         "interaction": "dcn",
         "dropout": 0.3,
-        "embedding_init": 0.01,
+        "embedding_init": 0.1,
     }
     training: dict[str, Any] = {
         "batch_rows": batch,
@@ -43,7 +43,7 @@ def choose_shape(ids: Sequence[ColumnFacts], rows: int, validates: bool) -> Shap
         "average_from": 0.5,
         "table_optimizer": "adam",
         "table_learning_rate": 8e-3,
-        "table_weight_decay": 1e-3,
+        "table_weight_decay": 3e-3,
         "dense_learning_rate": 1e-3,
         "dense_weight_decay": 1e-5,
     }

@@ -44,6 +44,11 @@ class ChosenSplit:
     """The column with the part of each row."""
 
     @property
+    def by_days(self) -> bool:
+        """Whether all rows of a day are in one part."""
+        return "days" in self.config or "every_nth_day" in self.config
+
+    @property
     def validates(self) -> bool:
         """Whether it has validation rows."""
         (kind, values), *_ = self.config.items()

@@ -86,7 +86,7 @@ def _features(suggestion: Suggestion, weight: str | None) -> str:
 
 def _group(group: Group) -> list[str]:
     feature = group.feature
-    if feature.name:  # a second form of numbers, whose reasons are given with the first
+    if feature.name and feature.use == "sparse":  # a second form of numbers, whose reasons are given with the first
         lines = ["    # the same numbers as intervals of about equally many rows, each with a vector of its own"]
     else:
         lines = [f"    # {_comment(choice)}" for choice in group.choices]

@@ -13,6 +13,7 @@ from pipeline.data.config import SplitConfig
 from pipeline.errors import ConfigError
 from pipeline.suggestion.choose import Suggestion, patterns
 from pipeline.suggestion.write import render_config
+from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import FeatureSchema
 from storage.reader import DAY
 from tests.pipeline.suggestion.observing import suggest_for
@@ -138,6 +139,12 @@ def test_codes_in_number_columns_are_ids(tmp_path: Path) -> None:
     )
     found = uses(rows, tmp_path)
     assert found == {"city": "sparse", "flight": "sparse", "user_id": "sparse", "spent": "dense", "rating": "dense"}
+    made = suggest_for(rows, tmp_path)
+    forms = {(group.feature.use, group.feature.name, name) for group in made.groups for name in group.names}
+    assert {("sparse", "", "flight"), ("dense", "{column}_number", "flight")} <= forms, "what looks like a code is both"
+    text = render_config(made, {"name": "t", "source": {"path": "x"}}, 20_000, 4, "files")
+    schema = FeatureSchema.model_validate(yaml.safe_load(text)["features"])
+    assert "flight_number" in build_plan(schema, rows.schema).dense
 
 
 def test_times_become_hours_and_no_number_that_only_grows(tmp_path: Path) -> None:
@@ -176,3 +183,21 @@ def test_what_cannot_be_suggested(tmp_path: Path) -> None:
     rows = table().select([DAY, "label", "impression_id"])
     with pytest.raises(ConfigError, match=r"suggestion: expected a column to learn from, got 0 usable of 1"):
         suggest_for(rows, tmp_path)
+
+
+def test_a_column_that_determines_the_label_leaks_it(tmp_path: Path) -> None:
+    """The stars behind a label of four stars or more correlate with it far less than 1."""
+    stars = np.random.default_rng(2).choice([1, 2, 3, 4, 5], 4_000, p=[0.06, 0.11, 0.27, 0.34, 0.22])
+    words = np.array(["", "awful", "bad", "fine", "good", "great"])[stars]
+    rows = table().set_column(1, "label", pa.array((stars >= 4).astype(np.int64)))
+    made = suggest_for(rows.append_column("stars", pa.array(stars)).append_column("words", pa.array(words)), tmp_path)
+    for name in ("stars", "words"):
+        (choice,) = [one for one in made.choices if one.fact.name == name]
+        assert choice.why == "leaks the label: its values alone give 100.0% of the rarer label"
+
+
+def test_ids_of_a_single_day_are_left_out_of_a_split_by_days(tmp_path: Path) -> None:
+    rows = table(8_000, days=4)
+    hours = [f"{day} {i % 24}h" for i, day in enumerate(rows[DAY].to_pylist())]
+    (hour,) = [one for one in suggest_for(rows.append_column("hour_of_day", pa.array(hours)), tmp_path).choices if one.fact.name == "hour_of_day"]  # fmt: skip
+    assert hour.why == "a value occurs on 1.0 days: test days have values that no training day has"
