@@ -8,9 +8,7 @@ PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11;
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 && echo $$p; done))
 # Extras to install in addition to the lock, such as EXTRAS=ray. Rebuilding an environment keeps its extras.
 EXTRAS ?=
-INSTALLED = $(patsubst $(VENV)/.extra-%,%,$(wildcard $(VENV)/.extra-*))
 RUN = $(VENV)/bin/python
-INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check --no-deps
 # Test processes. conftest.py decides the order in which they get the test files.
 TESTERS ?= 2
 TEST = $(RUN) -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
@@ -40,32 +38,9 @@ export NO_MKDOCS_2_WARNING = 1
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | column -t -s@
 
-setup: $(VENV)/.complete $(addprefix $(VENV)/.extra-,$(sort $(EXTRAS) $(INSTALLED)))  ## create .venv with every dependency at its locked version; EXTRAS='ray postgres' adds extras
-	@echo "environment: $(VENV) is complete"
-
-$(VENV)/.complete: $(LOCK)
-	@test -n "$(PYTHON)" || { echo "error: no Python 3.11, 3.12 or 3.13 found; install one, or set PYTHON=/path/to/python."; exit 1; }
-	@echo "setting up $(VENV) from $(LOCK) with $(PYTHON): about 2 GB, a few minutes"
-	@$(PYTHON) -m venv --clear $(VENV)
-	@# The torch index serves only torch, and only without local wheels. Other packages come from the usual index.
-	@if [ "$(LOCK)" = requirements/cpu.lock ]; then \
-		grep '^torch==' $(LOCK) > $(VENV)/torch.txt; \
-		$(INSTALL) --no-compile -r $(VENV)/torch.txt \
-			$(if $(PIP_FIND_LINKS),,--index-url $(TORCH_INDEX)); \
-	fi
-	@$(INSTALL) --no-compile -r $(LOCK)
-	@# Compile bytecode on all cores, because pip uses one. Some packages have files for other Pythons, which fail.
-	@# The tests of packages, a fifth of all code, are never imported.
-	@$(RUN) -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || true
-	@# Install the project itself in place, which adds the command dlrm.
-	@$(INSTALL) --editable .
-	@touch $@
-	@echo "ready: $(VENV)"
-
-$(VENV)/.extra-ray $(VENV)/.extra-postgres: $(VENV)/.extra-%: requirements/%.lock $(VENV)/.complete
-	@echo "adding $* to $(VENV)"
-	@$(INSTALL) -r $<
-	@touch $@
+setup:  ## create .venv with every dependency at its locked version; EXTRAS='ray postgres' adds extras
+	@VENV='$(VENV)' LOCK='$(LOCK)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' EXTRAS='$(EXTRAS)' \
+		requirements/environment.sh
 
 demo: setup  ## run everything on generated data: ingest, sharded training, registered model
 	@$(RUN) -m flows.end_to_end configs/demo.yaml

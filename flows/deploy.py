@@ -164,6 +164,11 @@ def _queue(client: SyncPrefectClient, name: str, settings: Settings) -> str:
 
 def _deployments() -> list[str]:
     """Runs `prefect deploy --all`, which reads prefect.yaml."""
+    if not (ROOT / "prefect.yaml").exists():
+        raise ConfigError(
+            f"prefect.yaml in '{ROOT}'", "the project's file of deployments", "none",
+            "Deploy from a checkout of the project; an installed package has no deployments.",
+        )  # fmt: skip
     program = Path(sys.executable).parent / "prefect"
     done = subprocess.run(
         [str(program), "--no-prompt", "deploy", "--all"], cwd=ROOT, env=os.environ | {"PWD": str(ROOT)},

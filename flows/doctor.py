@@ -23,6 +23,7 @@ from typing import Any
 
 from flows.runtime.access import VARIABLE, authenticates_otherwise, check_access, find_secret, header, read_setting
 from flows.runtime.environment import set_environment
+from pipeline import process
 from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -325,7 +326,7 @@ def examine(config: str | None, home: Path) -> list[Check]:
 def main(words: Sequence[str]) -> int:
     """Prints a line for every check and, as the last line, one JSON object. Returns 1 if anything is wrong."""
     config = next((word for word in words if "=" not in word), None)
-    home = ROOT / Path(os.environ.get("DLRM_HOME", ".dlrm")).expanduser()
+    home = process.ROOT / Path(os.environ.get("DLRM_HOME", ".dlrm")).expanduser()
     checks = examine(config, home)
     for check in checks:
         print(f"{'ok  ' if check.ok else 'BAD '} {check.name:20} {check.found}")

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import IO, Any, cast
 
-from pipeline.process import die_with_parent, loading, set_process_name
+from pipeline.process import PACKAGES, ROOT, die_with_parent, loading, set_process_name
 
 READ_AT_LOAD = ("ARROW_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "NUMBA_", "OMP_", "OPENBLAS_", "PYTHON")
 """Prefixes of variables that libraries read when they are loaded."""
@@ -34,7 +34,6 @@ READ_LATER = "PYTHONBREAKPOINT"
 """A variable with one of these prefixes that is not read at load. Ray sets it in a process that has started Ray."""
 MOST_SERVERS = 4
 """Servers that are kept. One without running processes is stopped where another is needed."""
-ROOT = Path(__file__).resolve().parent.parent
 
 Key = tuple[Path, tuple[tuple[str, str], ...]]
 """Working directory and variables that are read at load: processes that differ in them have other servers."""
@@ -98,7 +97,7 @@ class ForkServer:
         self.running: list[ForkedProcess] = []
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         read_end, self.alive = os.pipe()
-        path = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+        path = os.pathsep.join([str(PACKAGES), *filter(None, [environment.get("PYTHONPATH")])])
         preload = () if any(Path("/dev").glob("nvidia[0-9]*")) else modules
         try:
             with theirs:

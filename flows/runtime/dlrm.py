@@ -17,7 +17,7 @@ PURPOSES = {
     "Train": ("train", "end_to_end", "recurring", "checkpoint", "preprocess"),
     "Models": ("score", "report", "promote", "rollback", "register", "replay"),
     "Search and compare": ("sweep", "release", "backtest", "sharding", "characterize", "estimate"),
-    "Operate": ("clean", "deploy", "doctor", "ui", "reference"),
+    "Operate": ("clean", "deploy", "doctor", "examples", "ui", "reference"),
 }
 """Commands by what they are for."""
 FORMER = {"compare": "backtest", "placement": "sharding", "size": "estimate"}

@@ -8,13 +8,11 @@ from typing import Any
 import yaml
 
 from pipeline.errors import ConfigError
-
-ROOT = Path(__file__).resolve().parents[2]
-"""The project's folder. Relative paths of a config start here."""
+from pipeline.process import ROOT
 
 
 def home_path(home: str) -> Path:
-    """The folder a run writes to: DLRM_HOME if set, else `home`, below the project unless absolute.
+    """The folder a run writes to: DLRM_HOME if set, else `home`, below ROOT unless absolute.
 
     Raises:
         ConfigError: If the path has # or ?, which cut off the addresses of files and databases below it.
@@ -97,7 +95,7 @@ def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         text = full.read_text(encoding="utf-8")
     except (OSError, ValueError):  # ValueError: not UTF-8, or a null character in the path
         raise ConfigError(
-            f"config '{path}'", "a readable YAML file", "none", "Correct the path; examples are in configs/."
+            f"config '{path}'", "a readable YAML file", "none", "Correct the path; `dlrm examples` writes examples."
         ) from None
     try:
         values = parse_yaml(text)

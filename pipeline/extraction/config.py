@@ -138,7 +138,8 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """Where rows come from."""
 
     path: str | tuple[str, ...] | None = None
-    """Files of samples, or of the feature log: a path, a glob, or several; below the project root unless absolute."""
+    """Files of samples, or of the feature log: a path, a glob, or several. Relative paths start at the checkout, or at
+    the current folder."""
     format: Format = "auto"
     """auto: CSV by the file name, else Parquet. criteo: tab-separated, no header, gz too."""
     day_column: str | None = None

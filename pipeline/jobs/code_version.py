@@ -1,6 +1,7 @@
 """Versions of the code and of its dependencies."""
 
 import hashlib
+import importlib.metadata
 import subprocess
 from collections.abc import Sequence
 from functools import cache
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter
 
-from pipeline.config.files import ROOT
+from pipeline.process import CHECKOUT, PACKAGES
 from storage.artifacts import write_text
 
 CODE = "code.json"
@@ -40,9 +41,9 @@ def read_code() -> CodeVersion:
 def hash_sources() -> str:
     """Returns the hash of all source files, names and contents."""
     digest = hashlib.sha256()
-    for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+    for path in sorted(path for room in ROOMS for path in (PACKAGES / room).rglob("*.py")):
         content = path.read_bytes()
-        digest.update(f"{path.relative_to(ROOT)} {len(content)}\n".encode() + content)
+        digest.update(f"{path.relative_to(PACKAGES)} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:16]
 
 
@@ -81,6 +82,8 @@ LEARNING_VERSION = 1
 
 def read_commit() -> str:
     """Returns the commit, with `+` if the working tree has changes outside of docs; `unknown` outside git."""
+    if not CHECKOUT:  # an environment may lie inside another project's repository
+        return UNKNOWN
     try:
         return _git("rev-parse", "HEAD")[:12] + ("+" if _git("status", "--porcelain", ":!docs") else "")
     except (OSError, subprocess.CalledProcessError):
@@ -88,10 +91,15 @@ def read_commit() -> str:
 
 
 def hash_lock_file() -> str:
-    """Returns the hash of the dependency lock file; `unknown` without one."""
-    path = ROOT / "requirements" / "cpu.lock"
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else UNKNOWN
+    """Returns the hash of the dependency lock file. Without a lock, it is that of all installed versions."""
+    lock = PACKAGES / "requirements" / "cpu.lock"
+    if lock.exists():
+        content = lock.read_bytes()
+    else:
+        found = {f"{one.name}=={one.version}" for one in importlib.metadata.distributions()}
+        content = "\n".join(sorted(found)).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(["git", *words], cwd=PACKAGES, capture_output=True, text=True, check=True).stdout.strip()

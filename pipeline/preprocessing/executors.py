@@ -20,12 +20,11 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs, Writer, copy_to_segment, count_bytes
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.worker import Costs, Worker
-from pipeline.process import limit_threads
+from pipeline.process import ROOT, limit_threads
 from pipeline.transforms.kernels.jit import load_compiler
 
 WORKER = "pipeline.preprocessing.executors"
 """Module that a worker's process runs."""
-ROOT = Path(__file__).resolve().parents[2]
 WORKER_ENVIRONMENT = limit_threads(1)
 
 

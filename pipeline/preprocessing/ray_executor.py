@@ -17,7 +17,6 @@ from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.executors import (
-    ROOT,
     WORKER_ENVIRONMENT,
     Executor,
     WorkDone,
@@ -31,7 +30,7 @@ from pipeline.preprocessing.executors import (
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs, copy_to_segment, count_bytes
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.worker import Costs, Worker
-from pipeline.process import kill_process, process_start
+from pipeline.process import PACKAGES, kill_process, process_start
 from storage.scratch import ScratchFolder
 
 OBJECT_STORE_SHARE = 2
@@ -133,7 +132,7 @@ def _connect(config: PreprocessingConfig, temporary: str) -> None:
     variables = WORKER_ENVIRONMENT | {"PYTHONWARNINGS": "ignore"}
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if config.ray_address is not None:
-        code = [str(ROOT / package) for package in ("pipeline", "storage", "models")]
+        code = [str(PACKAGES / package) for package in ("pipeline", "storage", "models")]
         ray.init(address=config.ray_address, runtime_env={"env_vars": variables, "py_modules": code}, **quiet)
         return
     ray.init(
@@ -141,7 +140,7 @@ def _connect(config: PreprocessingConfig, temporary: str) -> None:
         num_cpus=config.most_workers,
         include_dashboard=False,
         object_store_memory=max(OBJECT_STORE_SHARE * config.memory, SMALLEST_STORE_BYTES),
-        runtime_env={"env_vars": variables | {"PYTHONPATH": str(ROOT)}},
+        runtime_env={"env_vars": variables | {"PYTHONPATH": str(PACKAGES)}},
         _temp_dir=temporary,
         _system_config={"worker_niceness": 0},  # at Ray's 15 a worker gets 3 % of a busy processor
         **quiet,

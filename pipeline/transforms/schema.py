@@ -20,7 +20,8 @@ class FeatureJoin(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """A feature source: files or a table with columns that are joined to the rows by key."""
 
     path: str | tuple[str, ...] | None = None
-    """Parquet or CSV files: a path, a glob or a list of them. Relative paths start at the project root."""
+    """Parquet or CSV files: a path, a glob or a list of them. Relative paths start at the checkout, or at the
+    current folder."""
     table: str | None = None
     """Another table of the warehouse, in place of files."""
     on: Names

@@ -348,8 +348,8 @@ def test_an_override_below_a_value_is_refused(key: str) -> None:
     [
         (b"[1, 2]", "expected a mapping of keys, got list. See configs/demo.yaml."),
         (b"", "expected a mapping of keys, got NoneType. See configs/demo.yaml."),
-        (b"name: \xff", "expected a readable YAML file, got none. Correct the path; examples are in configs/."),
-        (None, "expected a readable YAML file, got none. Correct the path; examples are in configs/."),
+        (b"name: \xff", "expected a readable YAML file, got none. Correct the path; `dlrm examples` writes examples."),
+        (None, "expected a readable YAML file, got none. Correct the path; `dlrm examples` writes examples."),
         (b"base: bad.yaml", "expected a `base` that ends somewhere, got a circle. Remove one `base`."),
     ],
 )
@@ -389,7 +389,7 @@ def test_a_base_that_is_no_file_is_refused(base: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(f"base: {yaml.safe_dump(base)}")
     assert sentence(path).endswith(
-        "expected a readable YAML file, got none. Correct the path; examples are in configs/."
+        "expected a readable YAML file, got none. Correct the path; `dlrm examples` writes examples."
     )
 
 

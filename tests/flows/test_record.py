@@ -23,7 +23,7 @@ def test_a_commit_is_marked_for_changed_code_but_not_for_a_changed_report(
         found = subprocess.run(["git", *who, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
         return found.stdout.strip()
 
-    monkeypatch.setattr(code_version, "ROOT", tmp_path)
+    monkeypatch.setattr(code_version, "PACKAGES", tmp_path)
     git("init")
     (tmp_path / "docs").mkdir()
     for name in ("code.py", "docs/report.md"):
@@ -40,7 +40,7 @@ def test_a_commit_is_marked_for_changed_code_but_not_for_a_changed_report(
 
 
 def test_outside_of_git_the_commit_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_version, "ROOT", tmp_path)
+    monkeypatch.setattr(code_version, "PACKAGES", tmp_path)
     assert code_version.read_commit() == "unknown"
 
 
@@ -65,7 +65,7 @@ def test_a_run_notes_every_version_of_the_code_that_trains_it(tmp_path: Path, ca
 
 def test_the_sources_are_those_that_ranks_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of a Ray cluster has no other ones, and a test changes no training."""
-    monkeypatch.setattr(code_version, "ROOT", tmp_path)
+    monkeypatch.setattr(code_version, "PACKAGES", tmp_path)
     (tmp_path / "pipeline").mkdir()
     (tmp_path / "pipeline" / "x.py").write_text("1")
     found = [code_version.hash_sources()]
@@ -82,7 +82,7 @@ def test_the_code_of_the_ranks_is_that_which_their_server_imported(
     """The files may have changed since, by an update of the checkout or a commit."""
     read = functools.cache(code_version.read_code.__wrapped__)
     monkeypatch.setattr(rank, "read_code", read)
-    monkeypatch.setattr(code_version, "ROOT", tmp_path)
+    monkeypatch.setattr(code_version, "PACKAGES", tmp_path)
     (tmp_path / "pipeline").mkdir()
     (tmp_path / "pipeline" / "x.py").write_text("1")
     imported = code_version.hash_sources()

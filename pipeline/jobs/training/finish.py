@@ -7,7 +7,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.config.files import ROOT
 from pipeline.evaluation.baselines import Baseline
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.gate import Verdict
@@ -41,6 +40,7 @@ from pipeline.jobs.training.summary import (
 from pipeline.jobs.training.train import PREPROCESSING, TrainingResult
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
+from pipeline.process import PACKAGES
 from pipeline.registration.aliases import CHAMPION, find_holder
 from pipeline.registration.journal import Journal
 from pipeline.registration.register import ROUGH_TOLERANCE, TOLERANCE, check_probabilities
@@ -169,7 +169,7 @@ def register(
     } | dict(job.tags)
     if report.rounding_cost is not None:
         tags["ne_int8_cost"] = f"{report.rounding_cost:+.6f}"
-    return put_into_registry(tracker, run_id, config.model_name, folder, probe, expected, tags, ROOT, tolerance)
+    return put_into_registry(tracker, run_id, config.model_name, folder, probe, expected, tags, PACKAGES, tolerance)
 
 
 def _choose_form(

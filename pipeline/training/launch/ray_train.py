@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.errors import ConfigError, ContractError, TrainingError, from_wire, to_wire
-from pipeline.process import LIBRARY_ENVIRONMENT
+from pipeline.process import LIBRARY_ENVIRONMENT, PACKAGES
 from pipeline.training.launch.processes import (
     POLL_SECONDS,
     Event,
@@ -49,7 +49,7 @@ def run_ranks_on_ray(
 
     Args:
         folder: Holds checkpoints and the exported model, on storage that all machines share.
-        root: Root of the code, which is sent to the machines of the cluster.
+        root: Working directory of the ranks of this machine.
         address: Address of the cluster. None starts one on this machine.
     Raises:
         ConfigError: If Ray is not installed.
@@ -86,7 +86,7 @@ class RayGroup(RankGroup):
     def run(self, module: str, world_size: int, threads: int, attempt: int, root: Path) -> Event:
         """See `RankGroup`. Each group opens its own connection to Ray, and hung ranks end with it."""
         spec = (self.folder / "spec.json").read_text(encoding="utf-8")
-        with _cluster(self.address, world_size * threads, root):
+        with _cluster(self.address, world_size * threads):
             from ray.util.queue import Queue
 
             lines = Queue(actor_options={"num_cpus": 0})
@@ -173,7 +173,7 @@ def _rank(body: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _cluster(address: str | None, processors: int, root: Path) -> Iterator[None]:
+def _cluster(address: str | None, processors: int) -> Iterator[None]:
     """Connects to the cluster or starts a local one. Our workers end with the connection."""
     import ray
 
@@ -189,10 +189,10 @@ def _cluster(address: str | None, processors: int, root: Path) -> Iterator[None]
     temporary = ScratchFolder("dlrm-ray-")
     try:
         if address is not None:
-            code = [str(root / package) for package in ("pipeline", "storage", "models")]
+            code = [str(PACKAGES / package) for package in ("pipeline", "storage", "models")]
             ray.init(address=address, runtime_env={"env_vars": variables, "py_modules": code}, **quiet)
         else:
-            variables |= {"PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}
+            variables |= {"PYTHONPATH": str(PACKAGES), "GLOO_SOCKET_IFNAME": "lo"}
             ray.init(
                 address="local", num_cpus=processors, include_dashboard=False, object_store_memory=STORE_BYTES,
                 runtime_env={"env_vars": variables}, _temp_dir=temporary.name, _node_ip_address="127.0.0.1",
