@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from pipeline.errors import ConfigError
 from pipeline.evaluation.config import BaselineName
 from pipeline.evaluation.metrics import Floats, Quality, format_metric
 from pipeline.evaluation.sums import MetricSums
@@ -96,8 +95,6 @@ def compare_baselines(
     Args:
         train: Training rows, in memory.
         test: Reads the evaluation rows part by part.
-    Raises:
-        ConfigError: If scikit-learn is asked for and absent.
     """
     fitted: list[tuple[BaselineName, Callable[[Examples], Floats], float]] = []
     for name in names:
@@ -149,27 +146,30 @@ def _fit_rate(train: Examples, seed: int) -> Callable[[Examples], Floats]:
 def _fit_logistic(train: Examples, seed: int) -> Callable[[Examples], Floats]:
     """Numbers as they are, each id as a column of its own."""
     from scipy.sparse import csr_matrix, hstack
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.preprocessing import OneHotEncoder
 
-    models = _sklearn("linear_model")
-    preprocessing = _sklearn("preprocessing")
-    encoder = preprocessing.OneHotEncoder(handle_unknown="ignore", dtype=np.float32).fit(train.ids)
+    encoder = OneHotEncoder(handle_unknown="ignore", dtype=np.float32).fit(train.ids)
 
     def features(rows: Examples) -> Any:
         return hstack([csr_matrix(rows.dense), encoder.transform(rows.ids)], format="csr")
 
-    model = models.LogisticRegression(C=1.0, max_iter=200)
+    model = LogisticRegression(C=1.0, max_iter=200)
     model.fit(features(train), train.labels, sample_weight=train.weights)
     return lambda rows: model.predict_proba(features(rows))[:, 1]
 
 
 def _fit_boosting(train: Examples, seed: int) -> Callable[[Examples], Floats]:
     """Numbers as they are, few ids as categories, many as the mean label of their other training rows."""
-    preprocessing, ensemble = _sklearn("preprocessing"), _sklearn("ensemble")
+    from sklearn.ensemble import HistGradientBoostingClassifier
+    from sklearn.model_selection import StratifiedKFold
+    from sklearn.preprocessing import OrdinalEncoder, TargetEncoder
+
     many = [number for number in range(train.ids.shape[1]) if len(np.unique(train.ids[:, number])) > FEW_IDS]
     few = [number for number in range(train.ids.shape[1]) if number not in many]
-    folds = _sklearn("model_selection").StratifiedKFold(5, shuffle=True, random_state=seed)
-    means = preprocessing.TargetEncoder(target_type="binary", cv=folds) if many else None
-    codes = preprocessing.OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1) if few else None
+    folds = StratifiedKFold(5, shuffle=True, random_state=seed)
+    means = TargetEncoder(target_type="binary", cv=folds) if many else None
+    codes = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1) if few else None
 
     def features(rows: Examples, fit: bool) -> np.ndarray:
         parts = [rows.dense]
@@ -182,24 +182,12 @@ def _fit_boosting(train: Examples, seed: int) -> Callable[[Examples], Floats]:
         return np.concatenate(parts, axis=1, dtype=np.float32)
 
     columns = features(train, fit=True)
-    model = ensemble.HistGradientBoostingClassifier(
+    model = HistGradientBoostingClassifier(
         max_iter=500, learning_rate=0.1, early_stopping=True, n_iter_no_change=10, random_state=seed,
         categorical_features=list(range(columns.shape[1] - len(few), columns.shape[1])) or None,
     )  # fmt: skip
     model.fit(columns, train.labels, sample_weight=train.weights)
     return lambda rows: model.predict_proba(features(rows, fit=False))[:, 1]
-
-
-def _sklearn(module: str) -> Any:
-    from importlib import import_module
-
-    try:
-        return import_module(f"sklearn.{module}")
-    except ImportError:
-        raise ConfigError(
-            "evaluation.baselines", "rate alone without scikit-learn", "logistic or boosting",
-            "Install scikit-learn, or leave them out.",
-        ) from None  # fmt: skip
 
 
 FITS: dict[BaselineName, Callable[[Examples, int], Callable[[Examples], Floats]]] = {

@@ -1,5 +1,7 @@
 """EvaluationConfig and GateConfig: how a model is evaluated, and when it replaces the champion."""
 
+from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Literal, Self
 
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -40,6 +42,19 @@ class EvaluationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_doc
         """Columns to read in addition to the model's."""
         named = [*self.slices, self.true_probability, self.group_by]
         return tuple(dict.fromkeys(name for name in named if name is not None))
+
+
+def require_installed(baselines: Sequence[BaselineName]) -> None:
+    """Refuses baselines that need scikit-learn where it is not installed, before anything trains.
+
+    Raises:
+        ConfigError: Names the remedy.
+    """
+    if set(baselines) - {"rate"} and find_spec("sklearn") is None:
+        raise ConfigError(
+            "evaluation.baselines", "rate alone without scikit-learn", ", ".join(baselines),
+            "Install scikit-learn, or leave out logistic and boosting.",
+        )  # fmt: skip
 
 
 class GateConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

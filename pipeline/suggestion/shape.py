@@ -56,10 +56,10 @@ def width(most: int) -> int:
     """Returns the width of the tables for a largest column of so many ids.
 
     Example:
-        >>> width(100), width(5_000), width(1_000_000)
+        >>> width(10), width(5_000), width(1_000_000)
         (8, 16, 32)
     """
-    return 8 if most <= 2_000 else 16 if most <= 200_000 else 32
+    return 8 if most <= 50 else 16 if most <= 200_000 else 32
 
 
 def batch_rows(rows: int) -> int:

@@ -8,7 +8,7 @@ import yaml
 
 from pipeline.suggestion.choose import Choice, Group, Suggestion
 
-HEAD = """# {name}: suggested by `python -m flows.suggest` from {rows:,} rows of {days} days{source}.
+HEAD = """# {name}: suggested by `python -m flows.suggest` from {rows:,} rows of {days}{source}.
 # Every choice has its reason next to it. Change what you know better.
 """
 FIRST = ("name", "home", "seed", "source", "ingest", "warehouse")
@@ -38,8 +38,9 @@ def render_config(
     path = f"{kept.get('home', '.dlrm')}/suggested/{kept['name']}.yaml"
     last = {key: value for key, value in others.items() if key not in FIRST}
     evaluation = {"baselines": ["rate", "boosting"], **kept.get("evaluation", {})}
+    span = "1 day" if days == 1 else f"{days:,} days"
     parts = [
-        HEAD.format(name=kept["name"], rows=rows, days=days, source=f", {source}") + "".join(map(_note, notes)),
+        HEAD.format(name=kept["name"], rows=rows, days=span, source=f", {source}") + "".join(map(_note, notes)),
         _dump({key: others[key] for key in FIRST if key in others}),
         _features(suggestion, weight),
         f"split: # {split.why}\n{_inner(split.config)}",
@@ -123,8 +124,16 @@ def _text(name: str) -> str:
 
 
 def _dump(sections: Mapping[str, Any]) -> str:
-    text: str = yaml.safe_dump(dict(sections), sort_keys=False, allow_unicode=True)
+    text: str = yaml.dump(dict(sections), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
     return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes lists of plain values on one line."""
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+        plain = not any(isinstance(value, list | dict) for value in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=plain)
 
 
 def _inner(section: Mapping[str, Any]) -> str:

@@ -70,14 +70,14 @@ def run(command, *words, home):
 
 def test_odd_files_are_read_by_what_the_file_of_the_suggestion_says(command, tmp_path):
     """Names with blanks, a label in words, a day in seconds, numbers with words among them."""
-    lines = [f"{i % 40},{'yes' if i % 3 else 'no'},{1736121600 + i * 900},{i}.5,Kiel" for i in range(300)]
+    lines = [f"{i % 40},{'clicked' if i % 3 else 'seen'},{1736121600 + i * 900},{i}.5,Kiel" for i in range(300)]
     lines += [f"{i},,1736121600,unknown,Ulm" for i in range(5)]
     (tmp_path / "odd.csv").write_text("\n".join(["user id,to buy?,clock,price-now,city", *lines]) + "\n")
     words = ("name=odd", f"path={tmp_path}/odd.csv", "label=to buy?", "day_column=clock")
     code, result, printed = run(command, *words, home=tmp_path / "home")
     assert code == 0, result
     config = load(result["config_path"])
-    assert (config.source.positive, config.source.day_unit, config.features.label) == ("yes", "seconds", "to_buy_")
+    assert (config.source.positive, config.source.day_unit, config.features.label) == ("clicked", "seconds", "to_buy_")
     assert config.source.rename == {"user id": "user_id", "to buy?": "to_buy_", "price-now": "price_now"}
     assert (result["rows"], result["days"]) == (300, 4)
     assert "5 rows are left out: label is null" in printed

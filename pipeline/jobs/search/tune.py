@@ -4,12 +4,11 @@ import time
 from typing import Any
 
 from pipeline.config import RunConfig, load
-from pipeline.config.draft import load_draft
 from pipeline.errors import ConfigError
 from pipeline.evaluation.metrics import format_metric
 from pipeline.jobs.search.sweep_run import run_sweep
 from pipeline.jobs.tables.ingest import ingest_days
-from pipeline.jobs.tables.suggest import DraftJob, Written, write
+from pipeline.jobs.tables.suggest import Written, write
 from pipeline.jobs.workspace import Workspace
 
 MOST_TRIALS = 200
@@ -62,12 +61,12 @@ def tune(written: Written, trials: int | None, minutes: float | None) -> dict[st
 
 def _write_best(written: Written, result: dict[str, Any]) -> dict[str, Any]:
     best, count = result["best"], sum(result["trials"].values())
-    values = written.job.draft.model_dump(mode="json", exclude_unset=True)
+    values: dict[str, dict[str, Any]] = {}
     for key, value in best["params"].items():
         section, name = key.split(".")
-        values[section] = {**(values.get(section) or {}), name: value}
+        values.setdefault(section, {})[name] = value
     note = f"model and training: the best of {count} trials, NE {format_metric(best['valid_ne'])} on validation rows"
     seen = written.seen.with_note(note)
-    tuned = write(DraftJob(load_draft(values), written.job.console), seen)
+    tuned = write(written.job, seen, values)
     written.job.console.log.info("%s: %s", note, tuned.path)
     return tuned.describe() | {"sweep": {key: result[key] for key in ("study", "trials", "best", "importances")}}

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import duckdb
@@ -279,8 +280,12 @@ def write_suggestion(job: DraftJob, files: bool) -> Written:
     return written
 
 
-def write(job: DraftJob, seen: Look) -> Written:
-    """Writes the suggested config as a file below `home` that every flow takes."""
+def write(job: DraftJob, seen: Look, tuned: Mapping[str, Mapping[str, Any]] = MappingProxyType({})) -> Written:
+    """Writes the suggested config as a file below `home` that every flow takes.
+
+    Args:
+        tuned: Section -> keys that win over those of the draft and the suggested ones.
+    """
     draft, label, weight = job.draft, job.draft.features.label, job.draft.features.weight
     apart: dict[str, str] = {}
     if draft.evaluation.true_probability:
@@ -291,7 +296,9 @@ def write(job: DraftJob, seen: Look) -> Written:
         apart[draft.source.day_column] = f"gives the column {DAY}"
     suggestion = suggest(seen.observed, label, seen.split, apart)
     rows, days = seen.observed.rows, len(seen.observed.days)
-    text = render_config(suggestion, draft.sections(), rows, days, seen.source, weight, seen.notes)
+    kept = draft.sections()
+    kept |= {section: {**kept.get(section, {}), **values} for section, values in tuned.items()}
+    text = render_config(suggestion, kept, rows, days, seen.source, weight, seen.notes)
     path = draft.home_path / "suggested" / f"{draft.name}.yaml"
     write_text(path, text, 0o600)  # the catalog's properties may hold a password
     load(path)

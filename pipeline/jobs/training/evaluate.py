@@ -333,9 +333,12 @@ def estimate_importance(
 def train_baselines(
     workspace: Workspace, job: TrainingJob, model: Path, progress: Progress
 ) -> tuple[Baseline, ...]:  # fmt: skip
-    """Trains simple models on the training rows, thinned to a bound, and evaluates them on the evaluation rows."""
+    """Trains simple models on the training rows, thinned to a bound, and evaluates them on the evaluation rows.
+
+    A model that continues another has seen more rows than its job names, so it is not compared.
+    """
     names = workspace.config.evaluation.baselines
-    if not names:
+    if not names or job.start is not None:
         return ()
     plan = plan_of(model)
     step = sample_step(job.rows["train"], len(plan.features))
@@ -463,7 +466,8 @@ def evaluate(workspace: Workspace, job: TrainingJob, trained: TrainingResult) ->
         result = compare_with_champion(workspace, job, model, progress, exact)
         with workspace.best_effort("importance of the features"):
             result = result.model_copy(update={"features": estimate_importance(workspace, job, model, progress)})
-        result = result.model_copy(update={"baselines": train_baselines(workspace, job, model, progress)})
+        with workspace.best_effort("baselines"):
+            result = result.model_copy(update={"baselines": train_baselines(workspace, job, model, progress)})
     result = result.model_copy(update={"weights_sha256": trained.summary["weights_sha256"]})
     logger.info("evaluation: %s", describe_quality(result.report))
     report_baselines(workspace, result.report, result.baselines)

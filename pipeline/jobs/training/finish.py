@@ -286,7 +286,9 @@ def evaluate_again(workspace: Workspace, job: TrainingJob) -> dict[str, Any]:
         with workspace.best_effort("importance of the features"):
             fitted = job.model_copy(update={"data": {**job.data, "test": test}})
             features = estimate_importance(workspace, fitted, model, progress)
-        baselines = train_baselines(workspace, job, model, progress)
+        baselines: tuple[Baseline, ...] = ()
+        with workspace.best_effort("baselines"):
+            baselines = train_baselines(workspace, job, model, progress)
     report_baselines(workspace, report, baselines)
     before = tracker.read_record(run_id, REPORT, EvalReport)
     report = report.model_copy(update={"ne_exact": before.ne_exact})  # the exact weights are not in the registry

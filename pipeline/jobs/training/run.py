@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.evaluation.config import EvaluationConfig
+from pipeline.evaluation.config import EvaluationConfig, require_installed
 from pipeline.jobs.code_version import LEARNING_VERSION, read_commit
 from pipeline.jobs.console import step
 from pipeline.jobs.tables.catalog import warn_of_columns
@@ -50,6 +50,7 @@ def train_version(
 @step("pin")
 def pin_job(workspace: Workspace, snapshot_id: int | None, force: bool) -> TrainingJob:
     """Snapshot, split and fitted plan of a training. Safe to repeat: it only reads, and writes the plan once."""
+    require_installed(workspace.config.evaluation.baselines)
     job = resolve_job(workspace, snapshot_id, force)
     parts = (f"{part} {rows:,} rows of {len(job.data[part].selection.days)} days" for part, rows in job.rows.items())
     workspace.console.log.info("snapshot %s: %s", job.snapshot.snapshot_id, ", ".join(parts))

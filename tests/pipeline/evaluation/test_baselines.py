@@ -8,6 +8,7 @@ import pytest
 from pipeline.errors import ConfigError
 from pipeline.evaluation import baselines
 from pipeline.evaluation.baselines import Baseline, Examples, compare_baselines, describe_comparison, loses
+from pipeline.evaluation.config import require_installed
 from pipeline.evaluation.metrics import Quality
 from pipeline.transforms.column import Column
 
@@ -71,14 +72,14 @@ def test_a_model_that_loses_is_told() -> None:
 
 
 def test_without_scikit_learn_the_rate_remains(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr("importlib.import_module", absent)
-    train, _ = examples(100, 1)
-    assert compare_baselines(("rate",), train, lambda: [train], 1)[0].ne is not None
-    with pytest.raises(ConfigError, match=r"evaluation.baselines: expected rate alone without scikit-learn, got"):
-        compare_baselines(("boosting",), train, lambda: [train], 1)
+    monkeypatch.setattr("pipeline.evaluation.config.find_spec", lambda name: None)
+    require_installed(("rate",))
+    with pytest.raises(ConfigError) as error:
+        require_installed(("rate", "boosting"))
+    assert str(error.value) == (
+        "evaluation.baselines: expected rate alone without scikit-learn, got rate, boosting. "
+        "Install scikit-learn, or leave out logistic and boosting."
+    )
 
 
 def test_the_rows_in_memory_are_bounded() -> None:
