@@ -1,6 +1,7 @@
 """The command line: words become overrides and parameters, and every failure is one sentence."""
 
 import datetime
+import errno
 import importlib
 import json
 import signal
@@ -148,6 +149,26 @@ def validation_error() -> ValidationError:
 )
 def test_an_error_is_one_line(error: Exception, said: str) -> None:
     assert sentence(error) == said
+
+
+def test_a_full_disk_and_a_missing_permission_are_named_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The disk is the one with the least space of those of the file, the home and temporary files."""
+    (tmp_path / "small").mkdir()
+    space = {tmp_path / "small": SimpleNamespace(free=3 * 2**20, total=5000 * 2**20)}
+    plenty = SimpleNamespace(free=2**40, total=2**41)
+    monkeypatch.setattr(cli.shutil, "disk_usage", lambda path: space.get(Path(path), plenty))
+    error = OSError(errno.ENOSPC, "Error writing bytes to file", str(tmp_path / "small" / "file"))
+    assert sentence(error) == (
+        f"disk of '{tmp_path / 'small'}': expected free space, got 3 MiB of 5,000. Free some, for which flows.clean "
+        "lists what can go, or set DLRM_HOME or TMPDIR to another disk."
+    )
+    assert "expected free space" in sentence(OSError("IOError: No space left on device"))
+    assert sentence(PermissionError(errno.EACCES, "Permission denied", "/home/a/locks")) == (
+        "'/home/a/locks': expected permission to use it, got none. Let its owner give it to you, or set DLRM_HOME to "
+        "a folder of your own."
+    )
 
 
 class Flow:
