@@ -33,7 +33,7 @@ export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs paper test test-slow test-all test-gpu simulate fuzz lint check ui serve worker deploy doctor lock clean
+.PHONY: help setup demo docs screenshots paper test test-slow test-all test-gpu simulate fuzz lint check ui serve worker deploy doctor lock clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | column -t -s@
@@ -54,6 +54,9 @@ docs: setup  ## generate the reference pages and build docs/ into site/; a broke
 	@$(RUN) -m flows.reference
 	@$(RUN) -m mkdocs build --strict --quiet
 	@echo "open site/index.html"
+
+screenshots: setup  ## make the screenshots of docs/images anew; needs Chromium
+	@$(RUN) docs/screenshots.py
 
 test: setup  ## run the fast tests
 	@$(TEST)

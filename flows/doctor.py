@@ -21,8 +21,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.runtime.access import VARIABLE, authenticates_otherwise, check_access, find_secret, header, read_setting
+from flows.runtime.access import (
+    VARIABLE,
+    authenticates_otherwise,
+    check_access,
+    find_own_server,
+    find_secret,
+    header,
+    read_setting,
+)
 from flows.runtime.environment import set_environment
+from flows.runtime.server import require_known_tables
 from pipeline import process
 from pipeline.errors import ConfigError
 
@@ -190,6 +199,15 @@ except OSError:
 """
 
 
+def prefect_tables(home: Path) -> Check:
+    """Checks that this version of Prefect knows the tables of the home's database."""
+    try:
+        require_known_tables(home / "prefect")
+    except ConfigError as error:
+        return Check("Prefect's database", False, error.actual, error.remedy)
+    return Check("Prefect's database", True, "of this version, an earlier one, or none yet")
+
+
 def stuck_runs(environment: Mapping[str, str], home: Path, patience_seconds: float = PATIENCE_SECONDS) -> list[Check]:
     """Returns runs that are late, or that a worker took but did not start. Empty without a reachable server."""
     address = environment.get("PREFECT_API_URL", "").rstrip("/")
@@ -204,6 +222,7 @@ def stuck_runs(environment: Mapping[str, str], home: Path, patience_seconds: flo
         server = Server(address, secret)
         taken = server.read_runs("PENDING")
         late = server.read_runs("SCHEDULED", {"expected_start_time": {"before_": since.isoformat()}})
+        ending = server.read_runs("CANCELLING")
         working = any(worker["status"] == "ONLINE" for worker in server.read_workers()) if late else True
     except ImportError as error:  # of Prefect, which a profile needs
         return [Check("access to Prefect", True, f"unknown: {error}")]
@@ -211,11 +230,14 @@ def stuck_runs(environment: Mapping[str, str], home: Path, patience_seconds: flo
         return [Check("access to Prefect", False, f"{address} wants authentication", error.remedy)]
     except OSError:
         return []  # reachable() reports that
-    pending = [run for run in taken if datetime.datetime.fromisoformat(run["state"]["timestamp"]) <= since]
-    return [*map(_pending, pending), *(_late(run, working) for run in late)]
+    old = [run for run in [*taken, *ending] if datetime.datetime.fromisoformat(run["state"]["timestamp"]) <= since]
+    return [*map(_describe_held_up, old), *(_late(run, working) for run in late)]
 
 
-def _pending(run: Mapping[str, Any]) -> Check:
+def _describe_held_up(run: Mapping[str, Any]) -> Check:
+    if run["state"]["type"] == "CANCELLING":
+        found = f"cancelled at {run['state']['timestamp']:.19}, not ended"
+        return Check(f"run '{run['name']}'", False, found, "End its process. Set it to Cancelled on its page.")
     found = f"taken by a worker at {run['state']['timestamp']:.19}, not started"
     remedy = f"Its worker is gone. End it: `prefect flow-run cancel {run['id']}`, then run it again."
     return Check(f"run '{run['name']}'", False, found, remedy)
@@ -306,6 +328,8 @@ def installed_versions() -> dict[str, str]:
 def examine(config: str | None, home: Path) -> list[Check]:
     """Runs all checks, causes before their effects."""
     cache = Path(os.environ.get("NUMBA_CACHE_DIR", ROOT / "pipeline" / "transforms"))
+    own = None if os.environ.get("PREFECT_API_URL") else find_own_server(home)
+    environment = os.environ | ({} if own is None else {"PREFECT_API_URL": own})
     checks: list[Callable[[], list[Check]]] = [
         lambda: [python_version(tuple(sys.version_info))],
         lambda: versions(installed_versions()),
@@ -314,10 +338,11 @@ def examine(config: str | None, home: Path) -> list[Check]:
         lambda: [space("disk", home, FREE_BYTES, "Free some space, or move `home`.")],
         lambda: [space("/dev/shm", Path("/dev/shm"), SHARED_BYTES, "Give it more; in a container: --shm-size=1g.")],
         lambda: [loopback()],
-        lambda: [reachable(name, "/health", os.environ) for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI")],
+        lambda: [reachable(name, "/health", environment) for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI")],
         lambda: [port_free("Prefect", 4200), port_free("MLflow", 5000)],
         lambda: locked_runs(home),
-        lambda: stuck_runs(os.environ, home),
+        lambda: [prefect_tables(home)],
+        lambda: stuck_runs(environment, home),
         lambda: [configuration(config)] if config else [],
     ]
     return [check for make in checks for check in make()]

@@ -11,7 +11,7 @@ import pytest
 from filelock import FileLock
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL
-from prefect.states import Pending, Scheduled
+from prefect.states import Cancelling, Pending, Scheduled
 
 from flows import doctor
 from flows.ingest import ingest
@@ -112,7 +112,7 @@ def test_a_bad_filter_in_a_config_is_shown(tmp_path):
 
 @pytest.fixture
 def runs(prefect):
-    """Returns runs by name: one taken by a worker, one an hour late, and one due in an hour."""
+    """Returns runs by name: one taken by a worker, one an hour late, one due in an hour, and one cancelled."""
 
     async def make():
         now = datetime.datetime.now(datetime.UTC)
@@ -120,6 +120,7 @@ def runs(prefect):
             "handed": Pending(),
             "late": Scheduled(scheduled_time=now - HOUR),
             "due": Scheduled(scheduled_time=now + HOUR),
+            "cancelled": Cancelling(),
         }
         async with get_client() as client:
             return {
@@ -148,6 +149,8 @@ def test_stuck_runs_are_named_with_their_remedy(runs):
     late = found[f"run '{runs['late'].name}'"]
     assert (late.ok, late.found.endswith(", no worker"), late.remedy) == (False, True, "Start one: `make worker`.")
     assert f"run '{runs['due'].name}'" not in found
+    cancelled = found[f"run '{runs['cancelled'].name}'"]
+    assert (cancelled.ok, cancelled.remedy) == (False, "End its process. Set it to Cancelled on its page.")
 
 
 def test_a_run_that_was_just_taken_is_fine(runs):
