@@ -19,13 +19,7 @@ SECTIONS = {
     "reference_": "day/reference_",
 }
 """Start of a plain name -> start of the name in MLflow."""
-OTHERS = {
-    "rows_trained": "train/rows_trained",
-    "rows_per_second": "train/rows_per_second",
-    "skipped_batches": "train/skipped_batches",
-    "best_valid_ne": "valid/best_ne",
-    "trial_valid_ne": "valid/trial_ne",
-}
+OTHERS = {"rows_trained": "train/rows_trained", "skipped_batches": "train/skipped_batches"}
 
 
 def in_section(name: str) -> str:

@@ -336,7 +336,7 @@ class Trainer:
 
     def report(self, values: dict[str, float | None]) -> None:
         """Emits metrics of this step."""
-        metrics = values | {"rows_per_second": self.progress.speed, "stall_fraction": self.progress.stalled}
+        metrics = values | {"train_rows_per_second": self.progress.speed, "stall_fraction": self.progress.stalled}
         self.emit({"event": "metrics", "step": self.progress.steps, "rows": self.progress.rows, "metrics": metrics})
 
     def state(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def test_fault_31_a_worse_model_is_rejected_and_a_better_one_promoted(copied, co
     tracker = Workspace(load(CONFIG)).tracking
     assert find_holder(tracker, "smoke") == better["model"]["version"]
     assert [one.version for one in list_moves(tracker, "smoke")] == [1, better["model"]["version"]]
-    assert tracker.client.get_run(better["mlflow_run_id"]).data.metrics["gate_ne_high"] < 0.0
+    assert tracker.client.get_run(better["mlflow_run_id"]).data.metrics["gate/ne_high"] < 0.0
     code, back, log = command(rollback, CONFIG, home=copied)
     assert code == 0, log
     assert (back["status"], back["version"], back["previous"]) == ("ok", 1, better["model"]["version"])

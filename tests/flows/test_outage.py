@@ -134,7 +134,7 @@ def test_fault_29_down_in_training_and_down_at_register(smoke, copied, command, 
     assert find_holder(tracker, "smoke") == 1
     [run] = tracker.client.search_runs([tracker.experiment_id])
     assert (run.info.run_id, run.info.status) == (run_id, "FINISHED")
-    for name in ("train_ne_window", "stall_fraction_window"):
+    for name in ("train/ne_window", "input/stall_fraction_window"):
         assert [point.step for point in tracker.client.get_metric_history(run_id, name)] == [5, 10, 15, 20]
     with sqlite3.connect(server.folder / "server.db") as database:
         assert (
