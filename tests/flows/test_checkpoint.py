@@ -179,7 +179,7 @@ def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_resumes(smoke, com
     assert stored(tmp_path / "home", "select run_uuid, status from runs") == [(result["mlflow_run_id"], "FINISHED")]
     assert stored(tmp_path / "home", "select key, value from params order by key") == before
     assert stored(tmp_path / "home", "select key, step from metrics group by key, step having count(*) > 1") == []
-    steps = stored(tmp_path / "home", "select step from metrics where key = 'train_ne_window' order by step")
+    steps = stored(tmp_path / "home", "select step from metrics where key = 'train/ne_window' order by step")
     assert steps == [(step,) for step in range(1, 21)]
 
 
