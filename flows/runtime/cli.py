@@ -316,8 +316,11 @@ def _describe_full_disk(error: OSError) -> str:
 
 def hide_tracebacks() -> None:
     """Takes failures and tracebacks out of what Prefect prints: the last line says what to do. Its pages have them."""
+    from prefect.logging.handlers import PrefectConsoleHandler
+
     for handler in logging.getLogger().handlers:
-        handler.addFilter(_is_no_failure)
+        if isinstance(handler, PrefectConsoleHandler):
+            handler.addFilter(_is_no_failure)
 
 
 def _is_no_failure(record: logging.LogRecord) -> bool:
