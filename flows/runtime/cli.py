@@ -145,7 +145,7 @@ def run(
     check_types(parameters, getattr(flow, "fn", flow))
     if "overrides" in known:  # the config has them, too; a replay asks for them
         parameters = {"overrides": overrides, **parameters}
-    if not debug:
+    if not debug and not plain:
         hide_tracebacks()
     with ExitStack() as stack:
         if server is not None:
