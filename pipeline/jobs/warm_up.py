@@ -4,9 +4,8 @@ import os
 from pathlib import Path
 
 from pipeline.config import RunConfig
-from pipeline.config.files import ROOT
 from pipeline.forkserver import prepare
-from pipeline.process import limit_threads
+from pipeline.process import PACKAGES, limit_threads
 from pipeline.training.launch.processes import rank_environment, resolve_threads
 
 
@@ -24,5 +23,5 @@ def start_fork_servers(config: RunConfig) -> None:
 def kernels_are_compiled() -> bool:
     """Whether numba has compiled the kernels of the tables on this machine before, as far as its cache shows."""
     folder = os.environ.get("NUMBA_CACHE_DIR")
-    places = ROOT / "pipeline" / "training" / "tables" / "__pycache__" if folder is None else Path(folder)
+    places = PACKAGES / "pipeline" / "training" / "tables" / "__pycache__" if folder is None else Path(folder)
     return next(places.rglob("kernels.*.nbi"), None) is not None

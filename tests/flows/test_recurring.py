@@ -116,7 +116,9 @@ def test_a_champion_is_trained_day_by_day(filled, monkeypatch, tmp_path):
     assert (tags(config, 2)["gate"], tags(config, 2)["gate_reason"]) == ("promote", verdict["reason"])
     assert [move.version for move in list_moves(tracker, "toy_daily") if move.alias == CHAMPION] == [1, 2]
     metrics = tracker.client.get_run(evaluated["mlflow_run_id"]).data.metrics
-    assert [metrics[f"day/{role}_ne"] for role in ("champion", "challenger", "reference")] == [one["ne"] for one in scored]
+    assert [metrics[f"day/{role}_ne"] for role in ("champion", "challenger", "reference")] == [
+        one["ne"] for one in scored
+    ]
     judged = tracker.load_result(tracker.client.get_model_version("toy_daily", "2").run_id)
     assert (judged["gate"], judged["judged_on"], judged["model"]["alias"]) == (verdict, "2025-01-09", "champion")
     nightly = recurring(CONFIG, idle | {"recurring.closed_after_hours": 0})
