@@ -220,12 +220,14 @@ def _ignored(fact: ColumnFacts, not_features: Mapping[str, str], is_time: bool) 
     if fact.distinct <= 1 and fact.kind != "ids":
         return "constant: one distinct value"
     ids = fact.kind == "text" or (fact.kind in ("id", "number") and is_category(fact))
-    if ids and 0.5 < fact.readable < 1.0 and fact.distinct > FEW_IDS:
-        return (
-            f"{fact.readable:.0%} of its values are numbers, others are text such as '{fact.word}': "
-            "clean them, and it becomes a number"
-        )
     if ids and fact.present > 100 and fact.distinct * ROWS_AN_ID > fact.present:
+        if fact.readable == 1.0 and not ID_NAME.search(fact.name):
+            return "numbers in text: write them as numbers"
+        if fact.readable > 0.5 and not ID_NAME.search(fact.name):
+            return (
+                f"{fact.readable:.0%} of its values are numbers, others are text such as '{fact.word}': "
+                "clean them, and it becomes a number"
+            )
         return (
             f"about {max(1.0, fact.present / fact.distinct):.1f} rows an id: it identifies rows, too few to learn from"
         )

@@ -7,6 +7,9 @@ from typing import Any
 
 from pipeline.suggestion.facts import ColumnFacts
 
+SMALL = 10_000
+"""Fewer training rows need a stronger decay of the tables."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -43,7 +46,7 @@ def choose_shape(ids: Sequence[ColumnFacts], rows: int, validates: bool) -> Shap
         "average_from": 0.5,
         "table_optimizer": "adam",
         "table_learning_rate": 8e-3,
-        "table_weight_decay": 3e-3,
+        "table_weight_decay": 1e-2 if rows < SMALL else 1e-3,
         "dense_learning_rate": 1e-3,
         "dense_weight_decay": 1e-5,
     }

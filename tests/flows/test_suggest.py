@@ -70,7 +70,10 @@ def run(command, *words, home):
 
 def test_odd_files_are_read_by_what_the_file_of_the_suggestion_says(command, tmp_path):
     """Names with blanks, a label in words, a day in seconds, numbers with words among them."""
-    lines = [f"{i % 40},{'clicked' if i % 3 else 'seen'},{1736121600 + i * 900},{i}.5,Kiel" for i in range(300)]
+    lines = [
+        f"{i % 40},{'clicked' if i % 3 else 'seen'},{1736121600 + i * 900},{f'{i}.5' if i % 7 else 'unknown'},Kiel"
+        for i in range(300)
+    ]
     lines += [f"{i},,1736121600,unknown,Ulm" for i in range(5)]
     (tmp_path / "odd.csv").write_text("\n".join(["user id,to buy?,clock,price-now,city", *lines]) + "\n")
     words = ("name=odd", f"path={tmp_path}/odd.csv", "label=to buy?", "day_column=clock")

@@ -183,7 +183,7 @@ def adapt_source(job: DraftJob) -> tuple[DraftJob, list[str]]:
         if source.outcomes is None and source.positive is None and label in types:
             column = quote(label)
             values = f"SELECT CAST({column} AS VARCHAR), count(*) FROM {quote(raw.view)} WHERE {column} IS NOT NULL"
-            found = dict(raw.connection.sql(f"{values} GROUP BY 1 ORDER BY 2 DESC LIMIT 20").fetchall())
+            found = dict(raw.connection.sql(f"{values} GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 20").fetchall())
             other = sum(rows for value, rows in found.items() if _number(value) not in (0.0, 1.0))
             if not {0.0, 1.0} <= {_number(value) for value in found} or other > FEW_BAD * sum(found.values()):
                 keys["positive"] = _find_positive(label, found)

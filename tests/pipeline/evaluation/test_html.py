@@ -168,5 +168,5 @@ def test_a_report_begins_with_what_simple_models_do(one):
     first = f"Worse than gradient boosting: NE {one.report.overall.ne:.4f} against 0.5000"
     page = render_report([compared])
     assert page.index(first) < page.index("It may be chance.")
-    assert compared.render_markdown("http://x").startswith(first)
+    assert first in compared.render_markdown("http://x")
     assert "gradient boosting" not in render_report([one])
