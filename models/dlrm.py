@@ -1,7 +1,7 @@
 """DLRM: dense numbers and lists of ids -> logits. Shape letters: B rows, D dense columns, F vectors, E width."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,6 +69,7 @@ class DLRM(nn.Module):
     ) -> None:
         super().__init__()
         self.names = [feature.name for feature in features]
+        self.table_of = {feature.name: module_name(feature.table) for feature in features}
         self.embeddings = EmbeddingBagCollection(
             tables=tables_of(config, features, table_type), device=torch.device(device)
         )
@@ -100,6 +101,16 @@ class DLRM(nn.Module):
             return pooled.values().unflatten(1, (len(self.names), -1))
         by_name = pooled.to_dict()  # a sharded collection may have another order
         return torch.stack([by_name[name] for name in self.names], dim=1)
+
+    def pool_lists(self, lists: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Looks up some of the features in whole tables: the same vectors as `pool`, at half its cost for few rows.
+
+        Shapes:
+            lists: feature -> ids int64 [V], offsets int64 [B + 1] -> float32 [B, F, E], features in the order of lists.
+        """
+        bags = self.embeddings.embedding_bags
+        pooled = [bags[self.table_of[name]](ids_V, offsets) for name, (ids_V, offsets) in lists.items()]
+        return torch.stack(pooled, dim=1)
 
     def score(self, dense_BD: torch.Tensor, *pooled_BFE: torch.Tensor) -> torch.Tensor:
         """Returns the logits from the pooled vectors, in one piece or several: the model without its tables."""

@@ -38,7 +38,7 @@ class QuantisedBags(nn.Module):
         pooled = []
         for name in names:
             bags = sparse[name]
-            pooled.append(self.embedding_bags[self.table_of[name]](bags.values(), bags.lengths()))
+            pooled.append(self.embedding_bags[self.table_of[name]](bags.values(), bags.offsets()))
         return KeyedTensor(names, [vectors_BE.shape[1] for vectors_BE in pooled], torch.cat(pooled, dim=1))
 
 
@@ -51,15 +51,17 @@ class _Table(nn.Module):
         size = (table.num_embeddings, table.embedding_dim + ROW_OVERHEAD_BYTES)
         self.register_buffer("weight", torch.zeros(size, dtype=torch.uint8))
 
-    def forward(self, ids_V: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-        """Returns the sum or mean of each list, float32 [B, E]."""
-        starts = torch.zeros(len(lengths_B) + 1, dtype=ids_V.dtype)
-        torch.cumsum(lengths_B, 0, out=starts[1:])
+    def forward(self, ids_V: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Returns the sum or mean of each list, float32 [B, E].
+
+        Args:
+            offsets: [B + 1]. List i has the ids from offsets[i] to offsets[i + 1].
+        """
         sums_BE: torch.Tensor = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
-            self.weight, ids_V, starts, include_last_offset=True
+            self.weight, ids_V, offsets.to(ids_V.dtype), include_last_offset=True
         )
         # The kernel has a `mode` argument but ignores it.
-        return sums_BE / lengths_B.clamp(min=1).unsqueeze(1) if self.mean else sums_BE
+        return sums_BE / offsets.diff().clamp(min=1).unsqueeze(1) if self.mean else sums_BE
 
 
 def quantise_tables(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

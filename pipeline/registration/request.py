@@ -2,8 +2,9 @@
 
 import datetime
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -13,10 +14,11 @@ import pyarrow.compute as pc
 from pipeline.errors import ConfigError, InputError, closest_names
 from pipeline.transforms.kinds import Kind
 from pipeline.transforms.plan.plan import Plan
+from pipeline.transforms.plan.schedule import single_array
 from storage.arrow import is_list, is_text
 
-Rows = pd.DataFrame | Mapping[str, Any] | str
-"""A data frame, a dict with a list per column, or the JSON text of such a dict or of a list of rows."""
+Rows: TypeAlias = "pd.DataFrame | pa.Table | Mapping[str, Any] | str"
+"""A data frame, an Arrow table, a dict with a list per column, or the JSON text of such a dict or of a list of rows."""
 EXACT_FLOAT = 2.0**53
 """From here on a float may represent several ids."""
 TYPES: Mapping[str, pa.DataType] = {
@@ -106,11 +108,14 @@ def _columns(rows: Rows) -> Mapping[str, Any]:
             raise InputError("input", "JSON text", f"{error}"[:120], "Correct the text.") from None
         if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
             return {name: [row.get(name) for row in rows] for name in dict.fromkeys(key for row in rows for key in row)}
-    if isinstance(rows, pd.DataFrame):
-        twice = [str(name) for name in rows.columns[rows.columns.duplicated()]]
+    if isinstance(rows, pd.DataFrame | pa.Table):
+        names = list(rows.columns if isinstance(rows, pd.DataFrame) else rows.column_names)
+        twice = [str(name) for name, count in Counter(names).items() if count > 1]
         if twice:
             raise InputError("input", "columns of different names", f"{', '.join(twice)} twice", "Rename one of them.")
-        return {name: rows[name] for name in rows.columns}
+        if isinstance(rows, pa.Table):
+            return {name: single_array(rows.column(name)) for name in names}
+        return {name: rows[name] for name in names}
     if not isinstance(rows, Mapping):
         expected = "a data frame, a dict of lists, or the JSON text of such a dict or of a list of rows"
         raise InputError("input", expected, repr(rows)[:60], "Send one of them.")
@@ -125,17 +130,21 @@ def _array(name: str, kind: str, values: Sequence[Any], defaults: Mapping[str, A
 
     Most columns have one type throughout. They do not pass through Python value by value.
     """
-    if kind != "timestamp":  # times with and without a zone may be mixed
+    if isinstance(values, pa.Array) and kind == "timestamp" and pa.types.is_timestamp(values.type):
+        if values.type.unit != "ns":  # Arrow rounds nanoseconds before 1970 the other way
+            return values.cast(pa.timestamp("us", values.type.tz)).cast(TYPES[kind])
+    elif kind != "timestamp":  # times with and without a zone may be mixed
         try:
-            found = pa.array(values, from_pandas=True)
+            found = values if isinstance(values, pa.Array) else pa.array(values, from_pandas=True)
             if kind == "long":
                 found = _single(found)
             if _fits(found.type, kind):
-                return found.cast(TYPES[kind], safe="double" not in kind)
+                wanted = TYPES[kind]
+                return found if found.type == wanted else found.cast(wanted, safe="double" not in kind)
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
             pass
     plain = []
-    for row, value in enumerate(values):
+    for row, value in enumerate(values.to_pylist() if isinstance(values, pa.Array) else values):
         try:
             plain.append(_plain(value, kind))
         except (TypeError, ValueError, OverflowError):
@@ -147,7 +156,7 @@ def _array(name: str, kind: str, values: Sequence[Any], defaults: Mapping[str, A
 
 def _single(found: pa.Array) -> pa.Array:
     """Converts ids sent as lists of at most one, or as exact floats, to numbers. Returns others unchanged."""
-    if pa.types.is_list(found.type):
+    if is_list(found.type):
         lengths = pc.list_value_length(found)
         if (pc.max(lengths).as_py() or 0) <= 1:
             found = found.values.take(pc.if_else(pc.equal(lengths, 1), found.offsets[:-1], None))
@@ -161,7 +170,7 @@ def _fits(found: pa.DataType, kind: str) -> bool:
     if pa.types.is_null(found):
         return True
     if kind.startswith("list"):
-        return pa.types.is_list(found) and _fits(found.value_type, kind[5:-1])
+        return is_list(found) and _fits(found.value_type, kind[5:-1])
     if kind == "string":
         return is_text(found)
     if kind == "double" and pa.types.is_floating(found):

@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 
 from models.config import DLRMConfig
 from models.dlrm import DLRM, tables_of
-from models.quantised import QuantisedBags
-from pipeline.data.batch import sparse_tensor
+from models.quantised import TABLES, QuantisedBags
 from pipeline.errors import InputError
 from pipeline.registration.request import Rows, table_of
 from pipeline.registration.versions import MODEL, PLAN, WEIGHTS, check_files
+from pipeline.transforms.column import Column
 from pipeline.transforms.plan.plan import Plan
 
 BATCH_ROWS = 8_192
@@ -39,19 +39,25 @@ class LoadedModel:
 
     Args:
         folder: Has weights.safetensors, plan.json and model.json.
+        mapped: Maps the tables' pages of the file, which processes share, in place of a copy. Nobody may change the
+            file then. Deleting it is fine.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, mapped: bool = False) -> None:
         record = json.loads((folder / MODEL).read_text(encoding="utf-8"))
         self.columns: dict[str, str] = record["columns"]
         self.defaults: dict[str, Any] = record["defaults"]
         self.plan = plan_of(folder)
         features = self.plan.sparse
         config, quantised = DLRMConfig.model_validate(record["model"]), record["weights"] == "int8"
-        self.model = DLRM(config, len(self.plan.dense), features, device="meta" if quantised else "cpu")
+        self.width = config.embedding_width
+        self.model = DLRM(config, len(self.plan.dense), features, device="meta" if quantised or mapped else "cpu")
         if quantised:
             self.model.embeddings = QuantisedBags(tables_of(config, features))
-        self.model.load_state_dict(load_file(folder / WEIGHTS))
+        weights = load_file(folder / WEIGHTS)
+        if mapped:  # the layers are small, and their kernels are faster with aligned numbers
+            weights = {name: value if name.startswith(TABLES) else value.clone() for name, value in weights.items()}
+        self.model.load_state_dict(weights, assign=mapped)
         self.model.eval()
 
     def score(self, rows: pa.Table) -> npt.NDArray[np.float64]:
@@ -64,10 +70,17 @@ class LoadedModel:
 
     def parts(self, rows: pa.Table) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the input of the layers above the tables: dense float32 [B, D], pooled vectors float32 [B, F, E]."""
-        transformed = self.plan.apply(rows)
-        sparse = sparse_tensor([feature.name for feature in self.plan.sparse], transformed.sparse)
+        return self.pool(self.plan, rows)
+
+    def pool(self, plan: Plan, rows: pa.Table) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the `parts` of the features of a plan, which may be some of the model's."""
+        transformed = plan.apply(rows)
         with torch.no_grad():
-            return torch.from_numpy(transformed.dense), self.model.pool(sparse)
+            lists = {
+                feature.name: _tensors(column) for feature, column in zip(plan.sparse, transformed.sparse, strict=True)
+            }
+            vectors = self.model.pool_lists(lists) if lists else torch.empty(rows.num_rows, 0, self.width)
+            return torch.from_numpy(transformed.dense), vectors
 
     def score_parts(self, dense: torch.Tensor, vectors: torch.Tensor) -> npt.NDArray[np.float64]:
         """Returns the probabilities of rows from their `parts`, float64 [B]."""
@@ -91,12 +104,25 @@ class LoadedModel:
         Raises:
             InputError: As `table_of`, or if the probability of a row is not finite.
         """
-        found = self.score(self.table_of(rows))
-        bad = np.flatnonzero(~np.isfinite(found))
-        if len(bad):
-            remedy = "Send numbers of the size that the model was trained on."
-            raise InputError(f"row {bad[0]}", "a finite probability", f"{found[bad[0]]}", remedy)
-        return found
+        return check_finite(self.score(self.table_of(rows)))
+
+
+def check_finite(found: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Returns probabilities if all are finite.
+
+    Raises:
+        InputError: If one is not. It names the row.
+    """
+    bad = np.flatnonzero(~np.isfinite(found))
+    if len(bad):
+        remedy = "Send numbers of the size that the model was trained on."
+        raise InputError(f"row {bad[0]}", "a finite probability", f"{found[bad[0]]}", remedy)
+    return found
+
+
+def _tensors(column: Column) -> tuple[torch.Tensor, torch.Tensor]:
+    assert column.offsets is not None, "sparse features are lists"
+    return torch.from_numpy(column.values), torch.from_numpy(column.offsets)
 
 
 class Scorer(PythonModel):
@@ -122,12 +148,12 @@ class Scorer(PythonModel):
             MlflowException: If a row cannot be scored. Its code makes MLflow's server answer 400 with the reason.
         """
         try:
-            return pd.DataFrame({"probability": self.loaded.probabilities(_as_sent(model_input, self.loaded.columns))})
+            return pd.DataFrame({"probability": self.loaded.probabilities(as_sent(model_input, self.loaded.columns))})
         except InputError as error:
             raise MlflowException.invalid_parameter_value(str(error)) from error
 
 
-def _as_sent(rows: Rows, columns: Mapping[str, str]) -> Rows:
+def as_sent(rows: Rows, columns: Mapping[str, str]) -> Rows:
     """Restores rows that MLflow made a frame of one row: a text, or a dict of lists of text.
 
     Raises:
