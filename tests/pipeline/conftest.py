@@ -10,9 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from models.config import DLRMConfig
+from models.dlrm import DLRM
 from pipeline.data.selection import Selection
 from pipeline.jobs.training import rank
 from pipeline.jobs.training.rank_spec import RankSpec
@@ -22,7 +23,7 @@ from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.transforms.ops.dense import Clamp, FillNull, Standardise
 from pipeline.transforms.ops.sparse import SigridHash
-from pipeline.transforms.plan.plan import build_plan
+from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
@@ -155,3 +156,24 @@ SETTINGS: dict[str, Any] = {"world_size": 2, "validate_every_steps": 5}
 def undisturbed(rank_spec: Callable[..., RankSpec], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two ranks, a table on each."""
     return completed(rank_spec(tmp_path_factory.mktemp("undisturbed"), **SETTINGS))
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Callable[..., tuple[Path, Plan]]:
+    """Draws and writes the weights of a model with some features. Returns their file and the plan."""
+
+    def draw(
+        features: FeatureSchema, columns: pa.Schema, config: DLRMConfig, spread: float | None = None
+    ) -> tuple[Path, Plan]:
+        """`spread`: standard deviation of the tables' numbers. None: the model's initialisation."""
+        torch.manual_seed(5)
+        plan = build_plan(features, columns)
+        model = DLRM(config, len(plan.dense), plan.sparse)
+        if spread is not None:
+            with torch.no_grad():
+                for table in model.embeddings.embedding_bags.values():
+                    table.weight.normal_(0.0, spread)
+        save_file(model.state_dict(), tmp_path / "weights.safetensors")
+        return tmp_path / "weights.safetensors", plan
+
+    return draw

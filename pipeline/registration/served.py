@@ -1,0 +1,88 @@
+"""A version as a server holds it: its tables mapped from a file that all processes share."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pipeline.registration.invocations import InvocationReader
+from pipeline.registration.request import TYPES
+from pipeline.registration.scorer import LoadedModel, check_finite
+from pipeline.registration.sides import Ranking, TwoSides
+
+EXAMPLE = "serving_input_example.json"
+"""File beside the packed model: a body for /invocations, made of rows of the training."""
+WARM_ROWS = (1, 1_000)
+
+
+class ServedModel:
+    """A model that reads requests.
+
+    Nothing in it refers back to it, so that a version that no longer serves is freed at once.
+
+    Args:
+        loaded: The model.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        self.invocations, self.sides = InvocationReader(loaded), TwoSides(loaded)
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """The raw columns it reads, with their types."""
+        return self.loaded.columns
+
+    def read_invocation(self, body: bytes) -> pa.Table:
+        """Returns the rows of a JSON body in MLflow's schema.
+
+        Raises:
+            InputError: As the pyfunc would.
+        """
+        return self.invocations.read(body)
+
+    def table_of(self, rows: Any) -> pa.Table:
+        """Converts an Arrow table, or a list per column.
+
+        Raises:
+            InputError: If a column is missing, or a value is of the wrong kind.
+        """
+        return self.loaded.table_of(rows)
+
+    def score_rows(self, rows: pa.Table) -> npt.NDArray[np.float64]:
+        """Returns the probabilities of converted rows, float64 [N].
+
+        Raises:
+            InputError: If one is not finite.
+        """
+        return check_finite(self.loaded.score(rows))
+
+    def rank(self, user: Any, candidates: Any) -> Ranking:
+        """Scores a user's candidates.
+
+        Raises:
+            InputError: If a column is missing or given twice, or a value is of the wrong kind.
+        """
+        return self.sides.rank(user, candidates)
+
+    def warm(self, example: Path | None = None) -> None:
+        """Compiles and loads what the first requests would wait for.
+
+        Args:
+            example: File with a body. None, or no such file: only rows without any value.
+        """
+        bodies = [example.read_bytes()] if example is not None and example.is_file() else []
+        samples = [pa.table({name: pa.nulls(1, TYPES[kind]) for name, kind in self.columns.items()})]
+        for body in bodies:
+            samples += [self.read_invocation(body), self.invocations.read_through_mlflow(body)]
+        for rows in samples:
+            for count in WARM_ROWS:
+                self.score_rows(pa.concat_tables([rows] * count).slice(0, count))
+
+
+def open_served(folder: Path) -> ServedModel:
+    """Loads a packed model to serve it. Nobody may change its files."""
+    return ServedModel(LoadedModel(folder, mapped=True))
