@@ -16,6 +16,7 @@ PREFECT_PORT ?= 4200
 MLFLOW_PORT ?= 5000
 MODEL ?= demo
 SERVE_PORT ?= 5001
+PROCESSES ?= 1
 # For deploy: concurrent trainings, and whether an ingest starts a training. Empty keeps the current setting.
 TRAININGS ?= 1
 CHAIN ?=
@@ -33,7 +34,7 @@ export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs screenshots paper test test-slow test-all test-gpu simulate fuzz lint check ui serve worker deploy doctor lock clean
+.PHONY: help setup demo docs screenshots paper test test-slow test-all test-gpu simulate fuzz lint check ui serve serve-mlflow worker deploy doctor lock clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | column -t -s@
@@ -88,7 +89,10 @@ check: lint test  ## run linters and fast tests
 ui: setup  ## run Prefect and MLflow on loopback; Ctrl-C stops both
 	@$(RUN) -m flows.ui $(HOME_FOLDER) prefect_port=$(PREFECT_PORT) mlflow_port=$(MLFLOW_PORT)
 
-serve: setup  ## serve the champion of MODEL over HTTP on loopback, port SERVE_PORT; Ctrl-C stops it
+serve: setup  ## serve the champion of MODEL over HTTP on loopback, port SERVE_PORT, in PROCESSES; Ctrl-C stops it
+	@$(RUN) -m flows.serve $(MODEL) port=$(SERVE_PORT) processes=$(PROCESSES)
+
+serve-mlflow: setup  ## the same with MLflow's own server, which does not follow the champion
 	@PATH="$(abspath $(VENV))/bin:$$PATH" MLFLOW_TRACKING_URI="$${MLFLOW_TRACKING_URI:-sqlite:///$(HOME_FOLDER)/mlflow/mlflow.db}" \
 		$(VENV)/bin/mlflow models serve -m "models:/$(MODEL)@champion" --env-manager local --host 127.0.0.1 --port $(SERVE_PORT)
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from prefect import Flow
 
-from flows import deploy
+from flows import deploy, serve
 from flows.features import Action
 from flows.reference import commands
 from flows.runtime.cli import parse
@@ -118,6 +118,8 @@ def check_command(name: str, words: Sequence[str], own_data: Path) -> None:
     if isinstance(command, types.ModuleType):
         if command is deploy:
             deploy.parse(words)
+        if command is serve:
+            serve.read_options(words[1:])
         return
     named = [word for word in words if "=" not in word]
     assert len(named) == (0 if name == "suggest" and "=" in words[0] else 1), words

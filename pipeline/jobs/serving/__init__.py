@@ -1,0 +1,1 @@
+"""Serves a version of the registry, and follows its alias."""

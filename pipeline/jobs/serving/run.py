@@ -1,0 +1,208 @@
+"""Finds the version that an alias names, fetches it, and follows the alias while the server runs."""
+
+import logging
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from mlflow.exceptions import MlflowException
+
+from pipeline.errors import ConfigError, ContractError, RegistryError
+from pipeline.jobs.console import one_line
+from pipeline.process import limit_threads
+from pipeline.registration.aliases import choose_version, find_holder, list_versions, no_champion
+from pipeline.registration.config import RegistrationConfig
+from pipeline.registration.tracking import Tracker, reporting_unreachable
+from pipeline.registration.versions import download_packed
+from pipeline.serving.config import ServedVersion, ServingConfig
+from pipeline.serving.supervisor import FetchedVersion, Supervisor
+from storage.scratch import ScratchFolder
+
+RETRY_SECONDS = 60.0
+"""Interval at which a version that could not be served is tried again."""
+BACKLOG = 1_024
+MODULE = "pipeline.jobs.serving.worker"
+log = logging.getLogger("dlrm")
+
+
+class RegistryFollower:
+    """Fetches the version to serve from the registry.
+
+    Args:
+        folder: Takes the files.
+    """
+
+    def __init__(self, config: ServingConfig, tracker: Tracker, name: str, folder: Path) -> None:
+        self.config, self.tracker, self.name, self.folder = config, tracker, name, folder
+        self.served = ""
+        """Identity of the version that was fetched last."""
+        self.failed = ""
+        """Identity of the version that could not be fetched, if that was after."""
+        self.again = 0.0
+        """When to try a version again that could not be served."""
+        self.number = 0
+        """Versions fetched."""
+
+    def find(self) -> tuple[int, str]:
+        """Returns the version to serve, and a text that identifies its files.
+
+        Raises:
+            RegistryError: If there is none.
+        """
+        number = self.config.version
+        if number is None:
+            number = find_holder(self.tracker, self.name, self.config.alias)
+        if number is None:
+            known = ", ".join(map(str, list_versions(self.tracker, self.name)))
+            if not known:
+                remedy = "Train one: python -m flows.train CONFIG. dlrm serve takes the name of its model."
+                raise RegistryError(f"model '{self.name}'", "a version in the registry", "none", remedy)
+            if self.config.alias == "champion":
+                raise no_champion(self.tracker, self.name, "Or serve one of them: version=N.")
+            where = f"alias '{self.config.alias}' of model '{self.name}'"
+            raise RegistryError(where, "a version", "none", f"Versions are {known}: version=N serves one.")
+        return choose_version(self.tracker, self.name, number)
+
+    def fetch(self, version: int) -> FetchedVersion:
+        """Downloads a version and compares its files with the registered hashes.
+
+        Raises:
+            RegistryError: If they differ.
+        """
+        self.number += 1
+        folder = self.folder / f"version-{version}-{self.number}"
+        folder.mkdir()
+        try:
+            download_packed(self.tracker, self.name, version, folder)
+            found = self.tracker.client.get_model_version(self.name, str(version))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        served = ServedVersion(
+            model=self.name, version=version, run_id=str(found.run_id), snapshot=found.tags.get("snapshot_id")
+        )
+        return FetchedVersion(self.number, served, folder)
+
+    def remove(self, version: FetchedVersion) -> None:
+        """Deletes the files of a version. Processes that map them keep them until they are done."""
+        shutil.rmtree(version.folder, ignore_errors=True)
+
+    def follow(self, supervisor: Supervisor, stopped: threading.Event) -> None:
+        """Offers the version that the alias names, whenever that is another one. Never raises."""
+        complaint = ""
+        while not stopped.wait(self.config.poll_seconds):
+            try:
+                self.look(supervisor)
+                complaint = ""
+            except (ContractError, MlflowException, OSError, ValueError) as error:
+                if complaint != (complaint := one_line(error)):
+                    one = supervisor.current.version
+                    log.warning("%s: version %s goes on: %s", one.model, one.version, complaint)
+
+    def look(self, supervisor: Supervisor) -> None:
+        """Looks once, and fetches another version.
+
+        Raises:
+            ContractError: If the registry names no version.
+        """
+        number, identity = self.find()
+        if identity == self.served and supervisor.rejected != self.number:
+            if self.failed:  # the alias has come back
+                self.failed = ""
+                supervisor.metrics.stale.set(0)
+            return
+        if identity in (self.served, self.failed) and time.monotonic() < self.again:
+            return
+        self.again = time.monotonic() + RETRY_SECONDS
+        try:
+            fetched = self.fetch(number)
+        except (ContractError, MlflowException, OSError, ValueError) as error:
+            self.failed = identity
+            supervisor.report_failure(str(number), one_line(error))
+        else:
+            self.served, self.failed = identity, ""
+            supervisor.offer(fetched)
+
+
+def serve(name: str, config: ServingConfig, registration: RegistrationConfig, home: Path) -> None:
+    """Serves a model until it is interrupted.
+
+    Args:
+        name: The model in the registry.
+        registration: Names the registry.
+        home: Folder of the embedded registry, and of temporary files.
+    Raises:
+        ContractError: If there is no such model, its files are damaged, or the port is in use.
+    """
+    config = config.model_copy(update={"log": None if config.log is None else config.log.resolve()})
+    with listen(config) as listener:
+        check_registry(name, registration, home)
+        # Runs are not recorded here. MLflow always has this experiment, so none is created.
+        tracker = Tracker(registration, home, "Default")
+        with ScratchFolder("serve-", home / "tmp") as place:
+            _serve(name, config, tracker, Path(place), listener)
+
+
+def _serve(name: str, config: ServingConfig, tracker: Tracker, folder: Path, listener: socket.socket) -> None:
+    (folder / "metrics").mkdir()
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder / "metrics")
+    from pipeline.serving.metrics import ServerMetrics  # its library reads the variable when it is imported
+
+    follower = RegistryFollower(config, tracker, name, folder)
+    with reporting_unreachable("Start it, or name another: MLFLOW_TRACKING_URI."):
+        number, follower.served = follower.find()
+        first = follower.fetch(number)
+
+    def announce() -> None:
+        one, where = first.version, f"http://{config.host}:{listener.getsockname()[1]}"
+        snapshot = f", snapshot {one.snapshot}" if one.snapshot else ""
+        log.info("%s version %s (run %s%s) answers at %s", name, one.version, one.run_id, snapshot, where)
+
+    command = [sys.executable, "-m", MODULE, config.model_dump_json(), name]
+    supervisor = Supervisor(
+        command, os.environ | limit_threads(config.threads), config.processes, listener, first,
+        ServerMetrics(folder / "metrics"), announce, follower.remove,
+    )  # fmt: skip
+    stopped = threading.Event()
+    if config.version is None:
+        threading.Thread(target=follower.follow, args=(supervisor, stopped), name="follow", daemon=True).start()
+    try:
+        supervisor.run()
+    finally:
+        stopped.set()
+
+
+def listen(config: ServingConfig) -> socket.socket:
+    """Returns the listening socket.
+
+    Raises:
+        ConfigError: If the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        where = f"address {config.host}:{config.port}"
+        remedy = f"Stop what listens there, or choose another: port={config.port + 1}."
+        raise ConfigError(where, "a free one", f"'{error.strerror}'", remedy) from None
+    listener.listen(BACKLOG)
+    return listener
+
+
+def check_registry(name: str, registration: RegistrationConfig, home: Path) -> None:
+    """Refuses a home without models, where MLflow would make an empty database.
+
+    Raises:
+        RegistryError: If the home has none, and no other registry is named.
+    """
+    named = registration.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if named is None and not (home / "mlflow" / "mlflow.db").is_file():
+        remedy = "Train it first, or name the registry: DLRM_HOME or MLFLOW_TRACKING_URI."
+        raise RegistryError(f"model '{name}'", f"a registry in {home}", "none", remedy)

@@ -1,0 +1,42 @@
+"""A process of `dlrm serve`: puts the registered model behind the server's application."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.process import die_with_parent
+from pipeline.serving.config import ServingConfig
+from pipeline.serving.process import run_process
+
+if TYPE_CHECKING:
+    from pipeline.registration.served import ServedModel
+
+
+def load(folder: Path, threads: int) -> "ServedModel":
+    """Loads a version that was downloaded to a folder, and makes it ready to answer."""
+    import torch  # only now: the process answers while it imports this
+
+    from pipeline.registration.served import EXAMPLE, open_served
+
+    torch.set_num_threads(threads)
+    model = open_served(folder / "artifacts" / "model")
+    model.warm(folder / EXAMPLE)
+    return model
+
+
+def main(words: list[str]) -> None:
+    """Runs the process.
+
+    Args:
+        words: The config as JSON, the model's name, the parent's process id, and the descriptors of the listening
+            socket and of the channel.
+    """
+    die_with_parent(int(words[2]))
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s | %(levelname)-7s | %(message)s", datefmt="%H:%M:%S")
+    config = ServingConfig.model_validate_json(words[0])
+    run_process(config, words[1], lambda folder: load(folder, config.threads), int(words[3]), int(words[4]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Stage: one version behind HTTP, in processes that share its tables."""

@@ -1,0 +1,83 @@
+"""The log of scored rows: whole files, one version's columns each; and what happens where the disk is slow or full."""
+
+import threading
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.serving import row_log
+from pipeline.serving.config import ServedVersion
+from pipeline.serving.row_log import RowLog
+
+ROWS = pa.table({"age": [1.0, None], "tags": [[1, 2], None]})
+
+
+def version(number: int) -> ServedVersion:
+    return ServedVersion(model="demo", version=number, run_id="r", snapshot=None)
+
+
+class Counted:
+    written = dropped = 0
+
+    def __call__(self, written: int, dropped: int) -> None:
+        self.written, self.dropped = self.written + written, self.dropped + dropped
+
+
+def test_rows_are_written_with_probability_time_and_version(tmp_path):
+    counts = Counted()
+    log = RowLog(tmp_path / "log", 1 << 20, counts)
+    log.add(version(1), ROWS, np.array([0.25, 0.5]))
+    log.add(version(1), ROWS, np.array([0.75, 1.0]))
+    log.add(version(2), pa.table({"other": ["x"]}), np.array([0.1]))
+    log.close()
+    first, second = sorted((tmp_path / "log").iterdir())
+    rows = pq.read_table(first)
+    assert rows["probability"].to_pylist() == [0.25, 0.5, 0.75, 1.0]
+    assert rows["tags"].to_pylist() == [[1, 2], None] * 2
+    assert rows["model_version"].to_pylist() == [1] * 4
+    assert abs(time.time() - rows["time"][0].value / 1e6) < 60
+    assert pq.read_table(second).drop_columns("time").to_pylist() == [
+        {"other": "x", "probability": 0.1, "model_version": 2}
+    ]
+    assert (counts.written, counts.dropped) == (5, 0)
+
+
+def test_a_slow_disk_drops_rows_and_delays_nobody(tmp_path, monkeypatch):
+    go, begun, counts = threading.Event(), threading.Event(), Counted()
+    write = pq.write_table
+
+    def slowly(*args, **options):
+        begun.set()
+        assert go.wait(30)
+        write(*args, **options)
+
+    monkeypatch.setattr(pq, "write_table", slowly)
+    monkeypatch.setattr(row_log, "FILE_ROWS", 2)
+    log = RowLog(tmp_path, 1 << 20, counts, waiting=3 * ROWS.nbytes)
+    log.add(version(1), ROWS, np.array([0.0, 0.1]))
+    assert begun.wait(30)
+    for _ in range(100):
+        log.add(version(1), ROWS, np.array([0.2, 0.3]))
+    assert counts.dropped == 2 * 98
+    go.set()
+    log.close()
+    assert counts.written == 2 * 3
+    assert sum(pq.read_metadata(file).num_rows for file in tmp_path.iterdir()) == 6
+
+
+@pytest.mark.parametrize("fault", ["limit", "no folder"])
+def test_a_full_disk_ends_the_log_and_not_the_server(tmp_path, monkeypatch, caplog, fault):
+    monkeypatch.setattr(row_log, "FILE_ROWS", 2)
+    counts, folder = Counted(), tmp_path / "log"
+    log = RowLog(folder, 1 if fault == "limit" else 1 << 20, counts)
+    if fault == "no folder":
+        folder.rmdir()
+    for _ in range(3):
+        log.add(version(1), ROWS, np.array([0.0, 0.1]))
+    log.close()
+    expected = (2, 4) if fault == "limit" else (0, 6)
+    assert (counts.written, counts.dropped) == expected
+    assert "further rows are dropped" in caplog.text if fault == "limit" else "rows are dropped" in caplog.text

@@ -1,0 +1,182 @@
+"""Processes of a server: replaced when they die, changed all at once or not at all, and gone with their parent."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ContractError
+from pipeline.process import process_start
+from pipeline.serving.config import ServedVersion
+from pipeline.serving.metrics import ServerMetrics
+from pipeline.serving.supervisor import FetchedVersion, Supervisor
+
+ROOT = Path(__file__).resolve().parents[3]
+PROCESS = """
+import json, os, socket, sys
+from pathlib import Path
+channel = socket.socket(fileno=int(sys.argv[4]))
+state, number = Path(sys.argv[1]), 0
+for line in channel.makefile():
+    message = json.loads(line)
+    answer = {"is": "prepared", "number": message["number"]}
+    if message["do"] == "prepare":
+        reason = (Path(message["folder"]) / "bad")
+        if reason.exists():
+            answer |= {"is": "failed", "reason": reason.read_text()}
+    elif message["do"] == "swap":
+        answer["is"] = "swapped"
+        (state / str(os.getpid())).write_text(str(message["number"]))
+    else:
+        continue
+    channel.sendall(json.dumps(answer).encode() + b"\\n")
+"""
+"""Does what a process of the server does, without a model: it writes the number of its version to a file."""
+
+
+class Running:
+    """A supervisor in a thread, with processes that load nothing."""
+
+    def __init__(self, folder: Path, count: int, command: str = PROCESS) -> None:
+        self.state, self.folder = folder / "state", folder
+        self.state.mkdir()
+        self.removed: list[int] = []
+        self.error: BaseException | None = None
+        self.ready = threading.Event()
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.metrics = ServerMetrics()
+        self.supervisor = Supervisor(
+            [sys.executable, "-c", command, str(self.state)], dict(os.environ), count, self.listener, self.version(1),
+            self.metrics, self.ready.set, lambda version: self.removed.append(version.number),
+        )  # fmt: skip
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def version(self, number: int, bad: str | None = None) -> FetchedVersion:
+        folder = self.folder / f"version-{number}"
+        folder.mkdir()
+        if bad is not None:
+            (folder / "bad").write_text(bad)
+        return FetchedVersion(number, ServedVersion(model="m", version=number, run_id="r", snapshot=None), folder)
+
+    def run(self) -> None:
+        try:
+            self.supervisor.run()
+        except BaseException as error:
+            self.error = error
+
+    def serving(self) -> list[str]:
+        living = {str(server.process.pid) for server in self.supervisor.processes}
+        return [file.read_text() for file in self.state.iterdir() if file.name in living]
+
+    def stop(self) -> None:
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        self.supervisor._begin_change = interrupt  # type: ignore[method-assign]
+        self.thread.join(30)
+        self.listener.close()
+
+
+def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    limit = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def running(tmp_path) -> Iterator[Running]:
+    one = Running(tmp_path, 2)
+    one.thread.start()
+    assert one.ready.wait(30), one.error
+    yield one
+    one.stop()
+
+
+def test_all_processes_change_together(running):
+    assert running.serving() == ["1", "1"]
+    running.supervisor.offer(running.version(2))
+    until(lambda: running.serving() == ["2", "2"] and running.removed == [1])
+
+
+def test_a_version_that_cannot_be_loaded_is_not_served(running, caplog):
+    running.supervisor.offer(running.version(2, bad="its file is damaged."))
+    until(lambda: running.removed == [2])
+    assert running.serving() == ["1", "1"]
+    text = running.metrics.text()
+    assert b"dlrm_reload_failures_total 1.0" in text
+    assert b"dlrm_stale 1.0" in text
+    assert "m: version 2 cannot be served: its file is damaged. Version 1 goes on." in caplog.text
+    running.supervisor.offer(running.version(3))
+    until(lambda: running.serving() == ["3", "3"])
+    until(lambda: b"dlrm_stale 0.0" in running.metrics.text())
+
+
+def test_a_dead_process_is_replaced_by_one_of_the_present_version(running):
+    running.supervisor.offer(running.version(2))
+    until(lambda: running.serving() == ["2", "2"])
+    dead = running.supervisor.processes[0].process.pid
+    os.kill(dead, signal.SIGKILL)
+    until(lambda: dead not in [server.process.pid for server in running.supervisor.processes])
+    until(lambda: running.serving() == ["2", "2"])
+    assert b"dlrm_restarts_total 1.0" in running.metrics.text()
+
+
+def test_no_process_outlives_the_server(running):
+    pids = [server.process.pid for server in running.supervisor.processes]
+    running.stop()
+    assert isinstance(running.error, KeyboardInterrupt)
+    assert [process_start(pid) for pid in pids] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("raise SystemExit(7)", "process of the server: expected one that answers, got exit code 7. Its messages are above."),
+        (PROCESS.replace("reason.exists()", "True").replace("reason.read_text()", "'no plan'"), "model 'm', version 1: expected one that loads, got no plan. Restore"),
+    ],
+)  # fmt: skip
+def test_a_server_that_never_answers_ends(tmp_path, command, sentence):
+    one = Running(tmp_path, 1, command)
+    one.thread.start()
+    one.thread.join(30)
+    assert isinstance(one.error, ContractError)
+    assert str(one.error).startswith(sentence)
+    assert one.supervisor.processes == [] or one.supervisor.processes[0].process.poll() is not None
+
+
+def test_processes_end_with_a_killed_server(tmp_path):
+    """The kernel ends a process whose server was killed; without a version it waits for ever otherwise."""
+    code = """
+import os, socket, subprocess, sys, time
+ours, theirs = socket.socketpair()
+listener = socket.create_server(("127.0.0.1", 0))
+words = [sys.executable, "-m", "pipeline.jobs.serving.worker", "{}", "m", str(os.getpid()), str(listener.fileno()), str(theirs.fileno())]
+child = subprocess.Popen(words, pass_fds=(listener.fileno(), theirs.fileno()), start_new_session=True)
+print(child.pid, listener.getsockname()[1], flush=True)
+time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    pid, port = map(int, parent.stdout.readline().split())
+    caller = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    caller.request("GET", "/v2/health/ready")
+    answer = caller.getresponse()
+    assert (answer.status, json.loads(answer.read())) == (
+        503,
+        {"name": "m", "ready": False},
+    )  # it answers before it has a version
+    caller.close()
+    parent.kill()
+    parent.wait(30)
+    until(
+        lambda: process_start(pid) is None or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    )
