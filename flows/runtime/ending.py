@@ -87,16 +87,20 @@ def resume_interrupt(found: Any) -> Any:
 @contextmanager
 def _heeding_cancellation() -> Iterator[None]:
     """Interrupts this process if somebody cancels its run at the server. For deployed runs, the worker does this."""
-    if not others_can_cancel or deployment.id is not None or flow_run.parent_flow_run_id is not None:
+    is_main = threading.current_thread() is threading.main_thread()  # others get no signals
+    if not (others_can_cancel and is_main) or deployment.id is not None or flow_run.parent_flow_run_id is not None:
         yield
         return
     ended, context = threading.Event(), contextvars.copy_context()  # which server it is
     thread = threading.Thread(target=context.run, args=(_look, UUID(flow_run.id), ended), daemon=True)
+    # Not SIGINT: a command that a shell runs in the background ignores it.
+    signal.signal(signal.SIGUSR1, signal.default_int_handler)
     thread.start()
     try:
         yield
     finally:
         ended.set()
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _look(run: UUID, ended: threading.Event) -> None:
@@ -105,5 +109,5 @@ def _look(run: UUID, ended: threading.Event) -> None:
             state = client.read_flow_run(run).state
             if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED) and not ended.is_set():
                 cancelled.set()
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGUSR1)
                 return

@@ -111,8 +111,8 @@ class RunRecord(BaseModel, frozen=True):
         rows = [["evaluation", *(format_metric(getattr(overall, key)) for key in IN_MARKDOWN), f"{overall.rows:,}"]]
         rows += [] if floor is None else [[FLOOR, format_metric(floor), *empty]]
         blocks = [
-            f"**{gate['decision']}**, NE {format_metric(overall.ne)} on {overall.rows:,} rows: {gate['reason']}",
             *first,
+            f"**{gate['decision']}**, NE {format_metric(overall.ne)} on {overall.rows:,} rows: {gate['reason']}",
             markdown_table(["", *(METRICS[key] for key in IN_MARKDOWN), "rows"], rows),
             self.effort,
             f"Snapshot `{self.result['snapshot_id']}` of table `{self.data['table']}`; "

@@ -81,22 +81,20 @@ class Tracker:
             mlflow.set_tracking_uri(self.uri)
             if named is None:  # MLflow has set it for the whole process, but another home has a database of its own
                 os.environ.pop("MLFLOW_TRACKING_URI", None)
-        self.client = MlflowClient(tracking_uri=self.uri)
         self.experiment = experiment
         with reporting_unreachable("Start it, or name another: registration.tracking_uri or MLFLOW_TRACKING_URI."):
             try:
+                self.client = MlflowClient(tracking_uri=self.uri)
                 self.experiment_id = self._experiment(experiment, home)
             except MlflowException as error:
                 if OUTDATED not in str(error):
                     raise
-                where, upgrade = (
-                    f"MLflow's database {redact(self.uri)}",
-                    f"mlflow db upgrade '{self.uri.split('?')[0]}'",
-                )
-                remedy = (
-                    f"Copy it, then run: .venv/bin/{upgrade if self.uri.startswith('sqlite') else 'mlflow db upgrade'}"
-                )
-                raise RegistryError(where, "the tables of this MLflow", "those of another version", remedy) from None
+                embedded = self.uri.startswith("sqlite:///")
+                address = f"'{self.uri.partition('?')[0]}'" if embedded else "ADDRESS"
+                raise RegistryError(
+                    f"MLflow's database {redact(self.uri)}", "the tables of this MLflow", "those of another version",
+                    f"Copy it, then run: .venv/bin/mlflow db upgrade {address}",
+                ) from None  # fmt: skip
 
     def _experiment(self, name: str, home: Path) -> str:
         found = self.client.get_experiment_by_name(name)

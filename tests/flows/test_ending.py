@@ -62,13 +62,17 @@ def test_a_secret_is_in_no_name(prefect: None) -> None:
     assert found(runs[-1]).name == "train smoke tracking_uri=********"
 
 
-def test_an_interrupt_cancels_the_task_and_the_flows_around_it(prefect: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_interrupt_cancels_the_task_and_the_flows_around_it(
+    prefect: None, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
     holder: Any = SimpleNamespace(console=PrefectConsole(), config=load("configs/smoke.yaml"))
 
     @step("work")
     def work(workspace: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     inner = flow(lambda: work(holder))
     with pytest.raises(KeyboardInterrupt):
         flow(inner, "end-to-end")()
