@@ -30,6 +30,10 @@ FOLDER = ROOT / "docs" / "images"
 WIDE, NARROW = (1280, 900), (390, 844)
 MOST_BYTES = 300_000
 SECONDS_TO_DRAW = 6.0
+CLOSE_PANELS = """
+for (const button of document.querySelectorAll('button[aria-label*="lose" i]')) button.click()
+"""
+"""MLflow opens its pages beside a panel of its assistant."""
 RUNS = (("seed=1",), ("seed=2", "training.epochs=4", "training.validate_every_steps=10"))
 """Overrides of the two trainings."""
 
@@ -89,6 +93,8 @@ class Browser:
         width, height = size
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.visit(address)
+        self.run(CLOSE_PANELS)
+        time.sleep(1.0)
         if script:
             self.run(script)
             time.sleep(1.0)

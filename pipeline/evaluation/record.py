@@ -110,9 +110,10 @@ class RunRecord(BaseModel, frozen=True):
         first = [self.comparison] if self.comparison else []
         rows = [["evaluation", *(format_metric(getattr(overall, key)) for key in IN_MARKDOWN), f"{overall.rows:,}"]]
         rows += [] if floor is None else [[FLOOR, format_metric(floor), *empty]]
+        decided = f"{gate['decision'].capitalize()}, NE {format_metric(overall.ne)} on {overall.rows:,} rows"
         blocks = [
             *first,
-            f"**{gate['decision']}**, NE {format_metric(overall.ne)} on {overall.rows:,} rows: {gate['reason']}",
+            f"{decided}: {gate['reason']}",
             markdown_table(["", *(METRICS[key] for key in IN_MARKDOWN), "rows"], rows),
             self.effort,
             f"Snapshot `{self.result['snapshot_id']}` of table `{self.data['table']}`; "

@@ -243,7 +243,7 @@ def log_verdict(workspace: Workspace, version: int, run_id: str, gate: Verdict, 
     tracker, name = workspace.tracking, workspace.config.model_name
     run = tracker.client.get_run(run_id)
     about, ne = run.data.tags.get(ABOUT, run.info.run_name), find_metric(run.data.metrics, "eval_ne")
-    shown = f"v{version} {DECIDED[gate.decision]}{'' if ne is None else f' NE {ne:.4f}'}, {about}"
+    shown = f"v{version}{'' if ne is None else f' NE {ne:.4f}'} {DECIDED[gate.decision]}, {about}"
     if gate.difference is not None:
         values = {f"gate_ne_{name}": getattr(gate.difference, name) for name in ("low", "high")}
         values |= {"gate_ne_difference": gate.difference.ne, "gate_champion_ne": gate.champion_ne}

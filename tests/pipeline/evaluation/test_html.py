@@ -152,9 +152,7 @@ def test_the_interval_of_a_difference_is_that_of_the_gate(one):
 def test_the_markdown_page_shows_the_same_figures(one):
     text = one.render_markdown("http://mlflow/run")
     overall = one.report.overall
-    assert text.startswith(
-        f"**hold**, NE {overall.ne:.4f} on 2,000 rows: It may be chance.\n\n|  | NE | log loss | AUC |"
-    )
+    assert text.startswith(f"Hold, NE {overall.ne:.4f} on 2,000 rows: It may be chance.\n\n|  | NE | log loss | AUC |")
     assert f"| evaluation | {overall.ne:.4f} | {overall.logloss:.4f} |" in text
     assert "1,234 rows/s, 25.0% of the time waiting for data" in text
     assert "Snapshot `7` of table `ads`; [MLflow run ffffffff](http://mlflow/run)." in text
