@@ -368,6 +368,7 @@ def _loadgen(lg: Any, job: dict[str, Any], bodies: list[bytes]) -> dict[str, Any
         sut = lg.ConstructSUT(issue, lambda: None)
         qsl = lg.ConstructQSL(len(bodies), len(bodies), lambda samples: None, lambda samples: None)
         lg.StartTestWithLogSettings(sut, qsl, settings, log)
+        _end(loop, thread)  # LoadGen stops a run that cannot become valid, and takes no late answers
         lg.DestroyQSL(qsl)
         lg.DestroySUT(sut)
         text = (Path(folder) / "mlperf_log_summary.txt").read_text(encoding="utf-8")
@@ -384,6 +385,18 @@ def _loadgen(lg: Any, job: dict[str, Any], bodies: list[bytes]) -> dict[str, Any
         "errors": callers.errors,
         "valid": valid,
     }
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    async def cancel() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        loop.stop()
+
+    asyncio.run_coroutine_threadsafe(cancel(), loop)
+    thread.join()
 
 
 def _summary(times: list[float]) -> dict[str, Any]:

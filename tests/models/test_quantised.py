@@ -51,7 +51,7 @@ def test_a_number_is_off_by_at_most_half_a_step_of_its_row(name):
     table = name.split(".")[2]
     bag = next(bag for bag in (*BAGS, KEPT) if bag.table in (table, table.rstrip("_")))
     every = torch.arange(bag.rows)
-    found = loaded().embedding_bags[table](every, torch.ones(bag.rows, dtype=torch.int32)).double().numpy()
+    found = loaded().embedding_bags[table](every, torch.arange(bag.rows + 1)).double().numpy()
     steps = (rows.max(1) - rows.min(1)) / 255
     float_error = np.abs(rows).max(1) * 1e-6 + 1e-8
     assert (np.abs(found - rows).max(1) <= steps * 0.501 + float_error).all()
