@@ -39,16 +39,20 @@ MAIN = "main"
 class AssertSameRefs(ValidatableTableRequirement):
     """Fails the commit if tags or branches have changed: otherwise their snapshots could expire.
 
-    Only catalogs that check commits in this process support it. The REST protocol has no such requirement.
+    It also fails if another writer has expired some of the snapshots already. Only catalogs that check commits in this
+    process support it. The REST protocol has no such requirement.
     """
 
     type: Literal["assert-same-refs"] = "assert-same-refs"
     known: frozenset[tuple[str, int]]
+    expiring: frozenset[int]
 
     def validate(self, base_metadata: TableMetadata | None) -> None:  # type: ignore[override]  # pydantic has another
         """Implements the requirement."""
         if base_metadata is None or _refs(base_metadata) != self.known:
             raise CommitFailedException("Requirement failed: tags or branches have changed")
+        if not self.expiring <= {snapshot.snapshot_id for snapshot in base_metadata.snapshots}:
+            raise CommitFailedException("Requirement failed: another writer has expired snapshots")
 
 
 class ExpireResult(BaseModel, frozen=True):
@@ -117,7 +121,7 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
         kept = [one.snapshot_id for one in table.snapshots() if one.snapshot_id not in gone]
         properties = to_properties(table, names, gone, partial(_read_names, warehouse, name, kept))
         is_remote = isinstance(table.catalog, RestCatalog)
-        local: list[Any] = [] if is_remote else [AssertSameRefs(known=_refs(table.metadata))]
+        local: list[Any] = [] if is_remote else [AssertSameRefs(known=_refs(table.metadata), expiring=frozenset(gone))]
         try:
             table.catalog.commit_table(
                 table,

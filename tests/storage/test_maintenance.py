@@ -432,3 +432,19 @@ def test_manifests_stay_few(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatc
     expire(warehouse, "events", NOW)
     assert vacuum(warehouse, "events", NOW, dry_run=False).files > 0
     assert ids(warehouse) == [50, 51, 100, 101, 102, 200, 201, *range(104, 112)]
+
+
+def test_two_expiries_at_once_both_end_well(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(warehouse, rows(DAY1, 3))
+    write(warehouse, rows(DAY1, 4))
+    catalog = type(warehouse.catalog)
+    commit, late = catalog.commit_table, [NOW]
+
+    def then_theirs(*arguments: Any) -> Any:
+        if late:
+            expire(Warehouse(WarehouseConfig(), warehouse.home), "events", late.pop())
+        return commit(*arguments)
+
+    monkeypatch.setattr(catalog, "commit_table", then_theirs)
+    assert expire(warehouse, "events", NOW) == ExpireResult(snapshots=0, kept=1, tagged=0)
+    assert len(warehouse.table("events").snapshots()) == 1
