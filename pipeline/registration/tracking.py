@@ -42,9 +42,16 @@ LOCK_SECONDS = 60
 BUSY, REFUSED = (408, 425, 429), (401, 403, 407)
 """HTTP status of an answer that may be another one later, and of one that refuses access."""
 DENIED = re.compile(
-    r"^API request to endpoint \S+ failed with error code 40[137]\b|Tunnel connection failed: 40[137]\b"
+    r"^API request to endpoint \S+ failed with error code 40[137]\b|^40[137] Client Error\b|"
+    r"Tunnel connection failed: 40[137]\b",
+    re.MULTILINE,
 )
 """Finds the refusal of a server or of a proxy in the text of an error."""
+DOWNLOAD = re.compile(r"The following failures occurred while downloading .*?\n", re.DOTALL)
+"""Begins the text of an error that stands for those of several files."""
+FILE = re.compile(r"^##### File .* #####\n", re.MULTILINE)
+ABSENT = re.compile(r"(?!5\d\d ).*(404 Client Error|NoSuchKey|\(404\)|No such|not exist)")
+"""Recognizes the error of a file that is not there."""
 SAME_START_SECONDS = 1.0
 """Two readings of one process's start time differ by less than this."""
 OUTDATED = "out-of-date database schema"
@@ -273,6 +280,15 @@ class Tracker:
         with ScratchFolder("dlrm-artifact-") as folder:  # MLflow's load_text asks the server of the whole process
             return Path(self.client.download_artifacts(run_id, path, str(folder))).read_text(encoding="utf-8")
 
+    def find_run(self, run_id: str) -> Run | None:
+        """Returns MLflow's record of a run. None: there is none."""
+        try:
+            return self.client.get_run(run_id)
+        except MlflowException as error:
+            if is_unreachable(error):
+                raise
+            return None
+
     def get_version(self, name: str, version: str) -> ModelVersion | None:
         """Returns MLflow's record of a model version. None: there is none."""
         try:
@@ -315,6 +331,8 @@ def is_unreachable(error: Exception) -> bool:
         return True
     if isinstance(error, requests.HTTPError) and error.response is not None:
         return error.response.status_code in BUSY or error.response.status_code >= 500
+    if isinstance(error, MlflowException) and DOWNLOAD.match(str(error)):  # after the server has listed the files
+        return not is_disk_error(error) and not all(map(ABSENT.match, FILE.split(str(error))[1:]))
     if isinstance(error, MlflowException):
         silent = not isinstance(error, RestException) and str(error).startswith("API request to")
         return silent or error.error_code == "TEMPORARILY_UNAVAILABLE"

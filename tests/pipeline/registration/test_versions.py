@@ -1,17 +1,21 @@
 """What is fetched from the registry is what was registered, or it is refused."""
 
 import json
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from mlflow.pyfunc import PythonModelContext
 
-from pipeline.errors import RegistryError
+from pipeline.errors import AccessError, RegistryError, TrackingError
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.scorer import Scorer
-from pipeline.registration.tracking import Tracker
-from pipeline.registration.versions import FILES, HASHES, MODEL, PLAN, WEIGHTS, download_packed, hash_files
+from pipeline.registration.tracking import RESULT, Tracker, reporting_unreachable
+from pipeline.registration.versions import FILES, HASHES, MODEL, PLAN, WEIGHTS, download_packed, hash_files, is_intact
 
 CONTENTS = {MODEL: b"{}", PLAN: b"[]", WEIGHTS: bytes(range(256))}
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -83,3 +87,48 @@ def test_the_served_model_compares_its_files_before_it_loads_them(packed):
     context = PythonModelContext({"model": str(packed), "hashes": str(hashes)}, {})
     with pytest.raises(RegistryError, match=r"served model: expected the files that were registered, got another wei"):
         Scorer().load_context(context)
+
+
+PLACE = "/mlflow-artifacts/artifacts"
+
+
+class Store(BaseHTTPRequestHandler):
+    """A store of artifacts that lists a version's files, and fails when one of them is fetched."""
+
+    status = 503
+
+    def do_GET(self) -> None:
+        asked = urlsplit(self.path)
+        below = {"": ("artifacts", True), "artifacts": ("model", True), "artifacts/model": (WEIGHTS, False)}
+        body = b"{}"
+        if asked.path == PLACE:
+            name, is_folder = below[parse_qs(asked.query).get("path", [""])[0]]
+            body = json.dumps({"files": [{"path": name, "is_dir": is_folder, "file_size": 1}]}).encode()
+        self.send_response(200 if b"files" in body else self.status)
+        self.send_header("Content-Length", f"{len(body)}")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        """Says nothing."""
+
+
+@pytest.mark.parametrize(
+    ("status", "raised"), [(503, TrackingError), (500, TrackingError), (403, AccessError), (404, None)]
+)
+def test_a_store_that_fails_says_nothing_about_a_version(tmp_path, packed, monkeypatch, status, raised):
+    """Otherwise the version would count as damaged, and be trained again."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(Store, "status", status)
+    tracker = Tracker(RegistrationConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db"), tmp_path, "versions")
+    tracker.client.create_registered_model("m")
+    run_id = tracker.start("r", {}, {}, None)
+    tracker.log_json(run_id, {"status": "ok"}, RESULT)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Store) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        source = f"http://127.0.0.1:{server.server_port}{PLACE}"
+        tags = {FILES: json.dumps(hash_files(packed))}
+        version = int(tracker.client.create_model_version("m", source, tags=tags).version)
+        with nullcontext() if raised is None else pytest.raises(raised), reporting_unreachable("Wait."):
+            assert not is_intact(tracker, "m", version, run_id)
+        server.shutdown()
