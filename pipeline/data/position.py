@@ -9,7 +9,7 @@ class LostRows(BaseModel, frozen=True):
     epoch: int
     path: str
     row_group: int
-    rows: int
+    rows: NonNegativeInt
     """Stored rows, before any filter."""
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from pydantic import BaseModel, ValidationError
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.dlrm import SharedFeatures
@@ -17,7 +18,7 @@ from pipeline.preprocessing import wire
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import Master
-from pipeline.preprocessing.memory import Arrays, Segment
+from pipeline.preprocessing.memory import Arrays, SegmentNote
 from pipeline.preprocessing.stream import BatchNote, Request
 from storage.scratch import ScratchFolder
 
@@ -25,6 +26,25 @@ Delivery = tuple[Sequence[BatchNote], Arrays]
 """A group of batches as a worker made it: one note for each batch, and the arrays of all."""
 Deliveries = Generator[Delivery, None, tuple[LostRows, ...]]
 """Yields the groups of an epoch. Returns the row groups that were lost up to its end. See `Position.lost`."""
+
+
+DELIVERED = {
+    "shares": ("int64", 3), "dense": ("float32", 2), "labels": ("float32", 1), "weights": ("float32", 1),
+    "lengths": ("int32", 1), "values": ("int64", 1),
+}  # fmt: skip
+"""Data types and numbers of dimensions of a delivery's arrays; see `Worker.make_batches`."""
+
+
+class _Notes(BaseModel, frozen=True):
+    """An answer that delivers batches."""
+
+    notes: tuple[BatchNote, ...]
+
+
+class _End(BaseModel, frozen=True):
+    """An answer at the end of an epoch."""
+
+    end: tuple[LostRows, ...]
 
 
 class BatchSource(Protocol):
@@ -60,14 +80,17 @@ class Conversation:
         Args:
             waited: Seconds until the answer came.
         Raises:
-            ContractError: The error that stopped the service.
+            ContractError: The error that stopped the service, or that the answer is invalid.
         """
         if "error" in answer:
             raise from_wire(answer["error"])
         if "end" in answer:
-            self.lost = tuple(LostRows(**entry) for entry in answer["end"])
+            try:
+                self.lost = _End.model_validate(answer).end
+            except ValidationError:
+                raise _invalid("its end") from None
             return None
-        rows = sum(note["rows"] for note in answer["notes"])
+        rows = sum(note.rows for note in parse_notes(answer))
         waited = waited if self.number else 0.0  # leaves out the start of the workers
         self.number += 1
         return {"take": self.number, "done": self.number - 2, "rows": rows, "waited": waited}
@@ -106,10 +129,13 @@ class ServiceSource:
                     if received is None:
                         raise ConnectionError
                     answer, descriptors = received
-                    following = talk.follow(answer, waited)
-                    if following is None:
-                        return talk.lost
-                    delivery = _map_delivery(answer, descriptors[0])
+                    try:
+                        following = talk.follow(answer, waited)
+                        if following is None:
+                            return talk.lost
+                        delivery = map_delivery(request, answer, descriptors)
+                    finally:
+                        wire.close(descriptors)
                     wire.send(channel, following)
                     yield delivery
             except OSError:
@@ -119,16 +145,40 @@ class ServiceSource:
                 ) from None  # fmt: skip
 
 
-def _map_delivery(message: wire.Message, descriptor: int) -> Delivery:
-    segment = Segment(descriptor, message["shapes"], message["size"])
-    arrays = segment.arrays()
-    segment.close()
-    return parse_notes(message), arrays
+def map_delivery(request: Request, message: wire.Message, descriptors: Sequence[int]) -> Delivery:
+    """Maps the batches that a message delivers. The arrays stay valid when the descriptors are closed.
+
+    Raises:
+        DataError: If the message is invalid.
+    """
+    notes = parse_notes(message)
+    try:
+        arrays = SegmentNote.model_validate(message).open(descriptors).arrays()
+    except (ValueError, OSError):
+        raise _invalid("their memory") from None
+    kinds = {name: (arrays[name].dtype.name, arrays[name].ndim) for name in DELIVERED if name in arrays}
+    if kinds != DELIVERED or arrays["shares"].shape != (len(notes), len(request.ranks), 4):
+        raise _invalid("their arrays")
+    if len({len(arrays[name]) for name in ("dense", "labels", "weights")}) > 1:
+        raise _invalid("their rows")
+    return notes, arrays
 
 
-def parse_notes(message: wire.Message) -> list[BatchNote]:
-    """Returns the notes of the batches that a message delivers."""
-    return [BatchNote(**(note | {"position": Position(**note["position"])})) for note in message["notes"]]
+def parse_notes(message: wire.Message) -> Sequence[BatchNote]:
+    """Returns the notes of the batches that a message delivers.
+
+    Raises:
+        DataError: If the message is invalid.
+    """
+    try:
+        return _Notes.model_validate(message).notes
+    except ValidationError:
+        raise _invalid("their notes") from None
+
+
+def _invalid(what: str) -> DataError:
+    remedy = "Run the command again to resume from the last checkpoint."
+    return DataError("preprocessing service", "batches", f"an invalid message about {what}", remedy)
 
 
 class InlineSource:

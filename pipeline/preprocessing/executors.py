@@ -10,14 +10,26 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from pydantic import BaseModel, NonNegativeInt, ValidationError, model_validator
 
 from pipeline.errors import ContractError, DataError, from_wire, to_wire
 from pipeline.forkserver import ForkedProcess, start_process
 from pipeline.preprocessing import wire
 from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs, Writer, copy_to_segment, count_bytes
+from pipeline.preprocessing.memory import (
+    Arrays,
+    PrivateWriter,
+    Segment,
+    SegmentNote,
+    SharedWriter,
+    Slabs,
+    Writer,
+    copy_to_segment,
+    count_bytes,
+)
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.worker import Costs, Worker
 from pipeline.process import ROOT, limit_threads
@@ -193,7 +205,6 @@ class ProcessExecutor(Executor):
     def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Sequence[Segment]) -> None:
         message = {
             "data": data,
-            "kind": "split" if isinstance(work, Split) else "batches",
             "work": work.model_dump(mode="json"),
             "inputs": [{"shapes": segment.shapes, "size": segment.size} for segment in inputs],
         }
@@ -221,24 +232,73 @@ class ProcessExecutor(Executor):
 
     def _read(self, worker: int, connection: socket.socket) -> None:
         while (received := wire.receive(connection)) is not None:
-            message, descriptors = received
-            self.events.put(_parse_event(worker, message, descriptors))
+            self.events.put(parse_event(worker, *received))
         self.events.put(WorkerDied(worker, "its process ended"))
 
 
-def _parse_event(worker: int, message: wire.Message, descriptors: Sequence[int]) -> Event:
-    if "pid" in message:
-        return WorkerStarted(worker, message["pid"])
-    if "error" in message:
-        return WorkFailed(worker, from_wire(message["error"]))
-    segment = Segment(descriptors[0], _parse_shapes(message["shapes"]), message["size"])
-    return WorkDone(
-        worker, segment, segment.size, message["rows"], Costs.from_json(message["costs"]), message["peak_rss_mb"]
-    )
+class _Started(BaseModel, frozen=True):
+    """A worker's first message."""
+
+    pid: NonNegativeInt
 
 
-def _parse_shapes(value: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {name: (dtype, tuple(shape)) for name, (dtype, shape) in value.items()}
+class _Done(SegmentNote, frozen=True):
+    """A worker's result, which comes with the memory."""
+
+    rows: NonNegativeInt
+    costs: Costs
+    peak_rss_mb: NonNegativeInt
+
+    @model_validator(mode="after")
+    def _check_rows(self) -> Self:
+        """Compares the rows with the labels of a split's chunks. Those of batches have no number."""
+        if self.rows != sum(shape[0] for name, (_, shape) in self.shapes.items() if name.endswith(".labels")):
+            raise ValueError("arrays of other rows")
+        return self
+
+
+def parse_event(worker: int, message: wire.Message, descriptors: Sequence[int]) -> Event:
+    """Returns what a worker reports. One that sends anything else counts as dead.
+
+    Closes the descriptors, unless the event holds them.
+    """
+    event: Event
+    try:
+        if "pid" in message:
+            event = WorkerStarted(worker, _Started.model_validate(message).pid)
+        elif "error" in message:
+            event = WorkFailed(worker, from_wire(message["error"]))
+        else:
+            note = _Done.model_validate(message)
+            memory = note.open(descriptors)
+            return WorkDone(worker, memory, note.size, note.rows, note.costs, note.peak_rss_mb)
+    except (ValueError, IndexError):  # IndexError: labels without rows
+        event = WorkerDied(worker, "it sent an invalid message")
+    wire.close(descriptors)
+    return event
+
+
+class Task(BaseModel, frozen=True):
+    """Work that the master sends to a worker, with the memory of its inputs."""
+
+    data: str
+    work: Split | BatchWork
+    inputs: tuple[SegmentNote, ...]
+
+
+def parse_task(message: wire.Message, descriptors: Sequence[int]) -> tuple[Task, list[Segment]]:
+    """Returns the work of a message and the memory of its inputs.
+
+    Raises:
+        DataError: If the message is invalid.
+    """
+    try:
+        task = Task.model_validate(message)
+        inputs = [note.open([fd]) for note, fd in zip(task.inputs, descriptors, strict=True)]
+    except ValueError as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise DataError("message of the master", "work", reason.rstrip("."), "See the service's log.") from None
+    return task, inputs
 
 
 def serve(connection: socket.socket) -> None:
@@ -255,26 +315,33 @@ def serve(connection: socket.socket) -> None:
     slabs = {"split": Slabs(), "batches": Slabs()}
     wire.send(connection, {"pid": os.getpid()})
     while (received := wire.receive(connection)) is not None:
-        message, descriptors = received
-        work: Split | BatchWork = (Split if message["kind"] == "split" else BatchWork).model_validate(message["work"])
-        inputs = [
-            Segment(fd, _parse_shapes(note["shapes"]), note["size"])
-            for fd, note in zip(descriptors, message["inputs"], strict=True)
-        ]
-        writer = slabs[message["kind"]].writer()
         try:
-            rows, costs = run_work(workers[message["data"]], work, [segment.arrays() for segment in inputs], writer)
-        except Exception as error:  # sent to the master, which decides
-            if not isinstance(error, ContractError):
-                sys.excepthook(type(error), error, error.__traceback__)
-            wire.send(connection, {"error": to_wire(wrap_work_error(error, work))})
-        else:
-            segment = writer.finish()
-            answer = {"shapes": segment.shapes, "size": segment.size, "rows": rows, "peak_rss_mb": peak_rss_mb()}
-            wire.send(connection, answer | {"costs": vars(costs)}, [segment.fd])
-            segment.close()
+            task, inputs = parse_task(*received)
+            writer = slabs["split" if isinstance(task.work, Split) else "batches"].writer()
+            _answer(connection, workers, task, inputs, writer)
         finally:
-            wire.close(descriptors)
+            wire.close(received[1])
+
+
+def _answer(
+    connection: socket.socket,
+    workers: Mapping[str, Worker],
+    task: Task,
+    inputs: Sequence[Segment],
+    writer: SharedWriter,
+) -> None:
+    """Does a piece of work and sends the result."""
+    try:
+        rows, costs = run_work(workers[task.data], task.work, [segment.arrays() for segment in inputs], writer)
+    except Exception as error:  # sent to the master, which decides
+        if not isinstance(error, ContractError):
+            sys.excepthook(type(error), error, error.__traceback__)
+        wire.send(connection, {"error": to_wire(wrap_work_error(error, task.work))})
+        return
+    segment = writer.finish()
+    answer = {"shapes": segment.shapes, "size": segment.size, "rows": rows, "peak_rss_mb": peak_rss_mb()}
+    wire.send(connection, answer | {"costs": vars(costs)}, [segment.fd])
+    segment.close()
 
 
 def preload() -> None:

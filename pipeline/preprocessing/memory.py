@@ -1,16 +1,19 @@
 """Arrays in memory that processes share. The memory has no name, so nothing is left behind when a process dies."""
 
 import fcntl
+import math
 import mmap
 import os
 import resource
+import stat
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, NonNegativeInt, model_validator
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -41,6 +44,31 @@ class Segment:
     def close(self) -> None:
         """Closes the descriptor. Mapped arrays stay valid."""
         os.close(self.fd)
+
+
+class SegmentNote(BaseModel, frozen=True):
+    """What a message says about the segment that comes with it."""
+
+    shapes: dict[str, tuple[Literal["float32", "float64", "int32", "int64"], tuple[NonNegativeInt, ...]]]
+    size: NonNegativeInt
+
+    @model_validator(mode="after")
+    def _check_size(self) -> Self:
+        if sum(_aligned_bytes(dtype, shape) for dtype, shape in self.shapes.values()) != self.size:
+            raise ValueError("arrays of another size")
+        return self
+
+    def open(self, descriptors: Sequence[int]) -> Segment:
+        """Returns the segment in the descriptors of the message.
+
+        Raises:
+            ValueError: If there is not one descriptor, or its memory is smaller.
+        """
+        (descriptor,) = descriptors
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size < self.size:
+            raise ValueError("less memory")
+        return Segment(descriptor, self.shapes, self.size)
 
 
 class Writer(Protocol):
@@ -179,11 +207,11 @@ def allow_many_segments() -> None:
 def _map_arrays(memory: mmap.mmap, shapes: Shapes, start: int = 0) -> Arrays:
     found = {}
     for name, (dtype, shape) in shapes.items():
-        found[name] = np.frombuffer(memory, dtype, int(np.prod(shape)), start).reshape(shape)
+        found[name] = np.frombuffer(memory, dtype, math.prod(shape), start).reshape(shape)
         start += _aligned_bytes(dtype, shape)
     return found
 
 
 def _aligned_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    size = math.prod(shape) * np.dtype(dtype).itemsize
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -143,7 +143,7 @@ class Stream:
         ahead_rows: No window is opened beyond this many rows in windows that are being read or batched.
         rows: Selected rows of the epoch as they were pinned. None: unknown.
     Raises:
-        DataError: If the epoch has no row groups and rows were pinned.
+        DataError: If the epoch has no row groups and rows were pinned, or the position is not in it.
     Attributes:
         quarantined: Splits that were given up, in that order.
         lost: Row groups that the batches cut so far lack, with those that the position names already.
@@ -165,6 +165,8 @@ class Stream:
         self.ahead_rows = ahead_rows
         position = request.position
         self.windows = cut_epoch(fragments, request.seed, position.epoch, request.window_rows, split_rows)
+        if position.window > len(self.windows):
+            raise self._misplaced(f"window {position.window} of {len(self.windows)}")
         if position.row and position.window < len(self.windows):
             self.windows[position.window] = _leave_out(position.lost, position.epoch, self.windows[position.window])
         self.to_read = deque(range(position.window, len(self.windows)))
@@ -382,10 +384,16 @@ class Stream:
             self._cut(self.open[self.to_cut - 1])
 
     def _cut(self, window: OpenWindow) -> None:
-        """Cuts a window into batches. The last one of the epoch may be short."""
+        """Cuts a window into batches. The last one of the epoch may be short.
+
+        Raises:
+            DataError: If the stream's position is behind its last row.
+        """
         self._note_lost(window)
-        start, total = min(self.skip, window.total), window.total
+        start, total = self.skip, window.total
         self.skip = 0
+        if start > total:
+            raise self._misplaced(f"row {start} of {total} in window {window.number}")
         rows = sum(stop - start for _, start, stop in self.cutting)
         while start < total:
             stop = min(start + self.request.batch_rows - rows, total)
@@ -399,6 +407,12 @@ class Stream:
         self._end_group()
         window.cut = True
         self._free_windows()
+
+    def _misplaced(self, actual: str) -> DataError:
+        return DataError(
+            f"position in dataset '{self.request.data}'", "one in its rows", actual,
+            "The checkpoint is of other data. Delete the run's checkpoints to train from the start.",
+        )  # fmt: skip
 
     def _note_lost(self, window: OpenWindow) -> None:
         epoch = self.request.position.epoch

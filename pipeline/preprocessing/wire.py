@@ -76,14 +76,16 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
 
 
 def _read_body(descriptors: list[int], size: int) -> bytes | None:
-    """Reads a message from its memory file and removes the descriptor from the list."""
-    if not descriptors:
+    """Reads a message from its memory file. Closes the descriptor and removes it from the list."""
+    if not descriptors or size > MOST_BYTES:
         return None
-    with open(descriptors.pop(0), "rb") as file:
-        if os.fstat(file.fileno()).st_size != size or size > MOST_BYTES:
+    with open(descriptors[0], "rb", closefd=False) as file:
+        if os.fstat(file.fileno()).st_size != size:
             return None
         file.seek(0)
-        return file.read()
+        body = file.read()
+    os.close(descriptors.pop(0))
+    return body
 
 
 def close(descriptors: Sequence[int]) -> None:

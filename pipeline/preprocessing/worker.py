@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from pydantic import PlainValidator, TypeAdapter
 
 from pipeline.data.columns import LEAST_WEIGHT, MOST_WEIGHT
 from pipeline.data.joined.reader import open_reader
@@ -29,6 +30,8 @@ from storage.reader import Fragment
 from storage.warehouse import Warehouse
 
 Floats = npt.NDArray[np.float32]
+NUMBERS = TypeAdapter(dict[str, int | float])
+Numbers = Annotated[Counter[str], PlainValidator(lambda value: Counter(NUMBERS.validate_python(value)))]
 
 
 @dataclass
@@ -43,8 +46,8 @@ class Costs:
     bytes_read: int = 0
     bytes_stored: int = 0
     """Size of all columns of the row groups read."""
-    op_seconds: Counter[str] = field(default_factory=Counter)
-    counts: Counter[str] = field(default_factory=Counter)
+    op_seconds: Numbers = field(default_factory=Counter)
+    counts: Numbers = field(default_factory=Counter)
     """Values changed by a declared rule."""
     reads: int = 0
     """Contiguous ranges of files read."""
@@ -63,13 +66,15 @@ class Costs:
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Costs":
         """Restores costs from `vars(costs)` after a round trip through JSON."""
-        counters: dict[str, Any] = {name: Counter(values[name]) for name in ("op_seconds", "counts")}
-        return Costs(**{**values, **counters})
+        return COSTS.validate_python(values)
 
     @property
     def seconds(self) -> float:
         """Total working time."""
         return self.read_seconds + self.transform_seconds + self.batch_seconds
+
+
+COSTS = TypeAdapter(Costs)
 
 
 class Worker:

@@ -501,3 +501,16 @@ def test_make_executor(data: DataSpec, tmp_path: Path) -> None:
     for name, kind in {"inline": InlineExecutor, "process": ProcessExecutor}.items():
         config = CONFIG.model_copy(update={"executor": name})
         assert type(make_executor({"days": data}, config, tmp_path, queue.SimpleQueue())) is kind
+
+
+def test_a_worker_that_answers_unasked_is_replaced(play: Callable[..., Play]) -> None:
+    it = play()
+    it.warmed()
+    with it.master.guard():
+        it.master.handle(WorkFailed(1, BAD))
+        it.master.handle(WorkDone(1, "unasked", 1000, 9, Costs(), 77))
+    it.steps()
+    assert it.master.failure is None
+    assert it.executor.freed == ["unasked"]
+    assert it.executor.alive == {2, 3}
+    assert it.said == ["replacing worker 1 (process 1001): it sent a result that nobody had asked for"]
