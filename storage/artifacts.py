@@ -4,13 +4,19 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 from uuid import uuid4
 
+from pydantic import AfterValidator, BaseModel, TypeAdapter, ValidationError
+
 from storage.errors import StorageError
+
+T = TypeVar("T")
+MADE_AGAIN = "Remove it and run the command again, which makes it anew."
+"""Remedy for a damaged file that costs only time."""
 
 
 @contextmanager
@@ -42,6 +48,65 @@ def write_text(path: Path, text: str, mode: int | None = None) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Writes `value` as indented JSON. Keys are sorted: equal values give equal files."""
     write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False, default=str) + "\n")
+
+
+def read_note(path: Path, kind: type[T], remedy: str | None = None) -> T:
+    """Reads a JSON file that an earlier command wrote with one of the functions above.
+
+    Args:
+        kind: What it holds: a model, or another type that pydantic knows.
+        remedy: What to do about a damaged file. None: as for the files of a run.
+    Raises:
+        StorageError: If it is missing or holds something else.
+    """
+    return _read(path, TypeAdapter(kind).validate_json, remedy)
+
+
+def read_values(path: Path, kind: type[BaseModel], remedy: str | None = None) -> dict[str, Any]:
+    """Reads a file like `read_note`, and returns all that it holds, not only the fields of the model."""
+
+    def parse(content: bytes) -> dict[str, Any]:
+        return TypeAdapter(Annotated[dict[str, Any], holding(kind)]).validate_json(content)
+
+    return _read(path, parse, remedy)
+
+
+def _read(path: Path, parse: Callable[[bytes], T], remedy: str | None) -> T:
+    try:
+        return parse(path.read_bytes())
+    except FileNotFoundError:
+        actual = "no file"
+    except ValidationError as error:
+        actual = "other content" + _place(error)
+    remedy = remedy or f"Restore it from a copy, or remove '{path.parent}' and run the command again."
+    raise StorageError(f"file '{path}'", "what an earlier command wrote", actual, remedy) from None
+
+
+def read_line(path: Path) -> str:
+    """Returns the one line of a text file that an earlier command wrote. Bytes that are no text become signs for it."""
+    return path.read_text(encoding="utf-8", errors="replace").strip()
+
+
+def _place(error: ValidationError) -> str:
+    key = ".".join(map(str, error.errors()[0]["loc"]))
+    return f" at '{key[:200]}'" if key else ""
+
+
+def holding(kind: type[BaseModel]) -> AfterValidator:
+    """Makes pydantic check that a mapping has the fields of a model. The mapping stays as it is.
+
+    Example:
+        >>> class Size(BaseModel):
+        ...     rows: int
+        >>> TypeAdapter(Annotated[dict[str, Any], holding(Size)]).validate_python({"rows": 3, "text": "x"})
+        {'rows': 3, 'text': 'x'}
+    """
+
+    def check(values: Any) -> Any:
+        kind.model_validate_json(json.dumps(values), strict=True)  # nothing is converted, so it must be right already
+        return values
+
+    return AfterValidator(check)
 
 
 def inside(root: Path, name: str) -> Path:

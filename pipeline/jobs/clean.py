@@ -22,6 +22,7 @@ from pipeline.registration.retention import (
     retired_versions,
 )
 from pipeline.registration.versions import IDENTITY
+from storage.artifacts import read_line
 from storage.maintenance import drop_tags, expire, find_expired, list_tags, vacuum
 
 SHOWN = 20
@@ -95,7 +96,7 @@ def note_retired(workspace: Workspace, dry_run: bool) -> set[str]:
     noted first, so the clean after a killed one knows them. Other homes tag snapshots of the same catalog, too.
     """
     note = workspace.home / RETIRED
-    known = set(note.read_text(encoding="utf-8").split()) if note.exists() else set()
+    known = set(read_line(note).split()) if note.exists() else set()
     old = set(_old_folders(workspace))
     going = {version.tags.get(IDENTITY, "")[:12] for version in _retired(workspace)} | {_identity(one) for one in old}
     kept = _needed(workspace, (one for one in _folders(workspace.home, KINDS) if one not in old))

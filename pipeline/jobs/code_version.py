@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, TypeAdapter
 
 from pipeline.process import CHECKOUT, PACKAGES
-from storage.artifacts import write_text
+from storage.artifacts import read_note, write_text
 
 CODE = "code.json"
 """File in a run's folder: the versions of the code that trained it, in order."""
@@ -59,7 +59,7 @@ def note_code(folder: Path, now: CodeVersion) -> tuple[CodeVersion, ...]:
 def noted_code(folder: Path) -> tuple[CodeVersion, ...]:
     """Returns the versions of the code that trained a run."""
     path = folder / CODE
-    return VERSIONS.validate_json(path.read_text(encoding="utf-8")) if path.exists() else ()
+    return read_note(path, tuple[CodeVersion, ...]) if path.exists() else ()
 
 
 def trained_by(folder: Path) -> CodeVersion:

@@ -9,9 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pipeline.errors import ConfigError, ContractError, DataError
+from pydantic import TypeAdapter, ValidationError
+
+from pipeline.data.position import LostRows
+from pipeline.errors import ConfigError, ContractError, DataError, StorageError
 from pipeline.preprocessing.autoscaler import PERIOD_SECONDS, Autoscaler, Period
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
@@ -21,6 +24,7 @@ from pipeline.preprocessing.executors import (
     InlineExecutor,
     ProcessExecutor,
     WorkDone,
+    WorkerDied,
     WorkerStarted,
     WorkFailed,
 )
@@ -28,7 +32,7 @@ from pipeline.preprocessing.memory import allow_many_segments
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.stream import BatchGroup, Request, Stream, WorkItem
 from pipeline.preprocessing.worker import Costs, Worker
-from storage.artifacts import write_text
+from storage.artifacts import holding, write_text
 from storage.reader import Fragment
 
 TICK_SECONDS = 0.5
@@ -40,6 +44,15 @@ STRAGGLER = 4.0
 STRAGGLER_SECONDS = 1.0
 """Work that takes less than this is never given to a second worker."""
 WORKERS_FILE, QUARANTINE_FILE = "workers.json", "quarantine.jsonl"
+
+
+class _Entry(LostRows, frozen=True):
+    """A line of the list of quarantined row groups. It says more."""
+
+    data: str
+
+
+ENTRY: TypeAdapter[dict[str, Any]] = TypeAdapter(Annotated[dict[str, Any], holding(_Entry)])
 
 
 @dataclass
@@ -225,16 +238,18 @@ class Master:
             self._note_workers()
             return
         item, worker.item = worker.item, None
-        if isinstance(event, WorkDone):
-            assert item is not None
+        if isinstance(event, WorkerDied):
+            self._replace(worker, item, event.reason)
+        elif item is None:
+            if isinstance(event, WorkDone):
+                self.executor.free(event.memory)
+            self._replace(worker, None, "it sent a result that nobody had asked for")
+        elif isinstance(event, WorkFailed):
+            self._handle_failure(item, event.error)
+        else:
             self._record_work(worker, item, event)
             if not item.stream.complete(item, event.memory, event.size, event.rows, event.costs):
                 self.totals.late_results += 1
-        elif isinstance(event, WorkFailed):
-            assert item is not None
-            self._handle_failure(item, event.error)
-        else:
-            self._replace(worker, item, event.reason)
 
     def _record_work(self, worker: _Worker, item: WorkItem, event: WorkDone) -> None:
         seconds, kind = event.costs.seconds, type(item.work)
@@ -422,9 +437,17 @@ class Master:
 
 
 def read_quarantine(folder: Path) -> list[dict[str, Any]]:
-    """Returns the row groups that a folder lists as quarantined, each with its data, epoch, rows and reason."""
+    """Returns the row groups that a folder lists as quarantined, each with its data, epoch, rows and reason.
+
+    Raises:
+        StorageError: If the list is damaged.
+    """
     file = folder / QUARANTINE_FILE
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    try:
+        return [ENTRY.validate_json(line) for line in file.read_bytes().splitlines()] if file.exists() else []
+    except ValidationError:
+        remedy = "Remove it: a training knows which rows it has lost, and only their reasons are gone."
+        raise StorageError(f"file '{file}'", "what a training has written", "other content", remedy) from None
 
 
 def _group_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from mlflow.entities import Metric
+from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 from pipeline.registration.sections import in_section
 from pipeline.registration.tracking import STOP_SECONDS, Tracker, redact
@@ -20,6 +21,21 @@ BATCH_METRICS = 500
 """MLflow takes at most 1,000 in a request."""
 RETRY_SECONDS = 5.0
 """Interval of attempts while MLflow is unreachable."""
+
+
+class _Point(BaseModel, frozen=True):
+    """A line of the file."""
+
+    step: int
+    time: int
+    metrics: dict[str, int | float]
+
+
+class _Sent(BaseModel, frozen=True):
+    """How much of the file has arrived."""
+
+    run_id: str
+    bytes: NonNegativeInt
 
 
 class Journal:
@@ -38,23 +54,42 @@ class Journal:
         self.path, self.mark = folder / POINTS, folder / SENT
         self.path.touch()
         self.last: dict[str, int] = {}
-        self._read()
-        note = json.loads(self.mark.read_text(encoding="utf-8")) if self.mark.exists() else {}
-        self.sent = note["bytes"] if note.get("run_id") == run_id else 0  # another run has nothing yet
+        ends = self._read()
+        sent = self._read_sent()
+        self.sent = sent if sent in ends else 0
         self.away = False
         self.sending, self.wake, self.ending = threading.Lock(), threading.Event(), threading.Event()
 
-    def _read(self) -> None:
-        """Reads the last step of each metric, and removes an incomplete last line."""
-        whole = 0
+    def _read(self) -> set[int]:
+        """Reads the last step of each metric, and removes an incomplete last line. Returns where lines end."""
+        whole, ends = 0, {0}
         with self.path.open("rb+") as file:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 whole += len(line)
-                point = json.loads(line)
-                self.last |= dict.fromkeys(point["metrics"], point["step"])
+                ends.add(whole)
+                if (point := self._parse(line)) is None:
+                    self.warn(f"left out damaged metrics in '{self.path}', before byte {whole:,}")
+                else:
+                    self.last |= dict.fromkeys(point.metrics, point.step)
             file.truncate(whole)
+        return ends
+
+    def _read_sent(self) -> int:
+        """Returns how much has arrived. What arrives twice does no harm, so a damaged note counts as none."""
+        try:
+            note = _Sent.model_validate_json(self.mark.read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return 0
+        return note.bytes if note.run_id == self.run_id else 0  # another run has nothing yet
+
+    @staticmethod
+    def _parse(line: bytes) -> _Point | None:
+        try:
+            return _Point.model_validate_json(line)
+        except ValidationError:
+            return None
 
     def __enter__(self) -> Self:
         self.thread = threading.Thread(target=self._send, daemon=True)
@@ -103,11 +138,11 @@ class Journal:
                 if not line.endswith(b"\n"):
                     break  # incomplete: it is being written
                 end += len(line)
-                point: dict[str, Any] = json.loads(line)
-                batch += [
-                    Metric(in_section(name), value, point["time"], point["step"])
-                    for name, value in point["metrics"].items()
-                ]
+                if (point := self._parse(line)) is not None:
+                    batch += [
+                        Metric(in_section(name), value, point.time, point.step)
+                        for name, value in point.metrics.items()
+                    ]
                 if len(batch) >= BATCH_METRICS:
                     yield batch, end
                     batch = []

@@ -8,9 +8,10 @@ import stat
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from storage import artifacts
-from storage.artifacts import atomic_file, inside, seal_folder, sha256, write_json, write_text
+from storage.artifacts import atomic_file, inside, read_note, read_values, seal_folder, sha256, write_json, write_text
 from storage.errors import StorageError
 
 
@@ -149,3 +150,30 @@ def test_fault_11_a_name_that_is_a_link_is_refused(tmp_path: Path) -> None:
     assert inside(tmp_path, "new") == tmp_path / "new"
     with pytest.raises(StorageError, match="name 'link'"):
         inside(tmp_path, "link")
+
+
+class Note(BaseModel):
+    rows: int
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [(None, "no file"), (b"", "other content"), (b"\xff", "other content"), (b"[" * 10_000, "other content"), (b'{"rows": "x"}', "other content at 'rows'")],
+)  # fmt: skip
+def test_a_damaged_note_is_one_sentence(tmp_path: Path, content: bytes | None, found: str) -> None:
+    path = tmp_path / "note.json"
+    if content is not None:
+        path.write_bytes(content)
+    for read in (read_note, read_values):
+        with pytest.raises(StorageError) as caught:
+            read(path, Note)
+        assert f"{caught.value}" == (
+            f"file '{path}': expected what an earlier command wrote, got {found}. "
+            f"Restore it from a copy, or remove '{tmp_path}' and run the command again."
+        )
+
+
+def test_a_note_is_read_as_it_was_written(tmp_path: Path) -> None:
+    write_json(tmp_path / "note.json", {"rows": 3, "more": [0.1, 1e-300]})
+    assert read_note(tmp_path / "note.json", Note) == Note(rows=3)
+    assert read_values(tmp_path / "note.json", Note) == {"rows": 3, "more": [0.1, 1e-300]}

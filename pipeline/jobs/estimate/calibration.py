@@ -28,7 +28,7 @@ from pipeline.jobs.training.rank import takes_cuda
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.training.config import TrainConfig
-from storage.artifacts import write_json
+from storage.artifacts import read_note, write_json
 
 FAR = 4.0
 """A prediction beyond this multiple of the largest measured work is an extrapolation."""
@@ -131,7 +131,7 @@ def calibrate(workspace: Workspace, count: int, force: bool) -> Calibration:
         if force:
             shutil.rmtree(folder / "points", ignore_errors=True)
             path.unlink(missing_ok=True)
-        found = Calibration.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
+        found = read_note(path, Calibration) if path.exists() else None
         points = draw_points(count, list_world_sizes(count_possible_ranks(training)))
         if found is not None and {point.key for point in points} <= {one.point.key for one in found.results}:
             logger.info("calibration of this machine: %s points, of commit %s", len(found.results), found.commit)

@@ -20,7 +20,7 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, REFERENCE, find_holder, move_alias
 from pipeline.registration.tracking import RESULT, is_unreachable
 from pipeline.registration.versions import TRAINED_FROM
-from storage.artifacts import write_text
+from storage.artifacts import MADE_AGAIN, read_note, write_text
 
 Numbers = Mapping[str, Any]
 """Metrics by name."""
@@ -49,7 +49,7 @@ def judge_challenger(workspace: Workspace, today: Today, folder: Path) -> DayVer
         folder: Holds the downloaded models.
     """
     note = workspace.home / "judged" / f"{workspace.config.model_name}-{today.day}.json"
-    verdict = DayVerdict.model_validate_json(note.read_text(encoding="utf-8")) if note.exists() else None
+    verdict = read_note(note, DayVerdict, MADE_AGAIN) if note.exists() else None
     if verdict is not None and verdict.work != _name_work(workspace, today, verdict.challenger, verdict.champion):
         verdict = None  # of other rows, of other models with these numbers, or by another rule
     challenger = _find_challenger(workspace, today)

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from pipeline.config import RunConfig, load
 from pipeline.data.config import Part
 from pipeline.data.selection import share_rows
@@ -46,7 +48,7 @@ from pipeline.search.release import (
     select_best,
 )
 from pipeline.search.study import Draw, SearchStudy, TrialRecord
-from storage.artifacts import write_json
+from storage.artifacts import read_note, read_values, write_json
 
 FINAL = "final.json"
 """File in a release's folder: the result of the winner's last training."""
@@ -148,11 +150,28 @@ def prefix_errors(place: str) -> Iterator[None]:
         raise type(error)(where, error.expected, error.actual, error.remedy) from None
 
 
+class _Model(BaseModel, frozen=True):
+    """The model that a release has made."""
+
+    name: str
+    version: int
+
+
+class _Released(BaseModel, frozen=True):
+    """What `load_result` reads of a result."""
+
+    status: str
+    model: _Model | None = None
+    model_run_id: str = ""
+
+
 def load_result(workspace: Workspace, job: SearchJob) -> dict[str, Any] | None:
     """Returns the result of a release that is done, if its version still exists and is undamaged, else None."""
     path = Path(job.folder) / RESULT
-    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if result.get("status") != "ok":
+    if not path.exists():
+        return None
+    result = read_values(path, _Released)
+    if result["status"] != "ok":
         return None
     model = result["model"]
     with reporting_unreachable(AGAIN):
@@ -294,7 +313,7 @@ def retrain(release: Release, name: str, force: bool) -> dict[str, Any]:
         Result of the training. `status` is `skipped` if it was in the registry before this release.
     """
     path = release.folder / FINAL
-    before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    before = read_note(path, dict[str, Any]) if path.exists() else {}
     tags = {"mlflow.parentRunId": release.run_id, **release.make_tags("retrain", name)}
     snapshot = release.job.snapshot.snapshot_id
     # Skips what is in the registry, and repeats what is gone from it.

@@ -1,11 +1,12 @@
 """A pinned sweep: its search space, its folder and its trials."""
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError
@@ -25,6 +26,7 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.search.config import SweepConfig
 from pipeline.search.grid import count_trials
 from pipeline.search.study import SearchStudy
+from storage.artifacts import read_values
 
 STUDY = "study.db"
 """File in a sweep's folder."""
@@ -95,10 +97,17 @@ def _look_up(values: Any, key: str) -> Any:
     return values
 
 
+class _Swept(BaseModel, frozen=True):
+    """What `load_result` reads of a result."""
+
+    trials: Mapping[str, int]
+    config_path: str
+
+
 def load_result(workspace: Workspace, job: SearchJob) -> dict[str, Any] | None:
     """Returns the result of a sweep that is done with as many trials, else None."""
     path = Path(job.folder) / RESULT
-    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    result = read_values(path, _Swept) if path.exists() else None
     if result is None or sum(result["trials"].values()) < count_trials(workspace.config.sweep):
         return None
     if not Path(result["config_path"]).exists():

@@ -32,7 +32,7 @@ from pipeline.registration.tracking import is_unreachable, reporting_unreachable
 from pipeline.search.grid import count_trials
 from pipeline.search.study import Draw, SearchStudy, TrialRecord
 from pipeline.training.launch.processes import Event
-from storage.artifacts import write_json
+from storage.artifacts import read_note, write_json
 from storage.reader import SnapshotRef
 
 RESULT = "result.json"
@@ -80,7 +80,7 @@ def pin_search(
     identity = _hash({"rows": rows, **inputs})
     folder = workspace.latest_folder(kind, f"{workspace.config.name}-{identity[:12]}", RESULT, force)
     if (folder / PINNED).exists():  # its snapshot has the same rows, and its checkpoints hold positions in its files
-        return SearchJob.model_validate_json((folder / PINNED).read_text(encoding="utf-8"))
+        return read_note(folder / PINNED, SearchJob)
     return SearchJob(identity=identity, folder=str(folder), snapshot=snapshot, inputs=_hash(inputs))
 
 
@@ -91,8 +91,7 @@ def _hash(values: Mapping[str, Any]) -> str:
 def find_unfinished(job: SearchJob) -> list[SearchJob]:
     """Returns searches with the same config on other snapshots that have not ended."""
     folders = [path.parent for path in sorted(Path(job.folder).parent.glob(f"*/{PINNED}"))]
-    texts = [(folder / PINNED).read_text(encoding="utf-8") for folder in folders if not (folder / RESULT).exists()]
-    others = [SearchJob.model_validate_json(text) for text in texts]
+    others = [read_note(folder / PINNED, SearchJob) for folder in folders if not (folder / RESULT).exists()]
     return [other for other in others if other.inputs == job.inputs and other.identity != job.identity]
 
 

@@ -26,7 +26,7 @@ from pipeline.jobs.training.rank import takes_cuda
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.registration.tracking import reporting_unreachable
 from pipeline.training.launch.processes import resolve_threads
-from storage.artifacts import write_json
+from storage.artifacts import read_note, read_values, write_json
 
 RESULT, MACHINE, CODE = "result.json", "machine.json", "code.json"
 """Files of a study's folder: its result, the machine with its ceilings, and the first commit and versions."""
@@ -108,7 +108,7 @@ def load_result(workspace: Workspace, job: StudyJob) -> dict[str, Any] | None:
     if not path.exists():
         return None
     workspace.console.log.info("skipped: study %s is done; force=true starts a new one", job.name)
-    return dict(json.loads(path.read_text(encoding="utf-8"))) | {"status": "skipped"}
+    return read_note(path, dict[str, Any]) | {"status": "skipped"}
 
 
 @contextmanager
@@ -131,12 +131,19 @@ def open_study(workspace: Workspace, job: StudyJob) -> Iterator[OpenStudy]:
             yield OpenStudy(workspace, job, run_id, machine, code)
 
 
+class _Began(BaseModel, frozen=True):
+    """What the file of a study's first commit holds."""
+
+    commit: str
+    versions: Mapping[str, str]
+
+
 def load_code_version(workspace: Workspace, folder: Path) -> dict[str, Any]:
     """Returns commit and versions that a study started with. Warns if they are others now."""
     path, now = folder / CODE, {"commit": read_commit(), "versions": read_versions()}
     if not path.exists():
         write_json(path, now)
-    began: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    began = read_values(path, _Began)
     if began != now:
         workspace.console.log.warning(
             "earlier points were measured at commit %s, the code is at %s now", began["commit"], now["commit"]
@@ -148,7 +155,7 @@ def load_machine_facts(workspace: Workspace, folder: Path) -> Machine:
     """Returns the machine with its ceilings. Measures it once for each study."""
     path = folder / MACHINE
     if path.exists():
-        return Machine.model_validate_json(path.read_text(encoding="utf-8"))
+        return read_note(path, Machine)
     training = workspace.config.training
     threads = resolve_threads(training.threads_per_rank, training.world_size) * training.world_size
     machine = measure_machine(threads, "cuda" if takes_cuda(training) else "cpu")

@@ -57,7 +57,7 @@ from pipeline.registration.versions import (
     find_registered,
     hash_files,
 )
-from storage.artifacts import write_text
+from storage.artifacts import read_note, write_text
 from storage.scratch import ScratchFolder
 
 MOST_CHARACTERS = 5_000
@@ -83,7 +83,7 @@ def finish(workspace: Workspace, job: TrainingJob, trained: TrainingResult, run_
         if known := noted_code(folder):
             changed = {"dlrm.code_changed": "true"} if len(known) > 1 else {}
             tracker.tag(run_id, {"git_commit": trained_by(folder).commit} | changed)
-        evaluation = _load_evaluation(folder, trained)
+        evaluation = load_evaluation(folder, trained)
         if evaluation is None:
             evaluation = evaluate(workspace, job, trained)
             write_text(folder / EVALUATED, evaluation.model_dump_json())
@@ -92,13 +92,13 @@ def finish(workspace: Workspace, job: TrainingJob, trained: TrainingResult, run_
         return publish(workspace, job, trained, evaluation, model, run_id)
 
 
-def _load_evaluation(folder: Path, trained: TrainingResult) -> EvaluationResult | None:
+def load_evaluation(folder: Path, trained: TrainingResult) -> EvaluationResult | None:
     """Returns the evaluation of the same weights by an interrupted attempt, else None.
 
     Another evaluation could differ: the version of the first attempt may be champion by now.
     """
     path = folder / EVALUATED
-    evaluation = EvaluationResult.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
+    evaluation = read_note(path, EvaluationResult) if path.exists() else None
     return evaluation if evaluation and evaluation.weights_sha256 == trained.summary["weights_sha256"] else None
 
 

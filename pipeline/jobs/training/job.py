@@ -35,7 +35,7 @@ from pipeline.transforms.plan.carry_over import Start
 from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import resolve
 from storage.arrow import is_text
-from storage.artifacts import write_text
+from storage.artifacts import read_line, read_note, write_text
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 
@@ -56,7 +56,7 @@ JOB = "job.json"
 def registered_model(folder: Path) -> str | None:
     """Returns the name of the model that a run was registered as. None: the run is not finished."""
     note = folder / REGISTERED
-    return note.read_text(encoding="utf-8").strip().rpartition(" ")[0] if note.exists() else None
+    return read_line(note).rpartition(" ")[0] if note.exists() else None
 
 
 class TrainingJob(BaseModel, frozen=True):
@@ -172,7 +172,7 @@ def find_begun(warehouse: Warehouse, folder: Path) -> SnapshotRef | None:
     note = folder / SNAPSHOT
     if not note.exists():
         return None
-    begun = SnapshotRef.model_validate_json(note.read_text(encoding="utf-8"))
+    begun = read_note(note, SnapshotRef)
     return begun if warehouse.table(begun.table).snapshot_by_id(begun.snapshot_id) is not None else None
 
 
@@ -180,7 +180,7 @@ def begin(job: TrainingJob) -> None:
     """Notes the snapshot of a training in its folder. Removes checkpoints that were trained on another one."""
     folder, text = Path(job.folder), job.snapshot.model_dump_json()
     note = folder / SNAPSHOT
-    if note.exists() and note.read_text(encoding="utf-8") != text:  # it has expired
+    if note.exists() and note.read_bytes() != text.encode():  # it has expired
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     write_text(note, text)
 
@@ -372,7 +372,7 @@ def _fit_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Warehouse) ->
     """Fits the plan on the training rows, or loads the plan that an interrupted run has fitted."""
     path = folder / PLAN
     if path.exists():
-        plan = Plan.model_validate_json(path.read_text(encoding="utf-8"))
+        plan = read_note(path, Plan)
     else:
         plan = fit_plan(data["train"], warehouse)
         write_text(path, plan.model_dump_json(indent=2))
@@ -438,7 +438,7 @@ def open_run(
         TrackingError: If MLflow does not answer.
     """
     tracker, note = workspace.tracking, folder / RUN_ID
-    resume = note.read_text(encoding="utf-8").strip() if note.exists() else None
+    resume = read_line(note) if note.exists() else None
     with reporting_unreachable(again):
         tracker.reap()
         run_id = tracker.start(name, params, tags, resume)

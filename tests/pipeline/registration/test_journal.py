@@ -9,7 +9,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 
 from pipeline.registration.config import RegistrationConfig
-from pipeline.registration.journal import POINTS, Journal
+from pipeline.registration.journal import POINTS, SENT, Journal
 from pipeline.registration.tracking import Tracker
 
 
@@ -139,3 +139,16 @@ def test_the_file_is_readable_by_eye(tracker, run_id, tmp_path):
         "step": 5,
         "metrics": {"ne": 0.9},
     }
+
+
+def test_damaged_metrics_are_left_out_and_the_others_arrive(tracker, run_id, tmp_path):
+    with Journal(tracker, run_id, tmp_path, print) as journal:
+        journal.log(5, {"ne": 0.9})
+    line = (tmp_path / POINTS).read_bytes()
+    (tmp_path / POINTS).write_bytes(line + line.replace(b'"ne"', b'"n\xff') + line.replace(b"5", b"7", 1))
+    (tmp_path / SENT).write_text(f'{{"run_id": "{run_id}", "bytes": {len(line) - 1}}}')  # not where a line ends
+    said: list[str] = []
+    with Journal(tracker, run_id, tmp_path, said.append) as journal:
+        journal.log(10, {"ne": 0.7})
+    assert sorted(set(stored(tracker, run_id, "ne"))) == [(5, 0.9), (7, 0.9), (10, 0.7)]
+    assert said == [f"left out damaged metrics in '{tmp_path / POINTS}', before byte {2 * len(line):,}"]
