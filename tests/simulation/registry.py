@@ -271,7 +271,7 @@ class Run:
             require(len(hidden) <= dead, f"{len(hidden)} temporary files are left, and {dead} processes died")
 
 
-SUMMARY = {"steps": 1, "rows": 1, "best_step": None}
+SUMMARY = {"steps": 1, "rows": 1, "best_step": None, "valid_ne": None, "world_size": 1, "device": "cpu"}
 
 
 class Monitor:

@@ -7,9 +7,9 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, NonNegativeInt
 
 from pipeline.config.files import ROOT
 from pipeline.data.config import Part
@@ -30,11 +30,40 @@ from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.dataset import count_rows
 from pipeline.registration.tracking import RESULT
 from pipeline.training.launch.processes import Event, Limits, run_ranks
-from storage.artifacts import write_text
+from pipeline.training.state.progress import LossSums
+from storage.artifacts import MADE_AGAIN, read_note, write_text
 
 FIGURE, TABLE = "policies.png", "policies.md"
 TRAILING_DAYS = 14
 """Most days of the figure's moving mean. Single days vary more than models do."""
+
+
+class _Choice(BaseModel, frozen=True):
+    """What a policy decided."""
+
+    training: Literal["none", "further", "scratch"]
+
+
+class _Cost(BaseModel, frozen=True):
+    """What a day's training took."""
+
+    rows: NonNegativeInt
+    seconds: float
+
+
+class _Day(BaseModel, frozen=True):
+    """The ranks have finished a day."""
+
+    day: datetime.date
+    sums: LossSums | None
+    """None: of the first model."""
+    decision: _Choice
+    cost: _Cost
+
+
+def read_day(event: Event) -> _Day | None:
+    """Returns the day that an event reports. None: it reports something else."""
+    return _Day.model_validate(event) if event["event"] == "day" else None
 
 
 class BacktestJob(BaseModel, frozen=True):
@@ -107,15 +136,14 @@ def backtest_policy(workspace: Workspace, job: BacktestJob, name: str, policy: P
     path = Path(job.folder) / f"{digest}.json"
     if path.exists():
         logger.info("skipped: policy %s has a result in %s", name, path)
-        return BacktestResult.model_validate_json(path.read_text(encoding="utf-8")).model_copy(update={"name": name})
-    events: list[Event] = []
+        return read_note(path, BacktestResult, MADE_AGAIN).model_copy(update={"name": name})
+    found: list[_Day] = []
     with exclusive_dir(Path(job.folder) / digest) as folder, workspace.console.progress("days") as progress:
 
         def on_event(event: Event) -> None:
-            if event["event"] == "day":
-                events.append(event)
-                note = f"{event['day']} {event['decision']['training']}"
-                progress(name, len(events) - 1, len(job.spec.days), note)
+            if (day := read_day(event)) is not None:
+                found.append(day)
+                progress(name, len(found) - 1, len(job.spec.days), f"{day.day} {day.decision.training}")
 
         training = workspace.config.training
         scratch = job.spec.scratch.model_copy(update={"folder": str(folder)})
@@ -130,20 +158,20 @@ def backtest_policy(workspace: Workspace, job: BacktestJob, name: str, policy: P
             ROOT,
         )
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # only the result is kept
-    result = _collect_result(name, events)
+    result = _collect_result(name, found)
     write_text(path, result.model_dump_json(indent=1))
     return result
 
 
-def _collect_result(name: str, events: Sequence[Event]) -> BacktestResult:
-    """Sums up the events of a backtest. The event of the first model has no sums and does not count."""
-    days = [event for event in events if event["sums"] is not None]
-    kinds = [event["decision"]["training"] for event in days]
+def _collect_result(name: str, found: Sequence[_Day]) -> BacktestResult:
+    """Sums up the days of a backtest. That of the first model has no sums and does not count."""
+    days = [day for day in found if day.sums is not None]
+    kinds = [day.decision.training for day in days]
     return BacktestResult(
         name=name,
-        days=tuple(DaySums(day=event["day"], **event["sums"]) for event in days),
-        rows_trained={event["day"]: event["cost"]["rows"] for event in days},
-        seconds=sum(event["cost"]["seconds"] for event in days),
+        days=tuple(DaySums(day=day.day, **day.sums.model_dump()) for day in days if day.sums is not None),
+        rows_trained={day.day: day.cost.rows for day in days},
+        seconds=sum(day.cost.seconds for day in days),
         trainings={kind: kinds.count(kind) for kind in ("further", "scratch")},
     )
 

@@ -3,9 +3,12 @@
 import contextlib
 import itertools
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationInfo
 
 from pipeline.characterization.points import StudyPoint
 from pipeline.characterization.results import Measurement, PointResult
@@ -24,12 +27,56 @@ from pipeline.preprocessing.worker import Worker
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse, measure_table_use
 from pipeline.transforms.column import Column
-from storage.artifacts import write_json
+from storage.artifacts import MADE_AGAIN, read_note, write_json
 
 POINTS = "points"
 """Folder of a study with a file for each point."""
 OnResult = Callable[[PointResult, bool], PointResult]
 """Called with a result and whether it is from an earlier process. Returns the result to store."""
+
+
+def _check_key(key: str, info: ValidationInfo) -> str:
+    if key not in (info.context or ()):
+        raise ValueError("no point that is measured now")
+    return key
+
+
+Key = Annotated[str, AfterValidator(_check_key)]
+"""Key of a point that the ranks still measure."""
+
+
+class _Begun(BaseModel, frozen=True):
+    """The ranks begin to measure a point."""
+
+    event: Literal["point_begins"]
+    key: Key
+
+
+class _Measured(BaseModel, frozen=True):
+    """The ranks have measured a point."""
+
+    event: Literal["point"]
+    key: Key
+    measurement: Measurement
+
+
+class _Failed(BaseModel, frozen=True):
+    """A point cannot be measured."""
+
+    event: Literal["point_failed"]
+    key: Key
+    reason: str
+
+
+READ: TypeAdapter[_Begun | _Measured | _Failed] = TypeAdapter(
+    Annotated[_Begun | _Measured | _Failed, Field(discriminator="event")]
+)
+KINDS = {"point_begins", "point", "point_failed"}
+
+
+def read_point(event: Event, keys: Collection[str]) -> _Begun | _Measured | _Failed | None:
+    """Returns what an event says about one of the points with these keys. None: it says something else."""
+    return READ.validate_python(event, context=keys) if event["event"] in KINDS else None
 
 
 def make_point_config(config: RunConfig, point: StudyPoint) -> RunConfig:
@@ -41,7 +88,7 @@ def make_point_config(config: RunConfig, point: StudyPoint) -> RunConfig:
 def load_point(folder: Path, point: StudyPoint) -> PointResult | None:
     """Returns the result of a point from an earlier process, else None."""
     path = folder / POINTS / f"{point.key}.json"
-    return PointResult.model_validate_json(path.read_text(encoding="utf-8")) if path.exists() else None
+    return read_note(path, PointResult, MADE_AGAIN) if path.exists() else None
 
 
 def save_point(folder: Path, result: PointResult) -> PointResult:
@@ -173,13 +220,13 @@ def _measure_group(members: Sequence[ReadyPoint], folder: Path, done: Callable[[
 
         def on_event(event: Event) -> None:
             nonlocal current
-            if event["event"] == "point_begins":
-                current = event["key"]
-            elif event["event"] == "point":
-                found = Measurement.model_validate(event["measurement"])
-                done(PointResult(point=left.pop(event["key"]).point, state="measured", measurement=found))
-            elif event["event"] == "point_failed":
-                done(PointResult(point=left.pop(event["key"]).point, state="failed", reason=event["reason"]))
+            match read_point(event, left):
+                case _Begun(key=key):
+                    current = key
+                case _Measured(key=key, measurement=measurement):
+                    done(PointResult(point=left.pop(key).point, state="measured", measurement=measurement))
+                case _Failed(key=key, reason=reason):
+                    done(PointResult(point=left.pop(key).point, state="failed", reason=reason))
 
         try:
             _run(list(left.values()), folder, on_event)

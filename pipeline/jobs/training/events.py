@@ -3,23 +3,52 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, Field, PositiveInt, TypeAdapter
 
+from pipeline.data.position import LostRows
 from pipeline.jobs.code_version import CodeVersion
 from pipeline.jobs.console import Logger, Progress
 from pipeline.registration.journal import Journal
 from pipeline.training.launch.processes import Event
+from pipeline.training.tables.plan import PlanRows
+from storage.artifacts import holding
 
 WORSE_VALIDATIONS, WORSE_SHARE = 5, 0.01
 """After so many validations without a better one, an NE that is worse by this share is a warning."""
 SHOWN_METRICS = {"train_ne_window": "NE", "valid_ne": "valid NE"}
 
 
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class Summary(BaseModel, frozen=True):
+    """What later stages read of a training's result. It has more fields."""
+
+    rows: Count
+    steps: Count
+    world_size: PositiveInt
+    valid_ne: float | None
+    best_step: int | None
+    device: str
+    weights_sha256: str
+
+
+SummaryValues = Annotated[Mapping[str, Any], holding(Summary)]
+"""The result of a training, with at least the fields of `Summary`."""
+
+
+class Finished(Summary, frozen=True):
+    """The ranks have trained to the end."""
+
+    event: Literal["result"]
+    lost: tuple[LostRows, ...]
+
+
 class Started(BaseModel, frozen=True):
     """The ranks have made their tables."""
 
     event: Literal["start"]
-    plan: tuple[Mapping[str, Any], ...]
+    plan: PlanRows
     device: str
     code: CodeVersion
     """The code that the ranks run. Their server may have imported it before the files on the disk changed."""
@@ -71,14 +100,16 @@ class Measured(BaseModel, frozen=True):
     """Metrics of a step."""
 
     event: Literal["metrics"]
-    step: int
-    rows: int
-    metrics: Mapping[str, Any]
+    step: Count
+    rows: Count
+    metrics: Mapping[str, float | None]
 
 
-RankEvent = Annotated[Started | Resumed | Grown | Damaged | Warned | Restarted | Measured, Field(discriminator="event")]
+RankEvent = Annotated[
+    Started | Resumed | Grown | Damaged | Warned | Restarted | Measured | Finished, Field(discriminator="event")
+]
 READ: TypeAdapter[RankEvent] = TypeAdapter(RankEvent)
-KINDS = {"start", "resumed", "grown", "damaged", "warning", "restart", "metrics"}
+KINDS = {"start", "resumed", "grown", "damaged", "warning", "restart", "metrics", "result"}
 """Events reported here. Ranks also emit events for other readers."""
 
 
@@ -99,7 +130,11 @@ class EventReport:
         """Validations since then."""
 
     def __call__(self, event: Event) -> None:
-        """Reports one event."""
+        """Reports one event.
+
+        Raises:
+            ValidationError: If the event lacks something.
+        """
         if event["event"] not in KINDS:
             return
         match READ.validate_python(event):

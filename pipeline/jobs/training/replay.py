@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from models.dlrm import tables_of
 from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError, RegistryError
 from pipeline.jobs.console import step
@@ -22,9 +23,10 @@ from pipeline.jobs.training.train import TrainingResult, make_rank_spec, train
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.versions import TRAINED_FROM
 from pipeline.training.state import checkpoint as store
+from pipeline.training.tables.plan import check_plan
 from pipeline.transforms.plan.carry_over import Start, carry_over_fit
 from pipeline.transforms.plan.plan import Plan
-from storage.artifacts import inside, write_json
+from storage.artifacts import inside, read_note, write_json
 
 RESULT = "replay.json"
 
@@ -102,6 +104,13 @@ def _replay(
     old = fetch_record(workspace.tracking, name, version)
     workspace = workspace.with_config(_make_config(old, workspace, overrides))
     job = pin_replay(workspace, old, f"{name}-{version}", checkpoint)
+    tables = tables_of(workspace.config.model, job.plan.sparse)
+    check_plan(
+        old.placement,
+        {table.name: (table.num_embeddings, table.embedding_dim) for table in tables},
+        workspace.config.training.world_size,
+        f"{RECORD} of model '{name}', version {version}, key 'placement'",
+    )
     tags = {"dlrm.replay_of": f"{name}/{version}", "mlflow.source.name": "flows.replay"}
     with open_training_run(workspace, job, f"replay of {name} version {version}", tags) as run_id:
         trained = train(workspace, job, run_id, old.placement)
@@ -142,7 +151,7 @@ def compare_records(
 ) -> dict[str, Any]:
     """Records of the version and its replay -> their differences. Safe to repeat: it replaces its result."""
     folder, tracker, log = Path(job.folder), workspace.tracking, workspace.console.log
-    new = Record.model_validate_json((folder / RECORD).read_text(encoding="utf-8"))
+    new = read_note(folder / RECORD, Record)
     spec = make_rank_spec(workspace, job)
     planned = plan_placement(spec, measure_uses(spec)).placement
     found = list_differences(old, new, planned or ())

@@ -15,6 +15,7 @@ from pipeline.errors import ContractError
 from pipeline.evaluation import plots
 from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import Progress, format_rows, step
+from pipeline.jobs.training.events import Measured
 from pipeline.jobs.training.job import prepare_rows
 from pipeline.jobs.training.rank import measure_uses, plan_placement
 from pipeline.jobs.training.rank_spec import RankSpec
@@ -36,6 +37,13 @@ KINDS = (
     "grid_shard",
 )
 PARTITIONERS = ("largest_differencing", "memory_balanced")
+
+
+class Timed(BaseModel, frozen=True):
+    """What the comparison reads of the result of the ranks."""
+
+    table_bytes: tuple[int, ...]
+    step_milliseconds: tuple[float, ...]
 
 
 class PlanCandidate(BaseModel, frozen=True):
@@ -173,8 +181,7 @@ def train_plan(spec: RankSpec, candidate: PlanCandidate, show: Any) -> tuple[dic
     losses: dict[int, float] = {}
 
     def handle(event: Event) -> None:
-        if event["event"] == "metrics" and "train_loss_window" in event["metrics"]:
-            losses[event["step"]] = event["metrics"]["train_loss_window"]
+        losses.update(read_loss(event))
         show(event)
 
     result = run_ranks(
@@ -192,6 +199,17 @@ def train_plan(spec: RankSpec, candidate: PlanCandidate, show: Any) -> tuple[dic
         "measured_ms": result["step_milliseconds"],
         "losses": [losses[step] for step in sorted(losses)],
     }, weights
+
+
+def read_loss(event: Event) -> dict[int, float]:
+    """Returns step -> loss, if the event has one. Checks the result of the ranks."""
+    if event["event"] == "result":
+        Timed.model_validate(event)
+    if event["event"] != "metrics":
+        return {}
+    measured = Measured.model_validate(event)
+    loss = measured.metrics.get("train_loss_window")
+    return {} if loss is None else {measured.step: loss}
 
 
 def recommend(plans: Sequence[Mapping[str, Any]], table_optimizer: str) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlflow.entities import Run
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from pipeline.config.run import default_settings
 from pipeline.errors import ConfigError, RegistryError
@@ -17,6 +17,7 @@ from pipeline.jobs.training.job import describe_span
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, find_holder
 from pipeline.registration.tracking import FEATURES, RESULT, SHARDING_PLAN, Tracker
+from pipeline.training.tables.plan import MOST_RANKS, PlanRows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,12 +99,17 @@ def draw_figures(
     Args:
         train: What the ranks report.
         curves: Metrics of the training. None: they are read.
+    Raises:
+        ValueError: If the stored sharding plan is not of these ranks.
     """
     from pipeline.evaluation.plots import draw_run  # imports matplotlib, which reports of drawn runs do not need
 
-    plan = tracker.read_json(run_id, SHARDING_PLAN)
+    plan = TypeAdapter(PlanRows).validate_python(tracker.read_json(run_id, SHARDING_PLAN))
+    world_size: int = train["world_size"]
+    if not max((rank for row in plan for rank in row["ranks"]), default=0) < world_size <= MOST_RANKS:
+        raise ValueError("a sharding plan of other ranks")
     found = curves if curves is not None else tracker.load_curves(run_id, [*CURVES, *STALL_CURVES])
-    return draw_run(found, train["best_step"], report, features, plan, train["world_size"])
+    return draw_run(found, train["best_step"], report, features, plan, world_size)
 
 
 def describe_data(job: "TrainingJob") -> dict[str, str]:

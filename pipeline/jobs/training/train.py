@@ -1,6 +1,5 @@
 """Trains a pinned job: starts the preprocessing service and the ranks, and writes what they leave."""
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from pipeline.config.files import ROOT
 from pipeline.jobs.code_version import UNKNOWN, CodeVersion, note_code, noted_code, read_code
 from pipeline.jobs.console import format_rows, step
 from pipeline.jobs.tables.layout import save_read
-from pipeline.jobs.training.events import EventReport
+from pipeline.jobs.training.events import EventReport, SummaryValues
 from pipeline.jobs.training.job import TrainingJob, begin, tag_inputs
 from pipeline.jobs.training.provenance import RECORD, make_record
 from pipeline.jobs.training.rank_spec import SERVICE_FOLDER, RankSpec
@@ -31,8 +30,8 @@ from pipeline.registration.tracking import SHARDING_PLAN
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import Event, Limits, resolve_threads, run_alone, run_ranks
 from pipeline.training.launch.ray_train import run_ranks_on_ray
-from pipeline.training.tables.plan import ShardingPlan, describe_plan
-from storage.artifacts import write_json, write_text
+from pipeline.training.tables.plan import PlanRows, ShardingPlan, describe_plan
+from storage.artifacts import read_note, write_json, write_text
 
 TRAINED, PREPROCESSING = "trained.json", "preprocessing.json"
 """Files in a run's folder: the result of the ranks, and the cost of preprocessing."""
@@ -47,8 +46,8 @@ class TrainingResult(BaseModel, frozen=True):
 
     weights: str
     probe: tuple[float, ...]
-    summary: Mapping[str, Any]
-    placement: tuple[Mapping[str, Any], ...]
+    summary: SummaryValues
+    placement: PlanRows
 
 
 @step("train")
@@ -85,11 +84,11 @@ def train_ranks(
         report = EventReport(journal, progress, _count_rows(config.training, job), log)
 
         def on_event(event: Event) -> None:
+            report(event)  # checks it
             if event["event"] == "start":
                 note_changes(workspace, folder, CodeVersion.model_validate(event["code"]))
             if event["event"] == "metrics" and time.monotonic() - began > LOAD_AFTER_SECONDS:
                 load_finish()
-            report(event)
             if watch is not None:
                 watch(event)
 
@@ -101,9 +100,9 @@ def train_ranks(
     if service is not None:
         with workspace.best_effort("record of what was read"):
             save_read(workspace, "train", job.data["train"], service.totals.rows, service.totals.costs)
-    probe = json.loads((folder / "probe.json").read_text(encoding="utf-8"))
+    probe = read_note(folder / "probe.json", tuple[float, ...])
     trained = TrainingResult(
-        weights=f"{job.folder}/weights.safetensors", probe=tuple(probe), summary=summary, placement=tuple(report.plan)
+        weights=f"{job.folder}/weights.safetensors", probe=probe, summary=summary, placement=tuple(report.plan)
     )
     write_text(folder / RECORD, make_record(workspace, job, plan, summary).model_dump_json(indent=2))
     write_text(folder / TRAINED, trained.model_dump_json())

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, NonNegativeInt, ValidationError
 
-from pipeline.errors import TrainingError, from_wire
+from pipeline.errors import ContractError, TrainingError, from_wire
 from pipeline.forkserver import ForkedProcess, start_process
 from pipeline.process import limit_threads
 from pipeline.training.launch.heartbeat import WAITING
@@ -33,6 +33,29 @@ ANSWER, ERROR = "answer.json", "error.json"
 """Files that `run_alone`'s process writes next to the spec."""
 
 Event = dict[str, Any]
+
+
+class _Event(BaseModel, frozen=True):
+    """What every event has."""
+
+    event: str
+
+
+class _Alive(_Event, frozen=True):
+    """A sign of life; see `Heartbeat`."""
+
+    count: int
+    doing: str
+
+
+class _Stepped(_Event, frozen=True):
+    """There is a checkpoint of this step."""
+
+    step: NonNegativeInt
+
+
+RECORDS: dict[str, type[_Event]] = {"alive": _Alive, "saved": _Stepped, "resumed": _Stepped}
+"""Events that the launcher reads. Their other fields, and other events, are for `on_event`."""
 
 
 class RankLostError(TrainingError):
@@ -72,7 +95,8 @@ def run_ranks(
 
     Args:
         folder: Holds the spec and the logs of the ranks. No other group uses it.
-        on_event: Called with each event as it comes, and with `restart` before a restart.
+        on_event: Called with each event as it comes, and with `restart` before a restart. A `ValidationError` that it
+            raises counts as an invalid event.
         root: Working directory of the ranks.
         make_group: Starts ranks in another way than as processes of this machine. Called like `RankGroup`.
     Raises:
@@ -129,11 +153,22 @@ def run_alone(module: str, word: str, spec: BaseModel, folder: Path, threads: in
     finally:
         process.kill()
     if (folder / ERROR).exists():
-        raise from_wire(json.loads((folder / ERROR).read_text(encoding="utf-8")))
+        raise read_error(folder / ERROR)
+    remedy = f"Run the command again. See {path}."
     if code != 0:
-        remedy = f"Run the command again. See {path}."
         raise TrainingError(f"process '{word}'", "to end with an answer", _last_words(code, path), remedy)
-    return json.loads((folder / ANSWER).read_text(encoding="utf-8"))
+    try:
+        return json.loads((folder / ANSWER).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        raise TrainingError(f"process '{word}'", "to end with an answer", "a damaged one or none", remedy) from None
+
+
+def read_error(path: Path) -> ContractError:
+    """Returns the error that a process wrote to a file. A damaged one becomes an error that says so."""
+    try:
+        return from_wire(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError):
+        return from_wire("damaged text")
 
 
 def resolve_threads(threads_per_rank: int | None, world_size: int) -> int:
@@ -202,17 +237,30 @@ class RankGroup:
         return result
 
     def handle_line(self, line: str | None) -> Event | None:
-        """Takes note of an event and hands it on, but for signs of life; returns a result."""
-        event: Event = {"event": None} if line is None else json.loads(line)
-        if event["event"] == "alive":
-            if event["count"] != self.count:
-                self.last_progress = time.monotonic()
-            self.count, self.doing = event["count"], event["doing"]
-        elif line is not None:
+        """Takes note of an event and hands it on, but for signs of life; returns a result.
+
+        Raises:
+            TrainingError: If the line holds no event.
+        """
+        if line is None:
+            return None
+        try:
+            event, read = read_event(line)
+            if isinstance(read, _Alive):
+                if read.count != self.count:
+                    self.last_progress = time.monotonic()
+                self.count, self.doing = read.count, read.doing
+                return None
             self.last_progress = time.monotonic()
-            if event["event"] in ("saved", "resumed"):
-                self.saved = event["step"]
+            if isinstance(read, _Stepped):
+                self.saved = read.step
             self.on_event(event)
+        except ValidationError as error:
+            place = ".".join(map(str, error.errors()[0]["loc"]))
+            raise TrainingError(
+                f"event of rank 0{f', {place}' if place else ''}", "what ranks report", line.strip()[:200] or "nothing",
+                f"Run the command again to resume from the last checkpoint. See {self.folder / 'rank-0.log'}.",
+            ) from None  # fmt: skip
         return event if event["event"] == "result" else None
 
     def check_time(self) -> None:
@@ -237,12 +285,25 @@ class RankGroup:
             )  # fmt: skip
 
 
+def read_event(line: str) -> tuple[Event, BaseModel]:
+    """Returns the event of a line, and what the launcher reads of it.
+
+    Raises:
+        ValidationError: If the line holds no event.
+    """
+    event: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+        event = json.loads(line)
+    read = _Event.model_validate(event)
+    return event, RECORDS.get(read.event, _Event).model_validate(event)
+
+
 def _lines(read_end: int) -> "queue.Queue[str | None]":
     """Returns a queue of the lines of a pipe, with None at its end."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
-        with os.fdopen(read_end, encoding="utf-8") as pipe:
+        with os.fdopen(read_end, encoding="utf-8", errors="replace") as pipe:
             for line in pipe:
                 if line.endswith("\n"):  # a rank may be killed in the middle of a line
                     lines.put(line)
@@ -291,7 +352,7 @@ def _raise_if_failed(ranks: list[ForkedProcess], folder: Path) -> None:
     for rank in range(len(ranks)):
         path = folder / f"error-{rank}.json"
         if path.exists():
-            raise from_wire(json.loads(path.read_text(encoding="utf-8")))
+            raise read_error(path)
     killed = [pair for pair in _failed(ranks) if pair[1] < 0 or pair[1] == KILLED_EXIT_CODE]
     rank, code = (killed or failed)[0]
     path = folder / f"rank-{rank}.log"

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import ConfigError, ContractError, TrainingError, from_wire, to_wire
 from pipeline.process import LIBRARY_ENVIRONMENT, PACKAGES
@@ -23,6 +23,7 @@ from pipeline.training.launch.processes import (
     Limits,
     RankGroup,
     RankLostError,
+    read_event,
     run_ranks,
 )
 from storage.scratch import ScratchFolder
@@ -98,6 +99,14 @@ class RayGroup(RankGroup):
             finally:
                 shutil.rmtree(self.folder / "ray", ignore_errors=True)
 
+    def handle_line(self, line: str | None) -> Event | None:
+        """See `RankGroup`. Raises the error that an event holds."""
+        with suppress(ValidationError):
+            event, _ = read_event(line or "")
+            if event["event"] == "error":
+                raise from_wire(event.get("parts"))
+        return super().handle_line(line)
+
     def watch_fit(self, fit: "_Fit", lines: Any) -> Event:
         """Passes events to `on_event` until Ray Train has ended."""
         from ray.util.queue import Empty
@@ -111,8 +120,6 @@ class RayGroup(RankGroup):
                 if not running:
                     break
             else:
-                if (event := json.loads(line))["event"] == "error":
-                    raise from_wire(event["parts"])
                 result = self.handle_line(line) or result
             self.check_time()
         if fit.error is not None:

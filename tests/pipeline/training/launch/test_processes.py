@@ -63,6 +63,8 @@ if __name__ == "__main__":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif word == "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        elif word == "junk":
+            os.write(int(os.environ["DLRM_EVENTS_FD"]), b"\\xff\\xfe no event\\n")
         elif word == "half":
             os.write(int(os.environ["DLRM_EVENTS_FD"]), b'{"event": "resu')
         elif word == "wait":
@@ -300,3 +302,13 @@ def test_a_process_alone_answers_or_says_why_not(run: Callable[..., Event], tmp_
     for does, words in (("crash", "exit code 1: MemoryError: no luck today"), ("kill", "SIGKILL: no output")):
         with pytest.raises(TrainingError, match=words):
             alone(does)
+
+
+def test_a_line_that_is_no_event_ends_the_ranks(run: Callable[..., Event], tmp_path: Path) -> None:
+    """Also if it is no text: then the launcher must not wait for an end that it does not see."""
+    with pytest.raises(TrainingError) as caught:
+        run("junk wait")
+    assert f"{caught.value}" == (
+        "event of rank 0: expected what ranks report, got \ufffd\ufffd no event. Run the command again to resume from the "
+        f"last checkpoint. See {tmp_path}/run/rank-0.log."
+    )
