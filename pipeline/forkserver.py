@@ -122,18 +122,14 @@ class ForkServer:
             with os.fdopen(os.dup(text), "w") as file:
                 json.dump({**request, "given": list(given)}, file)
             socket.send_fds(self.connection, [b"fork"], [text, theirs, log, *given.values()])
-            answer = json.loads(self.connection.recv(1 << 12) or b"null")
-            if answer is None:
-                raise ConnectionResetError("the fork server ended")
-            if "errno" in answer:
-                raise OSError(answer["errno"], os.strerror(answer["errno"]))
+            pid = parse_answer(self.connection.recv(1 << 12))
         except BaseException:
             os.close(status)
             raise
         finally:
             os.close(text)
             os.close(theirs)
-        process = ForkedProcess(answer["pid"], status)
+        process = ForkedProcess(pid, status)
         self.running.append(process)
         return process
 
@@ -148,6 +144,29 @@ class ForkServer:
         os.close(self.alive)
         self.process.kill()
         self.process.wait()
+
+
+def parse_answer(answer: bytes) -> int:
+    """Returns the process id in a server's answer.
+
+    Raises:
+        ConnectionResetError: If the server has ended, or sends something else.
+        OSError: If it could not fork.
+    """
+    match _parse(answer):
+        case {"pid": int(pid)}:
+            return pid
+        case {"errno": int(number)} if number in errno.errorcode:
+            raise OSError(number, os.strerror(number))
+    raise ConnectionResetError("the fork server ended")
+
+
+def _parse(text: bytes) -> Any:
+    """Returns the value of a JSON text, or None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 _servers: list[ForkServer] = []
@@ -265,10 +284,11 @@ def serve(connection: socket.socket, modules: Sequence[str]) -> tuple[dict[str, 
             message, descriptors, _, _ = socket.recv_fds(connection, 16, 16)
             if not message:
                 return None
-            request, status, *kept = descriptors
-            with os.fdopen(request, encoding="utf-8") as file:
-                file.seek(0)
-                work: dict[str, Any] = json.load(file)
+            work = read_request(descriptors)
+            if work is None:
+                connection.send(json.dumps({"errno": errno.EINVAL}).encode())
+                continue
+            status, *kept = descriptors[1:]
             try:
                 pid = os.fork()
             except OSError as error:
@@ -284,6 +304,26 @@ def serve(connection: socket.socket, modules: Sequence[str]) -> tuple[dict[str, 
             _close([woken, wake, status, *statuses.values()])
             connection.close()
             return work | {"descriptors": kept}, code
+
+
+def read_request(descriptors: Sequence[int]) -> dict[str, Any] | None:
+    """Returns what a fork is asked to do: the text in the first of the descriptors, which is closed.
+
+    The others are for the status, the log and what is given to the fork. Closes them, too, and returns None if they are
+    not as many as the text says, or it is no request.
+    """
+    work: Any = None
+    with suppress(OSError), open(descriptors[0] if descriptors else os.devnull, "rb", closefd=not descriptors) as file:
+        file.seek(0)
+        work = _parse(file.read())
+    _close(descriptors[:1])
+    match work:
+        case {"module": str(), "name": str(), "arguments": list(), "environment": dict(), "given": list() as given}:
+            texts = [*work["arguments"], *given, *work["environment"], *work["environment"].values()]
+            if len(given) + 3 == len(descriptors) and all(isinstance(text, str) for text in texts):
+                return cast(dict[str, Any], work)
+    _close(descriptors[1:])
+    return None
 
 
 def _import(name: str) -> tuple[CodeType | None, ModuleType]:
