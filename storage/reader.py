@@ -3,6 +3,7 @@
 import datetime
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -136,7 +137,8 @@ class SnapshotReader:
         Raises:
             StorageError: If the file has no ids and the table no mapping.
         """
-        own = {number: field.name for field in file.schema_arrow if (number := field_id(field)) is not None}
+        with self._reading(path):
+            own = {number: field.name for field in file.schema_arrow if (number := field_id(field)) is not None}
         if own:
             return own
         if self._mapped is None:
@@ -169,7 +171,8 @@ class SnapshotReader:
         rows = 0
         names = {name: stored[i] for name, i in self._ids.items() if i in stored}
         group = file.metadata.row_group(fragment.row_group)
-        wanted = self._count_read(group, set(names.values()), _is_local(fragment.path))
+        with self._reading(fragment.path):
+            wanted = self._count_read(group, set(names.values()), _is_local(fragment.path))
         if not _is_local(fragment.path):
             source = RangeFile(self.table.io.new_input(fragment.path).open(), wanted)
             file = pq.ParquetFile(pa.PythonFile(source, "r"), metadata=file.metadata, pre_buffer=False, **READ_OPTIONS)
@@ -184,10 +187,8 @@ class SnapshotReader:
             raise self._corrupt(fragment.path, f"{rows} of {fragment.rows} rows in row group {fragment.row_group}")
 
     def _next(self, parts: Iterator[pa.RecordBatch], fragment: Fragment) -> pa.RecordBatch | None:
-        try:
+        with self._reading(fragment.path):
             return next(parts, None)
-        except (OSError, pa.ArrowException) as error:
-            raise self._corrupt(fragment.path, error) from error
 
     def _project(self, part: pa.RecordBatch, names: Mapping[str, str], fragment: Fragment) -> pa.RecordBatch:
         """Filters a part and gives it the table's names and types.
@@ -217,12 +218,19 @@ class SnapshotReader:
         Raises:
             CorruptFileError: If the file is unreadable. Names the file and the snapshot.
         """
+        with self._reading(path):
+            try:
+                return open_parquet(self.table.io, path)
+            except FileNotFoundError:
+                snapshot_at(self.table.refresh(), self.reference)
+                raise
+
+    @contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
+        """Raises `CorruptFileError` for what Arrow says about a file. Names of columns may be no text."""
         try:
-            return open_parquet(self.table.io, path)
-        except FileNotFoundError as error:
-            snapshot_at(self.table.refresh(), self.reference)
-            raise self._corrupt(path, error) from error
-        except (OSError, pa.ArrowException) as error:
+            yield
+        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise self._corrupt(path, error) from error
 
     def _corrupt(self, path: str, error: Exception | str) -> CorruptFileError:
