@@ -8,6 +8,7 @@ flows.doctor, this module imports only the standard library.
 
 import base64
 import fcntl
+import http.client
 import os
 import secrets
 import socket
@@ -72,7 +73,7 @@ def read_secret(folder: Path) -> str:
     """Returns the secret of the home's `make ui` server: the user's setting, or that of the home.
 
     Raises:
-        ConfigError: If this user may not read it.
+        ConfigError: If this user may not read it, or the file is damaged.
     """
     chosen: str | None = read_setting(SERVERS)
     if chosen is not None:
@@ -83,6 +84,9 @@ def read_secret(folder: Path) -> str:
     except PermissionError:
         remedy = "Ask its owner to let your group read it, or use a home of your own: DLRM_HOME."
         raise ConfigError(f"authentication string '{path}'", "a readable file", "another user's", remedy) from None
+    except UnicodeDecodeError:
+        remedy = "Stop `make ui` and remove the file: its next start makes a new one."
+        raise ConfigError(f"authentication string '{path}'", "text", "other bytes", remedy) from None
 
 
 @contextmanager
@@ -142,7 +146,7 @@ def read_setting(name: str) -> Any:
     """Returns a setting from the environment or from Prefect's settings, or None."""
     if "prefect" not in sys.modules:  # otherwise settings may have changed in this process
         profiles = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser() / "profiles.toml"
-        if not profiles.is_file() or name not in profiles.read_text(encoding="utf-8"):
+        if not profiles.is_file() or name.encode() not in profiles.read_bytes():
             return os.environ.get(name) or None
     import prefect.settings  # knows which profile is active
 
@@ -160,11 +164,15 @@ def find_secret(address: str, *homes: Path) -> str | None:
     Returns None for any other server, because it must not learn our secret.
 
     Raises:
-        ConfigError: If the user has set the secret of one of the homes, and the server is not that home's.
+        ConfigError: If the address is invalid, or the user has set the secret of one of the homes and the server is not
+            that home's.
     """
-    place, folders = urlsplit(address), [home / "prefect" for home in homes]
-    here = place.hostname == HOST and place.port is not None
-    serving = [folder for folder in folders if here and _is_held(_mark(folder, place.port or 0))]
+    try:
+        host, port = urlsplit(address).hostname, urlsplit(address).port
+    except ValueError as error:
+        raise ConfigError("PREFECT_API_URL", "the address of a server", f"{error}", "Correct it.") from None
+    folders = [home / "prefect" for home in homes]
+    serving = [folder for folder in folders if host == HOST and port and _is_held(_mark(folder, port))]
     given = os.environ.get(VARIABLE)
     if given is None:
         return read_secret(serving[0]) if serving else None
@@ -177,7 +185,7 @@ def find_secret(address: str, *homes: Path) -> str | None:
 def _read_quietly(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8").strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None
 
 
@@ -195,7 +203,10 @@ def _is_held(lock: Path) -> bool:
 
 def header(secret: str | None) -> dict[str, str]:
     """Returns the HTTP header that authenticates."""
-    return {} if secret is None else {"Authorization": f"Basic {base64.b64encode(secret.encode()).decode()}"}
+    if secret is None:
+        return {}
+    coded = base64.b64encode(secret.encode(errors="surrogateescape"))  # a variable may hold any bytes
+    return {"Authorization": f"Basic {coded.decode()}"}
 
 
 def check_access(address: str, secret: str | None) -> None:
@@ -208,8 +219,8 @@ def check_access(address: str, secret: str | None) -> None:
     """
     if authenticates_otherwise():
         return
-    request = urllib.request.Request(f"{address.rstrip('/')}/admin/version", headers=header(secret))
     try:
+        request = urllib.request.Request(f"{address.rstrip('/')}/admin/version", headers=header(secret))
         with urllib.request.urlopen(request, timeout=5):
             pass
     except urllib.error.HTTPError as error:
@@ -217,7 +228,7 @@ def check_access(address: str, secret: str | None) -> None:
             remedy = f"Set {VARIABLE}. For a server of `make ui`, use the text of the file that it names."
             given = "none" if secret is None else "another one"
             raise ConfigError(f"server at {address}", "its authentication string", given, remedy) from None
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         pass
 
 

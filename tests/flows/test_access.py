@@ -388,3 +388,34 @@ def test_a_wrong_word_of_the_ui_is_refused(word, said):
     with pytest.raises(ConfigError) as refused:
         ui.read_ports([word])
     assert str(refused.value) == said
+
+
+def test_an_address_that_is_none_is_one_sentence(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        access.find_secret("http://127.0.0.1:4200x/api", tmp_path)
+    assert str(caught.value) == (
+        "PREFECT_API_URL: expected the address of a server, got Port could not be cast to integer value as '4200x'. "
+        "Correct it."
+    )
+
+
+def test_a_damaged_secret_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    monkeypatch.delenv(access.SERVERS, raising=False)
+    (tmp_path / "auth").write_bytes(b"dlrm:\xff")
+    with pytest.raises(ConfigError, match=r"expected text, got other bytes\. Stop `make ui` and remove the file"):
+        access.read_secret(tmp_path)
+
+
+def test_a_port_of_another_service_says_nothing_about_access(monkeypatch):
+    """It does not speak HTTP."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            channel, _ = server.accept()
+            with channel:
+                channel.recv(1 << 16)
+                channel.sendall(b"220 mail\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        access.check_access(f"http://127.0.0.1:{server.getsockname()[1]}/api", "dlrm:\udcff")
