@@ -20,7 +20,7 @@ COUNTS = struct.Struct("=qqqd")
 """Case that was begun last, cases read, cases refused, seconds of CPU. The parent reads it after a crash."""
 ADDRESS_BYTES = 8 << 30
 """Address space of a child on top of what it has with all libraries. A mutant must not take the machine's memory."""
-GRACE_SECONDS = 60.0
+GRACE_SECONDS = 180.0
 """After this time over its end, a child hangs."""
 
 

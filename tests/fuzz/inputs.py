@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from tests.fuzz import checkpoints, configs, messages, records, scoring, tables
+from tests.fuzz import access, checkpoints, configs, folders, launch, messages, records, scoring, service, tables
 from tests.fuzz.harness import Input
 
 INPUTS: Mapping[str, Input] = {
@@ -22,4 +22,16 @@ INPUTS: Mapping[str, Input] = {
     "error": messages.errors,
     "artifact": records.artifacts,
     "tag": records.tags,
+    "sharding plan": records.sharding_plans,
+    "foreign file": tables.foreign_file,
+    "worker": service.workers,
+    "work": service.work,
+    "delivery": service.deliveries,
+    "conversation": service.conversation,
+    "event": launch.events,
+    "error file": launch.error_file,
+    "fork": launch.forks,
+    "run folder": folders.run_folder,
+    "lines": folders.lines,
+    "access": access.access,
 }

@@ -7,6 +7,10 @@ from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from pipeline.errors import RegistryError
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.jobs.training.provenance import RECORD, Record, fetch_record
 from pipeline.jobs.training.run import read_evaluation
@@ -14,6 +18,17 @@ from pipeline.registration.aliases import MOVE, Move, list_moves
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.tracking import CONFIG, RESULT, Tracker
 from pipeline.registration.versions import FILES, MODEL, PLAN, WEIGHTS, download_packed, hash_files
+from pipeline.training.config import ShardingType
+from pipeline.training.tables.plan import (
+    PlanRows,
+    ShardingPlan,
+    TableShard,
+    TableSharding,
+    check_plan,
+    describe_plan,
+    sum_per_rank,
+)
+from pipeline.training.tables.sharding import to_torchrec
 from storage.reader import SnapshotRef
 from tests.fuzz.harness import Case, require
 from tests.fuzz.mutate import mutate_bytes, mutate_json
@@ -89,5 +104,44 @@ def tags(folder: Path) -> Iterator[Case]:
             )
         finally:
             (packed / name).write_bytes(contents[name])
+
+    yield case
+
+
+@contextmanager
+def sharding_plans(folder: Path) -> Iterator[Case]:
+    """Sharding plans of versions, and their rows in the reports of runs."""
+    sizes = {"user": (40, 8), "country": (10, 8), "tags": (50, 8)}
+    kinds: dict[str, ShardingType] = {"user": "row_wise", "country": "table_wise", "tags": "column_wise"}
+    pieces = {"user": [(0, 0, 0, 20, 8), (1, 20, 0, 20, 8)], "country": [(1, 0, 0, 10, 8)], "tags": [(0, 0, 0, 50, 4), (1, 0, 4, 50, 4)]}  # fmt: skip
+    plan = tuple(
+        TableSharding(
+            table=name, rows=rows, width=width, kind=kinds[name], kernel="fused",
+            pieces=tuple(
+                TableShard(rank=rank, row=row, column=column, rows=high, columns=wide, bytes=9, milliseconds=0.1)
+                for rank, row, column, high, wide in pieces[name]
+            ),
+        )
+        for name, (rows, width) in sizes.items()
+    )  # fmt: skip
+    read, read_rows = TypeAdapter(ShardingPlan), TypeAdapter(PlanRows)
+    values, described = read.dump_python(plan, mode="json"), describe_plan(plan)
+    check_plan(plan, sizes, 2, "plan")
+
+    def case(random: Random) -> None:
+        try:
+            if random.random() < 0.4:
+                found = read_rows.validate_json(mutate_json(random, described))
+                sum_per_rank(
+                    list(map(dict, found)), "bytes", 1 + max((max(row["ranks"], default=0) for row in found), default=0)
+                )
+                return
+            stored = read.validate_json(mutate_json(random, values))
+        except ValidationError:
+            raise RegistryError("plan", "a plan", "another", "Train again.") from None
+        check_plan(stored, sizes, 2, "plan")
+        to_torchrec(stored, torch.device("cpu"))
+        area = sum(piece.rows * piece.columns for table in stored for piece in table.pieces)
+        require(area == sum(rows * width for rows, width in sizes.values()), "a part of a table")
 
     yield case

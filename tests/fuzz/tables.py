@@ -17,7 +17,8 @@ from pipeline.extraction.extract import extract
 from pipeline.extraction.opening import SourceContext, open_samples
 from pipeline.transforms.schema import FeatureSchema
 from storage.config import WarehouseConfig
-from storage.reader import SnapshotReader
+from storage.footer import SUFFIX
+from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
 from tests.fuzz.harness import Case, require
 from tests.fuzz.mutate import mutate_bytes
@@ -136,7 +137,8 @@ def side_table(folder: Path) -> Iterator[Case]:
     yield case
 
 
-def _ingest(folder: Path) -> tuple[Warehouse, Any]:
+def ingested(folder: Path) -> tuple[Warehouse, SnapshotRef]:
+    """Makes a warehouse with a small table of three days."""
     pq.write_table(rows(lists=True), folder / "rows.parquet")
     warehouse = Warehouse(WarehouseConfig(), folder / "home")
     source = SourceConfig.model_validate({"path": "rows.parquet", "day_column": "day"})
@@ -147,7 +149,7 @@ def _ingest(folder: Path) -> tuple[Warehouse, Any]:
 @contextmanager
 def data_file(folder: Path) -> Iterator[Case]:
     """Data files of the warehouse. They have checksums, so what is read must be what was written."""
-    warehouse, snapshot = _ingest(folder)
+    warehouse, snapshot = ingested(folder)
     table = warehouse.table("events")
     names = warehouse.schema(snapshot).names
 
@@ -167,6 +169,34 @@ def data_file(folder: Path) -> Iterator[Case]:
             require(_equal(read(), written), "other rows than were written")
         finally:
             path.write_bytes(content)
+
+    yield case
+
+
+@contextmanager
+def foreign_file(folder: Path) -> Iterator[Case]:
+    """Data files that another engine wrote, without our checksums."""
+    warehouse, snapshot = ingested(folder)
+    table = warehouse.table("events")
+    names = warehouse.schema(snapshot).names
+    content = SnapshotReader(table, snapshot, names, None)
+    added = pa.concat_tables([content.read(one) for one in content.fragments()][:1]).cast(table.schema().as_arrow())
+    table.append(added)  # by pyiceberg's own writer
+    newest = warehouse.current("events")
+    paths = [path for path in sorted((folder / "home").rglob("*.parquet")) if not path.name.endswith(SUFFIX)]
+    require(len(paths) == 1, "the table has no file without checksums")
+    whole = paths[0].read_bytes()
+
+    def case(random: Random) -> None:
+        try:
+            paths[0].write_bytes(_mutate_parquet(random, whole))
+            reader = SnapshotReader(table, newest, names, None)
+            for fragment in reader.fragments():
+                found = reader.read(fragment)
+                found.validate(full=True)
+                require(found.num_rows == fragment.rows, "other rows than the file has")
+        finally:
+            paths[0].write_bytes(whole)
 
     yield case
 
