@@ -76,7 +76,8 @@ class Totals:
     """Selected rows read."""
     restarts: int = 0
     late_results: int = 0
-    """Results dropped because they came late: after another worker's, from a replaced worker or for a closed stream."""
+    """Results dropped because they came late: after another worker's, from a replaced worker or for a closed stream.
+    Also those that nobody had asked for."""
     most_workers: int = 0
     peak_bytes: int = 0
     peak_rss_mb: dict[int, int] = field(default_factory=dict)
@@ -227,22 +228,21 @@ class Master:
     def handle(self, event: Event) -> None:
         """Handles an event of a worker."""
         worker = self.workers.get(event.worker)
+        item = None if worker is None else worker.item
+        if isinstance(event, WorkDone) and item is None:
+            self.executor.free(event.memory)
+            self.totals.late_results += 1
         if worker is None:  # it was replaced in the meantime
-            if isinstance(event, WorkDone):
-                self.executor.free(event.memory)
-                self.totals.late_results += 1
             return
         if isinstance(event, WorkerStarted):
             worker.pid, worker.ready = event.pid, True
             self.totals.ready_at = self.totals.ready_at or self.clock()
             self._note_workers()
             return
-        item, worker.item = worker.item, None
+        worker.item = None
         if isinstance(event, WorkerDied):
             self._replace(worker, item, event.reason)
         elif item is None:
-            if isinstance(event, WorkDone):
-                self.executor.free(event.memory)
             self._replace(worker, None, "it sent a result that nobody had asked for")
         elif isinstance(event, WorkFailed):
             self._handle_failure(item, event.error)
