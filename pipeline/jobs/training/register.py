@@ -33,13 +33,15 @@ def register_run(workspace: Workspace, run: str | None) -> dict[str, Any]:
     record = read_note(folder / RECORD, Record)
     workspace = workspace.with_config(restore_config(record, workspace))
     run_id, tracker = read_line(folder / RUN_ID), workspace.tracking
-    known = tracker.find_run(run_id)
+    again = f"Run it again once it answers: python -m flows.register CONFIG run={run}"
+    with reporting_unreachable(again):
+        known = tracker.find_run(run_id)
     if (folder / REGISTERED).exists():
         if known is None:
             remedy = f"Restore MLflow's records, or {folder / RUN_ID}."
             raise RegistryError(f"MLflow run '{run_id}'", f"the run of '{folder}'", "none of that id", remedy)
         workspace.console.log.info("skipped: run %s is registered", run_id)
-        with reporting_unreachable(f"Run it again once it answers: python -m flows.register CONFIG run={run}"):
+        with reporting_unreachable(again):
             tracker.end(run_id, "FINISHED")  # MLflow may have missed the end
             return tracker.load_result(run_id) | {"status": "skipped"}
     job = load_job(workspace, folder, record)

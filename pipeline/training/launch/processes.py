@@ -260,7 +260,7 @@ class RankGroup:
             raise TrainingError(
                 f"event of rank 0{f', {place}' if place else ''}", "what ranks report", line.strip()[:200] or "nothing",
                 f"Run the command again to resume from the last checkpoint. See {self.folder / 'rank-0.log'}.",
-            ) from None  # fmt: skip
+            ) from error  # fmt: skip
         return event if event["event"] == "result" else None
 
     def check_time(self) -> None:
