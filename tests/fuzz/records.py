@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,7 +36,16 @@ from tests.fuzz.harness import Case, require
 from tests.fuzz.mutate import mutate_bytes, mutate_json
 
 
+@cache
+def _database() -> bytes:
+    """Returns a new database of MLflow, which takes seconds to make."""
+    with TemporaryDirectory() as folder:
+        Tracker(RegistrationConfig(tracking_uri=f"sqlite:///{folder}/mlflow.db"), Path(folder), "first")
+        return (Path(folder) / "mlflow.db").read_bytes()
+
+
 def _tracker(folder: Path) -> Tracker:
+    (folder / "mlflow.db").write_bytes(_database())
     return Tracker(RegistrationConfig(tracking_uri=f"sqlite:///{folder}/mlflow.db"), folder, "fuzz")
 
 

@@ -14,8 +14,11 @@ CASES = {
     "side table": 12,
     "data file": 40,
     "forged checkpoint": 25,
-    "config": 40,
-    "overrides": 40,
+    "config": 30,
+    "overrides": 30,
+    "conversation": 15,
+    "foreign file": 15,
+    "work": 30,
 }
 """Cases of the slower inputs."""
 
