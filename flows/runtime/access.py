@@ -119,7 +119,7 @@ def answers(address: str) -> bool:
         return True
     except OSError as error:  # a busy server is one, too
         return isinstance(getattr(error, "reason", error), TimeoutError)
-    except ValueError:
+    except (ValueError, http.client.HTTPException):  # no address, or no server of HTTP
         return False
 
 

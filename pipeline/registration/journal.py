@@ -140,8 +140,7 @@ class Journal:
                 end += len(line)
                 if (point := self._parse(line)) is not None:
                     batch += [
-                        Metric(in_section(name), value, point.time, point.step)
-                        for name, value in point.metrics.items()
+                        Metric(in_section(name), value, point.time, point.step) for name, value in point.metrics.items()
                     ]
                 if len(batch) >= BATCH_METRICS:
                     yield batch, end

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from flows.runtime.access import HOST, VARIABLE, check_access, find_secret, header, serving
+from flows.runtime.access import HOST, VARIABLE, answers, check_access, find_secret, header, serving
 from tests.fuzz.harness import Case, require
 from tests.fuzz.mutate import mutate_bytes
 
@@ -27,8 +27,8 @@ def access(folder: Path) -> Iterator[Case]:
     home.mkdir()
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
-        answers: list[bytes] = []
-        threading.Thread(target=_serve, args=(server, answers), daemon=True).start()
+        sent: list[bytes] = []
+        threading.Thread(target=_serve, args=(server, sent), daemon=True).start()
         address = f"http://{HOST}:{port}/api"
         with serving(home, port):
 
@@ -47,8 +47,9 @@ def access(folder: Path) -> Iterator[Case]:
                 require(all(value.isascii() and value.isprintable() for value in header(found).values()), "a header")
                 if place == address:
                     status = random.choice([b"200 OK", b"401 Unauthorized", b"302 Found\r\nLocation: /", b"500 No"])
-                    answers[:] = [mutate_bytes(random, ANSWER.replace(b"200 OK", status))]
+                    sent[:] = [mutate_bytes(random, ANSWER.replace(b"200 OK", status))]
                     check_access(place, found)
+                    require(answers(place) in (True, False), "an answer")
 
             yield case
     for name, value in before.items():
@@ -57,7 +58,7 @@ def access(folder: Path) -> Iterator[Case]:
             os.environ[name] = value
 
 
-def _serve(server: socket.socket, answers: list[bytes]) -> None:
+def _serve(server: socket.socket, sent: list[bytes]) -> None:
     while True:
         try:
             channel, _ = server.accept()
@@ -66,6 +67,6 @@ def _serve(server: socket.socket, answers: list[bytes]) -> None:
         with channel:
             try:
                 channel.recv(1 << 16)
-                channel.sendall(answers[0])
+                channel.sendall(sent[0])
             except OSError:
                 continue
