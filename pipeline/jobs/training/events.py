@@ -157,8 +157,8 @@ class EventReport:
                 self.log.warning("%s; ranks restart from step %s, restart %s of %s", reason, step, number, limit)
             case Measured(step=step, rows=rows, metrics=metrics):
                 self.journal.log(step, metrics)
-                if metrics.get("valid_ne") is not None:
-                    self._warn_of_rise(step, metrics["valid_ne"])
+                if (ne := metrics.get("valid_ne")) is not None:
+                    self._warn_of_rise(step, ne)
                 self._show(rows, metrics)
 
     def _warn_of_rise(self, step: int, ne: float) -> None:
