@@ -268,7 +268,7 @@ def require_identity(folder: Path, identity: Identity) -> None:
     known = _notes(folder, "identity")
     for key in sorted(known.keys() | identity.keys()):
         if identity.get(key) != known.get(key):
-            raise _unfit(folder, key, identity.get(key, "none"), known.get(key, "none"))
+            raise _unfit(folder, key, identity.get(key, "none"), f"{known.get(key, 'none')}" or "nothing")
 
 
 def _unfit(folder: Path, what: str, expected: str, actual: str) -> CheckpointError:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, FailFast, Field, model_validator
 
 from pipeline.errors import ConfigError
 from pipeline.training.config import ShardingType
@@ -40,7 +40,7 @@ class TableSharding(BaseModel, frozen=True):
     the table in host memory."""
     cache_load_factor: float | None = None
     """Share of the rows that fused_uvm_caching keeps on the device."""
-    pieces: tuple[TableShard, ...]
+    pieces: Annotated[tuple[TableShard, ...], FailFast()]
 
 
 ShardingPlan = tuple[TableSharding, ...]
@@ -113,7 +113,7 @@ class PlanRow(BaseModel, frozen=True):
         return self
 
 
-PlanRows = tuple[Annotated[Mapping[str, Any], holding(PlanRow)], ...]
+PlanRows = Annotated[tuple[Annotated[Mapping[str, Any], holding(PlanRow)], ...], FailFast()]
 """Tables by rank, as `describe_plan` returns them."""
 
 
