@@ -14,7 +14,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-SHARES = {"preprocessing": 0.65, "checkpoints": 0.15, "registry": 0.15, "tables": 0.05}
+SHARES = {"preprocessing": 0.8, "checkpoints": 0.1, "registry": 0.095, "tables": 0.005}
 """A schedule of the storage side takes longer, because it writes real files."""
 Found = tuple[Counter[str], set[Any], list[tuple[int, str]], Counter[str]]
 
