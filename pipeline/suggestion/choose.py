@@ -33,12 +33,12 @@ MOST_BUCKETED = 60
 """More numbers get no table each."""
 SCALES = {"seconds": 1.0, "milliseconds": 1e3, "microseconds": 1e6}
 LEAK_NAMES = ("*probability*", "true_*", "label_*", "*_label", "target", "prediction", "pctr", "pcvr")
-ID_NAME = re.compile(r"(^|_)(id|cat|code|type|category|user|item|hash|key)($|_|\d)|id$", re.IGNORECASE)
+ID_NAME = re.compile(r"(^|_)(id|cat|code|type|category|user|item|hash|key)(?=$|_|\d)|id$", re.IGNORECASE)
 TIME_NAME = re.compile(
     r"(^|_)(time|timestamp|ts|at|date|datetime|created|updated)($|_)|time$|timestamp$", re.IGNORECASE
 )
 COUNT_NAME = re.compile(
-    r"(^|_)(num|n|int|count|cnt|age|days|hours|price|amount|total|sum|score)($|_|\d)", re.IGNORECASE
+    r"(^|_)(num|n|int|count|cnt|age|days|hours|price|amount|total|sum|score)(?=$|_|\d)", re.IGNORECASE
 )
 
 
@@ -241,7 +241,13 @@ def _is_of_one_day(fact: ColumnFacts) -> bool:
 
 
 def _is_named_id(fact: ColumnFacts) -> bool:
-    return fact.type == "BOOLEAN" or ID_NAME.search(fact.name) is not None
+    """Whether the name is that of an id. The last word counts: `item_age` is an age, `count_id` an id."""
+    return fact.type == "BOOLEAN" or _last_end(ID_NAME, fact.name) > _last_end(COUNT_NAME, fact.name)
+
+
+def _last_end(pattern: re.Pattern[str], name: str) -> int:
+    """Returns where the last match ends. 0: there is none."""
+    return max((match.end() for match in pattern.finditer(name)), default=0)
 
 
 def is_category(fact: ColumnFacts) -> bool:

@@ -64,7 +64,8 @@ def test_days_are_scored_once_for_each_champion_and_content(smoke, home, copied,
     assert result["mean_probability"] == pytest.approx(expected[:10_000].mean(), abs=1e-9)
     assert not list((copied / "tmp").iterdir())
     assert "10,000 scores are in table smoke_scores of the warehouse" in log
-    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(encoding="utf-8"), re.DOTALL)
+    [code] = [block for block in blocks if "demo_scores" in block]
     code = code.replace(".dlrm/", f"{copied}/").replace("dlrm.demo_", "dlrm.smoke_")
     shown = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=copied, capture_output=True, text=True)
     assert "2025-01-0" in shown.stdout, shown.stderr

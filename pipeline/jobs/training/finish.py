@@ -64,6 +64,7 @@ MOST_CHARACTERS = 5_000
 """Longest description of a version that MLflow's databases take."""
 EVALUATED = "judged.json"
 """File in a run's folder with the `EvaluationResult`."""
+WHEN_IT_ANSWERS = "Once MLflow answers, the same command finishes it."
 
 
 def finish(workspace: Workspace, job: TrainingJob, trained: TrainingResult, run_id: str) -> dict[str, Any]:
@@ -103,6 +104,7 @@ def load_evaluation(folder: Path, trained: TrainingResult) -> EvaluationResult |
 
 
 @step("note")
+@reporting_unreachable(WHEN_IT_ANSWERS)
 def log_quality(
     workspace: Workspace, job: TrainingJob, trained: TrainingResult, evaluation: EvaluationResult, run_id: str
 ) -> None:
@@ -137,6 +139,7 @@ def _log_report(
 
 
 @step("register", makes="model", reads="table")
+@reporting_unreachable(WHEN_IT_ANSWERS)
 def register(
     workspace: Workspace, job: TrainingJob, trained: TrainingResult, evaluation: EvaluationResult, run_id: str
 ) -> ModelVersion:
