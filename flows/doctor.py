@@ -113,6 +113,17 @@ def importable(module: str, why: str, python: str = sys.executable) -> Check:
     return Check(f"import {module}", done.returncode == 0, found, "" if done.returncode == 0 else f"{why} {SETUP}")
 
 
+def all_importable(modules: Mapping[str, str]) -> list[Check]:
+    """Imports all modules in one process, which is much faster, and each in its own if that fails.
+
+    Args:
+        modules: Module -> what is wrong if it cannot be imported.
+    """
+    if importable(", ".join(modules), "").ok:
+        return [Check(f"import {module}", True, "imports") for module in modules]
+    return [importable(module, why) for module, why in modules.items()]
+
+
 def writable(name: str, folder: Path, remedy: str) -> Check:
     """Checks that a file can be created in the folder, or in its nearest existing parent."""
     place = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -333,7 +344,7 @@ def examine(config: str | None, home: Path) -> list[Check]:
     checks: list[Callable[[], list[Check]]] = [
         lambda: [python_version(tuple(sys.version_info))],
         lambda: versions(installed_versions()),
-        lambda: [importable(module, why) for module, why in MODULES.items()],
+        lambda: all_importable(MODULES),
         lambda: [writable(name, folder, UNWRITABLE[name]) for name, folder in places(home, cache).items()],
         lambda: [space("disk", home, FREE_BYTES, "Free some space, or move `home`.")],
         lambda: [space("/dev/shm", Path("/dev/shm"), SHARED_BYTES, "Give it more; in a container: --shm-size=1g.")],

@@ -3,7 +3,7 @@
 import atexit
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,28 @@ set_environment()
 quiet_libraries()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 forkserver.MOST_SERVERS = 8  # the modules that tests start processes of; each start costs six seconds of CPU
+FORKED = (
+    "pipeline.jobs.training.rank",
+    "pipeline.preprocessing.executors",
+    "pipeline.jobs.recurring.backtest_rank",
+    "pipeline.jobs.study.rank",
+)
+"""Modules of our processes, which import much the same."""
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE: Any = os.environ.setdefault("DLRM_TEST_DEVICE", "cpu")
 """Where trainers inside the tests' own process train; `make test-gpu` says `cuda`."""
 SHARED = ROOT.parent / "shared" / "data"
+
+
+_server_of = forkserver._server
+
+
+def _share_server(modules: Sequence[str], root: Path, environment: Mapping[str, str]) -> forkserver.ForkServer:
+    """One fork server for all of them."""
+    return _server_of(FORKED if set(modules) <= set(FORKED) else modules, root, environment)
+
+
+pytest.MonkeyPatch().setattr(forkserver, "_server", _share_server)
 
 
 @atexit.register

@@ -1,18 +1,22 @@
 """One Prefect server and one finished smoke run for all flow tests."""
 
 import json
+import logging
 import os
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.testing.utilities import prefect_test_harness
+from prefect.utilities.callables import get_call_parameters
 
-from flows.runtime import cli
+from flows.runtime import cli, flow
+from flows.runtime.console import PrivateFlow
+from pipeline.evaluation import plots
 
 
 @pytest.fixture(scope="session")
@@ -28,17 +32,69 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
+def _call(self: PrivateFlow, *args: Any, **options: Any) -> Any:
+    return self.fn(**self.validate_parameters(get_call_parameters(self.fn, args, options)))
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flow, "without_prefect", True)
+        patch.setattr(PrivateFlow, "__call__", _call)
+        patch.setattr(plots, "draw_run", lambda *_: {})
+        yield
+
+
+@pytest.fixture(scope="module")
+def plainly() -> Any:
+    """A context without Prefect and a training's figures: they cost more than a small training.
+
+    Flows are plain functions, as in commands that only read. The smoke run has both Prefect and figures, and so have
+    the commands that tests start.
+    """
+    return _plainly
+
+
+@pytest.fixture
+def plain() -> Iterator[None]:
+    """That context for a test."""
+    with _plainly():
+        yield
+
+
+def _run(
+    flow: Any, words: tuple[str, ...], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> tuple[int, dict[str, Any], str]:
+    code = cli.main(flow, words)
+    out, err = capfd.readouterr()
+    return code, json.loads(out.strip().splitlines()[-1]), err + caplog.text
+
+
 @pytest.fixture
 def command(
-    prefect: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    plain: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    """Runs a flow as its command would and returns (exit code, result line, what else was printed)."""
+    """Runs a flow as its command would, without Prefect. Returns (exit code, result line, what else was printed)."""
+    monkeypatch.setattr(cli, "server_address", lambda: None)
+    monkeypatch.setattr(cli, "start_server", lambda config: None)
+    caplog.set_level(logging.INFO, "dlrm")
 
     def run(flow: Any, *words: str, home: Path) -> tuple[int, dict[str, Any], str]:
         monkeypatch.setenv("DLRM_HOME", str(home))
-        code = cli.main(flow, words)
-        out, err = capfd.readouterr()
-        return code, json.loads(out.strip().splitlines()[-1]), err + caplog.text
+        return _run(flow, words, capfd, caplog)
+
+    return run
+
+
+@pytest.fixture
+def prefect_command(
+    prefect: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """The same with Prefect."""
+
+    def run(flow: Any, *words: str, home: Path) -> tuple[int, dict[str, Any], str]:
+        monkeypatch.setenv("DLRM_HOME", str(home))
+        return _run(flow, words, capfd, caplog)
 
     return run
 

@@ -114,7 +114,7 @@ def test_a_killed_point_fails_alone_and_is_retried(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["memory", "files"])
 def test_the_flow_leaves_runs_figures_and_a_report(
-    data: str, prefect: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: str, plain: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     overrides = TINY | {"characterize.data": data}

@@ -33,9 +33,9 @@ def config(tmp_path):
     return str(path)
 
 
-def test_findings_are_in_the_result_on_the_page_and_in_files(command, config, tmp_path):
+def test_findings_are_in_the_result_on_the_page_and_in_files(prefect_command, config, tmp_path):
     home = tmp_path / "home"
-    code, result, log = command(ingest, config, "ingest.checks.rows=quarantine", home=home)
+    code, result, log = prefect_command(ingest, config, "ingest.checks.rows=quarantine", home=home)
     assert (code, result["status"], result["days_written"], result["days_held"], result["rows"]) == (0, "ok", 4, 1, 800)
     checks = result["checks"]
     assert (checks["ok"], checks["quarantine"]) == (4, 1)
@@ -53,7 +53,7 @@ def test_findings_are_in_the_result_on_the_page_and_in_files(command, config, tm
     with get_client(sync_client=True) as client:
         found = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["checks-checked"])))
     assert json.loads(found[-1].data)[0]["rule"] == "rows"
-    code, again, _ = command(ingest, config, "ingest.checks.rows=quarantine", home=home)
+    code, again, _ = prefect_command(ingest, config, "ingest.checks.rows=quarantine", home=home)
     assert (again["status"], again["days_held"], again["days_skipped"]) == ("skipped", 1, 4)
 
 

@@ -100,6 +100,7 @@ def test_fault_21_verify_names_what_is_damaged(command, home, tmp_path, run_name
 def test_fault_23_a_training_that_explodes_is_failed_and_not_registered(smoke, command, home, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(home))
     words = ["training.dense_optimizer=sgd", "training.dense_learning_rate=1e30", "training.world_size=1"]
+    words += ["training.threads_per_rank=1", "preprocessing.executor=inline"]
     config = load(CONFIG, {word.split("=")[0]: word.split("=")[1] for word in words})
     versions = len(Workspace(config).tracking.client.search_model_versions("name = 'smoke'"))
     code, result, log = command(train, CONFIG, *words, home=home)

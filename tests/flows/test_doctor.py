@@ -56,6 +56,15 @@ def test_a_module_that_breaks_on_import_is_named(tmp_path, monkeypatch):
     assert found.remedy == "fbgemm was built for another torch. Run `make clean setup`."
 
 
+def test_a_broken_module_is_named_among_others(tmp_path, monkeypatch):
+    (tmp_path / "wrong_abi.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert wrong(doctor.all_importable({"json": "json is broken.", "csv": "csv is broken."})) == []
+    [[name, found, remedy]] = wrong(doctor.all_importable({"json": "json is broken.", "wrong_abi": "Rebuild it."}))
+    assert (name, found) == ("import wrong_abi", "ImportError: undefined symbol: _ZN3c10")
+    assert remedy.startswith("Rebuild it.")
+
+
 def test_a_missing_module_is_named():
     assert (
         doctor.importable("psutil_is_gone", "MLflow's system metrics need it.").found

@@ -91,10 +91,13 @@ def test_the_example_of_a_machine_description_is_valid():
 def test_the_flow_reports_everything(command, smoke, home, monkeypatch):
     """With few and small points the times are rough. The second call measures nothing."""
     for name in ("MOST_FLOP", "MOST_LOOKED_UP", "MOST_HELD"):
-        monkeypatch.setattr(calibration_points, name, getattr(calibration_points, name) / 50)
-    monkeypatch.setattr(calibration, "QUICK", calibration.QUICK.model_copy(update={"repeats": 2, "steps": 2}))
-    words = ("points=8", "machine=configs/machines/epyc_9654.yaml")
-    code, result, log = command(estimate, CONFIG, *words, "measure=true", home=home)
+        monkeypatch.setattr(calibration_points, name, getattr(calibration_points, name) / 200)
+    monkeypatch.setattr(
+        calibration, "QUICK", calibration.QUICK.model_copy(update={"repeats": 2, "steps": 2, "warm_up_steps": 1})
+    )
+    words = ("points=6", "training.threads_per_rank=1")
+    machine = "machine=configs/machines/epyc_9654.yaml"
+    code, result, log = command(estimate, CONFIG, *words, machine, "measure=true", home=home)
     assert (code, result["status"]) == (0, "ok")
     assert result["train_rows"] == smoke["train"]["rows"]
     assert "memory of a rank" in log
@@ -111,6 +114,6 @@ def test_the_flow_reports_everything(command, smoke, home, monkeypatch):
     assert measured["model_bytes"] < 3 * options[2]["rank_bytes"]
     client = Workspace(load(CONFIG)).tracking.client
     assert client.get_run(result["mlflow_run_id"]).data.metrics["checkpoint_bytes"] == result["checkpoint_bytes"]
-    _, again, later = command(estimate, CONFIG, "points=8", home=home)
-    assert "calibration of this machine: 8 points" in later
+    _, again, later = command(estimate, CONFIG, *words, home=home)
+    assert "calibration of this machine: 6 points" in later
     assert again["prediction"] == result["prediction"]

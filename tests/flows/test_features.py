@@ -172,6 +172,7 @@ ABSENT = {
     "features.sparse.1.columns": ["list_*", "list_new"],
     "features.sparse.1.on_missing": "default",
     "training.world_size": 1,
+    "training.threads_per_rank": 1,
     "preprocessing.executor": "inline",
 }
 

@@ -25,26 +25,32 @@ LIGHT = ("training.world_size=1", "training.threads_per_rank=1", "preprocessing.
 
 
 @pytest.mark.slow
-def test_fault_31_a_worse_model_is_rejected_and_a_better_one_promoted(copied, command):
-    """The first model is hardly trained. The second one is trained for two more epochs."""
-    code, worse, log = command(train, CONFIG, "training.max_steps=1", "seed=2", *LIGHT, home=copied)
+def test_fault_31_a_worse_model_is_rejected_and_a_better_one_promoted(smoke, home, copied, command):
+    """The worse model is hardly trained. As champion, it is judged against the smoke run's."""
+    words = ("training.max_steps=1", "seed=2", "evaluation.importance_rows=null", *LIGHT)
+    code, worse, log = command(train, CONFIG, *words, home=copied)
     assert code == 0, log
     assert (worse["gate"]["decision"], worse["gate"]["champion"], worse["model"]["alias"]) == ("reject", 1, None)
     assert worse["gate"]["reason"].startswith("NE is higher than that of version 1, ")
     assert worse["gate"]["champion_ne"] < worse["eval"]["ne"]
     assert f"gate: reject. {worse['gate']['reason']}" in log
-    code, better, log = command(train, CONFIG, "training.epochs=3", *LIGHT, home=copied)
+    metrics = Workspace(load(CONFIG)).tracking.client.get_run(worse["mlflow_run_id"]).data.metrics
+    assert metrics["gate/ne_low"] > 0.0
+    code, _, log = command(promote, CONFIG, f"version={worse['model']['version']}", home=copied)
     assert code == 0, log
-    assert better["eval"]["ne"] < worse["gate"]["champion_ne"]
-    assert (better["gate"]["decision"], better["model"]["alias"]) == ("promote", "champion")
-    tracker = Workspace(load(CONFIG)).tracking
-    assert find_holder(tracker, "smoke") == better["model"]["version"]
-    assert [one.version for one in list_moves(tracker, "smoke")] == [1, better["model"]["version"]]
-    assert tracker.client.get_run(better["mlflow_run_id"]).data.metrics["gate/ne_high"] < 0.0
+    job, model = the_model(smoke, home)
+    workspace = Workspace(load(CONFIG))
+    better = evaluate.compare_with_champion(workspace, job, model, lambda *note: None)
+    assert (better.gate.decision, better.gate.champion) == ("promote", worse["model"]["version"])
+    assert better.gate.champion_ne == worse["eval"]["ne"] > better.report.overall.ne == smoke["eval"]["ne"]
+    assert better.gate.difference.high < 0.0
+    assert evaluate.apply_verdict(workspace, 1, better.gate)[1] == "champion"
+    assert find_holder(workspace.tracking, "smoke") == 1
+    assert [one.version for one in list_moves(workspace.tracking, "smoke")] == [1, worse["model"]["version"], 1]
     code, back, log = command(rollback, CONFIG, home=copied)
     assert code == 0, log
-    assert (back["status"], back["version"], back["previous"]) == ("ok", 1, better["model"]["version"])
-    assert find_holder(tracker, "smoke") == 1
+    assert (back["status"], back["version"], back["previous"]) == ("ok", worse["model"]["version"], 1)
+    assert find_holder(workspace.tracking, "smoke") == worse["model"]["version"]
 
 
 def test_a_person_promotes(copied, command):

@@ -46,7 +46,7 @@ def test_a_second_training_of_a_model_waits_but_one_of_another_model_does_not(tm
 
 
 @pytest.fixture
-def ingested(prefect, tmp_path, monkeypatch):
+def ingested(plain, tmp_path, monkeypatch):
     """Ingests a small table into its own folder and returns the result."""
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     return lambda: ingest(config=CONFIG, overrides=SMALL)

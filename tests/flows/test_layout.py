@@ -15,7 +15,7 @@ from storage.layout.rewrite import layout_of
 from storage.warehouse import Warehouse
 
 CONFIG = "configs/smoke.yaml"
-INLINE = "preprocessing.executor=inline"
+INLINE, FEW = "preprocessing.executor=inline", "source.generator.rows_per_day=1500"
 pytestmark = pytest.mark.slow
 
 
@@ -27,7 +27,7 @@ def rows(home: Path) -> list[str]:
 
 
 def test_a_table_is_laid_out_for_its_readers(command, tmp_path):
-    assert command(ingest, CONFIG, home=tmp_path)[0] == 0
+    assert command(ingest, CONFIG, FEW, home=tmp_path)[0] == 0
     before = rows(tmp_path)
     code, epoch, _ = command(preprocess, CONFIG, INLINE, home=tmp_path)
     assert (code, epoch["reads"] > 0) == (0, True)
@@ -54,14 +54,14 @@ def test_a_table_is_laid_out_for_its_readers(command, tmp_path):
     assert rows(tmp_path) == before
     assert command(layout, CONFIG, "action=measure", home=tmp_path)[1]["reads"] < measured["reads"]
     assert command(layout, CONFIG, "action=apply", home=tmp_path)[1]["status"] == "skipped"
-    assert command(ingest, CONFIG, home=tmp_path)[1]["status"] == "skipped"  # the identities of days are unchanged
+    assert command(ingest, CONFIG, FEW, home=tmp_path)[1]["status"] == "skipped"  # the identities of days are unchanged
     again = command(preprocess, CONFIG, INLINE, "features.allow_deprecated=true", home=tmp_path)[1]
     assert again["rows"] == epoch["rows"]
 
 
 def test_the_command_removes_old_snapshots_and_their_files(command, tmp_path):
-    assert command(ingest, CONFIG, home=tmp_path)[0] == 0
-    assert command(ingest, CONFIG, "force=true", "warehouse.file_rows=100", home=tmp_path)[0] == 0
+    assert command(ingest, CONFIG, FEW, home=tmp_path)[0] == 0
+    assert command(ingest, CONFIG, FEW, "force=true", "warehouse.file_rows=100", home=tmp_path)[0] == 0
     before = rows(tmp_path)
     words = ("action=expire", "older_than_days=0")
     counted = command(layout, CONFIG, *words, home=tmp_path)[1]
@@ -76,11 +76,11 @@ def test_the_command_removes_old_snapshots_and_their_files(command, tmp_path):
     assert done["files"] > 0
     assert command(layout, CONFIG, "action=compact", home=tmp_path)[1]["status"] in ("ok", "skipped")
     assert sorted(rows(tmp_path)) == sorted(before)
-    assert command(ingest, CONFIG, home=tmp_path)[1]["status"] == "skipped"
+    assert command(ingest, CONFIG, FEW, home=tmp_path)[1]["status"] == "skipped"
 
 
 def test_invalid_actions_are_refused(command, tmp_path):
-    assert command(ingest, CONFIG, home=tmp_path)[0] == 0
+    assert command(ingest, CONFIG, FEW, home=tmp_path)[0] == 0
     code, result, _ = command(layout, CONFIG, "order_by=[no_such]", home=tmp_path)
     assert code == 1
     assert result["error"].startswith("column 'no_such': expected a column of table 'smoke'")

@@ -3,11 +3,14 @@
 import os
 import signal
 import socket
+import socketserver
 import sqlite3
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,35 +26,96 @@ CONFIG = "configs/smoke.yaml"
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 
 
+class Relay(socketserver.BaseRequestHandler):
+    """A connection to MLflow."""
+
+    server: "Door"
+
+    def handle(self) -> None:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.server.behind)) as other:
+            self.server.connections += [self.request, other]
+            if not self.server.open:  # it was shut meanwhile
+                return
+            answers = threading.Thread(target=self.pass_on, args=(other, self.request), daemon=True)
+            answers.start()
+            self.pass_on(self.request, other)
+            answers.join()
+
+    def pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while content := source.recv(1 << 16):
+                target.sendall(content)
+        cut(source, target)
+
+
+class Door(socketserver.ThreadingTCPServer):
+    """Passes connections on to a port. Shut, it refuses new ones, and those through it are cut."""
+
+    allow_reuse_address = daemon_threads = True
+    open = True
+
+    def __init__(self, port: int, behind: int) -> None:
+        self.behind = behind
+        self.connections: list[socket.socket] = []
+        super().__init__(("127.0.0.1", port), Relay)
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    def shut(self) -> None:
+        self.open = False
+        self.shutdown()
+        self.socket.close()
+        cut(*self.connections)
+
+
+def cut(*connections: socket.socket) -> None:
+    for one in connections:
+        with suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class Server:
-    """MLflow with a SQLite database. After a kill it restarts with the same address and database."""
+    """MLflow with a SQLite database, behind an address that goes down with all its connections and comes back.
+
+    For clients a killed server is no different: it may have done what it did not answer. The server itself starts once.
+    """
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
-        self.folder = folder
+        self.folder, self.port, self.behind = folder, free_port(), free_port()
         self.address = f"http://127.0.0.1:{self.port}"
-        self.running = None
+        self.running: subprocess.Popen[bytes] | None = None
+        self.door: Door | None = None
         self.starter = ThreadPoolExecutor(1)  # the server ends with the thread that started it
 
     def start(self) -> None:
-        stores = [
-            "--backend-store-uri",
-            f"sqlite:///{self.folder}/server.db",
-            "--artifacts-destination",
-            f"{self.folder}/artifacts",
-        ]
-        serve = ["--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
-        line = ["mlflow", "server", *serve, *stores]
-        self.running = self.starter.submit(ui.start, line, {}, self.folder / "server.log").result()
-        ui.wait_for(self.running, f"{self.address}/health", self.folder / "server.log")
+        if self.running is None:
+            stores = [
+                "--backend-store-uri",
+                f"sqlite:///{self.folder}/server.db",
+                "--artifacts-destination",
+                f"{self.folder}/artifacts",
+            ]
+            serve = ["--host", "127.0.0.1", "--port", str(self.behind), "--workers", "1"]
+            line = ["mlflow", "server", *serve, *stores]
+            self.running = self.starter.submit(ui.start, line, {}, self.folder / "server.log").result()
+            ui.wait_for(self.running, f"http://127.0.0.1:{self.behind}/health", self.folder / "server.log")
+        self.door = Door(self.port, self.behind)
 
-    def kill(self) -> None:
+    def go_down(self) -> None:
+        if self.door is not None:
+            self.door.shut()
+            self.door = None
+
+    def stop(self) -> None:
+        self.go_down()
         if self.running is not None:
             os.killpg(self.running.pid, signal.SIGKILL)
             self.running.wait(30)
-            self.running = None
 
 
 @pytest.fixture
@@ -59,7 +123,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     found = Server(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", found.address)
     yield found
-    found.kill()
+    found.stop()
 
 
 def when(happened: Callable[[], object], act: Callable[[], None]) -> threading.Thread:
@@ -97,12 +161,12 @@ def test_fault_29_down_in_training_and_down_at_register(smoke, copied, command, 
     server.start()
 
     def outage() -> None:
-        server.kill()
+        server.go_down()
         when(lambda: list(runs.glob("*/weights.safetensors")), server.start).join()
 
     def end() -> None:
         os.environ[RETRIES] = "1"
-        server.kill()
+        server.go_down()
 
     first = when(lambda: any(path.read_text() for path in runs.glob("*/metrics.jsonl")), outage)
     second = when(lambda: list(runs.glob("*/judged.json")), end)

@@ -68,9 +68,9 @@ def at_home(smoke: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture(scope="module")
-def epoch(smoke: dict[str, Any], home: Path) -> dict[str, Any]:
+def epoch(smoke: dict[str, Any], home: Path, plainly: Any) -> dict[str, Any]:
     """The undisturbed result of one process."""
-    with pytest.MonkeyPatch.context() as patch:
+    with plainly(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(home))
         result: dict[str, Any] = preprocess(config=CONFIG, overrides=INLINE)
     return result
@@ -164,7 +164,9 @@ def test_each_op_of_the_plan_has_its_time(epoch: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("over", [{}, {"seed": 2}, {"epoch": 1}], ids=str)
-def test_the_order_hash_is_that_of_the_batches(epoch: dict[str, Any], at_home: Path, over: dict[str, int]) -> None:
+def test_the_order_hash_is_that_of_the_batches(
+    epoch: dict[str, Any], at_home: Path, plain: None, over: dict[str, int]
+) -> None:
     config = load(CONFIG, INLINE | {key: value for key, value in over.items() if key != "epoch"})
     found = preprocess(config=config, epoch=over.get("epoch", 0)) if over else epoch
     assert found["order_hash"] == order_hash(config, over.get("epoch", 0))
@@ -270,10 +272,10 @@ LONG_WORDS = [f"{key}={value}" for key, value in LONG.items()]
 
 
 @pytest.fixture(scope="module")
-def long_home(prefect: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def long_home(plainly: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A warehouse with an epoch that is long enough to disturb."""
     folder = tmp_path_factory.mktemp("long")
-    with pytest.MonkeyPatch.context() as patch:
+    with plainly(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(folder))
         ingest(config=CONFIG, overrides=LONG)
         yield folder
@@ -318,30 +320,45 @@ def started(long_home: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+INTERRUPTED = {"status": "failed", "error": "interrupted; run the same command again to go on."}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
-def test_an_interrupted_epoch_leaves_nothing(workers: Workers, started: subprocess.Popen[str], how: str) -> None:
+def test_an_interrupted_epoch_leaves_nothing(workers: Workers, started: subprocess.Popen[str]) -> None:
     workers.new(set())
     family = psutil.Process(started.pid).children(recursive=True)
     assert any(process.name().startswith("dlrm worker") for process in family)
-    if how == "Ctrl-C":
-        os.killpg(started.pid, signal.SIGINT)  # a terminal signals workers, too
-    else:
-        started.terminate()
+    os.killpg(started.pid, signal.SIGINT)  # as Ctrl-C does: a terminal signals workers, too
     out, log = started.communicate(timeout=180)
-    assert (started.returncode, json.loads(out.strip().splitlines()[-1])) == (
-        1,
-        {"status": "failed", "error": "interrupted; run the same command again to go on."},
-    ), log
-    assert log.splitlines().count("error: interrupted; run the same command again to go on.") == 1
+    assert (started.returncode, json.loads(out.strip().splitlines()[-1])) == (1, INTERRUPTED), log
+    assert log.splitlines().count(f"error: {INTERRUPTED['error']}") == 1
     assert "Traceback" not in log
     assert psutil.wait_procs(family, timeout=15)[1] == []
     assert workers.pids() == set()
 
 
 @pytest.mark.slow
+def test_sigterm_ends_an_epoch_and_its_workers(long_home: Path, workers: Workers, command: Callable[..., Any]) -> None:
+    def end() -> psutil.Process:
+        worker = psutil.Process(workers.new(set()))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return worker
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with ThreadPoolExecutor(1) as other:
+            worker = other.submit(end)
+            code, result, log = command(preprocess, CONFIG, *LONG_WORDS, home=long_home)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (code, result, "Traceback" in log) == (1, INTERRUPTED, False), log
+    assert psutil.wait_procs([worker.result()], timeout=15)[1] == []
+    assert workers.pids() == set()
+
+
+@pytest.mark.slow
 def test_killed_workers_do_not_change_the_order(
-    long_home: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    long_home: Path, plain: None, workers: Workers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def kill_two() -> None:
         seen: set[int] = set()

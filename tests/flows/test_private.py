@@ -58,7 +58,7 @@ def test_a_real_run_leaves_no_credentials_behind(tmp_path, monkeypatch, capfd):
     """Ingest, training, registration and subflows, on the command's own server."""
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     words = [f"{key}={json.dumps(value)}" for key, value in overrides(tmp_path).items()]
-    light = ["training.world_size=1", "preprocessing.executor=inline"]
+    light = ["training.world_size=1", "training.threads_per_rank=1", "preprocessing.executor=inline"]
     with temporary_settings(restore_defaults={PREFECT_API_URL}):
         code = cli.main(end_to_end, [CONFIG, *words, *light])
     out, err = capfd.readouterr()

@@ -1,7 +1,6 @@
 """Quality of a point: its own values come first, and a finished sweep is not repeated."""
 
 import pytest
-from prefect.logging import disable_run_logger
 
 from pipeline.characterization.points import StudyPoint, list_points
 from pipeline.config import load
@@ -79,8 +78,7 @@ def test_a_point_is_evaluated_once_with_its_own_values_and_once_with_tuned_ones(
 
     plain = load(config, point.settings)  # a training of the same config, outside a sweep
     job = pin_candidate(Workspace(plain), "x" * 32, smoke["snapshot_id"], copied / "candidate", copied / "plans")
-    with disable_run_logger():
-        assert train_candidate(Workspace(plain), job, "candidate", {}).valid_ne == found["ne"]
+    assert train_candidate(Workspace(plain), job, "candidate", {}).valid_ne == found["ne"]
 
     monkeypatch.setattr("pipeline.jobs.search.sweep_run.run_trials", lambda work: pytest.fail("trained again"))
     assert quality.sweep_point(Workspace(config), point, parent) == found

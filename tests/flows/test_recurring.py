@@ -42,17 +42,17 @@ TOY = {
 
 
 @pytest.fixture(scope="module")
-def toy_home(prefect, tmp_path_factory):
+def toy_home(plainly, tmp_path_factory):
     """A home with the third day backfilled."""
     home = tmp_path_factory.mktemp("toy")
-    with pytest.MonkeyPatch.context() as patch:
+    with plainly(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(home))
         filled = backfill(CONFIG, TOY, start="2025-01-08", end="2025-01-08")
     return home, filled
 
 
 @pytest.fixture
-def filled(toy_home, monkeypatch):
+def filled(toy_home, plain, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(toy_home[0]))
     return toy_home[1]
 

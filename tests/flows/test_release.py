@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from prefect.logging import disable_run_logger
 
 from flows.release import release
 from pipeline.config import load
@@ -127,8 +126,7 @@ def test_a_release_without_its_version_is_not_finished(smoke, copied):
     job = SearchJob(identity="x", folder=str(copied), snapshot={"table": "smoke", "snapshot_id": 1})
     result = {"status": "ok", "model": smoke["model"], "model_run_id": smoke["mlflow_run_id"]}
     (copied / "result.json").write_text(json.dumps(result))
-    with disable_run_logger():
-        assert releasing.load_result(Workspace(settings()), job) == result | {"status": "skipped"}
+    assert releasing.load_result(Workspace(settings()), job) == result | {"status": "skipped"}
     (copied / "result.json").write_text(json.dumps(result | {"model": smoke["model"] | {"version": 10_000}}))
     assert releasing.load_result(Workspace(settings()), job) is None
 

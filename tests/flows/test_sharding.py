@@ -18,8 +18,8 @@ KINDS = ("row_wise", "table_wise", "table_column_wise", "grid_shard")
 
 
 @pytest.fixture(scope="module")
-def result(smoke: dict[str, Any], home: Path) -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
+def result(smoke: dict[str, Any], home: Path, plainly: Any) -> dict[str, Any]:
+    with plainly(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(home))
         patch.setattr(sharding_plans, "KINDS", KINDS)
         return sharding(config="configs/smoke.yaml", world_sizes=[2], steps=4)

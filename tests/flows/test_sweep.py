@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL
 
 from flows.sweep import sweep
@@ -285,16 +284,14 @@ def test_a_candidate_stopped_early_ends_at_once_and_can_resume(smoke, copied):
         if event is not None and event["event"] == "saved":
             raise StoppedEarly
 
-    with disable_run_logger():
-        outcome = train_candidate(Workspace(config), job, "candidate", {}, watch)
+    outcome = train_candidate(Workspace(config), job, "candidate", {}, watch)
     assert outcome.valid_ne is None
     tracker = Workspace(config).tracking
     run = tracker.client.get_run(outcome.run_id)
     assert (run.info.status, run.data.tags["dlrm.stopped_early"]) == ("FINISHED", "true")
     ours = [process.name() for process in psutil.Process().children(recursive=True)]
     assert not [name for name in ours if name.startswith("dlrm rank")]
-    with disable_run_logger():
-        again = train_candidate(Workspace(config), job, "candidate", {})
+    again = train_candidate(Workspace(config), job, "candidate", {})
     assert again.run_id == outcome.run_id
     assert json.loads((copied / "candidate" / "trained.json").read_text())["summary"]["valid_ne"] == again.valid_ne
     assert tracker.client.get_run(outcome.run_id).data.metrics["best_valid_ne"] == again.valid_ne
@@ -347,8 +344,7 @@ def test_a_sweep_without_its_best_config_is_not_finished(tmp_path):
     (tmp_path / "result.json").write_text(json.dumps(result))
     assert sweep_job.load_result(Workspace(load(CONFIG)), job) is None
     (tmp_path / "best.yaml").touch()
-    with disable_run_logger():
-        assert sweep_job.load_result(Workspace(load(CONFIG)), job) == result | {"status": "skipped"}
+    assert sweep_job.load_result(Workspace(load(CONFIG)), job) == result | {"status": "skipped"}
 
 
 def test_an_interrupt_ends_all_trials(smoke, copied):

@@ -6,7 +6,6 @@ import mlflow
 import numpy as np
 import pyarrow as pa
 import pytest
-from prefect import flow
 from safetensors.torch import load_file
 
 from pipeline.config import load
@@ -36,12 +35,8 @@ def test_a_model_with_int8_tables_is_registered_as_evaluated(smoke, home, copied
 
     run_id = Workspace(config).tracking.start("int8", {}, {}, None)
 
-    @flow
-    def evaluate_and_register():
-        evaluation = evaluate(Workspace(config), job, trained)
-        return evaluation, register(Workspace(config), job, trained, evaluation, run_id)
-
-    evaluation, model = evaluate_and_register()
+    evaluation = evaluate(Workspace(config), job, trained)
+    model = register(Workspace(config), job, trained, evaluation, run_id)
     folder = copied / "runs" / f"smoke-{job.identity[:12]}-0"
     plain, rounded = LoadedModel(folder / "model"), LoadedModel(folder / "int8" / "model")
     weights = folder / "int8" / "model" / "weights.safetensors"

@@ -20,12 +20,14 @@ THINNED = {
     "features.weight": "sample_weight",
     "training.epochs": 6,
     "training.world_size": 1,
+    "training.threads_per_rank": 1,
+    "evaluation.importance_rows": None,
     "preprocessing.executor": "inline",
 }
 
 
 @pytest.mark.slow
-def test_a_thinned_model_is_calibrated_on_all_rows(smoke, home, tmp_path, monkeypatch):
+def test_a_thinned_model_is_calibrated_on_all_rows(smoke, home, plain, tmp_path, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(tmp_path / "home"))
     result = end_to_end(config=CONFIG, overrides=THINNED)
     counts = result["ingest"]["by_day"]["2025-01-09"]

@@ -191,16 +191,18 @@ def test_the_same_training_is_skipped(smoke, command, home):
 
 
 @pytest.fixture
-def settings_restored(smoke, command, copied):
-    """Evaluates the smoke run with its own settings after a test: a copied registry shares its artifacts."""
+def artifacts_restored(smoke, home, tmp_path):
+    """Restores the artifacts of the smoke run after a test: a copied registry shares them."""
+    [folder] = (home / "mlflow").glob(f"**/{smoke['mlflow_run_id']}/artifacts")
+    kept = shutil.copytree(folder, tmp_path / "kept")
     yield
-    code, result, _ = command(train, CONFIG, home=copied)
-    assert (code, result["eval"]) == (0, smoke["eval"])
+    shutil.rmtree(folder)
+    shutil.copytree(kept, folder)
 
 
-def test_a_new_slice_evaluates_again_and_trains_nothing(smoke, command, copied, settings_restored):
-    slices = "evaluation.slices=[cat_country]"
-    code, result, log = command(train, CONFIG, slices, home=copied)
+def test_a_new_slice_evaluates_again_and_trains_nothing(smoke, command, copied, artifacts_restored):
+    words = ["evaluation.slices=[cat_country]", "evaluation.importance_rows=null"]
+    code, result, log = command(train, CONFIG, *words, home=copied)
     assert (code, result["status"]) == (0, "ok")
     assert "its evaluation has other settings or rows now" in log
     same = ("model", "gate", "identity", "mlflow_run_id", "train", "eval")
@@ -213,13 +215,13 @@ def test_a_new_slice_evaluates_again_and_trains_nothing(smoke, command, copied, 
     description = tracker.client.get_model_version("smoke", "1").description
     assert "cat_country" in description
     assert tracker.client.get_run(result["mlflow_run_id"]).data.tags["mlflow.note.content"] == description
-    code, again, _ = command(train, CONFIG, slices, home=copied)
+    code, again, _ = command(train, CONFIG, *words, home=copied)
     assert (code, again["status"], again["eval"]) == (0, "skipped", result["eval"])
 
 
 @pytest.mark.slow
 def test_force_trains_the_same_weights_into_a_challenger(smoke, command, copied):
-    code, result, _ = command(train, CONFIG, "force=true", home=copied)
+    code, result, _ = command(train, CONFIG, "force=true", "evaluation.importance_rows=null", home=copied)
     assert code == 0
     assert result["model"]["alias"] == "challenger"
     assert result["model"]["version"] > 1
@@ -304,15 +306,24 @@ FILTERS = ("1=1; drop table x", "num_price in (select 1)", "lower(cat_device) = 
 
 
 @pytest.mark.parametrize("text", FILTERS)
-def test_fault_10_a_deployments_overrides_are_checked_before_anything_runs(prefect, tmp_path, monkeypatch, text):
-    """Calls the flow as a worker does: once with `overrides`, once with the whole config as a parameter."""
+def test_fault_10_a_deployments_overrides_are_checked_before_anything_runs(plain, tmp_path, monkeypatch, text):
+    """A worker calls the flow with `overrides`, or with the whole config as a parameter, which Prefect validates."""
     monkeypatch.setenv("DLRM_HOME", str(tmp_path / "home"))
     said = re.escape(f"filter '{text}': expected comparisons of columns with constants")
     with pytest.raises(ConfigError, match=said):
         train(config=CONFIG, overrides={"filter": text})
     values = load(CONFIG).model_dump(mode="json") | {"filter": text}
     with pytest.raises((ConfigError, ParameterTypeError), match=said):
-        train(config=values)
+        train.validate_parameters({"config": values})
+    assert not (tmp_path / "home").exists()
+
+
+def test_fault_10_a_run_of_prefect_with_a_bad_filter_fails_before_anything_runs(prefect, tmp_path, monkeypatch):
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path / "home"))
+    values = load(CONFIG).model_dump(mode="json") | {"filter": FILTERS[0]}
+    for given in ({"config": CONFIG, "overrides": {"filter": FILTERS[0]}}, {"config": values}):
+        with pytest.raises((ConfigError, ParameterTypeError), match="expected comparisons of columns with constants"):
+            train(**given)
     assert not (tmp_path / "home").exists()
 
 
@@ -379,8 +390,9 @@ def test_a_file_named_twice_is_read_once(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_died_before_its_record_is_finished_by_the_next(copied, monkeypatch):
-    over = {"training.world_size": 1, "preprocessing.executor": "inline", "seed": 7}
+def test_a_run_that_died_before_its_record_is_finished_by_the_next(copied, plain, monkeypatch):
+    over = {"training.world_size": 1, "training.threads_per_rank": 1, "preprocessing.executor": "inline", "seed": 7}
+    over |= {"evaluation.importance_rows": None}
     with monkeypatch.context() as broken:
         broken.setattr(finish, "publish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -404,7 +416,12 @@ def test_few_bad_labels_are_counted(command, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ["training.table_precision=fp16", "training.vector_communication=fp16", "training.dense_precision=bf16"],
+        [
+            "training.table_precision=fp16",
+            "training.vector_communication=fp16",
+            "training.dense_precision=bf16",
+            "evaluation.importance_rows=null",
+        ],
     ],
 )
 def test_lower_precision_and_other_optimizers_are_registered_too(smoke, command, home, at_home, words):
@@ -447,15 +464,15 @@ def interrupted(*arguments):
 
 QUARANTINE = [
     "warehouse.row_group_rows=500", "preprocessing.split_rows=1", "training.world_size=1",
-    "preprocessing.workers=2",
+    "training.threads_per_rank=1", "preprocessing.workers=2",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def corrupt_file(prefect, tmp_path_factory):
+def corrupt_file(plainly, tmp_path_factory):
     """A copy of a warehouse file with one column of one row group that cannot be decoded."""
     folder = tmp_path_factory.mktemp("corrupt")
-    with pytest.MonkeyPatch.context() as patch:
+    with plainly(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(folder))
         ingest(config=CONFIG, overrides=dict(word.split("=") for word in QUARANTINE))
     file = sorted((folder / "warehouse").rglob("smoke/data/day=2025-01-07/*.parquet"))[0]

@@ -59,7 +59,7 @@ def test_a_study_of_a_workload_reads_files_through_the_service(tmp_path, monkeyp
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     settings = {
         "characterize": {"workload": SHAPE, "data": "files", "steps": 2, "repeats": 1, "warm_up_steps": 1},
-        "training.world_size": 1, "training.batch_rows": 128, "preprocessing.workers": 1,
+        "training.world_size": 1, "training.threads_per_rank": 1, "training.batch_rows": 128, "preprocessing.workers": 1,
     }  # fmt: skip
     (result,) = measure_points(
         Workspace(load("configs/smoke.yaml", settings)), [StudyPoint(values={}, settings={})], tmp_path / "study"
