@@ -13,8 +13,6 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic.json_schema import GetJsonSchemaHandler, JsonSchemaValue
-from pydantic_core import CoreSchema
 
 from models.config import DLRMConfig
 from pipeline.characterization.config import CharacterizeConfig
@@ -135,11 +133,6 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     sweep: SweepConfig = SweepConfig()
     release: ReleaseConfig = ReleaseConfig()
     characterize: CharacterizeConfig = CharacterizeConfig()
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """An object, without its keys: 100 kB in each of Prefect's deployments. They are checked where it is read."""
-        return {"type": "object", "title": "sections of a config"}
 
     @model_validator(mode="after")
     def _rows_reach_the_ranks(self) -> Self:

@@ -8,10 +8,8 @@ import pytest
 from prefect.client.schemas.objects import StateType
 from prefect.server.utilities import user_templates
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.utilities.schema_tools.validation import is_valid
 
 from flows import deploy
-from flows.train import train
 from pipeline.errors import ConfigError
 
 
@@ -75,12 +73,3 @@ def test_without_a_server_it_says_what_to_do(capsys, monkeypatch):
         capsys.readouterr().err
         == "error: PREFECT_API_URL: expected the address of a running server, got none. Start one with `make ui`, or name another one's: export PREFECT_API_URL=http://HOST:PORT/api.\n"
     )
-
-
-def test_a_deployment_takes_a_path_or_sections_and_stores_no_schema_of_them():
-    """Prefect holds parameters against this schema. A config's own would be 100 kB in each deployment."""
-    schema = train.parameters.model_dump_for_openapi()
-    assert len(json.dumps(schema)) < 5_000
-    for config in ("configs/smoke.yaml", {"name": "own", "source": {"path": "rows.csv"}}):
-        assert is_valid({"config": config}, schema)
-    assert not is_valid({"config": 5}, schema)
