@@ -26,7 +26,7 @@ STAGES = {
 }
 JOBS = {"jobs"}
 """The one room of pipeline/ that may import several stages."""
-TOOLS = {"__init__", "deploy", "doctor", "examples", "ui", "reference", "serve"}
+TOOLS = {"__init__", "dataset", "deploy", "doctor", "examples", "ui", "reference", "serve"}
 """Modules of flows/ that are no flows."""
 HEAVY = {"torch", "torchrec", "mlflow", "numpy", "numba", "pyarrow", "pyiceberg", "duckdb", "optuna", "prefect"}
 """Libraries that reading a config must not import."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 FLOWS = Path(__file__).resolve().parents[1]
 PURPOSES = {
-    "Data": ("ingest", "enrich", "backfill", "features", "layout", "suggest"),
+    "Data": ("dataset", "ingest", "enrich", "backfill", "features", "layout", "suggest"),
     "Train": ("train", "end_to_end", "recurring", "checkpoint", "preprocess"),
     "Models": ("serve", "score", "report", "promote", "rollback", "register", "replay"),
     "Search and compare": ("sweep", "release", "backtest", "sharding", "characterize", "estimate"),

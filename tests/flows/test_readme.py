@@ -14,7 +14,7 @@ import pytest
 import yaml
 from prefect import Flow
 
-from flows import deploy, serve
+from flows import dataset, deploy, serve
 from flows.features import Action
 from flows.reference import commands
 from flows.runtime.cli import parse
@@ -37,7 +37,7 @@ OWN_DATA = "configs/mine.yaml"
 
 
 ELSEWHERE = {
-    OWN_DATA, "data/ml100k", "data/criteo10k", "flows/NAME.py", "pipeline/x/y.py", "tests/pipeline/x/test_y.py",
+    OWN_DATA, "data/criteo10k", "data/NAME", "flows/NAME.py", "pipeline/x/y.py", "tests/pipeline/x/test_y.py",
 }  # fmt: skip
 """Files that belong to the reader, and patterns of names."""
 
@@ -116,6 +116,8 @@ def check_command(name: str, words: Sequence[str], own_data: Path) -> None:
     """Checks that flow, parameters, keys and config exist and fit. Runs nothing."""
     command = commands()[name]
     if isinstance(command, types.ModuleType):
+        if command is dataset:
+            dataset.find_set(dataset.parse(words)[0] or "criteo")
         if command is deploy:
             deploy.parse(words)
         if command is serve:
