@@ -34,7 +34,7 @@ export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs screenshots paper test test-slow test-all test-gpu simulate fuzz lint check ui serve serve-mlflow worker deploy doctor lock clean
+.PHONY: help setup demo quality docs screenshots paper test test-slow test-all test-gpu simulate fuzz lint check ui serve serve-mlflow worker deploy doctor lock clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | column -t -s@
@@ -50,6 +50,9 @@ demo: setup  ## run everything on generated data: ingest, sharded training, regi
 paper: setup  ## run the efficiency study of configs/paper on this machine; reports go to docs/efficiency
 	@$(RUN) -m flows.ingest configs/paper/e6_quality.yaml
 	@for config in configs/paper/e[1-8]_*.yaml; do $(RUN) -m flows.characterize $$config report=docs/efficiency || exit 1; done
+
+quality: setup  ## train every config of configs/quality.json that has its data here, and judge NE and AUC
+	@$(RUN) -m benchmarks.quality
 
 docs: setup  ## generate the reference pages and build docs/ into site/; a broken link is an error
 	@$(RUN) -m flows.reference

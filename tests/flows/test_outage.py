@@ -157,7 +157,8 @@ def test_fault_29_down_at_start(copied, command, server, monkeypatch):
 def test_fault_29_down_in_training_and_down_at_register(smoke, copied, command, server, monkeypatch):
     """Training continues without MLflow, which gets all steps later. After an outage at the end, use flows.register."""
     runs = copied / "runs"
-    monkeypatch.setenv(RETRIES, "8")  # many retries, until the server is back
+    monkeypatch.setenv(RETRIES, "5")  # until the server is back
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "1")  # the longest pause is 16 s, not minutes
     server.start()
 
     def outage() -> None:

@@ -1,0 +1,68 @@
+"""The file of expected quality, the verdicts on it, and the configs whose data is part of the project."""
+
+import pytest
+
+from benchmarks.quality import (
+    FILE,
+    Entry,
+    Expected,
+    Finding,
+    describe,
+    judge,
+    measure,
+    missing_data,
+    read_entries,
+    record,
+    to_text,
+)
+from pipeline.config import load
+
+GOOD = Entry(
+    test_rows=100, metrics={"ne": Expected(value=0.85, tolerance=0.01), "auc": Expected(value=0.75, tolerance=0.01)}
+)
+
+
+def result(ne: float, auc: float, rows: int = 100) -> dict[str, dict[str, float]]:
+    return {"eval": {"ne": ne, "auc": auc, "rows": rows}}
+
+
+def test_the_mean_over_the_seeds_is_judged():
+    assert judge("c", GOOD, [result(0.84, 0.75), result(0.87, 0.75)]).verdict == "ok"
+    worse = judge("c", GOOD, [result(0.84, 0.72), result(0.86, 0.75)])
+    assert (worse.verdict, worse.why, worse.metrics["auc"]) == ("worse", "auc worse", (0.72, 0.75))
+    assert judge("c", GOOD, [result(0.83, 0.75)]).verdict == "better"
+    assert judge("c", GOOD, [result(0.83, 0.72)]).verdict == "worse", "one metric that got better hides no other"
+    assert judge("c", GOOD, [result(float("nan"), 0.75)]).verdict == "worse"
+    assert judge("c", GOOD, [result(0.85, 0.75, rows=99)]).why == "99 test rows instead of 100"
+
+
+def test_what_was_measured_becomes_what_is_expected():
+    entries = {"c": GOOD, "absent": GOOD}
+    found = judge("c", Entry(), [result(0.8, 0.7), result(0.9, 0.8)], seconds=7)
+    made = record(entries, [found, Finding(config="absent", verdict="not run", why="no files")], [4, 5])
+    assert made["absent"] == GOOD
+    assert made["c"].metrics["ne"] == Expected(value=0.85, tolerance=0.01)
+    assert (made["c"].seeds, made["c"].test_rows) == ((4, 5), 100)
+    assert "ne 0.8500 +-0.0500 (expected 0.8500), auc 0.7500" in describe(found, GOOD)
+
+
+def test_the_file_is_as_it_would_be_written_and_names_configs_that_load():
+    assert to_text(read_entries()) == FILE.read_text(encoding="utf-8")
+    for config in read_entries():
+        load(config)
+
+
+def test_a_config_without_its_data_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLRM_DATA", str(tmp_path))
+    found = measure("configs/movielens100k.yaml", GOOD, [1])
+    assert found.verdict == "not run"
+    assert f"{tmp_path}/ml100k/ratings.parquet" in found.why
+    assert missing_data("configs/smoke.yaml") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["configs/smoke.yaml", "configs/flights.yaml"])
+def test_what_the_project_ships_reaches_its_quality(config):
+    """By their commands, as `make quality` does. The demo, which takes longer, is left to that."""
+    found = measure(config, read_entries()[config], [1])
+    assert found.verdict == "ok", found
