@@ -4,7 +4,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from random import Random
@@ -95,7 +95,7 @@ def _peak() -> int:
     return int(match[1]) << 10 if match else 0
 
 
-def play_many(name: str, enter: Input, folder: Path, numbers: range) -> Counter[str]:
+def play_many(name: str, enter: Input, folder: Path, numbers: Iterable[int]) -> Counter[str]:
     """Plays some cases of an input and counts what the reader did.
 
     Raises:

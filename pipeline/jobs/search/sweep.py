@@ -1,5 +1,6 @@
 """A pinned sweep: its search space, its folder and its trials."""
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -110,7 +111,7 @@ def load_result(workspace: Workspace, job: SearchJob) -> dict[str, Any] | None:
     result = read_values(path, _Swept) if path.exists() else None
     if result is None or sum(result["trials"].values()) < count_trials(workspace.config.sweep):
         return None
-    if not Path(result["config_path"]).exists():
+    if not os.path.exists(result["config_path"]):  # unlike Path.exists, takes any text
         return None
     advice = "force=true starts a new one, a larger sweep.trials adds trials"
     workspace.console.log.info("skipped: sweep %s is done; %s", job.name, advice)
