@@ -33,16 +33,25 @@ if [ "$(cat "$VENV/.complete" 2>/dev/null)" != "$(digest "$LOCK")" ]; then
 		{ echo "error: PYTHON=$PYTHON is not Python 3.11, 3.12 or 3.13." >&2; exit 1; }
 	rm -rf "$new"
 	"$PYTHON" -m venv --prompt "$(basename "$VENV")" "$new"
+	# pip installs one package after the other, so two of it share the work. No package needs another to be installed.
 	# The torch index serves only torch, and only without local wheels. Other packages come from the usual index.
+	cat "$LOCK" $(for extra in $extras; do echo "requirements/$extra.lock"; done) | sed -n '/^[A-Za-z0-9]/p' | sort -u >"$new/packages.txt"
 	if [ "$LOCK" = requirements/cpu.lock ]; then
-		grep '^torch==' "$LOCK" >"$new/torch.txt"
+		grep '^torch==' "$new/packages.txt" >"$new/torch.txt"
+		sed -i '/^torch==/d' "$new/packages.txt"
+	fi
+	awk 'NR % 2' "$new/packages.txt" >"$new/half.txt"
+	awk 'NR % 2 == 0' "$new/packages.txt" >"$new/rest.txt"
+	install --no-compile -r "$new/half.txt" & half=$!
+	trap 'kill "$half" 2>/dev/null || true' EXIT
+	if [ -e "$new/torch.txt" ]; then
 		install --no-compile -r "$new/torch.txt" $([ -n "${PIP_FIND_LINKS:-}" ] || echo --index-url "$TORCH_INDEX")
 	fi
-	install --no-compile -r "$LOCK"
-	for extra in $extras; do
-		install --no-compile -r "requirements/$extra.lock"
-		digest "requirements/$extra.lock" >"$new/.extra-$extra"
-	done
+	install --no-compile -r "$new/rest.txt"
+	wait "$half"
+	trap - EXIT
+	rm "$new"/*.txt
+	for extra in $extras; do digest "requirements/$extra.lock" >"$new/.extra-$extra"; done
 	# Compile bytecode on all cores, because pip uses one. Some packages have files for other Pythons, which fail.
 	# The tests of packages, a fifth of all code, are never imported.
 	"$new/bin/python" -m compileall -qq -j 0 -x '/tests?/' "$new/lib" || true

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from prefect.exceptions import ParameterTypeError
 
+from benchmarks.quality import judge, read_entries
 from flows.end_to_end import end_to_end
 from flows.ingest import ingest
 from flows.score import score
@@ -84,6 +85,11 @@ def test_probabilities_equal_the_trainers(smoke, at_home):
     expected = json.loads((folder / "probe.json").read_text())
     assert len(expected) == 256
     assert np.abs(model.score(probe) - np.array(expected)).max() <= 1e-6
+
+
+def test_the_smoke_run_reaches_its_quality(smoke):
+    entry = read_entries()[CONFIG]
+    assert judge(CONFIG, entry, [smoke]).verdict == "ok"
 
 
 def test_mlflow_holds_the_run(smoke, at_home):
