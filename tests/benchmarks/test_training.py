@@ -74,7 +74,7 @@ def test_speedup_is_over_the_better_pipeline() -> None:
 def test_the_command_measures_its_contestants(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    contestants = {name: CONTESTANTS[name] for name in ("torchrec_base", "ours")}
+    contestants = {name: CONTESTANTS[name] for name in (*training.BY_HAND, "ours")}
     monkeypatch.setattr(training, "CONTESTANTS", contestants)
     monkeypatch.setattr(training, "ON_RANKS", ["ours"])
     monkeypatch.setattr(training, "SOME", tuple(contestants))
