@@ -34,6 +34,8 @@ KEPT = {
 }
 """Retention in simulated days. Shorter than the defaults, so that the level shows early in the year."""
 FIRST = datetime.date(2025, 1, 1)
+TAGS = {"mlflow.source.name": "flows.recurring"}
+"""Only runs of our commands are cleaned."""
 FOLDERS = ("runs", "mlflow/artifacts", "mlflow/mlflow.db", "warehouse/dlrm", "warehouse/catalog.db")
 
 
@@ -57,7 +59,7 @@ def simulate(workspace: Workspace, number: int, rows: int, model_bytes: int) -> 
     for part in ("checkpoints/step-1/data", "weights.safetensors", "model/weights.safetensors"):
         (folder / part).parent.mkdir(parents=True, exist_ok=True)
         (folder / part).write_bytes(os.urandom(model_bytes))
-    run_id = tracker.start(f"{day}", {"day": day}, {"dlrm.day": f"{day}"}, None)
+    run_id = tracker.start(f"{day}", {"day": day}, TAGS | {"dlrm.day": f"{day}"}, None)
     tracker.log(run_id, 1, {f"metric_{i}": i / 7 for i in range(40)})
     tracker.log_json(run_id, {"text": "x" * 100_000}, RESULT)
     tracker.log_file(run_id, folder / "weights.safetensors")
