@@ -60,6 +60,7 @@ def main(words: Sequence[str]) -> None:
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlrm-benchmark-")))
         os.environ["DLRM_HOME"] = str(folder.resolve())
+        os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] = "false"
         figures = measure(options, stack)
     print(json.dumps(figures) if options.json else as_text(figures))
 
@@ -349,9 +350,11 @@ def _loadgen(lg: Any, job: dict[str, Any], bodies: list[bytes]) -> dict[str, Any
         times.append(time.perf_counter() - began)
         lg.QuerySamplesComplete([lg.QuerySampleResponse(sample, 0, 0)])
 
+    asked: list[Any] = []  # nothing else refers to a query that waits for its answer, and it would be collected
+
     def issue(samples: Sequence[Any]) -> None:
         for sample in samples:
-            asyncio.run_coroutine_threadsafe(query(sample.id, sample.index, time.perf_counter()), loop)
+            asked.append(asyncio.run_coroutine_threadsafe(query(sample.id, sample.index, time.perf_counter()), loop))
 
     settings = lg.TestSettings()
     settings.scenario, settings.mode = lg.TestScenario.Server, lg.TestMode.PerformanceOnly
