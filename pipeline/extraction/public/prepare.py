@@ -1,11 +1,12 @@
 """Makes Parquet files of a public data set: download, checksums, conversion."""
 
+import gzip
 import hashlib
 import tarfile
-import tempfile
 import urllib.error
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,8 +18,10 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.public.sets import SETS, Member, PublicSet
 from pipeline.extraction.sources import first_line
 from storage.query import connect
+from storage.scratch import ScratchFolder
 
 CHUNK = 1 << 22
+RANGE_NOT_SATISFIABLE = 416
 SECONDS_OF_SILENCE = 60.0
 """A server that sends nothing for so long has failed."""
 Report = Callable[[str, int, int], None]
@@ -37,7 +40,7 @@ def find_set(name: str) -> PublicSet:
 
 
 def prepare(one: PublicSet, folder: Path, given: Path | None, report: Report) -> dict[str, int]:
-    """Writes the tables of a set, all or none. Tables that are there are replaced.
+    """Writes the tables of a set, each as a whole, after all content has been checked. Replaces those that are there.
 
     Args:
         folder: Where to write. Also takes the unpacked files meanwhile, and the rest of a download that was cut off.
@@ -50,11 +53,16 @@ def prepare(one: PublicSet, folder: Path, given: Path | None, report: Report) ->
     """
     folder.mkdir(parents=True, exist_ok=True)
     archive = given or fetch(one.address, folder / Path(one.address).name, report)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        files = unpack(one, archive, Path(scratch), report)
-        counts = convert(one, files, Path(scratch), folder)
-        for name in one.tables:
-            (Path(scratch) / f"{name}.parquet").replace(folder / f"{name}.parquet")
+    try:
+        with ScratchFolder("unpacked-", folder) as scratch:
+            files = unpack(one, archive, Path(scratch), report)
+            counts = convert(one, files, Path(scratch))
+            for name in one.tables:
+                (Path(scratch) / f"{name}.parquet").replace(folder / f"{name}.parquet")
+    except DataError:
+        if given is None:  # the next attempt fetches it anew
+            archive.unlink()
+        raise
     if given is None:
         archive.unlink()
     return counts
@@ -82,6 +90,11 @@ def fetch(address: str, target: Path, report: Report) -> Path:
                     file.write(chunk)
                     have += len(chunk)
                     report("download", have, max(have, total))
+    except urllib.error.HTTPError as error:
+        if error.code == RANGE_NOT_SATISFIABLE and have:  # nothing is left to send, or the archive is another by now
+            part.unlink()
+            return fetch(address, target, report)
+        raise DataError(address, "the archive", f"{error}", remedy) from error
     except (OSError, ValueError) as error:
         raise DataError(address, "the archive", f"{error}", remedy) from error
     if have < total:
@@ -118,7 +131,7 @@ def unpack(one: PublicSet, source: Path, scratch: Path, report: Report) -> dict[
     return files
 
 
-def convert(one: PublicSet, files: Mapping[str, Path], scratch: Path, folder: Path) -> dict[str, int]:
+def convert(one: PublicSet, files: Mapping[str, Path], scratch: Path) -> dict[str, int]:
     """Writes the tables into the scratch folder. Returns table, or part of the split -> number of rows.
 
     Raises:
@@ -167,9 +180,10 @@ def _members(archive: Path) -> Iterator[Callable[[str], tuple[IO[bytes], int]]]:
                 packed = stack.enter_context(zipfile.ZipFile(archive))
                 yield lambda path: (packed.open(path), packed.getinfo(path).file_size)
             else:
+                stack.enter_context(_opened(archive))  # says if it cannot be read
                 tar = stack.enter_context(tarfile.open(archive))
                 yield lambda path: _of_tar(tar, path)
-        except (KeyError, zipfile.BadZipFile, tarfile.TarError, EOFError, OSError) as error:
+        except (KeyError, zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise DataError(
                 f"'{archive}'", "a whole zip or tar archive with all files", f"{error}", "Fetch it again."
             ) from error

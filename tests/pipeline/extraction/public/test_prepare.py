@@ -263,6 +263,9 @@ def server() -> Iterator[tuple[str, list[str | None]]]:
         def do_GET(self) -> None:
             asked.append(self.headers["Range"])
             start = int(self.headers["Range"].split("=")[1][:-1]) if self.headers["Range"] else 0
+            if start == len(content):
+                self.send_error(416)
+                return
             self.send_response(206 if start else 200)
             self.send_header("Content-Length", str(len(content) - start))
             self.end_headers()
@@ -287,6 +290,18 @@ def test_a_broken_download_goes_on_where_it_ended(server: tuple[str, list[str | 
     assert done.read_bytes() == bytes(i % 251 for i in range(100_000))
     assert asked == [None, "bytes=40000-"]
     assert [path.name for path in tmp_path.iterdir()] == ["set.zip"]
+
+
+def test_a_download_that_was_whole_or_is_damaged_is_fetched_anew(
+    server: tuple[str, list[str | None]], tmp_path: Path
+) -> None:
+    address, asked = server
+    asked.append("an earlier one")  # which broke off
+    (tmp_path / "set.zip.part").write_bytes(bytes(100_000))
+    with pytest.raises(DataError, match="expected a whole zip or tar archive"):
+        prepare(replace(small("criteo"), address=address), tmp_path, None, quiet)
+    assert asked[1:] == ["bytes=100000-", None]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_address_that_does_not_answer_is_named(tmp_path: Path) -> None:
