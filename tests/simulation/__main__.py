@@ -14,6 +14,8 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+from tqdm import tqdm
+
 SHARES = {"preprocessing": 0.8, "checkpoints": 0.1, "registry": 0.095, "tables": 0.005}
 """A schedule of the storage side takes longer, because it writes real files."""
 Found = tuple[Counter[str], set[Any], list[tuple[int, str]], Counter[str]]
@@ -45,7 +47,8 @@ def explore(side: str, first: int, count: int, pool: ProcessPoolExecutor) -> boo
     faults, states, failures, sums = Counter[str](), set[Any](), list[tuple[int, str]](), Counter[str]()
     begun, size = time.monotonic(), 50 if side == "preprocessing" else 10
     parts = [range(at, min(at + size, first + count)) for at in range(first, first + count, size)]
-    for part in pool.map(attempt, [side] * len(parts), parts):
+    played = pool.map(attempt, [side] * len(parts), parts)
+    for part in tqdm(played, side, len(parts), unit=f" x {size}", disable=not sys.stderr.isatty()):
         faults += part[0]
         states |= part[1]
         failures += part[2]
