@@ -3,8 +3,8 @@
     dlrm dataset movielens100k
     dlrm dataset criteo path=Criteo_x4.zip data=/data
 
-Not a Prefect flow: it is done once. Files go to data/NAME, or to DLRM_DATA. `path` is an archive, or a folder with its
-files, that was fetched before. All content is held against the publisher's checksums.
+Not a Prefect flow: it is done once. Files go to data/NAME, or below DLRM_DATA. `path` is an archive, or a folder with
+its files, that was fetched before. All content is held against the publisher's checksums.
 """
 
 import json
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError, ContractError
 from pipeline.extraction.public.prepare import find_set, prepare
 from pipeline.extraction.public.sets import SETS
@@ -46,9 +47,10 @@ def parse(words: Sequence[str]) -> tuple[str | None, Path | None, Path]:
     if len(names) > 1 or unknown:
         found = f"{' '.join(names)} {' '.join(unknown)}".strip()
         raise ConfigError("command line", "NAME [path=ARCHIVE] [data=FOLDER]", found, "`dlrm dataset` lists the names.")
-    data = Path(given.get("data", os.environ.get("DLRM_DATA", "data"))).expanduser()
+    # Without data= it is where the configs look: below the checkout, or below the current folder.
+    data = Path(given["data"]) if "data" in given else ROOT / os.environ.get("DLRM_DATA", "data")
     path = Path(given["path"]).expanduser() if "path" in given else None
-    return (names[0] if names else None), path, data
+    return (names[0] if names else None), path, data.expanduser()
 
 
 def main(words: Sequence[str]) -> int:

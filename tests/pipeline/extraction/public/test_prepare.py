@@ -17,6 +17,7 @@ import pytest
 
 from flows import dataset
 from pipeline.config import load
+from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.extract import extract
 from pipeline.extraction.opening import SourceContext
@@ -322,6 +323,10 @@ def test_the_command_lists_prepares_and_refuses(
     assert [line.split()[:2] for line in shown if "here" in line.split()[1]] == [["kuairand", "here"]]
     assert dataset.main(["kuairandom"]) == 1
     assert "expected one of criteo, avazu" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DLRM_DATA", raising=False)
+    assert dataset.parse(["criteo"])[2] == ROOT / "data", "where its config looks"
+    assert dataset.parse(["criteo", "data=here"])[2] == Path("here")
     with pytest.raises(ConfigError, match="got criteo to"):
         dataset.parse(["criteo", "to=x"])
 
