@@ -37,7 +37,7 @@ PACKAGES = ("numpy", "pyarrow", "numba", "torch")
 MIB = 1 << 20
 
 
-class Look(NamedTuple):
+class MemorySample(NamedTuple):
     """Memory of a process after a number of rows, in MiB."""
 
     rows: int
@@ -57,7 +57,7 @@ class Watch:
     def __init__(self, folder: Path, rows: int) -> None:
         self.folder, self.rows = folder, rows
         self.due = 0.0
-        self.looks: dict[str, list[Look]] = {}
+        self.looks: dict[str, list[MemorySample]] = {}
 
     def __call__(self, rows: int, totals: Totals) -> None:
         """Takes a sample when it is due. See `drain`."""
@@ -70,7 +70,7 @@ class Watch:
                 memory = psutil.Process(pid).memory_info()
             except psutil.NoSuchProcess:
                 continue  # this worker is being replaced
-            look = Look(rows, memory.rss / MIB, (memory.rss - memory.shared) / MIB)
+            look = MemorySample(rows, memory.rss / MIB, (memory.rss - memory.shared) / MIB)
             self.looks.setdefault(name, []).append(look)
 
 
@@ -140,7 +140,7 @@ def summarize(drained: DrainResult, watch: Watch) -> dict[str, Any]:
     }
 
 
-def _process(looks: Sequence[Look], rows: int) -> dict[str, int]:
+def _process(looks: Sequence[MemorySample], rows: int) -> dict[str, int]:
     early = next(look for look in looks if look.rows >= rows / 10)
     return {
         "peak_mib": round(max(look.all for look in looks)),

@@ -61,7 +61,7 @@ class Published(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     source: str
 
 
-class Entry(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class Target(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """What a config is expected to reach on its test rows."""
 
     seeds: tuple[PositiveInt, ...] = (1,)
@@ -72,7 +72,7 @@ class Entry(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tru
     """Empty: no published result is known."""
 
 
-Entries = TypeAdapter(dict[str, Entry])
+Targets = TypeAdapter(dict[str, Target])
 
 
 class Finding(BaseModel, frozen=True):
@@ -87,9 +87,9 @@ class Finding(BaseModel, frozen=True):
     why: str = ""
 
 
-def read_entries(path: Path = FILE) -> dict[str, Entry]:
+def read_targets(path: Path = FILE) -> dict[str, Target]:
     """Reads the file. Raises a `ValidationError` if it holds anything else."""
-    return Entries.validate_json(path.read_bytes())
+    return Targets.validate_json(path.read_bytes())
 
 
 def missing_data(config: str) -> str | None:
@@ -105,17 +105,17 @@ def missing_data(config: str) -> str | None:
     return None
 
 
-def judge(config: str, entry: Entry, results: Sequence[Mapping[str, Any]], seconds: float = 0.0) -> Finding:
-    """Holds the results of a config's seeds, as the commands print them, against its entry."""
+def judge(config: str, target: Target, results: Sequence[Mapping[str, Any]], seconds: float = 0.0) -> Finding:
+    """Holds the results of a config's seeds, as the commands print them, against its target."""
     metrics = {name: tuple(float(one["eval"][name]) for one in results) for name in ("ne", "auc")}
     [rows] = {int(one["eval"]["rows"]) for one in results}
     found: dict[str, Verdict] = {
-        name: expected.judge(name, sum(metrics[name]) / len(results)) for name, expected in entry.metrics.items()
+        name: expected.judge(name, sum(metrics[name]) / len(results)) for name, expected in target.metrics.items()
     }
-    if entry.test_rows not in (None, rows):
+    if target.test_rows not in (None, rows):
         return Finding(
             config=config, verdict="worse", metrics=metrics, rows=rows, seconds=seconds,
-            why=f"{rows:,} test rows instead of {entry.test_rows:,}",
+            why=f"{rows:,} test rows instead of {target.test_rows:,}",
         )  # fmt: skip
     verdict: Verdict = next((one for one in ("worse", "better") if one in found.values()), "ok")  # type: ignore[misc]
     why = ", ".join(f"{name} {one}" for name, one in found.items() if one == verdict != "ok")
@@ -142,7 +142,7 @@ def train(config: str, seed: int, home: str) -> dict[str, Any]:
     return result
 
 
-def measure(config: str, entry: Entry, seeds: Sequence[int]) -> Finding:
+def measure(config: str, target: Target, seeds: Sequence[int]) -> Finding:
     """Trains a config with each seed, if its data is there."""
     missing = missing_data(config)
     if missing is not None:
@@ -153,33 +153,35 @@ def measure(config: str, entry: Entry, seeds: Sequence[int]) -> Finding:
         for seed in seeds:
             results.append(train(config, seed, home))
             say(f"{config}, seed {seed}: NE {results[-1]['eval']['ne']:.4f}, {time.perf_counter() - began:.0f} s")
-    return judge(config, entry, results, time.perf_counter() - began)
+    return judge(config, target, results, time.perf_counter() - began)
 
 
-def record(entries: Mapping[str, Entry], findings: Sequence[Finding], seeds: Sequence[int] | None) -> dict[str, Entry]:
-    """Returns the entries with the measured means and rows. Configs that were not run keep theirs."""
-    made = dict(entries)
+def record(
+    targets: Mapping[str, Target], findings: Sequence[Finding], seeds: Sequence[int] | None
+) -> dict[str, Target]:
+    """Returns the targets with the measured means and rows. Configs that were not run keep theirs."""
+    made = dict(targets)
     for finding in (one for one in findings if one.verdict != "not run"):
-        entry = entries[finding.config]
+        target = targets[finding.config]
         metrics = {
             name: Expected(
                 value=round(sum(values) / len(values), 4),
-                tolerance=entry.metrics[name].tolerance if name in entry.metrics else 0.005,
+                tolerance=target.metrics[name].tolerance if name in target.metrics else 0.005,
             )
             for name, values in finding.metrics.items()
         }
-        changed = {"metrics": metrics, "test_rows": finding.rows, "seeds": tuple(seeds or entry.seeds)}
-        made[finding.config] = entry.model_copy(update=changed)
+        changed = {"metrics": metrics, "test_rows": finding.rows, "seeds": tuple(seeds or target.seeds)}
+        made[finding.config] = target.model_copy(update=changed)
     return made
 
 
-def describe(finding: Finding, entry: Entry) -> str:
+def describe(finding: Finding, target: Target) -> str:
     """Formats one config as a line."""
     if finding.verdict == "not run":
         return f"{finding.config:<34} not run   {finding.why}"
     cells = []
     for name, values in finding.metrics.items():
-        expected = f" (expected {entry.metrics[name].value:.4f})" if name in entry.metrics else ""
+        expected = f" (expected {target.metrics[name].value:.4f})" if name in target.metrics else ""
         spread = f" +-{(max(values) - min(values)) / 2:.4f}" if len(values) > 1 else ""
         cells.append(f"{name} {sum(values) / len(values):.4f}{spread}{expected}")
     more = f"  {finding.why}" if finding.why else ""
@@ -194,16 +196,16 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="write what was measured into the file")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     arguments = parser.parse_args()
-    entries = read_entries()
-    unknown = [config for config in arguments.configs if config not in entries]
+    targets = read_targets()
+    unknown = [config for config in arguments.configs if config not in targets]
     if unknown:
         parser.error(f"expected configs of {FILE.relative_to(ROOT)}, got {', '.join(unknown)}")
     findings = []
-    for config in arguments.configs or entries:
-        findings.append(measure(config, entries[config], arguments.seeds or entries[config].seeds))
-        print(describe(findings[-1], entries[config]), flush=True)
+    for config in arguments.configs or targets:
+        findings.append(measure(config, targets[config], arguments.seeds or targets[config].seeds))
+        print(describe(findings[-1], targets[config]), flush=True)
     if arguments.record:
-        FILE.write_text(to_text(record(entries, findings, arguments.seeds)), encoding="utf-8")
+        FILE.write_text(to_text(record(targets, findings, arguments.seeds)), encoding="utf-8")
     facts = machine(("torch", "torchrec"))
     say(describe_machine(facts))
     if arguments.json:
@@ -211,11 +213,11 @@ def main() -> int:
     return 1 if any(one.verdict == "worse" for one in findings) else 0
 
 
-def to_text(entries: Mapping[str, Entry]) -> str:
-    """Formats the file: a line for each key of an entry."""
+def to_text(targets: Mapping[str, Target]) -> str:
+    """Formats the file: a line for each key of an target."""
     blocks = []
-    for config, entry in Entries.dump_python(dict(entries), mode="json", exclude_defaults=True).items():
-        lines = [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in entry.items()]
+    for config, target in Targets.dump_python(dict(targets), mode="json", exclude_defaults=True).items():
+        lines = [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in target.items()]
         blocks.append(f"  {json.dumps(config)}: {{\n" + ",\n".join(lines) + "\n  }")
     return "{\n" + ",\n".join(blocks) + "\n}\n"
 

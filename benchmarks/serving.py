@@ -151,7 +151,7 @@ def write_bodies(folder: Path, rows: pa.Table, columns: dict[str, str]) -> dict[
 
 def check(port: int, bodies: dict[str, Any], expected: Any) -> None:
     """Raises if a server gives other probabilities than the model."""
-    answer = asyncio.run(Connection.ask_once(port, JSON, Path(bodies[f"1000 {JSON}"]).read_bytes()))
+    answer = asyncio.run(HttpConnection.ask_once(port, JSON, Path(bodies[f"1000 {JSON}"]).read_bytes()))
     found = np.array([row["probability"] for row in json.loads(answer)["predictions"]])
     if found.shape != expected.shape or np.abs(found - expected).max() > 1e-6:
         raise RuntimeError("the server gives other probabilities than the model")
@@ -229,7 +229,7 @@ def run_load(job: dict[str, Any]) -> dict[str, Any]:
     return _loadgen(mlperf_loadgen, job, bodies)
 
 
-class Connection:
+class HttpConnection:
     """A connection that is kept open. It knows as much of HTTP as the servers here use."""
 
     def __init__(self, port: int) -> None:
@@ -272,7 +272,7 @@ async def _closed_loop(job: dict[str, Any], bodies: list[bytes]) -> dict[str, An
 
     async def call() -> None:
         nonlocal errors
-        connection = Connection(job["port"])
+        connection = HttpConnection(job["port"])
         for number in range(job["warm"] + job.get("requests", 10**9)):
             began = time.perf_counter()
             if began > limit:
@@ -293,7 +293,7 @@ class Callers:
 
     def __init__(self, job: dict[str, Any], bodies: list[bytes]) -> None:
         self.job, self.bodies = job, bodies
-        self.idle: list[Connection] = []
+        self.idle: list[HttpConnection] = []
         self.open = 0
         self.errors = 0
 
@@ -302,7 +302,7 @@ class Callers:
         if not self.idle and self.open >= MOST_CONNECTIONS:
             self.errors += 1
             return
-        connection = self.idle.pop() if self.idle else Connection(self.job["port"])
+        connection = self.idle.pop() if self.idle else HttpConnection(self.job["port"])
         self.open += 1
         try:
             status, _, _ = await connection.ask(self.job["kind"], self.bodies[index % len(self.bodies)])
@@ -521,14 +521,14 @@ async def _reload(
     current = {"version": str(versions[0])}
 
     async def call() -> None:
-        connection = Connection(port)
+        connection = HttpConnection(port)
         while not done.is_set():
             began = time.perf_counter()
             try:
                 status, answer, headers = await connection.ask(JSON, body)
             except (OSError, asyncio.IncompleteReadError):
                 seen["failed"] += 1
-                connection = Connection(port)
+                connection = HttpConnection(port)
                 continue
             seen["times"].append(time.perf_counter() - began)
             seen["answers"] += 1

@@ -57,7 +57,7 @@ BOTTOM, TOP = (512, 256), (512, 256)
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepShape:
     """A model and its batches.
 
     Args:
@@ -72,12 +72,12 @@ class Shape:
 
 
 SHAPES = {
-    "lists": Shape(),
-    "single": Shape(ids=1),
-    "narrow": Shape(width=16),
-    "few_tables": Shape(tables=4, rows=1_000_000),
-    "small_batch": Shape(batch_rows=512),
-    "tiny": Shape(tables=3, rows=1_000, width=8, batch_rows=64),
+    "lists": StepShape(),
+    "single": StepShape(ids=1),
+    "narrow": StepShape(width=16),
+    "few_tables": StepShape(tables=4, rows=1_000_000),
+    "small_batch": StepShape(batch_rows=512),
+    "tiny": StepShape(tables=3, rows=1_000, width=8, batch_rows=64),
 }
 
 
@@ -100,7 +100,7 @@ class Rows(Pipelineable):
             part.record_stream(stream)
 
 
-def batches(shape: Shape, rank: int = 0, ranks: int = 1, count: int = BATCHES) -> list[Rows]:
+def batches(shape: StepShape, rank: int = 0, ranks: int = 1, count: int = BATCHES) -> list[Rows]:
     """Returns this rank's share of the global batches. Ids follow Zipf's law and are spread over the rows."""
     random = np.random.default_rng(1)
     made = []
@@ -123,7 +123,7 @@ def batches(shape: Shape, rank: int = 0, ranks: int = 1, count: int = BATCHES) -
     return made
 
 
-def names(shape: Shape) -> list[str]:
+def names(shape: StepShape) -> list[str]:
     """Returns feature names, one per table."""
     return [f"f{i}" for i in range(shape.tables)]
 
@@ -134,7 +134,7 @@ def names(shape: Shape) -> list[str]:
 class HandWritten(nn.Module):
     """A minimal DLRM for TorchRec's pipelines: batch -> (loss, nothing)."""
 
-    def __init__(self, shape: Shape, tables: nn.Module) -> None:
+    def __init__(self, shape: StepShape, tables: nn.Module) -> None:
         super().__init__()
         self.tables = tables
         self.bottom, self.top = _mlp(DENSE, [*BOTTOM, shape.width]), _mlp(pairs(shape) + shape.width, [*TOP, 1])[:-1]
@@ -153,7 +153,7 @@ class HandWritten(nn.Module):
         return F.binary_cross_entropy_with_logits(logits, batch.labels), logits.detach()
 
 
-def pairs(shape: Shape) -> int:
+def pairs(shape: StepShape) -> int:
     """Number of products of the interaction."""
     return (shape.tables + 1) * shape.tables // 2
 
@@ -166,7 +166,7 @@ def _mlp(inputs: int, sizes: Sequence[int]) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def torchrec(shape: Shape, rank: int, ranks: int, device: torch.device, pipeline: type) -> Callable[[], None]:
+def torchrec(shape: StepShape, rank: int, ranks: int, device: torch.device, pipeline: type) -> Callable[[], None]:
     """A single-file TorchRec loop: fused row-wise Adagrad, the default plan without data_parallel tables, and Adam."""
     configs = [
         EmbeddingBagConfig(name=name, num_embeddings=shape.rows, embedding_dim=shape.width, feature_names=[name])
@@ -187,7 +187,7 @@ def torchrec(shape: Shape, rank: int, ranks: int, device: torch.device, pipeline
     return lambda: steps.progress(endless)
 
 
-def _fused_only(shape: Shape) -> dict[str, ParameterConstraints]:
+def _fused_only(shape: StepShape) -> dict[str, ParameterConstraints]:
     kinds = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
     return dict.fromkeys(names(shape), kinds)
 
@@ -203,7 +203,7 @@ def _endless(made: list[Any]) -> Iterator[Any]:
 class Bags(nn.Module):
     """One nn.EmbeddingBag per table, with sparse gradients."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: StepShape) -> None:
         super().__init__()
         self.bags = nn.ModuleList(
             nn.EmbeddingBag(shape.rows, shape.width, mode="sum", sparse=True, include_last_offset=True)
@@ -227,7 +227,7 @@ class Bags(nn.Module):
             return self.vectors
 
 
-def pytorch(shape: Shape, rank: int, ranks: int, device: torch.device, rowwise: bool) -> Callable[[], None]:
+def pytorch(shape: StepShape, rank: int, ranks: int, device: torch.device, rowwise: bool) -> Callable[[], None]:
     """nn.EmbeddingBag with sparse gradients and SGD or row-wise Adagrad, on one CPU rank."""
     assert ranks == 1
     assert device.type == "cpu"
@@ -260,7 +260,7 @@ def pytorch(shape: Shape, rank: int, ranks: int, device: torch.device, rowwise: 
 # -- this project ----------------------------------------------------------------------------------------------------
 
 
-def ours(shape: Shape, rank: int, ranks: int, device: torch.device, **settings: Any) -> Callable[[], None]:
+def ours(shape: StepShape, rank: int, ranks: int, device: torch.device, **settings: Any) -> Callable[[], None]:
     """Our trainer, step by step."""
     config = TrainConfig(
         world_size=ranks, batch_rows=shape.batch_rows, table_learning_rate=TABLE_RATE, device=device.type,
@@ -318,7 +318,7 @@ def run_in_processes(contestant: str, shape: str, ranks: int, threads: int, step
     return max(float(json.loads(output.splitlines()[-1])["seconds"]) for output in outputs)
 
 
-def one_pass(contestant: str, shape: Shape, ranks: int, steps: int, kind: str = "cpu") -> dict[str, float]:
+def one_pass(contestant: str, shape: StepShape, ranks: int, steps: int, kind: str = "cpu") -> dict[str, float]:
     """Returns the median seconds of this rank's steps, and of the build and warm-up."""
     rank = int(os.environ.get("RANK", "0"))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

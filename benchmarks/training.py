@@ -32,7 +32,7 @@ from benchmarks.trainers import (
     ON_RANKS,
     SHAPES,
     TOP,
-    Shape,
+    StepShape,
     batches,
     pairs,
     run_in_processes,
@@ -114,7 +114,7 @@ def speedup(rows: Sequence[dict[str, Any]], shape: str, name: str, ranks: int = 
     return round(min(times[by_hand] for by_hand in BY_HAND) / times[name], 3)
 
 
-def floor(shape: Shape, rates: dict[str, float]) -> dict[str, float]:
+def floor(shape: StepShape, rates: dict[str, float]) -> dict[str, float]:
     """Returns the least milliseconds of a step: matrix products, and table rows read, read again and written.
 
     The forward pass fetches every distinct row once. The update fetches it once more and writes as much.

@@ -1,7 +1,7 @@
 """Keeps the processes of a server: starts them, replaces dead ones, and changes their version all at once.
 
-A change has two phases. Each process loads the new version beside the old one and says so. When all have, each is told
-to answer with it. If one cannot load it, all keep the old version.
+A change has two phases. Each process loads the new version beside the old one and says so. Once all have said so, they
+answer with it. If one cannot load it, all keep the old version.
 """
 
 import json

@@ -4,20 +4,20 @@ import pytest
 
 from benchmarks.quality import (
     FILE,
-    Entry,
     Expected,
     Finding,
+    Target,
     describe,
     judge,
     measure,
     missing_data,
-    read_entries,
+    read_targets,
     record,
     to_text,
 )
 from pipeline.config import load
 
-GOOD = Entry(
+GOOD = Target(
     test_rows=100, metrics={"ne": Expected(value=0.85, tolerance=0.01), "auc": Expected(value=0.75, tolerance=0.01)}
 )
 
@@ -37,9 +37,9 @@ def test_the_mean_over_the_seeds_is_judged():
 
 
 def test_what_was_measured_becomes_what_is_expected():
-    entries = {"c": GOOD, "absent": GOOD}
-    found = judge("c", Entry(), [result(0.8, 0.7), result(0.9, 0.8)], seconds=7)
-    made = record(entries, [found, Finding(config="absent", verdict="not run", why="no files")], [4, 5])
+    targets = {"c": GOOD, "absent": GOOD}
+    found = judge("c", Target(), [result(0.8, 0.7), result(0.9, 0.8)], seconds=7)
+    made = record(targets, [found, Finding(config="absent", verdict="not run", why="no files")], [4, 5])
     assert made["absent"] == GOOD
     assert made["c"].metrics["ne"] == Expected(value=0.85, tolerance=0.01)
     assert (made["c"].seeds, made["c"].test_rows) == ((4, 5), 100)
@@ -47,8 +47,8 @@ def test_what_was_measured_becomes_what_is_expected():
 
 
 def test_the_file_is_as_it_would_be_written_and_names_configs_that_load():
-    assert to_text(read_entries()) == FILE.read_text(encoding="utf-8")
-    for config in read_entries():
+    assert to_text(read_targets()) == FILE.read_text(encoding="utf-8")
+    for config in read_targets():
         load(config)
 
 
@@ -63,5 +63,5 @@ def test_a_config_without_its_data_is_not_run(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_flights_reach_their_quality():
     """By their command, as `make quality` does. The smoke run's is held against the file in tests/flows."""
-    found = measure("configs/flights.yaml", read_entries()["configs/flights.yaml"], [1])
+    found = measure("configs/flights.yaml", read_targets()["configs/flights.yaml"], [1])
     assert found.verdict == "ok", found

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from benchmarks import trainers, training
-from benchmarks.trainers import CONTESTANTS, Shape, batches
+from benchmarks.trainers import CONTESTANTS, StepShape, batches
 from benchmarks.wide_table import wide_table
 from pipeline.characterization.machine import Machine
 
-SMALL = Shape(tables=3, rows=50, width=8, batch_rows=32, ids=3)
+SMALL = StepShape(tables=3, rows=50, width=8, batch_rows=32, ids=3)
 
 
 def test_ranks_share_the_global_batches() -> None:
@@ -53,7 +53,7 @@ def test_contestants_learn(name: str, device: torch.device, monkeypatch: pytest.
 
 
 def test_the_floor_agrees_with_a_calculation_by_hand() -> None:
-    shape = Shape(tables=1, rows=4, width=2, batch_rows=3, ids=1)
+    shape = StepShape(tables=1, rows=4, width=2, batch_rows=3, ids=1)
     rates = {"fp32_gflops": 1e-6, "bf16_gflops": 2e-6, "read_gb_per_second": 1e-6}
     weights = 13 * 512 + 512 * 256 + 256 * 2 + (1 + 2) * 512 + 512 * 256 + 256 * 1
     operations = 3 * (6 * weights + 4 * 2 * 2 * 2)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from prefect.exceptions import ParameterTypeError
 
-from benchmarks.quality import judge, read_entries
+from benchmarks.quality import judge, read_targets
 from flows.end_to_end import end_to_end
 from flows.ingest import ingest
 from flows.score import score
@@ -88,8 +88,8 @@ def test_probabilities_equal_the_trainers(smoke, at_home):
 
 
 def test_the_smoke_run_reaches_its_quality(smoke):
-    entry = read_entries()[CONFIG]
-    assert judge(CONFIG, entry, [smoke]).verdict == "ok"
+    target = read_targets()[CONFIG]
+    assert judge(CONFIG, target, [smoke]).verdict == "ok"
 
 
 def test_mlflow_holds_the_run(smoke, at_home):
