@@ -137,13 +137,22 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     @model_validator(mode="after")
     def _rows_reach_the_ranks(self) -> Self:
         executor, address = self.preprocessing.executor, self.preprocessing.ray_address
-        if self.training.launcher == "ray" and (executor == "ray" or (executor == "process" and address is not None)):
-            expected = "inline: ranks of other machines cannot reach the preprocessing service"
-            if address is None:
-                expected = "process or inline: the ranks are all on this machine"
-            where = "preprocessing.executor with training.launcher=ray"
-            raise ConfigError(where, expected, executor, "Set preprocessing.executor.")
+        if self.training.launcher == "ray" and executor == "ray" and address is None:
+            raise ConfigError(
+                "preprocessing.executor with training.launcher=ray", "process or inline: all is on this machine",
+                executor, "Set preprocessing.executor, or the address of a cluster as preprocessing.ray_address.",
+            )  # fmt: skip
+        if self.ranks_are_elsewhere and executor != "inline" and self.preprocessing.transport == "memory":
+            raise ConfigError(
+                "preprocessing.transport with training.launcher=ray", "network or auto: other machines have no part in "
+                "this machine's memory", "memory", "Leave preprocessing.transport out.",
+            )  # fmt: skip
         return self
+
+    @property
+    def ranks_are_elsewhere(self) -> bool:
+        """Whether ranks may run on other machines."""
+        return self.training.launcher == "ray" and self.preprocessing.ray_address is not None
 
     @model_validator(mode="after")
     def _ranks_lose_the_same_rows(self) -> Self:

@@ -223,3 +223,26 @@ def iterate_chunks(split: Arrays) -> Iterator[dict[str, npt.NDArray[Any]]]:
         if f"{number}.labels" not in split:
             return
         yield {name: split[f"{number}.{name}"] for name in CHUNK_ARRAYS if f"{number}.{name}" in split}
+
+
+def cut_share(arrays: Arrays, batch: int, place: int) -> dict[str, npt.NDArray[Any]]:
+    """Returns a rank's share of a batch, as views.
+
+    Args:
+        arrays: A group of batches; see `Worker.make_batches`.
+        place: The rank's place among the ranks that shares were made for.
+    """
+    row, rows, first, ids = arrays["shares"][batch, place].tolist()
+    features = len(arrays["lengths"]) // max(len(arrays["labels"]), 1)
+    by_row = [name for name in ("dense", "labels", "weights", "inverse") if name in arrays]
+    share = {name: arrays[name][row : row + rows] for name in by_row}
+    share |= {"totals": arrays["totals"][batch : batch + 1]} if "totals" in arrays else {}
+    share["lengths"] = arrays["lengths"][features * row : features * (row + rows)]
+    return share | {"values": arrays["values"][first : first + ids]}
+
+
+def join_share(share: Arrays, place: int, ranks: int) -> Arrays:
+    """Returns a rank's share of a batch as a group of one batch, which lacks the shares of other ranks."""
+    shares = np.zeros((1, ranks, 4), np.int64)
+    shares[0, place] = 0, len(share["labels"]), 0, len(share["values"])
+    return {**share, "shares": shares}

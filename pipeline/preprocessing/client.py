@@ -14,12 +14,13 @@ from models.dlrm import SharedFeatures
 from pipeline.data.batch import Batch
 from pipeline.data.position import LostRows, Position, Times
 from pipeline.errors import ConfigError, DataError, from_wire
-from pipeline.preprocessing import wire
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import Master
 from pipeline.preprocessing.memory import Arrays, SegmentNote
 from pipeline.preprocessing.stream import BatchNote, Request
+from pipeline.preprocessing.transport import wire
+from pipeline.preprocessing.transport.places import ServiceAddress
 from storage.scratch import ScratchFolder
 
 Delivery = tuple[Sequence[BatchNote], Arrays]
@@ -66,7 +67,7 @@ class Conversation:
 
     def __init__(self, request: Request, rank: int) -> None:
         self.request, self.rank = request, rank
-        self.number = 0
+        self.number = self.failures = 0
         self.lost: tuple[LostRows, ...] = ()
 
     def open(self) -> list[wire.Message]:
@@ -94,6 +95,11 @@ class Conversation:
         waited = waited if self.number else 0.0  # leaves out the start of the workers
         self.number += 1
         return {"take": self.number, "done": self.number - 2, "rows": rows, "waited": waited}
+
+    def ask_again(self) -> wire.Message:
+        """Returns the request for the same group, which its worker did not deliver. Another answer follows."""
+        self.number, self.failures = self.number - 1, self.failures + 1
+        return {"take": self.number, "done": self.number - 2, "rows": 0, "waited": 0.0, "again": self.failures}
 
 
 class ServiceSource:
@@ -145,6 +151,20 @@ class ServiceSource:
                 ) from None  # fmt: skip
 
 
+def open_remote_source(address: str | ServiceAddress, connections: int) -> BatchSource:
+    """Returns the source of the batches of a service.
+
+    Args:
+        address: `Service.address`.
+        connections: Workers to be connected to at a time, if they serve over the network.
+    """
+    if isinstance(address, str):
+        return ServiceSource(address)
+    from pipeline.preprocessing.transport.source import NetworkSource  # Flight takes a quarter of a second to import
+
+    return NetworkSource(address, connections)
+
+
 def map_delivery(request: Request, message: wire.Message, descriptors: Sequence[int]) -> Delivery:
     """Maps the batches that a message delivers. The arrays stay valid when the descriptors are closed.
 
@@ -156,12 +176,21 @@ def map_delivery(request: Request, message: wire.Message, descriptors: Sequence[
         arrays = SegmentNote.model_validate(message).open(descriptors).arrays()
     except (ValueError, OSError):
         raise _invalid("their memory") from None
+    check_delivery(request, notes, arrays)
+    return notes, arrays
+
+
+def check_delivery(request: Request, notes: Sequence[BatchNote], arrays: Arrays) -> None:
+    """Checks the arrays of a delivery.
+
+    Raises:
+        DataError: If they are not those of these batches.
+    """
     kinds = {name: (arrays[name].dtype.name, arrays[name].ndim) for name in DELIVERED if name in arrays}
     if kinds != DELIVERED or arrays["shares"].shape != (len(notes), len(request.ranks), 4):
         raise _invalid("their arrays")
     if len({len(arrays[name]) for name in ("dense", "labels", "weights")}) > 1:
         raise _invalid("their rows")
-    return notes, arrays
 
 
 def parse_notes(message: wire.Message) -> Sequence[BatchNote]:

@@ -13,6 +13,14 @@ class PreprocessingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_
 
     executor: Literal["inline", "process", "ray"] = "process"
     """Where workers run: `process` on this machine, `ray` on a Ray cluster, `inline` in each rank (for debugging)."""
+    transport: Literal["auto", "memory", "network"] = "auto"
+    """How batches get from workers to ranks. `memory`: in shared memory of this machine. `network`: each worker keeps
+    what it has made and serves it over Arrow Flight. auto: memory, unless workers or ranks run on a Ray cluster."""
+    connections: PositiveInt = 8
+    """Workers that a rank is connected to at a time, with `network`."""
+    host: str | None = None
+    """This machine's address for workers and ranks of other machines, with `network`. None: the one from which the
+    Ray cluster is reached, and without a cluster 127.0.0.1."""
     workers: Literal["auto"] | PositiveInt = "auto"
     """Workers of all ranks together. auto adds workers while the trainer waits and removes idle ones."""
     max_workers: PositiveInt | None = None
@@ -50,6 +58,21 @@ class PreprocessingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_
                 "Set it to the column of sessions.",
             )  # fmt: skip
         return self
+
+    @model_validator(mode="after")
+    def _check_transport(self) -> Self:
+        if self.executor == "inline" and self.transport == "network":
+            raise ConfigError(
+                "preprocessing.transport 'network'", "an executor with workers", "inline: each rank reads for itself",
+                "Set preprocessing.executor=process or ray.",
+            )  # fmt: skip
+        return self
+
+    @property
+    def uses_network(self) -> bool:
+        """Whether batches travel over the network."""
+        cluster = self.executor == "ray" and self.ray_address is not None
+        return self.transport == "network" or (self.transport == "auto" and cluster)
 
     @property
     def most_workers(self) -> int:

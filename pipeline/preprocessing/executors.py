@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, NonNegativeInt, ValidationError, model_validator
 
 from pipeline.errors import ContractError, DataError, from_wire, to_wire
 from pipeline.forkserver import ForkedProcess, start_process
-from pipeline.preprocessing import wire
 from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.memory import (
@@ -31,9 +30,14 @@ from pipeline.preprocessing.memory import (
     count_bytes,
 )
 from pipeline.preprocessing.splits import Split
+from pipeline.preprocessing.transport import wire
+from pipeline.preprocessing.transport.places import NetworkSettings, Place, UnreachableError
 from pipeline.preprocessing.worker import Costs, Worker
 from pipeline.process import ROOT, limit_threads
 from pipeline.transforms.kernels.jit import load_compiler
+
+if TYPE_CHECKING:
+    from pipeline.preprocessing.transport.shelf import Shelf
 
 WORKER = "pipeline.preprocessing.executors"
 """Module that a worker's process runs."""
@@ -46,6 +50,8 @@ class WorkerStarted:
 
     worker: int
     pid: int
+    location: str | None = None
+    """Where it serves its results, if it keeps them."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ class WorkFailed:
 
     worker: int
     error: ContractError
+    unreachable: str | None = None
+    """Location of a worker whose rows it could not fetch, if that was the reason."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +118,17 @@ class Executor(ABC):
         """Frees a result."""
 
     @abstractmethod
-    def to_segment(self, memory: Any) -> Segment:
-        """Returns a result as memory that a rank's process can map. The caller closes it."""
+    def deliver(self, memory: Any) -> tuple[wire.Message, list[int]]:
+        """Returns what a rank needs to get a result: fields of a message, and descriptors that the caller closes."""
+
+    def keeper(self, memory: Any) -> int | None:
+        """Returns the worker that keeps a result and takes it along when it ends. None: it outlives its worker."""
+        return None
+
+    @property
+    def keeps_results(self) -> bool:
+        """Whether results stay with their workers."""
+        return False
 
     def close(self) -> None:  # noqa: B027
         """Ends everything that the executor started."""
@@ -137,11 +154,16 @@ class InlineExecutor(Executor):
     def free(self, memory: Any) -> None:
         pass
 
-    def to_segment(self, memory: Arrays) -> Segment:
-        return copy_to_segment(memory, self.slabs)
+    def deliver(self, memory: Arrays) -> tuple[wire.Message, list[int]]:
+        return describe_segment(copy_to_segment(memory, self.slabs))
 
     def close(self) -> None:
         self.slabs.clear()
+
+
+def describe_segment(segment: Segment) -> tuple[wire.Message, list[int]]:
+    """Returns the fields and the descriptor with which a message carries a segment."""
+    return {"shapes": segment.shapes, "size": segment.size}, [segment.fd]
 
 
 def _try_work(number: int, worker: Worker, work: Split | BatchWork, inputs: Sequence[Arrays]) -> WorkDone | WorkFailed:
@@ -175,6 +197,14 @@ def peak_rss_mb() -> int:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) // 1024
 
 
+@dataclass(frozen=True)
+class KeptResult:
+    """A result that its worker keeps."""
+
+    worker: int
+    place: Place
+
+
 class ProcessExecutor(Executor):
     """Runs each worker as a process that dies with this one. Results are shared memory.
 
@@ -196,20 +226,24 @@ class ProcessExecutor(Executor):
         self.connections[worker] = ours
         specs = {name: spec.model_dump(mode="json") for name, spec in self.data.items()}
         with suppress(OSError):  # the worker is gone already, which the reader reports
-            wire.send(ours, {"data": specs})
+            wire.send(ours, {"data": specs} | self.describe_start())
         self.readers[worker] = threading.Thread(
             target=self._read, args=(worker, ours), name=f"worker-{worker}", daemon=True
         )
         self.readers[worker].start()
 
-    def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Sequence[Segment]) -> None:
-        message = {
-            "data": data,
-            "work": work.model_dump(mode="json"),
-            "inputs": [{"shapes": segment.shapes, "size": segment.size} for segment in inputs],
-        }
-        with suppress(OSError):  # the worker is gone, which the reader reports
-            wire.send(self.connections[worker], message, [segment.fd for segment in inputs])
+    def describe_start(self) -> wire.Message:
+        """Returns what a worker learns at its start beside the data."""
+        return {}
+
+    def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Sequence[Any]) -> None:
+        notes = [{"shapes": segment.shapes, "size": segment.size} for segment in inputs]
+        self.send(worker, describe_task(data, work, notes), [segment.fd for segment in inputs])
+
+    def send(self, worker: int, message: wire.Message, descriptors: Sequence[int] = ()) -> None:
+        """Sends a message to a worker. If it is gone, its reader reports that."""
+        with suppress(OSError):
+            wire.send(self.connections[worker], message, descriptors)
 
     def kill(self, worker: int) -> None:
         process = self.processes.pop(worker)
@@ -220,11 +254,11 @@ class ProcessExecutor(Executor):
                 connection.shutdown(socket.SHUT_RDWR)
             self.readers.pop(worker).join()
 
-    def free(self, memory: Segment) -> None:
+    def free(self, memory: Any) -> None:
         memory.close()
 
-    def to_segment(self, memory: Segment) -> Segment:
-        return Segment(os.dup(memory.fd), memory.shapes, memory.size)
+    def deliver(self, memory: Any) -> tuple[wire.Message, list[int]]:
+        return describe_segment(Segment(os.dup(memory.fd), memory.shapes, memory.size))
 
     def close(self) -> None:
         for worker in list(self.processes):
@@ -236,18 +270,71 @@ class ProcessExecutor(Executor):
         self.events.put(WorkerDied(worker, "its process ended"))
 
 
+class ServingExecutor(ProcessExecutor):
+    """Runs the same processes, which keep their results and serve them over the network.
+
+    Args:
+        network: Where and for whom they serve.
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, DataSpec],
+        folder: Path,
+        events: "queue.SimpleQueue[Any]",
+        network: NetworkSettings,
+    ) -> None:
+        super().__init__(data, folder, events)
+        self.network = network
+
+    @property
+    def keeps_results(self) -> bool:
+        return True
+
+    def keeper(self, memory: KeptResult) -> int | None:
+        return memory.worker
+
+    def describe_start(self) -> wire.Message:
+        return {"network": self.network.model_dump()}
+
+    def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Sequence[KeptResult]) -> None:
+        self.send(worker, describe_task(data, work, [one.place.model_dump() for one in inputs]))
+
+    def free(self, memory: KeptResult) -> None:
+        if memory.worker in self.connections:
+            self.send(memory.worker, {"drop": [memory.place.key]})
+
+    def deliver(self, memory: KeptResult) -> tuple[wire.Message, list[int]]:
+        return {"place": memory.place.model_dump()}, []
+
+
+def describe_task(data: str, work: Split | BatchWork, inputs: Sequence[wire.Message]) -> wire.Message:
+    """Returns the message that gives work to a worker; see `Task`."""
+    return {"data": data, "work": work.model_dump(mode="json"), "inputs": inputs}
+
+
 class _Started(BaseModel, frozen=True):
     """A worker's first message."""
 
     pid: NonNegativeInt
+    location: str | None = None
+
+
+class _Failed(BaseModel, frozen=True):
+    """A worker's answer to work that failed."""
+
+    error: Any
+    unreachable: str | None = None
 
 
 class _Done(SegmentNote, frozen=True):
-    """A worker's result, which comes with the memory."""
+    """A worker's result, which comes with the memory or stays with the worker."""
 
     rows: NonNegativeInt
     costs: Costs
     peak_rss_mb: NonNegativeInt
+    place: Place | None = None
+    """Where it is kept."""
 
     @model_validator(mode="after")
     def _check_rows(self) -> Self:
@@ -265,12 +352,14 @@ def parse_event(worker: int, message: wire.Message, descriptors: Sequence[int]) 
     event: Event
     try:
         if "pid" in message:
-            event = WorkerStarted(worker, _Started.model_validate(message).pid)
+            started = _Started.model_validate(message)
+            event = WorkerStarted(worker, started.pid, started.location)
         elif "error" in message:
-            event = WorkFailed(worker, from_wire(message["error"]))
+            failed = _Failed.model_validate(message)
+            event = WorkFailed(worker, from_wire(failed.error), failed.unreachable)
         else:
             note = _Done.model_validate(message)
-            memory = note.open(descriptors)
+            memory = note.open(descriptors) if note.place is None else KeptResult(worker, note.place)
             return WorkDone(worker, memory, note.size, note.rows, note.costs, note.peak_rss_mb)
     except (ValueError, IndexError):  # IndexError: labels without rows
         event = WorkerDied(worker, "it sent an invalid message")
@@ -279,11 +368,11 @@ def parse_event(worker: int, message: wire.Message, descriptors: Sequence[int]) 
 
 
 class Task(BaseModel, frozen=True):
-    """Work that the master sends to a worker, with the memory of its inputs."""
+    """Work that the master sends to a worker, with the memory of its inputs or the places where they are kept."""
 
     data: str
     work: Split | BatchWork
-    inputs: tuple[SegmentNote, ...]
+    inputs: tuple[SegmentNote | Place, ...]
 
 
 def parse_task(message: wire.Message, descriptors: Sequence[int]) -> tuple[Task, list[Segment]]:
@@ -294,7 +383,8 @@ def parse_task(message: wire.Message, descriptors: Sequence[int]) -> tuple[Task,
     """
     try:
         task = Task.model_validate(message)
-        inputs = [note.open([fd]) for note, fd in zip(task.inputs, descriptors, strict=True)]
+        notes = [note for note in task.inputs if isinstance(note, SegmentNote)]
+        inputs = [note.open([fd]) for note, fd in zip(notes, descriptors, strict=True)]
     except ValueError as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise DataError("message of the master", "work", reason.rstrip("."), "See the service's log.") from None
@@ -312,36 +402,56 @@ def serve(connection: socket.socket) -> None:
     workers = {name: Worker(DataSpec.model_validate(spec)) for name, spec in first[0]["data"].items()}
     for worker in workers.values():
         worker.warm_up()
+    shelf = open_shelf(first[0].get("network"))
+    location = None if shelf is None else shelf.address.location
     slabs = {"split": Slabs(), "batches": Slabs()}
-    wire.send(connection, {"pid": os.getpid()})
+    wire.send(connection, {"pid": os.getpid(), "location": location})
     while (received := wire.receive(connection)) is not None:
+        if shelf is not None and "drop" in received[0]:
+            shelf.drop(received[0]["drop"])
+            continue
         try:
             task, inputs = parse_task(*received)
             writer = slabs["split" if isinstance(task.work, Split) else "batches"].writer()
-            _answer(connection, workers, task, inputs, writer)
+            answer, segment = do_task(workers, task, inputs, writer, shelf)
         finally:
             wire.close(received[1])
+        if segment is None or shelf is not None:
+            wire.send(connection, answer)
+        else:
+            wire.send(connection, answer, [segment.fd])
+            segment.close()
+    if shelf is not None:
+        shelf.close()
 
 
-def _answer(
-    connection: socket.socket,
-    workers: Mapping[str, Worker],
-    task: Task,
-    inputs: Sequence[Segment],
-    writer: SharedWriter,
-) -> None:
-    """Does a piece of work and sends the result."""
+def open_shelf(settings: Any) -> "Shelf | None":
+    """Returns what serves the results of this process, or None without settings: results go to the master then."""
+    if settings is None:
+        return None
+    from pipeline.preprocessing.transport.shelf import Shelf  # Flight takes a quarter of a second to import
+
+    return Shelf(NetworkSettings.model_validate(settings))
+
+
+def do_task(
+    workers: Mapping[str, Worker], task: Task, inputs: Sequence[Segment], writer: SharedWriter, shelf: "Shelf | None"
+) -> tuple[wire.Message, Segment | None]:
+    """Does a piece of work. Returns the message for the master, and the result if there is one."""
     try:
-        rows, costs = run_work(workers[task.data], task.work, [segment.arrays() for segment in inputs], writer)
+        places = [place for place in task.inputs if isinstance(place, Place)]
+        arrays = shelf.find(places) if shelf is not None else [segment.arrays() for segment in inputs]
+        rows, costs = run_work(workers[task.data], task.work, arrays, writer)
     except Exception as error:  # sent to the master, which decides
         if not isinstance(error, ContractError):
             sys.excepthook(type(error), error, error.__traceback__)
-        wire.send(connection, {"error": to_wire(wrap_work_error(error, task.work))})
-        return
+        unreachable = error.location if isinstance(error, UnreachableError) else None
+        return {"error": to_wire(wrap_work_error(error, task.work)), "unreachable": unreachable}, None
     segment = writer.finish()
     answer = {"shapes": segment.shapes, "size": segment.size, "rows": rows, "peak_rss_mb": peak_rss_mb()}
-    wire.send(connection, answer | {"costs": vars(costs)}, [segment.fd])
-    segment.close()
+    if shelf is not None:
+        answer["place"] = shelf.keep(segment).model_dump()
+    return answer | {"costs": vars(costs)}, segment
 
 
 def preload() -> None:

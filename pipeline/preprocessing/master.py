@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ from pipeline.preprocessing.executors import (
     Executor,
     InlineExecutor,
     ProcessExecutor,
+    ServingExecutor,
     WorkDone,
     WorkerDied,
     WorkerStarted,
@@ -31,6 +33,7 @@ from pipeline.preprocessing.executors import (
 from pipeline.preprocessing.memory import allow_many_segments
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.stream import BatchGroup, Request, Stream, WorkItem
+from pipeline.preprocessing.transport.places import NetworkSettings
 from pipeline.preprocessing.worker import Costs, Worker
 from storage.artifacts import holding, write_text
 from storage.reader import Fragment
@@ -63,6 +66,8 @@ class _Worker:
     since: float
     """When it started its work, or when it was started itself."""
     pid: int | None = None
+    location: str | None = None
+    """Where it serves its results, if it keeps them."""
     item: WorkItem | None = None
     ready: bool = False
 
@@ -107,6 +112,7 @@ class Master:
         warn: Called with a message for each replaced worker and each quarantined split.
         clock: Returns seconds that never go back.
         make: Makes the executor. None: `make_executor`.
+        network: How workers serve their results. None: they hand them over in shared memory.
     """
 
     def __init__(
@@ -117,12 +123,13 @@ class Master:
         warn: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
         make: "Callable[..., Executor] | None" = None,
+        network: NetworkSettings | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         allow_many_segments()
         self.data, self.config, self.folder, self.warn, self.clock = data, config, folder, warn, clock
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.executor = (make or make_executor)(data, config, folder, self.events)
+        self.executor = (make or partial(make_executor, network=network))(data, config, folder, self.events)
         self.inline = isinstance(self.executor, InlineExecutor)
         self.autoscaler = Autoscaler(config.most_workers)
         self.autoscaler.workers = 1 if config.workers == "auto" or self.inline else config.workers
@@ -160,6 +167,8 @@ class Master:
             config, fragments, rows = self.config, self.fragments[request.data], self.data[request.data].rows
             share = config.memory // len(self.data)
             ahead = 2 * max(request.window_rows or 0, config.most_workers * config.split_rows)
+            if self.executor.keeps_results:  # each worker works on a window of its own
+                ahead = (config.most_workers + 1) * max(request.window_rows or 0, config.split_rows)
             found = Stream(request, fragments, config.split_rows, share, self.executor.free, ahead, rows)
             self.streams.append(found)
             left = self.left.pop(request, set())
@@ -235,7 +244,7 @@ class Master:
         if worker is None:  # it was replaced in the meantime
             return
         if isinstance(event, WorkerStarted):
-            worker.pid, worker.ready = event.pid, True
+            worker.pid, worker.ready, worker.location = event.pid, True, event.location
             self.totals.ready_at = self.totals.ready_at or self.clock()
             self._note_workers()
             return
@@ -244,12 +253,27 @@ class Master:
             self._replace(worker, item, event.reason)
         elif item is None:
             self._replace(worker, None, "it sent a result that nobody had asked for")
+        elif isinstance(event, WorkFailed) and event.unreachable is not None:
+            item.stream.retry(item)
+            self._replace_unreachable(event.unreachable)
         elif isinstance(event, WorkFailed):
             self._handle_failure(item, event.error)
         else:
             self._record_work(worker, item, event)
             if not item.stream.complete(item, event.memory, event.size, event.rows, event.costs):
                 self.totals.late_results += 1
+
+    def replace_keeper(self, stream: Stream, number: int) -> None:
+        """Replaces the worker that keeps a group, because a rank cannot fetch it. The group is made again."""
+        group = stream.group(number)
+        keeper = None if group is None else self.workers.get(self.executor.keeper(group.memory) or 0)
+        if keeper is not None and keeper.location is not None:
+            self._replace_unreachable(keeper.location)
+
+    def _replace_unreachable(self, location: str) -> None:
+        for worker in [worker for worker in self.workers.values() if worker.location == location]:
+            item, worker.item = worker.item, None
+            self._replace(worker, item, f"others could not fetch what it keeps at {location}")
 
     def _record_work(self, worker: _Worker, item: WorkItem, event: WorkDone) -> None:
         seconds, kind = event.costs.seconds, type(item.work)
@@ -268,8 +292,10 @@ class Master:
         stream, attempts = item.stream, self.config.attempts
         if item not in stream.running:
             return
+        if any(other.item is item for other in self.workers.values()):
+            return  # the other one may succeed
         item.failures += 1
-        expendable = isinstance(item.work, Split) and self.config.on_corrupt == "quarantine"
+        expendable = item.is_expendable and self.config.on_corrupt == "quarantine"
         if expendable and item.several and item.failures >= attempts - 1:
             stream.divide(item)
         elif item.failures < attempts:
@@ -300,9 +326,7 @@ class Master:
 
     def _replace(self, worker: _Worker, item: WorkItem | None, reason: str) -> None:
         """Removes a worker and retries its work. A new worker follows."""
-        del self.workers[worker.number]
-        self.executor.kill(worker.number)
-        self._note_workers()
+        self._end_worker(worker.number)
         self.totals.restarts += 1
         self.warn(f"replacing worker {worker.number} (process {worker.pid}): {reason}")
         if self.totals.restarts > self.config.restart_limit:
@@ -311,7 +335,7 @@ class Master:
                 f"{self.totals.restarts}: the last worker had process id {worker.pid}, {reason}",
                 f"See {self.folder}/worker-{worker.number}.log, or raise preprocessing.restart_limit.",
             )  # fmt: skip
-        if item is not None and not any(other.item is item for other in self.workers.values()):
+        if item is not None:
             where = str(item.work) if isinstance(item.work, Split) else "batches"
             self._handle_failure(
                 item,
@@ -348,26 +372,42 @@ class Master:
             self.executor.start(self.started)
             self.workers[self.started] = _Worker(self.started, now)
             self.totals.most_workers = max(self.totals.most_workers, len(self.workers))
-        idle = [worker for worker in self.workers.values() if worker.item is None and worker.ready]
-        for worker in idle[: max(len(self.workers) - self.autoscaler.workers, 0)]:
-            del self.workers[worker.number]
-            self.executor.kill(worker.number)
-            self._note_workers()
+        for worker in self._spare_workers():
+            kept = self._kept_by(worker.number)
+            if worker.item is None and worker.ready and not any(stream.keeps(kept) for stream in self.streams):
+                self._end_worker(worker.number)
+
+    def _spare_workers(self) -> list[_Worker]:
+        """Returns the workers that are too many: idle ones, or the newest if they have to hand out results first."""
+        workers = list(self.workers.values())
+        if self.executor.keeps_results:
+            workers.reverse()
+        else:
+            workers = [worker for worker in workers if worker.item is None and worker.ready]
+        return workers[: max(len(self.workers) - self.autoscaler.workers, 0)]
+
+    def _kept_by(self, worker: int) -> Callable[[Any], bool]:
+        """Returns whether a result is kept by a worker, as a function."""
+        return lambda memory: self.executor.keeper(memory) == worker
 
     def assign(self) -> None:
         """Gives work to every idle worker."""
+        keeps = self.executor.keeps_results
+        spare = self._spare_workers() if keeps else []
         for worker in list(self.workers.values()):
             if worker.ready and worker.item is None:
-                item = self._next_item() or self._straggler()
+                item = self._next_item(worker.number if keeps else None, worker in spare) or self._straggler()
                 if item is None:
                     self.period.idle = True
+                    if keeps:  # there may be work for another one
+                        continue
                     return
                 worker.item, worker.since = item, self.clock()
                 self.executor.submit(worker.number, item.stream.request.data, item.work, item.inputs)
 
-    def _next_item(self) -> WorkItem | None:
+    def _next_item(self, worker: int | None, spare: bool) -> WorkItem | None:
         for stream in reversed(self.streams):  # ranks wait for the stream requested last
-            if (item := stream.next_item()) is not None:
+            if (item := stream.next_item(worker, spare)) is not None:
                 return item
         return None
 
@@ -384,6 +424,15 @@ class Master:
                 item.doubled = True  # once: work that hangs would go from one new worker to the next for ever
                 return item
         return None
+
+    def _end_worker(self, number: int) -> None:
+        """Ends a worker. Results that end with it are made again."""
+        del self.workers[number]
+        self.executor.kill(number)
+        self._note_workers()
+        if self.executor.keeps_results:
+            for stream in self.streams:
+                stream.lose(number, self._kept_by(number))
 
     def _end_workers(self) -> None:
         for number in list(self.workers):
@@ -467,11 +516,17 @@ def wrap_service_error(error: Exception) -> ContractError:
 
 
 def make_executor(
-    data: Mapping[str, DataSpec], config: PreprocessingConfig, folder: Path, events: "queue.SimpleQueue[Any]"
+    data: Mapping[str, DataSpec],
+    config: PreprocessingConfig,
+    folder: Path,
+    events: "queue.SimpleQueue[Any]",
+    network: NetworkSettings | None = None,
 ) -> Executor:
     """Creates the executor that a config names."""
     if config.executor == "inline":
         return InlineExecutor(data, folder, events)
+    if config.executor == "process" and network is not None:
+        return ServingExecutor(data, folder, events, network)
     if config.executor == "process":
         return ProcessExecutor(data, folder, events)
     try:
@@ -483,4 +538,4 @@ def make_executor(
             "preprocessing.executor 'ray'", "Ray to be installed", "no module of that name",
             "Install it: make setup EXTRAS=ray.",
         ) from None  # fmt: skip
-    return RayExecutor(data, folder, events, config)
+    return RayExecutor(data, folder, events, config, network)

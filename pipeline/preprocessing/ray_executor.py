@@ -4,7 +4,7 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,26 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.executors import (
     WORKER_ENVIRONMENT,
     Executor,
+    KeptResult,
     WorkDone,
     WorkerDied,
     WorkerStarted,
     WorkFailed,
+    describe_segment,
+    describe_task,
+    do_task,
+    open_shelf,
+    parse_event,
+    parse_task,
     peak_rss_mb,
     run_work,
     wrap_work_error,
 )
-from pipeline.preprocessing.memory import Arrays, PrivateWriter, Segment, Slabs, copy_to_segment, count_bytes
+from pipeline.preprocessing.memory import Arrays, PrivateWriter, Slabs, copy_to_segment, count_bytes
 from pipeline.preprocessing.splits import Split
+from pipeline.preprocessing.transport import wire
+from pipeline.preprocessing.transport.places import NetworkSettings, is_loopback
+from pipeline.preprocessing.transport.sealed import Letterbox, seal
 from pipeline.preprocessing.worker import Costs, Worker
 from pipeline.process import PACKAGES, kill_process, process_start
 from storage.scratch import ScratchFolder
@@ -44,13 +54,20 @@ class RayExecutor(Executor):
     On a cluster an actor takes a processor. On this machine it claims none: the config limits the workers, and two
     services of one process share its Ray and must not wait for each other's processors.
 
-    Results are numpy arrays in the object store. Ray maps and moves them without pickling their data.
+    Results are numpy arrays in the object store. Ray maps and moves them without pickling their data. With network
+    settings, actors keep their results and serve them, and nothing passes through this machine.
     """
 
     def __init__(
-        self, data: Mapping[str, DataSpec], folder: Path, events: "queue.SimpleQueue[Any]", config: PreprocessingConfig
+        self,
+        data: Mapping[str, DataSpec],
+        folder: Path,
+        events: "queue.SimpleQueue[Any]",
+        config: PreprocessingConfig,
+        network: NetworkSettings | None = None,
     ) -> None:
         super().__init__(data, folder, events)
+        self.network = network
         self.connected = not ray.is_initialized()
         self.temporary = ScratchFolder("dlrm-ray-")
         if self.connected:
@@ -61,20 +78,38 @@ class RayExecutor(Executor):
         self.slabs = Slabs()
         self.processes: dict[int, tuple[int, int]] = {}
         """Worker -> id and start of its process, if that runs on this machine."""
-        self.specs = {name: spec.model_dump(mode="json") for name, spec in data.items()}
+        specs = {name: spec.model_dump(mode="json") for name, spec in data.items()}
+        self.secrets = {"data": specs, "network": None if network is None else network.model_dump()}
+
+    @property
+    def keeps_results(self) -> bool:
+        return self.network is not None
+
+    def keeper(self, memory: Any) -> int | None:
+        return memory.worker if isinstance(memory, KeptResult) else None
 
     def start(self, worker: int) -> None:
         actor = _Actor.options(  # type: ignore[attr-defined]
             num_cpus=self.processors, max_restarts=0, max_task_retries=0
         ).remote()
         self.actors[worker] = actor
-        self._wait(worker, actor.begin.remote(self.specs), self._note_started)
+
+        def begin() -> Any:
+            """The catalog's password and the token are not for those who see Ray's messages."""
+            return actor.begin.remote(*seal(self.secrets, ray.get(actor.make_key.remote())))
+
+        self._wait(worker, begin, self._note_started)
 
     def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Sequence[Any]) -> None:
-        kind = "split" if isinstance(work, Split) else "batches"
         actor = self.actors[worker]
+        if self.network is not None:
+            task = describe_task(data, work, [one.place.model_dump() for one in inputs])
+            message = actor.do_and_keep.remote(task)
+            self._wait(worker, lambda: message, lambda number, answer: parse_event(number, answer, ()))
+            return
+        kind = "split" if isinstance(work, Split) else "batches"
         note, memory = actor.do.options(num_returns=2).remote(data, kind, work.model_dump(mode="json"), *inputs)
-        self._wait(worker, note, lambda number, answer: _parse_answer(number, answer, memory))
+        self._wait(worker, lambda: note, lambda number, answer: _parse_answer(number, answer, memory))
 
     def kill(self, worker: int) -> None:
         actor = self.actors.pop(worker)
@@ -84,10 +119,14 @@ class RayExecutor(Executor):
             kill_process(*self.processes.pop(worker))
 
     def free(self, memory: Any) -> None:
-        """Does nothing: an object is freed with its last reference."""
+        """Tells the actor that keeps a result. An object of Ray's store is freed with its last reference."""
+        if isinstance(memory, KeptResult) and memory.worker in self.actors:
+            self.actors[memory.worker].drop.remote([memory.place.key])
 
-    def to_segment(self, memory: Any) -> Segment:
-        return copy_to_segment(ray.get(memory), self.slabs)
+    def deliver(self, memory: Any) -> tuple[wire.Message, list[int]]:
+        if isinstance(memory, KeptResult):
+            return {"place": memory.place.model_dump()}, []
+        return describe_segment(copy_to_segment(ray.get(memory), self.slabs))
 
     def close(self) -> None:
         self.slabs.clear()
@@ -101,12 +140,12 @@ class RayExecutor(Executor):
             self.processes[worker] = pid, began
         return WorkerStarted(worker, pid)
 
-    def _wait(self, worker: int, promise: Any, event: Any) -> None:
-        """Waits for an answer in a thread and puts its event into the queue."""
+    def _wait(self, worker: int, call: Callable[[], Any], event: Any) -> None:
+        """Waits for the answer to a call in a thread and puts its event into the queue."""
 
         def wait() -> None:
             try:
-                self.events.put(event(worker, ray.get(promise)))
+                self.events.put(event(worker, ray.get(call())))
             except RayTaskError as error:
                 self.events.put(WorkerDied(worker, f"it failed: {' '.join(str(error.cause).split())}"))
             except RayError as error:
@@ -151,12 +190,23 @@ def _connect(config: PreprocessingConfig, temporary: str) -> None:
 class _Actor:
     """One worker."""
 
-    def begin(self, specs: Mapping[str, Any]) -> tuple[int, int, str]:
+    def make_key(self) -> bytes:
+        """Returns the key to seal secrets with."""
+        self.letterbox = Letterbox()
+        return self.letterbox.public
+
+    def begin(self, key: bytes, content: bytes) -> tuple[int, int, str]:
         """Opens the datasets. Returns id and start of the process, and the node."""
         import pyarrow as pa
 
         pa.set_cpu_count(1)
-        self.workers = {name: Worker(DataSpec.model_validate(spec)) for name, spec in specs.items()}
+        given = self.letterbox.open((key, content))
+        self.workers = {name: Worker(DataSpec.model_validate(spec)) for name, spec in given["data"].items()}
+        if given["network"] is not None:
+            here = ray.util.get_node_ip_address()
+            host = given["network"]["host"] if is_loopback(given["network"]["host"]) else here
+            self.shelf = open_shelf(given["network"] | {"host": host})
+            self.slabs = {"split": Slabs(), "batches": Slabs()}
         began = process_start()
         assert began is not None
         return os.getpid(), began, ray.get_runtime_context().get_node_id()
@@ -172,3 +222,14 @@ class _Actor:
         arrays = writer.finish()
         note = {"size": count_bytes(arrays), "rows": rows, "costs": vars(costs), "peak_rss_mb": peak_rss_mb()}
         return note, arrays
+
+    def do_and_keep(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Does a piece of work and keeps the result. Returns a message as processes send it; see `parse_event`."""
+        task, _ = parse_task(message, ())
+        writer = self.slabs["split" if isinstance(task.work, Split) else "batches"].writer()
+        return do_task(self.workers, task, (), writer, self.shelf)[0]
+
+    def drop(self, keys: Sequence[int]) -> None:
+        """Frees results."""
+        assert self.shelf is not None
+        self.shelf.drop(keys)

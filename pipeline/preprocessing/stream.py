@@ -52,7 +52,8 @@ class WorkItem:
 
     stream: "Stream"
     work: Split | BatchWork
-    inputs: list[Memory]
+    parts: "Sequence[WindowPart]"
+    """Splits whose rows the work takes."""
     expected_bytes: int
     on_result: Callable[[Memory, int, int, Costs], None]
     """Takes the result: (memory, bytes, rows, costs)."""
@@ -61,6 +62,21 @@ class WorkItem:
     failures: int = 0
     doubled: bool = False
     """Whether a second worker was given it since it was last queued."""
+
+    @property
+    def inputs(self) -> list[Memory]:
+        """The rows that the work takes."""
+        return [part.memory for part in self.parts]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all rows are there that the work takes."""
+        return all(part.memory is not None for part in self.parts)
+
+    @property
+    def is_expendable(self) -> bool:
+        """Whether its rows may be given up: those of a split, before batches are cut from its window."""
+        return self.place is not None and not self.place[0].cut
 
     @property
     def several(self) -> bool:
@@ -74,7 +90,7 @@ class WindowPart:
 
     split: Split
     memory: Memory | None = None
-    """The rows. None: not read yet, or given up."""
+    """The rows. None: not read yet, given up, lost with their worker, or not needed any more."""
     size: int = 0
     """Bytes."""
     rows: int = 0
@@ -87,13 +103,15 @@ class OpenWindow:
 
     number: int
     parts: list[WindowPart]
-    """In the order of the window's rows."""
+    """In the order of the window's rows. Without those that were given up, once batches are cut."""
     missing: int
     """Splits still to read."""
     costs: Costs = field(default_factory=Costs)
     uses: int = 0
     """Groups that take rows from it and are not made yet."""
     cut: bool = False
+    home: int | None = None
+    """The worker that keeps its rows and makes its batches, where results stay with workers. None: not chosen yet."""
 
     @property
     def total(self) -> int:
@@ -194,11 +212,23 @@ class Stream:
 
     # -- work ---------------------------------------------------------------------------------------------------
 
-    def next_item(self) -> WorkItem | None:
-        """Returns work for an idle worker, or None if something else has to happen first."""
-        item = self.retries.popleft() if self.retries else self._next_batching() or self._next_read()
+    def next_item(self, worker: int | None = None, spare: bool = False) -> WorkItem | None:
+        """Returns work for an idle worker, or None if something else has to happen first.
+
+        Args:
+            worker: Its number, if results stay with workers. It gets splits and batches of the same windows, because
+                other workers would have to fetch the rows from it.
+            spare: Whether it is to end soon, and gets no splits.
+        """
+        item = self._next_retry() or self._next_batching(worker) or (None if spare else self._next_read(worker))
         if item is not None:
             self.running.add(item)
+        return item
+
+    def _next_retry(self) -> WorkItem | None:
+        item = next((item for item in self.retries if item.is_ready), None)
+        if item is not None:
+            self.retries.remove(item)
         return item
 
     def complete(self, item: WorkItem, memory: Memory, size: int, rows: int, costs: Costs) -> bool:
@@ -214,10 +244,8 @@ class Stream:
         self.bytes += size
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         item.on_result(memory, size, rows, costs)
-        if isinstance(item.work, Split):
-            self.rows_read += rows
-            if self.to_cut == len(self.windows):
-                self._hold_rows()
+        if isinstance(item.work, Split) and self.to_cut == len(self.windows):
+            self._hold_rows()
         return True
 
     def _hold_rows(self) -> None:
@@ -266,6 +294,51 @@ class Stream:
         self.quarantined.append(item.work)
         item.on_result(None, 0, 0, Costs())
 
+    def keeps(self, kept: Callable[[Memory], bool]) -> bool:
+        """Returns whether a result is needed of which `kept` is true."""
+        parts = (part.memory for window in self.open.values() for part in window.parts)
+        groups = (group.memory for group in self.groups.values())
+        return any(memory is not None and kept(memory) for memory in (*parts, *groups))
+
+    def lose(self, worker: int, gone: Callable[[Memory], bool]) -> None:
+        """Queues the work again whose results are gone with their worker. It gives the same results.
+
+        Args:
+            gone: Tells whether a result is gone.
+        """
+        for window in self.open.values():
+            window.home = None if window.home == worker else window.home
+            for part in window.parts:
+                if part.memory is not None and gone(part.memory):
+                    self.bytes -= part.size
+                    part.memory = None
+                    self._read_again(window, part)
+        for group in self.groups.values():
+            if group.made and gone(group.memory):
+                self._make_again(group)
+        for item in [item for item in self.running if not item.is_ready]:
+            self.retry(item)
+
+    def _read_again(self, window: OpenWindow, part: WindowPart) -> None:
+        window.missing += 1
+        item = self._read_item(window, part)
+        item.expected_bytes = part.size
+        self.retries.append(item)
+
+    def _make_again(self, group: BatchGroup) -> None:
+        self.bytes -= group.size
+        if group.number >= self.taken:
+            self.ready_bytes -= group.size
+        group.memory, group.made = None, False
+        for window in _windows(group.pieces):
+            window.uses += 1
+            if window.number not in self.open:
+                self.open[window.number] = window
+                window.home = None
+                for part in window.parts:
+                    self._read_again(window, part)
+        self.batchings = deque(sorted([*self.batchings, (group, self._batch_item(group))], key=_number))
+
     # -- delivery -----------------------------------------------------------------------------------------------
 
     def group(self, number: int) -> BatchGroup | None:
@@ -287,9 +360,7 @@ class Stream:
         """Notes that a rank no longer needs the groups up to this number."""
         for group in [group for group in self.groups.values() if group.number <= number]:
             group.waiting.discard(rank)
-            if not group.waiting and group.made:
-                del self.groups[group.number]
-                self._drop(group.memory, group.size)
+            self._free_group(group)
 
     def join(self, rank: int) -> None:
         """Notes that a rank starts to take groups."""
@@ -304,12 +375,31 @@ class Stream:
     def is_stuck(self, number: int) -> bool:
         """Returns whether the memory bound prevents a group that a rank waits for from ever being made.
 
+        Drops rows that were read too early if that makes room.
+
         This is so when only the rows of the group are missing and there is no room to read them. No rank can release
         anything first, because a rank keeps the previous group until it has this one.
         """
         if self.running or self.retries or self.batchings or not self.reads:
             return False
-        return self.row_bytes > 0.0 and not any(i < number - 1 for i in self.groups) and not self._may_read()
+        if self.row_bytes == 0.0 or any(i < number - 1 for i in self.groups) or self._may_read():
+            return False
+        return not self._drop_last_window()
+
+    def _drop_last_window(self) -> bool:
+        """Drops the rows of the last window in memory, to read them again later. Returns False if there is none.
+
+        Workers that work on different windows may read later ones first.
+        """
+        later = [window for window in self.open.values() if window.number > self.to_cut]
+        window = max(later, key=lambda window: window.number, default=None)
+        dropped = [part for part in window.parts if part.memory is not None] if window is not None else []
+        if window is None or not dropped:
+            return False
+        self._drop_window(window)
+        window.missing += len(dropped)
+        self.reads += [self._read_item(window, part) for part in dropped]
+        return True
 
     def close(self) -> None:
         """Frees everything."""
@@ -323,16 +413,31 @@ class Stream:
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def _next_read(self) -> WorkItem | None:
-        if not self.reads and self.to_read and self._may_open():
+    def _next_read(self, worker: int | None) -> WorkItem | None:
+        place = self._find_read(worker)
+        if place is None and self.to_read and self._may_open():
+            place = len(self.reads)
             self._open_window(self.to_read.popleft())
         if not self.reads:
             return None
-        if not self._may_read():
+        place = place if place is not None and place < len(self.reads) else 0  # help with the window of another worker
+        if not self._may_read(place):
             return None
-        item = self.reads.popleft()
+        item = self.reads[place]
+        del self.reads[place]
         item.expected_bytes = self._read_bytes(item)
+        assert item.place is not None
+        if item.place[0].home is None:
+            item.place[0].home = worker
         return item
+
+    def _find_read(self, worker: int | None) -> int | None:
+        """Returns the place of the first read that this worker should do. None: there is none."""
+        for place, item in enumerate(self.reads):
+            assert item.place is not None
+            if worker is None or item.place[0].home in (None, worker):
+                return place
+        return None
 
     def _may_open(self) -> bool:
         """Returns whether another window may be opened.
@@ -344,15 +449,15 @@ class Stream:
         open_rows = sum(part.split.rows for window in self.open.values() for part in window.parts)
         return open_rows + sum(split.rows for split in self.windows[self.to_read[0]]) <= self.ahead_rows
 
-    def _may_read(self) -> bool:
-        """Returns whether the next read fits into memory together with a group of batches.
+    def _may_read(self, place: int = 0) -> bool:
+        """Returns whether a read fits into memory together with those before it and a group of batches.
 
         Only one split is read at first. Its size gives the estimate for the others.
         """
         if self.row_bytes == 0.0:
             return not self.running
         reserve = int(self.row_bytes * BATCH_GROWTH * max(GROUP_ROWS, self.request.batch_rows))
-        return self._fits(self._read_bytes(self.reads[0]) + reserve)
+        return self._fits(sum(self._read_bytes(self.reads[i]) for i in range(place + 1)) + reserve)
 
     def _read_bytes(self, item: WorkItem) -> int:
         assert isinstance(item.work, Split)
@@ -366,6 +471,11 @@ class Stream:
 
     def _read_item(self, window: OpenWindow, part: WindowPart) -> WorkItem:
         def finish(memory: Memory, size: int, rows: int, costs: Costs) -> None:
+            if window.cut and rows != part.rows:
+                raise DataError(
+                    f"{part.split}", f"the {part.rows} rows that were read before", f"{rows}",
+                    "The file has changed. Run the command again to resume from the last checkpoint.",
+                )  # fmt: skip
             part.memory, part.size, part.rows = memory, size, rows
             window.missing -= 1
             window.costs.add(costs)
@@ -373,7 +483,7 @@ class Stream:
                 self.row_bytes = max(self.row_bytes, size / max(part.split.rows, 1))
             self._cut_complete()
 
-        return WorkItem(self, part.split, [], 0, finish, (window, part))
+        return WorkItem(self, part.split, (), 0, finish, (window, part))
 
     # -- cutting batches ----------------------------------------------------------------------------------------
 
@@ -390,6 +500,8 @@ class Stream:
             DataError: If the stream's position is behind its last row.
         """
         self._note_lost(window)
+        window.parts = [part for part in window.parts if part.memory is not None]
+        self.rows_read += window.total
         start, total = self.skip, window.total
         self.skip = 0
         if start > total:
@@ -458,12 +570,11 @@ class Stream:
         self.batchings.append((group, self._batch_item(group)))
 
     def _batch_item(self, group: BatchGroup) -> WorkItem:
-        inputs: list[Memory] = []
+        parts: list[WindowPart] = []
         places: dict[int, tuple[int, ...]] = {}
         for window in _windows(group.pieces):
-            parts = [part.memory for part in window.parts if part.memory is not None]
-            places[window.number] = tuple(range(len(inputs), len(inputs) + len(parts)))
-            inputs += parts
+            places[window.number] = tuple(range(len(parts), len(parts) + len(window.parts)))
+            parts += window.parts
         work = BatchWork(
             seed=self.request.seed,
             epoch=self.request.position.epoch,
@@ -482,26 +593,30 @@ class Stream:
 
         def finish(memory: Memory, size: int, rows: int, costs: Costs) -> None:
             group.memory, group.size, group.made = memory, size, True
-            self.ready_bytes += size
+            if group.number >= self.taken:
+                self.ready_bytes += size
             for note in group.notes:
                 note.transform_seconds += costs.batch_seconds / len(group.notes)
             for window in _windows(group.pieces):
                 window.uses -= 1
-            group.pieces = []
             self._free_windows()
+            self._free_group(group)  # ranks may have released it while it was made again
 
-        return WorkItem(self, work, inputs, size, finish)
+        return WorkItem(self, work, parts, size, finish)
 
-    def _next_batching(self) -> WorkItem | None:
-        if not self.batchings:
-            return None
-        group, item = self.batchings[0]
-        urgent = group.number <= self.taken  # a rank asks for this one next
-        room = self.ready_bytes + item.expected_bytes <= READY_SHARE * self.memory_bytes
-        if not urgent and not (room and self._fits(item.expected_bytes)):
-            return None
-        self.batchings.popleft()
-        return item
+    def _next_batching(self, worker: int | None) -> WorkItem | None:
+        for pair in self.batchings:
+            group, item = pair
+            home = group.pieces[-1][-1][0].home
+            if not item.is_ready or (worker is not None and home not in (None, worker)):
+                continue
+            urgent = group.number <= self.taken  # a rank asks for this one next
+            room = self.ready_bytes + item.expected_bytes <= READY_SHARE * self.memory_bytes
+            if not urgent and not (room and self._fits(item.expected_bytes)):
+                return None
+            self.batchings.remove(pair)
+            return item
+        return None
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -516,9 +631,15 @@ class Stream:
                 del self.open[window.number]
                 self._drop_window(window)
 
+    def _free_group(self, group: BatchGroup) -> None:
+        if group.made and not group.waiting:
+            del self.groups[group.number]
+            self._drop(group.memory, group.size)
+
     def _drop_window(self, window: OpenWindow) -> None:
         for part in window.parts:
             self._drop(part.memory, part.size)
+            part.memory = None
 
     def _drop(self, memory: Memory | None, size: int) -> None:
         if memory is not None:
@@ -531,6 +652,10 @@ def _leave_out(lost: Sequence[LostRows], epoch: int, splits: Sequence[Split]) ->
     gone = {(one.path, one.row_group) for one in lost if one.epoch == epoch}
     kept = [[one for one in split.fragments if (one.path, one.row_group) not in gone] for split in splits]
     return [Split(fragments=tuple(fragments)) for fragments in kept if fragments]
+
+
+def _number(batching: tuple[BatchGroup, WorkItem]) -> int:
+    return batching[0].number
 
 
 def _windows(pieces: Sequence[Sequence[Piece]]) -> list[OpenWindow]:

@@ -107,9 +107,12 @@ def smoke(prefect: None, home: Path) -> dict[str, Any]:
     before = os.environ.get("DLRM_HOME")
     os.environ["DLRM_HOME"] = str(home)
     try:
-        return end_to_end(config="configs/smoke.yaml")
+        result = end_to_end(config="configs/smoke.yaml")
     finally:
         os.environ.pop("DLRM_HOME") if before is None else os.environ.update(DLRM_HOME=before)
+    plots = {file.name for file in home.rglob("plots/*.svg")}
+    assert "placement.svg" in plots, f"a step that may fail did fail: see the log. Plots: {plots}"
+    return result
 
 
 @pytest.fixture(autouse=True)

@@ -425,25 +425,30 @@ def test_passwords_are_not_passed_on():
 
 
 @pytest.mark.parametrize(
-    ("executor", "address", "expected"),
+    ("preprocessing", "sentence"),
     [
-        ("ray", None, "process or inline: the ranks are all on this machine"),
-        ("ray", "10.0.0.1:6379", "inline: ranks of other machines cannot reach the preprocessing service"),
-        ("process", "10.0.0.1:6379", "inline: ranks of other machines cannot reach the preprocessing service"),
+        (
+            {"executor": "ray"},
+            "preprocessing.executor with training.launcher=ray: expected process or inline: all is on this machine, "
+            "got ray. Set preprocessing.executor, or the address of a cluster as preprocessing.ray_address.",
+        ),
+        (
+            {"executor": "process", "ray_address": "10.0.0.1:6379", "transport": "memory"},
+            "preprocessing.transport with training.launcher=ray: expected network or auto: other machines have no part "
+            "in this machine's memory, got memory. Leave preprocessing.transport out.",
+        ),
+        (
+            {"executor": "inline", "transport": "network"},
+            "preprocessing.transport 'network': expected an executor with workers, got inline: each rank reads for "
+            "itself. Set preprocessing.executor=process or ray.",
+        ),
     ],
 )
-def test_ranks_of_ray_need_an_executor_that_reaches_them(executor: str, address: str | None, expected: str) -> None:
-    keys = {
-        "training.launcher": "ray",
-        "preprocessing.executor": executor,
-        "preprocessing.ray_address": address,
-    }
+def test_batches_have_a_way_to_the_ranks(preprocessing: dict[str, str], sentence: str) -> None:
+    keys = {"training.launcher": "ray"} | {f"preprocessing.{key}": value for key, value in preprocessing.items()}
     with pytest.raises(ConfigError) as caught:
         load("configs/smoke.yaml", keys)
-    assert str(caught.value) == (
-        f"preprocessing.executor with training.launcher=ray: expected {expected}, got {executor}. "
-        "Set preprocessing.executor."
-    )
+    assert str(caught.value) == sentence
 
 
 def test_numbers_of_yaml_1_1_are_text(tmp_path):

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from pipeline.errors import ContractError, TrainingError, from_wire, to_wire
-from pipeline.preprocessing import wire
+from pipeline.preprocessing.transport import wire
 from tests.fuzz.harness import Case, require
 from tests.fuzz.mutate import mutate_bytes, mutate_json, mutate_value, odd_value
 

@@ -16,11 +16,11 @@ import numpy as np
 from pipeline.data.position import Position
 from pipeline.data.selection import Selection
 from pipeline.errors import ContractError, DataError, to_wire
-from pipeline.preprocessing import wire
 from pipeline.preprocessing.batches import BatchWork, Window
 from pipeline.preprocessing.client import Client, Conversation, Deliveries, Delivery, map_delivery
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.desk import Connection, Desk, Incoming
 from pipeline.preprocessing.executors import (
     InlineExecutor,
     WorkDone,
@@ -34,9 +34,9 @@ from pipeline.preprocessing.executors import (
 )
 from pipeline.preprocessing.master import Master
 from pipeline.preprocessing.memory import PrivateWriter, Segment, Slabs
-from pipeline.preprocessing.service import Connection, Desk, Incoming
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.stream import Request
+from pipeline.preprocessing.transport import wire
 from pipeline.preprocessing.worker import Costs, Worker
 from pipeline.transforms.plan.plan import build_plan
 from storage.config import WarehouseConfig

@@ -6,10 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pipeline.preprocessing import wire
 from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.desk import Connection, Desk, Incoming
 from pipeline.preprocessing.master import TICK_SECONDS, Master
-from pipeline.preprocessing.service import Connection, Desk, Incoming
+from pipeline.preprocessing.transport import wire
 from tests.simulation.workers import Disk, SimulatedExecutor, make_executor
 from tests.simulation.world import World
 
@@ -22,7 +22,7 @@ class Link:
     """A connection of a rank. Each direction keeps its order; connections overtake each other.
 
     Args:
-        on_message: Called with each message for the rank and the arrays that came with it, and with None at the end.
+        on_message: Called with each message for the rank and the result that it names, and with None at the end.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Link:
             self.open = False
             self._after(0, lambda: self.service.put(Incoming(self.connection, None)))
 
-    def answer(self, message: wire.Message, arrays: Any) -> None:
+    def answer(self, message: wire.Message, memory: Any) -> None:
         """Sends a message of the service."""
         if not self.open:
             raise BrokenPipeError
         copy = json.loads(json.dumps(message))
-        self._after(1, lambda: self.on_message(copy, arrays) if self.open else None)
+        self._after(1, lambda: self.on_message(copy, memory) if self.open else None)
 
     def hang_up(self) -> None:
         """Ends the connection from the service's side."""
@@ -72,7 +72,7 @@ class SimulatedService:
 
     def __init__(self, world: World, disk: Disk, config: PreprocessingConfig, folder: Path) -> None:
         self.world = world
-        make = make_executor(world, disk, self.wake)
+        make = make_executor(world, disk, self.wake, config.transport == "network")
         data: Any = {ROWS: SimpleNamespace(rows=sum(len(disk.rows(one)) for one in disk.fragments))}
         self.master = Master(data, config, folder, world.note, lambda: world.now, make)
         self.master.fragments[ROWS] = list(disk.fragments)
@@ -123,8 +123,8 @@ class SimulatedService:
         return tuple(found)
 
     def _send(self, connection: Connection, message: wire.Message, descriptors: list[int]) -> None:
-        arrays = self.executor.loans.pop(descriptors[0]) if descriptors else None
-        connection.channel.answer(message, arrays)
+        memory = self.executor.loans.pop(message["loan"]) if "loan" in message else None
+        connection.channel.answer(message, memory)
 
     def end(self) -> None:
         """Ends in good order."""

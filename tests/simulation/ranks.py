@@ -11,6 +11,7 @@ from pipeline.preprocessing.memory import Arrays
 from pipeline.preprocessing.stream import BatchNote, Request
 from pipeline.training.state.progress import TrainingProgress
 from tests.simulation.network import Link, SimulatedService
+from tests.simulation.workers import Memory
 from tests.simulation.world import World, require
 
 FAULTS = ("a rank dies", "a rank hangs", "a checkpoint is not finished")
@@ -26,7 +27,7 @@ class Rank:
     def __init__(self, world: World, service: SimulatedService, request: Request, number: int, group: "Group") -> None:
         self.world, self.group, self.number = world, group, number
         self.talk = Conversation(request, number)
-        self.inbox: list[tuple[Any, Arrays]] = []
+        self.inbox: list[tuple[Any, Memory | None]] = []
         self.notes: list[BatchNote] = []
         self.arrays: Arrays = {}
         self.at = 0
@@ -35,19 +36,19 @@ class Rank:
         for message in self.talk.open():
             self.link.send(message)
 
-    def receive(self, message: Any, arrays: Any) -> None:
+    def receive(self, message: Any, memory: Any) -> None:
         """Takes an answer. None: the service is gone."""
         if message is None:
             self.group.fail(DataError("preprocessing service", "batches", "none: its process ended", "Run again."))
             return
-        self.inbox.append((message, arrays))
+        self.inbox.append((message, memory))
         self.pump()
 
     def pump(self) -> None:
         """Reads the next answer once the batches of the last one are trained."""
         if self.at < len(self.notes) or not self.inbox or self.ended:
             return
-        message, self.arrays = self.inbox.pop(0)
+        message, memory = self.inbox.pop(0)
         try:
             following = self.talk.follow(message, 0.1)
         except ContractError as error:
@@ -56,8 +57,12 @@ class Rank:
         if following is None:
             self.ended = True
             self.link.close()
+        elif memory is not None and memory.gone:
+            self.link.send(self.talk.ask_again())
+            return
         else:
-            self.notes, self.at = parse_notes(message), 0
+            assert memory is not None
+            self.notes, self.arrays, self.at = parse_notes(message), memory.arrays, 0
             self.link.send(following)
         self.group.step()
 

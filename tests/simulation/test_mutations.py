@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from pipeline.preprocessing import stream
+from pipeline.preprocessing.desk import Desk
 from pipeline.preprocessing.master import Master
-from pipeline.preprocessing.service import Desk
 from pipeline.preprocessing.stream import Stream
 from pipeline.training.state.progress import TrainingProgress
 from tests.simulation.preprocessing import BrokenPromise, play
@@ -35,13 +35,16 @@ BUGS: dict[str, tuple[Any, str, str, str]] = {
     "a group is dropped before it is taken": (Stream, "release", "group.number <= number", "group.number <= number + 2"),
     "a window is freed while a group still needs it": (Stream, "_free_windows", "and not window.uses", ""),
     "a late result is never freed": (Master, "handle", "self.executor.free(event.memory)", "pass"),
-    "work of a dead worker is not done again": (Master, "_replace", "if item is not None and", "if False and"),
+    "work of a dead worker is not done again": (Master, "_replace", "if item is not None:", "if False:"),
     "a silent worker keeps its work": (Master, "watch_workers", "self._check_leases()", "pass"),
     "work that hangs goes from one new worker to the next": (Master, "_straggler", "item.doubled = True", "pass"),
     "a message that comes twice is answered twice": (
-        Desk, "_note_taken", "if message.take != connection.next", "if message.take > connection.next",
+        Desk, "_note_taken", "(message.take, message.again) != expected", "message.take > connection.next",
     ),
     "too little memory is waited for": (Master, "get_group", "and stream.is_stuck(number)", "and False"),
+    "results of a worker that ended are waited for": (Master, "_end_worker", "if self.executor.keeps_results:", "if False:"),
+    "a group that is made again is never freed": (Stream, "_batch_item", "self._free_group(group)", "pass"),
+    "work takes rows that are gone": (Stream, "_next_batching", "not item.is_ready or", ""),
     "a batch ends where its group ends": (Stream, "_end_batch", "row=0 if whole else stop", "row=0"),
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.errors import DataError
 from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.executors import Event, Executor, WorkDone, WorkerDied, WorkerStarted, WorkFailed, _try_work
-from pipeline.preprocessing.memory import Arrays, Segment, Writer
+from pipeline.preprocessing.memory import Arrays, Writer
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.worker import Costs, Worker
 from storage.reader import Fragment
@@ -94,13 +94,10 @@ class Memory:
     arrived: bool = False
     """Whether the master has heard of it."""
     freed: bool = False
-
-
-class Loan(Segment):
-    """A descriptor of a result that was sent to a rank."""
-
-    def close(self) -> None:
-        """The rank has its own copy."""
+    worker: int | None = None
+    """The worker that keeps it. None: it outlives its worker."""
+    gone: bool = False
+    """Whether its worker has ended."""
 
 
 @dataclass(eq=False)
@@ -119,16 +116,24 @@ class SimulatedExecutor(Executor):
     Args:
         disk: What they read.
         wake: Called when an event is in the queue.
+        keeps: Whether results end with their workers, as they do where batches travel over the network.
     """
 
-    def __init__(self, world: World, disk: Disk, wake: Callable[[], None], *given: Any) -> None:
+    def __init__(self, world: World, disk: Disk, wake: Callable[[], None], keeps: bool, *given: Any) -> None:
         data, folder, events = given[0], given[2], given[3]
         super().__init__(data, folder, events)
-        self.world, self.disk, self.wake = world, disk, wake
+        self.world, self.disk, self.wake, self.keeps = world, disk, wake, keeps
         self.processes: dict[int, _Process] = {}
         self.made: list[Memory] = []
-        self.loans: dict[int, Arrays] = {}
+        self.loans: dict[int, Memory] = {}
         self.closed = False
+
+    @property
+    def keeps_results(self) -> bool:
+        return self.keeps
+
+    def keeper(self, memory: Memory) -> int | None:
+        return memory.worker
 
     def start(self, worker: int) -> None:
         process = self.processes[worker] = _Process(RowWorker(self.disk))
@@ -142,7 +147,7 @@ class SimulatedExecutor(Executor):
     def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Sequence[Memory]) -> None:
         process = self.processes[worker]
         require(not any(memory.freed for memory in inputs), f"work got memory that was freed: {work}")
-        arrays = [memory.arrays for memory in inputs]
+        require(not any(memory.gone for memory in inputs), f"work got rows of a worker that ended: {work}")
         seconds = self.world.between(0.05, 1.0)
         if self.disk.hangs(work) or self.world.strikes("a worker hangs"):
             return
@@ -154,15 +159,17 @@ class SimulatedExecutor(Executor):
             error = DataError(f"{work}", "to be done", "a passing fault", "Try again.")
             self._send_after(seconds, process, lambda: WorkFailed(worker, error))
         else:
-            self._send_after(seconds, process, lambda: self._do(worker, process, work, arrays, seconds))
+            self._send_after(seconds, process, lambda: self._do(worker, process, work, inputs, seconds))
 
     def _do(
-        self, number: int, process: _Process, work: Split | BatchWork, inputs: Sequence[Arrays], seconds: float
+        self, number: int, process: _Process, work: Split | BatchWork, inputs: Sequence[Memory], seconds: float
     ) -> Event:
-        event = _try_work(number, process.worker, work, inputs)
+        if any(memory.gone for memory in inputs):
+            return WorkFailed(number, DataError(f"{work}", "rows of another worker", "a passing fault", "Try again."))
+        event = _try_work(number, process.worker, work, [memory.arrays for memory in inputs])
         if isinstance(event, WorkFailed):
             return event
-        memory = Memory(event.memory)
+        memory = Memory(event.memory, worker=number if self.keeps else None)
         self.made.append(memory)
         return replace(event, memory=memory, costs=Costs(read_seconds=seconds), peak_rss_mb=1)
 
@@ -188,28 +195,32 @@ class SimulatedExecutor(Executor):
 
     def kill(self, worker: int) -> None:
         self.processes.pop(worker).alive = False
+        for memory in self.made:
+            memory.gone = memory.gone or memory.worker == worker
 
     def free(self, memory: Memory) -> None:
         require(not memory.freed, "memory was freed twice")
         memory.freed = True
 
-    def to_segment(self, memory: Memory) -> Segment:
+    def deliver(self, memory: Memory) -> tuple[dict[str, Any], list[int]]:
         require(not memory.freed, "a rank gets memory that was freed")
-        self.loans[len(self.loans)] = memory.arrays
-        return Loan(len(self.loans) - 1, {}, 0)
+        require(not memory.gone, "a rank is sent to a worker that has ended")
+        self.loans[len(self.loans)] = memory
+        return {"loan": len(self.loans) - 1}, []
 
     def close(self) -> None:
         self.closed = True
 
     def require_all_freed(self) -> None:
         """Checks that nothing was leaked."""
-        require(all(memory.freed for memory in self.made if memory.arrived), "memory was leaked")
+        kept = [memory for memory in self.made if memory.arrived and not memory.gone]
+        require(all(memory.freed for memory in kept), "memory was leaked")
 
 
-def make_executor(world: World, disk: Disk, wake: Callable[[], None]) -> Callable[..., SimulatedExecutor]:
+def make_executor(world: World, disk: Disk, wake: Callable[[], None], keeps: bool) -> Callable[..., SimulatedExecutor]:
     """Returns what a master calls to make its executor."""
 
     def make(data: Any, config: Any, folder: Path, events: "queue.SimpleQueue[Any]") -> SimulatedExecutor:
-        return SimulatedExecutor(world, disk, wake, data, config, folder, events)
+        return SimulatedExecutor(world, disk, wake, keeps, data, config, folder, events)
 
     return make

@@ -31,9 +31,10 @@ from pipeline.data.batch import Batch
 from pipeline.data.position import NO_TIMES, Position
 from pipeline.errors import ConfigError, ContractError
 from pipeline.jobs.training.rank import build_model, build_unsharded, open_client, open_event_writer, run_rank
-from pipeline.preprocessing.client import InlineSource, ServiceSource
+from pipeline.preprocessing.client import InlineSource, open_remote_source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.transport.places import ServiceAddress
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.heartbeat import Heartbeat
@@ -71,7 +72,7 @@ class MeasureTask(BaseModel, frozen=True):
     workload: Workload | None
     """Shape of the batches that are drawn in memory. None: batches come from `data`."""
     data: DataSpec | None
-    service: str | None = None
+    service: str | ServiceAddress | None = None
     """Address of the preprocessing service, which has `data` under the name `train`. None: the first batches are read
     before the clock starts."""
     placement: ShardingPlan | None = None
@@ -194,7 +195,8 @@ class MeasuredPoint:
         task = self.task
         assert task.data is not None
         assert task.service is not None
-        reader = open_client(task, ServiceSource(task.service), "train", task.data, self.rank, shuffled=True)
+        source = open_remote_source(task.service, task.preprocessing.connections)
+        reader = open_client(task, source, "train", task.data, self.rank, shuffled=True)
         for epoch in itertools.count():
             yield from reader.batches(Position(epoch=epoch))
 

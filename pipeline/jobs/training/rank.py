@@ -31,7 +31,7 @@ from pipeline.data.batch import Batch
 from pipeline.errors import ContractError, to_wire
 from pipeline.jobs.code_version import read_code
 from pipeline.jobs.training.rank_spec import SERVICE_FOLDER, RankSpec
-from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
+from pipeline.preprocessing.client import BatchSource, Client, InlineSource, open_remote_source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec, count_rows
 from pipeline.preprocessing.worker import Worker
@@ -214,7 +214,7 @@ def assemble(
     data = {"train": spec.train} | ({"valid": spec.valid} if spec.valid is not None else {})
     source: BatchSource
     if spec.service is not None:
-        source = ServiceSource(spec.service)
+        source = open_remote_source(spec.service, spec.preprocessing.connections)
     else:
         folder = Path(spec.folder) / SERVICE_FOLDER if world_size == 1 else None
         source = InlineSource(data, spec.preprocessing, folder, lambda text: emit({"event": "warning", "text": text}))

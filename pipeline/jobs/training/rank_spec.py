@@ -1,10 +1,11 @@
 """Input of a rank. The launcher makes it, so this module imports nothing heavy."""
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from models.config import DLRMConfig
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.transport.places import ServiceAddress
 from pipeline.training.config import TrainConfig
 from pipeline.training.tables.plan import ShardingPlan
 from pipeline.transforms.plan.carry_over import Start
@@ -24,7 +25,7 @@ class RankSpec(BaseModel, frozen=True):
     model: DLRMConfig
     training: TrainConfig
     preprocessing: PreprocessingConfig
-    service: str | None = None
+    service: str | ServiceAddress | None = Field(default=None, repr=False)
     """Address of the preprocessing service for `train` and `valid`. None: each rank reads for itself."""
     valid_rows: int = 0
     """Rows of `valid`."""

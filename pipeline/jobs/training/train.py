@@ -191,6 +191,8 @@ def open_service(workspace: Workspace, job: TrainingJob) -> Iterator[Service | N
     if preprocessing.executor == "inline":
         yield None
         return
+    if workspace.config.ranks_are_elsewhere:
+        preprocessing = preprocessing.model_copy(update={"transport": "network"})
     data: dict[str, DataSpec] = {part: spec for part, spec in job.data.items() if part != "test"}
     folder = Path(job.folder) / SERVICE_FOLDER
     with Service(data, preprocessing, folder, log.warning) as service:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.preprocessing import stream as stream_module
-from pipeline.preprocessing.client import BatchSource, InlineSource, ServiceSource
+from pipeline.preprocessing.client import BatchSource, InlineSource
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.service import Service
 from tests.pipeline.preprocessing.reference import (
@@ -23,6 +23,8 @@ from tests.pipeline.preprocessing.reference import (
     eventually,
     memory_descriptors,
     selected,
+    source_of,
+    transport_of,
 )
 
 QUICK = ("inline", "process")
@@ -42,12 +44,13 @@ def sources(
             if executor == "ray" and importlib.util.find_spec("ray") is None:
                 pytest.skip("needs Ray: make setup EXTRAS=ray")
             if name not in known:
-                config = CONFIG.model_copy(update={"executor": executor, "workers": workers})
+                given = {"executor": executor, "workers": workers, "transport": transport_of(name)}
+                config = CONFIG.model_copy(update=given)
                 if executor == "inline":
                     known[name] = InlineSource(parts, config)
                 else:
                     service = stack.enter_context(Service(parts, config, tmp_path_factory.mktemp("service")))
-                    known[name] = ServiceSource(service.address)
+                    known[name] = source_of(service)
             return known[name]
 
         yield source
@@ -98,11 +101,18 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def serve(data: DataSpec, tmp_path: Path, nothing_left: None) -> Iterator[Callable[..., Service]]:
+def transport() -> str:
+    """How batches travel in `serve`. test_chaos.py has both ways."""
+    return "memory"
+
+
+@pytest.fixture
+def serve(data: DataSpec, tmp_path: Path, nothing_left: None, transport: str) -> Iterator[Callable[..., Service]]:
     """(workers, data, **config) -> a separate service, for tests that disturb it."""
     with ExitStack() as stack:
 
         def start(workers: int = 2, spec: DataSpec | None = None, **config: object) -> Service:
+            config = {"transport": "memory" if config.get("executor") == "inline" else transport} | config
             found = CONFIG.model_copy(update={"executor": "process", "workers": workers} | config)
             folder = tmp_path / f"service-{len(list(tmp_path.glob('service-*')))}"
             return stack.enter_context(Service({"days": spec or data}, found, folder))

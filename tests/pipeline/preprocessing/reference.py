@@ -22,9 +22,10 @@ from pipeline import forkserver
 from pipeline.data.batch import Batch
 from pipeline.data.position import LostRows, Position
 from pipeline.data.selection import HASH_STEPS
-from pipeline.preprocessing.client import BatchSource, Client, InlineSource
+from pipeline.preprocessing.client import BatchSource, Client, InlineSource, open_remote_source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.service import Service
 
 SELECTIONS: dict[str, dict[str, Any]] = {
     "days": {},
@@ -42,8 +43,17 @@ EXECUTORS: dict[str, tuple[str, int]] = {
     "process x1": ("process", 1),
     "process x4": ("process", 4),
     "ray": ("ray", 2),
+    "network": ("process", 3),
+    "ray network": ("ray", 2),
 }
 """Name in the tests -> (executor, workers)."""
+
+
+def transport_of(name: str) -> str:
+    """The transport of an executor's name in the tests."""
+    return "network" if "network" in name else "memory"
+
+
 CONFIG = PreprocessingConfig(shuffle_window_rows=WINDOW_ROWS, split_rows=SPLIT_ROWS, workers=1)
 TIGHT_BYTES = 60_000
 """About three shuffle windows of the small warehouse: most of the work is still to do while batches are taken."""
@@ -304,3 +314,8 @@ def stepping(*iterators: Iterator[Batch]) -> Iterator[None]:
     finally:
         for iterator in iterators:
             iterator.close()  # type: ignore[attr-defined]
+
+
+def source_of(service: Service) -> BatchSource:
+    """The source of a service's batches, for a rank."""
+    return open_remote_source(service.address, service.config.connections)

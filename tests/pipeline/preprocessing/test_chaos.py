@@ -21,7 +21,7 @@ from pipeline.data.batch import Batch
 from pipeline.data.position import Position
 from pipeline.errors import ContractError
 from pipeline.preprocessing import service as service_module
-from pipeline.preprocessing.client import BatchSource, InlineSource, ServiceSource
+from pipeline.preprocessing.client import BatchSource, InlineSource
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import QUARANTINE_FILE, WORKERS_FILE, Master
 from pipeline.preprocessing.service import Service
@@ -40,9 +40,17 @@ from tests.pipeline.preprocessing.reference import (
     layout,
     numbers,
     order_hash,
+    source_of,
 )
 
 Serve = Callable[..., Service]
+
+
+@pytest.fixture(params=["memory", pytest.param("network", marks=pytest.mark.slow)])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Every fault is survived alike, whatever carries the batches."""
+    name: str = request.param
+    return name
 
 
 @pytest.fixture
@@ -51,8 +59,8 @@ def masters(monkeypatch: pytest.MonkeyPatch) -> list[Master]:
     made: list[Master] = []
 
     class Noted(Master):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
             made.append(self)
 
     monkeypatch.setattr(service_module, "Master", Noted)
@@ -127,7 +135,7 @@ def test_fault_14_killed_workers(
     service = serve(count, attempts=len(steps) + 1, **tight)  # chance may hit the same work each time
     workers(service, count)
     schedule = {step: lambda: kill(service, killed, chance) for step in steps}
-    found = disturbed(client(ServiceSource(service.address), data).batches(), schedule)
+    found = disturbed(client(source_of(service), data).batches(), schedule)
     expected = Reference(data, days).batches()
     assert all_equal(found, expected)
     assert order_hash(found) == order_hash(expected)
@@ -144,7 +152,7 @@ def test_fault_14_workers_killed_before_they_are_ready(
         eventually(lambda: masters and masters[0].started == number and number in masters[0].workers)  # noqa: B023
         processes = masters[0].executor.processes  # type: ignore[attr-defined]
         os.kill(eventually(lambda: processes.get(number)).pid, signal.SIGKILL)  # noqa: B023
-    assert all_equal(client(ServiceSource(service.address), data).batches(), Reference(data, days).batches())
+    assert all_equal(client(source_of(service), data).batches(), Reference(data, days).batches())
     assert service.totals.restarts == 2
 
 
@@ -160,7 +168,7 @@ def test_fault_14_the_restart_limit_ends_the_run(serve: Serve, tight: dict[str, 
 
     found: list[Batch] = []
     with pytest.raises(ContractError) as caught:
-        disturbed(client(ServiceSource(service.address), data).batches(), {1: kill_it, 2: kill_it}, found)
+        disturbed(client(source_of(service), data).batches(), {1: kill_it, 2: kill_it}, found)
     assert 2 <= len(found) < 16
     assert str(caught.value) == (
         f"preprocessing workers: expected at most 1 replacements, got 2: the last worker had process id {last[0]}, "
@@ -187,27 +195,43 @@ def test_fault_15_stopped_workers_are_replaced(
     monkeypatch.setattr("pipeline.preprocessing.master.STRAGGLER_SECONDS", 10**6)  # only the lease may help
     service = serve(2, lease_seconds=4.0, **tight)
     known = workers(service, 2)
-    batches = client(ServiceSource(service.address), data).batches()
+    batches = client(source_of(service), data).batches()
     found = disturbed(batches, {2: lambda: [stop(pid) for pid in known[:stopped]]})
     assert all_equal(found, Reference(data, days).batches())
     assert stopped <= service.totals.restarts <= stopped + 1
     assert not any(alive(pid) for pid in known[:stopped])
 
 
+@pytest.mark.parametrize("transport", ["memory"])
 def test_fault_15_a_stragglers_work_is_done_twice_and_its_late_result_dropped(
     serve: Serve, tight: dict[str, Any], data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.preprocessing.master.STRAGGLER_SECONDS", 0.3)
     service = serve(2, **tight)  # leases are long
     slow = workers(service, 2)[0]
-    batches = client(ServiceSource(service.address), data).batches()
+    batches = client(source_of(service), data).batches()
     found = disturbed(batches, {2: lambda: stop(slow)})
     assert all_equal(found, Reference(data, days).batches())
     assert (service.totals.restarts, service.totals.late_results) == (0, 0)
     resume(slow)
     eventually(lambda: service.totals.late_results == 1)
-    assert all_equal(client(ServiceSource(service.address), data).batches(), Reference(data, days).batches())
+    assert all_equal(client(source_of(service), data).batches(), Reference(data, days).batches())
     assert service.totals.restarts == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["network"])
+def test_fault_15_a_worker_that_does_not_serve_what_it_keeps_is_replaced(
+    serve: Serve, tight: dict[str, Any], data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before its lease ends: ranks and other workers report it."""
+    monkeypatch.setattr("pipeline.preprocessing.transport.source.TRANSFER_SECONDS", 1.0)
+    service = serve(2, **tight)
+    stopped = workers(service, 2)[0]
+    found = disturbed(client(source_of(service), data).batches(), {2: lambda: stop(stopped)})
+    assert all_equal(found, Reference(data, days).batches())
+    assert service.totals.restarts == 1
+    assert not alive(stopped)
 
 
 @contextmanager
@@ -241,7 +265,7 @@ def test_fault_15_a_worker_twenty_times_slower(
     reference = Reference(data, days)
     with slowed(slow, 0.05):
         for epoch in range(2):
-            batches = client(ServiceSource(service.address), data).batches(Position(epoch=epoch))
+            batches = client(source_of(service), data).batches(Position(epoch=epoch))
             assert all_equal(batches, reference.batches(epoch))
     assert service.totals.restarts == 0
     assert service.totals.quarantined == []
@@ -257,7 +281,7 @@ def hung(
         spec = make_warehouse(tmp_path / "warehouse", days)
         service = serve(2, spec, **tight, **config)
         workers(service, 2)
-        batches = client(ServiceSource(service.address), spec).batches()
+        batches = client(source_of(service), spec).batches()
         first = next(batches)
         order = [row for window in Reference(spec, days).windows(7, 0, 250, 150) for row in window]
         starts = {file: layout(file)[0][0] for file in files_of(spec)}
@@ -346,7 +370,7 @@ def test_fault_16_a_poison_split_fails_after_its_attempts(
     monkeypatch.setattr(Master, "_handle_failure", noting)
     service = serve(1, spec, executor=executor)
     with pytest.raises(ContractError) as caught:
-        list(client(ServiceSource(service.address), spec).batches())
+        list(client(source_of(service), spec).batches())
     assert str(caught.value).startswith(said)
     assert failures == [1, 2]  # the third attempt ended the run
     assert service.totals.restarts == 0
@@ -362,7 +386,7 @@ def test_fault_16_a_poison_split_is_quarantined(
     service = serve(2, spec, executor=executor, on_corrupt="quarantine")
     service.warn = sentences.append
     for epoch in range(2):
-        found = list(client(ServiceSource(service.address), spec).batches(Position(epoch=epoch)))
+        found = list(client(source_of(service), spec).batches(Position(epoch=epoch)))
         listed = [entry for entry in quarantined(service) if entry["epoch"] == epoch]
         lost = [(Path(entry["path"]).name, entry["row_group"]) for entry in listed]
         assert {name for name, _ in lost} == {file.name}
@@ -387,7 +411,7 @@ def test_fault_16_the_list_of_quarantined_rows_outlives_the_service(
     for epochs in ([0], [0, 1]):
         with Service({"days": spec}, config, tmp_path / "kept") as service:
             for epoch in epochs:
-                list(client(ServiceSource(service.address), spec).batches(Position(epoch=epoch)))
+                list(client(source_of(service), spec).batches(Position(epoch=epoch)))
             listed.append(quarantined(service))
     assert listed[1][: len(listed[0])] == listed[0]
     assert {entry["epoch"] for entry in listed[1][len(listed[0]) :]} == {1}
@@ -410,7 +434,7 @@ def test_fault_17_a_slow_trainer_holds_the_workers_back(
 ) -> None:
     service = serve(2, **tight)
     found: list[Batch] = []
-    batches = client(ServiceSource(service.address), data).batches()
+    batches = client(source_of(service), data).batches()
     rows_read = []
     for batch in batches:
         found.append(batch)
@@ -446,7 +470,7 @@ def test_fault_17_too_little_memory_is_an_error(
 ) -> None:
     service = serve(1, executor=executor, memory_bytes=12_000)
     with pytest.raises(ContractError) as caught:
-        list(client(ServiceSource(service.address), data).batches())
+        list(client(source_of(service), data).batches())
     text = str(caught.value)
     assert text.startswith(
         "preprocessing.memory_bytes: expected room for the rows of a shuffle window and a group of batches, "
@@ -468,7 +492,7 @@ def test_fault_17_memory_that_becomes_too_little_is_an_error_too(
         found: list[Batch] = []
         said = ""
         try:
-            disturbed(client(ServiceSource(service.address), data).batches(), {}, found)
+            disturbed(client(source_of(service), data).batches(), {}, found)
         except ContractError as error:
             said = str(error)
         assert said.endswith("Raise it, or lower preprocessing.shuffle_window_rows." if len(found) < 16 else "")
@@ -485,7 +509,7 @@ def test_fault_17_a_slow_source_shows_in_the_time_waited(
 ) -> None:
     service = serve(1, **tight)
     pid = workers(service, 1)[0]
-    batches = client(ServiceSource(service.address), data).batches()
+    batches = client(source_of(service), data).batches()
     found = disturbed((next(batches) for _ in range(3)), {3: lambda: stop(pid)})
     timer = threading.Timer(1.0, resume, [pid])
     begun = time.perf_counter()
@@ -504,15 +528,14 @@ def test_fault_17_a_slow_source_shows_in_the_time_waited(
 MASTER = """
 import sys
 from pathlib import Path
-from pipeline.preprocessing.client import ServiceSource
 from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.dataset import DataSpec
-from tests.pipeline.preprocessing.reference import CONFIG, client
+from tests.pipeline.preprocessing.reference import CONFIG, client, source_of
 spec = DataSpec.model_validate_json(Path(sys.argv[1]).read_text())
 config = CONFIG.model_copy(update={"executor": "process", "workers": 2})
 with Service({"days": spec}, config, Path(sys.argv[2])) as service:
     print(service.address, flush=True)
-    for batch in client(ServiceSource(service.address), spec).batches():
+    for batch in client(source_of(service), spec).batches():
         print(batch.position.model_dump_json(), flush=True)
         sys.stdin.readline()
 """

@@ -1,5 +1,6 @@
 """The order of the rows is complete, resumable, decided by the seed alone and the same under every executor."""
 
+import copy
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,7 @@ from tests.pipeline.preprocessing.reference import (
     numbers,
     order_hash,
     selected,
+    source_of,
     stepping,
 )
 
@@ -277,8 +279,7 @@ def test_two_trainers_at_once(source: BatchSource, data: DataSpec, days: list[pa
     if isinstance(source, InlineSource):
         ours, theirs = client(source, data), client(source, data)
     else:
-        assert isinstance(source, ServiceSource)
-        ours, theirs = client(source, data), client(ServiceSource(source.address), data)
+        ours, theirs = client(source, data), client(copy.copy(source), data)
     expected = Reference(data, days).batches()
     pairs = list(zip(ours.batches(), theirs.batches(), strict=True))
     assert all_equal([pair[0] for pair in pairs], expected)
@@ -342,7 +343,7 @@ def collect_errors(spec: DataSpec, config: PreprocessingConfig, folder: Path) ->
     with Service({"days": spec}, config, folder) as service:
         for _ in range(2):
             with pytest.raises(ContractError) as caught:
-                list(client(ServiceSource(service.address), spec).batches())
+                list(client(source_of(service), spec).batches())
             said.append(str(caught.value))
     return said
 

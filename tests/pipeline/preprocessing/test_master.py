@@ -22,7 +22,6 @@ from pipeline.preprocessing.executors import (
     WorkFailed,
 )
 from pipeline.preprocessing.master import QUARANTINE_FILE, WORKERS_FILE, Master, make_executor
-from pipeline.preprocessing.memory import Segment
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.stream import Request
 from pipeline.preprocessing.worker import Costs
@@ -58,7 +57,7 @@ class FakeExecutor(Executor):
         assert memory not in self.freed
         self.freed.append(memory)
 
-    def to_segment(self, memory: str) -> Segment:
+    def deliver(self, memory: str) -> Any:
         raise NotImplementedError
 
     def finish(self, worker: int, seconds: float = 1.0) -> str:

@@ -17,7 +17,7 @@ from pipeline.jobs.estimate.footprint import measure_worker_speed
 from pipeline.jobs.study.rank import load_batches
 from pipeline.jobs.training.rank_spec import SERVICE_FOLDER
 from pipeline.jobs.training.train import summarize_preprocessing
-from pipeline.preprocessing.client import Client, InlineSource, ServiceSource
+from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import read_quarantine
 from pipeline.preprocessing.service import Service
@@ -32,6 +32,7 @@ from tests.pipeline.preprocessing.reference import (
     files_of,
     layout,
     numbers,
+    source_of,
 )
 
 ROWS = 2481
@@ -99,7 +100,7 @@ def test_what_was_lost_is_passed_on_to_the_next_epoch(whole: DataSpec, serve: Ca
     corrupt(file)
     for source in (
         InlineSource({"days": whole}, QUARANTINE),
-        ServiceSource(serve(1, whole, on_corrupt="quarantine").address),
+        source_of(serve(1, whole, on_corrupt="quarantine")),
     ):
         reader = client(source, whole)
         list(reader.batches())
@@ -139,7 +140,7 @@ def test_a_row_group_is_listed_once_however_often_it_is_met(whole: DataSpec, tmp
     for _ in range(2):
         with Service({"days": whole}, QUARANTINE.model_copy(update={"executor": "inline"}), tmp_path / "s") as service:
             for attempt in range(2):
-                list(client(ServiceSource(service.address), whole, attempt=attempt).batches())
+                list(client(source_of(service), whole, attempt=attempt).batches())
             [entry] = service.totals.quarantined
             assert read_quarantine(tmp_path / "s") == [entry]
             assert service.totals.quarantined_rows == entry["rows"]

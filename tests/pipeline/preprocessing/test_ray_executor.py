@@ -9,11 +9,10 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.preprocessing.client import ServiceSource
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import WORKERS_FILE
 from pipeline.preprocessing.service import Service
-from tests.pipeline.preprocessing.reference import CONFIG, alone, client, eventually, order_hash
+from tests.pipeline.preprocessing.reference import CONFIG, alone, client, eventually, order_hash, source_of
 
 pytest.importorskip("ray", reason="needs Ray: make setup EXTRAS=ray")
 
@@ -30,7 +29,7 @@ def test_fault_14_and_15_actors_are_killed_and_stopped(data: DataSpec, tmp_path:
         assert [psutil.Process(pid).nice() for pid in pids] == [psutil.Process().nice()] * 2
 
         def batches():
-            for number, batch in enumerate(client(ServiceSource(service.address), data).batches()):
+            for number, batch in enumerate(client(source_of(service), data).batches()):
                 if number == 0:
                     os.kill(pids[0], signal.SIGKILL)
                 elif number == 1:

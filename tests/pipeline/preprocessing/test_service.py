@@ -14,13 +14,13 @@ import pytest
 
 from pipeline.errors import ContractError, DataError
 from pipeline.preprocessing import service as module
-from pipeline.preprocessing import wire
-from pipeline.preprocessing.client import Client, ServiceSource
+from pipeline.preprocessing.client import Client
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import Master
 from pipeline.preprocessing.service import Service
-from tests.pipeline.preprocessing.reference import CONFIG, ROOT, Reference, all_equal, client, eventually
+from pipeline.preprocessing.transport import wire
+from tests.pipeline.preprocessing.reference import CONFIG, ROOT, Reference, all_equal, client, eventually, source_of
 
 GONE = (
     "preprocessing service: expected batches, got none: its process ended. "
@@ -35,8 +35,8 @@ def masters(monkeypatch: pytest.MonkeyPatch) -> list[Master]:
     made: list[Master] = []
 
     class Noted(Master):
-        def __init__(self, *arguments: object) -> None:
-            super().__init__(*arguments)  # type: ignore[arg-type]
+        def __init__(self, *arguments: object, **options: object) -> None:
+            super().__init__(*arguments, **options)  # type: ignore[arg-type]
             made.append(self)
 
     monkeypatch.setattr(module, "Master", Noted)
@@ -50,7 +50,7 @@ def service(serve: Serve) -> Service:
 
 
 def reading(service: Service, data: DataSpec, **settings: object) -> Client:
-    return client(ServiceSource(service.address), data, **settings)
+    return client(source_of(service), data, **settings)
 
 
 def outcome(reader: Client) -> tuple[threading.Thread, list[object]]:
@@ -180,7 +180,7 @@ def test_an_error_while_batches_are_delivered_does_not_hang(
     def lost(memory: object) -> None:
         raise KeyError("lost")
 
-    monkeypatch.setattr(masters[0].executor, "to_segment", lost)
+    monkeypatch.setattr(masters[0].executor, "deliver", lost)
     with pytest.raises(ContractError) as caught:
         list(batches)
     assert str(caught.value) == (
@@ -192,7 +192,7 @@ def test_an_unknown_dataset_is_refused_and_others_continue(
     service: Service, data: DataSpec, days: list[pa.Table]
 ) -> None:
     with pytest.raises(ContractError) as caught:
-        next(client(ServiceSource(service.address), data, "nothing").batches())
+        next(client(source_of(service), data, "nothing").batches())
     assert str(caught.value) == (
         "preprocessing service: expected the name of a dataset: 'days', got 'nothing'. Request one of them."
     )

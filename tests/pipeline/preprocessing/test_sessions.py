@@ -15,7 +15,7 @@ from pipeline.data.batch import Batch
 from pipeline.data.position import Position
 from pipeline.errors import ConfigError, DataError
 from pipeline.preprocessing import kernels
-from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
+from pipeline.preprocessing.client import BatchSource, Client, InlineSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.drain import drain
@@ -33,6 +33,7 @@ from tests.pipeline.preprocessing.reference import (
     expected_numbers,
     joined,
     numbers,
+    source_of,
 )
 
 GROUP = ("list_items",)
@@ -79,7 +80,7 @@ def source(
         return
     config = CONFIG.model_copy(update={"executor": "process", "workers": 2})
     with Service(data, config, tmp_path_factory.mktemp("service")) as service:
-        yield ServiceSource(service.address)
+        yield source_of(service)
 
 
 class BySession(Reference):

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from pipeline.preprocessing import wire
+from pipeline.preprocessing.transport import wire
 from tests.pipeline.preprocessing.reference import eventually
 
 Pair = tuple[socket.socket, socket.socket]

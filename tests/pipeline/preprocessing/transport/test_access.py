@@ -1,0 +1,101 @@
+"""Only those who know the run's token are served, and beyond this machine only over TLS with the right certificate."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+
+from pipeline.preprocessing.memory import PrivateWriter, Slabs, copy_to_segment
+from pipeline.preprocessing.transport import shelf as module
+from pipeline.preprocessing.transport.access import address_of, listen, make_certificate
+from pipeline.preprocessing.transport.places import Address, NetworkSettings, Place, Ticket, UnreachableError
+from pipeline.preprocessing.transport.shelf import Connections, Shelf
+
+TOKEN = "0123456789abcdef" * 4
+
+
+@pytest.fixture
+def shelf() -> Iterator[Shelf]:
+    made = Shelf(NetworkSettings(host="127.0.0.1", token=TOKEN, connections=2))
+    yield made
+    made.close()
+
+
+def kept(shelf: Shelf) -> Place:
+    writer = PrivateWriter()
+    writer.add({"0.labels": ("float32", (2,)), "0.starts": ("int64", (1,)), "0.ids": ("int32", (0,))})
+    writer.finish()["0.labels"][:] = 0.0, 1.0
+    return shelf.keep(copy_to_segment(writer.finish(), Slabs()))
+
+
+def fetch(place: Place, token: str = TOKEN, address: Address | None = None) -> Any:
+    connections = Connections(1, token)
+    try:
+        return list(connections.get(address or place.address, Ticket(key=place.key), 10.0))
+    finally:
+        connections.close()
+
+
+def test_a_result_is_served_until_it_is_dropped(shelf: Shelf) -> None:
+    place = kept(shelf)
+    assert fetch(place)[0].column("labels").to_pylist() == [[0.0, 1.0]]
+    shelf.drop([place.key])
+    with pytest.raises(flight.FlightServerError, match="which was freed"):
+        fetch(place)
+
+
+@pytest.mark.parametrize("token", ["", TOKEN[:-1], TOKEN[:-1] + "0"])
+def test_a_wrong_token_is_refused(shelf: Shelf, token: str) -> None:
+    with pytest.raises(flight.FlightUnauthenticatedError):
+        fetch(kept(shelf), token)
+
+
+def test_beyond_loopback_a_server_has_a_certificate_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.preprocessing.transport.access.is_loopback", lambda host: False)
+    server = Shelf(NetworkSettings(host="127.0.0.1", token=TOKEN, connections=2))
+    try:
+        place = kept(server)
+        assert server.address.location.startswith("grpc+tls://")
+        assert "PRIVATE" not in str(server.address.certificate)
+        assert len(fetch(place)) == 1
+        stranger = Address(location=server.address.location, certificate=make_certificate()[0])
+        plain = Address(location=server.address.location.replace("+tls", ""))
+        for address in (stranger, plain):
+            with pytest.raises(pa.ArrowException):
+                fetch(place, address=address)
+    finally:
+        server.close()
+
+
+def test_rows_of_a_worker_that_is_gone_are_named_with_its_place(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FETCH_SECONDS", 0.5)
+    other = Shelf(NetworkSettings(host="127.0.0.1", token=TOKEN, connections=2))
+    place, location = kept(other), other.address.location
+    assert np.array_equal(shelf.find([place])[0]["0.labels"], [0.0, 1.0])
+    shelf.fetched.clear()
+    other.close()
+    with pytest.raises(UnreachableError) as caught:
+        shelf.find([place])
+    assert caught.value.location == location
+    assert str(caught.value).startswith(f"preprocessing worker at {location}: expected to serve what it keeps, got ")
+
+
+def test_connections_are_bounded(shelf: Shelf) -> None:
+    others = [Shelf(NetworkSettings(host="127.0.0.1", token=TOKEN, connections=2)) for _ in range(3)]
+    connections = Connections(2, TOKEN)
+    try:
+        for other in others:
+            list(connections.get(other.address, Ticket(key=kept(other).key), 10.0))
+        assert list(connections.open) == [other.address.location for other in others[1:]]
+    finally:
+        connections.close()
+        for other in others:
+            other.close()
+
+
+def test_addresses_of_ipv6_are_in_brackets() -> None:
+    assert address_of("fe80::1", 80, None).location == "grpc://[fe80::1]:80"
+    assert listen("::1", TOKEN)[0]["location"] == "grpc://[::1]:0"
