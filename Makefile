@@ -56,7 +56,7 @@ quality: setup  ## train every config of configs/quality.json that has its data 
 
 docs: setup  ## generate the reference pages and build docs/ into site/; a broken link is an error
 	@$(RUN) -m flows.reference
-	@$(RUN) -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 	@echo "open site/index.html"
 
 screenshots: setup  ## make the screenshots of docs/images anew; needs Chromium

@@ -260,11 +260,31 @@ def test_lines_are_short(path: Path) -> None:
     assert long == []
 
 
-def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
+def build_site(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Builds a site as `make docs` does."""
     pytest.importorskip("mkdocs")
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    (words,) = re.findall(r"-m (mkdocs build.*)", MAKEFILE)
+    words = [sys.executable, "-m", *shlex.split(words), "--config-file", str(config), "--site-dir", str(site)]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
+    done = build_site(ROOT / "mkdocs.yml", tmp_path / "site")
     assert done.returncode == 0, done.stderr
     page = text_of(tmp_path / "site" / "index.html")
     assert "fonts.googleapis" not in page
     assert not re.search(r"<(?:script|link)[^>]+(?:src|href)=\"https?:", page)
+
+
+@pytest.mark.parametrize(
+    ("link", "found"),
+    [("index.md", None), ("nowhere.md", "nowhere.md"), ("index.md#nowhere", "nowhere"), ("/index.md", "absolute")],
+)
+def test_a_broken_link_fails_the_build_of_the_site(tmp_path: Path, link: str, found: str | None) -> None:
+    settings = text_of(ROOT / "mkdocs.yml").partition("\nnav:\n")[0]
+    (tmp_path / "mkdocs.yml").write_text(f"{settings}\nnav: [index.md]\n", encoding="utf-8")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# Home\n\n[A link]({link})\n", encoding="utf-8")
+    done = build_site(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert (done.returncode == 0) == (found is None), done.stderr
+    assert found is None or found in done.stderr
