@@ -15,6 +15,7 @@ from pipeline.errors import RegistryError
 from pipeline.evaluation.gate import Verdict
 from pipeline.jobs.training import evaluate
 from pipeline.jobs.training.job import resolve_job
+from pipeline.jobs.training.provenance import RECORD, fetch_record
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, find_holder, list_moves, move_alias
 from pipeline.registration.scorer import LoadedModel
@@ -152,6 +153,63 @@ def test_a_champion_is_not_compared_on_rows_that_it_was_trained_on(smoke, home, 
         workspace, resolve_job(workspace, None, False), model, lambda *note: None
     ).gate
     assert gate.difference is not None
+
+
+UNKNOWN = (
+    "so it may have been trained on these evaluation rows. Choose yourself: python -m flows.promote CONFIG version=N."
+)
+
+
+def damage(values):
+    return values | {"trained_on": [{"days": "yesterday"}]}
+
+
+def forget(values):
+    return {key: value for key, value in values.items() if key != "trained_on"}
+
+
+def move_table(values):
+    return values | {"snapshot": values["snapshot"] | {"table": "elsewhere"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            damage,
+            "The record of version 1, the champion, cannot be read (RegistryError: record.json of model 'smoke', "
+            "version 1: expected a record of its training, got other content at 'trained_on.0.days'. Train another "
+            f"version.), {UNKNOWN}",
+        ),
+        (forget, f"The record of version 1, the champion, names no rows, {UNKNOWN}"),
+        (move_table, None),
+    ],
+    ids=["damaged", "no rows", "another table"],
+)
+def test_a_champion_whose_rows_are_unknown_is_not_compared(smoke, home, copied, change, reason):
+    job, model = the_model(smoke, home)
+    tracker = Workspace(load(CONFIG)).tracking
+    changed = change(fetch_record(tracker, "smoke", 1).model_dump(mode="json"))
+    run_id = tracker.start("changed", {}, {}, None)
+    tracker.log_json(run_id, changed, RECORD)
+    tracker.client.set_model_version_tag("smoke", "1", "record", f"runs:/{run_id}/{RECORD}")
+    gate = evaluate.compare_with_champion(Workspace(load(CONFIG)), job, model, lambda *note: None).gate
+    if reason is None:  # rows of another table are not looked for here: docs/limits.md
+        assert gate.difference is not None
+    else:
+        assert (gate.decision, gate.champion, gate.champion_ne, gate.reason) == ("hold", 1, None, reason)
+
+
+def test_a_champion_whose_record_is_gone_is_not_compared(smoke, home, copied):
+    job, model = the_model(smoke, home)
+    tracker = Workspace(load(CONFIG)).tracking
+    tracker.client.set_model_version_tag("smoke", "1", "record", f"runs:/{'0' * 32}/{RECORD}")
+    gate = evaluate.compare_with_champion(Workspace(load(CONFIG)), job, model, lambda *note: None).gate
+    assert (gate.decision, gate.champion, gate.champion_ne) == ("hold", 1, None)
+    assert gate.reason.startswith("The record of version 1, the champion, cannot be read (")
+    tracker.client.delete_model_version_tag("smoke", "1", "record")
+    gate = evaluate.compare_with_champion(Workspace(load(CONFIG)), job, model, lambda *note: None).gate
+    assert gate.difference is not None, "a version that was not trained here is compared"
 
 
 def test_no_champion_scores_for_a_model_that_is_judged_later(smoke, home, copied, monkeypatch):

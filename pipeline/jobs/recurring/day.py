@@ -16,7 +16,7 @@ from pipeline.evaluation.policy import ChampionStanding, Decision
 from pipeline.jobs.recurring.pending import PendingDays, find_open, find_pending
 from pipeline.jobs.training.identity import describe_joined, digest, semantics
 from pipeline.jobs.training.job import REGISTERED, TrainingJob, build_specs, find_begun, make_job, registered_model
-from pipeline.jobs.training.provenance import fetch_record
+from pipeline.jobs.training.provenance import find_record
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, list_spared, no_champion
@@ -174,10 +174,8 @@ def _find_done(workspace: Workspace, identity: str) -> tuple[int | None, str] | 
 
 def is_changed(workspace: Workspace, today: Today, version: int) -> bool:
     """Whether the day has other rows than a version has learned. False if its days are not recorded."""
-    try:
-        learned = fetch_record(workspace.tracking, workspace.config.model_name, version).days.get(f"{today.day}")
-    except RegistryError:  # it has no record
-        return False
+    record = find_record(workspace.tracking, workspace.config.model_name, version)
+    learned = None if record is None else record.days.get(f"{today.day}")
     return learned not in (None, workspace.warehouse.day_contents(today.snapshot)[today.day])
 
 
@@ -215,8 +213,8 @@ def require_champion(workspace: Workspace) -> ChampionVersion:
             "Train another: python -m flows.train CONFIG force=true.",
         )  # fmt: skip
     fields = {key: tags[key] for key in ("trained_to", "scratch_day", "run_folder")}
-    days = fetch_record(workspace.tracking, workspace.config.model_name, version).days if "record" in tags else {}
-    return ChampionVersion(version=version, days=days, **fields)
+    record = find_record(workspace.tracking, workspace.config.model_name, version)
+    return ChampionVersion(version=version, days={} if record is None else record.days, **fields)
 
 
 def find_start(workspace: Workspace, champion: ChampionVersion, plan: Plan) -> Start:
@@ -307,10 +305,8 @@ def make_day_job(
 
 def _list_seen_rows(workspace: Workspace, version: int) -> tuple[Selection, ...]:
     """Returns the rows that a version was trained on, as its record has them."""
-    try:
-        return fetch_record(workspace.tracking, workspace.config.model_name, version).trained_on
-    except RegistryError:  # it has none
-        return ()
+    record = find_record(workspace.tracking, workspace.config.model_name, version)
+    return () if record is None else record.trained_on
 
 
 def clear_old_runs(workspace: Workspace, day: datetime.date) -> list[str]:

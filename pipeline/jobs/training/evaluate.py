@@ -33,7 +33,7 @@ from pipeline.evaluation.metrics import Floats
 from pipeline.evaluation.record import FeatureImportance, describe_quality
 from pipeline.jobs.console import Progress, one_line, step
 from pipeline.jobs.training.job import TrainingJob
-from pipeline.jobs.training.provenance import fetch_record
+from pipeline.jobs.training.provenance import find_record
 from pipeline.jobs.training.train import TrainingResult
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec, hold_rows
@@ -43,7 +43,7 @@ from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, los
 from pipeline.registration.config import Weights
 from pipeline.registration.register import pack
 from pipeline.registration.scorer import LoadedModel, plan_of
-from pipeline.registration.tracking import is_unreachable
+from pipeline.registration.tracking import is_disk_error, is_unreachable
 from pipeline.registration.versions import download_packed
 from storage.reader import DAY, Fragment
 
@@ -242,13 +242,25 @@ def decide(workspace: Workspace, scored: Scored, version: int) -> Verdict:
 
 
 def _find_seen_rows(workspace: Workspace, job: TrainingJob, version: int) -> str | None:
-    """Returns why the champion cannot be compared: it may have seen evaluation rows. None: it can."""
+    """Returns why the champion cannot be compared: it may have seen evaluation rows. None: it can.
+
+    A champion that was not trained here is compared. Nobody knows its rows, and no record can be damaged.
+    """
+    unknown = (
+        "so it may have been trained on these evaluation rows. Choose yourself: "
+        "python -m flows.promote CONFIG version=N."
+    )
+    whose = f"The record of version {version}, the champion,"
     try:
-        record = fetch_record(workspace.tracking, workspace.config.model_name, version)
-    except Exception as error:  # it was not trained here, or its record is damaged
-        if is_unreachable(error):
+        record = find_record(workspace.tracking, workspace.config.model_name, version)
+    except Exception as error:  # of many kinds: MLflow, the store of its files, the disk
+        if is_unreachable(error) or is_disk_error(error):
             raise
+        return f"{whose} cannot be read ({one_line(error)}), {unknown}"
+    if record is None:
         return None
+    if not record.trained_on:
+        return f"{whose} names no rows, {unknown}"
     test = job.data["test"].selection
     same_table = record.snapshot.table == job.snapshot.table
     days = {day for one in record.trained_on if same_table and share_rows(one, test) for day in one.days}

@@ -134,7 +134,22 @@ def fetch_record(tracker: Tracker, name: str, version: int) -> Record:
     """Fetches the record of a version in the registry.
 
     Raises:
-        RegistryError: If there is no such version, or it has no record.
+        RegistryError: If there is no such version, or it has no record, or a damaged one.
+    """
+    found = find_record(tracker, name, version)
+    if found is None:
+        raise RegistryError(
+            f"model '{name}', version {version}", "a record of its training", "none",
+            "It is not from flows.train. Train another version.",
+        )  # fmt: skip
+    return found
+
+
+def find_record(tracker: Tracker, name: str, version: int) -> Record | None:
+    """Fetches the record of a version in the registry. None: it was not trained here, and has none.
+
+    Raises:
+        RegistryError: If there is no such version, or its record is damaged.
     """
     where = f"model '{name}', version {version}"
     try:
@@ -144,8 +159,7 @@ def fetch_record(tracker: Tracker, name: str, version: int) -> Record:
             raise
         raise RegistryError(where, "a version of the registry", "none", "Name another: version=N.") from None
     if place is None:
-        remedy = "It is from before there were records, or not from flows.train. Train another version."
-        raise RegistryError(where, "a record of its training", "none", remedy)
+        return None
     if not PLACE.fullmatch(place):
         raise RegistryError(where, f"a record at {PLACE.pattern}", f"'{place}'", "Do not trust this version.")
     with ScratchFolder("dlrm-record-") as folder:
