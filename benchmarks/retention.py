@@ -1,7 +1,8 @@
 """Disk after a year of daily runs: simulates days of tiny data through the real functions, and cleans after each.
 
 A simulated day takes `--seconds`, and `retention` is scaled by it. Each day writes its rows and yesterday's once more,
-tags the snapshot, leaves a run folder, an MLflow run with files and a model version, and moves the champion.
+tags the snapshot, leaves a run folder, an MLflow run with files, a model version and the notes of a night, and moves
+the champion.
 
     python -m benchmarks.retention --days 365
 """
@@ -18,10 +19,12 @@ import pyarrow as pa
 
 from pipeline.config import load
 from pipeline.jobs.clean import clean
+from pipeline.jobs.tables.layout import READS
 from pipeline.jobs.training.job import tag_inputs
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, move_alias
 from pipeline.registration.tracking import RESULT
+from storage.layout.reads import ReadRecord, record_read
 from storage.reader import SnapshotRef
 
 KEPT = {
@@ -34,9 +37,19 @@ KEPT = {
 }
 """Retention in simulated days. Shorter than the defaults, so that the level shows early in the year."""
 FIRST = datetime.date(2025, 1, 1)
+NOTE_BYTES = 20_000
 TAGS = {"mlflow.source.name": "flows.recurring"}
 """Only runs of our commands are cleaned."""
-FOLDERS = ("runs", "mlflow/artifacts", "mlflow/mlflow.db", "warehouse/dlrm", "warehouse/catalog.db")
+FOLDERS = (
+    "runs",
+    "reports",
+    "reads",
+    "judged",
+    "mlflow/artifacts",
+    "mlflow/mlflow.db",
+    "warehouse/dlrm",
+    "warehouse/catalog.db",
+)
 
 
 def write(workspace: Workspace, day: datetime.date, rows: int) -> SnapshotRef:
@@ -70,10 +83,26 @@ def simulate(workspace: Workspace, number: int, rows: int, model_bytes: int) -> 
     tags = {"identity": identity, "run_folder": folder.name, "snapshot_id": f"{snapshot.snapshot_id}"}
     version = client.create_model_version("year", f"{folder}", run_id, tags=tags)
     move_alias(tracker, "year", CHAMPION, int(version.version), "gate", "simulated")
+    leave_notes(workspace, day)
     spill = workspace.home / "warehouse" / "tmp" / f"ingest-{number}"  # of a killed ingest
     spill.mkdir(parents=True)
     (spill / "spill").write_bytes(bytes(model_bytes))
     return commit
+
+
+def leave_notes(workspace: Workspace, day: datetime.date) -> None:
+    """Leaves the report of the day's ingest, the verdict on its model, and the records of what two epochs read."""
+    home = workspace.home
+    for path in (home / "reports" / f"ingest-year-{day}-{day}" / "checks.png", home / "judged" / f"year-{day}.json"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(os.urandom(NOTE_BYTES))
+    now = datetime.datetime.now(datetime.UTC)
+    columns = tuple(f"column_{number}" for number in range(100))
+    read = ReadRecord(
+        table="year", by="train", at=now, columns=columns, rows=1, bytes_read=1, bytes_stored=1, reads=1, seconds=1.0
+    )
+    for _ in range(2):
+        record_read(home / READS, read)
 
 
 def measure(home: Path) -> dict[str, float]:

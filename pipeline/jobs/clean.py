@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import step
+from pipeline.jobs.tables.layout import READS
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.registration.aliases import list_old_moves, list_spared
 from pipeline.registration.retention import (
@@ -36,6 +37,8 @@ SEARCHES = ("sweeps", "releases", "rehearsals")
 """Folders of work that is kept until it is removed by hand, and whose snapshots are kept with it."""
 TRAININGS = ("runs", "replays")
 KINDS = (*TRAININGS, *SEARCHES)
+DAY = "????-??-??"
+"""Pattern of a day in the name of a file."""
 RETIRED = "retired.txt"
 """File below `home`: the identities that `note_retired` has noted."""
 
@@ -65,7 +68,7 @@ def clean(workspace: Workspace, dry_run: bool) -> dict[str, Any]:
             remove_versions(workspace, dry_run),
             remove_moves(workspace, dry_run),
             remove_folders(workspace, dry_run),
-            remove_verdicts(workspace, dry_run),
+            *remove_notes(workspace, dry_run),
             remove_runs(workspace, dry_run),
             remove_leftovers(workspace, dry_run),
             *remove_snapshots(workspace, retired, dry_run),
@@ -135,17 +138,26 @@ def remove_moves(workspace: Workspace, dry_run: bool) -> Removed:
     return _summarize("moves of aliases", old)
 
 
-@step("clean verdicts")
-def remove_verdicts(workspace: Workspace, dry_run: bool) -> Removed:
-    """Notes of old verdicts on the model's days -> removed. Safe to repeat."""
-    days, pattern = workspace.config.retention.runs_days, f"{workspace.config.model_name}-????-??-??.json"
-    found = [] if days is None else sorted((workspace.home / "judged").glob(pattern))
-    old = [path for path in found if days is not None and _changed(path) < _before(days)]
+@step("clean notes")
+def remove_notes(workspace: Workspace, dry_run: bool) -> list[Removed]:
+    """Notes of daily work -> old ones removed. Safe to repeat: verdicts, reports of ingests, records of reads."""
+    days, home, config = workspace.config.retention.runs_days, workspace.home, workspace.config
+    places = {
+        "verdicts": (home / "judged").glob(f"{config.model_name}-{DAY}.json"),
+        "reports of ingests": (home / "reports").glob(f"ingest-{config.name}-{DAY}-{DAY}"),
+        "records of reads": (home / READS / config.name).glob("*.json"),
+    }
+    return [_remove_old(kind, [] if days is None else found, days or 0, dry_run) for kind, found in places.items()]
+
+
+def _remove_old(kind: str, places: Iterable[Path], days: float, dry_run: bool) -> Removed:
+    """Removes the files and folders that nothing has changed for some days."""
+    old = [path for path in sorted(places) if _changed(path) < _before(days)]
     size = sum(map(_size, old))
     if not dry_run:
         for path in old:
             _remove(path)
-    return _summarize("verdicts", [path.name for path in old], size)
+    return _summarize(kind, [path.name for path in old], size)
 
 
 @step("clean runs")
@@ -181,14 +193,8 @@ def remove_runs(workspace: Workspace, dry_run: bool) -> Removed:
 @step("clean temporary files")
 def remove_leftovers(workspace: Workspace, dry_run: bool) -> Removed:
     """Temporary files of killed work -> removed. Safe to repeat."""
-    home, limit = workspace.home, _before(workspace.config.retention.leftovers_days)
-    places = [path for root in ("tmp", "warehouse/tmp") for path in sorted((home / root).glob("*"))]
-    old = [path for path in places if _changed(path) < limit]
-    size = sum(map(_size, old))
-    if not dry_run:
-        for path in old:
-            _remove(path)
-    return _summarize("temporary files", [path.name for path in old], size)
+    places = (path for root in ("tmp", "warehouse/tmp") for path in (workspace.home / root).glob("*"))
+    return _remove_old("temporary files", places, workspace.config.retention.leftovers_days, dry_run)
 
 
 @step("clean snapshots")

@@ -114,6 +114,34 @@ def test_verdicts_of_other_models_and_young_ones_stay(home: Path) -> None:
     assert all(note.exists() for note in notes)
 
 
+def test_notes_of_each_night_go_with_its_runs(home: Path) -> None:
+    old = [
+        home / "reports" / "ingest-smoke-2025-01-01-2025-01-02" / "checks.json",
+        home / "reads" / "smoke" / "20250101-050000-0123abcd.json",
+    ]
+    kept = [
+        home / "reports" / "smoke-1.html",  # of flows.report: a person asked for it
+        home / "reports" / "ingest-smoke_2-2025-01-01-2025-01-02" / "checks.json",
+        home / "reads" / "other" / "20250101-050000-0123abcd.json",
+    ]
+    young = [
+        home / "reports" / "ingest-smoke-2025-01-02-2025-01-02" / "checks.json",
+        home / "reads" / "smoke" / "2.json",
+    ]
+    for path in (*old, *kept, *young):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    for path in (*old, *kept):
+        os.utime(path, (1e9, 1e9))
+        os.utime(path.parent, (1e9, 1e9))
+    clean(open_(retention__runs_days=None), dry_run=False)
+    assert all(path.exists() for path in old)
+    removed = clean(open_(), dry_run=False)["removed"]
+    assert [removed[kind]["count"] for kind in ("reports of ingests", "records of reads")] == [1, 1]
+    assert not any(path.exists() for path in old)
+    assert all(path.exists() for path in (*kept, *young))
+
+
 def test_moves_of_aliases_go_but_those_that_rollbacks_need(home: Path) -> None:
     workspace = open_()
     tracker = workspace.tracking
