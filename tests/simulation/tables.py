@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import pyarrow as pa
 from pyiceberg.catalog.sql import SqlCatalog
-from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
+from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException, ValidationError
 from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.table.update import AddSnapshotUpdate
 from pyiceberg.utils.concurrent import ExecutorFactory
@@ -36,7 +36,7 @@ from storage.warehouse import Warehouse
 from tests.simulation import disk
 from tests.simulation.disk import KILLED, Disk, Killed
 from tests.simulation.outcome import Outcome, scratch
-from tests.simulation.world import World, require
+from tests.simulation.world import BrokenPromise, World, require
 
 LOST, LATE, NEVER = "the answer to a commit is lost", "a commit takes effect late", "a commit never arrives"
 REFUSED, OTHER, JUMP = "a commit is refused", "another writer is first", "the clock jumps"
@@ -47,6 +47,8 @@ BEGIN = datetime.datetime(2025, 6, 1, tzinfo=datetime.UTC)
 DAYS = tuple(datetime.date(2025, 5, number) for number in (1, 2, 3))
 WRITE_DAYS = 2.0
 """Longest write, in days."""
+UNREADABLE = (ContractError, ValidationError, ValueError)
+"""What readers raise about damaged files: our sentences, and what pyiceberg and Arrow say of bytes that make no sense."""
 
 
 class Serial:
@@ -254,8 +256,11 @@ class Run:
     def judge(self, error: BaseException) -> None:
         """Errors have a cause, and what they say about the table is so."""
         known = (ConflictError, UnknownCommitError, CommitFailedException, CommitStateUnknownException, OSError)
-        if not isinstance(error, known):
-            raise error
+        if isinstance(error, known):
+            return
+        if isinstance(error, UNREADABLE):
+            raise BrokenPromise(f"a command finds the table unreadable: {error}") from error
+        raise error
 
     def play(self) -> None:
         """Works on the table, and looks at it in between."""
@@ -274,7 +279,7 @@ class Run:
 
     def look(self) -> None:
         """A reader sees the days as they were last committed, each row once."""
-        with self.disk.calm():
+        with self.disk.calm(), readable():
             house = self.house = self.house or self.open()
             if not house.has_table(TABLE) or house.table(TABLE).current_snapshot() is None:
                 require(not self.now, "the table is empty")
@@ -294,7 +299,7 @@ class Run:
 
     def tidy(self) -> None:
         """Kept snapshots are whole. After a clean nothing else is left."""
-        with self.disk.calm():
+        with self.disk.calm(), readable():
             house = self.open()
             table = house.table(TABLE)
             for snapshot in table.snapshots():
@@ -323,6 +328,15 @@ class Run:
             most = 25 + 110 * len(living)
             require(len(list((place / "metadata").iterdir())) <= most, "metadata grows")
             self.look()
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """On a calm disk, an error of a reader is a broken promise: committed files are whole."""
+    try:
+        yield
+    except (*UNREADABLE, FileNotFoundError) as error:
+        raise BrokenPromise(f"the table is unreadable: {error}") from error
 
 
 def read(house: Warehouse, reference: SnapshotRef) -> list[tuple[str, int]]:

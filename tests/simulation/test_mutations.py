@@ -3,13 +3,8 @@
 `python -m tests.simulation.test_mutations` prints how soon.
 """
 
-import inspect
 import logging
-import textwrap
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
@@ -18,10 +13,11 @@ from pipeline.preprocessing.desk import Desk
 from pipeline.preprocessing.master import Master
 from pipeline.preprocessing.stream import Stream
 from pipeline.training.state.progress import TrainingProgress
+from tests.simulation.mutation import Mutation, rebuilt
 from tests.simulation.preprocessing import BrokenPromise, play
 
 SCHEDULES = 150
-BUGS: dict[str, tuple[Any, str, str, str]] = {
+BUGS: dict[str, Mutation] = {
     "a position forgets what was lost": (Stream, "_note_lost", "self.lost += ", "_ = "),
     "a resumed window has its lost rows again": (stream, "_leave_out", "not in gone", "not in ()"),
     "the next epoch forgets what was lost": (TrainingProgress, "after_epoch", "lost=lost", "lost=()"),
@@ -49,24 +45,6 @@ BUGS: dict[str, tuple[Any, str, str, str]] = {
 }  # fmt: skip
 
 
-@contextmanager
-def rebuilt(bugs: Iterable[str], broken: bool) -> Iterator[None]:
-    """Compiles the functions of some bugs again, in the namespace of their module.
-
-    Args:
-        broken: Puts the bugs into them.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name, right, wrong in (BUGS[bug] for bug in bugs):
-            function = getattr(owner, name)
-            source = textwrap.dedent(inspect.getsource(function))
-            assert source.count(right) == 1
-            made: dict[str, Any] = {}
-            exec(source.replace(right, wrong) if broken else source, function.__globals__, made)
-            patch.setattr(owner, name, made[name])
-        yield
-
-
 def find() -> int | None:
     """Returns the first seed whose schedule breaks a promise. Any other error means that the schedule itself failed."""
     for seed in range(SCHEDULES):
@@ -79,13 +57,13 @@ def find() -> int | None:
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_simulation_finds(bug: str) -> None:
-    with rebuilt([bug], broken=True):
+    with rebuilt([BUGS[bug]], broken=True):
         assert find() is not None, f"none of {SCHEDULES} schedules found it"
 
 
 def test_the_same_schedules_find_nothing_in_the_right_code() -> None:
     """Which is compiled again in the same way."""
-    with rebuilt(BUGS, broken=False):
+    with rebuilt(BUGS.values(), broken=False):
         assert find() is None
 
 
@@ -94,7 +72,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)  # the service logs what the bugs do to it
     for bug in BUGS:
         begun = time.monotonic()
-        with rebuilt([bug], broken=True):
+        with rebuilt([BUGS[bug]], broken=True):
             seed = find()
         found = "not found" if seed is None else f"found by seed {seed}"
         print(f"{bug}: {found}, {time.monotonic() - begun:.1f} s", flush=True)
