@@ -28,6 +28,14 @@ JOBS = {"jobs"}
 """The one room of pipeline/ that may import several stages."""
 TOOLS = {"__init__", "dataset", "deploy", "doctor", "examples", "ui", "reference", "serve"}
 """Modules of flows/ that are no flows."""
+ALIASES = {"compare": "backtest", "placement": "sharding", "size": "estimate"}
+"""Former name of a flow -> its flow."""
+STARTED = {
+    "backfill": {"recurring"}, "backtest": {"ingest"}, "end_to_end": {"ingest", "train"}, "recurring": {"ingest", "train"},
+}  # fmt: skip
+"""Flow -> the flows that it starts."""
+CONFIG_IMPORTS = ("pipeline.errors", "storage.config", "pydantic")
+"""What the config of a stage may import, beside the standard library, its own room and `pipeline.data.columns`."""
 HEAVY = {"torch", "torchrec", "mlflow", "numpy", "numba", "pyarrow", "pyiceberg", "duckdb", "optuna", "prefect"}
 """Libraries that reading a config must not import."""
 ORCHESTRATION = {"prefect"}
@@ -105,6 +113,35 @@ def test_a_flow_file_is_a_command_and_little_more():
         for path, name in imports()
         if path in names and name.split(".")[0] not in sys.stdlib_module_names and not name.startswith(allowed)
     ]
+    assert stray == []
+
+
+def test_every_file_of_flows_is_a_command_or_a_tool():
+    """A file that calls no `command(` would succeed without doing anything: `python -m flows.NAME`."""
+    found = {path.stem: path.read_text(encoding="utf-8") for path in flow_files()}
+    assert [name for name, code in found.items() if f'\n    command("{name}"' not in code] == []
+
+
+def test_a_flow_imports_no_flow_but_those_it_starts():
+    stray = []
+    for path, name in imports():
+        if path.parts[0] != "flows" or len(path.parts) > 2 or path.stem in TOOLS or not name.startswith("flows."):
+            continue
+        imported = name.split(".")[1]
+        known = STARTED.get(path.stem, set()) | {ALIASES.get(path.stem)}
+        if imported != "runtime" and imported not in known:
+            stray.append(f"{path} imports {name}")
+    assert stray == []
+
+
+def test_the_config_of_a_stage_imports_little():
+    stray = []
+    for path, name in imports():
+        if path.name != "config.py" or path.parts[0] == "flows" or name.split(".")[0] in sys.stdlib_module_names:
+            continue
+        room = ".".join(path.parts[:2])
+        if not name.startswith((*CONFIG_IMPORTS, f"{room}.", "pipeline.data.columns")):
+            stray.append(f"{path} imports {name}")
     assert stray == []
 
 
