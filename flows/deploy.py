@@ -15,7 +15,6 @@ from typing import Any
 import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, DeploymentFilterTags
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState, RunDeployment
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
@@ -32,8 +31,6 @@ QUEUES = {"default": "everything but trainings", "training": "flows that train, 
 """Queue of the pool -> description of its runs."""
 HANDED = ("Pending", "Submitting", "InfrastructurePending")
 """States of a run that a worker has taken and not started."""
-FORMER = "on-demand"
-"""What earlier versions called the deployments that have their flow's name now."""
 ENDED = ("Completed", "Failed", "Cancelled", "Crashed")
 WAITING = ("Scheduled", "Late", "AwaitingRetry", "AwaitingConcurrencySlot", "Paused", "Suspended")
 """States of a run that has ended, or that no worker is meant to hold."""
@@ -137,7 +134,7 @@ def deploy(settings: Settings) -> list[str]:
     home = home_path(".dlrm")
     with authenticated(require_server(home), home), get_client(sync_client=True) as client:
         done = [_pool(client), *(_queue(client, name, settings) for name in QUEUES)]
-        done += [*_deployments(), *_remove_former(client)]
+        done += _deployments()
         training = client.read_deployment_by_name("train/after-ingest").id
         done += [_automation(client, one, settings) for one in automations(settings, training)]
     return done
@@ -178,15 +175,6 @@ def _deployments() -> list[str]:
         reason = " ".join((done.stderr + done.stdout).split())[-500:]
         raise ConfigError("prefect.yaml", "deployments that Prefect accepts", reason, "Correct it, then deploy again.")
     return [f"deployments of {ROOT / 'prefect.yaml'}"]
-
-
-def _remove_former(client: SyncPrefectClient) -> list[str]:
-    """Removes the deployments that are called after their flows now. Their runs stay. One with a schedule stays."""
-    named = DeploymentFilter(name=DeploymentFilterName(any_=[FORMER]), tags=DeploymentFilterTags(all_=[POOL]))
-    found = [one for one in client.read_deployments(deployment_filter=named) if not one.schedules]
-    for one in found:
-        client.delete_deployment(one.id)
-    return [f"removed {len(found)} deployments of the former name {FORMER}"] if found else []
 
 
 def _automation(client: SyncPrefectClient, wanted: AutomationCore, settings: Settings) -> str:

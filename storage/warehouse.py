@@ -513,26 +513,15 @@ def _check_columns(schema: pa.Schema) -> None:
 
 
 def _refuse_stranger(table: Table, schema: pa.Schema) -> None:
-    """Refuses to write features, statistics or scores into a table that somebody made for another purpose.
-
-    A table without the property may be of an earlier version of this code. It is ours if its properties or its newest
-    snapshot hold our records, and if it has one of the columns. It then gets the property.
-    """
+    """Refuses to write features, statistics or scores into a table that somebody made for another purpose."""
     name, known = table.name()[-1], set(table.schema().column_names)
     owner, lacking = find_owner(name), [column for column in schema.names if column not in known]
     if owner is None or table.properties.get(PART_OF) == owner or not lacking:
         return
-    newest = table.current_snapshot()
-    kept = newest.summary.additional_properties if newest is not None and newest.summary is not None else {}
-    ours = any(key.startswith("dlrm.") for key in (*kept, *table.properties))
-    if ours and known & set(schema.names) - {DAY}:
-        with table.transaction() as transaction:
-            transaction.set_properties({PART_OF: owner})
-    else:
-        raise StorageError(
-            f"table '{name}'", f"the one that belongs to table '{owner}'", f"a table without {', '.join(lacking)}",
-            f"Rename table '{name}', or set another name than '{owner}'.",
-        )  # fmt: skip
+    raise StorageError(
+        f"table '{name}'", f"the one that belongs to table '{owner}'", f"a table without {', '.join(lacking)}",
+        f"Rename table '{name}', or set another name than '{owner}'.",
+    )  # fmt: skip
 
 
 def _check_types(table: str, old: pa.Schema, new: pa.Schema) -> None:

@@ -216,16 +216,10 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         values = self.model_dump(mode="json", exclude=elsewhere)
         for section, keys in EXECUTION_KEYS.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
-        for span in SPANS:
-            if values["training"][span] is None:
-                del values["training"][span]  # as in trainings from before this key
         features = {key: value for key, value in values["features"].items() if key != "allow_deprecated"}
-        joined = [source for source in features["joined"] if not source["stored"]]
-        features["joined"] = [{key: of[key] for key in of if key != "lag_days" or of[key]} for of in joined]
+        features["joined"] = [source for source in features["joined"] if not source["stored"]]
         for group in (*features["dense"], *features["sparse"]):
             del group["on_missing"]  # decides whether a training starts, not what it learns
-        if not values["split"]["open_days"]:
-            del values["split"]["open_days"]  # as in trainings from before this key
         return values | {"features": features, "weights": self.registration.weights}
 
     def shareable(self) -> dict[str, Any]:

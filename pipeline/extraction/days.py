@@ -42,7 +42,7 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
     `refresh` says so.
     """
     schema = context.schema
-    source = source_values(context.source)
+    source = context.source.model_dump(mode="json")
     lookups = {one: find_files(one.path, context.root, "source.lookups path") for one in context.source.lookups}
     refreshed = [path for one, files in lookups.items() if one.refresh == "past_days" for path in files]
     shared = fingerprint([source, schema.label, schema.weight, _stamps(refreshed), list(order_by)])
@@ -72,21 +72,6 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
         )
         days.append(SourceDay(day, count, bad, fingerprint(content)[:16], note))
     return days
-
-
-def source_values(source: SourceConfig) -> dict[str, Any]:
-    """Returns the values of a source's config that identify its days.
-
-    Keys of later versions are left out at their defaults: days of earlier versions keep their identities.
-    """
-    values = source.model_dump(mode="json")
-    for key in ("date_format", "day_unit", "rename", "positive"):
-        if values[key] is None or values[key] == {}:
-            del values[key]
-    for lookup in values["lookups"]:
-        if lookup["refresh"] == "new_days":
-            del lookup["refresh"]
-    return values
 
 
 def _definition(source: SourceConfig) -> dict[str, Any]:

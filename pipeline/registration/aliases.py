@@ -13,13 +13,12 @@ from pipeline.registration.tracking import Tracker, is_not_found
 from pipeline.registration.versions import FILES, TRAINED_FROM
 
 CHAMPION, CHALLENGER, REFERENCE = "champion", "challenger", "reference"
-MOVE, FORMER_MOVE = "mlflow.dlrm.move.", "move."
-"""Prefix of the tags of a registered model that record moves, and that of earlier versions. The time follows.
+MOVE = "mlflow.dlrm.move."
+"""Prefix of the tags of a registered model that record moves. The time follows.
 
 MLflow's pages hide tags that begin with `mlflow.`. The model's description shows the moves to people. Each move has a
 tag of its own, so that two at once are both recorded.
 """
-PREFIXES = (MOVE, FORMER_MOVE)
 SHOWN_MOVES = 10
 """Moves in the description of a model."""
 TIME = "%Y-%m-%dT%H-%M-%S.%fZ"
@@ -141,8 +140,7 @@ def list_moves(tracker: Tracker, name: str) -> list[Move]:
 
 def _list_keys(tags: Mapping[str, str]) -> list[str]:
     """Returns the tags that record moves, oldest first."""
-    times = {key.removeprefix(MOVE).removeprefix(FORMER_MOVE): key for key in tags if key.startswith(PREFIXES)}
-    return [times[time] for time in sorted(times)]
+    return sorted(key for key in tags if key.startswith(MOVE))
 
 
 def _read_move(name: str, key: str, text: str) -> Move:

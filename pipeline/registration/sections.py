@@ -1,6 +1,6 @@
 """Names of metrics in MLflow. It shows a section of charts for each text before a slash.
 
-Ranks, journals and configs use plain names. Runs of earlier versions have them in MLflow, too.
+Ranks, journals and configs use plain names.
 """
 
 from collections.abc import Mapping
@@ -36,5 +36,5 @@ def in_section(name: str) -> str:
 
 
 def find_metric(metrics: Mapping[str, float], name: str) -> float | None:
-    """Returns a metric of a run by its plain name. Runs of earlier versions have it under that name."""
-    return metrics.get(in_section(name), metrics.get(name))
+    """Returns a metric of a run by its plain name."""
+    return metrics.get(in_section(name))

@@ -152,14 +152,11 @@ class Tracker:
             self.client.log_batch(run_id, metrics=metrics[start : start + 1_000])
 
     def load_curves(self, run_id: str, names: Iterable[str]) -> dict[str, list[tuple[int, float]]]:
-        """Returns logged metrics by plain name as (step, value) points. Of a step logged twice, the last value counts.
-
-        A run that an earlier version of the code began has points under the plain name, too.
-        """
+        """Returns logged metrics by plain name as (step, value) points. A step logged twice has its last value."""
         known, curves = self.client.get_run(run_id).data.metrics, {}
         for name in names:
-            keys = [key for key in (name, in_section(name)) if key in known]
-            points = [point for key in keys for point in self.client.get_metric_history(run_id, key)]
+            key = in_section(name)
+            points = self.client.get_metric_history(run_id, key) if key in known else []
             curves[name] = sorted({point.step: point.value for point in points}.items())
         return curves
 

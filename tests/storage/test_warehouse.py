@@ -233,16 +233,6 @@ def test_a_table_that_somebody_else_made_is_not_taken_for_one_beside_another(war
     assert warehouse.current("ads_quarantine") == theirs
 
 
-def test_a_table_beside_another_of_an_earlier_version_may_get_columns(warehouse: Warehouse) -> None:
-    """It lacks the property, but its snapshots say that this code wrote them."""
-    write(warehouse, rows(DAY1, 3), name="ads_held")
-    with warehouse.table("ads_held").transaction() as transaction:
-        transaction.remove_properties("dlrm.part-of")
-    snapshot = write(warehouse, rows(DAY2, 2, x=[1.0, 2.0]), name="ads_held")
-    assert warehouse.schema(snapshot).names == ["day", "id", "x"]
-    assert warehouse.property_of("ads_held", "dlrm.part-of") == "ads"
-
-
 def test_a_table_of_the_same_columns_that_another_engine_made_is_not_ours(warehouse: Warehouse) -> None:
     theirs = rows(DAY1, 3)
     warehouse.catalog.create_table("dlrm.ads_held", theirs.schema).append(theirs)

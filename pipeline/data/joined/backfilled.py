@@ -1,7 +1,6 @@
 """Lists the columns that backfills have written into a table, and checks that days have them before they are read."""
 
 import datetime
-import json
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -12,8 +11,6 @@ from pipeline.transforms.schema import FeatureJoin
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
 
-COLUMNS = "dlrm.joined.columns"
-"""Property of a table: JSON list of the columns that backfills of earlier versions have written."""
 COLUMN = "dlrm.joined.column."
 """Prefix of a property for each column that a backfill has written. Two writers that add one each keep both."""
 
@@ -21,8 +18,7 @@ COLUMN = "dlrm.joined.column."
 def written_columns(warehouse: Warehouse, table: str) -> set[str]:
     """Returns the columns that backfills have written, into some days or all."""
     properties = warehouse.table(table).properties
-    named = {key.removeprefix(COLUMN) for key in properties if key.startswith(COLUMN)}
-    return named.union(json.loads(properties.get(COLUMNS, "[]")))
+    return {key.removeprefix(COLUMN) for key in properties if key.startswith(COLUMN)}
 
 
 def note_columns(warehouse: Warehouse, table: str, names: Iterable[str]) -> None:

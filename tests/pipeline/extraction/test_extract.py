@@ -15,7 +15,6 @@ from pyiceberg.expressions import EqualTo
 
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction.config import SourceConfig
-from pipeline.extraction.days import source_values
 from storage.config import WarehouseConfig
 from storage.errors import StorageError
 from storage.warehouse import Warehouse
@@ -162,17 +161,6 @@ def test_a_day_that_another_engine_changed_stays_and_is_named(
         "the changes of that engine are lost"
     ]
     assert stored()["user"].tolist() == [1, 5, 6]
-
-
-def test_days_of_an_earlier_version_keep_their_identities() -> None:
-    """Keys that this version added do not count while they have their defaults."""
-    earlier: dict[str, Any] = {
-        "path": "*.parquet", "format": "auto", "day_column": "date", "day": None, "outcomes": None,
-        "lookups": [{"path": "users.parquet", "on": ["user"]}], "generator": None,
-    }  # fmt: skip
-    given = {"path": "*.parquet", "day_column": "date", "lookups": [{"path": "users.parquet", "on": ["user"]}]}
-    assert source_values(SourceConfig.model_validate(given)) == earlier
-    assert source_values(SourceConfig.model_validate(given | {"date_format": ["%d.%m.%Y"]})) != earlier
 
 
 def test_a_table_that_was_rolled_back_is_written_again(

@@ -15,7 +15,7 @@ import pytest
 from pipeline.catalog.events import newest_events, read_events
 from pipeline.config import load
 from pipeline.data.day_notes import backfilled_columns, open_days
-from pipeline.data.joined.backfilled import COLUMNS, written_columns
+from pipeline.data.joined.backfilled import written_columns
 from pipeline.errors import ConfigError
 from pipeline.jobs.tables.ingest import enrich_days, ingest_days
 from pipeline.jobs.training.job import resolve_dataset
@@ -240,6 +240,3 @@ def test_two_backfills_at_once_keep_the_columns_of_both(tmp_path: Path, monkeypa
         enrich_days(workspace(tmp_path, stored=False), None, None, False)
     warehouse = other.warehouse
     assert written_columns(warehouse, "beta") == {"score", "weight"}
-    monkeypatch.undo()
-    warehouse.set_properties("beta", {COLUMNS: '["older"]'})
-    assert written_columns(warehouse, "beta") == {"older", "score", "weight"}
