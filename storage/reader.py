@@ -119,9 +119,9 @@ class SnapshotReader:
             ]
         return found
 
-    def _refuse_constants(self, path: str, lacking: Set[int]) -> None:
+    def _refuse_constants(self, path: str, missing: Set[int]) -> None:
         """Refuses a file if only its partition has the value of a column."""
-        names = [f"'{name}'" for name, number in self._ids.items() if number in lacking]
+        names = [f"'{name}'" for name, number in self._ids.items() if number in missing]
         if names:
             raise StorageError(
                 f"file '{path}'", f"column {', '.join(names)} in it", "only a partition of that value",

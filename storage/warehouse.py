@@ -515,11 +515,11 @@ def _check_columns(schema: pa.Schema) -> None:
 def _refuse_stranger(table: Table, schema: pa.Schema) -> None:
     """Refuses to write features, statistics or scores into a table that somebody made for another purpose."""
     name, known = table.name()[-1], set(table.schema().column_names)
-    owner, lacking = find_owner(name), [column for column in schema.names if column not in known]
-    if owner is None or table.properties.get(PART_OF) == owner or not lacking:
+    owner, missing = find_owner(name), [column for column in schema.names if column not in known]
+    if owner is None or table.properties.get(PART_OF) == owner or not missing:
         return
     raise StorageError(
-        f"table '{name}'", f"the one that belongs to table '{owner}'", f"a table without {', '.join(lacking)}",
+        f"table '{name}'", f"the one that belongs to table '{owner}'", f"a table without {', '.join(missing)}",
         f"Rename table '{name}', or set another name than '{owner}'.",
     )  # fmt: skip
 

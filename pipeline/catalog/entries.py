@@ -54,7 +54,7 @@ class Entry(BaseModel, frozen=True):
     last_read: datetime.datetime | None
     """Start of the newest of these runs."""
     last_run: str | None
-    worth: ColumnImportance | None
+    importance: ColumnImportance | None
     """Feature importance in the newest run that measured it."""
     coverage: float | None
     """Share of rows with a value on the newest days. None: not measured."""
@@ -114,7 +114,7 @@ def build_entries(
                 runs=len(runs),
                 last_read=runs[0].at if runs else None,
                 last_run=runs[0].name if runs else None,
-                worth=next((run.importance[name] for run in runs if name in run.importance), None),
+                importance=next((run.importance[name] for run in runs if name in run.importance), None),
                 days=measured,
                 **declaration,
                 **statistics,

@@ -70,6 +70,6 @@ def _empty(entry: Entry) -> str | None:
 def _useless(entry: Entry, usage: Usage) -> str | None:
     runs = [run for run in usage.runs_of(entry.name) if entry.name in run.importance][:LAST_RUNS]
     importance = [run.importance[entry.name] for run in runs]
-    if not importance or not all(worth.droppable for worth in importance):
+    if not importance or not all(one.droppable for one in importance):
         return None
-    return f"NE rises by at most {max(worth.high for worth in importance):.5f} without it in {len(importance)} run(s)"
+    return f"NE rises by at most {max(one.high for one in importance):.5f} without it in {len(importance)} run(s)"

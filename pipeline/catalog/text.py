@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pipeline.catalog.entries import Entry, FeatureDay
 from pipeline.catalog.retire import RetireCandidate
 
-NUMBERS = {"since", "cover", "length", "distinct", "drift", "size", "rows", "runs", "read", "worth"}
+NUMBERS = {"since", "cover", "length", "distinct", "drift", "size", "rows", "runs", "read", "importance"}
 """Columns that are aligned to the right."""
 
 
@@ -24,7 +24,7 @@ def feature_rows(entries: Sequence[Entry]) -> list[dict[str, str]]:
             "size": format_bytes(one.bytes),
             "runs": f"{one.runs}",
             "read": "" if one.last_read is None else f"{one.last_read.date()}",
-            "worth": "" if one.worth is None else f"{one.worth.ne_loss:.5f}",
+            "importance": "" if one.importance is None else f"{one.importance.ne_loss:.5f}",
             "models": shorten_names(one.models),
             "owner": one.owner or "",
         }

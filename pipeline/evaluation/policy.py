@@ -55,7 +55,7 @@ class ChampionStanding(BaseModel, frozen=True):
 class Decision(BaseModel, frozen=True):
     """What to do on a day."""
 
-    training: Literal["none", "further", "scratch"]
+    training: Literal["none", "incremental", "scratch"]
     reason: str
 
 
@@ -92,7 +92,7 @@ def decide(policy: Policy, standing: ChampionStanding, day: datetime.date) -> De
         days = f"{standing.rewritten_days} days, most of those that the champion has learned"
         return Decision(training="scratch", reason=f"{days}, have other rows now")
     if found:
-        return Decision(training="further", reason=found[0])
+        return Decision(training="incremental", reason=found[0])
     return Decision(training="none", reason="no condition of the policy holds")
 
 

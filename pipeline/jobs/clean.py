@@ -33,7 +33,7 @@ FOLDER = re.compile(r"-(?P<identity>[0-9a-f]{12})(-[0-9a-f]{8})?-\d+$")
 TAG = re.compile(r"train-(?P<identity>[0-9a-f]{12})-\d+")
 TABLES = ("", "_quarantine", "_held", "_profile", "_features", "_scores")
 """Endings of the tables that belong to a data set."""
-SEARCHES = ("sweeps", "releases", "rehearsals")
+SEARCHES = ("sweeps", "releases", "backtests")
 """Folders of work that is kept until it is removed by hand, and whose snapshots are kept with it."""
 TRAININGS = ("runs", "replays")
 KINDS = (*TRAININGS, *SEARCHES)

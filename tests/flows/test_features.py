@@ -49,7 +49,7 @@ def test_list_shows_the_readers_of_each_feature(command, copied, home, smoke):
     today = datetime.datetime.now(datetime.UTC).date()
     ages = [today - datetime.date.fromisoformat(found[name]["last_read"][:10]) for name in read]
     assert max(ages) <= datetime.timedelta(days=1)
-    assert all(found[name]["worth"] is not None for name in read)
+    assert all(found[name]["importance"] is not None for name in read)
     assert result["bytes"] == sum(one["bytes"] for one in found.values())
     assert all(one["bytes"] > 0 for one in found.values())
 

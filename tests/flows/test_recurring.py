@@ -164,16 +164,16 @@ def test_policies_are_backtested_on_the_same_days(filled, monkeypatch):
     compared = backtest(CONFIG, TOY, end="2025-01-09")
     assert (compared["status"], compared["days"]) == ("ok", 2)
     every, never = (compared["policies"][name] for name in ("every day", "never"))
-    assert every["trainings"] == {"further": 2, "scratch": 0}
+    assert every["trainings"] == {"incremental": 2, "scratch": 0}
     line = filled["series"][0]
     days = Workspace(load(CONFIG, TOY)).tracking.load_result(line["mlflow_run_id"])
     assert every["rows_trained"] > days["train"]["rows"] > 0
     trained = {
-        one["trainings"]["further"]: one["rows_trained"]
+        one["trainings"]["incremental"]: one["rows_trained"]
         for one in map(_course, Path(compared["figure"]).parent.glob("*.json"))
     }
     assert trained[2]["2025-01-08"] == days["train"]["rows"]  # the rows that the daily run trained on
-    assert (never["trainings"], never["rows_trained"]) == ({"further": 0, "scratch": 0}, 0)
+    assert (never["trainings"], never["rows_trained"]) == ({"incremental": 0, "scratch": 0}, 0)
     client = Workspace(load(CONFIG, TOY)).tracking.client
     children = client.search_runs(
         [client.get_run(compared["mlflow_run_id"]).info.experiment_id],
@@ -235,7 +235,7 @@ def course(name: str, shift: float) -> BacktestResult:
     ]
     trained = {day.day: 10.0 for day in days[:2]}
     return BacktestResult(
-        name=name, days=days, rows_trained=trained, seconds=1.25, trainings={"further": 2, "scratch": 0}
+        name=name, days=days, rows_trained=trained, seconds=1.25, trainings={"incremental": 2, "scratch": 0}
     )
 
 

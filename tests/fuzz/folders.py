@@ -70,7 +70,7 @@ def run_folder(folder: Path) -> Iterator[Case]:
         "days": [],
         "rows_trained": {"2024-01-02": 3.0},
         "seconds": 1.0,
-        "trainings": {"further": 1},
+        "trainings": {"incremental": 1},
     }
     released = {"status": "other", "model": {"name": "m", "version": 1}, "model_run_id": "r"}
     swept = {"trials": {"done": 3}, "config_path": "/no/file"}

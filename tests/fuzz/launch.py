@@ -46,7 +46,7 @@ EVENTS: list[Event] = [
     {"event": "metrics", "step": 3, "rows": 96, "metrics": {"train_ne_window": 0.9, "valid_ne": None, "train_loss_window": 0.6}},
     {"event": "saved", "step": 3},
     {"event": "day", "day": "2024-01-02", "sums": {"rows": 9.0, "loss": 3.0, "labels": 2.0, "predictions": 2.1},
-     "decision": {"training": "further", "reason": "r"}, "cost": {"rows": 9, "seconds": 0.5}},
+     "decision": {"training": "incremental", "reason": "r"}, "cost": {"rows": 9, "seconds": 0.5}},
     {"event": "point_begins", "key": "p1"},
     {"event": "point_failed", "key": "p1", "reason": "no memory"},
     SUMMARY | {"event": "result", "lost": [{"epoch": 0, "path": "p", "row_group": 1, "rows": 3}]},

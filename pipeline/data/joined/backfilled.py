@@ -52,11 +52,11 @@ def require_backfilled(
     noted = backfilled_columns(warehouse, snapshot) if written else {}
     for source in stored:
         read = [name for name in columns if name in written and source.may_add(name)]
-        lacking = sorted(day for day in days if not noted.get(day, set()).issuperset(read))
-        passed = _days_passed(source, warehouse, root, lacking)
-        lacking = [day for day in lacking if day not in passed]
-        if lacking:
-            span = f"{lacking[0]}" if len(lacking) == 1 else f"{len(lacking)} days, the first is {lacking[0]}"
+        missing = sorted(day for day in days if not noted.get(day, set()).issuperset(read))
+        passed = _days_passed(source, warehouse, root, missing)
+        missing = [day for day in missing if day not in passed]
+        if missing:
+            span = f"{missing[0]}" if len(missing) == 1 else f"{len(missing)} days, the first is {missing[0]}"
             raise ConfigError(
                 f"features.joined '{source.name}' (stored)", f"{', '.join(read)} backfilled into each day",
                 f"no backfill of {span}", "Run `python -m flows.enrich` with this config.",

@@ -41,7 +41,7 @@ TRAILING_DAYS = 14
 class _Choice(BaseModel, frozen=True):
     """What a policy decided."""
 
-    training: Literal["none", "further", "scratch"]
+    training: Literal["none", "incremental", "scratch"]
 
 
 class _Cost(BaseModel, frozen=True):
@@ -105,13 +105,13 @@ def pin_backtest(workspace: Workspace, start: datetime.date | None, end: datetim
             "snapshot": snapshot.snapshot_id, "config": semantics(workspace, evaluation=True),
             **describe_joined(workspace.warehouse, workspace.feature_joins(), [*first_days, *days]),
             "days": [str(day) for day in days],
-            "further": config.incremental.model_dump(mode="json"), "new": new.selection.hash_range,
+            "incremental": config.incremental.model_dump(mode="json"), "new": new.selection.hash_range,
             "judge": config.recurring.judge,
         },
         sort_keys=True,
     )  # fmt: skip
     identity = hashlib.sha256(settings.encode()).hexdigest()[:12]
-    folder = str(workspace.home / "rehearsals" / f"{config.name}-{identity}")
+    folder = str(workspace.home / "backtests" / f"{config.name}-{identity}")
     counts: dict[Part, int] = {"valid": count_rows(data["valid"], workspace.warehouse)} if "valid" in data else {}
     first = TrainingJob(identity=identity, snapshot=snapshot, folder=folder, rows=counts, data=data, done=None)
     ranks = make_rank_spec(workspace, first)
@@ -172,7 +172,7 @@ def _collect_result(name: str, found: Sequence[_Day]) -> BacktestResult:
         days=tuple(DaySums(day=day.day, **day.sums.model_dump()) for day in days if day.sums is not None),
         rows_trained={day.day: day.cost.rows for day in days},
         seconds=sum(day.cost.seconds for day in days),
-        trainings={kind: kinds.count(kind) for kind in ("further", "scratch")},
+        trainings={kind: kinds.count(kind) for kind in ("incremental", "scratch")},
     )
 
 
@@ -299,7 +299,7 @@ def pin_days(workspace: Workspace, start: datetime.date | None, end: datetime.da
     """Pins the days to replay. Safe to repeat: it reads, and tags the snapshot once."""
     job = pin_backtest(workspace, start, end)
     snapshot = job.spec.evaluated.snapshot
-    workspace.warehouse.tag(snapshot, f"rehearsal-{snapshot.snapshot_id}")
+    workspace.warehouse.tag(snapshot, f"backtest-{snapshot.snapshot_id}")
     return job
 
 

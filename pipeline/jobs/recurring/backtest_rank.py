@@ -89,7 +89,7 @@ class BacktestRank:
                 serving = self.evaluate_day(after)  # before training: the new model is judged on that day first
             decision = decide(self.spec.policy, self.make_standing(day, sums), day)
             began, rows = time.perf_counter(), 0
-            if decision.training == "further":
+            if decision.training == "incremental":
                 rows = self.train_incremental(self.list_new_days(day))
             elif decision.training == "scratch":
                 rows = self.train_from_scratch(self.list_window_days(day))

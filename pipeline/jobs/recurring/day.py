@@ -295,7 +295,7 @@ def make_day_job(
         data = {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
         tags["scratch_day"] = f"{today.champion.scratch_day}"
         before = today.champion.days
-    if decision.training == "further":
+    if decision.training == "incremental":
         start = find_start(workspace, today.champion, known)
     job = make_job(folder, workspace, today.identity, (today.snapshot, data))
     more: dict[str, Any] = {"start": start, "tags": tags, "notes": dict(notes), "days": {**before, **job.days}}

@@ -135,7 +135,7 @@ def _train_or_keep(
     config, version = workspace.config, today.champion.version
     if training != "scratch":
         workspace = workspace.with_config(config.model_copy(update={"training": config.incremental}))
-    words = {"further": f"incremental from version {version}", "scratch": "from scratch", "none": "evaluated only"}
+    words = {"incremental": f"incremental from version {version}", "scratch": "from scratch", "none": "evaluated only"}
     tags = {DAY_TAG: f"{today.day}", TRAINING_TAG: training, "mlflow.source.name": "flows.recurring"}
     with open_training_run(workspace, job, f"{today.day} {words[training]}", tags) as run_id:
         record_day(workspace, qualities, run_id)

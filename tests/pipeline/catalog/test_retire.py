@@ -114,8 +114,8 @@ def test_an_entry_combines_log_runs_and_profile(table):
     one = found["worthless"]
     assert (one.kind, one.state, one.since, one.runs, one.last_run) == ("id", "active", DAY, 4, "run 1")
     assert (one.coverage, one.mean_length, one.distinct, one.drift) == (0.6, 3.0, 8, 0.25)
-    assert one.worth is not None
-    assert one.worth.high == 0.0001
+    assert one.importance is not None
+    assert one.importance.high == 0.0001
     assert [day.present for day in one.days] == [4, 8]
     assert found["used"].models == ("m version 1",)
     assert not found["used"].served

@@ -18,25 +18,25 @@ def standing(**given):
 @pytest.mark.parametrize(
     ("policy", "given", "training", "reason"),
     [
-        ({}, {}, "further", "1 day since the champion's last"),
+        ({}, {}, "incremental", "1 day since the champion's last"),
         ({"every_days": 2}, {}, "none", "no condition of the policy holds"),
-        ({"every_days": 2}, {"trained_to": "2013-02-27"}, "further", "2 days since the champion's last"),
+        ({"every_days": 2}, {"trained_to": "2013-02-27"}, "incremental", "2 days since the champion's last"),
         ({"every_days": None}, {}, "none", "no condition of the policy holds"),
-        ({"every_days": None, "after_rows": 900}, {}, "further", "900 new rows"),
+        ({"every_days": None, "after_rows": 900}, {}, "incremental", "900 new rows"),
         ({"every_days": None, "after_rows": 901}, {}, "none", "no condition of the policy holds"),
-        ({"every_days": None, "ne_above": 0.89}, {}, "further", "the NE of the champion, 0.9000, is above 0.89"),
+        ({"every_days": None, "ne_above": 0.89}, {}, "incremental", "the NE of the champion, 0.9000, is above 0.89"),
         ({"every_days": None, "ne_above": 0.9}, {}, "none", "no condition of the policy holds"),
         ({"every_days": None, "ne_above": 0.9}, {"ne": None}, "none", "no condition of the policy holds"),
         (
             {"every_days": None, "calibration_below": 0.9, "calibration_above": 1.2}, {"calibration": 0.8},
-            "further", "the calibration of the champion, 0.8000, is below 0.9",
+            "incremental", "the calibration of the champion, 0.8000, is below 0.9",
         ),
         (
             {"every_days": None, "calibration_below": 0.9, "calibration_above": 1.2}, {"calibration": 1.3},
-            "further", "the calibration of the champion, 1.3000, is above 1.2",
+            "incremental", "the calibration of the champion, 1.3000, is above 1.2",
         ),
         ({"scratch_every_days": 29}, {}, "scratch", "the last training from scratch is 29 days old"),
-        ({"scratch_every_days": 30}, {}, "further", "1 day since the champion's last"),
+        ({"scratch_every_days": 30}, {}, "incremental", "1 day since the champion's last"),
     ],
 )  # fmt: skip
 def test_a_policy_decides(policy, given, training, reason):

@@ -78,7 +78,7 @@ def test_a_backtest_makes_the_weights_of_daily_trainings(
     replayed, events = run("pipeline.jobs.recurring.backtest_rank", backtest, tmp_path / "backtest")
     assert replayed["weights_sha256"] == result["weights_sha256"]
     by_day = [event for event in events if event["event"] == "day"]
-    assert [event["decision"]["training"] for event in by_day] == ["scratch", "further", "further"]
+    assert [event["decision"]["training"] for event in by_day] == ["scratch", "incremental", "incremental"]
     assert [event["cost"]["rows"] for event in by_day] == [1440, 700, 661]
     assert [event["sums"] and event["sums"]["rows"] for event in by_day] == [None, 700, 661]
 

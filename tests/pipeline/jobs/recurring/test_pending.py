@@ -124,7 +124,7 @@ def test_a_history_that_was_rewritten_is_learned_once_from_scratch(
     write(workspace, 2, 3, rows=9)
     write(workspace, 5, 6)
     half = pin_day(workspace, january(5), force=False)
-    assert (half.rewritten_days, training_of(half)) == (0, "further")
+    assert (half.rewritten_days, training_of(half)) == (0, "incremental")
     write(workspace, 1, rows=9)
     most = pin_day(workspace, january(5), force=False)
     assert (most.rewritten_days, training_of(most)) == (3, "scratch")
