@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from models.dlrm import DLRM
 from pipeline.data.batch import sparse_tensor
 from pipeline.errors import ContractError, TrainingError
-from pipeline.jobs.code_version import read_code
+from pipeline.jobs.code_version import LEARNING_VERSION, read_code
 from pipeline.jobs.training import rank
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.dataset import DataSpec
@@ -48,6 +48,21 @@ def test_ids_sent_ahead_change_no_bit(rank_spec: Callable[..., RankSpec], tmp_pa
 def test_ids_sent_ahead_of_tables_cut_by_rows(by_rows: Run, rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
     """The lengths that means are divided by travel with the ids. Training ends with the last batch."""
     check_alike(completed(rank_spec(tmp_path, **SETTINGS, sharding="row_wise", send_ids_ahead=True)), by_rows)
+
+
+GOLDEN = {("2.13.0+cpu", "AVX2"): (1, "05794b7dd999b8eb990d34cdc8885af39bba0cce852f6f2c9813110526d1eea9")}
+"""torch and its kernels -> the learning version and the hash of the weights that it makes of the test's rows."""
+
+
+def test_a_change_that_makes_other_weights_raises_the_learning_version(alone: Run) -> None:
+    """Golden bits. Other kernels of torch add in another order, so other machines have other bits."""
+    here = (torch.__version__, torch.backends.cpu.get_cpu_capability())
+    if here not in GOLDEN or os.environ["DLRM_TEST_DEVICE"] != "cpu":
+        pytest.skip(f"no golden weights for {here}")
+    assert GOLDEN[here] == (LEARNING_VERSION, alone.result["weights_sha256"]), (
+        "A training makes other weights than before. If that is meant, raise LEARNING_VERSION in "
+        "pipeline/jobs/code_version.py, so that finished work warns, and enter both here."
+    )
 
 
 def check_alike(found: Run, expected: Run) -> None:
