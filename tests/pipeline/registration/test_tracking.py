@@ -85,17 +85,6 @@ def test_existing_values_are_not_logged_again(tracker):
     assert tracker.client.get_run(run_id).data.metrics == {"eval/ne": 0.9, "eval/auc": 0.7}
 
 
-def test_curves_of_a_run_of_an_earlier_version_are_read(tracker):
-    """It may have been resumed by this version, so that a curve has points under both names."""
-    run_id = tracker.start("resumed", {}, {}, None)
-    tracker.client.log_batch(run_id, metrics=[Metric("valid_ne", 0.9, 0, 5), Metric("valid_ne", 0.8, 0, 10)])
-    tracker.log_points(run_id, [(10, {"valid_ne": 0.8}), (15, {"valid_ne": 0.7})])
-    assert tracker.load_curves(run_id, ["valid_ne", "train_ne_window"]) == {
-        "valid_ne": [(5, 0.9), (10, 0.8), (15, 0.7)],
-        "train_ne_window": [],
-    }
-
-
 def test_fault_29_a_server_that_is_down_is_named_without_its_password(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     with socket.socket() as probe:
