@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException, RestException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 from pydantic import BaseModel
