@@ -31,9 +31,9 @@ def suggest(
     With `trials` or `minutes` it then ingests the rows, trains on them with other values, and writes the best.
 
     Args:
-        config: A config; only its source is required. Its features are ignored. Its split stays
-            if every part has rows and both labels.
-        overrides: Dotted key -> value; overrides the config.
+        config: A config; only its source is required. Its features, model and training are ignored,
+            apart from how ranks run. Its split stays if every part has rows and both labels.
+        overrides: Dotted key -> value; overrides the config and what is suggested.
         path: Files to inspect instead, such as data/*.parquet.
         label: Label column; None takes `features.label`.
         day_column: Column that gives the day; without one, all rows of `path` belong to one day.
@@ -41,7 +41,7 @@ def suggest(
         minutes: Time for such trainings.
     """
     draft = given_source(load_draft(config, overrides), path, label, day_column)
-    written = write_suggestion(DraftJob(draft, open_console(draft)), path is not None)
+    written = write_suggestion(DraftJob(draft, open_console(draft), overrides or {}), path is not None)
     if trials is None and minutes is None:
         return written.describe()
     from pipeline.jobs.search.tune import tune  # loads what searches and trains, which a plain look does without

@@ -27,7 +27,7 @@ def render_config(
     """Renders the whole file.
 
     Args:
-        kept: Sections to take over from the config. Its keys of `model` and `training` win over the suggested ones.
+        kept: Sections to take over from the config. Those that are suggested win, apart from keys of `evaluation`.
         source: Description of what was measured.
         weight: Column of the rows' weights.
         notes: What else was found, for the head of the file.
@@ -44,8 +44,8 @@ def render_config(
         _dump({key: others[key] for key in FIRST if key in others}),
         _features(suggestion, weight),
         f"split: # {split.why}\n{_inner(split.config)}",
-        f"model: # {shape.model_why}\n{_inner({**shape.model, **kept.get('model', {})})}",
-        f"training: # {shape.training_why}\n{_inner({**shape.training, **kept.get('training', {})})}",
+        f"model: # {shape.model_why}\n{_inner(shape.model)}",
+        f"training: # {shape.training_why}\n{_inner(shape.training)}",
         f"evaluation: # every model is compared with these on the same rows\n{_inner(evaluation)}",
         *([_dump(last)] if last else []),
         "# What to try next:\n" + "".join(_note(text) for text in _next_steps(suggestion, path)),

@@ -8,7 +8,7 @@ from pipeline.errors import ConfigError
 from pipeline.evaluation.metrics import format_metric
 from pipeline.jobs.search.sweep_run import run_sweep
 from pipeline.jobs.tables.ingest import ingest_days
-from pipeline.jobs.tables.suggest import Written, write
+from pipeline.jobs.tables.suggest import Written, named, write
 from pipeline.jobs.workspace import Workspace
 
 MOST_TRIALS = 200
@@ -45,7 +45,7 @@ def tune(written: Written, trials: int | None, minutes: float | None) -> dict[st
         )
     began = time.monotonic()
     config, console = load(written.path), written.job.console
-    space = search_space(config)
+    space = {key: values for key, values in search_space(config).items() if key not in named(written.job)}
     ingest_days(Workspace(config, console), None, False)
     wanted = trials or MOST_TRIALS
     done, result = 0, {}

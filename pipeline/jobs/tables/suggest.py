@@ -4,7 +4,7 @@ import datetime
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +15,7 @@ import duckdb
 from pipeline.config import load
 from pipeline.config.draft import Draft, load_draft
 from pipeline.config.files import ROOT
+from pipeline.config.run import EXECUTION_KEYS
 from pipeline.data.columns import NAME
 from pipeline.data.profile import Rows, rows_of, stored_rows, types_of
 from pipeline.errors import ConfigError, DataError
@@ -25,8 +26,10 @@ from pipeline.extraction.text import FILE
 from pipeline.jobs.console import Console, step
 from pipeline.suggestion.choose import Suggestion, suggest
 from pipeline.suggestion.facts import TableFacts, find_row_key, observe
+from pipeline.suggestion.shape import Shape
 from pipeline.suggestion.splits import ChosenSplit, choose_split
 from pipeline.suggestion.write import render_config
+from pipeline.training.config import SPANS
 from pipeline.transforms.schema import unknown_column
 from storage.artifacts import write_text
 from storage.query import column_types, connect, quote
@@ -39,6 +42,16 @@ ONE_DAY = "2000-01-01"
 MEMORY = "512MB"
 FEW_BAD = 0.01
 """Share of labels other than 0 and 1 that is left to the quarantine."""
+MACHINE_KEYS = EXECUTION_KEYS["training"] | {
+    "world_size",
+    "sharding",
+    "partitioner",
+    "table_memory",
+    "memory_per_rank_bytes",
+}
+"""Keys of `training` that fit a machine rather than the rows."""
+SETTINGS = ("model", "training")
+"""Sections whose values are suggested."""
 POSITIVE = ("1", "1.0", "true", "t", "yes", "y", "positive", "pos", "click", "clicked")
 """Values of a label that count as 1 if the other value is not one of them."""
 
@@ -49,6 +62,8 @@ class DraftJob:
 
     draft: Draft
     console: Console
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted keys that the command names. The draft has their values."""
 
     @cached_property
     def warehouse(self) -> Warehouse:
@@ -198,7 +213,7 @@ def adapt_source(job: DraftJob) -> tuple[DraftJob, list[str]]:
         keys["day_column"] = keys["rename"][day]
     changed = draft.model_dump(mode="json") | {"source": source.model_dump(mode="json") | keys}
     changed["features"] = {**changed["features"], "label": label}
-    return DraftJob(load_draft(changed), job.console), notes
+    return replace(job, draft=load_draft(changed)), notes
 
 
 def _find_positive(label: str, counts: Mapping[str, int]) -> str:
@@ -284,7 +299,7 @@ def write(job: DraftJob, seen: Look, tuned: Mapping[str, Mapping[str, Any]] = Ma
     """Writes the suggested config as a file below `home` that every flow takes.
 
     Args:
-        tuned: Section -> keys that win over those of the draft and the suggested ones.
+        tuned: Section -> keys that win over those of the command and the suggested ones.
     """
     draft, label, weight = job.draft, job.draft.features.label, job.draft.features.weight
     apart: dict[str, str] = {}
@@ -295,11 +310,32 @@ def write(job: DraftJob, seen: Look, tuned: Mapping[str, Mapping[str, Any]] = Ma
     if draft.source is not None and draft.source.day_column and seen.split.by_time:
         apart[draft.source.day_column] = f"gives the column {DAY}"
     suggestion = suggest(seen.observed, label, seen.split, apart)
+    suggestion = replace(suggestion, shape=_choose_settings(job, suggestion.shape, tuned))
     rows, days = seen.observed.rows, len(seen.observed.days)
-    kept = draft.sections()
-    kept |= {section: {**kept.get(section, {}), **values} for section, values in tuned.items()}
-    text = render_config(suggestion, kept, rows, days, seen.source, weight, seen.notes)
+    text = render_config(suggestion, draft.sections(), rows, days, seen.source, weight, seen.notes)
     path = draft.home_path / "suggested" / f"{draft.name}.yaml"
     write_text(path, text, 0o600)  # the catalog's properties may hold a password
     load(path)
     return Written(job, seen, suggestion, path)
+
+
+def _choose_settings(job: DraftJob, shape: Shape, tuned: Mapping[str, Mapping[str, Any]]) -> Shape:
+    """Puts over the suggested settings how ranks run, what the command names, and what was tuned.
+
+    Others of the config were chosen for other features, so they give way.
+    """
+    every = job.draft.model_dump(mode="json")
+    model, training = ({key: every[of][key] for key in every[of] if f"{of}.{key}" in named(job)} for of in SETTINGS)
+    chosen = job.draft.sections().get("training", {})
+    training = {key: value for key, value in chosen.items() if key in MACHINE_KEYS} | training
+    suggested = {key: value for key, value in shape.training.items() if SPANS.get(key) not in training}
+    return replace(
+        shape,
+        model={**shape.model, **model, **tuned.get("model", {})},
+        training={**suggested, **training, **tuned.get("training", {})},
+    )
+
+
+def named(job: DraftJob) -> set[str]:
+    """Returns section.key of all that the command names."""
+    return {".".join(key.split(".")[:2]) for key in job.overrides}
