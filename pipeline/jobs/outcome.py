@@ -29,22 +29,85 @@ def describe_outcome(result: Any) -> tuple[str, str]:
     """
     if not isinstance(result, Mapping) or "status" not in result:
         return "", ""
-    model, gate = result.get("model"), result.get("gate")
-    version = model.get("version") if isinstance(model, Mapping) else None
     if result["status"] == "skipped":
-        if version is None:
-            return "skipped", "skipped: all of it is done. force=true does it again."
-        return f"skipped, v{version} is there", (
-            f"skipped: version {version} is there from the same work. force=true does it again."
-        )
-    if version is not None and gate:
-        decided, ne = DECIDED[gate["decision"]], (result.get("eval") or {}).get("ne")
-        return f"v{version} {decided}, NE {format_metric(ne)}", f"version {version}, {decided}: {gate['reason']}"
-    if "days_written" in result:
-        parts = [f"{result['days_written']} days written"]
-        parts += [f"{result['days_held']} held back"] if result.get("days_held") else []
-        return ", ".join(parts), f"{', '.join(parts)}."
+        return _describe_skipped(_version(result))
+    for describe in (_describe_day, _describe_version, _describe_days, _describe_scores, _describe_sweep):
+        if found := describe(result):
+            return found
     return "", ""
+
+
+def _version(result: Mapping[str, Any]) -> int | None:
+    model = result.get("model")
+    return model.get("version") if isinstance(model, Mapping) else None
+
+
+def _describe_skipped(version: int | None) -> tuple[str, str]:
+    if version is None:
+        return "skipped", "skipped: all of it is done. force=true does it again."
+    return f"skipped, v{version} is there", (
+        f"skipped: version {version} is there from the same work. force=true does it again."
+    )
+
+
+def _describe_day(result: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Describes a day of recurring training: the verdict on the model of the day before, then the new model."""
+    day, decision, judged = result.get("day"), result.get("decision"), result.get("judged")
+    if day is None or decision is None:
+        return None
+    version, gate, verdict = _version(result), result.get("gate"), None
+    trained = gate is not None and decision["training"] != "none"
+    if judged is not None:
+        verdict = _describe_verdict(judged["version"], judged["gate"], judged["eval"])
+    elif trained and gate["decision"] != "hold":  # of its own day: recurring.judge is same_day
+        return _on_day(day, *_describe_verdict(version, gate, result.get("eval")))
+    after = f"v{version} trained" if trained else "no training"
+    long = f"version {version} is judged on the next day" if trained else f"no training: {decision['reason']}"
+    if verdict is None:
+        return _on_day(day, after, f"{long}.")
+    return _on_day(day, f"{verdict[0]}; {after}", f"{verdict[1]} Then {long}.")
+
+
+def _on_day(day: str, short: str, long: str) -> tuple[str, str]:
+    return f"{day} {short}", f"{day}: {long}"
+
+
+def _describe_verdict(
+    version: int | None, gate: Mapping[str, Any], quality: Mapping[str, Any] | None
+) -> tuple[str, str]:
+    decided, ne = DECIDED[gate["decision"]], (quality or {}).get("ne")
+    return f"v{version} {decided}, NE {format_metric(ne)}", f"version {version}, {decided}: {gate['reason']}"
+
+
+def _describe_version(result: Mapping[str, Any]) -> tuple[str, str] | None:
+    version, gate = _version(result), result.get("gate")
+    return None if version is None or not gate else _describe_verdict(version, gate, result.get("eval"))
+
+
+def _describe_days(result: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Describes an ingest or a backfill by its numbers of days."""
+    words = {"days_written": "written", "days_held": "held back", "days_trained": "trained", "days_judged": "evaluated"}
+    first = next((key for key in words if key in result), None)
+    counts = [(result[key], word) for key, word in words.items() if result.get(key) or key == first]
+    if first is None or "decision" in result:
+        return None
+    (count, word), *others = counts
+    text = ", ".join([f"{count} days {word}", *(f"{number} {what}" for number, what in others)])
+    return text, f"{text}."
+
+
+def _describe_scores(result: Mapping[str, Any]) -> tuple[str, str] | None:
+    if "mean_probability" not in result:
+        return None
+    text = f"v{result['version']} scored {len(result['days'])} days, {result['rows']:,} rows"
+    return text, f"{text}, in table {result['table']}."
+
+
+def _describe_sweep(result: Mapping[str, Any]) -> tuple[str, str] | None:
+    if "best" not in result or "trials" not in result:
+        return None
+    count, ne = sum(result["trials"].values()), format_metric(result["best"]["valid_ne"])
+    return f"{count} trials, best NE {ne}", f"{count} trials; the best has NE {ne}: {result['config_path']}"
 
 
 def show_outcome(workspace: Workspace, result: Mapping[str, Any]) -> None:
