@@ -142,15 +142,16 @@ def compare(evaluation: Evaluation, report: EvalReport, config: GateConfig, vers
         return verdict("hold", f"NE cannot be compared: there are fewer than {FEWEST_UNITS} {by}s.")
     known["difference"] = difference
     against = f"that of version {version}, {champion.ne:.4f}"
+    size = _describe_size(difference, champion.ne, by, few_days)
     found = _describe(difference, champion.ne, by, few_days)
     if difference.low > 0.0:
-        return verdict("reject", f"NE is higher than {against}, by {found}.")
+        return verdict("reject", f"NE is higher than {against}, by {size}.")
     if reason := _calibration_problem(evaluation, by == "row", config, version):
         return verdict("reject", reason)
     if reason := _slice_problem(evaluation, report, by == "row", config, version):
         return verdict("reject", reason)
     if difference.high < -config.least_gain * champion.ne:
-        return verdict("promote", f"NE is lower than {against}, by {found}.")
+        return verdict("promote", f"NE is lower than {against}, by {size}.")
     if config.rule == "not_worse":
         return verdict("promote", f"NE is not higher for sure than {against}: {found}.")
     least = f", less than {config.least_gain:.2%} better for sure" if config.least_gain else ", which may be chance"
@@ -236,17 +237,22 @@ def _slice_problem(
             continue
         ne = part.quality.ne - found.ne
         if found.low > config.slice_loss * ne:
-            lost = _describe(found, ne)
+            lost = _describe_size(found, ne)
             return (
                 f"Where {part.column} = {part.value}, NE is higher than that of version {version}, {ne:.4f}, by {lost}."
             )
     return None
 
 
-def _describe(found: Difference, ne: float, by: str = "", days: int = 0) -> str:
-    """Formats a difference and its interval as percentages of an NE."""
-    size, low, high = abs(found.ne) / ne, found.low / ne, found.high / ne
-    return f"{size:.2%} ({low:+.2%} to {high:+.2%}{_describe_units(found, by, days)})"
+def _describe(found: Difference, ne: float, by: str, days: int) -> str:
+    """Formats a difference of either sign and its interval as percentages of an NE."""
+    return f"{found.ne / ne:+.2%} ({found.low / ne:+.2%} to {found.high / ne:+.2%}{_describe_units(found, by, days)})"
+
+
+def _describe_size(found: Difference, ne: float, by: str = "", days: int = 0) -> str:
+    """Formats the size of a difference, whose sign the sentence says, and the interval of that size."""
+    low, size, high = (abs(value) / ne for value in sorted((found.low, found.ne, found.high), key=abs))
+    return f"{size:.2%} ({low:.2%} to {high:.2%}{_describe_units(found, by, days)})"
 
 
 def _describe_units(found: Difference, by: str, days: int) -> str:

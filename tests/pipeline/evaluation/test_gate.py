@@ -1,5 +1,7 @@
 """The gate on simulated pairs of known quality and against a plain bootstrap, and each of its rules."""
 
+import re
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -115,11 +117,23 @@ def test_a_better_challenger_is_promoted_and_a_worse_one_rejected():
     assert gate(labels, better, worse, GateConfig(least_gain=0.05)).decision == "hold"
 
 
+def test_size_and_interval_of_a_sure_difference_have_one_sign():
+    labels, better, worse = pair(200_000, 0.02, np.random.default_rng(1))
+    for ours, theirs in ((better, worse), (worse, better)):
+        verdict = gate(labels, ours, theirs)
+        shown = re.fullmatch(r".*, by ([0-9.]+)% \(([0-9.]+)% to ([0-9.]+)% over .*\)\.", verdict.reason)
+        assert shown is not None, verdict.reason
+        size, low, high = map(float, shown.groups())
+        assert low < size < high
+        assert size == pytest.approx(100 * abs(verdict.difference.ne) / verdict.champion_ne, abs=0.01)
+
+
 def test_what_may_be_chance_is_held():
     labels, ours, theirs = pair(5_000, 0.0, np.random.default_rng(1))
     verdict = gate(labels, ours, theirs)
     assert verdict.decision == "hold"
     assert verdict.reason.endswith("over 5,000 rows of one day only), which may be chance.")
+    assert re.search(r", by [+-][0-9.]+% \(-[0-9.]+% to \+[0-9.]+% over", verdict.reason), "either sign"
 
 
 def test_models_of_each_day_need_not_be_better():
