@@ -30,6 +30,7 @@ from flows.runtime.access import authenticated, find_own_server, server_address
 from flows.runtime.dlrm import describe, parameters_of, say
 from flows.runtime.environment import keep_private, make_private, set_environment
 from flows.runtime.private import hide, remember
+from flows.runtime.remedies import complete, note_path
 from flows.runtime.server import TemporaryServer
 from pipeline.config import RunConfig, load
 from pipeline.config.draft import Draft
@@ -109,7 +110,7 @@ def main(
     except Exception as error:  # whatever went wrong, the caller gets one sentence and a result line
         if debug:
             print(hide(traceback.format_exc()), file=sys.stderr)
-        result = {"status": "failed", "error": hide(sentence(error))}
+        result = {"status": "failed", "error": complete(hide(sentence(error)))}
     sys.stderr.flush()
     if result["status"] == "failed":
         print(f"error: {result['error']}", file=sys.stderr)
@@ -129,6 +130,7 @@ def run(
     given, rest = (words[0], words[1:]) if words and "=" not in words[0] else (without_config, words)
     if given is None:
         raise ConfigError("command line", "a config file first", " ".join(words) or "nothing", USAGE.format(name=name))
+    note_path(given)
     known = parameters_of(flow) if isinstance(flow, str) else list(inspect.signature(flow.fn).parameters)
     overrides, parameters = parse(rest, [key for key in known if key not in ("config", "overrides")])
     config = read(given, overrides)

@@ -17,6 +17,7 @@ from prefect.exceptions import CancelledRun
 from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled, Completed
 
+from flows.runtime.remedies import complete, complete_error
 from pipeline.errors import ContractError
 from pipeline.jobs.outcome import describe_outcome
 
@@ -47,6 +48,9 @@ def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
                 result = function(*args, **kwargs)
         except (KeyboardInterrupt, CancelledRun):
             return Cancelled(message=STOPPED)
+        except ContractError as error:
+            complete_error(error)
+            raise
         short, long = describe_outcome(result)
         if short:
             with suppress(Exception), get_client(sync_client=True) as client:  # a name fails no finished run
@@ -60,7 +64,7 @@ def _shorten(record: logging.LogRecord) -> bool:
     """Replaces Prefect's lines about an error of ours, a traceback each, by the error's sentence."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, ContractError):
-        record.msg, record.args, record.exc_info, record.exc_text = f"{FAILURE}{error}", None, None, None
+        record.msg, record.args, record.exc_info, record.exc_text = complete(f"{FAILURE}{error}"), None, None, None
     return True
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from flows.runtime.environment import quiet_libraries
 from flows.runtime.private import hide, hide_in_logs, remember
+from flows.runtime.remedies import complete, complete_logs, given_path, note_path
 from pipeline.config import RunConfig, load
 from pipeline.config.draft import Draft
 from pipeline.config.files import home_path
@@ -81,6 +82,7 @@ def telling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
+        note_path(given.arguments.get("config"))
         try:
             result = function(*args, **kwargs)
         except Exception as error:
@@ -99,9 +101,11 @@ def tell_of_failure(name: str, given: Mapping[str, Any], error: Exception) -> No
         home = config.home_path if isinstance(config, RunConfig) else home_path(".dlrm")
         with suppress(ContractError):
             home = load(config, given.get("overrides")).home_path
-        shown = config.name if isinstance(config, RunConfig | Draft) else str(config)
+        shown = str(config)
+        if isinstance(config, RunConfig | Draft):  # of a command, which has read the file
+            shown = given_path(config.name)
         text = str(error) if isinstance(error, ContractError) else one_line(error)
-        Notifier(home, logging.getLogger("dlrm").warning).tell([describe_failure(name, shown, hide(text))])
+        Notifier(home, logging.getLogger("dlrm").warning).tell([describe_failure(name, shown, complete(hide(text)))])
 
 
 def tell_of_result(name: str, given: Mapping[str, Any], result: Any) -> None:
@@ -118,7 +122,8 @@ def tell_of_result(name: str, given: Mapping[str, Any], result: Any) -> None:
         gate = config.gate
         messages = [*list_messages(name, config.name, result, (gate.calibration_low, gate.calibration_high))]
         stale = find_stale(Workspace(config), settings.stale_days) if name in MAKING else None
-        Notifier(config.home_path, warn).tell([*messages, *([stale] if stale else [])])
+        found = [*messages, *([stale] if stale else [])]
+        Notifier(config.home_path, warn).tell([one.model_copy(update={"text": complete(one.text)}) for one in found])
     except Exception as error:  # the run has its own result
         warn("nobody was told: %s", hide(one_line(error)))
 
@@ -135,6 +140,7 @@ def open_console(config: RunConfig | Draft) -> Console:
     quiet_libraries()
     remember(config)
     hide_in_logs(*LOGGERS)
+    complete_logs(*LOGGERS)
     if without_prefect:
         return Console()
     from flows.runtime.console import PrefectConsole

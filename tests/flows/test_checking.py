@@ -67,7 +67,7 @@ def test_a_table_of_two_configs_is_not_trained_on_unasked(command, config, tmp_p
         1,
         "table 'mixed': expected rows and labels of each day as the config says, got those of an earlier config in "
         "2025-01-01. Restore the input of these days and run again, write held days as they are now with "
-        "`python -m flows.ingest CONFIG day=DAY force=true`, or train on the table as it is with "
+        f"`python -m flows.ingest {config} day=DAY force=true`, or train on the table as it is with "
         "`python -m flows.train`.",
     )
     assert "1 days of table mixed have the rows and labels of an earlier config, the first is 2025-01-01" in log

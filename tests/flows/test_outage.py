@@ -177,7 +177,7 @@ def test_fault_29_down_in_training_and_down_at_register(smoke, copied, command, 
     assert (code, result["status"]) == (1, "failed"), log
     assert result["error"] == (
         f"MLflow at {server.address}: expected an answer, got none. The trained model is safe in '{folder}'; "
-        f"once MLflow answers, finish it by python -m flows.register CONFIG run={folder.name}"
+        f"once MLflow answers, finish it by python -m flows.register {CONFIG} run={folder.name}"
     )
     assert "Traceback" not in log
     server.start()

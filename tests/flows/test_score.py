@@ -96,8 +96,8 @@ def test_a_day_that_cannot_be_scored_is_one_sentence(copied, command):
     Workspace(load(CONFIG)).tracking.client.delete_registered_model_alias("smoke", "champion")
     code, result, _ = command(score, CONFIG, home=copied)
     assert (code, result["error"]) == (
-        1, f"model 'smoke': expected a champion, got none. Choose among versions {known}: python -m flows.promote CONFIG "
-        "version=N. Or score with one of them: version=N.",
+        1, f"model 'smoke': expected a champion, got none. Choose among versions {known}: python -m flows.promote "
+        f"{CONFIG} version=N. Or score with one of them: version=N.",
     )  # fmt: skip
     code, result, _ = command(score, CONFIG, "start=soon", home=copied)
     assert code == 1
