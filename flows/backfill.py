@@ -59,20 +59,24 @@ def backfill(
     if work != "train":
         result |= write_days_side_by_side(workspace, days, side_by_side, force)
     if work != "ingest":
-        result |= train_in_order(workspace, list_days_after_first_model(workspace.config.split, days))
+        result |= train_in_order(workspace, overrides, list_days_after_first_model(workspace.config.split, days))
     done = sum(result.get(key, 0) for key in ("days_written", "days_trained", "days_judged"))
     workspace.console.log.info("%s", describe_backfill(result))
     return result | {"status": "ok" if done else "skipped"}
 
 
-def train_in_order(workspace: Workspace, days: Sequence[datetime.date]) -> dict[str, Any]:
+def train_in_order(
+    workspace: Workspace, overrides: Mapping[str, Any] | None, days: Sequence[datetime.date]
+) -> dict[str, Any]:
     """Runs `recurring` for each day in order and stops at the first failure."""
     counts = {"days_trained": 0, "days_judged": 0, "trainings_skipped": 0}
     series: list[dict[str, Any]] = []
     with workspace.console.progress("days") as progress:
         for number, day in enumerate(days, 1):
             try:
-                result = recurring(workspace.config, day=day, from_source=False)  # the days have been written
+                result = recurring(
+                    workspace.config, overrides, day=day, from_source=False
+                )  # the days have been written
             except BaseException:
                 workspace.console.log.error("stopped at %s: %s", day, describe_backfill({"days": len(days)} | counts))
                 raise

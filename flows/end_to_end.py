@@ -33,8 +33,8 @@ def end_to_end(
         force: Trains even if the same training is in the registry.
     """
     settings = load(config, overrides)
-    days = ingest(settings)
+    days = ingest(settings, overrides)  # they name the runs inside this one
     require_one_config(days)
-    model = train(settings, snapshot_id=days["snapshot_id"], force=force)
+    model = train(settings, overrides, snapshot_id=days["snapshot_id"], force=force)
     show_outcome(open_workspace(settings), model)
     return model | {"held": days["held"], "ingest": days}

@@ -54,12 +54,12 @@ def recurring(
     champion = has_champion(workspace)
     ingested: Mapping[str, Any] = {}
     if not champion or (from_source and day is None):
-        ingested = ingest(workspace.config)
+        ingested = ingest(workspace.config, overrides)
     elif from_source and day is not None:
-        ingested = ingest_day(workspace, day)
+        ingested = ingest_day(workspace, overrides, day)
     if not champion:
         require_one_config(ingested)
-        train(workspace.config)
+        train(workspace.config, overrides)
     held = {"held": ingested.get("held", [])}
     if day is not None:
         return train_day(workspace, day, scratch, force) | held
@@ -69,10 +69,10 @@ def recurring(
     return result
 
 
-def ingest_day(workspace: Workspace, day: datetime.date) -> Mapping[str, Any]:
+def ingest_day(workspace: Workspace, overrides: Mapping[str, Any] | None, day: datetime.date) -> Mapping[str, Any]:
     """Ingests a day if its input has changed. A day that the source no longer has stays as the table has it."""
     try:
-        return ingest(workspace.config, day=day)
+        return ingest(workspace.config, overrides, day=day)
     except EmptyDatasetError:
         if day not in workspace.warehouse.whole_days(workspace.config.name):
             raise

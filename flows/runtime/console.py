@@ -162,7 +162,8 @@ def flow_run_name() -> str:
 class RunPage:
     """Progress artifacts of the run that this belongs to.
 
-    A thread posts the newest figures. An unreachable server delays nobody; figures that it misses are dropped.
+    A thread posts the newest figures. An unreachable server delays nobody; figures that it misses are dropped. The
+    artifacts of work that fails stay and show how far it got.
     """
 
     def __init__(self, logger: Logger, unit: str) -> None:
@@ -170,6 +171,7 @@ class RunPage:
         self.newest: dict[str, tuple[float, str]] = {}
         self.posted: dict[str, tuple[float, str]] = {}
         self.made: dict[str, UUID] = {}
+        self.done = False
         self.ended = threading.Event()
         context = contextvars.copy_context()  # holds the run that the artifacts belong to
         self.thread = threading.Thread(target=context.run, args=(self._post_all,), daemon=True)
@@ -181,8 +183,9 @@ class RunPage:
         if not self.thread.ident:
             self.thread.start()
 
-    def close(self) -> None:
-        """Waits a moment for the last figures to be sent."""
+    def close(self, done: bool) -> None:
+        """Removes the artifacts of finished work, else sends the last figures. Waits a moment for the server."""
+        self.done = done
         self.ended.set()
         if self.thread.ident:
             self.thread.join(SECONDS_TO_END)
@@ -191,6 +194,9 @@ class RunPage:
         over = False
         while not over:
             over = self.ended.wait(SECONDS_BETWEEN_LINES)
+            if over and self.done:
+                self._remove()
+                return
             for what, figures in dict(self.newest).items():
                 if self.posted.get(what) != figures:
                     try:
@@ -198,6 +204,15 @@ class RunPage:
                         self.posted[what] = figures
                     except Exception as error:  # the server does not take it; later figures may arrive
                         self.logger.debug("progress of %s is not on the run's page: %s", what, error)
+
+    def _remove(self) -> None:
+        """A bar at 100 % says nothing, and hides what a run has made."""
+        try:
+            with get_client(sync_client=True) as client:
+                for made in self.made.values():
+                    client.delete_artifact(made)
+        except Exception as error:  # they stay
+            self.logger.debug("progress stays on the run's page: %s", error)
 
     def _post(self, what: str, share: float, text: str) -> None:
         if what in self.made:

@@ -31,8 +31,8 @@ class ProgressPage(Protocol):
     def show(self, what: str, done: int, total: int, note: str) -> None:
         """Shows that `done` of `total` are done."""
 
-    def close(self) -> None:
-        """Sends the updates that are still waiting."""
+    def close(self, done: bool) -> None:
+        """Ends the bars: those of finished work go, others keep the last figures."""
 
 
 class Progress:
@@ -64,7 +64,7 @@ class Progress:
         for bar in self.bars.values():
             bar.close()
         if self.page is not None:
-            self.page.close()
+            self.page.close(error is None)
 
     def __call__(self, what: str, done: int, total: int, note: str = "") -> None:
         """Shows that `done` of `total` are done."""

@@ -4,7 +4,8 @@ import datetime
 import logging
 import socket
 import sqlite3
-from contextlib import closing
+import time
+from contextlib import closing, suppress
 
 import pytest
 import yaml
@@ -42,10 +43,32 @@ def test_the_page_shows_quality_and_links_to_mlflow_and_the_report(smoke):
 
 
 @pytest.mark.parametrize("stage", ["generate", "ingest", "train", "evaluate"])
-def test_long_stages_show_their_progress(smoke, stage):
+def test_no_bar_of_finished_work_stays_on_a_page(smoke, stage):
     """Other tests write such artifacts outside a flow, to the same server."""
-    whole = [one for one in shown(f"progress-{stage}") if float(one.data) == 100.0]
-    assert any(one.flow_run_id and one.task_run_id for one in whole)
+    assert [one for one in shown(f"progress-{stage}") if one.flow_run_id] == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_bar_shows_how_far_work_is_and_stays_if_it_fails(prefect, monkeypatch, fails):
+    monkeypatch.setattr("flows.runtime.console.SECONDS_BETWEEN_LINES", 0.05)
+    key, logger = f"progress-stage-{fails}".lower(), logging.getLogger("test")
+
+    def figures() -> list[float]:
+        return [float(one.data) for one in shown(key)]
+
+    def work() -> None:
+        with Progress(logger, page=RunPage(logger, "rows")) as progress:
+            progress(f"stage {fails}", 5, 10)
+            deadline = time.monotonic() + 30
+            while figures() != [50.0] and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert figures() == [50.0]
+            if fails:
+                raise ValueError
+
+    with suppress(ValueError):
+        work()
+    assert figures() == ([50.0] if fails else [])
 
 
 def test_an_unreachable_server_does_not_delay_the_work(prefect, caplog):
@@ -55,8 +78,9 @@ def test_an_unreachable_server_does_not_delay_the_work(prefect, caplog):
     caplog.set_level(logging.DEBUG, "test")
     logger = logging.getLogger("test")
     away = {PREFECT_API_URL: address, PREFECT_CLIENT_MAX_RETRIES: 0}
-    with temporary_settings(away), Progress(logger, page=RunPage(logger, "rows")) as progress:
+    with suppress(ValueError), temporary_settings(away), Progress(logger, page=RunPage(logger, "rows")) as progress:
         progress("train", 5, 10)
+        raise ValueError
     assert any(line.startswith("progress of train is not on the run's page: ") for line in caplog.messages)
 
 

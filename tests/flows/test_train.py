@@ -100,7 +100,7 @@ def test_mlflow_holds_the_run(smoke, at_home):
     sections = {name.partition("/")[0] for name in run.data.metrics}
     assert {"eval", "input", "system", "train", "valid"} <= sections
     ne = f"{smoke['eval']['ne']:.4f}"
-    assert run.info.run_name.startswith(f"v1 NE {ne} promoted, dot E8 B512 W2, epochs 1, rates ")
+    assert run.info.run_name.startswith(f"v1 promoted, NE {ne}, dot E8 B512 W2, epochs 1, rates ")
     assert run.data.tags["version"] == "1"
     assert run.data.tags["data"] == "10,000 of 2 days, 2025-01-06 to 2025-01-07"
     assert run.data.tags["snapshot_id"] == str(smoke["snapshot_id"])

@@ -153,7 +153,9 @@ def register(
     probe = _read_first_rows(Worker(job.data["test"], workspace.warehouse), len(trained.probe))
     folder, expected, tolerance = _choose_form(workspace, job, trained, probe, run_id)
     code = trained_by(Path(job.folder))
-    tags = {
+    tags = {  # pages list them in this order
+        "ne": format_metric(report.overall.ne),
+        "auc": format_metric(report.overall.auc),
         "snapshot_id": str(job.snapshot.snapshot_id),
         "plan_hash": job.plan.hash,
         "git_commit": code.commit,
@@ -167,8 +169,6 @@ def register(
         "run_folder": Path(job.folder).name,
         "trained_to": f"{job.trained_to}",
         "scratch_day": f"{job.trained_to}",
-        "ne": format_metric(report.overall.ne),
-        "auc": format_metric(report.overall.auc),
     } | dict(job.tags)
     if report.rounding_cost is not None:
         tags["ne_int8_cost"] = f"{report.rounding_cost:+.6f}"
@@ -246,7 +246,7 @@ def log_verdict(workspace: Workspace, version: int, run_id: str, gate: Verdict, 
     tracker, name = workspace.tracking, workspace.config.model_name
     run = tracker.client.get_run(run_id)
     about, ne = run.data.tags.get(ABOUT, run.info.run_name), find_metric(run.data.metrics, "eval_ne")
-    shown = f"v{version}{'' if ne is None else f' NE {ne:.4f}'} {DECIDED[gate.decision]}, {about}"
+    shown = f"v{version} {DECIDED[gate.decision]}{'' if ne is None else f', NE {ne:.4f}'}, {about}"
     if gate.difference is not None:
         values = {f"gate_ne_{name}": getattr(gate.difference, name) for name in ("low", "high")}
         values |= {"gate_ne_difference": gate.difference.ne, "gate_champion_ne": gate.champion_ne}
