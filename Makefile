@@ -106,7 +106,7 @@ worker: setup  ## run a worker for the deployments of the server of `make ui`, o
 	@$(RUN) -m flows.runtime.access $(VENV)/bin/prefect worker start --pool dlrm
 
 doctor: setup  ## check this installation
-	@$(RUN) -m flows.doctor
+	@$(RUN) -m flows.doctor prefect_port=$(PREFECT_PORT) mlflow_port=$(MLFLOW_PORT)
 
 lock:  ## resolve the dependencies again (needs uv)
 	@uv pip compile pyproject.toml --extra cpu --extra dev --universal --python-version 3.11 --no-annotate \
@@ -123,5 +123,5 @@ lock:  ## resolve the dependencies again (needs uv)
 	done
 	@rm requirements/.all
 
-clean:  ## remove the environment; data and models in .dlrm stay
-	@rm -rf $(VENV)
+clean:  ## remove the environment, unless a process runs from it; data and models in .dlrm stay
+	@VENV='$(VENV)' requirements/environment.sh clean

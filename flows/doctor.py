@@ -5,10 +5,13 @@ Not a Prefect flow: Prefect may be what is broken.
 
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -16,7 +19,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,10 @@ FBGEMM = "1.8.0"
 FREE_BYTES = 2 * 1024**3
 SHARED_BYTES = 64 * 1024**2
 POOL = "dlrm"
+PORTS = {"prefect": 4200, "mlflow": 5000}
+"""Server -> its port in `make ui`, unless another is given."""
+MLFLOW_ADDRESS = "mlflow_address"
+"""File below `home/ui` in which `make ui` leaves where it shows MLflow."""
 PATIENCE_SECONDS = 60.0
 """A worker polls for runs every 10 seconds, and a process takes about 20 to start."""
 SETUP = "Run `make clean setup`."
@@ -79,6 +86,22 @@ def python_version(version: Sequence[Any]) -> Check:
         ".".join(map(str, version[:3])),
         "" if ok else "Install Python 3.11, 3.12 or 3.13, then `make clean setup`.",
     )
+
+
+def find_other_python(root: Path = ROOT, packages: Sequence[str] = ("prefect", "torch")) -> Check | None:
+    """Returns what is wrong if another Python than the project's runs this, and lacks the packages.
+
+    All other checks would call that installation broken, although the project's may be sound.
+    """
+    if all(importlib.util.find_spec(name) for name in packages):
+        return None
+    own = root / ".venv" / "bin" / "python"
+    if own.exists() and Path(sys.prefix).resolve() != own.parent.parent.resolve():
+        remedy = "Run this with the project's Python: .venv/bin/python -m flows.doctor."
+        return Check("python", False, f"{sys.executable} does not have the project's packages", remedy)
+    if not own.exists() and sys.prefix == sys.base_prefix:
+        return Check("python", False, f"{sys.executable} does not have the project's packages", "Run `make setup`.")
+    return None
 
 
 def versions(installed: Mapping[str, str]) -> list[Check]:
@@ -219,6 +242,40 @@ def prefect_tables(home: Path) -> Check:
     return Check("Prefect's database", True, "of this version, an earlier one, or none yet")
 
 
+def mlflow_tables(home: Path) -> Check:
+    """Checks that the tables of the home's MLflow database are those of this version of MLflow."""
+    path, name = home / "mlflow" / "mlflow.db", "MLflow's database"
+    known = read_mlflow_versions()
+    found: str | None = None
+    if path.exists():
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database, suppress(sqlite3.Error):
+            found = database.execute("SELECT version_num FROM alembic_version").fetchone()[0]
+    if found is None or not known or found == known[-1]:
+        return Check(name, True, "of this version, or none yet")
+    if found in known:
+        command = f"`.venv/bin/mlflow db upgrade sqlite:///{path}`"
+        return Check(name, False, "of an earlier MLflow", f"Stop `make ui`, copy {path}, then {command}.")
+    return Check(name, False, "of a later MLflow", "Install that version, or set DLRM_HOME to another folder.")
+
+
+def read_mlflow_versions() -> list[str]:
+    """Returns the versions of MLflow's tables that the installed MLflow knows, oldest first. Empty: it is absent."""
+    spec = importlib.util.find_spec("mlflow")
+    if spec is None or spec.origin is None:
+        return []
+    folder, after = Path(spec.origin).parent / "store" / "db_migrations" / "versions", {}
+    for path in folder.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        values = dict(re.findall(r"^(revision|down_revision)[^=\n]*= [\"']?(\w+)", text, re.MULTILINE))
+        if "revision" in values:
+            after[values.get("down_revision", "None")] = values["revision"]
+    found, last = [], "None"
+    while last in after:
+        last = after.pop(last)
+        found.append(last)
+    return found
+
+
 def stuck_runs(environment: Mapping[str, str], home: Path, patience_seconds: float = PATIENCE_SECONDS) -> list[Check]:
     """Returns runs that are late, or that a worker took but did not start. Empty without a reachable server."""
     address = environment.get("PREFECT_API_URL", "").rstrip("/")
@@ -336,11 +393,31 @@ def installed_versions() -> dict[str, str]:
     }
 
 
-def examine(config: str | None, home: Path) -> list[Check]:
-    """Runs all checks, causes before their effects."""
+def ui_ports(home: Path, own: str | None, ports: tuple[int, int]) -> list[Check]:
+    """Checks the ports of `make ui`, or says where it runs.
+
+    Args:
+        own: Address of the Prefect server of this home. None: it runs none.
+        ports: Of Prefect and MLflow.
+    """
+    if own is None:
+        return [port_free("Prefect", ports[0]), port_free("MLflow", ports[1])]
+    note = home / "ui" / MLFLOW_ADDRESS
+    shown = note.read_text(encoding="utf-8").strip() if note.exists() else "starting"
+    return [Check("make ui", True, f"Prefect {own.removesuffix('/api')}, MLflow {shown}")]
+
+
+def examine(config: str | None, home: Path, ports: tuple[int, int] = (4200, 5000)) -> list[Check]:
+    """Runs all checks, causes before their effects.
+
+    Args:
+        ports: Of Prefect and MLflow in `make ui`.
+    """
+    if other := find_other_python():
+        return [other]
     cache = Path(os.environ.get("NUMBA_CACHE_DIR", ROOT / "pipeline" / "transforms"))
-    own = None if os.environ.get("PREFECT_API_URL") else find_own_server(home)
-    environment = os.environ | ({} if own is None else {"PREFECT_API_URL": own})
+    own = find_own_server(home)
+    environment = ({} if own is None else {"PREFECT_API_URL": own}) | os.environ
     checks: list[Callable[[], list[Check]]] = [
         lambda: [python_version(tuple(sys.version_info))],
         lambda: versions(installed_versions()),
@@ -350,9 +427,9 @@ def examine(config: str | None, home: Path) -> list[Check]:
         lambda: [space("/dev/shm", Path("/dev/shm"), SHARED_BYTES, "Give it more; in a container: --shm-size=1g.")],
         lambda: [loopback()],
         lambda: [reachable(name, "/health", environment) for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI")],
-        lambda: [port_free("Prefect", 4200), port_free("MLflow", 5000)],
+        lambda: ui_ports(home, own, ports),
         lambda: locked_runs(home),
-        lambda: [prefect_tables(home)],
+        lambda: [prefect_tables(home), mlflow_tables(home)],
         lambda: stuck_runs(environment, home),
         lambda: [configuration(config)] if config else [],
     ]
@@ -363,7 +440,9 @@ def main(words: Sequence[str]) -> int:
     """Prints a line for every check and, as the last line, one JSON object. Returns 1 if anything is wrong."""
     config = next((word for word in words if "=" not in word), None)
     home = process.ROOT / Path(os.environ.get("DLRM_HOME", ".dlrm")).expanduser()
-    checks = examine(config, home)
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    prefect_port, mlflow_port = (int(given.get(f"{name}_port", port)) for name, port in PORTS.items())
+    checks = examine(config, home, (prefect_port, mlflow_port))
     for check in checks:
         print(f"{'ok  ' if check.ok else 'BAD '} {check.name:20} {check.found}")
         if check.remedy:

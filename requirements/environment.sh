@@ -3,6 +3,7 @@
 #
 # A new environment is built beside the present one and takes its place once it is whole. This happens only if the
 # contents of LOCK have changed, and never while a process runs from the present one. A link is replaced, not followed.
+# With the word `clean` it only removes the environment, unless a process runs from it.
 set -euo pipefail
 
 new="$VENV.new" old="$VENV.old"
@@ -17,17 +18,23 @@ stop_if_in_use() {
 	[ -e "$VENV" ] || return 0
 	for process in $({ grep -lsF -e "$there/" -e "$(realpath "$VENV")/" /proc/[0-9]*/maps /proc/[0-9]*/cmdline || true; } | cut -d / -f 3 | sort -un); do
 		words="$(tr '\0' ' ' 2>/dev/null <"/proc/$process/cmdline" || true)"
-		echo "error: $1 has changed, and process $process runs from $VENV: ${words:0:80}" >&2
+		echo "error: $1, and process $process runs from $VENV: ${words:0:80}" >&2
 		echo "Wait until it ends. Or build another environment beside it: make setup VENV=$VENV-2" >&2
 		exit 1
 	done
 }
 
+if [ "${1:-}" = clean ]; then
+	stop_if_in_use "make clean removes the environment"
+	rm -rf "$VENV" # of a link, only the link
+	exit 0
+fi
+
 extras="$(printf '%s\n' $EXTRAS $(find "$VENV/" -maxdepth 1 -name '.extra-*' 2>/dev/null | sed 's/.*extra-//') | sort -u)"
 
 if [ "$(cat "$VENV/.complete" 2>/dev/null)" != "$(digest "$LOCK")" ]; then
 	[ -n "$PYTHON" ] || { echo "error: no Python 3.11, 3.12 or 3.13 found; install one, or set PYTHON=/path/to/python." >&2; exit 1; }
-	stop_if_in_use "$LOCK"
+	stop_if_in_use "$LOCK has changed"
 	echo "setting up $VENV from $LOCK with $PYTHON: about 2 GB, a few minutes"
 	"$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' ||
 		{ echo "error: PYTHON=$PYTHON is not Python 3.11, 3.12 or 3.13." >&2; exit 1; }
@@ -60,7 +67,7 @@ if [ "$(cat "$VENV/.complete" 2>/dev/null)" != "$(digest "$LOCK")" ]; then
 	fi
 	grep -rlIF "$here" "$new/bin" "$new/pyvenv.cfg" | xargs -r sed -i "s|$here|$there|g" # programs name their Python
 	digest "$LOCK" >"$new/.complete"
-	stop_if_in_use "$LOCK"
+	stop_if_in_use "$LOCK has changed"
 	rm -rf "$old"
 	[ ! -e "$VENV" ] && [ ! -L "$VENV" ] || mv -T "$VENV" "$old"
 	mv -T "$new" "$VENV"
@@ -71,7 +78,7 @@ fi
 new="$VENV"
 for extra in $extras; do
 	[ "$(cat "$VENV/.extra-$extra" 2>/dev/null)" != "$(digest "requirements/$extra.lock")" ] || continue
-	[ ! -e "$VENV/.extra-$extra" ] || stop_if_in_use "requirements/$extra.lock"
+	[ ! -e "$VENV/.extra-$extra" ] || stop_if_in_use "requirements/$extra.lock has changed"
 	echo "adding $extra to $VENV"
 	install -r "requirements/$extra.lock"
 	digest "requirements/$extra.lock" >"$VENV/.extra-$extra"

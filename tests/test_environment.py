@@ -53,6 +53,27 @@ def test_an_environment_is_replaced_when_its_lock_changes_and_no_process_runs_fr
     assert (environment / "bin" / "python").exists()
 
 
+def test_an_environment_that_a_process_runs_from_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "requirements").mkdir()
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copy(ROOT / "requirements" / "environment.sh", tmp_path / "requirements")
+    venv.create(tmp_path / ".venv", symlinks=True)
+    clean = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "VENV")}
+
+    def remove() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["make", "clean"], cwd=tmp_path, env=clean, capture_output=True, text=True)
+
+    python = tmp_path / ".venv" / "bin" / "python"
+    with subprocess.Popen([python, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        refused = remove()
+        process.communicate(b"\n")
+    assert refused.returncode != 0
+    assert f"process {process.pid} runs from .venv" in refused.stderr
+    assert python.exists()
+    assert remove().returncode == 0
+    assert not (tmp_path / ".venv").exists()
+
+
 def test_an_installed_wheel_trains_in_an_empty_folder(tmp_path: Path) -> None:
     """Its dependencies come from this environment, and nothing from the checkout."""
     source = tmp_path / "source"

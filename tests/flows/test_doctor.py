@@ -1,13 +1,20 @@
 """The doctor names every fault of an installation and every stuck run, with the remedy."""
 
+import ast
 import asyncio
 import datetime
+import importlib.util
 import json
 import socket
+import sqlite3
+import subprocess
+import sys
 import uuid
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from alembic.script import ScriptDirectory
 from filelock import FileLock
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL
@@ -15,6 +22,7 @@ from prefect.states import Cancelling, Pending, Scheduled
 
 from flows import doctor
 from flows.ingest import ingest
+from pipeline.jobs.outcome import MLFLOW_ADDRESS
 
 HOUR = datetime.timedelta(hours=1)
 GOOD = {"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
@@ -175,6 +183,73 @@ def test_without_a_server_there_are_no_findings(server):
 
 def environment() -> dict[str, str]:
     return {"PREFECT_API_URL": PREFECT_API_URL.value()}
+
+
+def test_another_python_is_named_alone(tmp_path, monkeypatch, capsys):
+    """Without the packages every check would fail, and its remedy would remove a sound environment."""
+    absent = ("no_such_package",)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").touch()
+    found = doctor.find_other_python(tmp_path, absent)
+    assert (found.ok, found.remedy) == (False, "Run this with the project's Python: .venv/bin/python -m flows.doctor.")
+    assert sys.executable in found.found
+    assert doctor.find_other_python() is None
+    monkeypatch.setattr(doctor, "find_other_python", lambda: found)
+    assert doctor.main([]) == 1
+    [check] = json.loads(capsys.readouterr().out.splitlines()[-1])["checks"]
+    assert check["remedy"] == found.remedy
+
+
+def test_an_old_python_is_named_without_a_traceback():
+    """What it imports first must be readable for Python 3.9."""
+    tree = ast.parse((doctor.ROOT / "flows" / "__init__.py").read_text(), feature_version=(3, 9))
+    assert [node.names[0].name for node in tree.body if isinstance(node, ast.Import)] == ["sys"]
+    script = "import sys; sys.version_info = (3, 9, 18); import flows.doctor"
+    done = subprocess.run([sys.executable, "-c", script], cwd=doctor.ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"error: {sys.executable}: expected Python 3.11, 3.12 or 3.13, got 3.9.18. "
+        "Use .venv/bin/python, which `make setup` makes.\n",
+    )
+
+
+def test_the_ports_are_those_of_make_ui(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        names = [(check.name, check.ok) for check in doctor.ui_ports(tmp_path, None, (port, port + 1))]
+        assert names[0] == (f"port {port}", False)
+        assert names[1][0] == f"port {port + 1}"
+    (tmp_path / "ui").mkdir()
+    (tmp_path / "ui" / MLFLOW_ADDRESS).write_text("http://127.0.0.1:5310\n")
+    [running] = doctor.ui_ports(tmp_path, "http://127.0.0.1:4310/api", (4200, 5000))
+    assert (running.ok, running.found) == (True, "Prefect http://127.0.0.1:4310, MLflow http://127.0.0.1:5310")
+
+
+@pytest.mark.parametrize(("step", "found"), [(-2, "of an earlier MLflow"), (None, "of a later MLflow")])
+def test_a_database_of_another_mlflow_is_named(tmp_path, step, found):
+    known = doctor.read_mlflow_versions()
+    (tmp_path / "mlflow").mkdir()
+    assert doctor.mlflow_tables(tmp_path).ok
+    for version in ("f00", known[-1]) if step is None else (known[step], known[-1]):
+        with closing(sqlite3.connect(tmp_path / "mlflow" / "mlflow.db")) as database, database:
+            database.execute("CREATE TABLE IF NOT EXISTS alembic_version (version_num)")
+            database.execute("DELETE FROM alembic_version")
+            database.execute("INSERT INTO alembic_version VALUES (?)", [version])
+        check = doctor.mlflow_tables(tmp_path)
+        assert check.ok is (version == known[-1])
+        assert check.ok or check.found == found
+        assert ("mlflow db upgrade" in check.remedy) is (found == "of an earlier MLflow" and not check.ok)
+
+
+def test_the_newest_tables_of_mlflow_are_its_own_head():
+    folder = Path(importlib.util.find_spec("mlflow").origin).parent / "store" / "db_migrations"
+    assert doctor.read_mlflow_versions()[-1] == ScriptDirectory(str(folder)).get_current_head()
+
+
+def test_both_know_where_make_ui_leaves_its_address():
+    assert doctor.MLFLOW_ADDRESS == MLFLOW_ADDRESS
 
 
 @pytest.mark.slow
