@@ -214,12 +214,15 @@ def _refuse_bad_days(rows: OpenSource, days: Sequence[SourceDay], max_share: flo
     bad = [day for day in days if day.refused > max_share * day.rows or day.refused == day.rows]
     if bad:
         reasons = count_refused(rows, bad)
+        remedy = "Correct the source, or raise ingest.max_quarantined_share."
+        if any(reason.startswith("label is not a number") for reason in reasons):
+            remedy = f"Name the value that counts as 1, such as source.positive=yes. {remedy}"
         worst = max(bad, key=lambda day: day.refused / day.rows)
         raise DataError(
             f"labels of {len(bad)} day(s), worst {worst.day}",
             f"at most {max_share:.2%} bad rows a day, and at least one good row",
             f"{worst.refused} of {worst.rows} ({', '.join(reasons)})",
-            "Correct the source, or raise ingest.max_quarantined_share.",
+            remedy,
         )
 
 

@@ -258,6 +258,16 @@ BAD = {
 }
 
 
+def test_labels_in_words_are_refused_with_the_key_that_reads_them(ingest: Any, put: Any) -> None:
+    put("rows.parquet", user=list(range(20)), label=["yes", "no"] * 10)
+    with pytest.raises(DataError) as error:
+        ingest(FIXED)
+    assert str(error.value).endswith(
+        "got 20 of 20 (label is not a number). Name the value that counts as 1, such as source.positive=yes. "
+        "Correct the source, or raise ingest.max_quarantined_share."
+    )
+
+
 def test_bad_labels_are_quarantined_with_their_reason(ingest: Any, stored: Any, put: Any, warehouse: Warehouse) -> None:
     labels = [*BAD, *["0", "1", "1.0", "0.0"] * 5]
     put("rows.parquet", user=list(range(25)), label=labels, tags=[[i] for i in range(25)])
