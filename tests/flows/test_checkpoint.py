@@ -34,8 +34,12 @@ def entries(result: dict, run: str) -> list[dict]:
 
 
 def test_list(command, home, smoke, run_name):
-    code, result, _ = command(checkpoint, CONFIG, f"run={run_name}", home=home)
+    code, result, log = command(checkpoint, CONFIG, f"run={run_name}", home=home)
     assert (code, result["status"], result["action"], result["damaged"]) == (0, "ok", "list", 0)
+    lines = log[log.index("checkpoints:\n") :].splitlines()
+    assert lines[1].split() == ["run", "name", "step", "time", "MB", "valid", "NE", "state"]
+    assert lines[3].split()[:3] == [run_name, "best", "20"]
+    assert lines[3].endswith(f"{smoke['train']['valid_ne']:.4f}    verified")
     assert [(entry["name"], entry["step"]) for entry in result["checkpoints"]] == [
         ("step-0000000020", 20),
         ("best", 20),

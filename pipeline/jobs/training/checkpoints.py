@@ -1,11 +1,13 @@
 """Lists and verifies the checkpoints of a config's runs, and exports the weights of one."""
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.errors import ConfigError
+from pipeline.jobs.console import format_rows
 from pipeline.jobs.workspace import Workspace
 from storage.artifacts import atomic_file
 
@@ -29,6 +31,8 @@ def list_checkpoints(workspace: Workspace, run: str | None, verify: bool) -> dic
     for folder in _folders(workspace, run):
         with suppress(FileNotFoundError):  # a running training has just removed it
             found.append({"run": folder.parents[1].name, **store.describe(folder)})
+    if found:
+        workspace.console.log.info("checkpoints:\n%s", format_rows([_as_row(entry) for entry in found]))
     damaged = [entry["error"] for entry in found if entry["error"] is not None]
     for error in damaged:
         workspace.console.log.warning("%s", error)
@@ -39,6 +43,17 @@ def list_checkpoints(workspace: Workspace, run: str | None, verify: bool) -> dic
         )  # fmt: skip
     action = "verify" if verify else "list"
     return {"status": "ok", "action": action, "checkpoints": found, "damaged": len(damaged)}
+
+
+def _as_row(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the line of a checkpoint in the table."""
+    row = {key: entry[key] for key in ("run", "name", "step", "time")}
+    ne = entry["valid_ne"]
+    return row | {
+        "MB": f"{entry['bytes'] / 1e6:,.1f}",
+        "valid NE": "–" if ne is None else f"{ne:.4f}",
+        "state": entry["state"],
+    }
 
 
 def export_checkpoint(workspace: Workspace, run: str | None, which: Which) -> dict[str, Any]:
