@@ -469,3 +469,10 @@ def test_a_home_whose_path_would_be_cut_is_refused(tmp_path, monkeypatch, sign):
     assert str(error.value) == (
         f"home: expected a path without # and ?, got '{tmp_path}/a{sign}b'. Choose another folder."
     )
+
+
+@pytest.mark.parametrize("config", ["configs/demo.yaml", "configs/flights.yaml", "configs/movielens100k.yaml"])
+def test_the_report_compares_with_baselines_which_are_no_part_of_the_training(config):
+    found = load(config)
+    assert found.evaluation.baselines == ("rate", "logistic", "boosting")
+    assert load(config, {"evaluation.baselines": []}).semantics() == found.semantics()
