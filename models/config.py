@@ -29,7 +29,9 @@ class DLRMConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     top_mlp: tuple[PositiveInt, ...] = (64, 32)
     """Hidden layers between the interaction and the logit."""
     interaction: Literal["dot", "cat", "dcn"] = "dot"
-    """dot: products of all pairs of vectors. cat: the concatenated vectors. dcn: cross layers over them (DCN-v2)."""
+    """dot: the dense columns' vector and the products of all pairs of vectors. Without dense columns it passes on the
+    vector of the first sparse feature, so their order counts. cat: the concatenated vectors. dcn: cross layers over
+    them (DCN-v2)."""
     cross_layers: PositiveInt = 2
     """Cross layers of dcn."""
     cross_rank: PositiveInt | None = None

@@ -25,7 +25,10 @@ def mlp(inputs: int, sizes: Sequence[int], dropout: float = 0.0) -> nn.Sequentia
 
 
 class DotInteraction(nn.Module):
-    """The dense vector, followed by the dot product of every pair of feature vectors.
+    """The first vector, followed by the dot product of every pair of feature vectors.
+
+    The first vector is that of the dense columns. Without dense columns it is that of the first sparse feature, so the
+    model then depends on which feature the config names first.
 
     Args:
         num_features: F, vectors per row, the dense one included.
