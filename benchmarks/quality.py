@@ -64,12 +64,18 @@ class Published(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 class Target(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """What a config is expected to reach on its test rows."""
 
-    seeds: tuple[PositiveInt, ...] = (1,)
+    seeds: tuple[PositiveInt, ...] = ()
+    """Those of the figures. Empty: it has not been run."""
     test_rows: PositiveInt | None = None
+    """None: releases of the data differ in it."""
     metrics: Mapping[str, Expected] = {}
-    """`ne`, `auc`. Empty: it has not been run."""
-    published: tuple[Published, ...] = ()
-    """Empty: no published result is known."""
+    """`ne`, `auc`."""
+    published: tuple[Published, ...] | Literal["none known", ""] = ""
+    """Results of others. Empty: the rows are those of another config, or of our own split or generator."""
+    not_run: str | None = None
+    """Why there are no figures."""
+    trains: bool = True
+    """Whether `make quality` trains it where its data is. False: it is a study, or has a command of its own."""
 
 
 Targets = TypeAdapter(dict[str, Target])
@@ -144,7 +150,7 @@ def train(config: str, seed: int, home: str) -> dict[str, Any]:
 
 def measure(config: str, target: Target, seeds: Sequence[int]) -> Finding:
     """Trains a config with each seed, if its data is there."""
-    missing = missing_data(config)
+    missing = missing_data(config) if target.trains else target.not_run
     if missing is not None:
         return Finding(config=config, verdict="not run", why=missing)
     began = time.perf_counter()
@@ -170,7 +176,8 @@ def record(
             )
             for name, values in finding.metrics.items()
         }
-        changed = {"metrics": metrics, "test_rows": finding.rows, "seeds": tuple(seeds or target.seeds)}
+        changed = {"metrics": metrics, "seeds": tuple(seeds or target.seeds or (1,)), "not_run": None}
+        changed |= {"test_rows": finding.rows} if target.test_rows or not target.metrics else {}
         made[finding.config] = target.model_copy(update=changed)
     return made
 
@@ -202,7 +209,7 @@ def main() -> int:
         parser.error(f"expected configs of {FILE.relative_to(ROOT)}, got {', '.join(unknown)}")
     findings = []
     for config in arguments.configs or targets:
-        findings.append(measure(config, targets[config], arguments.seeds or targets[config].seeds))
+        findings.append(measure(config, targets[config], arguments.seeds or targets[config].seeds or (1,)))
         print(describe(findings[-1], targets[config]), flush=True)
     if arguments.record:
         FILE.write_text(to_text(record(targets, findings, arguments.seeds)), encoding="utf-8")
@@ -214,7 +221,7 @@ def main() -> int:
 
 
 def to_text(targets: Mapping[str, Target]) -> str:
-    """Formats the file: a line for each key of an target."""
+    """Formats the file: a line for each key of a target."""
     blocks = []
     for config, target in Targets.dump_python(dict(targets), mode="json", exclude_defaults=True).items():
         lines = [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in target.items()]

@@ -16,6 +16,7 @@ from benchmarks.quality import (
     to_text,
 )
 from pipeline.config import load
+from pipeline.config.files import ROOT
 
 GOOD = Target(
     test_rows=100, metrics={"ne": Expected(value=0.85, tolerance=0.01), "auc": Expected(value=0.75, tolerance=0.01)}
@@ -41,6 +42,8 @@ def test_what_was_measured_becomes_what_is_expected():
     found = judge("c", Target(), [result(0.8, 0.7), result(0.9, 0.8)], seconds=7)
     made = record(targets, [found, Finding(config="absent", verdict="not run", why="no files")], [4, 5])
     assert made["absent"] == GOOD
+    first = record({"c": Target(not_run="no data")}, [found], None)["c"]
+    assert (first.seeds, first.test_rows, first.not_run) == ((1,), 100, None)
     assert made["c"].metrics["ne"] == Expected(value=0.85, tolerance=0.01)
     assert (made["c"].seeds, made["c"].test_rows) == ((4, 5), 100)
     assert "ne 0.8500 +-0.0500 (expected 0.8500), auc 0.7500" in describe(found, GOOD)
@@ -50,6 +53,22 @@ def test_the_file_is_as_it_would_be_written_and_names_configs_that_load():
     assert to_text(read_targets()) == FILE.read_text(encoding="utf-8")
     for config in read_targets():
         load(config)
+
+
+def test_every_config_has_figures_or_a_reason_for_none():
+    """Files of `machines` describe no run."""
+    every = {f"{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
+    targets = read_targets()
+    assert targets.keys() == {name for name in every if not name.startswith("configs/machines/")}
+    for name, target in targets.items():
+        assert bool(target.seeds) == bool(target.metrics) == (target.not_run is None), name
+        if load(name).source.generator is None and target.trains:
+            assert target.published, f"{name}: published results, or that none is known"
+
+
+def test_a_study_is_not_trained():
+    found = measure("configs/sessions.yaml", Target(not_run="see there", trains=False), [1])
+    assert (found.verdict, found.why) == ("not run", "see there")
 
 
 def test_a_config_without_its_data_is_not_run(tmp_path, monkeypatch):
