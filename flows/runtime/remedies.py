@@ -58,7 +58,6 @@ def complete_logs(*names: str) -> None:
 
 
 def _complete_record(record: logging.LogRecord) -> bool:
-    text = record.getMessage()
-    if COMMAND.search(text):
-        record.msg, record.args = complete(text), None
+    if "CONFIG" in f"{record.msg} {record.args}":
+        record.msg, record.args = complete(record.getMessage()), None
     return True
