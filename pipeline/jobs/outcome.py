@@ -59,7 +59,7 @@ def _describe_day(result: Mapping[str, Any]) -> tuple[str, str] | None:
     trained = gate is not None and decision["training"] != "none"
     if judged is not None:
         verdict = _describe_verdict(judged["version"], judged["gate"], judged["eval"])
-    elif trained and gate["decision"] != "hold":  # of its own day: recurring.judge is same_day
+    elif trained and gate and (gate["decision"] != "hold" or gate.get("champion")):  # recurring.judge: same_day
         return _on_day(day, *_describe_verdict(version, gate, result.get("eval")))
     after = f"v{version} trained" if trained else "no training"
     long = f"version {version} is judged on the next day" if trained else f"no training: {decision['reason']}"

@@ -42,6 +42,11 @@ def day(**values: Any) -> dict[str, Any]:
             "2025-03-02: version 7, promoted: NE is lower.",
         ),
         (
+            day(decision=TRAINS, gate={"decision": "hold", "reason": "By chance.", "champion": 6}, eval={"ne": 0.9}),
+            "2025-03-02 v7 held, NE 0.9000",
+            "2025-03-02: version 7, held: By chance.",
+        ),
+        (
             {"status": "ok", "days": 9, "days_written": 4, "rows": 8, "days_trained": 3, "days_judged": 1, "model": MODEL},
             "4 days written, 3 trained, 1 evaluated",
             "4 days written, 3 trained, 1 evaluated.",
