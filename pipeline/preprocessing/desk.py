@@ -1,7 +1,7 @@
 """The master's side of the conversations with ranks, whatever carries their messages."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, ValidationError, model_validator
@@ -170,7 +170,7 @@ class Desk:
             fields, descriptors = self.master.executor.deliver(group.memory)
             connection.wanted = None
             stream.take(number)
-            notes = [asdict(note) | {"position": note.position.model_dump()} for note in group.notes]
+            notes = [vars(note) | {"position": note.position.model_dump()} for note in group.notes]
             self._send(connection, {"notes": notes} | fields, descriptors)
             wire.close(descriptors)
         elif stream.ended(number):
