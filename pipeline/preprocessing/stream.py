@@ -196,6 +196,7 @@ class Stream:
         self.batchings: deque[tuple[BatchGroup, WorkItem]] = deque()
         self.retries: deque[WorkItem] = deque()
         self.running: set[WorkItem] = set()
+        self.underway_bytes = 0  # expected of `running` and `retries`
         self.groups: dict[int, BatchGroup] = {}
         self.groups_cut = 0
         self.cutting: list[Piece] = []
@@ -220,7 +221,10 @@ class Stream:
                 other workers would have to fetch the rows from it.
             spare: Whether it is to end soon, and gets no splits.
         """
-        item = self._next_retry() or self._next_batching(worker) or (None if spare else self._next_read(worker))
+        item = self._next_retry()
+        if item is None:
+            item = self._next_batching(worker) or (None if spare else self._next_read(worker))
+            self.underway_bytes += 0 if item is None else item.expected_bytes
         if item is not None:
             self.running.add(item)
         return item
@@ -240,7 +244,7 @@ class Stream:
         if item not in self.running:
             self.free(memory)
             return False
-        self.running.remove(item)
+        self._end_item(item)
         self.bytes += size
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         item.on_result(memory, size, rows, costs)
@@ -269,11 +273,12 @@ class Stream:
         at = window.parts.index(part)
         window.parts[at : at + 1] = parts
         window.missing += len(parts) - 1
-        self.running.remove(item)
+        self._end_item(item)
         for part in parts:
             row_group = self._read_item(window, part)
             row_group.expected_bytes, row_group.failures = self._read_bytes(row_group), item.failures
             self.retries.append(row_group)
+            self.underway_bytes += row_group.expected_bytes
 
     def quarantine(self, item: WorkItem, error: ContractError) -> None:
         """Gives up a split. Its rows are missing from the epoch.
@@ -290,7 +295,7 @@ class Stream:
                 f"{item.work}", "to be readable, because the checkpoint ends among the rows that it is shuffled with",
                 f"{error}".rstrip("."), "Restore the file, or delete the run's checkpoints to train from the start.",
             ) from error  # fmt: skip
-        self.running.remove(item)
+        self._end_item(item)
         self.quarantined.append(item.work)
         item.on_result(None, 0, 0, Costs())
 
@@ -324,6 +329,7 @@ class Stream:
         item = self._read_item(window, part)
         item.expected_bytes = part.size
         self.retries.append(item)
+        self.underway_bytes += item.expected_bytes
 
     def _make_again(self, group: BatchGroup) -> None:
         self.bytes -= group.size
@@ -338,6 +344,10 @@ class Stream:
                 for part in window.parts:
                     self._read_again(window, part)
         self.batchings = deque(sorted([*self.batchings, (group, self._batch_item(group))], key=_number))
+
+    def _end_item(self, item: WorkItem) -> None:
+        self.running.remove(item)
+        self.underway_bytes -= item.expected_bytes
 
     # -- delivery -----------------------------------------------------------------------------------------------
 
@@ -621,8 +631,7 @@ class Stream:
     # -- memory -------------------------------------------------------------------------------------------------
 
     def _fits(self, size: int) -> bool:
-        underway = sum(item.expected_bytes for item in (*self.running, *self.retries))
-        return self.bytes + underway + size <= self.memory_bytes
+        return self.bytes + self.underway_bytes + size <= self.memory_bytes
 
     def _free_windows(self) -> None:
         busy = {id(window) for window, _, _ in self.cutting}
