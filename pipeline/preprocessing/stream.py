@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
@@ -114,6 +115,11 @@ class OpenWindow:
     """The worker that keeps its rows and makes its batches, where results stay with workers. None: not chosen yet."""
 
     @property
+    def stored_rows(self) -> int:
+        """Rows before any filter."""
+        return sum(part.split.rows for part in self.parts)
+
+    @property
     def total(self) -> int:
         """Selected rows."""
         return sum(part.rows for part in self.parts)
@@ -192,6 +198,7 @@ class Stream:
         self.skip = position.row
         self.batches = position.batches
         self.open: dict[int, OpenWindow] = {}
+        self.open_rows = 0  # stored rows of the open windows
         self.reads: deque[WorkItem] = deque()
         self.batchings: deque[tuple[BatchGroup, WorkItem]] = deque()
         self.retries: deque[WorkItem] = deque()
@@ -340,6 +347,7 @@ class Stream:
             window.uses += 1
             if window.number not in self.open:
                 self.open[window.number] = window
+                self.open_rows += window.stored_rows
                 window.home = None
                 for part in window.parts:
                     self._read_again(window, part)
@@ -368,7 +376,7 @@ class Stream:
 
     def release(self, rank: int, number: int) -> None:
         """Notes that a rank no longer needs the groups up to this number."""
-        for group in [group for group in self.groups.values() if group.number <= number]:
+        for group in list(takewhile(lambda group: group.number <= number, self.groups.values())):
             group.waiting.discard(rank)
             self._free_group(group)
 
@@ -454,10 +462,9 @@ class Stream:
 
         `ahead_rows` limits the rows in open windows, unless all of them are cut: a batch may need many windows.
         """
-        if self.ahead_rows is None or all(window.cut for window in self.open.values()):
+        if self.ahead_rows is None or self.to_cut == self.to_read[0]:  # windows are cut in order
             return True
-        open_rows = sum(part.split.rows for window in self.open.values() for part in window.parts)
-        return open_rows + sum(split.rows for split in self.windows[self.to_read[0]]) <= self.ahead_rows
+        return self.open_rows + sum(split.rows for split in self.windows[self.to_read[0]]) <= self.ahead_rows
 
     def _may_read(self, place: int = 0) -> bool:
         """Returns whether a read fits into memory together with those before it and a group of batches.
@@ -476,6 +483,7 @@ class Stream:
     def _open_window(self, number: int) -> None:
         parts = [WindowPart(split) for split in self.windows[number]]
         window = self.open[number] = OpenWindow(number, parts, missing=len(parts))
+        self.open_rows += window.stored_rows
         self.reads += [self._read_item(window, part) for part in parts]
         self._cut_complete()  # a window may have no row groups left
 
@@ -510,7 +518,9 @@ class Stream:
             DataError: If the stream's position is behind its last row.
         """
         self._note_lost(window)
+        self.open_rows -= window.stored_rows
         window.parts = [part for part in window.parts if part.memory is not None]
+        self.open_rows += window.stored_rows
         self.rows_read += window.total
         start, total = self.skip, window.total
         self.skip = 0
@@ -528,7 +538,7 @@ class Stream:
             self._end_batch(window, total)
         self._end_group()
         window.cut = True
-        self._free_windows()
+        self._free_windows([window])  # it may have no rows; groups need those cut before
 
     def _misplaced(self, actual: str) -> DataError:
         return DataError(
@@ -607,9 +617,10 @@ class Stream:
                 self.ready_bytes += size
             for note in group.notes:
                 note.transform_seconds += costs.batch_seconds / len(group.notes)
-            for window in _windows(group.pieces):
+            windows = _windows(group.pieces)
+            for window in windows:
                 window.uses -= 1
-            self._free_windows()
+            self._free_windows(windows)
             self._free_group(group)  # ranks may have released it while it was made again
 
         return WorkItem(self, work, parts, size, finish)
@@ -633,11 +644,12 @@ class Stream:
     def _fits(self, size: int) -> bool:
         return self.bytes + self.underway_bytes + size <= self.memory_bytes
 
-    def _free_windows(self) -> None:
+    def _free_windows(self, windows: Sequence[OpenWindow]) -> None:
         busy = {id(window) for window, _, _ in self.cutting}
-        for window in list(self.open.values()):
+        for window in windows:
             if window.cut and not window.uses and id(window) not in busy:
                 del self.open[window.number]
+                self.open_rows -= window.stored_rows
                 self._drop_window(window)
 
     def _free_group(self, group: BatchGroup) -> None:
