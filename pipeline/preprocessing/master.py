@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import heapq
 import json
 import queue
 import sys
@@ -137,6 +138,7 @@ class Master:
         self.streams: list[Stream] = []
         self.left: dict[Request, set[int]] = {}
         self.workers: dict[int, _Worker] = {}
+        self.idle: list[int] = []  # a heap of workers that became idle; some may be gone
         self.started = 0
         self.typical_seconds: dict[type, float] = {}
         self.totals = Totals()
@@ -245,10 +247,12 @@ class Master:
             return
         if isinstance(event, WorkerStarted):
             worker.pid, worker.ready, worker.location = event.pid, True, event.location
+            heapq.heappush(self.idle, worker.number)
             self.totals.ready_at = self.totals.ready_at or self.clock()
             self._note_workers()
             return
         worker.item = None
+        heapq.heappush(self.idle, worker.number)
         if isinstance(event, WorkerDied):
             self._replace(worker, item, event.reason)
         elif item is None:
@@ -372,6 +376,8 @@ class Master:
             self.executor.start(self.started)
             self.workers[self.started] = _Worker(self.started, now)
             self.totals.most_workers = max(self.totals.most_workers, len(self.workers))
+        if len(self.workers) <= self.autoscaler.workers:
+            return
         for worker in self._spare_workers():
             kept = self._kept_by(worker.number)
             if worker.item is None and worker.ready and not any(stream.keeps(kept) for stream in self.streams):
@@ -394,16 +400,22 @@ class Master:
         """Gives work to every idle worker."""
         keeps = self.executor.keeps_results
         spare = self._spare_workers() if keeps else []
-        for worker in list(self.workers.values()):
-            if worker.ready and worker.item is None:
-                item = self._next_item(worker.number if keeps else None, worker in spare) or self._straggler()
+        passed: list[int] = []
+        while self.idle:
+            number = heapq.heappop(self.idle)
+            worker = self.workers.get(number)
+            if worker is not None and worker.ready and worker.item is None:
+                item = self._next_item(number if keeps else None, worker in spare) or self._straggler()
                 if item is None:
                     self.period.idle = True
+                    passed.append(number)
                     if keeps:  # there may be work for another one
                         continue
-                    return
+                    break
                 worker.item, worker.since = item, self.clock()
-                self.executor.submit(worker.number, item.stream.request.data, item.work, item.inputs)
+                self.executor.submit(number, item.stream.request.data, item.work, item.inputs)
+        for number in passed:
+            heapq.heappush(self.idle, number)
 
     def _next_item(self, worker: int | None, spare: bool) -> WorkItem | None:
         for stream in reversed(self.streams):  # ranks wait for the stream requested last
