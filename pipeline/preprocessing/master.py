@@ -139,6 +139,7 @@ class Master:
         self.left: dict[Request, set[int]] = {}
         self.workers: dict[int, _Worker] = {}
         self.idle: list[int] = []  # a heap of workers that became idle; some may be gone
+        self.heard_since = self.clock()  # no worker was silent for longer
         self.started = 0
         self.typical_seconds: dict[type, float] = {}
         self.totals = Totals()
@@ -353,6 +354,8 @@ class Master:
 
     def _check_leases(self) -> None:
         now = self.clock()
+        if now - self.heard_since <= min(self.config.lease_seconds, START_SECONDS):
+            return
         for worker in list(self.workers.values()):
             silent = now - worker.since
             if worker.item is not None and silent > self.config.lease_seconds:
@@ -360,6 +363,8 @@ class Master:
                 self._replace(worker, item, f"it was silent for {silent:.0f} s")
             elif not worker.ready and silent > START_SECONDS:
                 self._replace(worker, None, f"it did not start within {START_SECONDS:.0f} s")
+        waited = (worker.since for worker in self.workers.values() if worker.item is not None or not worker.ready)
+        self.heard_since = min(waited, default=now)
 
     def _scale(self) -> None:
         """Starts missing workers and periodically rescales the pool."""
@@ -426,8 +431,8 @@ class Master:
     def _straggler(self) -> WorkItem | None:
         """Returns work that takes far longer than usual, for a second worker. The first result counts."""
         now = self.clock()
-        leases = [worker for worker in self.workers.values() if worker.item is not None]
-        for worker in sorted(leases, key=lambda worker: worker.since):
+        old = (one for one in self.workers.values() if one.item is not None and now - one.since > STRAGGLER_SECONDS)
+        for worker in sorted(old, key=lambda worker: worker.since):
             item = worker.item
             assert item is not None
             usual = self.typical_seconds.get(type(item.work))
