@@ -1,6 +1,8 @@
 """Cuts a snapshot into ordered units of work, as a function of snapshot, seed and epoch alone."""
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +27,38 @@ class Split(BaseModel, frozen=True):
         return text if first == last else f"{text} to row group {last.row_group} of file '{last.path}'"
 
 
+class Windows(Sequence[list[Split]]):
+    """The windows of an epoch in order. A window's splits are made when it is asked for, because an epoch may be long.
+
+    Args:
+        order: Position of each row group among the fragments.
+        starts: First of each window's row groups in that order.
+        split_rows: See `cut_epoch`.
+    """
+
+    def __init__(
+        self, fragments: Sequence[Fragment], order: npt.NDArray[np.int64], starts: Sequence[int], split_rows: int
+    ) -> None:
+        self.fragments, self.order, self.split_rows = fragments, order, split_rows
+        self.starts = np.array([*starts, len(order)])
+        self.last: tuple[int, list[Split]] = (-1, [])
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[i] for i in range(len(self))[number]]
+        number = range(len(self))[number]
+        if self.last[0] != number:
+            chosen = [self.fragments[i] for i in self.order[self.starts[number] : self.starts[number + 1]]]
+            self.last = number, [Split(fragments=tuple(group)) for group in _group_fragments(chosen, self.split_rows)]
+        return self.last[1]
+
+
 def cut_epoch(
     fragments: Sequence[Fragment], seed: int, epoch: int, window_rows: int | None, split_rows: int
-) -> list[list[Split]]:
+) -> Sequence[list[Split]]:
     """Cuts an epoch into ordered windows, and each window into splits.
 
     Every epoch permutes all row groups differently. Rows are shuffled inside a window, which bounds both the memory
@@ -37,21 +68,23 @@ def cut_epoch(
         window_rows: Minimum rows of a window (the last may have fewer). None keeps the order of the table.
         split_rows: Row groups of a window are read together up to this many rows. A larger one is read alone.
     """
-    if window_rows is None:
-        return [[split] for split in _group_fragments(fragments, split_rows)]
+    if not fragments:
+        return []
+    if window_rows is None:  # a split is a window
+        sizes = [len(group) for group in _group_fragments(fragments, split_rows)]
+        return Windows(fragments, np.arange(len(fragments)), list(accumulate(sizes[:-1], initial=0)), split_rows)
     order = make_generator(seed, epoch, 0).permutation(len(fragments))
-    windows: list[list[Fragment]] = []
+    starts: list[int] = []
     rows = window_rows
-    for i in order:
+    for place, i in enumerate(order):
         if rows >= window_rows:
-            windows.append([])
+            starts.append(place)
             rows = 0
-        windows[-1].append(fragments[i])
         rows += fragments[i].rows
-    return [_group_fragments(window, split_rows) for window in windows]
+    return Windows(fragments, order, starts, split_rows)
 
 
-def _group_fragments(fragments: Sequence[Fragment], split_rows: int) -> list[Split]:
+def _group_fragments(fragments: Sequence[Fragment], split_rows: int) -> list[list[Fragment]]:
     groups: list[list[Fragment]] = []
     rows = 0
     for fragment in fragments:
@@ -60,7 +93,7 @@ def _group_fragments(fragments: Sequence[Fragment], split_rows: int) -> list[Spl
             rows = 0
         groups[-1].append(fragment)
         rows += fragment.rows
-    return [Split(fragments=tuple(group)) for group in groups]
+    return groups
 
 
 def permute_rows(seed: int, epoch: int, window: int, rows: int) -> npt.NDArray[np.int64]:

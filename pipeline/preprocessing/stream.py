@@ -191,9 +191,7 @@ class Stream:
         self.windows = cut_epoch(fragments, request.seed, position.epoch, request.window_rows, split_rows)
         if position.window > len(self.windows):
             raise self._misplaced(f"window {position.window} of {len(self.windows)}")
-        if position.row and position.window < len(self.windows):
-            self.windows[position.window] = _leave_out(position.lost, position.epoch, self.windows[position.window])
-        self.to_read = deque(range(position.window, len(self.windows)))
+        self.to_read = range(position.window, len(self.windows))
         self.to_cut = position.window
         self.skip = position.row
         self.batches = position.batches
@@ -435,7 +433,8 @@ class Stream:
         place = self._find_read(worker)
         if place is None and self.to_read and self._may_open():
             place = len(self.reads)
-            self._open_window(self.to_read.popleft())
+            number, self.to_read = self.to_read[0], self.to_read[1:]
+            self._open_window(number)
         if not self.reads:
             return None
         place = place if place is not None and place < len(self.reads) else 0  # help with the window of another worker
@@ -481,7 +480,10 @@ class Stream:
         return int(item.work.rows * self.row_bytes)
 
     def _open_window(self, number: int) -> None:
-        parts = [WindowPart(split) for split in self.windows[number]]
+        splits, position = self.windows[number], self.request.position
+        if position.row and number == position.window:
+            splits = _leave_out(position.lost, position.epoch, splits)
+        parts = [WindowPart(split) for split in splits]
         window = self.open[number] = OpenWindow(number, parts, missing=len(parts))
         self.open_rows += window.stored_rows
         self.reads += [self._read_item(window, part) for part in parts]
