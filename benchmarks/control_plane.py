@@ -28,10 +28,10 @@ from benchmarks.machine import describe_machine, machine, say
 from pipeline.data.position import Position
 from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.desk import Connection, Desk, Incoming
 from pipeline.preprocessing.executors import Executor, WorkDone, WorkerStarted
 from pipeline.preprocessing.master import Master
 from pipeline.preprocessing.memory import Segment
-from pipeline.preprocessing.service import Connection, Desk, Incoming
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.stream import Request
 from pipeline.preprocessing.worker import Costs
@@ -88,8 +88,8 @@ class InstantExecutor(Executor):
     def free(self, memory: Any) -> None:
         self.freed += 1
 
-    def to_segment(self, memory: Any) -> Segment:
-        return _Nothing(-1, {}, 0)
+    def deliver(self, memory: Any) -> Any:
+        return {}, []
 
     def close(self) -> None:
         """There is nothing to close."""
