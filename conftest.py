@@ -4,7 +4,8 @@ from importlib.util import find_spec
 
 import pytest
 
-collect_ignore = [] if find_spec("ray") else ["pipeline/preprocessing/ray_executor.py"]
+NEEDS_RAY = ["pipeline/preprocessing/ray_executor.py", "pipeline/training/launch/ray_group.py"]
+collect_ignore = [] if find_spec("ray") else NEEDS_RAY
 
 LONGEST = (
     "tests/flows/test_servers.py",
@@ -12,6 +13,7 @@ LONGEST = (
     "tests/flows/test_train.py",
     "tests/pipeline/preprocessing/test_chaos.py",
     "tests/pipeline/training/launch/test_ray_train.py",
+    "tests/hosts/test_ranks.py",
     "tests/flows/test_preprocess.py",
     "tests/flows/test_checkpoint.py",
     "tests/flows/test_characterize.py",

@@ -38,6 +38,7 @@ M = TypeVar("M", bound=BaseModel)
 EXECUTION_KEYS = {
     "training": {
         "launcher",
+        "resources",
         "send_ids_ahead",
         "device",
         "threads_per_rank",
@@ -73,6 +74,13 @@ def _filter(text: str) -> str:
     return text
 
 
+KNOWN_TO_RAY = {
+    "CPU": "Leave it out: a worker has one, and a rank as many as training.threads_per_rank.",
+    "GPU": "Leave it out. training.device=cuda reserves one for each rank.",
+    "memory": "Leave it out.",
+    "object_store_memory": "Leave it out.",
+}
+"""Names that have a meaning of their own for Ray -> what to do about them."""
 INCREMENTAL = {
     "epochs": 1,
     "max_steps": None,
@@ -153,6 +161,23 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     def ranks_are_elsewhere(self) -> bool:
         """Whether ranks may run on other machines."""
         return self.training.launcher == "ray" and self.preprocessing.ray_address is not None
+
+    @model_validator(mode="after")
+    def _nodes_have_resources(self) -> Self:
+        address = self.preprocessing.ray_address
+        used = {
+            "training.resources": self.training.resources if self.training.launcher == "ray" else {},
+            "preprocessing.resources": self.preprocessing.resources if self.preprocessing.executor == "ray" else {},
+        }
+        for where, resources in used.items():
+            if resources and address is None:
+                raise ConfigError(
+                    where, "preprocessing.ray_address, the cluster that has them",
+                    "None, which starts Ray on this machine", "Set it, or leave out the resources.",
+                )  # fmt: skip
+            for name in resources.keys() & KNOWN_TO_RAY.keys():
+                raise ConfigError(where, "resources that your nodes were started with", name, KNOWN_TO_RAY[name])
+        return self
 
     @model_validator(mode="after")
     def _ranks_lose_the_same_rows(self) -> Self:

@@ -1,6 +1,7 @@
 """PreprocessingConfig."""
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -48,6 +49,9 @@ class PreprocessingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_
     """Maximum number of workers to replace after they died or hung. One more ends the run."""
     ray_address: str | None = None
     """Address of a Ray cluster. None starts one on this machine."""
+    resources: Mapping[str, PositiveFloat] = {}
+    """What Ray reserves for each worker besides a processor, such as `{cpu_host: 1}`: name of a resource -> amount.
+    Workers run on nodes that have it. Only with executor ray."""
 
     @model_validator(mode="after")
     def _check_sessions(self) -> Self:

@@ -73,6 +73,7 @@ class RayExecutor(Executor):
         if self.connected:
             _connect(config, self.temporary.name)
         self.processors = 1 if config.ray_address is not None else 0
+        self.resources = dict(config.resources)
         self.here = ray.get_runtime_context().get_node_id()
         self.actors: dict[int, Any] = {}
         self.slabs = Slabs()
@@ -90,7 +91,7 @@ class RayExecutor(Executor):
 
     def start(self, worker: int) -> None:
         actor = _Actor.options(  # type: ignore[attr-defined]
-            num_cpus=self.processors, max_restarts=0, max_task_retries=0
+            num_cpus=self.processors, resources=self.resources, max_restarts=0, max_task_retries=0
         ).remote()
         self.actors[worker] = actor
 

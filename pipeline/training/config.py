@@ -76,8 +76,11 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     world_size: PositiveInt = 2
     """Number of ranks, one process each."""
     launcher: Literal["processes", "ray"] = "processes"
-    """What starts the ranks. processes: processes on this machine. ray: Ray Train workers on CPUs of the cluster at
+    """What starts the ranks. processes: processes on this machine. ray: Ray Train workers on the cluster at
     `preprocessing.ray_address`; without an address, on a temporary local cluster."""
+    resources: Mapping[str, PositiveFloat] = {}
+    """What Ray reserves for each rank besides processors, such as `{gpu_host: 1}`: name of a resource -> amount. Ranks
+    run on nodes that have it. Only with launcher ray."""
     sharding: Sharding = "auto"
     """Sharding of the embedding tables: auto (TorchRec's planner chooses), one sharding type for all tables, or rules.
     The first rule that matches a table decides. Tables that no rule matches are planned as auto."""
@@ -99,7 +102,8 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     easgd_rate: float | None = Field(default=None, gt=0.0, le=1.0)
     """Share of their difference by which rank and center move towards each other. None: 0.9 / world_size."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA if there is one device for every rank, else CPU."""
+    """auto: CUDA if this machine has one device for every rank, else CPU; always CPU with launcher ray. With cuda, Ray
+    reserves a GPU for each rank."""
     threads_per_rank: PositiveInt | None = None
     """CPU threads for tensor operations. None: an equal share of the cores."""
     batch_rows: PositiveInt = 2_048
@@ -209,11 +213,6 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
                 "training.embedding_kernel", "fbgemm or auto with fp16 tables or on CUDA", "numba",
                 "Set embedding_kernel: auto.",
             )  # fmt: skip
-        if self.launcher == "ray" and self.device == "cuda":
-            raise ConfigError(
-                "training.device with launcher=ray", "auto or cpu, since Ray workers get no CUDA devices", "cuda",
-                "Set launcher: processes.",
-            )  # fmt: skip
         if self.sync != "synchronous":
             self._require_shareable()
         by_column = sorted(requested_sharding_types(self.sharding) & COLUMN_SHARDING)
@@ -257,6 +256,16 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
                     f"training.{key} with sync={self.sync}", expected, f"{getattr(self, key)}",
                     "Change it, or set sync: synchronous.",
                 )  # fmt: skip
+
+    @property
+    def ray_resources(self) -> dict[str, float]:
+        """What Ray reserves for each rank besides processors.
+
+        Example:
+            >>> TrainConfig(device="cuda", resources={"gpu_host": 1}).ray_resources
+            {'gpu_host': 1.0, 'GPU': 1.0}
+        """
+        return dict(self.resources) | ({"GPU": 1.0} if self.device == "cuda" else {})
 
     @property
     def averages(self) -> bool:

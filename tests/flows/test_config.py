@@ -451,6 +451,25 @@ def test_batches_have_a_way_to_the_ranks(preprocessing: dict[str, str], sentence
     assert str(caught.value) == sentence
 
 
+@pytest.mark.parametrize("section", ["training", "preprocessing"])
+def test_resources_are_those_of_a_cluster(section: str) -> None:
+    own = {"training.launcher": "ray"} if section == "training" else {"preprocessing.executor": "ray"}
+    keys = {"preprocessing.executor": "inline", **own, f"{section}.resources": {"big": 1}}
+    with pytest.raises(ConfigError) as caught:
+        load("configs/smoke.yaml", keys)
+    assert str(caught.value) == (
+        f"{section}.resources: expected preprocessing.ray_address, the cluster that has them, got None, which starts Ray "
+        "on this machine. Set it, or leave out the resources."
+    )
+    keys |= {"preprocessing.ray_address": "10.0.0.1:6379", f"{section}.resources": {"GPU": 1}}
+    with pytest.raises(ConfigError) as caught:
+        load("configs/smoke.yaml", keys)
+    assert str(caught.value) == (
+        f"{section}.resources: expected resources that your nodes were started with, got GPU. Leave it out. "
+        "training.device=cuda reserves one for each rank."
+    )
+
+
 def test_numbers_of_yaml_1_1_are_text(tmp_path):
     (tmp_path / "a.yaml").write_text(
         "zips: [010, 08, 00]\ntime: 1:30\nnumbers: [10, -5, 0, 100_000, 0x1f, 1.5, 3.0e-4]\n"

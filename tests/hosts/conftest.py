@@ -1,25 +1,36 @@
-"""A network of hosts for tests that need more than one."""
+"""A network of hosts and a Ray cluster for tests that need more than one. All hosts see the folder of the tests."""
 
+import secrets
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.hosts.cluster import Cluster
 from tests.hosts.rig import Network, why_no_hosts
+from tests.pipeline.conftest import data, days, make_warehouse, rank_spec, undisturbed  # noqa: F401 - fixtures
 
 
 @pytest.fixture(scope="session")
-def make_network() -> Iterator[Callable[..., Network]]:
-    """(folder, shared) -> a network, which ends with the tests. `shared` are folders that all hosts see."""
+def make_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Network]]:
+    """() -> a network, which ends with the tests."""
     reason = why_no_hosts()
     if reason is not None:
         pytest.skip(reason)
     made: list[Network] = []
 
-    def make(folder: Path, shared: tuple[Path, ...] = ()) -> Network:
-        made.append(Network(folder, shared))
+    def make() -> Network:
+        made.append(Network(tmp_path_factory.mktemp("hosts"), (tmp_path_factory.getbasetemp(),)))
         return made[-1]
 
     yield make
     for network in made:
         network.close()
+
+
+@pytest.fixture(scope="session")
+def cluster(make_network: Callable[[], Network]) -> Cluster:
+    """A Ray cluster of a head and two nodes. `one` has the resource `cpu_host`, `two` has `gpu_host`, both `place`."""
+    pytest.importorskip("ray", reason="needs Ray: make setup EXTRAS=ray")
+    return Cluster(
+        make_network(), secrets.token_hex(16), {"one": {"cpu_host": 2, "place": 1}, "two": {"gpu_host": 2, "place": 1}}
+    )

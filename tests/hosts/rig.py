@@ -47,7 +47,9 @@ def why_no_hosts() -> str | None:
     missing = [tool for tool in ("ip", "unshare", "nsenter", "setpriv") if shutil.which(tool) is None]
     if missing:
         return f"needs {', '.join(missing)}: apt-get install iproute2 util-linux"
-    tried = subprocess.run([*UNSHARE, "--pid", "--mount-proc", "--uts", "--ipc", "true"], capture_output=True, text=True)
+    tried = subprocess.run(
+        [*UNSHARE, "--pid", "--mount-proc", "--uts", "--ipc", "true"], capture_output=True, text=True
+    )
     return f"needs namespaces: {tried.stderr.strip()}" if tried.returncode else None
 
 
@@ -114,7 +116,23 @@ class Network:
         address = f"{NETWORK}.{len(self.hosts) + 1}"
         host = Host(self, name, address, self.folder / name, (ROOT, *self.shared))
         self.hosts.append(host)
-        self.run(["ip", "link", "add", name, "up", "master", "bridge", "type", "veth", "peer", "eth0", "netns", f"{host.pid}"])
+        self.run(
+            [
+                "ip",
+                "link",
+                "add",
+                name,
+                "up",
+                "master",
+                "bridge",
+                "type",
+                "veth",
+                "peer",
+                "eth0",
+                "netns",
+                f"{host.pid}",
+            ]
+        )
         host.run(["ip", "address", "add", f"{address}/24", "dev", "eth0"])
         host.run(["ip", "link", "set", "eth0", "up"])
         return host

@@ -30,9 +30,9 @@ ABSTRACT = "import socket; socket.socket(socket.AF_UNIX).connect('\\0dlrm-test')
 
 
 @pytest.fixture
-def hosts(make_network: Callable[..., Network], tmp_path: Path) -> tuple[Host, Host]:
+def hosts(make_network: Callable[[], Network]) -> tuple[Host, Host]:
     """Two hosts, and a server on the first one's address."""
-    network = make_network(tmp_path)
+    network = make_network()
     one, two = network.add("one"), network.add("two")
     server = one.start([sys.executable, "-c", LISTEN, one.address], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
@@ -61,7 +61,7 @@ def test_hosts_reach_each_other_by_address_alone(hosts: tuple[Host, Host]) -> No
 def test_a_link_that_was_cut_carries_again(hosts: tuple[Host, Host]) -> None:
     one, two = hosts
     one.set_link(up=False)
-    with pytest.raises(AssertionError, match="timed out|No route to host"):
+    with pytest.raises(AssertionError, match=r"timed out|No route to host"):
         python(two, CONNECT, one.address)
     one.set_link(up=True)
     assert python(two, CONNECT, one.address) == "hello\n"

@@ -434,7 +434,7 @@ def takes_cuda(config: TrainConfig) -> bool:
 def start_group(config: TrainConfig, rank: int) -> torch.device:
     """Joins the group unless it exists already. Uses nccl if every rank has a CUDA device, else gloo."""
     cuda = takes_cuda(config)
-    device = torch.device(f"cuda:{rank}") if cuda else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

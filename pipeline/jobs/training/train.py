@@ -162,7 +162,8 @@ def _launch(
         spec = spec.model_copy(update={"service": service.address})
     launch = run_ranks
     if training.launcher == "ray":
-        launch = partial(run_ranks_on_ray, address=workspace.config.preprocessing.ray_address)
+        address = workspace.config.preprocessing.ray_address
+        launch = partial(run_ranks_on_ray, address=address, resources=training.ray_resources)
     world, threads = training.world_size, training.threads_per_rank
     return launch("pipeline.jobs.training.rank", spec, folder, world, threads, limits, on_event, ROOT)
 

@@ -6,9 +6,9 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ def run_ranks_on_ray(
     on_event: Callable[[Event], None],
     root: Path,
     address: str | None,
+    resources: Mapping[str, float] | None = None,
 ) -> Event:
     """Runs ranks as `run_ranks` does, but as Ray workers that rendezvous on rank 0's machine. Leaves no rank behind.
 
@@ -52,6 +53,7 @@ def run_ranks_on_ray(
         folder: Holds checkpoints and the exported model, on storage that all machines share.
         root: Working directory of the ranks of this machine.
         address: Address of the cluster. None starts one on this machine.
+        resources: What Ray reserves for each rank on its node, besides processors. With a GPU, ranks meet over nccl.
     Raises:
         ConfigError: If Ray is not installed.
         ContractError: The error that a rank raised.
@@ -59,7 +61,7 @@ def run_ranks_on_ray(
     """
     require_ray()
     threads = threads_per_rank or (1 if address else None)
-    group = partial(RayGroup, address=address)
+    group = partial(RayGroup, address=address, resources=resources or {})
     return run_ranks(module, spec, folder, world_size, threads, limits, on_event, root, group)
 
 
@@ -83,6 +85,7 @@ class RayGroup(RankGroup):
 
     address: str | None = None
     """Address of the cluster. None starts one on this machine."""
+    resources: Mapping[str, float] = field(default_factory=dict)
 
     def run(self, module: str, world_size: int, threads: int, attempt: int, root: Path) -> Event:
         """See `RankGroup`. Each group opens its own connection to Ray, and hung ranks end with it."""
@@ -92,7 +95,7 @@ class RayGroup(RankGroup):
 
             lines = Queue(actor_options={"num_cpus": 0})
             body = {"module": module, "spec": spec, "threads": threads, "attempt": attempt, "events": lines}
-            fit = _Fit(body, self.folder, world_size, threads)
+            fit = _Fit(body, self.folder, world_size, {"CPU": threads, **self.resources})
             fit.start()
             try:
                 return self.watch_fit(fit, lines)
@@ -123,10 +126,9 @@ class RayGroup(RankGroup):
                 result = self.handle_line(line) or result
             self.check_time()
         if fit.error is not None:
-            failures = getattr(fit.error, "worker_failures", {})
-            rank, reason = min(failures.items(), default=("?", fit.error), key=lambda item: item[0])
+            rank, reason = _find_cause(fit.error)
             raise RankLostError(
-                f"rank {rank}", "to train to the end", str(reason).strip().split("\n")[0].rstrip("."),
+                f"rank {rank}", "to train to the end", reason,
                 "Run the command again to resume from the last checkpoint. Ray keeps the logs of its workers.",
             )  # fmt: skip
         if result is None:
@@ -137,27 +139,42 @@ class RayGroup(RankGroup):
 class _Fit(threading.Thread):
     """Runs Ray Train's blocking call and keeps its error."""
 
-    def __init__(self, body: dict[str, Any], folder: Path, world_size: int, threads: int) -> None:
+    def __init__(self, body: dict[str, Any], folder: Path, world_size: int, resources: Mapping[str, float]) -> None:
         super().__init__(name="ray-train", daemon=True)
-        self.body, self.folder, self.world_size, self.threads = body, folder, world_size, threads
+        self.body, self.folder, self.world_size, self.resources = body, folder, world_size, dict(resources)
         self.error: BaseException | None = None
 
     def run(self) -> None:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
-        from ray.train.torch import TorchConfig, TorchTrainer
+        from ray.train.torch import TorchTrainer
 
+        from pipeline.training.launch.ray_group import NodeTorchConfig
+
+        scaling = ScalingConfig(
+            num_workers=self.world_size, resources_per_worker=self.resources, use_gpu="GPU" in self.resources
+        )
         try:
             TorchTrainer(
                 _rank,
                 train_loop_config=self.body,
-                torch_config=TorchConfig(backend="gloo", timeout_s=MEETING_SECONDS),
-                scaling_config=ScalingConfig(num_workers=self.world_size, resources_per_worker={"CPU": self.threads}),
+                torch_config=NodeTorchConfig(timeout_s=MEETING_SECONDS),
+                scaling_config=scaling,
                 run_config=RunConfig(
                     name="ray", storage_path=str(self.folder.resolve()), failure_config=FailureConfig(max_failures=0)
                 ),
             ).fit()
         except BaseException as error:  # raised by the waiting thread
             self.error = error
+
+
+def _find_cause(error: BaseException) -> tuple[int | str, str]:
+    """Returns the rank that failed, if it is known, and one line that says why."""
+    failures = getattr(error, "worker_failures", {})
+    if failures:
+        rank, reason = min(failures.items(), key=lambda item: item[0])
+        return rank, str(reason).strip().split("\n")[0].rstrip(".")
+    reason = getattr(error, "controller_failure", error)
+    return "?", str(reason).strip().split("\n")[-1].strip().rstrip(".")  # what comes before is a traceback
 
 
 def _rank(body: dict[str, Any]) -> None:
@@ -199,7 +216,7 @@ def _cluster(address: str | None, processors: int) -> Iterator[None]:
             code = [str(PACKAGES / package) for package in ("pipeline", "storage", "models")]
             ray.init(address=address, runtime_env={"env_vars": variables, "py_modules": code}, **quiet)
         else:
-            variables |= {"PYTHONPATH": str(PACKAGES), "GLOO_SOCKET_IFNAME": "lo"}
+            variables |= {"PYTHONPATH": str(PACKAGES)}
             ray.init(
                 address="local", num_cpus=processors, include_dashboard=False, object_store_memory=STORE_BYTES,
                 runtime_env={"env_vars": variables}, _temp_dir=temporary.name, _node_ip_address="127.0.0.1",

@@ -220,12 +220,21 @@ def _topology(config: TrainConfig, device: str) -> Topology:
     share = psutil.virtual_memory().total // config.world_size
     host, memory = share, None
     if device == "cuda":
-        memory = config.memory_per_rank_bytes or torch.cuda.get_device_properties(0).total_memory
+        memory = config.memory_per_rank_bytes or _device_memory()
     else:
         host = config.memory_per_rank_bytes or share
     return Topology(
         world_size=config.world_size, local_world_size=config.world_size, compute_device=device,
         hbm_cap=memory, ddr_cap=host,
+    )  # fmt: skip
+
+
+def _device_memory() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    raise ConfigError(
+        "training.memory_per_rank_bytes", "the memory of a rank's device", "None, and no CUDA device here to look at",
+        "Set it.",
     )  # fmt: skip
 
 

@@ -1,0 +1,41 @@
+"""A Ray cluster of several hosts, as its administrator would start it."""
+
+import json
+import sys
+from collections.abc import Mapping
+
+from tests.hosts.rig import Host, Network
+
+PORT = 6379
+STORE_BYTES = 128 << 20
+START = (
+    sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats", f"--object-store-memory={STORE_BYTES}",
+)  # fmt: skip
+
+
+class Cluster:
+    """A head without processors for work, and nodes with two each.
+
+    Args:
+        token: What Ray demands of all that join or connect.
+        resources: Node -> its resources besides processors.
+    """
+
+    def __init__(self, network: Network, token: str, resources: Mapping[str, Mapping[str, float]]) -> None:
+        self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
+        self.head = network.add("head")
+        self.address = f"{self.head.address}:{PORT}"
+        # Ray's default niceness, 15, starves workers on a busy machine
+        system = ["--include-dashboard=false", "--system-config", json.dumps({"worker_niceness": 0})]
+        self._start(self.head, ["--head", f"--port={PORT}", "--num-cpus=0", *system])
+        self.nodes: dict[str, Host] = {}
+        for name, own in resources.items():
+            self.nodes[name] = network.add(name)
+            self._start(self.nodes[name], [f"--address={self.address}", "--num-cpus=2", "--resources", json.dumps(own)])
+
+    def run(self, module: str, *words: str, timeout: float = 280) -> str:
+        """Runs a module of ours on the head, connected to the cluster, and returns what it printed."""
+        return self.head.run([sys.executable, "-m", module, *words], self.environment, timeout)
+
+    def _start(self, host: Host, words: list[str]) -> None:
+        host.run([*START, f"--node-ip-address={host.address}", *words], self.environment, timeout=120)

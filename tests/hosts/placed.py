@@ -1,0 +1,59 @@
+"""Where Ray puts workers and ranks: `python -m tests.hosts.placed FOLDER ADDRESS` prints their hosts as JSON."""
+
+import json
+import queue
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch.distributed as dist
+
+from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.executors import WorkerStarted
+from pipeline.preprocessing.ray_executor import RayExecutor
+from pipeline.training.config import TrainConfig
+from pipeline.training.launch.processes import Limits
+from pipeline.training.launch.ray_train import run_ranks_on_ray
+from tests.hosts.rig import ROOT
+
+
+def join(text: str, emit: Callable[[dict[str, Any]], None]) -> None:
+    """What a rank does in place of training: rank 0 reports the hosts of all."""
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    emit({"event": "result", "hosts": hosts})
+
+
+def hosts_of_workers(folder: Path, address: str) -> list[str]:
+    config = PreprocessingConfig(executor="ray", ray_address=address, resources={"cpu_host": 1})
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    executor = RayExecutor({}, folder, events, config)
+    try:
+        for worker in range(2):
+            executor.start(worker)
+        for _ in range(2):
+            event = events.get(timeout=120)
+            assert isinstance(event, WorkerStarted), event
+        names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+        placed = ray._private.state.actors()
+        return [names[placed[actor._actor_id.hex()]["Address"]["NodeID"]] for actor in executor.actors.values()]
+    finally:
+        executor.close()
+
+
+def hosts_of_ranks(folder: Path, address: str) -> list[str]:
+    config = TrainConfig(world_size=2, launcher="ray", resources={"gpu_host": 1})
+    limits = Limits(deadline_seconds=200, hang_seconds=None)
+    found = run_ranks_on_ray(
+        "tests.hosts.placed", config, folder, 2, 1, limits, print, ROOT, address, config.ray_resources
+    )
+    hosts: list[str] = found["hosts"]
+    return hosts
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1]), sys.argv[2]
+    print(json.dumps({"workers": hosts_of_workers(*place), "ranks": hosts_of_ranks(*place)}))
