@@ -152,15 +152,16 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
             )  # fmt: skip
         if self.ranks_are_elsewhere and executor != "inline" and self.preprocessing.transport == "memory":
             raise ConfigError(
-                "preprocessing.transport with training.launcher=ray", "network or auto: other machines have no part in "
-                "this machine's memory", "memory", "Leave preprocessing.transport out.",
+                f"preprocessing.transport with training.launcher={self.training.launcher}", "network or auto: other "
+                "machines have no part in this machine's memory", "memory", "Leave preprocessing.transport out.",
             )  # fmt: skip
         return self
 
     @property
     def ranks_are_elsewhere(self) -> bool:
         """Whether ranks may run on other machines."""
-        return self.training.launcher == "ray" and self.preprocessing.ray_address is not None
+        on_cluster = self.training.launcher == "ray" and self.preprocessing.ray_address is not None
+        return on_cluster or self.training.launcher == "external"
 
     @model_validator(mode="after")
     def _nodes_have_resources(self) -> Self:

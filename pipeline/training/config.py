@@ -75,9 +75,10 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
 
     world_size: PositiveInt = 2
     """Number of ranks, one process each."""
-    launcher: Literal["processes", "ray"] = "processes"
+    launcher: Literal["processes", "ray", "external"] = "processes"
     """What starts the ranks. processes: processes on this machine. ray: Ray Train workers on the cluster at
-    `preprocessing.ray_address`; without an address, on a temporary local cluster."""
+    `preprocessing.ray_address`; without an address, on a temporary local cluster. external: torchrun or SLURM, by a
+    command that the training prints; it then follows the ranks through files in its folder."""
     resources: Mapping[str, PositiveFloat] = {}
     """What Ray reserves for each rank besides processors, such as `{gpu_host: 1}`: name of a resource -> amount. Ranks
     run on nodes that have it. Only with launcher ray."""
@@ -102,7 +103,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     easgd_rate: float | None = Field(default=None, gt=0.0, le=1.0)
     """Share of their difference by which rank and center move towards each other. None: 0.9 / world_size."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA if this machine has one device for every rank, else CPU; always CPU with launcher ray. With cuda, Ray
+    """auto: CUDA if launcher is processes and this machine has one device for every rank, else CPU. With cuda, Ray
     reserves a GPU for each rank."""
     threads_per_rank: PositiveInt | None = None
     """CPU threads for tensor operations. None: an equal share of the cores."""

@@ -96,6 +96,13 @@ class Restarted(BaseModel, frozen=True):
     limit: int
 
 
+class Awaited(BaseModel, frozen=True):
+    """Ranks that someone else has to start."""
+
+    event: Literal["awaited"]
+    command: str
+
+
 class Measured(BaseModel, frozen=True):
     """Metrics of a step."""
 
@@ -106,10 +113,11 @@ class Measured(BaseModel, frozen=True):
 
 
 RankEvent = Annotated[
-    Started | Resumed | Grown | Damaged | Warned | Restarted | Measured | Finished, Field(discriminator="event")
+    Started | Resumed | Grown | Damaged | Warned | Restarted | Awaited | Measured | Finished,
+    Field(discriminator="event"),
 ]
 READ: TypeAdapter[RankEvent] = TypeAdapter(RankEvent)
-KINDS = {"start", "resumed", "grown", "damaged", "warning", "restart", "metrics", "result"}
+KINDS = {"start", "resumed", "grown", "damaged", "warning", "restart", "awaited", "metrics", "result"}
 """Events reported here. Ranks also emit events for other readers."""
 
 
@@ -155,6 +163,8 @@ class EventReport:
                 self.log.warning("%s", text)
             case Restarted(reason=reason, step=step, number=number, limit=limit):
                 self.log.warning("%s; ranks restart from step %s, restart %s of %s", reason, step, number, limit)
+            case Awaited(command=command):
+                self.log.info("waiting for the ranks. Start them on their hosts, for example: %s", command)
             case Measured(step=step, rows=rows, metrics=metrics):
                 self.journal.log(step, metrics)
                 if (ne := metrics.get("valid_ne")) is not None:

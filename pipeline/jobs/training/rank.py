@@ -37,8 +37,10 @@ from pipeline.preprocessing.dataset import DataSpec, count_rows
 from pipeline.preprocessing.worker import Worker
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
+from pipeline.training.launch.external import append_events
 from pipeline.training.launch.heartbeat import Heartbeat
-from pipeline.training.launch.processes import ANSWER, ERROR
+from pipeline.training.launch.network import find_meeting, require_place
+from pipeline.training.launch.processes import ANSWER, DETERMINISTIC, ERROR
 from pipeline.training.optim import TABLES
 from pipeline.training.state.checkpoint import (
     full_state,
@@ -138,9 +140,10 @@ def run_rank(path: str, kind: type[Spec], run: Callable[[Spec, int, torch.device
         run: Called with spec, rank and device.
     """
     spec = kind.model_validate_json(Path(path).read_text(encoding="utf-8"))
-    rank = int(os.environ["RANK"])
     logging.disable(logging.WARNING)  # TorchRec's planner warns of intended settings at every start
+    rank = int(os.environ.get("RANK", "0"))
     try:
+        require_place(spec.training.world_size)
         run(spec, rank, start_group(spec.training, rank))
         dist.destroy_process_group()
     except ContractError as error:
@@ -166,7 +169,8 @@ def train(
     spec: RankSpec, rank: int, device: torch.device, emit: Callable[[dict[str, Any]], None] | None = None
 ) -> None:
     """Trains one rank: builds the trainer, trains, and exports the weights."""
-    emit = emit or open_event_writer()
+    followed = spec.training.launcher == "external"
+    emit = emit or (append_events(Path(spec.folder), rank) if followed else open_event_writer())
     heartbeat = Heartbeat(emit)
     trainer = assemble(spec, rank, device, emit, heartbeat)
     started = time.perf_counter()
@@ -437,11 +441,12 @@ def start_group(config: TrainConfig, rank: int) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        os.environ.setdefault(*DETERMINISTIC)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or config.threads_per_rank or 1))
     torch.use_deterministic_algorithms(True, warn_only=True)
     if not dist.is_initialized():
         dist.init_process_group(
-            "nccl" if cuda else "gloo", init_method=f"file://{os.environ['DLRM_MEETING']}", rank=rank,
+            "nccl" if cuda else "gloo", init_method=find_meeting(), rank=rank,
             world_size=config.world_size, timeout=datetime.timedelta(minutes=30),
         )  # fmt: skip
     return device

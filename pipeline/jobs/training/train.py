@@ -28,6 +28,7 @@ from pipeline.preprocessing.service import Service
 from pipeline.registration.journal import Journal
 from pipeline.registration.tracking import SHARDING_PLAN
 from pipeline.training.config import TrainConfig
+from pipeline.training.launch.external import follow_ranks
 from pipeline.training.launch.processes import Event, Limits, resolve_threads, run_alone, run_ranks
 from pipeline.training.launch.ray_train import run_ranks_on_ray
 from pipeline.training.tables.plan import PlanRows, ShardingPlan, describe_plan
@@ -160,7 +161,7 @@ def _launch(
     if service is not None:
         limits = replace(limits, progress=service.totals.progress)
         spec = spec.model_copy(update={"service": service.address})
-    launch = run_ranks
+    launch = follow_ranks if training.launcher == "external" else run_ranks
     if training.launcher == "ray":
         address = workspace.config.preprocessing.ray_address
         launch = partial(run_ranks_on_ray, address=address, resources=training.ray_resources)

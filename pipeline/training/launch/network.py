@@ -1,14 +1,63 @@
-"""Chooses the network interface over which a rank meets ranks of other hosts."""
+"""Where ranks meet, and the network interface over which they reach ranks of other hosts."""
 
+import ipaddress
 import os
 import socket
 
 import psutil
 
-from pipeline.errors import TrainingError
+from pipeline.errors import ConfigError, TrainingError
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Without these, gloo takes the interface of the host's name, which on Debian is loopback."""
+
+
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of a rank that torchrun sets, and that a script must set where another tool starts the ranks."""
+
+
+def require_place(world_size: int) -> None:
+    """Refuses an environment that does not say which rank this process is, and where ranks meet.
+
+    Args:
+        world_size: Number of ranks in the config.
+    Raises:
+        ConfigError: If a variable is absent, or there are more or fewer ranks.
+    """
+    missing = [name for name in PLACE if name not in os.environ]
+    if "DLRM_MEETING" not in os.environ and missing:
+        raise ConfigError(
+            "variables of a rank", ", ".join(PLACE), f"no {', '.join(missing)}",
+            "Start ranks with torchrun, or set them.",
+        )  # fmt: skip
+    if int(os.environ["WORLD_SIZE"]) != world_size:
+        raise ConfigError(
+            "WORLD_SIZE", f"training.world_size={world_size}", os.environ["WORLD_SIZE"], "Start as many ranks."
+        )
+
+
+def find_meeting() -> str:
+    """Returns where the ranks meet, in PyTorch's form: at the file that their launcher names, or at MASTER_ADDR.
+
+    In the second case sets the network interface, too.
+
+    Raises:
+        TrainingError: If ranks of other hosts could not reach this one at its address.
+    """
+    if "DLRM_MEETING" in os.environ:
+        return f"file://{os.environ['DLRM_MEETING']}"
+    master = os.environ["MASTER_ADDR"]
+    address = find_address(master)
+    alone = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+    chosen = all(name in os.environ for name in VARIABLES)
+    if ipaddress.ip_address(address).is_loopback and not alone and not chosen:
+        raise TrainingError(
+            "MASTER_ADDR", "an address at which other hosts reach rank 0's",
+            f"{master}, which is loopback on {socket.gethostname()}",
+            f"Set it to the IP address, or set {' and '.join(VARIABLES)}.",
+        )  # fmt: skip
+    set_interface(address)
+    return "env://"
 
 
 def set_interface(address: str) -> None:

@@ -32,6 +32,9 @@ SPEC = "spec.json"
 ANSWER, ERROR = "answer.json", "error.json"
 """Files that `run_alone`'s process writes next to the spec."""
 
+DETERMINISTIC = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+"""Variable without which cuBLAS is not deterministic, and its value."""
+
 Event = dict[str, Any]
 
 
@@ -317,7 +320,7 @@ def rank_environment(threads: int) -> dict[str, str]:
     """Returns the variables that all ranks of a group have, this process's own among them."""
     environment = os.environ | {
         **limit_threads(threads),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic
+        **dict([DETERMINISTIC]),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
     environment.pop("DLRM_EVENTS_FD", None)

@@ -2,18 +2,19 @@
 
 import os
 import socket
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from pipeline.errors import TrainingError
-from pipeline.training.launch.network import VARIABLES, find_address, set_interface
+from pipeline.errors import ConfigError, TrainingError
+from pipeline.training.launch.network import PLACE, VARIABLES, find_address, find_meeting, require_place, set_interface
 
 
 @pytest.fixture(autouse=True)
-def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+def own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {name: value for name, value in os.environ.items() if name not in {*VARIABLES, *PLACE, "DLRM_MEETING"}}
+    monkeypatch.setattr(os, "environ", kept)
 
 
 def test_a_host_that_reaches_itself_has_the_address_that_others_know() -> None:
@@ -31,7 +32,7 @@ def test_the_interface_is_that_of_the_address_unless_the_user_has_set_one(monkey
 
 def test_an_address_that_the_host_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "node")
-    known = {"lo": [psutil._common.snicaddr(socket.AF_INET, "127.0.0.1", None, None, None)]}
+    known = {"lo": [SimpleNamespace(address="127.0.0.1")]}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: known)
     with pytest.raises(TrainingError) as caught:
         set_interface("192.0.2.1")
@@ -45,3 +46,25 @@ def test_a_master_without_an_address_is_refused() -> None:
     with pytest.raises(TrainingError) as caught:
         find_address("nowhere.invalid")
     assert str(caught.value).startswith("MASTER_ADDR: expected the address of rank 0's host, got nowhere.invalid: ")
+
+
+def test_a_rank_that_does_not_know_its_place_is_refused() -> None:
+    os.environ |= dict.fromkeys(PLACE[:4], "1")
+    with pytest.raises(ConfigError) as caught:
+        require_place(1)
+    assert str(caught.value) == (
+        "variables of a rank: expected RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, "
+        "got no MASTER_ADDR, MASTER_PORT. Start ranks with torchrun, or set them."
+    )
+    os.environ |= dict.fromkeys(PLACE, "4")
+    with pytest.raises(ConfigError) as caught:
+        require_place(2)
+    assert str(caught.value) == "WORLD_SIZE: expected training.world_size=2, got 4. Start as many ranks."
+
+
+def test_ranks_meet_at_the_file_of_their_launcher_or_else_at_the_master() -> None:
+    os.environ |= dict.fromkeys(PLACE, "1") | {"MASTER_ADDR": "127.0.0.1"}
+    assert find_meeting() == "env://"
+    assert [os.environ[name] for name in VARIABLES] == ["lo", "lo"]
+    os.environ["DLRM_MEETING"] = "/run/store"
+    assert find_meeting() == "file:///run/store"
