@@ -451,15 +451,6 @@ def test_batches_have_a_way_to_the_ranks(preprocessing: dict[str, str], sentence
     assert str(caught.value) == sentence
 
 
-def test_ranks_that_others_start_read_for_themselves() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load("configs/smoke.yaml", {"training.launcher": "external"})
-    assert str(caught.value) == (
-        "preprocessing.executor with training.launcher=external: expected inline: ranks of other machines cannot reach "
-        "the preprocessing service, got process. Set preprocessing.executor."
-    )
-
-
 @pytest.mark.parametrize("section", ["training", "preprocessing"])
 def test_resources_are_those_of_a_cluster(section: str) -> None:
     own = {"training.launcher": "ray"} if section == "training" else {"preprocessing.executor": "ray"}
