@@ -54,6 +54,8 @@ EXECUTION_KEYS = {
     "preprocessing": set(PreprocessingConfig.model_fields) - {"shuffle_window_rows", "session_column"},
 }
 """Keys that do not change what is learned, left out of a training's identity."""
+PLACEMENT_KEYS = {"world_size", "sharding", "partitioner", "memory_per_rank_bytes", "embedding_kernel"}
+"""Keys of `training` that do not change what is learned in lanes. Without lanes, they change the last bits."""
 
 
 def check_name(text: str) -> str:
@@ -242,6 +244,8 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         values = self.model_dump(mode="json", exclude=elsewhere)
         for section, keys in EXECUTION_KEYS.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
+        if self.training.lanes is not None:
+            values["training"] = {key: value for key, value in values["training"].items() if key not in PLACEMENT_KEYS}
         features = {key: value for key, value in values["features"].items() if key != "allow_deprecated"}
         features["joined"] = [source for source in features["joined"] if not source["stored"]]
         for group in (*features["dense"], *features["sparse"]):

@@ -22,6 +22,11 @@ COLUMN_SHARDING = {"column_wise", "table_column_wise", "grid_shard"}
 """Sharding types that cut the columns of a table."""
 ROW_SHARDING = {"row_wise", "table_row_wise", "grid_shard"}
 """Sharding types that cut the rows of a table: a bag's vectors come from several ranks and are added up."""
+INEXACT_REASON = {
+    "data_parallel": "whose copies add the gradients of each rank first",
+    **dict.fromkeys(sorted(ROW_SHARDING), "which adds the vectors of a bag rank by rank"),
+}
+"""Sharding types whose sums depend on the number of ranks, and why."""
 TableMemory = Literal["device", "uvm", "uvm_caching"]
 SPANS = {
     "warmup": "warmup_steps",
@@ -107,6 +112,10 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     reserves a GPU for each rank."""
     threads_per_rank: PositiveInt | None = None
     """CPU threads for tensor operations. None: an equal share of the cores."""
+    lanes: PositiveInt | None = None
+    """Cuts each global batch into this many lanes, a multiple of `world_size`, and adds their gradients in one order.
+    The weights then are the same bit for bit for every world size that divides this number, every sharding plan and
+    every number of threads, on CPUs of one kind. None: the last bits depend on these."""
     batch_rows: PositiveInt = 2_048
     """Rows of a step over all ranks."""
     epochs: PositiveInt = 1
@@ -216,6 +225,8 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
             )  # fmt: skip
         if self.sync != "synchronous":
             self._require_shareable()
+        if self.lanes is not None:
+            self._require_lanes(self.lanes)
         by_column = sorted(requested_sharding_types(self.sharding) & COLUMN_SHARDING)
         if by_column and self.table_optimizer == "rowwise_adagrad":
             raise ConfigError(
@@ -257,6 +268,42 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
                     f"training.{key} with sync={self.sync}", expected, f"{getattr(self, key)}",
                     "Change it, or set sync: synchronous.",
                 )  # fmt: skip
+
+    def _require_lanes(self, lanes: int) -> None:
+        """Refuses settings with which the weights would depend on more than the data."""
+        inexact = sorted(requested_sharding_types(self.sharding) & INEXACT_REASON.keys())
+        rules = {
+            "world_size": (lanes % self.world_size == 0, f"a divisor of lanes={lanes}"),
+            "batch_rows": (self.batch_rows >= lanes, f"at least lanes={lanes}, one row per lane"),
+            "sync": (self.sync == "synchronous", "synchronous, since other ranks update in no fixed order"),
+            "device": (self.device != "cuda", "auto or cpu, since sums on CUDA have no fixed order"),
+            "embedding_kernel": (
+                self.embedding_kernel != "fbgemm",
+                "auto or numba, since FBGEMM's kernel adds gradients in no fixed order",
+            ),
+            "table_precision": (self.table_precision == "fp32", "fp32, since the numba kernel has no other"),
+            "vector_communication": (
+                self.vector_communication == "fp32",
+                "fp32, since only vectors that are sent would be rounded",
+            ),
+            "gradient_communication": (
+                self.gradient_communication == "fp32",
+                "fp32, since only gradients that are sent would be rounded",
+            ),
+            "compile": (not self.compile, "false, since the code depends on the sizes that came first"),
+        }
+        for key, (fits, expected) in rules.items():
+            if not fits:
+                raise ConfigError(
+                    f"training.{key} with lanes={lanes}", expected, f"{getattr(self, key)}",
+                    "Change it, or leave out lanes.",
+                )  # fmt: skip
+        if inexact:
+            raise ConfigError(
+                f"training.sharding '{inexact[0]}' with lanes={lanes}",
+                "table_wise, or column_wise or table_column_wise with an element-wise table optimizer",
+                f"{inexact[0]}, {INEXACT_REASON[inexact[0]]}", "Change it, or leave out lanes.",
+            )  # fmt: skip
 
     @property
     def ray_resources(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from pipeline.data.batch import Batch
 from pipeline.data.position import LostRows, Position, Times
 from pipeline.errors import TrainingError
 from pipeline.training.config import TrainConfig
+from pipeline.training.lanes import Lanes, lane_seed, one_thread
+from pipeline.training.loss import logits_of, loss_sums
 from pipeline.training.optim import (
     TABLES,
     LearningRates,
@@ -79,6 +82,7 @@ class Trainer:
         self.replicated = ReplicatedTables(replicated, config) if replicated else None
         self.rates = LearningRates(model, self.optimizer, config, self.replicated)
         self.dense = [parameter for _, parameter in dense_parameters(model)]
+        self.lanes = None if config.lanes is None else Lanes(model, config, self.dense)
         self.draws = any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())
         several = config.sync == "synchronous" and dist.get_world_size() > 1
         self.prefetcher = InputDistPrefetcher(model) if config.send_ids_ahead and several else None
@@ -87,7 +91,8 @@ class Trainer:
         self.checkpointer = AsyncCheckpointer(config.checkpoint_async)
         self.progress = TrainingProgress()
         self.average = None if config.average_from_step is None else WeightAverage(model)
-        self.window = torch.zeros(4, dtype=torch.float64, device=device)
+        parts = () if self.lanes is None else (len(self.lanes.own),)
+        self.window = torch.zeros(*parts, 4, dtype=torch.float64, device=device)
         self.step_seconds = 0.0
         self.recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self.times: list[Times] = []
@@ -126,6 +131,8 @@ class Trainer:
     def steps(self) -> Iterator[tuple[Batch, Batch | None]]:
         """Yields the remaining batches of the epoch, each with the next batch if its ids are prefetched."""
         batches = (batch.to(self.device) for batch in self.batches(self.progress.position))
+        if self.lanes is not None:  # a list that rows share adds their gradients first, but only if they share a rank
+            batches = (batch.plain for batch in batches)
         return ((batch, None) for batch in batches) if self.prefetcher is None else with_next(batches)
 
     def require_steps(self) -> None:
@@ -154,7 +161,7 @@ class Trainer:
             coming: The next batch, if its ids are prefetched.
         """
         start = time.perf_counter()
-        if self.draws:  # dropout depends only on the step, so a resumed run repeats it
+        if self.draws and self.lanes is None:  # dropout depends only on the step, so a resumed run repeats it
             words = [self.seed, self.progress.steps, dist.get_rank()]
             torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
         self.rates.set(self.progress.steps, self.progress.steps_before)
@@ -164,21 +171,47 @@ class Trainer:
             self.replicated.zero_grad()
         if self.prefetcher is not None:
             self.prefetcher.announce(coming)
+        if self.lanes is None:
+            self.train_whole(batch)
+        else:
+            with one_thread():
+                self.train_lanes(batch, self.lanes)
+        self.times.append(batch.times)
+        self.recent.append(time.perf_counter() - start)
+        self.step_seconds += self.recent[-1]
+
+    def train_whole(self, batch: Batch) -> None:
+        """Trains this rank's rows in one piece. DDP averages the dense gradients over the ranks."""
         logits = logits_of(self.model, batch, self.config)
         if self.prefetcher is not None:
             self.prefetcher.send()
         losses = F.binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="none")
         if not self.skips(losses.detach()):
             self.update(losses, batch)
-            self.window += loss_sums(logits.detach(), losses.detach(), batch)
-        self.times.append(batch.times)
-        self.recent.append(time.perf_counter() - start)
-        self.step_seconds += self.recent[-1]
+            self.window += loss_sums(logits.detach(), losses.detach(), batch.labels, batch.weights)
+
+    def train_lanes(self, batch: Batch, lanes: Lanes) -> None:
+        """Trains this rank's rows lane by lane."""
+        batch = batch.plain
+        pooled_BFE = lanes.pool(batch)
+        if self.prefetcher is not None:
+            self.prefetcher.send()
+        seed = partial(lane_seed, self.seed, self.progress.steps) if self.draws else None
+        results = lanes.differentiate(pooled_BFE, batch, seed)
+        if not self.skips(results.losses):
+            lanes.update_tables(results)
+            lanes.set_gradients(results)
+            self.update_dense()
+            self.window += results.sums
 
     def update(self, losses: torch.Tensor, batch: Batch) -> None:
         """Runs the backward pass, which updates the sharded tables, and the optimizers of everything else."""
         # Gradients are averaged over ranks, so the mean over all rows needs the factor world_size.
         losses.backward(torch.full_like(losses, dist.get_world_size() / batch.whole))  # type: ignore[no-untyped-call]
+        self.update_dense()
+
+    def update_dense(self) -> None:
+        """Clips the gradients of everything but sharded tables, and runs its optimizers."""
         if self.config.dense_gradient_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.dense, self.config.dense_gradient_norm)
         self.optimizer.step()
@@ -280,7 +313,10 @@ class Trainer:
     def total_window(self) -> torch.Tensor:
         """Returns and resets the loss sums of all ranks, float64 [4]."""
         total = self.window.clone()
-        dist.all_reduce(total)
+        if self.lanes is None:
+            dist.all_reduce(total)
+        else:
+            total = self.lanes.add(total)
         self.window.zero_()
         return total
 
@@ -484,33 +520,19 @@ class Trainer:
             group["lr"], group["weight_decay"] = rate, decay
 
 
-def logits_of(model: nn.Module, batch: Batch, config: TrainConfig) -> torch.Tensor:
-    """Returns the logits, float32 [B]. Matrix products outside the tables run in `dense_precision`."""
-    if config.dense_precision != "bf16":
-        logits: torch.Tensor = model(*batch.inputs)
-        return logits
-    with torch.autocast(batch.dense.device.type, torch.bfloat16):
-        logits = model(*batch.inputs)
-    return logits.float()
-
-
-def loss_sums(logits: torch.Tensor, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Returns (rows, loss, labels, predictions) of a batch, weighted by row, float64 [4]."""
-    weights = batch.weights
-    each = torch.stack([weights, losses, batch.labels * weights, torch.sigmoid(logits) * weights])
-    return each.sum(dim=1, dtype=torch.float64)
-
-
 def evaluate_sums(
     model: DistributedModelParallel, batches: Iterator[Batch], device: torch.device, config: TrainConfig
 ) -> LossSums:
     """Returns the loss sums of all ranks over some batches. Does not change the model."""
     total = torch.zeros(4, dtype=torch.float64, device=device)
-    for batch in batches:
-        batch = batch.to(device)
-        logits = logits_of(model, batch, config)
-        losses = F.binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="none")
-        total += loss_sums(logits, losses, batch)
-    dist.all_reduce(total)
+    if config.lanes is not None:
+        total = Lanes(model, config, ()).evaluate(batches)
+    else:
+        for batch in batches:
+            batch = batch.to(device)
+            logits = logits_of(model, batch, config)
+            losses = F.binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="none")
+            total += loss_sums(logits, losses, batch.labels, batch.weights)
+        dist.all_reduce(total)
     rows, loss, labels, predictions = total.tolist()
     return LossSums(rows=rows, loss=loss, labels=labels, predictions=predictions)

@@ -430,7 +430,7 @@ def hash_weights(weights: dict[str, torch.Tensor]) -> str:
 
 def takes_cuda(config: TrainConfig) -> bool:
     """Whether each rank runs on a CUDA device."""
-    fitting = config.sync == "synchronous" and config.launcher == "processes"
+    fitting = config.sync == "synchronous" and config.launcher == "processes" and config.lanes is None
     enough = fitting and torch.cuda.device_count() >= config.world_size
     return config.device == "cuda" or (config.device == "auto" and enough)
 

@@ -32,7 +32,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from models.dlrm import DLRM
 from pipeline.errors import ConfigError, TrainingError
-from pipeline.training.config import COLUMN_SHARDING, ROW_SHARDING, TrainConfig, requested_sharding_type
+from pipeline.training.config import COLUMN_SHARDING, INEXACT_REASON, ROW_SHARDING, TrainConfig, requested_sharding_type
 from pipeline.training.optim import TABLE_OPTIMIZERS
 from pipeline.training.tables.bags import require_fbgemm, uses_fbgemm
 from pipeline.training.tables.partitioner import LargestDifferencing
@@ -202,6 +202,8 @@ def _constraints(
     ]  # fmt: skip
     if device == "cpu" or _why_no_copies(config):  # on CPU copies are ten times slower
         choice.remove("data_parallel")
+    if config.lanes is not None:
+        choice = [kind for kind in choice if kind not in INEXACT_REASON]
     width = table.embedding_dim
     stats = None if use is None else MeasuredCache(use)
     constraints = ParameterConstraints(
