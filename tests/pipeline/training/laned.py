@@ -1,6 +1,7 @@
 """Trains one small model in lanes: `python -m tests.pipeline.training.laned`. `test_lanes.py` compares world sizes."""
 
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -46,6 +47,10 @@ class Cases(BaseModel):
 
     world_size: int
     cases: dict[str, dict[str, Any]]
+    batches: tuple[int, int] = (0, len(ROWS))
+    """First batch to train, and the first not to."""
+    start: str | None = None
+    """Folder of earlier ranks, whose checkpoints the training goes on from."""
 
 
 def training(world_size: int, **settings: Any) -> TrainConfig:
@@ -105,12 +110,17 @@ def mine() -> Iterator[Batch]:
     return batches(dist.get_rank(), dist.get_world_size())
 
 
-def trained(config: TrainConfig, folder: Path, dropout: float = 0.0) -> dict[str, Any] | None:
+def trained(spec: Cases, name: str, folder: Path) -> dict[str, Any] | None:
     """Returns hashes of the weights and of a checkpoint, the losses and the validation, on rank 0."""
+    settings = dict(spec.cases[name])
+    dropout = settings.pop("dropout", 0.0)
+    config = training(spec.world_size, **settings)
     trainer = make_trainer(config, dropout)
-    trainer.folder = folder
+    trainer.folder = folder / name
+    if spec.start is not None:
+        trainer.load(Path(spec.start) / name / "end")
     losses = []
-    trainer.batches = lambda position: mine()
+    trainer.batches = lambda position: itertools.islice(mine(), *spec.batches)
     for batch, coming in trainer.steps():
         trainer.train_step(batch, coming)
         trainer.progress = trainer.progress.after(batch)
@@ -123,7 +133,7 @@ def trained(config: TrainConfig, folder: Path, dropout: float = 0.0) -> dict[str
         sums = evaluate_sums(trainer.model, mine(), trainer.device, config)
     if weights is None:
         return None
-    state = checkpoint.read_whole(folder / "end", "model/", "dense/", "tables/")
+    state = checkpoint.read_whole(trainer.folder / "end", "model/", "dense/", "tables/")
     return {"weights": digest(weights), "state": digest(state), "losses": losses, "validation": sums.model_dump()}
 
 
@@ -138,11 +148,7 @@ def main(path: str) -> None:
     """Trains every case and writes what it returns next to the spec."""
     spec, folder, rank = Cases.model_validate_json(Path(path).read_text()), Path(path).parent, int(os.environ["RANK"])
     start_group(training(spec.world_size), rank)
-    found = {}
-    for name, settings in spec.cases.items():
-        settings = dict(settings)
-        dropout = settings.pop("dropout", 0.0)
-        found[name] = trained(training(spec.world_size, **settings), folder / name, dropout)
+    found = {name: trained(spec, name, folder) for name in spec.cases}
     if rank == 0:
         write_json(folder / "found.json", found)
         os.write(int(os.environ["DLRM_EVENTS_FD"]), (json.dumps({"event": "result"}) + "\n").encode())

@@ -300,6 +300,35 @@ def test_killed_rank_resumes_to_the_same_bits(
     check_same(run, undisturbed, resumed_at=4)
 
 
+LANES = {"lanes": 4, "average_from_step": 5, "average_every_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def in_lanes(rank_spec: Callable[..., RankSpec], device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One rank with four lanes, in this process."""
+    folder = tmp_path_factory.mktemp("in_lanes")
+    return completed_here(rank_spec(folder, **SETTINGS | LANES | {"world_size": 1}), device)
+
+
+def test_lanes_give_every_number_of_ranks_the_same_bits(
+    rank_spec: Callable[..., RankSpec], in_lanes: Run, tmp_path: Path
+) -> None:
+    """Weights, losses and validations. The last batch of the epoch is a single row."""
+    check_alike(completed(rank_spec(tmp_path, **SETTINGS | LANES)), in_lanes)
+
+
+@pytest.mark.slow
+def test_a_killed_training_in_lanes_resumes_with_fewer_ranks(
+    rank_spec: Callable[..., RankSpec], in_lanes: Run, device: torch.device, tmp_path: Path
+) -> None:
+    """Two ranks are killed, and one goes on from their checkpoint."""
+    spec = rank_spec(tmp_path, **SETTINGS | LANES, checkpoint_async=False)
+    with pytest.raises(TrainingError, match=r"^rank \d: expected to train to the end, got "):
+        start(spec, at_step(6, 1, signal.SIGKILL), restart_limit=0)
+    fewer = rank_spec(tmp_path, **SETTINGS | LANES | {"world_size": 1})
+    check_same(completed_here(fewer, device), in_lanes, resumed_at=4)
+
+
 @pytest.mark.slow
 def test_fault_21_damaged_checkpoints_are_skipped(
     rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
