@@ -71,6 +71,8 @@ class StepShape:
     ids: int = 10
 
 
+LANES = ("ours_lanes_2", "ours_lanes_4", "ours_lanes_8")
+"""Contestants that train in as many lanes; `benchmarks/lanes.py` compares them with `ours`."""
 SHAPES = {
     "lists": StepShape(),
     "single": StepShape(ids=1),
@@ -291,6 +293,7 @@ CONTESTANTS: dict[str, Callable[..., Callable[[], None]]] = {
     "ours_compiled": partial(ours, compile=True),
     "ours_bf16": partial(ours, dense_precision="bf16"),
     "ours_bf16_compiled": partial(ours, dense_precision="bf16", compile=True),
+    **{name: partial(ours, lanes=int(name.removeprefix("ours_lanes_"))) for name in LANES},
 }
 ON_RANKS = [name for name in CONTESTANTS if not name.startswith("pytorch")]
 """Contestants that train on several ranks."""
