@@ -87,7 +87,8 @@ def find(bug: str) -> int | None:
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_simulation_finds(bug: str) -> None:
     """The schedule that finds a bug finds nothing in the right code, which is compiled again in the same way."""
-    play, *mutation = BUGS[bug]
+    play, owner, name, right, wrong = BUGS[bug]
+    mutation = (owner, name, right, wrong)
     with rebuilt([mutation], broken=True):
         seed = find(bug)
     assert seed is not None, f"none of {SCHEDULES} schedules found it"
