@@ -146,11 +146,11 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     @model_validator(mode="after")
     def _rows_reach_the_ranks(self) -> Self:
-        executor, address = self.preprocessing.executor, self.preprocessing.ray_address
-        if self.training.launcher == "ray" and executor == "ray" and address is None:
+        executor = self.preprocessing.executor
+        if self.training.launcher == "ray" and executor == "ray":
             raise ConfigError(
-                "preprocessing.executor with training.launcher=ray", "process or inline: all is on this machine",
-                executor, "Set preprocessing.executor, or the address of a cluster as preprocessing.ray_address.",
+                "preprocessing.executor with training.launcher=ray", "process or inline: a process has one connection "
+                "to Ray", executor, "Set preprocessing.executor, or training.launcher=external.",
             )  # fmt: skip
         if self.ranks_are_elsewhere and executor != "inline" and self.preprocessing.transport == "memory":
             raise ConfigError(

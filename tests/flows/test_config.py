@@ -429,8 +429,8 @@ def test_passwords_are_not_passed_on():
     [
         (
             {"executor": "ray"},
-            "preprocessing.executor with training.launcher=ray: expected process or inline: all is on this machine, "
-            "got ray. Set preprocessing.executor, or the address of a cluster as preprocessing.ray_address.",
+            "preprocessing.executor with training.launcher=ray: expected process or inline: a process has one "
+            "connection to Ray, got ray. Set preprocessing.executor, or training.launcher=external.",
         ),
         (
             {"executor": "process", "ray_address": "10.0.0.1:6379", "transport": "memory"},

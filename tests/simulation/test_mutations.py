@@ -16,7 +16,7 @@ from pipeline.training.state.progress import TrainingProgress
 from tests.simulation.mutation import Mutation, rebuilt
 from tests.simulation.preprocessing import BrokenPromise, play
 
-SCHEDULES = 300
+SCHEDULES = 150
 BUGS: dict[str, Mutation] = {
     "a position forgets what was lost": (Stream, "_note_lost", "self.lost += ", "_ = "),
     "a resumed window has its lost rows again": (stream, "_leave_out", "not in gone", "not in ()"),

@@ -1,0 +1,68 @@
+"""A preprocessing service on a Ray cluster, and ranks of other hosts that read from it.
+
+`python -m tests.hosts.served service FOLDER ADDRESS` serves the data of FOLDER/spec.json until FOLDER/done exists.
+`python -m tests.hosts.served rank FOLDER RANK RANKS` prints each of the rank's batches as a hash.
+"""
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.data.position import Position
+from pipeline.preprocessing import stream
+from pipeline.preprocessing.client import BatchSource, open_remote_source
+from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.service import Service
+from pipeline.preprocessing.transport.places import ServiceAddress
+from tests.pipeline.preprocessing.reference import CONFIG, TIGHT_BYTES, client, tensors
+
+EPOCHS = 4
+
+
+def serve(folder: Path, address: str) -> None:
+    """Serves with two workers, and with little memory, so that most work is done while batches are taken."""
+    stream.GROUP_ROWS = 160
+    given = {
+        "executor": "ray",
+        "ray_address": address,
+        "workers": 2,
+        "resources": {"place": 1.0},
+        "lease_seconds": 60.0,
+    }
+    config = CONFIG.model_copy(update=given | {"memory_bytes": TIGHT_BYTES})
+    spec = DataSpec.model_validate_json((folder / "spec.json").read_text(encoding="utf-8"))
+    with Service({"days": spec}, config, folder / "service", lambda text: print(text, flush=True)) as service:
+        (folder / "address.new").write_text(service.address.model_dump_json(), encoding="utf-8")
+        (folder / "address.new").rename(folder / "address.json")
+        while not (folder / "done").exists():
+            time.sleep(0.1)
+        print(json.dumps({"restarts": service.totals.restarts}), flush=True)
+
+
+def take(folder: Path, rank: int, ranks: int) -> None:
+    """Takes the batches of some epochs."""
+    spec = DataSpec.model_validate_json((folder / "spec.json").read_text(encoding="utf-8"))
+    address = ServiceAddress.model_validate_json((folder / "address.json").read_text(encoding="utf-8"))
+    for line in hashes(open_remote_source(address, 2), spec, rank, ranks):
+        print(line, flush=True)
+
+
+def hashes(source: BatchSource, spec: DataSpec, rank: int, ranks: int) -> Iterator[str]:
+    """Yields a hash of each of a rank's batches."""
+    reader = client(source, spec, rank=rank, world_size=ranks)
+    for epoch in range(EPOCHS):
+        for batch in reader.batches(Position(epoch=epoch)):
+            digest = hashlib.sha256(batch.position.model_dump_json().encode())
+            for tensor in tensors(batch):
+                digest.update(tensor.contiguous().numpy().tobytes())
+            yield digest.hexdigest()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "service":
+        serve(Path(sys.argv[2]), sys.argv[3])
+    else:
+        take(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
