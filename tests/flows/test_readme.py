@@ -29,7 +29,7 @@ PAGES = [*TOP, *sorted(DOCS.rglob("*.md"))]
 MEASURED = {DOCS / "efficiency" / f"e{number}.md" for number in range(1, 9)}
 """Written by `flows.characterize`."""
 GENERATED = {DOCS / "reference" / "commands.md", *(DOCS / "reference" / "config").glob("*.md")}
-OTHER_PROGRAMS = {"source", "export", "createdb", "curl"}
+OTHER_PROGRAMS = {".venv/bin/ray", ".venv/bin/torchrun", "source", "export", "createdb", "curl"}
 OTHER_YAML = {"job_variables"}
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 OWN_DATA = "configs/mine.yaml"
