@@ -19,6 +19,7 @@ from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import Limits, run_ranks
 from pipeline.training.optim import _block
 from pipeline.training.state import checkpoint
+from pipeline.training.tables.planner import plan_sharding
 from tests.pipeline.training.laned import BAGS, DENSE, LANES, MODEL, ROWS, SEED, Cases, batches, trained, training
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -239,6 +240,11 @@ def test_sharding_types_whose_sums_depend_on_the_ranks_are_refused(kind: str, re
         f"training.sharding '{kind}' with lanes=4: expected table_wise, or column_wise or table_column_wise with an "
         f"element-wise table optimizer, got {kind}, {reason}. Change it, or leave out lanes." in str(error.value)
     )
+
+
+def test_auto_leaves_tables_whole() -> None:
+    plan = plan_sharding(DLRM(MODEL, DENSE, BAGS, device="meta"), training(2, sharding="auto"), "cpu")
+    assert {table.kind for table in plan} == {"table_wise"}
 
 
 def test_lanes_are_part_of_the_identity_and_then_ranks_are_not() -> None:
