@@ -39,7 +39,6 @@ BUGS: dict[str, Mutation] = {
     ),
     "too little memory is waited for": (Master, "get_group", "and stream.is_stuck(number)", "and False"),
     "results of a worker that ended are waited for": (Master, "_end_worker", "if self.executor.keeps_results:", "if False:"),
-    "a group that is made again is never freed": (Stream, "_batch_item", "self._free_group(group)", "pass"),
     "work takes rows that are gone": (Stream, "_next_batching", "not item.is_ready or", ""),
     "a batch ends where its group ends": (Stream, "_end_batch", "row=0 if whole else stop", "row=0"),
 }  # fmt: skip
