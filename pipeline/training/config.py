@@ -114,8 +114,8 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """CPU threads for tensor operations. None: an equal share of the cores."""
     lanes: PositiveInt | None = None
     """Cuts each global batch into this many lanes, a multiple of `world_size`, and adds their gradients in one order.
-    The weights then are the same bit for bit for every world size that divides this number, every sharding plan and
-    every number of threads, on CPUs of one kind. None: the last bits depend on these."""
+    The weights then are the same bit for bit for every world size that divides this number, every sharding plan that is
+    not refused and every number of threads, on CPUs of one kind. None: the last bits depend on these."""
     batch_rows: PositiveInt = 2_048
     """Rows of a step over all ranks."""
     epochs: PositiveInt = 1

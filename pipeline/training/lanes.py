@@ -56,7 +56,7 @@ class Lanes:
     Raises:
         ValueError: If N is no multiple of W.
     Source:
-        Li et al. 2023, EasyScale, SC '23, arXiv:2208.14228, section 3 (virtual workers with bits of their own).
+        Li et al. 2023, EasyScale, SC '23, arXiv:2208.14228 (workers whose work does not depend on their place).
     """
 
     def __init__(self, model: DistributedModelParallel, config: TrainConfig, dense: Sequence[nn.Parameter]) -> None:
