@@ -13,10 +13,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import psutil
 
 from benchmarks.wide_table import WideTable, wide_table
-from pipeline.preprocessing.client import Client, ServiceSource
+from pipeline.preprocessing.client import Client, open_remote_source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.master import WORKERS_FILE
 from pipeline.preprocessing.service import Service
@@ -38,18 +40,36 @@ def main(words: Sequence[str]) -> None:
     print(json.dumps(epoch(wide_table(options.folder.resolve(), options.rows), options.workers)))
 
 
-def epoch(table: WideTable, workers: int) -> dict[str, Any]:
-    """Returns the seconds and the rows of an epoch."""
-    config = PreprocessingConfig(executor="process", workers=workers, shuffle_window_rows=WINDOW_ROWS)
+def epoch(table: WideTable, workers: int, transport: Literal["memory", "network"] = "memory") -> dict[str, Any]:
+    """Returns seconds, rows and bytes of an epoch, and the processor seconds of this process and the workers."""
+    config = PreprocessingConfig(
+        executor="process", workers=workers, shuffle_window_rows=WINDOW_ROWS, transport=transport
+    )
     with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
         folder = Path(temporary)
         with Service({ROWS: table.spec}, config, folder) as service:
             wait_for(workers, folder / WORKERS_FILE)
-            client = Client(ServiceSource(service.address), (ROWS, table.spec), BATCH_ROWS, window_rows=WINDOW_ROWS)
-            start = time.perf_counter()
-            rows = sum(batch.global_rows for batch in client.batches())
+            source = open_remote_source(service.address, config.connections)
+            client = Client(source, (ROWS, table.spec), BATCH_ROWS, window_rows=WINDOW_ROWS)
+            processes = [psutil.Process(), *find_workers(folder / WORKERS_FILE)]
+            rows, size, used, start = 0, 0, -count_seconds(processes), time.perf_counter()
+            for batch in client.batches():
+                rows += batch.global_rows
+                tensors = (batch.dense, batch.labels, batch.weights, batch.sparse.lengths(), batch.sparse.values())
+                size += sum(tensor.nbytes for tensor in tensors)
             seconds = time.perf_counter() - start
-    return {"seconds": seconds, "rows": rows}
+            used += count_seconds(processes)
+    return {"seconds": seconds, "rows": rows, "bytes": size, "cpu_seconds": used}
+
+
+def find_workers(file: Path) -> list[psutil.Process]:
+    """Returns the workers' processes."""
+    return [psutil.Process(pid) for pid in json.loads(file.read_text(encoding="utf-8")).values()]
+
+
+def count_seconds(processes: Sequence[psutil.Process]) -> float:
+    """Returns the processor seconds that processes have used."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def wait_for(workers: int, file: Path) -> None:
