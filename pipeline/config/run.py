@@ -29,7 +29,7 @@ from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.registration.config import RegistrationConfig
 from pipeline.scoring.config import ScoringConfig
 from pipeline.search.config import ReleaseConfig, SweepConfig
-from pipeline.training.config import SPANS, TrainConfig
+from pipeline.training.config import HOST_SHARDING, SPANS, TrainConfig, requested_sharding_types
 from pipeline.transforms.ops.sampling import Sampling
 from pipeline.transforms.schema import FeatureSchema
 from storage.config import NAME, PARTS, WarehouseConfig, find_owner
@@ -164,6 +164,17 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         """Whether ranks may run on other machines."""
         on_cluster = self.training.launcher == "ray" and self.preprocessing.ray_address is not None
         return on_cluster or self.training.launcher == "external"
+
+    @model_validator(mode="after")
+    def _plans_fit_several_hosts(self) -> Self:
+        kinds = sorted(requested_sharding_types(self.training.sharding) & HOST_SHARDING)
+        if self.ranks_are_elsewhere and kinds:
+            raise ConfigError(
+                f"training.sharding with launcher={self.training.launcher}", "types that do not divide a table among "
+                "the ranks of one host, because the planner knows no hosts", ", ".join(kinds),
+                "Choose another type, or launcher: processes.",
+            )  # fmt: skip
+        return self
 
     @model_validator(mode="after")
     def _nodes_have_resources(self) -> Self:

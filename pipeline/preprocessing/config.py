@@ -25,7 +25,7 @@ class PreprocessingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_
     workers: Literal["auto"] | PositiveInt = "auto"
     """Workers of all ranks together. auto adds workers while the trainer waits and removes idle ones."""
     max_workers: PositiveInt | None = None
-    """Upper bound of workers under auto. None: one for each processor core."""
+    """Upper bound of workers under auto. None: one for each processor core of this machine, or of the Ray cluster."""
     shuffle_window_rows: PositiveInt = 262_144
     """Rows that are shuffled together, in memory. Row groups are permuted over the whole epoch first."""
     split_rows: PositiveInt = 65_536

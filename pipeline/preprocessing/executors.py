@@ -130,6 +130,11 @@ class Executor(ABC):
         """Whether results stay with their workers."""
         return False
 
+    @property
+    def cores(self) -> int | None:
+        """Processor cores where workers may run. None: those of this machine."""
+        return None
+
     def close(self) -> None:  # noqa: B027
         """Ends everything that the executor started."""
 

@@ -132,7 +132,8 @@ class Master:
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.executor = (make or partial(make_executor, network=network))(data, config, folder, self.events)
         self.inline = isinstance(self.executor, InlineExecutor)
-        self.autoscaler = Autoscaler(config.most_workers)
+        most = config.max_workers or self.executor.cores if config.workers == "auto" else config.workers
+        self.autoscaler = Autoscaler(most or config.most_workers)
         self.autoscaler.workers = 1 if config.workers == "auto" or self.inline else config.workers
         self.fragments: dict[str, list[Fragment]] = {}
         self.streams: list[Stream] = []
@@ -169,9 +170,10 @@ class Master:
                 self.fragments[request.data] = Worker(self.data[request.data]).fragments()
             config, fragments, rows = self.config, self.fragments[request.data], self.data[request.data].rows
             share = config.memory // len(self.data)
-            ahead = 2 * max(request.window_rows or 0, config.most_workers * config.split_rows)
+            most = self.autoscaler.most
+            ahead = 2 * max(request.window_rows or 0, most * config.split_rows)
             if self.executor.keeps_results:  # each worker works on a window of its own
-                ahead = (config.most_workers + 1) * max(request.window_rows or 0, config.split_rows)
+                ahead = (most + 1) * max(request.window_rows or 0, config.split_rows)
             found = Stream(request, fragments, config.split_rows, share, self.executor.free, ahead, rows)
             self.streams.append(found)
             left = self.left.pop(request, set())

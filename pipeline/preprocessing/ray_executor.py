@@ -86,6 +86,10 @@ class RayExecutor(Executor):
     def keeps_results(self) -> bool:
         return self.network is not None
 
+    @property
+    def cores(self) -> int | None:
+        return int(ray.cluster_resources().get("CPU", 1)) if self.processors else None
+
     def keeper(self, memory: Any) -> int | None:
         return memory.worker if isinstance(memory, KeptResult) else None
 

@@ -27,6 +27,8 @@ INEXACT_REASON = {
     **dict.fromkeys(sorted(ROW_SHARDING), "which adds the vectors of a bag rank by rank"),
 }
 """Sharding types whose sums depend on the number of ranks, and why."""
+HOST_SHARDING = {"table_row_wise", "grid_shard"}
+"""Sharding types that cut the rows of a table among the ranks of one host."""
 TableMemory = Literal["device", "uvm", "uvm_caching"]
 SPANS = {
     "warmup": "warmup_steps",

@@ -470,6 +470,19 @@ def test_resources_are_those_of_a_cluster(section: str) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["table_row_wise", "grid_shard"])
+def test_a_table_is_not_divided_among_the_ranks_of_a_host_that_the_planner_does_not_know(kind: str) -> None:
+    keys = {"training.launcher": "external", "training.sharding": kind, "preprocessing.executor": "inline"}
+    keys |= {"training.table_optimizer": "adagrad"}
+    with pytest.raises(ConfigError) as caught:
+        load("configs/smoke.yaml", keys)
+    assert str(caught.value) == (
+        "training.sharding with launcher=external: expected types that do not divide a table among the ranks of one "
+        f"host, because the planner knows no hosts, got {kind}. Choose another type, or launcher: processes."
+    )
+    assert load("configs/smoke.yaml", keys | {"training.launcher": "processes"}).training.sharding == kind
+
+
 def test_numbers_of_yaml_1_1_are_text(tmp_path):
     (tmp_path / "a.yaml").write_text(
         "zips: [010, 08, 00]\ntime: 1:30\nnumbers: [10, -5, 0, 100_000, 0x1f, 1.5, 3.0e-4]\n"
