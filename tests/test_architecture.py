@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {"flows": {"flows", "pipeline", "storage", "models"}, "pipeline": {"pipeline", "storage", "models"}, "storage": {"storage"}, "models": {"models"}}  # fmt: skip
-GROUND = {"errors", "process", "forkserver", "figure", "data", "transforms"}
+GROUND = {"errors", "process", "forkserver", "figure", "sealed", "data", "transforms"}
 """Modules and rooms of pipeline/ that all stages may import; none of them imports a stage."""
 STAGES = {
     "catalog",

@@ -255,7 +255,9 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         values = self.model_dump(mode="json", exclude=elsewhere)
         for section, keys in EXECUTION_KEYS.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
-        if self.training.lanes is not None:
+        if self.training.lanes is None:
+            del values["training"]["lanes"]
+        else:
             values["training"] = {key: value for key, value in values["training"].items() if key not in PLACEMENT_KEYS}
         features = {key: value for key, value in values["features"].items() if key != "allow_deprecated"}
         features["joined"] = [source for source in features["joined"] if not source["stored"]]

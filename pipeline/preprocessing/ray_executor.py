@@ -38,9 +38,9 @@ from pipeline.preprocessing.memory import Arrays, PrivateWriter, Slabs, copy_to_
 from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.transport import wire
 from pipeline.preprocessing.transport.places import NetworkSettings, is_loopback
-from pipeline.preprocessing.transport.sealed import Letterbox, seal
 from pipeline.preprocessing.worker import Costs, Worker
 from pipeline.process import PACKAGES, kill_process, process_start
+from pipeline.sealed import Letterbox, seal
 from storage.scratch import ScratchFolder
 
 OBJECT_STORE_SHARE = 2

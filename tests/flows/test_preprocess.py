@@ -275,9 +275,10 @@ LONG_WORDS = [f"{key}={value}" for key, value in LONG.items()]
 def long_home(plainly: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A warehouse with an epoch that is long enough to disturb."""
     folder = tmp_path_factory.mktemp("long")
-    with plainly(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(folder))
-        ingest(config=CONFIG, overrides=LONG)
+        with plainly():  # not during the tests: the smoke run may begin meanwhile
+            ingest(config=CONFIG, overrides=LONG)
         yield folder
 
 

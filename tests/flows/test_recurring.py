@@ -248,7 +248,7 @@ def test_the_table_of_policies():
     assert summary["a"]["calibration"] == pytest.approx((22 * 6 + 15) / (20 * 6 + 15))
     lines = render_table(summary).splitlines()
     assert lines[0].startswith("| policy | next-day NE | interval over days | difference from a |")
-    assert lines[3].endswith("| 2 further | 20 |")
+    assert lines[3].endswith("| 2 incremental | 20 |")
     json.dumps(summary)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from flows.release import release
+from flows.replay import replay
 from pipeline.config import load
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.jobs.search import release as releasing
@@ -222,3 +223,6 @@ def test_a_release_with_a_failed_and_a_stopped_candidate(smoke, command, copied)
     assert json.loads((folder / "result.json").read_text()) == again
     after = {run.info.run_id: run.info.end_time for run in tracker.client.search_runs([tracker.experiment_id])}
     assert all(after[run.info.run_id] == run.info.end_time for run in children)  # nothing was retrained
+
+    code, replayed, log = command(replay, CONFIG, f"version={model['version']}", home=copied)
+    assert (code, replayed["equal"]) == (0, True), log

@@ -62,7 +62,7 @@ class SmallTrainer(Trainer):
         self.config, self.batches, self.validation = run.config, self.make_batches, self.measure
         self.folder, self.emit, self.seed, self.device = run.folder, run.note, 0, torch.device("cpu")
         self.identity, self.begin, self.lost, self.keeps_lost = IDENTITY, run.check_none, None, True
-        self.prefetcher = self.average = None
+        self.prefetcher = self.average = self.lanes = None
         self.checkpointer = AsyncCheckpointer(run.config.checkpoint_async)
         self.checkpointer.group = self.checkpointer.votes = dist.group.WORLD
         self.progress = TrainingProgress()

@@ -86,6 +86,9 @@ class RayGroup(RankGroup):
     address: str | None = None
     """Address of the cluster. None starts one on this machine."""
     resources: Mapping[str, float] = field(default_factory=dict)
+    spec: str = ""
+    letters: Any = None
+    """Queue for the specification, sealed for each rank."""
 
     def run(self, module: str, world_size: int, threads: int, attempt: int, root: Path) -> Event:
         """See `RankGroup`. Each group opens its own connection to Ray, and hung ranks end with it."""
@@ -93,8 +96,9 @@ class RayGroup(RankGroup):
         with _cluster(self.address, world_size * threads):
             from ray.util.queue import Queue
 
-            lines = Queue(actor_options={"num_cpus": 0})
-            body = {"module": module, "spec": spec, "threads": threads, "attempt": attempt, "events": lines}
+            lines, self.letters = (Queue(actor_options={"num_cpus": 0}) for _ in range(2))
+            self.spec = spec
+            body = {"module": module, "threads": threads, "attempt": attempt, "events": lines, "letters": self.letters}
             fit = _Fit(body, self.folder, world_size, {"CPU": threads, **self.resources})
             fit.start()
             try:
@@ -108,6 +112,11 @@ class RayGroup(RankGroup):
             event, _ = read_event(line or "")
             if event["event"] == "error":
                 raise from_wire(event.get("parts"))
+            if event["event"] == "keys":
+                from pipeline.sealed import seal  # cryptography is of no use to other launchers
+
+                self.letters.put([seal(self.spec, key.encode()) for key in event["keys"]])
+                return None
         return super().handle_line(line)
 
     def watch_fit(self, fit: "_Fit", lines: Any) -> Event:
@@ -179,9 +188,12 @@ def _find_cause(error: BaseException) -> tuple[int | str, str]:
 
 def _rank(body: dict[str, Any]) -> None:
     """Runs a rank inside a Ray worker, in the process group that Ray Train made."""
+    import torch
     import torch.distributed as dist
 
-    rank = dist.get_rank()
+    from pipeline.sealed import Letterbox  # cryptography is of no use to other ranks
+
+    rank, letterbox = dist.get_rank(), Letterbox()
     os.environ |= {"RANK": str(rank), "OMP_NUM_THREADS": str(body["threads"])}
     os.environ["DLRM_ATTEMPT"] = str(body["attempt"])
 
@@ -189,8 +201,16 @@ def _rank(body: dict[str, Any]) -> None:
         if rank == 0:
             body["events"].put(json.dumps(event))
 
+    # The specification holds the catalog's password and the token of the batches. Ray shows what it carries.
+    if dist.get_backend() == "nccl":  # it exchanges objects over the current device
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    keys: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(keys, letterbox.public.decode())
+    emit({"event": "keys", "keys": keys})
+    letters = body["letters"].get(timeout=MEETING_SECONDS) if rank == 0 else keys
+    dist.broadcast_object_list(letters)
     try:
-        importlib.import_module(body["module"]).join(body["spec"], emit)
+        importlib.import_module(body["module"]).join(letterbox.open(letters[rank]), emit)
     except ContractError as error:
         body["events"].put(json.dumps({"event": "error", "parts": to_wire(error)}))
         raise
