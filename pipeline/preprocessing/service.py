@@ -89,7 +89,11 @@ class Service:
             network = make_network(self.config) if self.config.uses_network else None
             master = Master(self.data, self.config, self.folder, self.warn, network=network)
             self.totals, self.events = master.totals, master.events
-            self.front: Front = open_front(network, master.events.put)
+            try:
+                self.front: Front = open_front(network, master.events.put)
+            except BaseException:
+                master.close()
+                raise
         except BaseException as problem:  # `__enter__` raises it
             self.startup.put(problem)
             return

@@ -2,7 +2,6 @@
 
 import datetime
 import hmac
-import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -31,11 +30,6 @@ class _Check(flight.ServerMiddlewareFactory):
         given = "".join(str(one) for one in headers.get("authorization", ()))
         if not hmac.compare_digest(given.encode(), self.expected):
             raise flight.FlightUnauthenticatedError("expected the token of this run, got another or none")
-
-
-def make_token() -> str:
-    """Returns a new token for a run."""
-    return secrets.token_hex(32)
 
 
 def listen(host: str, token: str) -> tuple[dict[str, Any], str | None]:
