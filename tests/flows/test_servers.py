@@ -178,9 +178,13 @@ class Deployed:
         self.process.wait(30)
 
     def ask(self, path: str, body: Any = None) -> Any:
-        """Returns the API's answer. Posts a body if given. Retries on 503, which says that the database is locked."""
+        """Returns the API's answer. Posts a body if given.
+
+        Retries on 503, which says that the database is locked. A question without a body is asked again after 60
+        seconds without an answer: a server that has just been restarted has a queue of writers.
+        """
         data = None if body is None else json.dumps(body).encode()
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + 180
         while True:
             request = urllib.request.Request(self.address + path, data, self.headers)
             try:
@@ -188,6 +192,9 @@ class Deployed:
                     return json.load(answer)
             except urllib.error.HTTPError as error:
                 if error.code != 503 or time.monotonic() > limit:
+                    raise
+            except TimeoutError:
+                if data is not None or time.monotonic() > limit:
                     raise
             time.sleep(0.5)
 
