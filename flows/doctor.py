@@ -373,7 +373,8 @@ from pipeline.data.files import find_files
 try:
     config = load(sys.argv[1])
     if config.source.path is not None:
-        print(len(find_files(config.source.path, ROOT, "source.path")), "source files", end=", ")
+        files = find_files(config.source.path, ROOT, "source.path", config.warehouse.catalog)
+        print(len(files), "source files", end=", ")
     print("valid")
 except ContractError as error:
     print(error)

@@ -29,7 +29,8 @@ class WarehouseConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     """Where the tables are and how their files are written."""
 
     catalog: Mapping[str, str] = {}
-    """Properties of a pyiceberg catalog (`type`, `uri`, `warehouse`, credentials); empty: SQLite and local files."""
+    """Properties of a pyiceberg catalog (`type`, `uri`, `warehouse`), and access to object stores (`s3.endpoint` and so
+    on). Without a catalog: SQLite and local files."""
     namespace: str = "dlrm"
     """Iceberg namespace that holds our tables."""
     codec: str = "zstd"

@@ -1,26 +1,39 @@
 """DuckDB over explicit files, locked down: it can read the files it is given and nothing else."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
+
+from storage.objects import register_stores
 
 if TYPE_CHECKING:
     import duckdb
 
 
 def connect(
-    readable: Iterable[Path], temporary: Path, memory_limit: str = "4GB", threads: int | None = None
+    readable: Iterable[Path],
+    temporary: Path,
+    memory_limit: str = "4GB",
+    threads: int | None = None,
+    objects: Sequence[str] = (),
+    properties: Mapping[str, str] = MappingProxyType({}),
 ) -> "duckdb.DuckDBPyConnection":
     """Opens an in-memory DuckDB that can read the files and folders of `readable` and spill into `temporary`.
 
-    Times are UTC on every machine. There is no network, no extension and no other file, and settings are locked.
-    A value injected into a statement can therefore do no harm outside these paths.
+    Times are UTC on every machine. There is no other file, no network but for these objects, and no extension, and
+    settings are locked. A value injected into a statement can therefore do no harm outside these paths.
+
+    Args:
+        objects: Addresses of files in object stores, to be readable, too.
+        properties: Access to these stores: `warehouse.catalog`.
     """
     import duckdb  # imported here because ranks, workers and served models import this module but never query
 
     temporary.mkdir(parents=True, exist_ok=True)
     connection = duckdb.connect(":memory:")
+    register_stores(connection, objects, properties)
     resolved = sorted({path.resolve() for path in readable})
     for setting, value in {
         "temp_directory": str(temporary.resolve()),
@@ -33,7 +46,7 @@ def connect(
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
         "allowed_directories": [f"{path}/" for path in resolved if path.is_dir()],
-        "allowed_paths": [str(path) for path in resolved if not path.is_dir()],
+        "allowed_paths": [*(str(path) for path in resolved if not path.is_dir()), *objects],
         "enable_external_access": False,
         "lock_configuration": True,
     }.items():

@@ -60,10 +60,11 @@ class Warehouse:
     def catalog(self) -> Catalog:
         """The catalog, opened on first use. Its namespace is created if missing."""
         properties = dict(self.config.catalog)
-        if not properties:
+        if not properties.keys() & {"type", "uri", "py-catalog-impl"}:
             self.home.mkdir(parents=True, exist_ok=True)
             folder = self.home.resolve()
-            properties = {"type": "sql", "uri": f"sqlite:///{folder}/catalog.db", "warehouse": f"file://{folder}"}
+            embedded = {"type": "sql", "uri": f"sqlite:///{folder}/catalog.db", "warehouse": f"file://{folder}"}
+            properties = embedded | properties
         if properties.get("warehouse", "").startswith(("file:", "/")):
             properties = {PY_IO_IMPL: "storage.durable.DurableFileIO", **properties}
         catalog = load_catalog("dlrm", **properties)

@@ -9,15 +9,23 @@ import yaml
 
 from pipeline.errors import ConfigError
 from pipeline.process import ROOT
+from storage.objects import is_address
 
 
 def home_path(home: str) -> Path:
     """The folder a run writes to: DLRM_HOME if set, else `home`, below ROOT unless absolute.
 
     Raises:
-        ConfigError: If the path has # or ?, which cut off the addresses of files and databases below it.
+        ConfigError: If the path has # or ?, which cut off the addresses of files and databases below it, or is itself
+            an address.
     """
-    path = ROOT / Path(os.environ.get("DLRM_HOME") or home).expanduser()
+    text = os.environ.get("DLRM_HOME") or home
+    if is_address(text):
+        raise ConfigError(
+            "home", "a folder on a disk of this machine", f"'{text}'",
+            "Choose a folder. Tables go to an object store by warehouse.catalog, and models by MLflow's artifact root.",
+        )  # fmt: skip
+    path = ROOT / Path(text).expanduser()
     if "#" in str(path) or "?" in str(path):
         raise ConfigError("home", "a path without # and ?", f"'{path}'", "Choose another folder.")
     return path

@@ -2,11 +2,10 @@
 
 import datetime
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from pydantic import BaseModel
 
-from pipeline.data.files import Stamp, stamp
+from pipeline.data.files import Stamp
 from storage.days import notes
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
@@ -26,10 +25,9 @@ class InputFiles(BaseModel, frozen=True):
     """Of the first MOST_STAMPS files."""
 
     @classmethod
-    def of(cls, files: Sequence[str]) -> "InputFiles":
-        """Reads the stamps of files."""
-        stamps = tuple(stamp(Path(file)) for file in files)
-        return cls(count=len(stamps), bytes=sum(size for _, size, _ in stamps), stamps=stamps[:MOST_STAMPS])
+    def of(cls, stamps: Sequence[Stamp]) -> "InputFiles":
+        """Notes files by their stamps."""
+        return cls(count=len(stamps), bytes=sum(size for _, size, _ in stamps), stamps=tuple(stamps[:MOST_STAMPS]))
 
     def names_missing_in(self, other: "InputFiles") -> list[str]:
         """Returns the noted names that another list lacks."""

@@ -139,7 +139,7 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
 
     path: str | tuple[str, ...] | None = None
     """Files of samples, or of the feature log: a path, a glob, or several. Relative paths start at the checkout, or at
-    the current folder."""
+    the current folder. Or objects, such as `s3://logs/day=*/*.parquet`."""
     format: Format = "auto"
     """auto: CSV by the file name, else Parquet. criteo: tab-separated, no header, gz too."""
     day_column: str | None = None

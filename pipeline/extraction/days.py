@@ -4,11 +4,10 @@ import datetime
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from pipeline.data.day_notes import DayNote, InputFiles
-from pipeline.data.files import find_files, stamp
+from pipeline.data.files import Stamp, address_of, stamp
 from pipeline.errors import EmptyDatasetError
 from pipeline.extraction.config import SourceConfig
 from pipeline.extraction.join import KEY, LEFT_OUT
@@ -43,30 +42,31 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
     """
     schema = context.schema
     source = context.source.model_dump(mode="json")
-    lookups = {one: find_files(one.path, context.root, "source.lookups path") for one in context.source.lookups}
+    lookups = {one: context.find(one.path, "source.lookups path") for one in context.source.lookups}
     refreshed = [path for one, files in lookups.items() if one.refresh == "past_days" for path in files]
-    shared = fingerprint([source, schema.label, schema.weight, _stamps(refreshed), list(order_by)])
-    stamps = {str(path.resolve()): _stamps([path]) for path in [*rows.files, *rows.outcomes]}
+    shared = fingerprint([source, schema.label, schema.weight, _as_json(map(stamp, refreshed)), list(order_by)])
+    stamps = {address_of(path): stamp(path) for path in [*rows.files, *rows.outcomes]}
+    texts = {address: _as_json([one]) for address, one in stamps.items()}
     windows = None if rows.join is None else rows.join.windows_by_day(rows.view)
     which = f"sum(md5_number_lower(concat_ws(':', {KEY}, parse_filename(__file), __row))) FILTER (__reason IS NOT NULL)"
     found = rows.connection.sql(
         f"SELECT {DAY}, count(*), count(__reason), list(DISTINCT __file ORDER BY __file),"
         f" {'NULL' if windows is None else which} FROM {rows.view} GROUP BY {DAY} ORDER BY {DAY}"
     ).fetchall()
-    sides = {one.path: fingerprint(_stamps(files))[:16] for one, files in lookups.items()}
+    sides = {one.path: fingerprint(_as_json(map(stamp, files)))[:16] for one, files in lookups.items()}
     definition = fingerprint([_definition(context.source), schema.label, schema.weight])[:16]
     days = []
     for day, count, bad, files, aside in found:
-        content: list[object] = [shared, [stamps[file] for file in files]]
+        content: list[object] = [shared, [texts[file] for file in files]]
         outcomes, is_open = (windows or {}).get(day, ([], False))
         is_open = is_open and context.source.generator is None  # the generator writes all outcomes at once
         if windows is not None:  # a repeated impression's first row may lie in another day's file
-            content += [[stamps[file] for file in outcomes], str(aside or 0)]
+            content += [[texts[file] for file in outcomes], str(aside or 0)]
         content += ["open"] if is_open else []  # when the day closes, it is written again
         note = DayNote(
             open=is_open,
-            rows=InputFiles.of(files),
-            outcomes=InputFiles.of(outcomes),
+            rows=InputFiles.of([stamps[file] for file in files]),
+            outcomes=InputFiles.of([stamps[file] for file in outcomes]),
             lookups=sides,
             definition=definition,
         )
@@ -139,6 +139,6 @@ def group_days(days: Iterable[SourceDay], rows: int) -> Iterator[list[SourceDay]
         yield group
 
 
-def _stamps(files: Iterable[Path]) -> str:
-    """Name, size and modification time of each file, as JSON: the same stamps mean the same files."""
-    return json.dumps([stamp(path) for path in files])
+def _as_json(stamps: Iterable[Stamp]) -> str:
+    """The same stamps mean the same files."""
+    return json.dumps(list(stamps))

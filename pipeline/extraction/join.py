@@ -2,11 +2,11 @@
 
 import datetime
 from collections.abc import Sequence
-from pathlib import Path
 
 import duckdb
 from pydantic import BaseModel
 
+from pipeline.data.files import SourceFile
 from pipeline.errors import ConfigError
 from pipeline.extraction.config import WEIGHT, OutcomeLabel, Outcomes
 from pipeline.extraction.sources import ROW, check_keys, create_view
@@ -54,7 +54,7 @@ class Join:
         connection: duckdb.DuckDBPyConnection,
         source: str,
         outcomes: Outcomes,
-        files: list[Path],
+        files: Sequence[SourceFile],
         label: str,
         formats: Sequence[str] = (),
     ) -> None:

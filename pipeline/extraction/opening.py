@@ -12,7 +12,7 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
-from pipeline.data.files import find_files
+from pipeline.data.files import SourceFile, find_files
 from pipeline.data.profile import rows_of
 from pipeline.errors import DataError
 from pipeline.extraction.config import LabelColumns, SourceConfig
@@ -22,6 +22,7 @@ from pipeline.extraction.samples import GOOD, add_types
 from pipeline.extraction.sources import as_pattern, create_view, find_invalid_utf8, first_line, join_side_tables
 from pipeline.transforms.schema import FeatureSchema
 from storage.arrow import is_list
+from storage.objects import ObjectFile
 from storage.query import connect
 from storage.reader import DAY
 from storage.scratch import ScratchFolder
@@ -54,6 +55,14 @@ class SourceContext:
         """Columns computed from outcomes: labels and weight, no features."""
         return self.source.outcome_columns(self.schema.label)
 
+    def find(self, pattern: str | Sequence[str], where: str) -> list[SourceFile]:
+        """Finds files of the source. Raises as `find_files`.
+
+        Args:
+            where: Config key of the pattern.
+        """
+        return find_files(pattern, self.root, where, self.warehouse.config.catalog)
+
 
 @dataclass(frozen=True)
 class RawSource:
@@ -61,11 +70,11 @@ class RawSource:
 
     connection: duckdb.DuckDBPyConnection
     view: str
-    files: list[Path]
+    files: list[SourceFile]
     """Files of the samples, or of the feature log."""
-    outcomes: list[Path]
+    outcomes: list[SourceFile]
     """Files of the outcome log."""
-    lookups: list[Path]
+    lookups: list[SourceFile]
     """Files of the side tables."""
     numbered: bool
     """Whether the rows have the column ROW."""
@@ -78,11 +87,11 @@ class OpenSource:
     connection: duckdb.DuckDBPyConnection
     view: str
     """View made by `add_types`."""
-    files: list[Path]
+    files: list[SourceFile]
     """Files of the samples, or of the feature log."""
-    outcomes: list[Path]
+    outcomes: list[SourceFile]
     """Files of the outcome log."""
-    lookups: list[Path]
+    lookups: list[SourceFile]
     """Files of the side tables."""
     join: Join | None
     unmatched: list[tuple[str, str]]
@@ -136,9 +145,9 @@ def open_raw_rows(
     """
     source = context.source
     files, outcomes = _find_files(context, report)
-    lookups = [(lookup, find_files(lookup.path, context.root, "source.lookups path")) for lookup in source.lookups]
+    lookups = [(lookup, context.find(lookup.path, "source.lookups path")) for lookup in source.lookups]
     sides = [path for _, paths in lookups for path in paths]
-    with _connection([*files, *outcomes, *sides], context.warehouse.home / "tmp") as connection:
+    with _connection([*files, *outcomes, *sides], context.warehouse) as connection:
         numbered = bool(lookups or source.outcomes or numbered)
         times = [source.day_column or "", *([source.outcomes.feature_time] if source.outcomes else [])]
         formats = source.date_format or ()
@@ -172,16 +181,23 @@ def open_samples(context: SourceContext) -> Iterator[tuple[duckdb.DuckDBPyConnec
 
 
 @contextmanager
-def _connection(files: Sequence[Path], temporary: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+def _connection(files: Sequence[SourceFile], warehouse: Warehouse) -> Iterator[duckdb.DuckDBPyConnection]:
     """Connects to DuckDB with a temporary folder of its own, and turns its errors about rows into ours."""
+    local = [path for path in files if isinstance(path, Path)]
+    objects = [path.address for path in files if isinstance(path, ObjectFile)]
+    readable = [*local, *(Path(as_pattern(path)) for path in local)]
+    patterns = [*objects, *(as_pattern(path) for path in files if isinstance(path, ObjectFile))]
     with (
-        ScratchFolder("ingest-", temporary) as folder,
-        connect([*files, *(Path(as_pattern(path)) for path in files)], Path(folder), MEMORY) as connection,
+        ScratchFolder("ingest-", warehouse.home / "tmp") as folder,
+        connect(readable, Path(folder), MEMORY, objects=patterns, properties=warehouse.config.catalog) as connection,
     ):
         try:
             yield connection
         except duckdb.Error as error:
-            if "Invalid string encoding" in str(error) and (found := find_invalid_utf8(files)) is not None:
+            if (
+                "Invalid string encoding" in str(error)
+                and (found := find_invalid_utf8(files, warehouse.config.catalog)) is not None
+            ):
                 where = f"column '{found[1]}' of '{found[0].name}'"
                 raise DataError(where, "text in UTF-8", "other bytes", "Write the file again in UTF-8.") from error
             if isinstance(error, duckdb.OutOfMemoryException):
@@ -192,14 +208,14 @@ def _connection(files: Sequence[Path], temporary: Path) -> Iterator[duckdb.DuckD
             raise DataError("rows of the source", "readable values", first_line(error), "Correct the files.") from error
 
 
-def _find_files(context: SourceContext, report: Report) -> tuple[list[Path], list[Path]]:
+def _find_files(context: SourceContext, report: Report) -> tuple[list[SourceFile], list[SourceFile]]:
     """Files of the samples (or of the feature log) and of the outcome log. Generates the logs if they are missing."""
-    source, root = context.source, context.root
+    source = context.source
     if source.generator is None or source.outcomes is None:
         assert source.path is not None
-        files = find_files(source.path, root, "source.path")
+        files = context.find(source.path, "source.path")
         logged = source.outcomes.path if source.outcomes else None
-        return files, find_files(logged, root, "source.outcomes.path") if logged else []
+        return files, context.find(logged, "source.outcomes.path") if logged else []
     content = [source.generator.model_dump(mode="json"), source.outcomes.window_seconds]
     folder = context.logs / f"{context.table}-{fingerprint(content)[:12]}"
     if not (folder / "complete").exists():

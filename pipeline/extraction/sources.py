@@ -10,10 +10,11 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.files import CSV
+from pipeline.data.files import CSV, SourceFile, address_of
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import Format, SideTable
 from pipeline.extraction.text import FILE, convert_iso, parse_times, read_csv
+from storage.objects import open_file
 from storage.query import column_types, quote
 
 CRITEO_COLUMNS = {
@@ -35,7 +36,7 @@ _INTEGERS = (
 def create_view(
     connection: duckdb.DuckDBPyConnection,
     name: str,
-    files: Sequence[Path],
+    files: Sequence[SourceFile],
     form: Format,
     where: str = "source.path",
     numbered: bool = False,
@@ -98,10 +99,14 @@ def first_line(error: Exception) -> str:
     return f"{lines[0]} of '{Path(file).name}', {reason.rstrip('.')}"
 
 
-def find_invalid_utf8(files: Sequence[Path]) -> tuple[Path, str] | None:
+def find_invalid_utf8(files: Sequence[SourceFile], properties: Mapping[str, str]) -> tuple[SourceFile, str] | None:
     """Returns the first Parquet file with text that is not UTF-8, and its column. None: all text is valid."""
     for path in (path for path in files if not CSV.search(path.name)):
-        with contextlib.suppress(pa.ArrowInvalid, OSError), pq.ParquetFile(path) as file:
+        with (
+            contextlib.suppress(pa.ArrowInvalid, OSError),
+            open_file(address_of(path), properties) as opened,
+            pq.ParquetFile(opened) as file,
+        ):
             for group in range(file.num_row_groups):
                 for name, column in zip(file.schema_arrow.names, file.read_row_group(group).columns, strict=True):
                     try:
@@ -111,9 +116,9 @@ def find_invalid_utf8(files: Sequence[Path]) -> tuple[Path, str] | None:
     return None
 
 
-def as_pattern(path: Path) -> str:
+def as_pattern(path: SourceFile) -> str:
     """Returns a pattern that matches only this file, because DuckDB treats every name as a pattern."""
-    return re.sub(r"([\[*?])", r"[\1]", str(path.resolve()))
+    return re.sub(r"([\[*?])", r"[\1]", address_of(path))
 
 
 def _relation(
@@ -170,7 +175,7 @@ def check_keys(where: str, key: str, kinds: Mapping[str, str]) -> None:
 def join_side_tables(
     connection: duckdb.DuckDBPyConnection,
     source: str,
-    lookups: Sequence[tuple[SideTable, list[Path]]],
+    lookups: Sequence[tuple[SideTable, list[SourceFile]]],
     rename: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Creates a view of the source with the columns of every side table, and returns its name.

@@ -503,6 +503,13 @@ def test_a_home_whose_path_would_be_cut_is_refused(tmp_path, monkeypatch, sign):
     )
 
 
+def test_a_home_in_an_object_store_is_refused(monkeypatch):
+    """It would become a local folder of that name."""
+    monkeypatch.setenv("DLRM_HOME", "s3://bucket/home")
+    with pytest.raises(ConfigError, match="home: expected a folder on a disk of this machine, got 's3://bucket/home'"):
+        home_path("anything")
+
+
 @pytest.mark.parametrize("config", ["configs/demo.yaml", "configs/flights.yaml", "configs/movielens100k.yaml"])
 def test_the_report_compares_with_baselines_which_are_no_part_of_the_training(config):
     found = load(config)

@@ -21,6 +21,7 @@ from flows.train import train
 from pipeline.config import load
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, find_holder
+from tests.ports import free_port
 
 CONFIG = "configs/smoke.yaml"
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
@@ -71,12 +72,6 @@ def cut(*connections: socket.socket) -> None:
     for one in connections:
         with suppress(OSError):
             one.shutdown(socket.SHUT_RDWR)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:

@@ -11,10 +11,11 @@ import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 from pydantic import BaseModel
 
-from pipeline.data.files import CSV, Stamp, find_files, fingerprint, stamp
+from pipeline.data.files import CSV, Stamp, address_of, find_files, fingerprint, stamp
 from pipeline.data.joined.stored import key_type, stored_type, to_days, to_key_form, to_stored_form
 from pipeline.errors import ConfigError, ContractError, DataError
 from pipeline.transforms.schema import FeatureJoin, resolve, unknown_column
+from storage.objects import find_objects, is_address, open_file
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 
@@ -52,8 +53,8 @@ def pin_sources(sources: Sequence[FeatureJoin], root: Path, warehouse: Warehouse
             found.append(PinnedSource(source=source, snapshot=warehouse.current(source.table)))
         else:
             assert source.path is not None  # the config requires one of the two
-            files = find_files(source.path, root, "features.joined path")
-            names = tuple(str(path) for path in files)
+            files = find_files(source.path, root, "features.joined path", warehouse.config.catalog)
+            names = tuple(address_of(path) for path in files)
             found.append(PinnedSource(source=source, files=names, stamps=tuple(stamp(path) for path in files)))
     return tuple(found)
 
@@ -150,18 +151,31 @@ class FeatureSource:
             return self.warehouse.schema(self.pinned.snapshot)
         self._check_stamps()
         try:
-            schemas = [_csv(path).schema if CSV.search(path) else pq.read_schema(path) for path in self.pinned.files]
+            schemas = [self._schema_of(path) for path in self.pinned.files]
             return pa.unify_schemas(schemas, promote_options="permissive")
         except (OSError, pa.ArrowException) as error:
             raise self._unreadable(error) from error
 
     def _check_stamps(self) -> None:
         for path, status in zip(self.pinned.files, self.pinned.stamps, strict=True):
-            if not Path(path).exists() or tuple(stamp(Path(path))) != tuple(status):
+            if self._stamp_of(path) != tuple(status):
                 raise DataError(
                     f"{self.pinned.where}, file '{path}'", "the file unchanged since the run started",
                     "a changed or missing file", "Run the command again to use the files as they are now.",
                 )  # fmt: skip
+
+    def _open(self, path: str) -> pa.NativeFile:
+        return open_file(path, self.warehouse.config.catalog)
+
+    def _schema_of(self, path: str) -> pa.Schema:
+        with self._open(path) as file:
+            return _csv(_plain(path, file)).schema if CSV.search(path) else pq.read_schema(file)
+
+    def _stamp_of(self, path: str) -> Stamp | None:
+        """Returns the present stamp of a file, or None if it is gone."""
+        if is_address(path):
+            return next((stamp(one) for one in find_objects(path, self.warehouse.config.catalog)), None)
+        return stamp(Path(path)) if Path(path).exists() else None
 
     def _batches(self, columns: Sequence[str], day: datetime.date | None) -> Iterator[pa.RecordBatch]:
         if self.pinned.snapshot is not None:
@@ -193,11 +207,12 @@ class FeatureSource:
             raise self._unreadable(error) from error
 
     def _csv(self, path: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        self.bytes_read += Path(path).stat().st_size
-        yield from _csv(path, schema)
+        with self._open(path) as file:
+            self.bytes_read += file.size()
+            yield from _csv(_plain(path, file), schema)
 
     def _parquet(self, path: str, schema: pa.Schema, day: datetime.date | None) -> Iterator[pa.RecordBatch]:
-        with pq.ParquetFile(path, memory_map=True) as file:
+        with self._open(path) as opened, pq.ParquetFile(opened) as file:
             names = [name for name in schema.names if name in file.schema_arrow.names]
             for number in range(file.num_row_groups):
                 group = file.metadata.row_group(number)
@@ -253,13 +268,20 @@ def added_columns(sides: Sequence[FeatureSource], table: pa.Schema) -> pa.Schema
     return pa.schema(list(found.items()))
 
 
-def _csv(path: str, schema: pa.Schema | None = None) -> pc_csv.CSVStreamingReader:
+def _plain(path: str, file: pa.NativeFile) -> pa.NativeFile:
+    """Returns the content of a CSV file, uncompressed if its name says that it is compressed."""
+    named = CSV.search(path)
+    compressed = named is not None and named[1] is not None
+    return pa.CompressedInputStream(file, pa.Codec.detect(path).name) if compressed else file
+
+
+def _csv(file: pa.NativeFile, schema: pa.Schema | None = None) -> pc_csv.CSVStreamingReader:
     convert = pc_csv.ConvertOptions()
     if schema is not None:
         convert = pc_csv.ConvertOptions(
             column_types=schema, include_columns=schema.names, include_missing_columns=True, strings_can_be_null=True
         )
-    return pc_csv.open_csv(path, pc_csv.ReadOptions(block_size=CSV_BLOCK_BYTES), convert_options=convert)
+    return pc_csv.open_csv(file, pc_csv.ReadOptions(block_size=CSV_BLOCK_BYTES), convert_options=convert)
 
 
 def _day(value: Any) -> Any:

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.data.day_notes import InputFiles, day_notes, open_days
+from pipeline.data.files import stamp
 from pipeline.data.profile import profile_name
 from pipeline.errors import DataError
 from pipeline.extraction.extract import IngestResult
@@ -248,10 +249,10 @@ def test_statistics_of_other_rows_are_not_compared_with(ingest: Any, put: Any, w
 def test_many_files_are_counted_and_some_are_named(put: Any, tmp_path: Path) -> None:
     for number in range(60):
         put(f"many/{number:02}.parquet", user=[number])
-    files = [str(path) for path in sorted((tmp_path / "many").iterdir())]
+    files = [stamp(path) for path in sorted((tmp_path / "many").iterdir())]
     found = InputFiles.of(files)
     assert (found.count, len(found.stamps), found.stamps[0][0]) == (60, 50, "00.parquet")
-    assert found.bytes == sum(Path(file).stat().st_size for file in files)
+    assert found.bytes == sum(path.stat().st_size for path in (tmp_path / "many").iterdir())
     assert InputFiles.of(files[:3]).names_missing_in(InputFiles.of(files[1:4])) == ["00.parquet"]
     assert InputFiles.of(files[:3]).names_missing_in(found) == [], "the other list does not name all its files"
 

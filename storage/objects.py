@@ -1,0 +1,164 @@
+"""Files of object stores by their addresses, such as s3://bucket/logs/day=*/part-*.parquet."""
+
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from storage.errors import StorageError
+
+if TYPE_CHECKING:
+    import duckdb
+    import pyarrow as pa
+    from fsspec import AbstractFileSystem
+    from pyarrow import fs as pa_fs
+
+_WILD = re.compile(r"[*?\[]")
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://")
+SCHEMES = ("s3", "s3a", "gs", "abfs", "abfss", "hdfs")
+"""Stores that pyarrow reads. pyiceberg knows the names of their properties."""
+_VARIABLES = {
+    "AWS_DEFAULT_REGION": "s3.region",
+    "AWS_REGION": "s3.region",
+    "AWS_ENDPOINT_URL": "s3.endpoint",
+    "AWS_ENDPOINT_URL_S3": "s3.endpoint",
+}
+"""Variables that Amazon's tools read and pyarrow does not. Later ones take precedence."""
+
+
+@dataclass(frozen=True, order=True)
+class ObjectFile:
+    """A file of an object store, as it was listed."""
+
+    address: str
+    size: int = field(compare=False)
+    modified_ns: int = field(compare=False)
+    """Time of the last change in nanoseconds since 1970. Most stores round it to seconds."""
+
+    @property
+    def name(self) -> str:
+        """Last part of the address."""
+        return self.address.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        return self.address
+
+
+def is_address(text: str) -> bool:
+    """Tells whether a text is an address and not a path on a local disk.
+
+    Example:
+        >>> is_address("s3://bucket/a.parquet"), is_address("/data/a.parquet")
+        (True, False)
+    """
+    return _ADDRESS.match(text) is not None
+
+
+def find_objects(pattern: str, properties: Mapping[str, str]) -> list[ObjectFile]:
+    """Lists the files at an address or a glob: `*`, `?` and `[]` stay within a folder, `**` does not.
+
+    Args:
+        properties: Access to the store in pyiceberg's names, such as `s3.endpoint`. What is missing comes from the
+            environment, as with the store's own tools.
+    Raises:
+        StorageError: If the store is not known, not there, or refuses.
+    """
+    scheme, _, path = pattern.partition("://")
+    store: Any = _open_store(pattern, properties)
+    bucket, *parts = path.rstrip("/").split("/")
+    try:  # fsspec's own glob takes a store that does not answer for an empty one
+        found = list(_walk(store.fs, bucket, parts))
+    except OSError as error:
+        raise _unreachable(pattern, error) from error
+    return sorted(ObjectFile(f"{scheme}://{info.path}", info.size, info.mtime_ns or 0) for info in found)
+
+
+def _walk(store: "pa_fs.FileSystem", folder: str, parts: Sequence[str]) -> "Iterator[pa_fs.FileInfo]":
+    """Yields the files below a folder that match the parts of a glob. Lists only folders that may have some."""
+    from fsspec.utils import glob_translate
+    from pyarrow import fs as pa_fs
+
+    fixed = list(itertools.takewhile(lambda part: not _WILD.search(part), parts))
+    folder, parts = "/".join([folder, *fixed]), parts[len(fixed) :]
+    if not parts:
+        info = store.get_file_info(folder)
+        yield from [info] if info.type == pa_fs.FileType.File else []
+        return
+    deep = "**" in parts[0]
+    part = re.compile(glob_translate("/".join(parts) if deep else parts[0]))
+    for info in store.get_file_info(pa_fs.FileSelector(folder, recursive=deep, allow_not_found=True)):
+        if not part.match(info.path.removeprefix(f"{folder}/")):
+            continue
+        if info.type == pa_fs.FileType.File and (deep or len(parts) == 1):
+            yield info
+        elif info.type == pa_fs.FileType.Directory and not deep and len(parts) > 1:
+            yield from _walk(store, info.path, parts[1:])
+
+
+def open_file(address: str, properties: Mapping[str, str]) -> "pa.NativeFile":
+    """Opens a file of a store, or a local one, for reading at any place.
+
+    Raises:
+        OSError: If it is gone.
+        StorageError: As `find_objects`.
+    """
+    import pyarrow as pa
+
+    if not is_address(address):
+        return pa.memory_map(address)
+    store: Any = _open_store(address, properties)
+    return store.fs.open_input_file(store._strip_protocol(address))
+
+
+def register_stores(
+    connection: "duckdb.DuckDBPyConnection", addresses: Iterable[str], properties: Mapping[str, str]
+) -> None:
+    """Lets DuckDB read from the stores of some addresses. What it may read there is up to its `allowed_paths`."""
+    first = {address.partition("://")[0]: address for address in sorted(addresses, reverse=True)}
+    for address in first.values():
+        connection.register_filesystem(_open_store(address, properties))
+
+
+def _open_store(address: str, properties: Mapping[str, str]) -> "AbstractFileSystem":
+    scheme, _, rest = address.partition("://")
+    if scheme not in SCHEMES:
+        raise StorageError(
+            f"address '{address}'", f"a path, or an address that begins with one of {', '.join(SCHEMES)}",
+            f"'{scheme}'", "Correct it.",
+        )  # fmt: skip
+    variables = {name: os.environ[key] for key, name in _VARIABLES.items() if key in os.environ}
+    known = sorted({**variables, **properties}.items())
+    try:
+        return _store(scheme, rest.partition("/")[0], tuple(known))
+    except (OSError, ValueError) as error:
+        raise _unreachable(address, error) from error
+
+
+@lru_cache(maxsize=32)
+def _store(scheme: str, bucket: str, properties: tuple[tuple[str, str], ...]) -> "AbstractFileSystem":
+    """Returns pyarrow's file system of a bucket with fsspec's methods, which DuckDB calls."""
+    from fsspec.implementations.arrow import ArrowFSWrapper  # imported here: most commands read local files alone
+    from pyiceberg.io.pyarrow import PyArrowFileIO
+
+    class Store(ArrowFSWrapper):
+        protocol = scheme
+        cachable = False
+
+        @classmethod
+        def _strip_protocol(cls, path: Any) -> Any:
+            if isinstance(path, list):
+                return [cls._strip_protocol(one) for one in path]
+            return str(path).removeprefix(f"{scheme}://").rstrip("/")
+
+    return Store(PyArrowFileIO(dict(properties)).fs_by_scheme(scheme, bucket))
+
+
+def _unreachable(address: str, error: Exception) -> StorageError:
+    reason = str(error).split("\n")[0].rstrip(".")
+    return StorageError(
+        f"address '{address}'", "a store that answers", reason,
+        "Check the address, and the credentials: in the environment, or in warehouse.catalog such as s3.endpoint.",
+    )  # fmt: skip

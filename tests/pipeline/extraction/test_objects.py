@@ -1,0 +1,80 @@
+"""Logs in an object store are ingested like the same files on a disk."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from pipeline.data.joined.source import FeatureSource, pin_sources
+from pipeline.errors import DataError
+from pipeline.transforms.schema import FeatureJoin
+from storage.config import WarehouseConfig
+from storage.warehouse import Warehouse
+from tests.objects import Store, serving_objects
+
+pytestmark = pytest.mark.slow
+BASE = pd.Timestamp("2024-01-01 08:00")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with serving_objects(tmp_path_factory.mktemp("store")) as one:
+        yield one
+
+
+@pytest.fixture
+def logs(store: Store, tmp_path: Path) -> Path:
+    """Two days of impressions, their outcomes and a side table: on a disk and, under the same names, in the store."""
+    random, root = np.random.default_rng(5), tmp_path / "logs"
+    for day in range(2):
+        (root / f"shown/day={day}").mkdir(parents=True)
+        (root / "clicks").mkdir(exist_ok=True)
+        times = BASE + pd.Timedelta(days=day) + pd.to_timedelta(np.sort(random.integers(0, 3_600, 500)), unit="s")
+        shown = pd.DataFrame({"impression_id": np.arange(500) + 1_000 * day, "event_time": times})
+        shown["user"], shown["price"] = random.integers(0, 40, 500), random.random(500)
+        shown.to_parquet(root / f"shown/day={day}/a.parquet", index=False)
+        clicks = shown.iloc[::7][["impression_id"]].assign(outcome_time=times[::7] + pd.Timedelta(seconds=60))
+        clicks.to_csv(root / f"clicks/{day}.csv.gz", index=False)
+    pd.DataFrame({"user": np.arange(40), "age": np.arange(40) * 1.5}).to_csv(root / "users.csv", index=False)
+    store.upload(root)
+    return root
+
+
+def make_source(root: str) -> dict[str, Any]:
+    return {
+        "path": f"{root}/shown/*/*.parquet",
+        "day_column": "event_time",
+        "outcomes": {"path": f"{root}/clicks/*.csv.gz", "window_seconds": 3_600},
+        "lookups": [{"path": f"{root}/users.csv", "on": ["user"]}],
+    }
+
+
+def test_rows_days_and_a_second_ingest_are_as_from_a_disk(
+    store: Store, logs: Path, ingest: Any, stored: Any, warehouse: Warehouse, tmp_path: Path
+) -> None:
+    remote = Warehouse(WarehouseConfig(catalog=store.properties), tmp_path / "remote")
+    local = ingest(make_source(f"{logs}"), dense=["price", "age"])
+    done = ingest(make_source("s3://logs"), dense=["price", "age"], into=remote)
+    assert (done.rows, done.days_written) == (local.rows, local.days_written)
+    pd.testing.assert_frame_equal(stored(into=remote), stored())
+    assert stored()["label"].sum() == 2 * 72
+    again = ingest(make_source("s3://logs"), dense=["price", "age"], into=remote)
+    assert again.days_written == ()
+
+
+def test_a_joined_source_is_read_from_the_store_and_may_not_change_meanwhile(
+    store: Store, logs: Path, tmp_path: Path
+) -> None:
+    warehouse = Warehouse(WarehouseConfig(catalog=store.properties), tmp_path / "home")
+    (there,) = pin_sources([FeatureJoin(path="s3://logs/users.csv", on="user")], tmp_path, warehouse)
+    (here,) = pin_sources([FeatureJoin(path=f"{logs}/users.csv", on="user")], tmp_path, warehouse)
+    both = [list(FeatureSource(one, warehouse).rows(None, ["age"])) for one in (there, here)]
+    assert [[value.to_pylist() for value in values] for _, values in both[0]] == [[(np.arange(40) * 1.5).tolist()]]
+    assert both[0] == both[1]
+    source = FeatureSource(there, warehouse)
+    store.client().put_object(Bucket=store.bucket, Key="users.csv", Body=b"user,age\n1,2\n")
+    with pytest.raises(DataError, match="the file unchanged since the run started"):
+        list(source.rows(None, ["age"]))

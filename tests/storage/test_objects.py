@@ -1,0 +1,83 @@
+"""Files of an S3 server: listed as pathlib lists the same tree on a disk, opened, and read by DuckDB."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import duckdb
+import pytest
+
+from pipeline.data.files import find_files, stamp
+from pipeline.extraction.sources import as_pattern
+from storage.errors import StorageError
+from storage.objects import ObjectFile, find_objects, open_file
+from storage.query import connect
+from tests.objects import Store, serving_objects
+
+pytestmark = pytest.mark.slow
+NAMES = ("a.csv", "day=1/a.csv", "day=1/b.csv", "day=2/deep/c.csv", "day=2/x [1]*?.csv", "d.csv/e.csv", "unlike/a.txt")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tree")
+    for number, name in enumerate(NAMES):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"number,word\n{number},a\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def store(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with serving_objects(tmp_path_factory.mktemp("store")) as one:
+        one.upload(tree, "in/")
+        yield one
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["*.csv", "*/*.csv", "day=[12]/*", "day=?/a.csv", "**/*.csv", "day=2/**/*.csv", "d*/*", "a.csv", "day=1", "*/no"],
+)
+def test_a_pattern_finds_what_it_finds_on_a_disk(store: Store, tree: Path, pattern: str) -> None:
+    found = find_objects(f"s3://logs/in/{pattern}", store.properties)
+    expected = [path for path in tree.glob(pattern) if path.is_file()]
+    assert [one.address for one in found] == sorted(f"s3://logs/in/{path.relative_to(tree)}" for path in expected)
+    by_name = {f"{path.relative_to(tree)}": path.stat().st_size for path in expected}
+    assert [one.size for one in found] == [by_name[one.address.removeprefix("s3://logs/in/")] for one in found]
+
+
+def test_duckdb_reads_given_objects_and_no_others(store: Store, tree: Path, tmp_path: Path) -> None:
+    files = find_objects("s3://logs/in/day=*/*.csv", store.properties)
+    allowed = [*map(str, files), *map(as_pattern, files)]
+    with connect([], tmp_path, objects=allowed, properties=store.properties) as connection:
+        rows = (
+            connection.read_csv([as_pattern(one) for one in files], filename=True).select("number, filename").fetchall()
+        )
+        assert {name: number for number, name in rows} == {
+            f"s3://logs/in/{NAMES[number]}": number for number in (1, 2, 4)
+        }
+        with pytest.raises(duckdb.Error, match="Cannot access file"):
+            connection.read_csv("s3://logs/in/a.csv").fetchall()
+
+
+def test_access_comes_from_the_environment_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in store.variables.items():
+        monkeypatch.setenv(name, value)
+    with open_file("s3://logs/in/day=1/b.csv", {}) as file:
+        assert file.read() == b"number,word\n2,a\n"
+    assert len(find_files(["s3://logs/in/*.csv", "s3://logs/in/a.csv"], Path(), "source.path")) == 1
+
+
+def test_a_changed_object_has_another_stamp(store: Store) -> None:
+    before = find_objects("s3://logs/in/a.csv", store.properties)
+    assert isinstance(before[0], ObjectFile)
+    store.client().put_object(Bucket=store.bucket, Key="in/a.csv", Body=b"number,word\n10,a\n")
+    (after,) = find_objects("s3://logs/in/a.csv", store.properties)
+    assert stamp(after) != stamp(before[0])
+    store.client().put_object(Bucket=store.bucket, Key="in/a.csv", Body=b"number,word\n0,a\n")
+
+
+def test_a_store_that_does_not_answer_is_not_an_empty_one(store: Store) -> None:
+    with pytest.raises(StorageError, match=r"expected a store that answers, got .*Could not connect"):
+        find_objects("s3://logs/in/*.csv", store.properties | {"s3.endpoint": "http://127.0.0.1:9"})
+    with pytest.raises(StorageError, match=r"begins with one of s3, .*, got 'ftp'"):
+        find_objects("ftp://logs/*.csv", {})
