@@ -61,7 +61,9 @@ def automations(settings: Settings, training: Any) -> list[AutomationCore]:
             name=SILENT,
             description="Marks a run CRASHED when its heartbeats stop, and frees its slot. Its process is gone.",
             trigger=_missing(
-                ["heartbeat"], ["heartbeat", *ENDED, *WAITING], timedelta(seconds=settings.silent_seconds)
+                ["Running", "heartbeat"],  # a run may be killed before its first heartbeat has arrived
+                ["heartbeat", *ENDED, *WAITING],
+                timedelta(seconds=settings.silent_seconds),
             ),
             actions=[_crashed(f"No heartbeat for {settings.silent_seconds} seconds: its process or machine is gone.")],
         ),
