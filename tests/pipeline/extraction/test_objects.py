@@ -55,7 +55,8 @@ def make_source(root: str) -> dict[str, Any]:
 def test_rows_days_and_a_second_ingest_are_as_from_a_disk(
     store: Store, logs: Path, ingest: Any, stored: Any, warehouse: Warehouse, tmp_path: Path
 ) -> None:
-    remote = Warehouse(WarehouseConfig(catalog=store.properties), tmp_path / "remote")
+    properties = store.properties | {"warehouse": "s3://logs/tables"}  # the tables' files are objects, too
+    remote = Warehouse(WarehouseConfig(catalog=properties), tmp_path / "remote")
     local = ingest(make_source(f"{logs}"), dense=["price", "age"])
     done = ingest(make_source("s3://logs"), dense=["price", "age"], into=remote)
     assert (done.rows, done.days_written) == (local.rows, local.days_written)
@@ -63,6 +64,7 @@ def test_rows_days_and_a_second_ingest_are_as_from_a_disk(
     assert stored()["label"].sum() == 2 * 72
     again = ingest(make_source("s3://logs"), dense=["price", "age"], into=remote)
     assert again.days_written == ()
+    assert not list((tmp_path / "remote").rglob("*.parquet"))
 
 
 def test_a_joined_source_is_read_from_the_store_and_may_not_change_meanwhile(
