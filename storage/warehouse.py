@@ -14,9 +14,10 @@ from pyiceberg.catalog import Catalog, load_catalog
 from pyiceberg.exceptions import CommitFailedException, NoSuchTableError, TableAlreadyExistsError, ValidationException
 from pyiceberg.expressions import BooleanExpression
 from pyiceberg.io import PY_IO_IMPL, FileIO, InputFile, OutputFile
-from pyiceberg.manifest import DataFile
+from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
 from pyiceberg.table import Table, Transaction
 from pyiceberg.table.snapshots import Operation, Snapshot
+from pyiceberg.table.update.snapshot import _ManifestMergeManager, _OverwriteFiles
 
 from storage.arrow import is_list, is_text
 from storage.config import NAME, WarehouseConfig, find_owner
@@ -34,7 +35,6 @@ from storage.days import (
 from storage.errors import ConflictError, StorageError, UnknownCommitError
 from storage.files import DayFile, data_files, day_of, days_filter, refuse_unreadable, schema_at, snapshot_at
 from storage.layout.spec import Layout
-from storage.overwrite import ReplacedDays
 from storage.reader import DAY, SnapshotReader, SnapshotRef
 from storage.writer import DataFileWriter, collect_chunks
 
@@ -42,6 +42,33 @@ PART_OF = "dlrm.part-of"
 """Table property: the table of samples that a table belongs to."""
 FILES_AT_A_TIME = 16
 """File sizes requested concurrently. On an object store each takes a round trip."""
+MOST_MANIFESTS = 100
+"""This many manifests are merged into one: planning a read opens each of them."""
+MANIFEST_BYTES = 8 * 1024 * 1024
+"""Merging does not make a manifest larger than this."""
+
+
+class ReplacedDays(_OverwriteFiles):
+    """An overwrite that drops manifests without files and merges small ones.
+
+    pyiceberg carries every manifest of deleted files into all later snapshots and merges none.
+    """
+
+    def _build_manifest_evaluator(self, spec_id: int) -> Callable[[ManifestFile], bool]:
+        """Makes an evaluator per manifest: evaluators are stateful, and pyiceberg shares one between threads.
+
+        A shared one could miss a file to replace. The commit then failed as if another writer had changed the table.
+        """
+        build = super()._build_manifest_evaluator
+        return lambda manifest: build(spec_id)(manifest)
+
+    def _existing_manifests(self) -> list[ManifestFile]:
+        return [one for one in super()._existing_manifests() if one.has_added_files() or one.has_existing_files()]
+
+    def _process_manifests(self, manifests: list[ManifestFile]) -> list[ManifestFile]:
+        merge = _ManifestMergeManager(MANIFEST_BYTES, MOST_MANIFESTS, True, self).merge_manifests
+        rows = [one for one in manifests if one.content == ManifestContent.DATA]
+        return merge(rows) + [one for one in manifests if one.content != ManifestContent.DATA]
 
 
 class Warehouse:

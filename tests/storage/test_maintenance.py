@@ -419,7 +419,7 @@ def test_manifests_stay_few(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatc
     for number in range(6):
         write(warehouse, rows(DAY1, 2, 10 * number))
     assert manifests(warehouse) == 2  # live files, and files deleted by this snapshot
-    monkeypatch.setattr("storage.overwrite.MOST_MANIFESTS", 5)
+    monkeypatch.setattr("storage.warehouse.MOST_MANIFESTS", 5)
     days = [DAY1 + datetime.timedelta(days=number) for number in range(1, 13)]
     for number, day in enumerate(days):
         write(warehouse, rows(day, 1, 100 + number), identity=str(day))
