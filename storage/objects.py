@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pyarrow import fs as pa_fs
 
 _WILD = re.compile(r"[*?\[]")
+_ANSWER = re.compile(r"^\w*Error: (.+)", re.MULTILINE)
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://")
 SCHEMES = ("s3", "s3a", "gs", "abfs", "abfss", "hdfs")
 """Stores that pyarrow reads. pyiceberg knows the names of their properties."""
@@ -72,7 +73,7 @@ def find_objects(pattern: str, properties: Mapping[str, str]) -> list[ObjectFile
     try:  # fsspec's own glob takes a store that does not answer for an empty one
         found = list(_walk(store.fs, bucket, parts))
     except OSError as error:
-        raise _unreachable(pattern, error) from error
+        raise _unreachable(f"address '{pattern}'", error) from error
     return sorted(ObjectFile(f"{scheme}://{info.path}", info.size, info.mtime_ns or 0) for info in found)
 
 
@@ -122,6 +123,13 @@ def register_stores(
         connection.register_filesystem(_open_store(address, properties))
 
 
+def store_failure(error: Exception) -> StorageError | None:
+    """Returns what a store answered to DuckDB, whose error is then Python's traceback. None: it is another error."""
+    text = str(error)
+    found = _ANSWER.search(text) if text.startswith("Traceback") else None
+    return None if found is None else _unreachable("object store of the source", OSError(found[1]))
+
+
 def _open_store(address: str, properties: Mapping[str, str]) -> "AbstractFileSystem":
     scheme, _, rest = address.partition("://")
     if scheme not in SCHEMES:
@@ -134,7 +142,7 @@ def _open_store(address: str, properties: Mapping[str, str]) -> "AbstractFileSys
     try:
         return _store(scheme, rest.partition("/")[0], tuple(known))
     except (OSError, ValueError) as error:
-        raise _unreachable(address, error) from error
+        raise _unreachable(f"address '{address}'", error) from error
 
 
 @lru_cache(maxsize=32)
@@ -156,9 +164,9 @@ def _store(scheme: str, bucket: str, properties: tuple[tuple[str, str], ...]) ->
     return Store(PyArrowFileIO(dict(properties)).fs_by_scheme(scheme, bucket))
 
 
-def _unreachable(address: str, error: Exception) -> StorageError:
+def _unreachable(where: str, error: Exception) -> StorageError:
     reason = str(error).split("\n")[0].rstrip(".")
     return StorageError(
-        f"address '{address}'", "a store that answers", reason,
+        where, "a store that answers", reason,
         "Check the address, and the credentials: in the environment, or in warehouse.catalog such as s3.endpoint.",
     )  # fmt: skip

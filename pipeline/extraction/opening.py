@@ -22,7 +22,7 @@ from pipeline.extraction.samples import GOOD, add_types
 from pipeline.extraction.sources import as_pattern, create_view, find_invalid_utf8, first_line, join_side_tables
 from pipeline.transforms.schema import FeatureSchema
 from storage.arrow import is_list
-from storage.objects import ObjectFile
+from storage.objects import ObjectFile, store_failure
 from storage.query import connect
 from storage.reader import DAY
 from storage.scratch import ScratchFolder
@@ -194,6 +194,8 @@ def _connection(files: Sequence[SourceFile], warehouse: Warehouse) -> Iterator[d
         try:
             yield connection
         except duckdb.Error as error:
+            if (lost := store_failure(error)) is not None:
+                raise lost from error
             if (
                 "Invalid string encoding" in str(error)
                 and (found := find_invalid_utf8(files, warehouse.config.catalog)) is not None

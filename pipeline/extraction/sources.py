@@ -14,7 +14,7 @@ from pipeline.data.files import CSV, SourceFile, address_of
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import Format, SideTable
 from pipeline.extraction.text import FILE, convert_iso, parse_times, read_csv
-from storage.objects import open_file
+from storage.objects import open_file, store_failure
 from storage.query import column_types, quote
 
 CRITEO_COLUMNS = {
@@ -70,6 +70,8 @@ def create_view(
             rows = parse_times(rows, parsed, formats)
         rows.create_view(name)
     except (duckdb.Error, RuntimeError) as error:
+        if (lost := store_failure(error)) is not None:
+            raise lost from error
         reason = first_line(error) if isinstance(error, duckdb.Error) else "names of columns that are not UTF-8"
         raise DataError(
             f"files of {where}, first '{files[0].name}'", f"readable files, format '{form}'", reason,

@@ -19,6 +19,8 @@ STORE = (
     "database is locked", "Connection refused", "timed out",
 )  # fmt: skip
 """Parts of messages of object stores and databases, which have no classes of their own for this."""
+CALLERS = ("sqlalchemy", "mlflow", "sqlite3", "_duckdb")
+"""Modules of errors, other than OSError, that have such messages."""
 
 
 def is_transient(error: BaseException) -> bool:
@@ -45,7 +47,9 @@ def is_transient(error: BaseException) -> bool:
     kinds = {(kind.__module__, kind.__name__) for kind in type(error).__mro__}
     if any((module, name) in kinds for module, names in SERVICES.items() for name in names):
         return True
-    is_store = isinstance(error, OSError) or type(error).__module__.startswith(("sqlalchemy", "mlflow", "sqlite3"))
+    is_store = isinstance(error, OSError) or type(error).__module__.startswith(
+        ("sqlalchemy", "mlflow", "sqlite3", "_duckdb")
+    )
     return is_store and any(part in str(error) for part in STORE)
 
 

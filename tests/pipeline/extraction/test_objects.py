@@ -8,10 +8,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from pipeline.data.files import find_files
 from pipeline.data.joined.source import FeatureSource, pin_sources
 from pipeline.errors import DataError
+from pipeline.jobs.transient import is_transient
 from pipeline.transforms.schema import FeatureJoin
 from storage.config import WarehouseConfig
+from storage.errors import StorageError
 from storage.warehouse import Warehouse
 from tests.objects import Store, serving_objects
 
@@ -80,3 +83,18 @@ def test_a_joined_source_is_read_from_the_store_and_may_not_change_meanwhile(
     store.client().put_object(Bucket=store.bucket, Key="users.csv", Body=b"user,age\n1,2\n")
     with pytest.raises(DataError, match="the file unchanged since the run started"):
         list(source.rows(None, ["age"]))
+
+
+def test_a_store_that_is_lost_meanwhile_is_named_and_the_run_may_try_again(
+    logs: Path, ingest: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends after its files are listed, before DuckDB reads them."""
+    with serving_objects(tmp_path) as other:
+        other.upload(logs)
+        remote = Warehouse(WarehouseConfig(catalog=other.properties), tmp_path / "remote")
+        listed = find_files("s3://logs/shown/*/*.parquet", tmp_path, "source.path", other.properties)
+    monkeypatch.setattr("pipeline.extraction.opening.find_files", lambda *_: listed)
+    with pytest.raises(StorageError, match="object store of the source: expected a store that answers, got") as lost:
+        ingest({"path": "s3://logs/shown/*/*.parquet", "day_column": "event_time"}, into=remote)
+    assert "Could not connect" in str(lost.value)
+    assert is_transient(lost.value)
