@@ -104,10 +104,11 @@ class Workspace:
 
     @contextmanager
     def lock(self, work: str) -> Iterator[None]:
-        """Waits until no other process does the same work in this `home`.
+        """Waits until no other process does the same work in this `home`, or on the same catalog.
 
         Two trainings of a model at once would share the processors and be compared with the same champion. Two ingests
-        of a table would write its days twice. The lock is the kernel's: it ends with its process.
+        of a table would write its days twice. The lock is the kernel's: it ends with its process. If the catalog is a
+        database that machines share, a lease there does the same for all of them.
 
         Args:
             work: Such as "training of model 'demo'".
@@ -121,9 +122,28 @@ class Workspace:
             self.console.log.info("waiting: another %s is running; this one starts when it ends", work)
             lock.acquire(poll_interval=0.5)
         try:
-            yield
+            with self._lease(work):
+                yield
         finally:
             lock.release()
+
+    @contextmanager
+    def _lease(self, work: str) -> Iterator[None]:
+        address = self.config.warehouse.catalog.get("uri", "")
+        if not address or address.startswith(("sqlite", "http")):
+            yield
+            return
+        engine = getattr(self.warehouse.catalog, "engine", None)
+        if engine is None:  # a catalog without a database of ours: Iceberg's check at each commit remains
+            yield
+            return
+        from pipeline.jobs.lease import lease
+
+        def wait(holder: str) -> None:
+            self.console.log.info("waiting: another %s is running, %s; this one starts when it ends", work, holder)
+
+        with lease(engine, f"{self.config.warehouse.namespace}: {work}", wait):
+            yield
 
     @contextmanager
     def best_effort(self, what: str) -> Iterator[None]:

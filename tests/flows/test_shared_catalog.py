@@ -1,0 +1,79 @@
+"""Two homes without a common disk: a catalog in Postgres, logs and tables in S3. Nothing is written twice."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from pipeline.jobs.lease import lease
+from storage.config import WarehouseConfig
+from storage.warehouse import Warehouse
+from tests.objects import Store, serving_objects
+from tests.postgres import serving_postgres
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+ROWS, DAYS = 400, ("2025-01-06", "2025-01-07", "2025-01-08")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with serving_objects(tmp_path_factory.mktemp("store")) as one:
+        folder, random = tmp_path_factory.mktemp("logs"), np.random.default_rng(3)
+        for day in DAYS:
+            rows = pd.DataFrame({"user": random.integers(0, 50, ROWS), "label": random.integers(0, 2, ROWS)})
+            rows.assign(day=day).to_parquet(folder / f"{day}.parquet", index=False)
+        one.upload(folder)
+        yield one
+
+
+@pytest.fixture(scope="module")
+def catalog(store: Store) -> Iterator[dict[str, str]]:
+    with serving_postgres() as address:
+        yield store.properties | {"type": "sql", "uri": address, "warehouse": "s3://logs/tables"}
+
+
+def ingest_on(home: Path, catalog: dict[str, str]) -> "subprocess.Popen[str]":
+    """Runs the command as on a machine of its own."""
+    config = {
+        "name": "shared", "warehouse": {"catalog": catalog},
+        "source": {"path": "s3://logs/*.parquet", "day_column": "day"},
+        "features": {"sparse": [{"columns": ["user"], "transforms": [{"kind": "sigrid_hash", "size": 100}]}]},
+        "split": {"days": {part: [day] for part, day in zip(("train", "valid", "test"), DAYS, strict=True)}},
+    }  # fmt: skip
+    home.mkdir()
+    (home / "shared.yaml").write_text(yaml.safe_dump(config))
+    outside = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
+    return subprocess.Popen(
+        [sys.executable, "-m", "flows.ingest", str(home / "shared.yaml")],
+        cwd=ROOT, env=outside | {"DLRM_HOME": str(home)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_two_ingests_of_the_same_days_write_them_once(catalog: dict[str, str], tmp_path: Path) -> None:
+    warehouse = Warehouse(WarehouseConfig(catalog=catalog), tmp_path / "mine")
+    with lease(warehouse.catalog.engine, "dlrm: ingest of table 'shared'", pytest.fail):  # type: ignore[attr-defined]
+        both = [ingest_on(tmp_path / name, catalog) for name in ("one", "two")]
+        for process in both:  # each says that it waits, and for whom
+            assert process.stderr is not None
+            lines: list[str] = []
+            while "waiting: " not in "".join(lines):
+                lines.append(process.stderr.readline())
+                assert lines[-1], lines
+            assert f"another ingest of table 'shared' is running, process {os.getpid()} on " in lines[-1]
+    ended = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], ended
+    results = [json.loads(out.strip().splitlines()[-1]) for out, _ in ended]
+    assert sorted(result["days_written"] for result in results) == [0, 3]
+    snapshot = warehouse.current("shared")
+    assert {result["snapshot_id"] for result in results} == {snapshot.snapshot_id}
+    assert sum(fragment.rows for fragment in warehouse.reader(snapshot, ["user"]).fragments()) == 3 * ROWS
+    assert len(warehouse.table("shared").snapshots()) == 1
+    assert not list(tmp_path.rglob("*/warehouse/**/*.parquet")), "tables are in the store alone"
