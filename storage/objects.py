@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 _WILD = re.compile(r"[*?\[]")
 _ANSWER = re.compile(r"^\w*Error: (.+)", re.MULTILINE)
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://")
-SCHEMES = ("s3", "s3a", "gs", "abfs", "abfss", "hdfs")
-"""Stores that pyarrow reads. pyiceberg knows the names of their properties."""
+SCHEMES = ("s3", "s3a", "gs")
+"""Stores whose paths are a bucket and a key. pyiceberg knows the names of their properties."""
 _VARIABLES = {
-    "AWS_DEFAULT_REGION": "s3.region",
-    "AWS_REGION": "s3.region",
+    "AWS_DEFAULT_REGION": "client.region",  # pyiceberg prefers s3.region, which a config may give
+    "AWS_REGION": "client.region",
     "AWS_ENDPOINT_URL": "s3.endpoint",
     "AWS_ENDPOINT_URL_S3": "s3.endpoint",
 }

@@ -18,6 +18,7 @@ from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
 from pyiceberg.table import Table, Transaction
 from pyiceberg.table.snapshots import Operation, Snapshot
 from pyiceberg.table.update.snapshot import _ManifestMergeManager, _OverwriteFiles
+from pyiceberg.utils.config import Config
 
 from storage.arrow import is_list, is_text
 from storage.config import NAME, WarehouseConfig, find_owner
@@ -87,7 +88,8 @@ class Warehouse:
     def catalog(self) -> Catalog:
         """The catalog, opened on first use. Its namespace is created if missing."""
         properties = dict(self.config.catalog)
-        if not properties.keys() & {"type", "uri", "py-catalog-impl"}:
+        named = {**(Config().get_catalog_config("dlrm") or {}), **properties}  # pyiceberg's own file and variables, too
+        if not properties or not named.keys() & {"type", "uri", "py-catalog-impl"}:
             self.home.mkdir(parents=True, exist_ok=True)
             folder = self.home.resolve()
             embedded = {"type": "sql", "uri": f"sqlite:///{folder}/catalog.db", "warehouse": f"file://{folder}"}

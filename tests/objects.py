@@ -15,6 +15,13 @@ import pytest
 from tests.ports import free_port
 
 SERVE = "import sys; from moto.server import main; main(['--host', '127.0.0.1', '--port', sys.argv[1]])"
+VARIABLES = {
+    "s3.endpoint": "AWS_ENDPOINT_URL",
+    "s3.region": "AWS_REGION",
+    "s3.access-key-id": "AWS_ACCESS_KEY_ID",
+    "s3.secret-access-key": "AWS_SECRET_ACCESS_KEY",
+}
+"""pyiceberg's name of a property -> Amazon's variable."""
 
 
 class Store(NamedTuple):
@@ -26,18 +33,12 @@ class Store(NamedTuple):
     @property
     def properties(self) -> dict[str, str]:
         """Access to it in pyiceberg's names."""
-        return {
-            "s3.endpoint": self.endpoint, "s3.region": "us-east-1",
-            "s3.access-key-id": "user", "s3.secret-access-key": "secret",
-        }  # fmt: skip
+        return dict(zip(VARIABLES, (self.endpoint, "us-east-1", "user", "secret"), strict=True))
 
     @property
     def variables(self) -> dict[str, str]:
         """The same as variables of the environment."""
-        return {
-            "AWS_ENDPOINT_URL": self.endpoint, "AWS_REGION": "us-east-1",
-            "AWS_ACCESS_KEY_ID": "user", "AWS_SECRET_ACCESS_KEY": "secret",
-        }  # fmt: skip
+        return {VARIABLES[name]: value for name, value in self.properties.items()}
 
     def client(self):
         """Amazon's own client, which knows nothing of ours."""

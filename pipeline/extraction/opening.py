@@ -184,12 +184,12 @@ def open_samples(context: SourceContext) -> Iterator[tuple[duckdb.DuckDBPyConnec
 def _connection(files: Sequence[SourceFile], warehouse: Warehouse) -> Iterator[duckdb.DuckDBPyConnection]:
     """Connects to DuckDB with a temporary folder of its own, and turns its errors about rows into ours."""
     local = [path for path in files if isinstance(path, Path)]
-    objects = [path.address for path in files if isinstance(path, ObjectFile)]
+    objects = [path for path in files if isinstance(path, ObjectFile)]
     readable = [*local, *(Path(as_pattern(path)) for path in local)]
-    patterns = [*objects, *(as_pattern(path) for path in files if isinstance(path, ObjectFile))]
+    addresses = [*map(str, objects), *map(as_pattern, objects)]
     with (
         ScratchFolder("ingest-", warehouse.home / "tmp") as folder,
-        connect(readable, Path(folder), MEMORY, objects=patterns, properties=warehouse.config.catalog) as connection,
+        connect(readable, Path(folder), MEMORY, objects=addresses, properties=warehouse.config.catalog) as connection,
     ):
         try:
             yield connection

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyiceberg.expressions import EqualTo
 from pyiceberg.io.pyarrow import PyArrowFileIO
+from pyiceberg.utils.config import Config
 
 from storage.config import WarehouseConfig
 from storage.errors import ConflictError, StorageError, UnknownCommitError
@@ -595,3 +596,15 @@ def test_files_are_laid_out_as_configured(home: Path) -> None:
     assert sorted(file.num_rows for file in files) == [15, 15]  # a batch that fills a chunk ends it
     assert {file.row_group(0).column(0).compression for file in files} == {"LZ4"}
     assert {file.row_group(0).num_rows for file in files} == {6}
+
+
+def test_a_catalog_of_pyicebergs_own_configuration_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The config may give access to a store alone. The embedded catalog is taken only if nothing names another."""
+    access = WarehouseConfig(catalog={"s3.region": "us-east-1"})
+    assert Warehouse(access, tmp_path / "home").catalog.properties["uri"] == f"sqlite:///{tmp_path}/home/catalog.db"
+    for name, value in {"TYPE": "sql", "URI": f"sqlite:///{tmp_path}/theirs.db", "WAREHOUSE": "/nowhere"}.items():
+        monkeypatch.setenv(f"PYICEBERG_CATALOG__DLRM__{name}", value)
+    monkeypatch.setattr("pyiceberg.catalog._ENV_CONFIG", Config())
+    assert Warehouse(access, tmp_path / "home").catalog.properties["uri"] == f"sqlite:///{tmp_path}/theirs.db"
