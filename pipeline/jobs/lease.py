@@ -5,13 +5,13 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from sqlalchemy import Column, Double, MetaData, String, Table, delete, func, insert, select, update
-from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError, SQLAlchemyError
+from sqlalchemy import Column, Double, MetaData, String, Table, delete, false, func, insert, select, update
+from sqlalchemy.exc import IntegrityError, InternalError, OperationalError, ProgrammingError, SQLAlchemyError
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -49,7 +49,10 @@ def lease(
         poll_seconds: Time between two attempts.
     """
     token, told = uuid4().hex, False
-    _create_table(engine)
+    if (refusal := _create_table(engine)) is not None:
+        log.warning("no lease of the %s, so other machines do not wait: %s", work, refusal)
+        yield
+        return
     while (holder := _take(engine, work, token, seconds)) is not None:
         if not told:
             wait(holder)
@@ -65,15 +68,24 @@ def lease(
     finally:
         ended.set()
         keeper.join()
-        with engine.begin() as connection:
-            connection.execute(delete(LEASES).where(_own(work, token)))
+        try:
+            with engine.begin() as connection:
+                connection.execute(delete(LEASES).where(_own(work, token)))
+        except SQLAlchemyError as error:  # it ends by itself
+            log.warning("the lease of the %s was not given back: %s", work, _reason(error))
 
 
-def _create_table(engine: "Engine") -> None:
+def _create_table(engine: "Engine") -> str | None:
+    """Makes the table where it is missing. Returns the database's reason if this user may only read."""
     try:
+        with suppress(IntegrityError, OperationalError, ProgrammingError):  # another process makes it at the same time
+            LEASES.metadata.create_all(engine)
         LEASES.metadata.create_all(engine)
-    except (IntegrityError, OperationalError, ProgrammingError):  # another process makes it at the same time
-        LEASES.metadata.create_all(engine)
+        with engine.begin() as connection:
+            connection.execute(delete(LEASES).where(false()))
+    except (ProgrammingError, InternalError) as error:
+        return _reason(error)
+    return None
 
 
 def _take(engine: "Engine", work: str, token: str, seconds: float) -> str | None:
@@ -104,11 +116,15 @@ def _keep(engine: "Engine", work: str, token: str, seconds: float, ended: thread
                     update(LEASES).where(_own(work, token)).values(ends=_now(connection) + seconds)
                 ).rowcount
         except SQLAlchemyError as error:
-            log.warning("the lease of the %s was not renewed: %s", work, str(error).split("\n")[0])
+            log.warning("the lease of the %s was not renewed: %s", work, _reason(error))
             continue
         if not renewed:
             log.warning("the lease of the %s ended while this process stood still; another may do the same work", work)
             return
+
+
+def _reason(error: SQLAlchemyError) -> str:
+    return str(error).split("\n")[0]
 
 
 def _own(work: str, token: str) -> Any:

@@ -129,12 +129,8 @@ class Workspace:
 
     @contextmanager
     def _lease(self, work: str) -> Iterator[None]:
-        address = self.config.warehouse.catalog.get("uri", "")
-        if not address or address.startswith(("sqlite", "http")):
-            yield
-            return
-        engine = getattr(self.warehouse.catalog, "engine", None)
-        if engine is None:  # a catalog without a database of ours: Iceberg's check at each commit remains
+        engine = getattr(self.warehouse.catalog, "engine", None) if self.config.warehouse.catalog else None
+        if engine is None or engine.dialect.name == "sqlite":  # Iceberg's check at each commit remains
             yield
             return
         from pipeline.jobs.lease import lease

@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, delete, select
+from sqlalchemy import create_engine, delete, select, text
 
 from pipeline.jobs.lease import LEASES, lease
+from tests.postgres import serving_postgres
 
 QUICK = {"seconds": 2.0, "poll_seconds": 0.05}
 
@@ -20,7 +21,7 @@ def address(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/catalog.db"
 
 
-def test_blocks_of_many_processes_never_overlap(address: str, tmp_path: Path) -> None:
+def test_blocks_of_many_holders_never_overlap(address: str, tmp_path: Path) -> None:
     """Each adds 1 to a number in a file, with a pause between reading and writing."""
     number = tmp_path / "number"
     number.write_text("0")
@@ -41,6 +42,11 @@ def test_blocks_of_many_processes_never_overlap(address: str, tmp_path: Path) ->
         assert connection.execute(select(LEASES)).all() == [], "a lease outlived its block"
 
 
+def ends(address: str) -> float:
+    with create_engine(address).begin() as connection:
+        return float(connection.execute(select(LEASES.c.ends)).scalar_one())
+
+
 def _hold(address: str, held: "multiprocessing.synchronize.Event") -> None:
     with lease(create_engine(address), "train", **QUICK):
         held.set()
@@ -55,7 +61,9 @@ def test_a_killed_holder_loses_its_lease_after_a_time_and_is_named_before(addres
     names: list[str] = []
     try:
         assert held.wait(120)
-        time.sleep(3.0)  # it is renewed meanwhile, because it would have ended after 2 seconds
+        first = ends(address)
+        while ends(address) == first:  # until it is renewed
+            time.sleep(0.05)
         waiting = threading.Thread(target=lambda: _take_and_leave(address, names))
         waiting.start()
         while not names:
@@ -93,3 +101,22 @@ def test_a_lost_lease_is_said_and_not_taken_back(address: str, caplog: pytest.Lo
                 time.sleep(0.01)
     with engine.begin() as connection:
         assert connection.execute(select(LEASES)).all() == []
+
+
+def test_a_database_that_is_lost_at_the_end_does_not_fail_the_work(
+    address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with lease(create_engine(address), "train"):
+        (tmp_path / "catalog.db").unlink()
+    assert "the lease of the train was not given back" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_user_who_may_only_read_works_without_a_lease(caplog: pytest.LogCaptureFixture) -> None:
+    with serving_postgres() as owner:
+        with create_engine(owner).begin() as connection:
+            connection.execute(text("create role reader login"))
+        reader = owner.replace("tester@", "reader@")
+        with lease(create_engine(reader), "train", pytest.fail):
+            assert "no lease of the train, so other machines do not wait: " in caplog.text
+            assert "permission denied" in caplog.text
