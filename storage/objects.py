@@ -58,6 +58,12 @@ def is_address(text: str) -> bool:
     return _ADDRESS.match(text) is not None
 
 
+def add_variables(properties: Mapping[str, str]) -> dict[str, str]:
+    """Adds what the environment says of the store's address and region to properties that do not say it."""
+    found = {name: os.environ[variable] for variable, name in _VARIABLES.items() if variable in os.environ}
+    return found | dict(properties)
+
+
 def find_objects(pattern: str, properties: Mapping[str, str]) -> list[ObjectFile]:
     """Lists the files at an address or a glob: `*`, `?` and `[]` stay within a folder, `**` does not.
 
@@ -137,10 +143,8 @@ def _open_store(address: str, properties: Mapping[str, str]) -> "AbstractFileSys
             f"address '{address}'", f"a path, or an address that begins with one of {', '.join(SCHEMES)}",
             f"'{scheme}'", "Correct it.",
         )  # fmt: skip
-    variables = {name: os.environ[key] for key, name in _VARIABLES.items() if key in os.environ}
-    known = sorted({**variables, **properties}.items())
     try:
-        return _store(scheme, rest.partition("/")[0], tuple(known))
+        return _store(scheme, rest.partition("/")[0], tuple(sorted(add_variables(properties).items())))
     except (OSError, ValueError) as error:
         raise _unreachable(f"address '{address}'", error) from error
 

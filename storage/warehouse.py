@@ -36,6 +36,7 @@ from storage.days import (
 from storage.errors import ConflictError, StorageError, UnknownCommitError
 from storage.files import DayFile, data_files, day_of, days_filter, refuse_unreadable, schema_at, snapshot_at
 from storage.layout.spec import Layout
+from storage.objects import add_variables
 from storage.reader import DAY, SnapshotReader, SnapshotRef
 from storage.writer import DataFileWriter, collect_chunks
 
@@ -96,7 +97,7 @@ class Warehouse:
             properties = embedded | properties
         if properties.get("warehouse", "").startswith(("file:", "/")):
             properties = {PY_IO_IMPL: "storage.durable.DurableFileIO", **properties}
-        catalog = load_catalog("dlrm", **properties)
+        catalog = load_catalog("dlrm", **add_variables(properties))
         catalog.create_namespace_if_not_exists(self.config.namespace)
         return catalog
 

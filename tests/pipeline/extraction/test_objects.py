@@ -56,10 +56,11 @@ def make_source(root: str) -> dict[str, Any]:
 
 
 def test_rows_days_and_a_second_ingest_are_as_from_a_disk(
-    store: Store, logs: Path, ingest: Any, stored: Any, warehouse: Warehouse, tmp_path: Path
+    store: Store, logs: Path, ingest: Any, stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    properties = store.properties | {"warehouse": "s3://logs/tables"}  # the tables' files are objects, too
-    remote = Warehouse(WarehouseConfig(catalog=properties), tmp_path / "remote")
+    remote = Warehouse(WarehouseConfig(catalog={"warehouse": "s3://logs/tables"}), tmp_path / "remote")
+    for name, value in store.variables.items():  # for the logs and for the tables' files
+        monkeypatch.setenv(name, value)
     local = ingest(make_source(f"{logs}"), dense=["price", "age"])
     done = ingest(make_source("s3://logs"), dense=["price", "age"], into=remote)
     assert (done.rows, done.days_written) == (local.rows, local.days_written)
