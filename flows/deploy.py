@@ -22,6 +22,7 @@ from prefect.exceptions import ObjectNotFound
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from flows.runtime.access import authenticated, require_server
+from flows.runtime.console import TAG
 from flows.runtime.environment import set_environment
 from pipeline.config.files import ROOT, home_path
 from pipeline.errors import ConfigError, ContractError
@@ -99,11 +100,15 @@ def automations(settings: Settings, training: Any) -> list[AutomationCore]:
 
 
 def _missing(after: Sequence[str], expected: Sequence[str], within: timedelta) -> EventTrigger:
-    """Fires for a run with an event in `after` that is not followed by one in `expected` in time."""
+    """Fires for a run of ours with an event in `after` that is not followed by one in `expected` in time.
+
+    Runs of other projects on the same server may send no heartbeats, and are left alone.
+    """
     return EventTrigger(
         after={f"prefect.flow-run.{name}" for name in after},
         expect={f"prefect.flow-run.{name}" for name in expected},
         match={"prefect.resource.id": "prefect.flow-run.*"},
+        match_related={"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"},
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,

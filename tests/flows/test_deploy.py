@@ -23,6 +23,7 @@ def test_three_missed_heartbeats_are_a_crash():
     assert trigger.within == timedelta(seconds=90)
     assert trigger.after == {"prefect.flow-run.heartbeat", "prefect.flow-run.Running"}
     assert "prefect.flow-run.heartbeat" in trigger.expect
+    assert trigger.match_related.root == {"prefect.resource.role": "tag", "prefect.resource.id": "prefect.tag.dlrm"}
     assert trigger.for_each == {"prefect.resource.id"}
     assert action.state == StateType.CRASHED
     assert made("silent_seconds=35")[deploy.SILENT].trigger.within == timedelta(seconds=35)
