@@ -283,7 +283,7 @@ def test_fault_25_a_zombie_is_found_its_slot_is_freed_and_the_next_run_starts(de
         family = psutil.Process(worker.pid).children(recursive=True)
         assert any(one.name().startswith("dlrm rank") for one in family)
         deployed.ask(f"/flow_runs/{second}/set_state", {"state": {"type": "CANCELLING"}})
-        until(lambda: not any(map(lives, family)), seconds=30)
+        until(lambda: not any(map(lives, family)))
         until(lambda: deployed.state(second) == "CANCELLED")
     until(lambda: deployed.state(pending) == "CRASHED")
 
