@@ -1,24 +1,38 @@
-"""Lists the data files of a snapshot by day. Refuses files with an unknown day or unknown rows."""
+"""Lists the data files of a snapshot by day, and their deleted rows. Refuses files with unknown days or rows."""
 
 import datetime
+import zlib
 from collections.abc import Collection, Iterable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from pydantic import BaseModel
 from pyiceberg.expressions import BooleanExpression, In
 from pyiceberg.expressions.visitors import bind, extract_field_ids
+from pyiceberg.io import FileIO
 from pyiceberg.manifest import DataFile, FileFormat
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, Table
+from pyiceberg.table.deletion_vector import deletion_vectors_from_puffin_file
+from pyiceberg.table.puffin import PuffinFile
 from pyiceberg.table.snapshots import Snapshot
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import DateType
 
 from storage.config import DAY
-from storage.errors import StorageError
+from storage.errors import CorruptFileError, StorageError
 
 EPOCH = datetime.date(1970, 1, 1)
+KEPT_POSITIONS = 64
+"""Data files whose deleted rows a reader remembers."""
+PUFFIN = b"PFA1"
+"""First bytes of a file with deletion vectors."""
 
 
 class SnapshotRef(BaseModel, frozen=True):
@@ -34,7 +48,7 @@ class DayFile(NamedTuple):
     day: datetime.date
     file: DataFile
     deletes: tuple[str, ...]
-    """Paths of the files with its row-level deletes."""
+    """Paths of the files that list its deleted rows by position: Parquet, or Puffin with deletion vectors."""
     constants: frozenset[int]
     """Ids of fields with one value in the partition, which the file may lack. Without `day`."""
 
@@ -136,21 +150,75 @@ def refuse_unreadable(table: Table, found: DayFile) -> None:
     """Refuses a file that our readers would read wrongly.
 
     Raises:
-        StorageError: If another engine has deleted some of its rows, or wrote it in another format.
+        StorageError: If another engine wrote it in another format.
     """
     path = found.file.file_path
-    if found.deletes:
-        raise StorageError(
-            f"file '{path}' of day {found.day}", "no row-level delete files", f"{len(found.deletes)}",
-            "Apply them with the engine that wrote them, in Spark with "
-            f"{rewrite_call(table, 'delete-file-threshold', '1')}, or ingest the day again with force=true.",
-        )  # fmt: skip
     if found.file.file_format != FileFormat.PARQUET:
         raise StorageError(
             f"file '{path}' of day {found.day}", "a Parquet file", f"one in {found.file.file_format.name}",
             "Set the table's property write.format.default=parquet and rewrite it: in Spark "
             f"{rewrite_call(table, 'rewrite-all', 'true')}.",
         )  # fmt: skip
+
+
+class DeletedRows:
+    """Reads which rows of data files another engine has deleted by position (Iceberg specification, "Position Delete
+    Files" and "Deletion Vectors").
+
+    Args:
+        io: Opens the files.
+    """
+
+    def __init__(self, io: FileIO) -> None:
+        self._io = io
+        self._remembered = lru_cache(KEPT_POSITIONS)(self._read)
+
+    def positions(self, path: str, deletes: tuple[str, ...]) -> npt.NDArray[np.int64]:
+        """Returns the positions of a data file's deleted rows, ascending and each once.
+
+        Args:
+            path: The data file.
+            deletes: Paths of the files that list its deleted rows.
+        Raises:
+            CorruptFileError: If one of them is unreadable.
+        """
+        return self._remembered(path, deletes) if deletes else np.empty(0, np.int64)
+
+    def count_left(self, found: DayFile) -> int:
+        """Returns how many rows of a data file are not deleted. Raises as `positions`."""
+        return found.file.record_count - len(self.positions(found.file.file_path, found.deletes))
+
+    def _read(self, path: str, deletes: tuple[str, ...]) -> npt.NDArray[np.int64]:
+        return np.unique(np.concatenate([self._read_one(path, listed) for listed in deletes]))
+
+    def _read_one(self, path: str, listed: str) -> npt.NDArray[np.int64]:
+        try:
+            with self._io.new_input(listed).open() as file:
+                puffin = file.read(len(PUFFIN)) == PUFFIN
+                file.seek(0)
+                return _read_vector(file.read(), path) if puffin else _read_positions(file, path)
+        except (OSError, ValueError, LookupError, pa.ArrowException) as error:
+            raise CorruptFileError(
+                f"file '{listed}', which lists deleted rows of '{path}'", "a whole Parquet or Puffin file",
+                str(error).split("\n")[0].rstrip(".") or "none", "Ingest the day again with force=true.",
+            ) from error  # fmt: skip
+
+
+def _read_positions(file: Any, path: str) -> npt.NDArray[np.int64]:
+    own = pc.field("file_path") == path
+    rows = pq.read_table(file, columns=["pos"], filters=own, use_threads=False, page_checksum_verification=True)
+    return rows["pos"].to_numpy().astype(np.int64)
+
+
+def _read_vector(content: bytes, path: str) -> npt.NDArray[np.int64]:
+    puffin = PuffinFile(content)
+    for blob in puffin.footer.blobs:
+        payload = puffin.get_blob_payload(blob)
+        end = 4 + int.from_bytes(payload[:4], "big")
+        if zlib.crc32(payload[4:end]) != int.from_bytes(payload[end : end + 4], "big"):
+            raise ValueError("a deletion vector with another checksum")
+    vectors = [one for one in deletion_vectors_from_puffin_file(puffin) if one.referenced_data_file == path]
+    return np.concatenate([np.empty(0, np.int64), *(one.to_vector().to_numpy() for one in vectors)]).astype(np.int64)
 
 
 def rewrite_call(table: Table, option: str, value: str) -> str:

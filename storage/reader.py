@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -19,7 +21,7 @@ from pyiceberg.table import Table
 
 from storage.config import DAY as DAY
 from storage.errors import CorruptFileError, StorageError, closest_names
-from storage.files import DayFile, data_files, refuse_unreadable, rewrite_call, schema_at, snapshot_at
+from storage.files import DayFile, DeletedRows, data_files, refuse_unreadable, rewrite_call, schema_at, snapshot_at
 from storage.files import SnapshotRef as SnapshotRef
 from storage.footer import SUFFIX, read_footer
 from storage.layout.spec import Layout
@@ -40,7 +42,10 @@ class Fragment(BaseModel, frozen=True):
     path: str
     row_group: int
     rows: int
+    """Rows that are not deleted."""
     day: datetime.date
+    deletes: tuple[str, ...] = ()
+    """Paths of the files that list deleted rows of the data file."""
 
 
 class SnapshotReader:
@@ -48,6 +53,7 @@ class SnapshotReader:
 
     Field ids, not names, decide which column of a file is read: a feature that was dropped and added again under its
     old name reads as null in old files, never as the old values. All rows of a file are of the day in its partition.
+    Rows that another engine has deleted by position are left out.
 
     Attributes:
         bytes_read: Bytes of the columns read so far, compressed.
@@ -89,6 +95,7 @@ class SnapshotReader:
                 )  # fmt: skip
         self.bytes_read, self.bytes_stored, self.reads = 0, 0, 0
         self._gap_bytes = Layout.gap_of(table.properties)
+        self._deleted = DeletedRows(table.io)
         self._ids = {name: self.schema.find_field(name).field_id for name in needed}
         self._types = {name: arrow.field(name).type for name in needed}
         self._defaults = {name: self.schema.find_field(name).initial_default for name in needed}
@@ -102,7 +109,7 @@ class SnapshotReader:
 
         Raises:
             CorruptFileError: If a file is unreadable. Names the file and the snapshot.
-            StorageError: If a file has row-level deletes, or lacks what is needed to read its columns.
+            StorageError: If a file has another format, or lacks what is needed to read its columns.
         """
         wanted = None if days is None else frozenset(days)
         found: list[Fragment] = []
@@ -113,9 +120,15 @@ class SnapshotReader:
             if file.metadata.num_rows != rows:
                 raise self._corrupt(path, f"{file.metadata.num_rows} of {rows} rows")
             self._refuse_constants(path, one.constants - self.stored_columns(file, path).keys())
+            starts = _row_group_starts(file.metadata)
+            gone = self._deleted.positions(path, one.deletes)
+            if len(gone) and not 0 <= gone[0] <= gone[-1] < rows:
+                raise self._corrupt(path, f"{rows} rows and deletes of rows {gone[0]} to {gone[-1]}")
+            left = np.diff(starts) - np.diff(np.searchsorted(gone, starts))
             found += [
-                Fragment(path=path, row_group=i, rows=file.metadata.row_group(i).num_rows, day=one.day)
-                for i in range(file.metadata.num_row_groups)
+                Fragment(path=path, row_group=i, rows=kept, day=one.day, deletes=one.deletes)
+                for i, kept in enumerate(left.tolist())
+                if kept
             ]
         return found
 
@@ -169,6 +182,8 @@ class SnapshotReader:
         file = self.open(fragment.path)
         stored = self.stored_columns(file, fragment.path)
         rows = 0
+        first, end = _row_group_starts(file.metadata)[fragment.row_group : fragment.row_group + 2].tolist()
+        gone = self._deleted.positions(fragment.path, fragment.deletes)
         names = {name: stored[i] for name, i in self._ids.items() if i in stored}
         group = file.metadata.row_group(fragment.row_group)
         with self._reading(fragment.path):
@@ -179,11 +194,14 @@ class SnapshotReader:
         parts = file.iter_batches(READ_ROWS, [fragment.row_group], list(names.values()), use_threads=False)
         try:
             while (part := self._next(parts, fragment)) is not None:
-                rows += len(part)
-                yield self._project(part, names, fragment)
+                begin, last = np.searchsorted(gone, [first, first + len(part)])
+                live = part if begin == last else _without(part, gone[begin:last] - first)
+                first += len(part)
+                rows += len(live)
+                yield self._project(live, names, fragment)
         finally:
             file.close()
-        if rows != fragment.rows:
+        if first != end or rows != fragment.rows:
             raise self._corrupt(fragment.path, f"{rows} of {fragment.rows} rows in row group {fragment.row_group}")
 
     def _next(self, parts: Iterator[pa.RecordBatch], fragment: Fragment) -> pa.RecordBatch | None:
@@ -238,6 +256,18 @@ class SnapshotReader:
             f"file '{path}' of snapshot {self.reference.snapshot_id} of table '{self.reference.table}'",
             "a whole Parquet file", str(error).split("\n")[0].rstrip("."), "Ingest its day with force=true.",
         )  # fmt: skip
+
+
+def _row_group_starts(metadata: pq.FileMetaData) -> npt.NDArray[np.int64]:
+    """Returns the position of each row group's first row in the file, and the number of rows as the last entry."""
+    sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    return np.cumsum([0, *sizes], dtype=np.int64)
+
+
+def _without(part: pa.RecordBatch, positions: npt.NDArray[np.int64]) -> pa.RecordBatch:
+    keep = np.ones(len(part), bool)
+    keep[positions] = False
+    return part.filter(pa.array(keep))
 
 
 def make_mask(row_filter: BooleanExpression, schema: Schema) -> tuple[pc.Expression, list[str]]:

@@ -34,7 +34,16 @@ from storage.days import (
     to_summary,
 )
 from storage.errors import ConflictError, StorageError, UnknownCommitError
-from storage.files import DayFile, data_files, day_of, days_filter, refuse_unreadable, schema_at, snapshot_at
+from storage.files import (
+    DayFile,
+    DeletedRows,
+    data_files,
+    day_of,
+    days_filter,
+    refuse_unreadable,
+    schema_at,
+    snapshot_at,
+)
 from storage.layout.spec import Layout
 from storage.objects import add_variables
 from storage.reader import DAY, SnapshotReader, SnapshotRef
@@ -446,24 +455,25 @@ class Warehouse:
         return schema_at(self.table(reference.table), reference).as_arrow()
 
     def day_rows(self, reference: SnapshotRef) -> dict[datetime.date, int]:
-        """Counts the rows of each day at the snapshot, in order of the days, from metadata only.
+        """Counts the rows of each day at the snapshot, in order of the days.
 
-        Also counts rows that row-level deletes have removed. Their day cannot be read.
+        It reads metadata, and the lists of deleted rows where another engine has deleted some.
         """
-        files = self.day_files(reference)
-        return {day: sum(file.record_count for file in files[day]) for day in files}
+        deleted = DeletedRows(self.table(reference.table).io)
+        counts = {day: sum(map(deleted.count_left, files)) for day, files in self._files(reference).items()}
+        return {day: rows for day, rows in counts.items() if rows}
 
     def count_rows(self, reference: SnapshotRef, days: Iterable[datetime.date]) -> int:
-        """Counts the rows of some days from metadata only.
+        """Counts the rows of some days, as `day_rows`.
 
         Raises:
-            StorageError: If they cannot be read, because a file has row-level deletes or another format.
+            StorageError: If they cannot be read, because a file has another format.
         """
         table, files = self.table(reference.table), self._files(reference)
         found = [one for day in days for one in files[day]]
         for one in found:
             refuse_unreadable(table, one)
-        return sum(one.file.record_count for one in found)
+        return sum(map(DeletedRows(table.io).count_left, found))
 
     def day_contents(self, reference: SnapshotRef) -> dict[datetime.date, str]:
         """Returns day -> a hash that identifies its rows, whatever files and order they are in.

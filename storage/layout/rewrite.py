@@ -59,11 +59,15 @@ def days_in_other_layouts(warehouse: Warehouse, reference: SnapshotRef) -> list[
     ]
 
 
-def days_in_small_files(warehouse: Warehouse, reference: SnapshotRef) -> list[datetime.date]:
-    """Returns days that have more files than their rows need."""
+def days_to_compact(warehouse: Warehouse, reference: SnapshotRef) -> list[datetime.date]:
+    """Returns days that have more files than their rows need, or rows that another engine has marked as deleted."""
     most = layout_of(warehouse, reference.table).file_rows
-    days = warehouse.day_files(reference)
-    return [d for d, files in days.items() if len(files) > math.ceil(sum(f.record_count for f in files) / most)]
+    files, left = warehouse.day_files(reference), warehouse.day_rows(reference)
+    return [
+        day
+        for day, rows in left.items()
+        if len(files[day]) > math.ceil(rows / most) or rows < sum(file.record_count for file in files[day])
+    ]
 
 
 def rewrite_day(warehouse: Warehouse, name: str, day: datetime.date, temporary: Path) -> RewriteResult:
@@ -78,7 +82,7 @@ def rewrite_day(warehouse: Warehouse, name: str, day: datetime.date, temporary: 
     """
     table, reference = warehouse.table(name), warehouse.current(name)
     reader = SnapshotReader(table, reference, table.schema().as_arrow().names, None, table.schema())
-    before = warehouse.day_files(reference)[day]
+    before, rows = warehouse.day_files(reference)[day], warehouse.count_rows(reference, [day])
     sums = connect([], temporary, "1GB")
     after: list[DataFile] = []
 
@@ -90,7 +94,7 @@ def rewrite_day(warehouse: Warehouse, name: str, day: datetime.date, temporary: 
         for file in after:
             for part in _read_back(writer.io, file, reader.columns):
                 written = written.plus(sums, part)
-        expected = RowChecksum(rows=sum(file.record_count for file in before), hashes=read.hashes)
+        expected = RowChecksum(rows=rows, hashes=read.hashes)
         if written != expected or read.rows != expected.rows:
             raise StorageError(
                 f"day {day} of table '{name}'", f"the same {expected.rows} rows after rewriting",
@@ -104,7 +108,7 @@ def rewrite_day(warehouse: Warehouse, name: str, day: datetime.date, temporary: 
     warehouse.replace_files(table, {day: identity}, files, notes=notes, same=same)
     return RewriteResult(
         day=day,
-        rows=sum(file.record_count for file in before),
+        rows=rows,
         files=(len(before), len(after)),
         bytes=(sum(f.file_size_in_bytes for f in before), sum(f.file_size_in_bytes for f in after)),
     )

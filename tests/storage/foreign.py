@@ -1,8 +1,11 @@
 """Commits to a table as another engine would: files in any partition, and row-level deletes."""
 
+import json
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,6 +24,7 @@ from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation
 from pyiceberg.table.update.snapshot import _FastAppendFiles
 from pyiceberg.typedef import Record
+from pyroaring import BitMap
 
 
 def add_file(table: Table, rows: pa.Table, partition: Record, file_format: FileFormat = FileFormat.PARQUET) -> str:
@@ -58,16 +62,43 @@ class _AddDeletes(_FastAppendFiles):
         return [*super()._manifests(), writer.to_manifest_file()]
 
 
-def delete_rows(table: Table, path: str, positions: list[int], partition: Record, by_value: bool = False) -> None:
-    """Deletes rows of a data file by their positions, or with an equality-delete file."""
-    deletes = _new_path(table)
-    pq.write_table(pa.table({"file_path": [path] * len(positions), "pos": positions}), deletes)
-    content = DataFileContent.EQUALITY_DELETES if by_value else DataFileContent.POSITION_DELETES
+def delete_rows(
+    table: Table, positions: dict[str, list[int]], partition: Record, how: Literal["file", "vector", "value"] = "file"
+) -> str:
+    """Deletes rows of data files. Returns the path of what lists them.
+
+    Args:
+        positions: Data file -> positions of its rows.
+        how: In a position-delete file, by deletion vectors, or in an equality-delete file.
+    """
+    path = _new_path(table)
+    pairs = [(file, position) for file, found in positions.items() for position in found]
+    if how == "vector":
+        Path(path).write_bytes(_puffin(positions))
+    else:
+        pq.write_table(pa.table({"file_path": [file for file, _ in pairs], "pos": [at for _, at in pairs]}), path)
+    content = DataFileContent.EQUALITY_DELETES if how == "value" else DataFileContent.POSITION_DELETES
+    file_format = FileFormat.PUFFIN if how == "vector" else FileFormat.PARQUET
     transaction = table.transaction()
     change = _AddDeletes(Operation.APPEND, transaction, table.io)
-    change.deletes = _describe(table, deletes, partition, len(positions), FileFormat.PARQUET, content)
+    change.deletes = _describe(table, path, partition, len(pairs), file_format, content)
     change.commit()
     transaction.commit_transaction()
+    return path
+
+
+def _puffin(positions: dict[str, list[int]]) -> bytes:
+    """Returns a Puffin file with a deletion vector for each data file, as the Iceberg specification lays it out."""
+    body, blobs = b"PFA1", []
+    for file, found in positions.items():
+        vector = bytes.fromhex("D1D33964") + struct.pack("<qi", 1, 0) + BitMap(found).serialize()
+        blob = struct.pack(">I", len(vector)) + vector + struct.pack(">I", zlib.crc32(vector))
+        properties = {"referenced-data-file": file, "cardinality": str(len(found))}
+        place = {"offset": len(body), "length": len(blob), "snapshot-id": -1, "sequence-number": -1}
+        blobs.append({"type": "deletion-vector-v1", "fields": [2147483645], **place, "properties": properties})
+        body += blob
+    footer = json.dumps({"blobs": blobs}).encode()
+    return body + b"PFA1" + footer + struct.pack("<i", len(footer)) + bytes(4) + b"PFA1"
 
 
 def _new_path(table: Table) -> str:

@@ -4,12 +4,12 @@ import datetime
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pyiceberg.expressions import EqualTo
+from pyiceberg.expressions import EqualTo, GreaterThan
 from pyiceberg.manifest import FileFormat
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
@@ -17,8 +17,10 @@ from pyiceberg.transforms import BucketTransform, IdentityTransform, MonthTransf
 from pyiceberg.typedef import Record
 from pyiceberg.types import DateType, DoubleType, NestedField, StringType
 
-from storage.errors import StorageError
+from storage.errors import CorruptFileError, StorageError
 from storage.layout.columns import Footers
+from storage.layout.rewrite import days_to_compact, rewrite_day, set_layout
+from storage.layout.spec import Layout
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
 from tests.storage.foreign import add_file, delete_rows
@@ -41,6 +43,11 @@ def read(warehouse: Warehouse, days: list[datetime.date] | None = None) -> list[
     reader = warehouse.reader(warehouse.current("events"), ["day", "id", "text"])
     parts = [reader.read(fragment).to_pydict() for fragment in reader.fragments(days)]
     return [row for part in parts for row in zip(*part.values(), strict=True)]
+
+
+def read_at(warehouse: Warehouse, snapshot: SnapshotRef) -> list[int]:
+    reader = warehouse.reader(snapshot, ["id"])
+    return [number for fragment in reader.fragments() for number in reader.read(fragment)["id"].to_pylist()]
 
 
 def number(day: datetime.date) -> int:
@@ -227,33 +234,77 @@ def test_a_filter_of_an_older_snapshot_goes_by_the_names_of_its_time(warehouse: 
 # Row-level deletes and other formats
 
 
-def test_only_the_day_with_row_level_deletes_is_refused_until_it_is_written_again(warehouse: Warehouse) -> None:
+@pytest.mark.parametrize("how", ["file", "vector"])
+def test_deleted_rows_are_left_out_wherever_rows_are_read_or_counted(
+    warehouse: Warehouse, how: Literal["file", "vector"], tmp_path: Path
+) -> None:
+    """As pyiceberg reads them. The list of deleted rows is shared by two files, one of them in several row groups."""
+    write(warehouse, DAY1)
+    set_layout(warehouse.table("events"), Layout(row_group_rows=10))
+    first = write(warehouse, *[DAY1] * 35, DAY2)
+    assert days_to_compact(warehouse, first) == []
+    table = warehouse.table("events")
+    more = add_file(table, rows([DAY1] * 5, first=100), Record(number(DAY1)))
+    path = warehouse.reader(first, ["id"]).fragments([DAY1])[0].path
+    gone = {path: [0, 9, *range(10, 20), 34], more: [2]}
+    delete_rows(table, gone, Record(number(DAY1)), how)
+    delete_rows(table, {path: [9, 33]}, Record(number(DAY1)), how)  # one row twice
+    left = {*range(1, 9), *range(20, 33), 35, 100, 101, 103, 104}
+    assert {row[1] for row in read(warehouse)} == left
+    assert {*warehouse.table("events").scan().to_arrow()["id"].to_pylist()} == left
+    current = warehouse.current("events")
+    assert warehouse.day_rows(current) == {DAY1: len(left) - 1, DAY2: 1}
+    assert warehouse.count_rows(current, [DAY1]) == len(left) - 1
+    reader = warehouse.reader(current, ["id"], GreaterThan("id", 30))
+    assert [fragment.rows for fragment in reader.fragments([DAY1])] == [8, 10, 3, 4]  # without the empty row group
+    assert {i for one in reader.fragments() for i in reader.read(one)["id"].to_pylist()} == {i for i in left if i > 30}
+    assert len(read_at(warehouse, first)) == 36  # a pinned snapshot stays as it was
+    assert warehouse.changed_days("events") == {DAY1: "i"}
+    assert days_to_compact(warehouse, current) == [DAY1]
+    rewrite_day(warehouse, "events", DAY1, tmp_path)
+    assert days_to_compact(warehouse, warehouse.current("events")) == []
+    assert {row[1] for row in read(warehouse)} == left
+    assert {*warehouse.table("events").scan().to_arrow()["id"].to_pylist()} == left
+
+
+def test_a_day_without_a_row_left_is_gone(warehouse: Warehouse) -> None:
+    write(warehouse, DAY1, DAY2)
+    path = warehouse.reader(warehouse.current("events"), ["id"]).fragments([DAY1])[0].path
+    delete_rows(warehouse.table("events"), {path: [0]}, Record(number(DAY1)))
+    assert warehouse.day_rows(warehouse.current("events")) == {DAY2: 1}
+    assert [row[1] for row in read(warehouse, [DAY1, DAY2])] == [1]
+
+
+@pytest.mark.parametrize("how", ["file", "vector"])
+def test_an_unreadable_list_of_deleted_rows_is_named(warehouse: Warehouse, how: Literal["file", "vector"]) -> None:
+    """No row comes back to life because the list of deleted rows is damaged, and its day can be written again."""
     write(warehouse, DAY1, DAY1, DAY2)
     path = warehouse.reader(warehouse.current("events"), ["id"]).fragments([DAY1])[0].path
-    delete_rows(warehouse.table("events"), path, [1], Record(number(DAY1)))
-    assert warehouse.day_rows(warehouse.current("events")) == {DAY1: 2, DAY2: 1}
+    listed = delete_rows(warehouse.table("events"), {path: [1]}, Record(number(DAY1)), how)
+    whole = Path(listed).read_bytes()
+    flipped = bytes([whole[20] ^ 1])
+    for damaged in (whole[:-9], b"PFA1", b"", b"PAR1" + whole[4:-40], whole[:20] + flipped + whole[21:]):
+        Path(listed).write_bytes(damaged)
+        for call in (read, lambda all: all.day_rows(all.current("events"))):
+            with pytest.raises(CorruptFileError, match=f"file '{re.escape(listed)}', which lists deleted rows of"):
+                call(warehouse)
     assert [row[1] for row in read(warehouse, [DAY2])] == [2]
-    assert warehouse.count_rows(warehouse.current("events"), [DAY2]) == 1
-    assert refusal(lambda: warehouse.count_rows(warehouse.current("events"), [DAY1])).startswith("file of day")
-    assert refusal(lambda: read(warehouse, [DAY1, DAY2])) == (
-        "file of day 2024-01-01: expected no row-level delete files, got 1. "
-        "Apply them with the engine that wrote them, in Spark with "
-        "`CALL system.rewrite_data_files(table => 'dlrm.events', options => map('delete-file-threshold', '1'))`, "
-        "or ingest the day again with force=true."
-    )
-    assert refusal(lambda: Footers(warehouse.table("events"), warehouse.current("events")).columns())
-    assert (warehouse.written_days("events"), warehouse.changed_days("events")) == ({DAY2: "i"}, {DAY1: "i"})
-    write(warehouse, DAY2, first=7)
-    assert refusal(lambda: read(warehouse, [DAY1])).startswith("file of day 2024-01-01")
-    write(warehouse, DAY1, DAY1, DAY1, first=4)
-    assert [row[1] for row in read(warehouse)] == [4, 5, 6, 7]
-    assert warehouse.table("events").scan().to_arrow()["id"].to_pylist() == [4, 5, 6, 7]  # as others read it
+    write(warehouse, DAY1, DAY1, first=4)
+    assert [row[1] for row in read(warehouse)] == [4, 5, 2]
+
+
+def test_a_list_of_rows_that_a_file_does_not_have_is_refused(warehouse: Warehouse) -> None:
+    write(warehouse, DAY1)
+    path = warehouse.reader(warehouse.current("events"), ["id"]).fragments([DAY1])[0].path
+    delete_rows(warehouse.table("events"), {path: [1]}, Record(number(DAY1)))
+    with pytest.raises(CorruptFileError, match="got 1 rows and deletes of rows 1 to 1"):
+        read(warehouse)
 
 
 def test_deletes_by_value_are_refused(warehouse: Warehouse) -> None:
     write(warehouse, DAY1, DAY1)
     path = warehouse.reader(warehouse.current("events"), ["id"]).fragments([DAY1])[0].path
-    delete_rows(warehouse.table("events"), path, [1], Record(number(DAY1)), by_value=True)
+    delete_rows(warehouse.table("events"), {path: [1]}, Record(number(DAY1)), "value")
     assert refusal(lambda: read(warehouse)) == (
         "table 'events': expected no deletes by value (equality deletes), got some. "
         "Apply them with the engine that wrote them, in Spark with "

@@ -16,7 +16,7 @@ from storage.layout.reads import ReadRecord, load_reads, record_read
 from storage.layout.rewrite import (
     RewriteResult,
     days_in_other_layouts,
-    days_in_small_files,
+    days_to_compact,
     layout_of,
     rewrite_day,
     set_layout,
@@ -77,10 +77,10 @@ def apply_layout(
 
 @step("compact")
 def compact_table(workspace: Workspace, name: str) -> Result:
-    """Days of many small files -> days of few. Safe to repeat: other days stay."""
+    """Days of many small files, or with deleted rows -> days of few. Safe to repeat: other days stay."""
     warehouse = workspace.warehouse
     return _summarize(
-        "compact", name, _rewrite_days(workspace, name, days_in_small_files(warehouse, warehouse.current(name)))
+        "compact", name, _rewrite_days(workspace, name, days_to_compact(warehouse, warehouse.current(name)))
     )
 
 

@@ -12,7 +12,7 @@ from pyiceberg.types import DoubleType, StringType
 
 from storage.config import WarehouseConfig
 from storage.errors import ConflictError, StorageError
-from storage.layout.rewrite import days_in_other_layouts, days_in_small_files, layout_of, rewrite_day, set_layout
+from storage.layout.rewrite import days_in_other_layouts, days_to_compact, layout_of, rewrite_day, set_layout
 from storage.layout.spec import Layout
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
@@ -115,10 +115,10 @@ def test_small_files_become_few(tmp_path: Path, home: Path) -> None:
     write(small, table(DAY1, 90), table(DAY2, 4))
     warehouse, rows = Warehouse(large, home), read(small)
     set_layout(warehouse.table("events"), warehouse.default_layout)
-    assert days_in_small_files(warehouse, warehouse.current("events")) == [DAY1]
+    assert days_to_compact(warehouse, warehouse.current("events")) == [DAY1]
     done = rewrite_day(warehouse, "events", DAY1, tmp_path)
     assert (done.files[0] > 10, done.files[1]) == (True, 2)
-    assert days_in_small_files(warehouse, warehouse.current("events")) == []
+    assert days_to_compact(warehouse, warehouse.current("events")) == []
     assert str(read(warehouse).to_pylist()) == str(rows.to_pylist())  # in their order
 
 
