@@ -1,15 +1,32 @@
 """What a server counts, in Prometheus's format, summed over its processes."""
 
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.045, 0.06, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Seconds."""
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 """Variable that prometheus-client reads when it is imported: its folder for the counts of several processes."""
+
+
+class _FilledFiles(MultiProcessCollector):
+    """Reads the counts of all processes. Leaves out files that their process made and has not filled yet.
+
+    A process that is killed in that moment leaves such a file for good.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(None, folder)
+        self.folder = Path(folder)
+
+    def collect(self) -> Iterable[Metric]:
+        filled = [str(path) for path in self.folder.glob("*.db") if path.stat().st_size]
+        found: Iterable[Metric] = self.merge(filled)
+        return found
 
 
 class ServerMetrics:
@@ -51,7 +68,7 @@ class ServerMetrics:
         if self.folder is None:
             return generate_latest(self.registry)
         shared = CollectorRegistry()
-        MultiProcessCollector(shared, str(self.folder))
+        shared.register(_FilledFiles(str(self.folder)))
         return generate_latest(shared)
 
     def forget(self, pid: int) -> None:

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from typing import Any, NamedTuple
@@ -11,13 +14,14 @@ import pyarrow as pa
 import pytest
 
 from models.config import DLRMConfig
+from pipeline.config.files import ROOT
 from pipeline.registration.register import pack
 from pipeline.registration.scorer import LoadedModel
 from pipeline.registration.served import ServedModel
 from pipeline.serving.app import LoadedVersion, ScoringApp
 from pipeline.serving.bodies import ARROW, write_arrow
 from pipeline.serving.config import ServedVersion, ServingConfig
-from pipeline.serving.metrics import ServerMetrics
+from pipeline.serving.metrics import FOLDER, ServerMetrics
 from pipeline.transforms.schema import FeatureSchema
 
 SCHEMA = FeatureSchema.model_validate(
@@ -296,6 +300,8 @@ def test_an_answer_is_of_one_version_while_versions_change():
             asked += [asyncio.create_task(send(app, "/invocations", {"inputs": {"age": [1.0] * 50}})) for _ in range(3)]
             await asyncio.sleep(0)
             app.swap(LoadedVersion(version(number), Constant(number)))
+            if number % 50 == 0:
+                await asked[-1]  # else a fast machine makes all changes before the first answer
         return await asyncio.gather(*asked)
 
     app.queue.limit = 2_000
@@ -322,6 +328,18 @@ def test_metrics_count_requests_rows_and_versions(model):
     assert 'dlrm_ready_processes{model="demo",version="3"} 0.0' in lines
     assert 'dlrm_ready_processes{model="demo",version="4"} 1.0' in lines
     assert "dlrm_reloads_total 1.0" in lines
+
+
+def test_a_process_killed_while_it_makes_its_file_hides_no_counts(tmp_path):
+    """Such a file stays empty for good."""
+    code = (
+        "from pipeline.serving.metrics import ServerMetrics; from pathlib import Path; import sys;"
+        "ServerMetrics(Path(sys.argv[1])).rows.inc(7)"
+    )
+    environment = os.environ | {FOLDER: str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True, cwd=ROOT)
+    (tmp_path / "counter_1.db").touch()
+    assert b"dlrm_rows_total 7.0" in ServerMetrics(tmp_path).text()
 
 
 def test_an_arrow_answer_has_one_column():
